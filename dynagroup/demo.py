@@ -24,7 +24,7 @@ from dynagroup.text import IGNORED, TokenizingCollator
 from dynagroup.validation import check_int
 
 HELD_OUT = 256  # texts
-FEWEST_UPDATES = 5  # of which a median says something
+FEWEST_UPDATES = 5  # fewer give no useful median
 LARGEST_FILE = 100_000  # bytes; parsing larger, mostly generated, files costs more than their texts are worth
 SKIPPED = {"site-packages", "__pycache__", "test", "tests"}
 Tensors: TypeAlias = dict[str, torch.Tensor]
@@ -32,7 +32,7 @@ Tensors: TypeAlias = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoConfig:
-    """What the demo trains on, with what, and how much of it: the options of ``dynagroup demo``."""
+    """Settings of the demo: texts, tokenizer, model and sizes; the options of ``dynagroup demo``."""
 
     texts: str | None = None  # a file, one text a line; default: docstrings found on this machine
     tokenizer: str | None = None  # default: that of the model, or one trained on the texts
@@ -47,8 +47,8 @@ class DemoConfig:
 
 @dataclass
 class Run:
-    """For each optimizer update its batches, each a list of sample indices; and what training by them took: seconds of each
-    update (on a CPU of CPU time, which other work does not lengthen), and the mean loss of a held-out token at the end."""
+    """The batches of each optimizer update, as lists of sample indices; and what training with them took: seconds per
+    update (CPU time on a CPU, which other work does not lengthen), and the mean loss of a held-out token at the end."""
 
     name: str
     updates: Sequence[Sequence[Sequence[int]]]
@@ -56,7 +56,7 @@ class Run:
     loss: float = float("nan")
 
     def figures(self, lengths: NDArray[np.int32]) -> dict[str, float]:
-        """What the table shows, of the updates made."""
+        """Figures of the table, for the updates that were made."""
         batches = [batch for update in self.updates for batch in update]
         samples, seconds = sum(map(len, batches)), sum(self.seconds)
         real = sum(int(lengths[batch].sum()) for batch in batches)
@@ -98,7 +98,7 @@ def run_demo(config: DemoConfig) -> tuple[list[Run], NDArray[np.int32]]:
 
 
 def docstrings(at_least: int = 12_000) -> list[str]:
-    """Different docstrings of the standard library and the installed packages: so many, or all there are.
+    """Different docstrings of the standard library and of installed packages: as many as asked, or all there are.
 
     Files are taken in an order that mixes packages and is the same wherever the same packages are installed.
     """
@@ -168,7 +168,7 @@ def _slices(values: list[Any], size: int) -> list[list[Any]]:
 
 
 def _train(config: DemoConfig, runs: Sequence[Run], held_out: Any, texts: Any, tokenizer: Any, device: Any) -> None:
-    """The runs take turns, update by update, so that other work on the machine slows both alike."""
+    """Train the runs in turns, update by update, so that other work on the machine slows both alike."""
     collate = TokenizingCollator(tokenizer, config.max_length, 1, labels=True)
     load = lambda batch: collate([texts[i] for i in batch])  # noqa: E731
     rate = 3e-3 if config.model is None else 2e-5
@@ -186,9 +186,9 @@ def _train(config: DemoConfig, runs: Sequence[Run], held_out: Any, texts: Any, t
 
 
 def _updates(run: Run, model: Any, load: Callable[..., Tensors], rate: float, device: torch.device) -> Iterator[None]:
-    """Each is one step on the mean loss over *all its label tokens*, however they are divided into batches."""
+    """Each update is one step on the mean loss over *all its label tokens*, however its batches divide them."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
-    ids = torch.zeros(2, 8, dtype=torch.int64)  # first calls set up threads and kernels; no run is charged for it
+    ids = torch.zeros(2, 8, dtype=torch.int64)  # first calls set up threads and kernels; no run pays for them
     next(_losses(model, [{"input_ids": ids, "labels": ids}], device)).backward()
     optimizer.zero_grad(set_to_none=True)
     for update in run.updates:
@@ -228,7 +228,7 @@ def _now(device: torch.device) -> float:
 
 
 def speedup(runs: Sequence[Run]) -> NDArray[np.float64]:
-    """Quartiles of how much faster the second run's updates were."""
+    """Quartiles of the speedup of the second run's updates."""
     fixed, ours = (np.array(run.seconds) for run in runs)
     return np.quantile(fixed / ours, (0.25, 0.5, 0.75))
 

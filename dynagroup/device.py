@@ -1,4 +1,4 @@
-"""A device's memory: which errors mean that it ran out, how much there is, and the counters of its allocator."""
+"""Memory of a device: which errors mean that it ran out, how much there is, and the counters of its allocator."""
 
 import errno
 import gc
@@ -48,7 +48,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and what it was explicitly raised from, up to a verdict of dynagroup's own."""
+    """The error, and the errors it was explicitly raised from, up to one that dynagroup has decided on."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen and not isinstance(error, BudgetError):
         seen.add(id(error))
@@ -64,13 +64,13 @@ def _speaks_for_itself(error: BaseException) -> bool:
 
 
 def free_bytes(device: torch.device | str | int | None = None) -> int:
-    """Bytes that this process can have on a device in all: what is free there, and what it holds there already.
+    """Bytes that this process can use on a device in total: free ones, and those that the process holds already.
 
     A model that is on the device already counts as available: budgets charge for it themselves. Default: the current CUDA
     device, else another accelerator.
 
     Raises:
-        ConfigError: there is no such device, or it does not say; a CPU, whose processes the system kills before they fail.
+        ConfigError: there is no such device, or it does not tell; a CPU, where processes are killed before they fail.
     """
     if device is None:
         device = next((name for name in ("cuda", "xpu", "mps") if getattr(torch, name).is_available()), "cpu")
@@ -87,13 +87,13 @@ def free_bytes(device: torch.device | str | int | None = None) -> int:
 
 
 def _allowed_share(device: torch.device) -> float:
-    """What ``set_per_process_memory_fraction`` leaves to this process; torch 2.8 and later say it."""
+    """The share of memory that ``set_per_process_memory_fraction`` allows this process; torch 2.8 and later tell it."""
     read = getattr(torch.cuda, "get_per_process_memory_fraction", None)
     return 1.0 if read is None or device.type != "cuda" else read(device)
 
 
 class Device(Protocol):
-    """The counters of a device's allocator, in bytes: alive now, and the most allocated and reserved since the reset."""
+    """Counters of a device's allocator, in bytes: alive now; largest allocated and largest reserved since the reset."""
 
     @property
     def device(self) -> torch.device: ...
@@ -103,7 +103,7 @@ class Device(Protocol):
 
 
 class CudaDevice:
-    """PyTorch's caching allocator on the current CUDA device, to be measured with: its statistics are reset.
+    """PyTorch's caching allocator on the current CUDA device, for measuring: its statistics are reset.
 
     Raises:
         ConfigError: there is no CUDA device.
@@ -128,20 +128,20 @@ class CudaDevice:
         return torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
 
     def about(self) -> dict[str, str]:
-        """What was measured on: device, CUDA, torch."""
+        """What the measurements ran on: device, CUDA, torch."""
         found = {"device": torch.cuda.get_device_name(self.device), "cuda": torch.version.cuda or ""}
         return {**found, "torch": torch.__version__}
 
 
 def watch_of(model: Any) -> "PeakWatch | None":
-    """A watch on the model's device; None where there is nothing to read."""
+    """A watch on the model's device; None: it has no counters to read."""
     return PeakWatch(next(model.parameters()).device) if torch.cuda.is_initialized() else None
 
 
 class PeakWatch:
-    """Reads the allocator's peak without resetting it: the statistics are the user's.
+    """Reads the allocator's peak without resetting it, because the statistics belong to the user.
 
-    A peak is known only when it is a new one, since an old one belongs to an earlier batch; and new ones are what matter.
+    A peak counts only if it is higher than all before, since an older one belongs to an earlier batch.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 class World(Protocol):
-    """The ranks that run one job together. Every method is collective: all ranks call it, with equally long vectors.
+    """The ranks that run one job together. Every method is collective: all ranks call it, with vectors of equal length.
 
-    Maxima are of int64, exact; sums are of float64, exact for whole numbers up to 2**53. All ranks get the same bits.
+    Maxima are exact int64; sums are float64, exact for integers up to 2**53. All ranks get the same bits.
     """
 
     @property
@@ -33,7 +33,7 @@ class World(Protocol):
 
 
 def as_int64(values: Sequence[int]) -> NDArray[np.int64]:
-    """What travels in a maximum; OverflowError where a value does not fit, TypeError where it is no integer."""
+    """An int64 array for a maximum. OverflowError: a value does not fit; TypeError: it is not an integer."""
     array = np.asarray(values)
     return array.astype(np.int64) if array.dtype.kind in "bi" else np.array([index(v) for v in values], np.int64)
 
@@ -52,7 +52,7 @@ class SingleProcess:
 
 
 class DistributedWorld:
-    """Ranks of ``torch.distributed``; small CPU vectors travel over a gloo group beside the job's own.
+    """Ranks of ``torch.distributed``. Small CPU vectors travel in a gloo group of their own, beside the job's group.
 
     A group beside it keeps this metadata apart from the job's collectives, works for NCCL-only jobs, and has a timeout of
     its own: a rank that has gone ends in :class:`AlignmentError`, not in a hang. There is one for each group of ranks: the
@@ -96,8 +96,8 @@ class DistributedWorld:
         return vector.tolist()
 
 
-# One gloo group costs five file descriptors and three threads, and nobody closes it before the job ends. So there is one for
-# each group of the job's, found again by that group's identity; weakly, so that it goes when that group goes.
+# One gloo group costs five file descriptors and three threads, and nobody closes it before the job ends. So each group
+# of the job has one, found by that group's identity. The reference is weak, so that it goes when the job's group goes.
 _BESIDE: WeakKeyDictionary[Any, dict[float, Any]] = WeakKeyDictionary()
 
 
@@ -134,7 +134,7 @@ def current_world(*, timeout_s: float = 600.0) -> World:
 
 
 def warn_if_launched() -> None:
-    """Say that every rank takes all samples, where ``torchrun`` started them and nobody has told torch yet."""
+    """Warn that every rank takes all samples, if ``torchrun`` started them but torch.distributed is not set up."""
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_torchelastic_launched() and not dist.is_initialized():

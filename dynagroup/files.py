@@ -1,4 +1,4 @@
-"""Lengths of files: read by row group or chunk, measured on all cores, kept in a journal until all are there."""
+"""Measures lengths in files: by row group or chunk, on all cores, with a journal from which a killed run continues."""
 
 import glob
 import os
@@ -22,11 +22,11 @@ from dynagroup.shapes import TOKENS, primary
 from dynagroup.validation import check_int, explained
 
 KINDS = "npy, npz, txt, csv, tsv, jsonl, json, parquet, or a folder of them, of a Hub dataset or saved by datasets"
-USUAL = ("length", "lengths", "num_tokens", "tokens", "input_ids")  # what a column of lengths or ids is usually called
-UTF8 = "utf-8-sig"  # with or without a mark, as Windows writes it
-ROWS = 10_000  # of a chunk, where files have no row groups
+USUAL = ("length", "lengths", "num_tokens", "tokens", "input_ids")  # usual names of a column of lengths or ids
+UTF8 = "utf-8-sig"  # with or without the byte order mark that Windows writes
+ROWS = 10_000  # rows of a chunk, where files have no row groups
 Chunk: TypeAlias = "tuple[int, tuple[Path, list[str], Any]]"
-"""Number; file, columns, and their table, or a function of columns that reads it in the process that measures it."""
+"""(number, (file, column names, table)). A table may be a function of columns, called in the process that measures."""
 
 
 def measure_files(
@@ -34,27 +34,27 @@ def measure_files(
     column: str | Sequence[str] | None = None, max_length: int | None = None, num_proc: int | None = None,
     *, output: str | Path | None = None, kinds: str | None = None, progress: bool = True,
 ) -> Any:  # fmt: skip
-    """Tokens of every row of files, in their order: int32 (N,), or of several columns a dict of such by their names.
+    """Measure the tokens of every row of files, in their order: int32 (N,), or a dict of arrays by column.
 
     Args:
-        data: a file (csv, tsv, jsonl, json, parquet, txt), a pattern such as "data/*.parquet", a folder of a Hub dataset or
-            saved by ``datasets``, of which ``train`` is read; or several, in this order.
-        tokenizer: called as transformers tokenizers are; not needed for columns of lengths or ids.
-        column: of texts, ids or lengths; several ("source,target", or a list) are streams. Default: one of a usual name.
-        max_length: of ``tokens``, or of the first column where none has that name: longer samples count as so many.
-        num_proc: processes, each with a row group of parquet or 10,000 rows at a time; default: one a core.
-        output: a ``.npy`` file (``.npz`` for several columns) to write, given back as a memory map. Finished chunks are kept
-            beside it: the same call after a crash does only the rest, and once all is done reads it.
-        kinds: a column of labels, which is none of those by default.
+        data: a file (csv, tsv, jsonl, json, parquet, txt), a pattern such as "data/*.parquet", a folder of a Hub
+            dataset or one saved by ``datasets`` (its ``train`` split is read); or a list of these, read in this order.
+        tokenizer: called like a transformers tokenizer; not needed for columns of lengths or ids.
+        column: of texts, ids or lengths; several ("source,target", or a list) are streams. Default: a usual name.
+        max_length: longer samples count as this many tokens; it applies to ``tokens``, or else to the first column.
+        num_proc: number of processes, each with a parquet row group or 10,000 rows at a time; default: one per core.
+        output: a ``.npy`` file (``.npz`` for several columns) to write; the result is then a memory map of it. Finished
+            chunks are kept beside it: after a crash the same call measures only the rest. A finished file is only read.
+        kinds: a column of labels; it is not measured by default.
 
-    A ConfigError names the file that is not there, not what its name says, or whose rows are no texts, ids or lengths; a
-    StateError: ``output``, or what was kept beside it, is of other files or another tokenizer.
+    A ConfigError names a file that is missing, is not what its name says, or has rows that are not texts, ids or
+    lengths. A StateError says that ``output``, or the journal beside it, belongs to other files or another tokenizer.
 
     >>> measure_files("data/*.parquet", tokenizer, "text", output="lengths.npy").dtype  # doctest: +SKIP
     dtype('int32')
     """
     paths, affinity = _paths(data), getattr(os, "sched_getaffinity", None)
-    cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1  # those that this process may use
+    cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1  # cores that this process may use
     chunks = _chunks(paths)
     if (first := next(chunks, None)) is None:
         raise ConfigError(f"{str(data)!r} holds no samples")
@@ -85,7 +85,7 @@ def _by_name(names: Sequence[str], rows: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Measure:
-    """What a worker does with a chunk: number and lengths, int32 (columns, rows), or an error of the user's."""
+    """Measures one chunk in a worker: returns its number and its lengths, int32 (columns, rows), or a ConfigError."""
 
     columns: list[str]
     tokenizer: Callable[..., Any] | None
@@ -112,7 +112,7 @@ class _Measure:
             if self.tokenizer is None:
                 raise ConfigError("it holds texts; say which `--tokenizer` measures them")
             return measure_lengths(by_position(table[name]), self.tokenizer, progress=False)
-        if hasattr(first, "__len__") and hasattr(table, "column_names"):  # of pyarrow: counted without looking at ids
+        if hasattr(first, "__len__") and hasattr(table, "column_names"):  # pyarrow counts ids without reading them
             from datasets import Dataset
 
             return measure_lengths(Dataset(table), column=name)
@@ -120,12 +120,12 @@ class _Measure:
         return measure_lengths(values, progress=False) if hasattr(first, "__len__") else as_streams(values)[TOKENS]
 
 
-# A DataLoader over chunks: its sampler reads what only one process can read in order (csv, jsonl), its workers read row groups
-# and measure. Two chunks a worker are out at a time; they come back in order, and a worker that was killed is noticed.
+# A DataLoader over chunks: its sampler reads files that one process must read in order (csv, jsonl), its workers read
+# row groups and measure, two chunks at a time each. Results come back in order, and a killed worker is noticed.
 def _measured(
     chunks: Iterator[Chunk], work: Any, processes: int, progress: bool, done: Collection[int], numbers: list[int]
 ) -> Iterator[tuple[int, NDArray[np.int32]]]:
-    """(number, lengths) of each chunk that is not ``done``; all numbers are noted."""
+    """Yield (number, lengths) of each chunk that is not ``done``; append the number of every chunk to ``numbers``."""
     from torch.utils.data import DataLoader
     from tqdm.auto import tqdm
 
@@ -144,14 +144,14 @@ def _reading(path: Path) -> AbstractContextManager[None]:
 
 
 def _paths(data: Any) -> list[Path]:
-    """The files that are meant; a folder that datasets saved is one."""
+    """The files that ``data`` names; a folder saved by datasets counts as one file."""
     if not isinstance(data, (str, Path)):
         return [path for one in data for path in _paths(one)]
     path = Path(data)
     if path.is_dir() and not any((path / name).exists() for name in ("state.json", "dataset_dict.json")):
         from datasets import load_dataset_builder
 
-        with _reading(path):  # which files are data, and of which split, the folder's README or their names say
+        with _reading(path):  # datasets finds the files of a split by the folder's README, or by their names
             return [Path(name) for name in (load_dataset_builder(str(path)).config.data_files or {})["train"]]
     found = [path] if path.exists() else [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
     if not found:
@@ -164,13 +164,13 @@ def _chunks(data: Any) -> Iterator[Chunk]:
 
 
 def _parts(path: Path) -> Iterator[tuple[list[str], Any]]:
-    """(columns, table) of each chunk of a file."""
+    """Yield (column names, table) for each chunk of a file."""
     with _reading(path):
         if path.is_dir():
             from datasets import DatasetDict, load_from_disk
 
             saved: Any = load_from_disk(str(path))
-            data = saved["train"] if isinstance(saved, DatasetDict) else saved  # another split has a folder of its own
+            data = saved["train"] if isinstance(saved, DatasetDict) else saved  # for another split, give its own folder
             yield from ((data.column_names, partial(_rows, data, first)) for first in range(0, len(data), ROWS))
         elif path.suffix.lower() == ".parquet":
             import pyarrow.dataset
@@ -186,11 +186,11 @@ def _rows(data: Any, first: int, columns: list[str]) -> Any:
 
 
 def _tables(path: Path, kind: str) -> Iterator[Any]:
-    """Chunks of a file without an index, as pandas reads it. Whether a column holds texts or numbers, its first rows say."""
+    """Chunks of a file without row groups, read by pandas. First rows decide if a column holds texts or numbers."""
     import pandas
 
     if kind in (".npy", ".npz"):
-        with path.open("rb") as file:  # numpy leaves a broken file open that it opened itself
+        with path.open("rb") as file:  # np.load(path) would leave a broken file open
             found: Any = np.load(file)
             yield {"tokens": found} if kind == ".npy" else dict(found)
     elif kind == ".txt":
@@ -215,7 +215,7 @@ def _tables(path: Path, kind: str) -> Iterator[Any]:
 
 
 def read_column(data: Any, name: str, option: str) -> list[Any]:
-    """What a column of files holds, in their order."""
+    """All values of a column of files, in their order."""
     found: list[Any] = []
     for _, (path, names, table) in _chunks(data):
         if name not in names:
@@ -226,7 +226,7 @@ def read_column(data: Any, name: str, option: str) -> list[Any]:
 
 
 def _chosen(chunk: Chunk, column: str | Sequence[str] | None, kinds: str | None, *, texts: bool) -> list[str]:
-    """The columns that are meant: the named ones, the only one, or one whose name says it."""
+    """The columns to measure: the named ones, the only one, or one with a usual name."""
     path, names, _ = chunk[1]
     names = [name for name in names if name != kinds]
     usual = [name for name in (["text"] if texts else USUAL) if name in names][:1]
@@ -237,7 +237,7 @@ def _chosen(chunk: Chunk, column: str | Sequence[str] | None, kinds: str | None,
 
 
 def _kind(names: list[str]) -> Kind:
-    """Lengths by chunk."""
+    """How lengths are stored: by chunk in the journal, all together in the output."""
     pack = lambda lengths: np.ascontiguousarray(lengths, "<i4").tobytes()  # noqa: E731
     unpack = lambda data: np.frombuffer(data, "<i4").reshape(len(names), -1)  # noqa: E731
     read = lambda path: _by_name(names, [*as_streams(path).values()])  # noqa: E731
@@ -245,7 +245,7 @@ def _kind(names: list[str]) -> Kind:
 
 
 def _write(names: Sequence[str], path: Path, chunks: Sequence[NDArray[np.int32]]) -> None:
-    """One column's lengths are held at a time: 4 bytes a sample."""
+    """Write all lengths with one column in memory at a time: 4 bytes per sample."""
     with path.open("wb") as file:
         if len(names) == 1:
             return np.save(file, np.concatenate([chunk[0] for chunk in chunks]))

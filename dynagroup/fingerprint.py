@@ -1,8 +1,8 @@
-"""What a setting is, as text: the same in every process, another wherever it would act otherwise.
+"""A setting as text: the same in every process, and different if the setting would act differently.
 
-Saved states are compared by it. Values are described by what they hold, objects as they would be pickled; functions and
-classes of the user's own by their code, its constants and closures. Installed code stands under its name. What code reads of
-its module's globals is not followed: a setting that depends on one says so by an attribute ``fingerprint``.
+Saved states are compared by it. Values are described by their content, objects by what a pickle of them would hold,
+functions and classes of the user by their code with its constants and closures, installed code by its name. Globals of
+a module that code reads are not followed: a setting that depends on one needs an attribute ``fingerprint``.
 """
 
 import copyreg
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-LONGEST = 240  # characters of a description; what is longer is cut and ends in a hash of the whole
+LONGEST = 240  # characters of a description; a longer one is cut and ends in a hash of the whole
 PLAIN = (type(None), type(...), bool, int, float, complex, str, bytes)
 MEMBERS = (*PLAIN, list, tuple, dict, set, functools.partial, types.FunctionType)
 
@@ -25,8 +25,8 @@ MEMBERS = (*PLAIN, list, tuple, dict, set, functools.partial, types.FunctionType
 def described(value: Any, *, ask: bool = True) -> str:
     """Text for comparing settings between processes. It holds no address, and does not depend on the order of sets.
 
-    An object with a ``fingerprint`` (text) is described by it (without ``ask`` only what ``value`` holds); functions by their
-    compiled code, so that another Python may tell them apart. What cannot be seen (locks, handles) is warned of, and is equal.
+    An object with a ``fingerprint`` (text) is described by it (without ``ask`` this is not done for ``value`` itself),
+    functions by compiled code, which Pythons may change. What cannot be seen (locks, handles) is equal, with a warning.
 
     >>> described({"window": np.int64(3)}), described((1, None))
     ("{'window': 3}", '(1, None)')
@@ -43,13 +43,13 @@ def described(value: Any, *, ask: bool = True) -> str:
 
 
 def hashed(text: str | bytes, digits: int = 16) -> str:
-    """So many hexadecimal digits of a text."""
+    """The first hexadecimal digits of a text's hash."""
     return hashlib.blake2b(text.encode() if isinstance(text, str) else text, digest_size=digits // 2).hexdigest()
 
 
 class _Describer:
-    """One description under way. ``names``, where given, are the attributes that the code which holds a value reads: of an
-    object that code refers to only these are a setting, the rest changes as a program runs."""
+    """One description under way. ``names``: the attributes that the code which holds an object reads. If given, only
+    these count as settings of the object; the others may change as a program runs."""
 
     def __init__(self) -> None:
         self.unseen: set[str] = set()
@@ -60,7 +60,7 @@ class _Describer:
         value = value.item() if isinstance(value, np.generic) else value
         if isinstance(value, PLAIN):
             return _short(repr(value))
-        if id(value) in self._open:  # a circle: so many levels up
+        if id(value) in self._open:  # a reference cycle, this many levels up
             return f"^{len(self._open) - self._open.index(id(value))}"
         if (id(value), names) not in self._done:
             self._open.append(id(value))
@@ -112,7 +112,7 @@ class _Describer:
         if isinstance(reduced, str):  # the name under which its module holds it
             return _named(value) if hasattr(value, "__qualname__") else f"{_named(kind)}.{reduced}"
         make, arguments, state, *rest = (*reduced, None)[:5]
-        if isinstance(state, dict):  # without what it merely keeps from computing it again
+        if isinstance(state, dict):  # without cached values
             kept = functools.cached_property
             state = {k: v for k, v in state.items() if not isinstance(getattr(kind, k, None), kept)}
             if getattr(make, "__name__", "") == "__newobj__":
@@ -127,7 +127,7 @@ class _Describer:
         return ", ".join(f"{name}={self.text(part, names)}" for name, part in sorted(parts.items()))
 
     def _class(self, kind: type) -> str:
-        """A class of the user's by its members, but for what Python writes into every class."""
+        """A class of the user by its members, without those that Python writes into every class."""
         if not _is_own(kind):
             return kind.__qualname__
         own = [item for base in kind.__mro__ if _is_own(base) for item in sorted(vars(base).items())]
@@ -166,13 +166,13 @@ def _named(thing: Any) -> str:
 
 
 def _names_in(code: types.CodeType) -> frozenset[str]:
-    """Attributes and globals that code mentions, nested functions included."""
+    """Names of attributes and globals that code reads, including nested functions."""
     nested = (_names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
     return frozenset(code.co_names).union(*nested)
 
 
 def _is_own(thing: Any) -> bool:
-    """Whether code is the user's: neither built in, nor of this library, nor installed."""
+    """Whether code is the user's: not built in, not of this library, and not installed."""
     name = getattr(thing, "__module__", None) or "builtins"
     file = getattr(sys.modules.get(name), "__file__", None) or ""
     known = name.partition(".")[0] in ("dynagroup", *sys.stdlib_module_names)

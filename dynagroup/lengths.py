@@ -1,4 +1,4 @@
-"""How long is a sample? Lengths are measured with the tokenizer that training uses, checked once, int32 from then on."""
+"""Sample lengths: measured with the tokenizer that training uses, checked once, then kept as int32."""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
@@ -17,22 +17,22 @@ from dynagroup.shapes import TOKENS, Streams, primary
 from dynagroup.validation import check_function, check_int
 
 LONGEST = int(np.iinfo(np.int32).max)
-"""Tokens of the longest sample that dynagroup counts."""
+"""The largest length that a sample may have, in tokens."""
 CHAT = "tokenizer.apply_chat_template(messages, tokenize=False) makes a text of a chat"
-Tokenizer: TypeAlias = Callable[..., Any]  # called as those of transformers are
-TEXTS_PER_CALL = 1000  # as `datasets` hands to a batched function; fast tokenizers work in parallel inside a call
+Tokenizer: TypeAlias = Callable[..., Any]  # called like a transformers tokenizer
+TEXTS_PER_CALL = 1000  # the default batch of datasets.map; a fast tokenizer runs in parallel inside a call
 
 
 def as_streams(lengths: ArrayLike | Mapping[str, ArrayLike] | Path) -> Streams:
-    """Lengths in the form that dynagroup works with: stream name -> int32 array of shape (num_samples,).
+    """Convert lengths to the form that dynagroup works with: stream name -> int32 array of shape (num_samples,).
 
-    One whole number a sample is the ``tokens`` stream. A mapping keeps its names; primary is ``tokens``, or where none has
-    that name the first. An int32 array is passed on without a copy, a ``.npy`` file (its path) as a memory map; a ``.npz`` file
-    is a mapping. Zero lengths are legal.
+    One integer per sample becomes the stream ``tokens``. A mapping keeps its names; the primary stream is ``tokens``,
+    or the first one if none has that name. An int32 array is not copied. A path to a ``.npy`` file is read as a memory
+    map, a ``.npz`` file as a mapping. Lengths of 0 are allowed.
 
     Raises:
-        ConfigError: a length is no whole number from 0 to 2**31 - 1 (names the sample and its value), or streams differ in
-            their number of samples.
+        ConfigError: a length is not an integer from 0 to 2**31 - 1 (the message names the sample and its value), or
+            streams differ in their number of samples.
 
     >>> as_streams([3, 0, 7])["tokens"].dtype
     dtype('int32')
@@ -55,7 +55,7 @@ def _saved(path: Path) -> Any:
 
 
 def check_names(named: Mapping[str, Any]) -> None:
-    """Raises ConfigError where these are no lengths by the names of streams."""
+    """Raise ConfigError unless ``named`` maps names of streams to lengths."""
     if not named or not all(isinstance(name, str) for name in named):
         raise ConfigError(f"`lengths` must be one number a sample or such by names of streams, but is of {list(named)}")
 
@@ -64,13 +64,13 @@ def _as_int32(values: ArrayLike, name: str) -> NDArray[np.int32]:
     try:
         array = np.asarray(values)
         found = f"an array of shape {array.shape}"
-    except (RuntimeError, TypeError, ValueError) as error:  # ragged lists; tensors of a device, of bfloat16
+    except (RuntimeError, TypeError, ValueError) as error:  # ragged lists; tensors on a device, or of bfloat16
         array, found = np.empty(()), str(error)
     if array.ndim != 1:
         wanted = f"lengths[{name!r}] must be one number a sample"
         raise ConfigError(f"{wanted}, but is {found}; measure_lengths() measures texts")
     if array.dtype.kind in "iu" and (not len(array) or 0 <= array.min() <= array.max() <= LONGEST):
-        return array.astype(np.int32, copy=False)  # a billion of them are looked at without a copy
+        return array.astype(np.int32, copy=False)  # a billion lengths are checked without a copy
     if array.dtype.kind in "iuf":
         numbers = array.astype(np.float64)  # in float16 and float32 the limit itself would be rounded up
         legal = (numbers >= 0) & (numbers <= LONGEST) & (np.floor(array) == array)
@@ -91,11 +91,11 @@ def _is_length(value: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Kinds:
-    """The kind of each sample: a label, as a code.
+    """The kind of each sample: its label, stored as an integer code.
 
     Args:
-        codes: int32 (num_samples,), the number of each sample's label.
-        labels: the labels, in the order in which they first appear.
+        codes: int32 (num_samples,), the code of each sample's label.
+        labels: the label of each code, in order of first appearance.
     """
 
     codes: NDArray[np.int32]
@@ -103,9 +103,9 @@ class Kinds:
 
     @classmethod
     def read(cls, given: Any, num_samples: int) -> "Kinds":
-        """From one label a sample: anything that can be hashed and equals itself. None: all are of the kind None.
+        """Read one label per sample, any value that can be hashed and equals itself. None: all are of the kind None.
 
-        ConfigError: a label cannot be told from others, or there are not as many as samples.
+        ConfigError: a label cannot be told from others, or the number of labels is not the number of samples.
 
         >>> Kinds.read(["image", None, "image"], 3).codes.tolist()
         [0, 1, 0]
@@ -134,25 +134,25 @@ def measure_lengths(
     max_length: int | None = None, num_proc: int | None = None, *,
     length_of: Callable[[Any], Any] | None = None, progress: bool = True,
 ) -> Any:  # fmt: skip
-    """Tokens of every sample: int32 (N,), in dataset order, with a progress bar.
+    """Measure the tokens of every sample: int32 (N,), in dataset order, with a progress bar.
 
-    Lengths of a ``datasets.Dataset`` are cached where ``datasets`` caches its transforms.
+    The lengths of a ``datasets.Dataset`` are cached by ``datasets``, like its transforms.
 
     Args:
-        data: texts with a ``tokenizer``; or a ``datasets.Dataset``; or samples that are tokenized already (sequences of
-            ids, or mappings that hold one); or any map-style dataset with ``length_of``.
-        tokenizer: called as transformers tokenizers are, special tokens included.
-        column: of a table, or of samples that are mappings: where the text or the ids are. Default: the only text column
+        data: texts (with a ``tokenizer``), a ``datasets.Dataset``, tokenized samples (sequences of ids, or mappings
+            that hold one), or any map-style dataset (with ``length_of``).
+        tokenizer: called like a transformers tokenizer; special tokens count.
+        column: where the text or the ids are in a table, or in samples that are mappings. Default: the only text column
             of a ``datasets.Dataset`` with a tokenizer, ``input_ids`` without.
-        max_length: longer samples are truncated to so many tokens, or counted as so many; of several streams the primary one is.
-        num_proc: processes to work with; default: this one.
-        length_of: sample -> its length, or -> a mapping of stream names to lengths, the primary one ``tokens`` or first:
-            the result is then a dict of arrays.
+        max_length: longer samples are truncated to this many tokens, or count as this many, in the primary stream.
+        num_proc: number of processes; default: only this one.
+        length_of: function from a sample to its length, or to a mapping from stream names to lengths, whose primary
+            stream is ``tokens`` or the first. A mapping makes the result a dict of arrays.
         progress: show the bar (on a terminal).
 
     Raises:
-        ConfigError: a text is none, a length is not a whole number (names the sample and its value), or arguments do not
-            go together.
+        ConfigError: a text is not a string, a length is not an integer (the message names the sample and its value), or
+            two arguments contradict each other.
 
     >>> measure_lengths([[5, 6, 7], [], [8]]).tolist()
     [3, 0, 1]
@@ -177,13 +177,13 @@ def measure_lengths(
         field = (column or "input_ids") if in_mappings else None
         found = _counted(_values(data, field), _id_counts, _bar(data, "samples", progress))
     streams = as_streams(found)
-    if max_length is not None:  # a length of text; streams beside it count other things
+    if max_length is not None:  # it limits text only; other streams count other things
         streams = {**streams, primary(streams): np.minimum(streams[primary(streams)], np.int32(max_length))}
     return dict(streams) if isinstance(found, Mapping) else streams[TOKENS]
 
 
 def _bar(data: Sized, unit: str, shown: bool) -> Any:
-    from tqdm.auto import tqdm  # None: silent where output is no terminal
+    from tqdm.auto import tqdm  # disable=None hides the bar where output is not a terminal
 
     return tqdm(total=len(data), desc="measuring lengths", unit=f" {unit}", disable=None if shown else True)
 
@@ -193,7 +193,7 @@ def _values(data: Any, column: str | None) -> Iterator[Any]:
 
 
 def _counted(values: Iterator[Any], count: Callable[[list[Any], int], list[int]], bar: Any) -> list[int]:
-    """``count`` is given a chunk, and the index of its first value."""
+    """Apply ``count`` to chunks of values. Its second argument is the index of the first value in the chunk."""
     counts: list[int] = []
     with bar:
         while chunk := list(islice(values, TEXTS_PER_CALL)):
@@ -207,7 +207,7 @@ def _is_table(data: Any) -> bool:
 
 
 def _is_hf_dataset(data: Any) -> bool:
-    datasets = sys.modules.get("datasets")  # whoever holds one has imported it
+    datasets = sys.modules.get("datasets")  # whoever holds a Dataset has imported datasets
     return datasets is not None and isinstance(data, datasets.Dataset)
 
 
@@ -239,8 +239,8 @@ def _map_counts(data: Any, column: str, tokenizer: Tokenizer, max_length: int | 
     def count(batch: Mapping[str, Any], indices: Sequence[int]) -> dict[str, list[int]]:
         return {"length": _token_counts(tokenizer, max_length, list(batch[column]), indices[0])}
 
-    # A first call leaves its truncation setting in a fast tokenizer. Made here, it happens before `datasets` takes the
-    # fingerprint of the function, so that the next call finds the cache.
+    # The first call stores its truncation setting in a fast tokenizer. This call does so before `datasets` takes the
+    # fingerprint of `count`, so that a later run finds the cache.
     _token_counts(tokenizer, max_length, ["a"], 0)
     how = {"batched": True, "batch_size": TEXTS_PER_CALL, "with_indices": True, "num_proc": num_proc}
     counted = data.select_columns([column]).map(count, remove_columns=[column], desc="measuring lengths", **how)
@@ -258,12 +258,12 @@ def _list_lengths(data: Any, column: str) -> NDArray[Any]:
         if not is_list or pa.types.is_nested(ids.type.value_type) or pa.types.is_string(ids.type.value_type):
             said = f"column {column!r} holds {ids.type}, not lists of ids"
             raise ConfigError(f"{said}; give a `tokenizer` for texts; {CHAT}")
-        counts.append(pc.call_function("list_value_length", [ids]).to_numpy())  # of None: nan, which is refused
+        counts.append(pc.call_function("list_value_length", [ids]).to_numpy())  # None becomes nan, which is refused
     return np.concatenate(counts)
 
 
 def count_ids(ids: Any) -> int | None:
-    """Tokens of one row of ids, or None for what is no such row: a pair of ids and label, a batch of one, a list of texts.
+    """Number of tokens in one row of ids. None for others: a pair of ids and label, a batch of one, a list of texts.
 
     >>> count_ids([5, 6, 7]), count_ids(([5, 6, 7], 1)), count_ids(np.zeros((1, 7)))
     (3, None, None)
@@ -309,14 +309,14 @@ def _each(length_of: Callable[[Any], Any], samples: Sequence[Any]) -> list[Any]:
 
 
 def limit_of(max_length: Any) -> int | None:
-    """How many tokens of a text are read at most; None for all, also where a tokenizer says so by 10**30."""
+    """The most tokens that are read of a text. None: no limit, also where a tokenizer writes it as 10**30."""
     if max_length is None or (isinstance(max_length, (int, np.integer)) and max_length > LONGEST):
         return None
     return check_int("max_length", max_length)
 
 
 def by_position(values: Any, name: str = "texts", column: str | None = None) -> Sequence[Any]:
-    """A sequence that an index finds by position, where the labels of a Series of pandas would find others."""
+    """``values`` as a sequence that is indexed by position; a pandas Series would be indexed by its labels."""
     if _is_table(values) and column is not None:
         values = values[column]
     whole = isinstance(values, (str, bytes, Mapping)) or _is_table(values) or _is_hf_dataset(values)
@@ -330,7 +330,7 @@ def by_position(values: Any, name: str = "texts", column: str | None = None) -> 
 
 
 def check_text(text: Any, index: int) -> str:
-    """``text``, if it is one that tokenizers read: UTF-8 cannot write lone surrogates."""
+    """Return ``text`` if tokenizers can read it: a string without lone surrogates, which UTF-8 cannot encode."""
     _refuse_chat(text, index)
     if not isinstance(text, str):
         raise ConfigError(f"text {index} must be a string, but is {text!r:.200}; correct or filter out that sample")
@@ -348,7 +348,7 @@ def _refuse_chat(value: Any, index: int) -> None:
 
 
 def begun_once(tokenizer: Any, texts: Sequence[Any]) -> Tokenizer:
-    """The tokenizer, which adds no special tokens where all texts bring its first one, as chat templates write them."""
+    """The tokenizer, set to add no special tokens if all texts begin with its BOS token already (chat templates)."""
     first, number = getattr(tokenizer, "bos_token", None), getattr(tokenizer, "bos_token_id", None)
     begun = bool(first) and len(texts) > 0 and all(isinstance(text, str) and text.startswith(first) for text in texts)
     twice = begun and tokenizer([first])["input_ids"][0][:2] == [number] * 2
@@ -356,7 +356,7 @@ def begun_once(tokenizer: Any, texts: Sequence[Any]) -> Tokenizer:
 
 
 def padded(tokens: Callable[..., Any], texts: Sequence[str], max_length: int | None, **how: Any) -> dict[str, Any]:
-    """``input_ids`` and ``attention_mask`` of texts, int64 tensors (num_samples, longest). ``how``: as tokenizers pad."""
+    """Padded ``input_ids`` and ``attention_mask``, int64 (num_samples, longest). ``how``: for ``pad``."""
     encoded = tokens(list(texts), **shortened(max_length))
     # Texts without any token still need one position: an empty tensor has no dtype that an embedding accepts.
     width: Any = {"padding": "longest"} if any(encoded["input_ids"]) else {"padding": "max_length", "max_length": 1}
@@ -366,5 +366,5 @@ def padded(tokens: Callable[..., Any], texts: Sequence[str], max_length: int | N
 
 
 def shortened(max_length: int | None) -> dict[str, Any]:
-    """What a tokenizer is told."""
+    """Arguments that make a tokenizer truncate to ``max_length`` tokens."""
     return {} if max_length is None else {"truncation": True, "max_length": max_length}

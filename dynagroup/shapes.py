@@ -1,4 +1,4 @@
-"""The shape of a batch: what budgets and memory models are asked about.
+"""The shape of a batch, about which budgets and memory models are asked.
 
 A *stream* is one named count per sample. One is *primary* (``tokens``, or else what the user names first): it always counts as
 tokens. Others (``target``, ``patches``, ``edges``) may stand beside it. Lengths travel through dynagroup as ``Streams``: a dict
@@ -22,7 +22,7 @@ TARGET = "target"
 
 
 def primary(streams: Iterable[str]) -> str:
-    """The primary one of these streams: ``tokens``, or where none has that name the first.
+    """The primary one of these streams: ``tokens``, or if none has that name the first.
 
     >>> primary(["nodes", "edges"]), primary(["patches", "tokens"])
     ('nodes', 'tokens')
@@ -51,7 +51,7 @@ def round_up(values: IntArray, multiple: int) -> IntArray:
 
 
 def largest_within(fits: Callable[[IntArray], NDArray[np.bool_]], size: int, most: int | IntArray = 2**40) -> IntArray:
-    """For each of ``size`` questions the most samples, up to ``most``, that fit: int64 (size,), 0 where not even one does.
+    """For each of ``size`` questions: the most samples, up to ``most``, that fit. int64 (size,); 0: not even one fits.
 
     Bisection over a monotone ``fits``, which is asked about all questions at once; at most 41 times.
 
@@ -86,9 +86,9 @@ class BatchShape:
 
     @classmethod
     def of(cls, num_samples: ArrayLike, longest: Units, total: Units | None = None) -> BatchShape:
-        """Shapes from numbers or arrays, broadcast together; a bare number or array is the ``tokens`` stream.
+        """Shapes from numbers or arrays, broadcast together; a number or array without a name is the stream ``tokens``.
 
-        Without ``total`` every sample of a batch is taken to be as long as its longest.
+        Without ``total``, every sample of a batch is assumed to be as long as its longest.
         """
         count = np.asarray(num_samples, dtype=np.int64)
         longest_by = _by_stream(longest)
@@ -108,15 +108,15 @@ class BatchShape:
         return len(self.num_samples)
 
     def without(self, streams: Collection[str]) -> BatchShape:
-        """The same batches, some of their streams, but not the primary one, not looked at."""
+        """The same batches without some of their streams; the primary stream always stays."""
         apart = set(streams) - {primary(self.longest)}
         longest = {name: values for name, values in self.longest.items() if name not in apart}
         return BatchShape(self.num_samples, longest, {name: self.total[name] for name in longest})
 
 
 def target_tokens(shape: BatchShape) -> IntArray:
-    """What a decoder beside an encoder reads, at most: the stream ``target``, or else every stream beside the primary one
-    added up, whatever their names; as many as the primary where there is no other. int64 (K,).
+    """Most tokens that a decoder beside an encoder reads: the stream ``target``, or else the sum of all streams beside
+    the primary one. If there is no other stream: as many as the primary one. int64 (K,).
 
     >>> target_tokens(BatchShape.of(2, {"tokens": 9, "labels": 4})).tolist()
     [4]

@@ -12,7 +12,7 @@ ENVELOPE = {"kind", "version", "identity", "seal"}
 
 
 def sealed(kind: str, identity: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """A state to save: ``fields``, the class that saves them, and the data and settings that they depend on. JSON-able.
+    """A state to save: ``fields``, the class that saves them, and data and settings that they depend on. JSON-able.
 
     >>> state = sealed("Loader", {"seed": 0}, {"epoch": 2})
     >>> opened(state, "Loader", {"seed": 0})[0]["epoch"]
@@ -23,7 +23,7 @@ def sealed(kind: str, identity: Mapping[str, Any], fields: Mapping[str, Any]) ->
 
 
 def listed(states: Any) -> list[Any]:
-    """One state, or the list of all ranks' states, as a list; anything else is a StateError."""
+    """Make one state, or the list of all ranks' states, a list. StateError: it is anything else."""
     found = [states] if isinstance(states, Mapping) else states
     if not isinstance(found, (list, tuple)) or not found:
         raise StateError(f"a state, or the list of all ranks' states, was expected, but {states!r:.80} was given")
@@ -31,10 +31,10 @@ def listed(states: Any) -> list[Any]:
 
 
 def opened(states: Any, kind: str, identity: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """One state, or the list of all ranks' states, each as :func:`sealed` made it. Changes nothing.
+    """Check one state, or all ranks' states, each made by :func:`sealed`, and return their fields. Changes nothing.
 
     Raises:
-        StateError: one is damaged, of another kind or version, or of another run; what differs, then and now.
+        StateError: one is damaged, or of another kind, version or run; the message says what differs, then and now.
     """
     found = listed(states)
     for state in found:
@@ -53,7 +53,7 @@ def opened(states: Any, kind: str, identity: Mapping[str, Any]) -> list[Mapping[
 
 
 def agreed(states: Sequence[Mapping[str, Any]], *, besides: Sequence[str] = ("learned",)) -> Mapping[str, Any]:
-    """The first of the ranks' states, if all say the same; ``besides`` what may differ by rank.
+    """The first of the ranks' states, if all are equal; ``besides``: fields that may differ by rank.
 
     Raises:
         StateError: they were not taken after the same step.
@@ -72,9 +72,9 @@ def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str
 
 
 def seal_of(state: Mapping[str, Any]) -> str:
-    """A hash of all that a state holds; what is no JSON (a dataset's own state may be anything) counts by its type.
+    """A hash of all that a state holds. Values that are not JSON (such as a dataset's own state) count by their type.
 
-    It tells a state that was cut, mixed from two, or edited from one that is whole; it proves nothing against forging.
+    It detects a state that was cut, mixed from two, or edited. It does not prove that a state is genuine.
     """
     try:
         return hashed(json.dumps({**state, "seal": None}, sort_keys=True, default=lambda value: type(value).__name__))

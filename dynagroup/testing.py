@@ -27,8 +27,8 @@ T = TypeVar("T")
 
 
 class ThreadWorld:
-    """A rank that is a thread, made by :func:`run_ranks`: ranks share a table of vectors, and wait for each other before and
-    after reading it."""
+    """A rank as a thread, made by :func:`run_ranks`. Ranks share a table of vectors, and wait for each other before and
+    after they read it."""
 
     def __init__(self, rank: int, size: int, barrier: threading.Barrier, vectors: list[Any]) -> None:
         self.rank, self.size, self.num_exchanges = rank, size, 0
@@ -58,7 +58,7 @@ class ThreadWorld:
 def run_ranks(size: int, function: Callable[[ThreadWorld], T], *, timeout_s: float = 300.0) -> list[T]:
     """Run ``function`` on ``size`` ranks at once and return what each returned.
 
-    A rank that raises ends the others' exchanges with AlignmentError; its own error is raised here.
+    If a rank raises, the others' exchanges end with AlignmentError, and the rank's own error is raised here.
 
     >>> run_ranks(3, lambda world: world.all_sum([world.rank, 1]))
     [[3.0, 3.0], [3.0, 3.0], [3.0, 3.0]]
@@ -101,13 +101,13 @@ def assert_resumes_exactly(
     """Assert that an epoch that stops after a step and resumes from JSON emits exactly what remained.
 
     Args:
-        make: builds the sampler or loader of one rank, always alike: iterable once an epoch, with ``state_dict``.
+        make: builds the sampler or loader of one rank, always the same: iterable per epoch, with ``state_dict``.
         world_size: ranks before the stop.
-        resume_world_size: ranks after it. The same number (default): every rank's batches must be the very ones that an
-            unbroken epoch has. Another number: the ranks together must emit exactly the samples that remained, and
+        resume_world_size: ranks after it. The same number (default): every rank's batches must equal those of an
+            unbroken epoch. Another number: the ranks together must emit exactly the samples that remained, and
             ``load_state_dict`` gets the list of all ranks' states.
         steps: where to stop; default: before every step of the epoch.
-        indices_of: dataset indices of one emitted item, e.g. ``lambda step: () if step.idle else step.indices``.
+        indices_of: emitted item -> its dataset indices, e.g. ``lambda step: () if step.idle else step.indices``.
     """
     after = resume_world_size or world_size
     whole = run_ranks(world_size, lambda world: [list(indices_of(item)) for item in make(world)])
@@ -138,19 +138,19 @@ def assert_loader_laws(
     epochs: int = 2, resume_at: Iterable[int] | None = (0, 1, 3),
     kinds: Sequence[Any] | None = None, one_kind: Literal["step", "batch"] = "step",
 ) -> None:  # fmt: skip
-    """Assert what training relies on, of a loader over your dataset and your collate function.
+    """Assert what training relies on, for a loader over your dataset with your collate function.
 
-    Every sample comes once an epoch; all ranks take equally many steps, and end updates at the same ones; the samples and
-    weights of an update's batches add up to the totals they name, and its loss scales to the number of ranks; a run that
-    stops goes on with exactly what remained. With ``kinds``, all batches of a step are of one kind.
+    Every sample comes once per epoch. All ranks take equally many steps, and end updates at the same ones. The samples
+    and weights of an update's batches add up to its totals, and its loss scales to the number of ranks. A run that
+    stops continues with exactly what remained. With ``kinds``, all batches of a step are of one kind.
 
     Args:
-        make: builds the loader of one rank, always alike.
-        num_samples: samples an epoch should have; None: those of the loader.
+        make: builds the loader of one rank, always the same.
+        num_samples: samples that an epoch should have; None: those of the loader.
         world_size, resume_world_size: ranks before and after a stop, see :func:`assert_resumes_exactly`.
-        epochs: how many are looked at.
-        resume_at: steps after which to stop; None: every one of an epoch.
-        kinds: the kind of each sample, idle batches included; ``one_kind="batch"`` asks for batches of one kind only.
+        epochs: number of epochs that are checked.
+        resume_at: steps after which to stop; None: after every step of an epoch.
+        kinds: the kind of each sample; idle batches are checked too. ``one_kind="batch"``: each batch is of one kind.
 
     >>> from dynagroup import PlannedDataLoader, TokenBudget
     >>> options = {"samples_per_update": 3, "weigh": "samples", "collate_fn": list}
@@ -255,7 +255,7 @@ class Allocator:
             raise torch.OutOfMemoryError(f"out of memory, as asked for: {size} tokens, {self.limit} fit")
 
     def in_forward(self, module: torch.nn.Module) -> Callable[[], None]:
-        """Claim the padded tokens of what ``module`` is called with, before it runs; returns what removes this again."""
+        """Before each call of ``module``, claim the padded tokens of its inputs; returns a function that ends this."""
 
         def hook(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor) and v.ndim > 1]

@@ -1,4 +1,4 @@
-"""The one-liner: texts and a tokenizer in, a ready ``DataLoader`` out."""
+"""One call from texts and a tokenizer to a ``DataLoader`` of batches that fit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["text_dataloader"]
 
-IGNORED = -100  # torch.nn.functional.cross_entropy leaves such labels out
+IGNORED = -100  # torch.nn.functional.cross_entropy ignores such labels
 
 
 def text_dataloader(
@@ -31,29 +31,29 @@ def text_dataloader(
     max_length: int | None = None, labels: bool = False, lengths: ArrayLike | Mapping[str, ArrayLike] | None = None,
     shuffle: bool = False, shapes: int | None = None, **options: Any,
 ) -> DataLoader[str]:  # fmt: skip
-    """A ``DataLoader`` of batches that fit ``budget``: measures, plans, and tokenizes in its collate function.
+    """A ``DataLoader`` of batches that fit ``budget``. Measures, plans, and tokenizes in its collate function.
 
     Args:
         texts: a sequence of strings; of a ``datasets.Dataset`` pass the column, ``dataset["text"]``.
-        tokenizer: a transformers tokenizer with a padding token. Texts that all bring its first token, as chat templates
-            write them, get no second one.
-        budget: what fits, e.g. ``TokenBudget(16384)``; its ``pad_to_multiple_of`` is applied. With ``layout="packed"`` a batch
-            is one row without padding, made by transformers' ``DataCollatorWithFlattening``: ``position_ids`` and
-            ``cu_seq_lens_q`` say where samples begin. Not every model keeps them apart: see ``integrations.packing``.
-        max_length: longer texts are truncated to so many tokens.
-        labels: add ``labels`` for a causal language model: the inputs, with -100 on the padding, or on the first
-            tokens of packed samples.
-        lengths: the texts' lengths if you measured them before, with the same ``max_length``.
-        shuffle: other batches every epoch; False: longest first, for inference.
-        shapes: a compiled model meets at most so many (samples, tokens): batches are filled to them with padding, and with rows
-            behind the texts that repeat the first, their ``labels`` all -100.
+        tokenizer: a transformers tokenizer with a padding token. If all texts begin with its BOS token, as chat
+            templates write them, it adds no second one.
+        budget: limit of a batch, e.g. ``TokenBudget(16384)``; its ``pad_to_multiple_of`` is applied. With
+            ``layout="packed"`` a batch is one row without padding, from transformers' ``DataCollatorWithFlattening``
+            (``position_ids``, ``cu_seq_lens_q``). Not every model keeps samples apart: see ``integrations.packing``.
+        max_length: longer texts are truncated to this many tokens.
+        labels: add ``labels`` for a causal language model: the input ids, with -100 on padding, or on the first token
+            of each packed sample.
+        lengths: lengths of the texts, if you measured them before with the same ``max_length``.
+        shuffle: form other batches in every epoch; False: longest first, for inference.
+        shapes: most shapes (samples, tokens) that a compiled model sees. Batches are filled up to a shape with padding,
+            and with rows after the texts that repeat the first text, with all ``labels`` -100.
         options: any further argument of :class:`LengthAwareBatchSampler` (``samples_per_update``, ``seed``, ``window``,
             ``rank``, ...) or of ``DataLoader`` (``num_workers``, ``pin_memory``, ...).
 
-    The sampler is ``loader.batch_sampler``: ask it for its ``plan``, tell it the epoch.
+    The sampler is ``loader.batch_sampler``: it has the ``plan``, and ``set_epoch``.
 
     Raises:
-        ConfigError: a text is none, or the tokenizer cannot pad.
+        ConfigError: a text is not a string, or the tokenizer cannot pad.
 
     >>> loader = text_dataloader(texts, tokenizer, TokenBudget(16384), max_length=512)  # doctest: +SKIP
     """
@@ -77,7 +77,7 @@ def text_dataloader(
 
 
 class TokenizingCollator:
-    """Texts -> padded ``input_ids`` and ``attention_mask`` (and ``labels``), int64 tensors (num_samples, longest)."""
+    """Texts -> padded ``input_ids`` and ``attention_mask`` (and ``labels``), int64 (num_samples, longest)."""
 
     def __init__(self, tokens: Callable[..., Any], max_length: int | None, multiple: int, labels: bool) -> None:
         self._tokens, self._max_length, self._multiple, self._labels = tokens, max_length, multiple, labels
@@ -90,8 +90,8 @@ class TokenizingCollator:
 
 
 class PackingCollator(TokenizingCollator):
-    """Texts -> one row of ``input_ids`` (and ``labels``), with ``position_ids`` and the borders of the texts; a text without any
-    token adds nothing, and a row of such texts alone is one padding token."""
+    """Texts -> one row of ``input_ids`` (and ``labels``), with ``position_ids`` and the borders of the texts. A text
+    without tokens adds nothing; if no text has tokens, the row is one padding token."""
 
     def __call__(self, texts: Sequence[str]) -> dict[str, torch.Tensor]:
         from transformers import DataCollatorWithFlattening
@@ -113,4 +113,4 @@ class _Texts(Dataset[str]):
         return len(self._texts)
 
     def __getitem__(self, index: int) -> str:
-        return check_text(self._texts[index], index)  # here for `lengths` measured elsewhere
+        return check_text(self._texts[index], index)  # not checked yet, if `lengths` were measured elsewhere

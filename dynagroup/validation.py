@@ -1,4 +1,4 @@
-"""What arguments must look like, checked once and said alike."""
+"""Checks of arguments, made once and with the same messages."""
 
 import difflib
 import inspect
@@ -15,13 +15,13 @@ import numpy as np
 from dynagroup.errors import ConfigError
 
 LARGEST = 1 << 62
-"""No count of a real run is larger."""
+"""Limit of all counts; no real run has larger ones."""
 
 _NOT_THE_USER = (f"{Path(__file__).parent}{os.sep}", str(Path("torch", "utils", "data")) + os.sep)
 
 
 def warn_user(message: str) -> None:
-    """Warn at the line of the user's that led here, however many frames of dynagroup and of DataLoader lie between."""
+    """Warn at the user's line that led here, however many frames of dynagroup and of DataLoader lie between."""
     frame, level = inspect.currentframe(), 1
     while frame is not None and any(part in frame.f_code.co_filename for part in _NOT_THE_USER):
         frame, level = frame.f_back, level + 1
@@ -30,12 +30,12 @@ def warn_user(message: str) -> None:
 
 @contextmanager
 def explained(what: str, *passed: type[BaseException], way_out: str = "") -> Iterator[None]:
-    """ConfigError for whatever is raised inside, but for what is ``passed`` on: ``what`` it means, and its first line."""
+    """Turn errors inside into a ConfigError: ``what`` they mean, and their first line. ``passed``: types to raise."""
     try:
         yield
     except passed:
         raise
-    except Exception as error:  # of code that is not ours
+    except Exception as error:  # of code that may not be ours
         reason = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0][:200]
         raise ConfigError(f"{what} ({reason}){way_out}") from error
 
@@ -57,14 +57,14 @@ def check_int(name: str, value: Any, *, least: int = 1, most: int = LARGEST, whe
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """``value`` as a Python bool; "no", 0 and None are not taken for False."""
+    """``value`` as a Python bool. "no", 0 and None are refused, and do not count as False."""
     if not isinstance(value, (bool, np.bool_)):
         raise ConfigError(f"`{name}` must be True or False, but is {value!r}")
     return bool(value)
 
 
 def check_function(name: str, value: Any, what: str) -> Any:
-    """``value``, if it can be called; ``what`` it is a function of, "from samples to a batch"."""
+    """``value``, if it can be called. ``what`` says what function is needed, such as "from samples to a batch"."""
     if not callable(value):
         raise ConfigError(f"`{name}` must be a function {what}, but is {value!r}")
     return value
@@ -92,7 +92,7 @@ def check_number(
 
 
 def check_names(where: str, given: Iterable[str], known: Collection[str]) -> None:
-    """ConfigError for a name that ``where`` does not know; it names the closest one (by Ratcliff and Obershelp, of difflib)."""
+    """ConfigError for a name that ``where`` does not know; it suggests the closest (Ratcliff-Obershelp, difflib)."""
     for name in given:
         if name not in known:
             close = [f"; did you mean `{other}`?" for other in difflib.get_close_matches(name, known, 1)]

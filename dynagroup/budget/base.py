@@ -1,6 +1,6 @@
-"""Budgets: one monotone question, *does a batch of this shape fit?*
+"""Budgets answer one monotone question: *does a batch of this shape fit?*
 
-Law: a shape that fits still fits after a sample is taken away or shortened. Everything that forms batches rests on it.
+Law: a shape that fits still fits after a sample is removed or shortened. Everything that forms batches relies on it.
 """
 
 import copy
@@ -27,7 +27,7 @@ UNLIMITED = np.iinfo(np.int64).max // 4
 
 
 class Budget(ABC):
-    """Decides which batch shapes fit. Subclass it and write :meth:`fits`; the rest has defaults.
+    """Decides which batch shapes fit. Subclass it and write :meth:`fits`; all other methods have defaults.
 
     ``fits`` must be monotone: never from False to True when a sample is added or lengthened.
     ``dynagroup.testing.assert_budget_law`` checks a budget of your own.
@@ -41,9 +41,9 @@ class Budget(ABC):
     """
 
     counts_every_stream: ClassVar[bool] = False
-    """Whether ``fits`` takes every stream that it is shown for padded; one that an :class:`AdditiveCap` names is not shown."""
+    """Whether ``fits`` counts every stream in a shape as padded. Streams with an :class:`AdditiveCap` are left out."""
     knows_memory: ClassVar[bool] = False
-    """Whether it predicts memory: then it says what a combination of budgets costs."""
+    """Whether it predicts memory. The cost of a combination is that of the part that predicts memory."""
 
     @property
     def layout(self) -> Layout:
@@ -52,21 +52,21 @@ class Budget(ABC):
 
     @property
     def pad_to_multiple_of(self) -> int:
-        """The collate function rounds the longest sample of a batch up to a multiple of this."""
+        """Multiple to which the collate function rounds up the longest sample of a batch, in tokens."""
         return 1
 
     @property
     def learner(self) -> Any:
-        """The part of it that learns from running out of memory: a :class:`LearningBudget`, or None."""
+        """The part of the budget that learns from running out of memory: a :class:`LearningBudget`, or None."""
         return None
 
     @property
     def ladder(self) -> Any:
-        """The few shapes to which batches are padded: a :class:`ShapeLadder`, or None."""
+        """The few shapes that batches are padded to: a :class:`ShapeLadder`, or None."""
         return None
 
     def as_run(self, shape: BatchShape, /) -> BatchShape:
-        """These K batches as the model meets them: padded ones with their padding."""
+        """The shapes of these K batches as the model sees them: padded batches with their padding."""
         if is_packed(self, shape.longest):
             return shape
         names, multiple = padded_streams(self, shape.longest), self.pad_to_multiple_of
@@ -75,10 +75,10 @@ class Budget(ABC):
 
     @abstractmethod
     def fits(self, shape: BatchShape, /) -> BoolArray:
-        """Which of these K shapes fit: bool (K,). The numbers of a shape are arrays, one entry a batch."""
+        """Which of these K shapes fit: bool (K,). ``shape`` holds arrays with one entry per batch."""
 
     def pads(self, stream: str, /) -> bool:
-        """Whether a stream is padded. One beside the primary that is not counts as no tokens in orders, times and reports."""
+        """Whether a stream is padded. Beside the primary, unpadded streams count as no tokens in orders and reports."""
         return True
 
     def bind(self, lengths: Streams, /) -> "Budget":
@@ -94,13 +94,13 @@ class Budget(ABC):
         return self
 
     def largest(self, longest: IntArray, /) -> IntArray | None:
-        """Most samples of a batch whose longest has so many tokens, where tokens are the only stream: int64 (K,), 0 where not
-        even one fits, as :meth:`fits` says; None (the default) where more must be known."""
+        """Most samples of a batch whose longest sample has this many tokens, if tokens are the only stream: int64 (K,).
+        0: not even one fits, as :meth:`fits` says. None (the default): the longest sample alone does not decide."""
         return None
 
     def cost(self, shape: BatchShape, /) -> FloatArray:
-        """What this budget limits, for each shape, apart from what every batch costs: float64 (K,), monotone as :meth:`fits`.
-        Padded tokens, unless a budget knows better."""
+        """What this budget limits, without what every batch costs: float64 (K,), monotone like :meth:`fits`.
+        Default: padded tokens."""
         return np.asarray(padded_tokens(shape, self), dtype=np.float64)
 
     @property
@@ -113,7 +113,7 @@ class Budget(ABC):
 
 
 def padded_streams(budget: Budget, names: Collection[str]) -> tuple[str, ...]:
-    """Those of these streams that count as tokens: the primary one, and every other that no cap lays end to end.
+    """The streams that count as tokens: the primary one, and every other one that no :class:`AdditiveCap` names.
 
     >>> padded_streams(AdditiveCap("patches", 9), ["tokens", "target", "patches"])
     ('tokens', 'target')
@@ -123,7 +123,7 @@ def padded_streams(budget: Budget, names: Collection[str]) -> tuple[str, ...]:
 
 
 def is_packed(budget: Budget, names: Collection[str]) -> bool:
-    """Whether samples are laid end to end: the budget's layout says so, or it is made of caps, one on the primary stream.
+    """Whether samples are laid end to end: by the layout, or if the budget has only caps, one on the primary stream.
 
     >>> is_packed(AdditiveCap("nodes", 9) & AdditiveCap("edges", 30), ["nodes", "edges"])
     True
@@ -134,7 +134,7 @@ def is_packed(budget: Budget, names: Collection[str]) -> bool:
 
 
 def padded_tokens(shape: BatchShape, budget: Budget) -> IntArray:
-    """Tokens that a device multiplies for each shape, of all padded streams: with padding, or packed without. int64 (K,)."""
+    """Tokens that a device computes for each shape, over all padded streams, with padding unless packed: int64 (K,)."""
     if is_packed(budget, shape.longest):
         return real_tokens(shape, budget)
     run = budget.as_run(shape)
@@ -142,17 +142,17 @@ def padded_tokens(shape: BatchShape, budget: Budget) -> IntArray:
 
 
 def real_tokens(shape: BatchShape, budget: Budget) -> IntArray:
-    """Tokens of each shape's samples, of all padded streams: int64 (K,)."""
+    """Tokens of each shape's samples without padding, summed over padded streams: int64 (K,)."""
     return np.sum([shape.total[name] for name in padded_streams(budget, shape.longest)], axis=0)
 
 
 def fits_of(budget: Budget, shape: BatchShape) -> BoolArray:
-    """What a budget, which may be of the user's own, answers about these K shapes: bool (K,). ConfigError: it is none."""
+    """``budget.fits`` of K shapes, checked, as it may be the user's code: bool (K,), or ConfigError."""
     return _checked(budget.fits(shape), len(shape), "b", f"{type(budget).__name__}.fits")
 
 
 def largest_of(budget: Budget, longest: IntArray) -> IntArray | None:
-    """What a budget says of the largest batches, as :func:`fits_of`: int64 (K,), or None."""
+    """Call ``budget.largest`` on K lengths and check the answer, like :func:`fits_of`: int64 (K,), or None."""
     answer = budget.largest(longest)
     return None if answer is None else _checked(answer, len(longest), "iu", f"{type(budget).__name__}.largest")
 
@@ -165,7 +165,7 @@ def _checked(answer: Any, size: int, kinds: str, asked: str) -> Any:
 
 
 class Wrapper(Budget):
-    """A budget around another, ``base``, which answers what this one does not."""
+    """A budget around another one, ``base``, which answers what the wrapper does not define."""
 
     base: Budget
     layout: Any = property(attrgetter("base.layout"))
@@ -189,14 +189,14 @@ class Wrapper(Budget):
 
 @dataclass(frozen=True)
 class AdditiveCap(Budget):
-    """At most ``limit`` units of a stream in a batch, summed over its samples; the batch's padding does not matter.
+    """At most ``limit`` units of a stream per batch, summed over its samples; padding does not count.
 
-    For what is concatenated, not padded, such as vision patches. Combine it with a budget of tokens, which then leaves that
-    stream alone: ``TokenBudget(16384) & AdditiveCap("patches", 40000)``.
+    For streams that are concatenated instead of padded, such as vision patches. Combine it with a token budget, which
+    then ignores that stream: ``TokenBudget(16384) & AdditiveCap("patches", 40000)``.
 
     Args:
-        stream: name of the stream, as ``lengths`` or ``length_of`` call it. ConfigError: they have no such stream.
-        limit: units of it that a batch may have.
+        stream: name of the stream in ``lengths`` or ``length_of``. ConfigError: there is no such stream.
+        limit: most units of the stream in a batch.
 
     >>> AdditiveCap("patches", 100).fits(BatchShape.of(2, {"tokens": 9, "patches": [50, 51]})).tolist()
     [True, False]
@@ -266,8 +266,8 @@ class AllOf(Budget):
         return np.logical_and.reduce([fits_of(p, self.seen_by(p, shape)) for p in self.parts])
 
     def seen_by(self, part: Budget, shape: BatchShape) -> BatchShape:
-        """What a part is shown: no streams that are laid end to end, if it takes all for padded; and lengths as they are
-        padded, where other parts ask for more than this one. A cap counts units without padding."""
+        """The shape that a part is shown. Without streams under a cap, if the part counts all streams as padded. With
+        lengths as they are padded, if other parts round up further; but a cap counts units without padding."""
         if part.pad_to_multiple_of != self.pad_to_multiple_of and not isinstance(part, AdditiveCap):
             shape = self._packed(shape) if self.layout == "packed" else self.as_run(shape)
         return shape.without(self._end_to_end) if part.counts_every_stream else shape
@@ -278,7 +278,7 @@ class AllOf(Budget):
         return BatchShape(shape.num_samples, shape.longest, {**shape.total, first: shape.total[first] + more})
 
     def cost(self, shape: BatchShape, /) -> FloatArray:
-        """Of the part that predicts memory, or else of the first that is not a mere cap."""
+        """Cost of the part that predicts memory, or else of the first part that is not a cap."""
         parts = sorted(self._others, key=lambda p: not p.knows_memory)
         return parts[0].cost(self.seen_by(parts[0], shape)) if parts else super().cost(shape)
 

@@ -1,4 +1,4 @@
-"""What running out of memory teaches: a correction to a budget, kept with the run's state."""
+"""What a run learns from running out of memory: a correction to a budget, saved with the run's state."""
 
 import copy
 import math
@@ -16,20 +16,20 @@ from dynagroup.errors import ConfigError, StateError
 from dynagroup.shapes import BatchShape, IntArray, Streams, largest_within
 from dynagroup.state import opened, sealed
 
-COST_UNIT = 2**20  # costs travel between ranks as integers
+COST_UNIT = 2**20  # ranks exchange costs as integers, in units of 1 / COST_UNIT
 NO_COST = 2**62
-BACKOFF = 0.9  # share of a failed cost that is allowed next
-GROWTH = 1.01  # by which the limit grows again, when so many batches near it have passed in a row:
+BACKOFF = 0.9  # share of a failed cost that is allowed afterwards
+GROWTH = 1.01  # factor by which the limit grows after so many batches near it have passed in a row:
 PATIENCE = 32
-FULL = 0.95  # share of a device's memory from which a measured peak counts as full
+FULL = 0.95  # a measured peak above this share of a device's memory counts as full
 
 
 @dataclass(slots=True)
 class OomReport:
-    """What running out of memory has cost a run so far."""
+    """What out-of-memory errors have cost a run so far."""
 
     num_ooms: int = 0  # attempts that failed
-    num_retries: int = 0  # parts that were run in their place
+    num_retries: int = 0  # parts of failed batches that were run again
     wasted_s: float = 0.0  # seconds spent in attempts that failed
 
     def __str__(self) -> str:
@@ -38,23 +38,23 @@ class OomReport:
 
 @dataclass
 class _Lessons:
-    """What has been learned. A budget shares it with those that are bound to lengths."""
+    """What has been learned. A budget shares it with the copies of it that are bound to lengths."""
 
     numbers: MutableSequence[float] = field(default_factory=lambda: [math.inf] * 3)
-    """The most that is allowed, the least that has failed (which is more), and the limit that plans follow; inf: none."""
-    calm: int = 0  # batches near the limit that have passed since it moved
+    """[highest allowed cost, lowest failed cost (higher than that), limit that plans follow]; inf: none."""
+    calm: int = 0  # batches near the limit that have passed since the limit changed
     report: OomReport = field(default_factory=OomReport)
 
 
-# A failure at cost c is a wall: nothing of cost c or more is tried again, and the limit falls to a share of it, because costs
-# are predictions. Passes near the limit raise it again by small steps, never to the wall.
+# A failure at cost c sets a wall: no batch of cost c or more is tried again. Costs are predictions, so the limit falls
+# to a share of c. Batches that pass near the limit raise it again in small steps, but never up to the wall.
 class LearningBudget(Wrapper):
-    """A budget that no longer allows what has failed. Without a ``budget`` to correct it allows everything that has not.
+    """A budget that no longer allows what has run out of memory. Without a ``budget`` to correct, all else is allowed.
 
-    A batch costs what the budget predicts for it. What is learned guards the run at once: ``allows`` asks it, and
-    :class:`~dynagroup.oom.OomSafeBackward` and generation split beforehand what it speaks against. ``fits``, which plans are
-    made by, follows with :meth:`apply`: loaders call it when an epoch begins, and keep its state in their own. A
-    :class:`LengthAwareBatchSampler` does so on one rank; on several, call it yourself, and record the same facts on every rank.
+    The cost of a batch is what ``budget`` predicts for it. ``allows`` follows each failure at once:
+    :class:`~dynagroup.oom.OomSafeBackward` and generation ask it and split a batch before it fails. ``fits``, which
+    plans use, follows only after :meth:`apply`: loaders call it when an epoch begins, and save this state in theirs. So
+    does a :class:`LengthAwareBatchSampler` on one rank; on several, call it yourself, with equal records on all.
 
     >>> budget = LearningBudget(TokenBudget(1000))
     >>> budget.record_oom(BatchShape.of(8, longest=100))
@@ -97,7 +97,7 @@ class LearningBudget(Wrapper):
 
     @property
     def limits(self) -> tuple[float, float]:
-        """By what has been learned so far: the highest cost that is allowed, and the lowest that has failed; inf: none."""
+        """What has been learned so far: the highest allowed cost, and the lowest cost that has failed; inf: none."""
         return float(self._lessons.numbers[0]), float(self._lessons.numbers[1])
 
     @property
@@ -111,20 +111,20 @@ class LearningBudget(Wrapper):
 
     @staticmethod
     def applied_to(budget: Budget) -> float | None:
-        """The limit that plans made from now on follow, as :meth:`held` takes it."""
+        """The limit for plans made from now on, as an argument of :meth:`held`."""
         limit = math.inf if budget.learner is None else float(budget.learner._lessons.numbers[2])
         return None if math.isinf(limit) else limit
 
     @property
     def has_learned(self) -> bool:
-        """Whether anything speaks against any batch yet."""
+        """Whether a limit has been learned."""
         return not math.isinf(self.limits[0])
 
     def fits(self, shape: BatchShape, /) -> BoolArray:
         return fits_of(self.base, shape) & self._within(self._applied, shape)
 
     def allows(self, shape: BatchShape, /) -> BoolArray:
-        """Which shapes nothing learned so far speaks against, whatever the budget says: bool (K,)."""
+        """Which shapes are within the learned limit, whatever ``budget`` says: bool (K,)."""
         return self._within(self.limits[0], shape)
 
     def _within(self, limit: float, shape: BatchShape) -> BoolArray:
@@ -137,7 +137,7 @@ class LearningBudget(Wrapper):
         return largest_within(lambda n: self._within(applied, BatchShape.of(n, longest)), len(longest), most)
 
     def apply(self, world: World | None = None) -> None:
-        """Plan by what has been learned so far, between epochs; by the lowest limits of all ranks of ``world``. Collective."""
+        """Let ``fits`` follow what was learned; call it between epochs. Ranks take the lowest limits. Collective."""
         numbers = self._lessons.numbers
         if world is not None and world.size > 1:
             lowest = world.all_max([-int(min(limit * COST_UNIT, NO_COST)) for limit in self.limits])
@@ -145,22 +145,22 @@ class LearningBudget(Wrapper):
         numbers[2] = numbers[0]
 
     def record_oom(self, shape: BatchShape, *, wasted_s: float = 0.0, num_retries: int = 2) -> None:
-        """A batch of this shape (one row) ran out of memory and was run again in so many parts."""
+        """A batch of this shape (one row) ran out of memory and was run again in ``num_retries`` parts."""
         self.record_failed_cost(float(self.cost(shape)[0]))
         self.record_waste(num_ooms=1, wasted_s=wasted_s, num_retries=num_retries)
 
     def record_failed_cost(self, cost: float) -> None:
-        """The same, for a cost that ranks have agreed on."""
+        """Record a failure by its cost, which the ranks have agreed on."""
         limit, wall = self.limits
         self._move(min(limit, BACKOFF * cost), min(wall, cost))
 
     def record_waste(self, **more: float) -> None:
-        """Count what recovery cost: ``num_ooms``, ``num_retries``, ``wasted_s``."""
+        """Add what recovery cost to the report: ``num_ooms``, ``num_retries``, ``wasted_s``."""
         for name, value in more.items():
             setattr(self._lessons.report, name, getattr(self._lessons.report, name) + value)
 
     def record_pass(self, shape: BatchShape, *, peak_bytes: int | None = None, device_bytes: int | None = None) -> None:
-        """A batch of this shape (one row) passed, with this measured peak of the device's memory, if known."""
+        """A batch of this shape (one row) passed; ``peak_bytes``: measured peak of the device's memory, if known."""
         share = 0.0 if peak_bytes is None or not device_bytes else peak_bytes / device_bytes
         limit, wall = self.limits
         if share <= FULL and math.isinf(limit):
@@ -198,9 +198,9 @@ class LearningBudget(Wrapper):
         return sealed("LearningBudget", {"budget": self.base.fingerprint}, fields)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what a run with the same budget had learned. StateError: it was another; nothing has changed then."""
+        """Continue with what a run with the same budget learned. StateError: another budget; nothing has changed."""
         [found], lessons = opened(state, "LearningBudget", {"budget": self.base.fingerprint}), self._lessons
-        for place, number in enumerate(found["numbers"]):  # in place: they may be shared
+        for place, number in enumerate(found["numbers"]):  # in place, because they may be in shared memory
             lessons.numbers[place] = math.inf if number is None else number
         lessons.calm, lessons.report = found["calm"], OomReport(**found["report"])
 
@@ -223,5 +223,5 @@ class LearningBudget(Wrapper):
 
     @staticmethod
     def saved(budget: Budget) -> dict[str, Any] | None:
-        """What the part of a budget that learns keeps in a loader's checkpoint."""
+        """State of the learning part of a budget, for a loader's checkpoint; None: no part learns."""
         return None if budget.learner is None else budget.learner.state_dict()

@@ -1,4 +1,4 @@
-"""Budgets that predict memory: relative to a first batch that is known to fit, or in the bytes that a device has."""
+"""Budgets that predict memory: relative to a first batch that is known to fit, or in bytes of a device."""
 
 import copy
 import re
@@ -21,7 +21,7 @@ from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, largest_with
 from dynagroup.validation import check_int, check_names, check_number
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-LENGTHS = [2**k for k in range(7, 16)]  # 128 to 32,768: what tables show, as far as a model has positions
+LENGTHS = [2**k for k in range(7, 16)]  # 128 to 32,768: rows of printed tables, up to the positions that a model has
 WAY_OUT = "use checkpointing, a leaner optimizer, LoRA, sharding, a smaller model, or more memory"
 
 
@@ -40,17 +40,17 @@ def parsed_bytes(memory: str | float) -> int:
 
 
 class MemoryBudget(Budget):
-    """As many samples as fit in the memory of the hardest batch, the ``batch_size`` longest samples, which you know to fit.
+    """Batches that need no more memory than the hardest: the ``batch_size`` longest samples, which you know to fit.
 
-    Every later batch grows as far as its predicted memory stays within ``headroom`` of that one's. Shapes no larger than the
-    hardest one always fit. :meth:`from_model` and :meth:`from_bytes` hold batches against the bytes of a device instead.
-    Streams beside ``tokens`` count as padded, but those that an ``AdditiveCap`` names.
+    A later batch may have more samples, while its predicted memory stays within ``headroom`` of the hardest batch's. A
+    shape no larger than the hardest one always fits. :meth:`from_model` and :meth:`from_bytes` compare with a device's
+    bytes instead. Streams beside ``tokens`` count as padded, except those that an ``AdditiveCap`` names.
 
     Args:
         batch_size: samples of the hardest batch.
-        longest: tokens (or stream -> units) of its longest sample; default: taken from the dataset's lengths.
-        model: any :class:`~dynagroup.memory.MemoryModel`; default: that of the model in a Trainer or a job, else a careful one.
-        headroom: share of the limit's memory that a batch may be predicted to take, in (0, 1].
+        longest: tokens of its longest sample (or stream -> units); default: taken from the dataset's lengths.
+        model: any :class:`~dynagroup.memory.MemoryModel`; default: the Trainer's or job's, else a cautious one.
+        headroom: share of the limit that the predicted memory of a batch may reach, in (0, 1].
         pad_to_multiple_of: the longest sample is rounded up to a multiple of this before the check, in every stream.
 
     >>> from dynagroup.memory.protocols import PaddedTokens
@@ -62,9 +62,9 @@ class MemoryBudget(Budget):
     counts_every_stream: ClassVar[bool] = True
     knows_memory: ClassVar[bool] = True
     model: Any
-    """What predicts memory: a :class:`~dynagroup.memory.MemoryModel`."""
+    """Predicts memory: a :class:`~dynagroup.memory.MemoryModel`."""
     _lengths: Sequence[int] = ()
-    _assumed = False  # whether nobody said a model
+    _assumed = False  # whether no memory model was given
 
     def __init__(
         self, batch_size: int, *, longest: int | Mapping[str, int] | None = None, model: MemoryModel | None = None,
@@ -91,7 +91,7 @@ class MemoryBudget(Budget):
     def from_bytes(
         cls, limit_bytes: str | float, *, model: BytesMemoryModel, headroom: float = 0.9, pad_to_multiple_of: int = 1
     ) -> "MemoryBudget":
-        """A budget held against the bytes that a device has; a BudgetError where static memory alone exceeds them."""
+        """A budget in bytes of a device. BudgetError: static memory alone exceeds ``headroom`` of the limit."""
         return _DeviceBudget(limit_bytes, model, headroom, pad_to_multiple_of)
 
     @classmethod
@@ -103,28 +103,28 @@ class MemoryBudget(Budget):
         sharding: Sharding | None = None, num_ranks: int | None = None, max_new_tokens: int | None = None,
         inputs: MakeInputs | None = None, measured: Measurements | None = None, **sizes: Any,
     ) -> "MemoryBudget":  # fmt: skip
-        """What fits a device, from the model alone: it is traced for a few seconds on the CPU, no weights are read.
+        """What fits on a device, from the model alone. It is traced on the CPU for a few seconds; no weights are read.
 
         Args:
             model_or_config: a torch model, a transformers config or its name.
-            memory: of the device: "24GB", 24e9 bytes, or None: what this process can have of the device here.
+            memory: memory of the device: "24GB", 24e9 bytes, or None: what this process can have of the device here.
             mode: "train", "forward" or "generate".
             headroom: share of ``memory`` that may be used; the rest is for the CUDA context and fragmentation.
             layout: "padded" (the default) or "packed": samples end to end in one row.
-            pad_to_multiple_of: as above. With 16 (or 32, ...) masks need no padding for their kernel, and more fits.
-            dtype: of the parameters, such as "bf16"; default: the model's. ``autocast``: the lower one of ``torch.autocast``.
+            pad_to_multiple_of: lengths are rounded up to it. With 16, 32 ... masks need no padding, and more fits.
+            dtype: of the parameters, such as "bf16"; default: the model's. ``autocast``: that of ``torch.autocast``.
             attention: "eager", "sdpa" or "flash"; default: the model's.
-            gradient_checkpointing: whether activations are computed again; default: as the model is set.
-            lora: train adapters only: True, their rank, or a config of peft.
+            gradient_checkpointing: whether activations are computed again; default: the model's setting.
+            lora: train adapters only: True, a rank, or a peft config.
             optimizer: "adamw" (the default), "adamw_8bit", "sgd", ... or its bytes of state per parameter.
-            sharding: what ranks divide: "ddp" (nothing), "zero1", "zero2", "zero3" or "fsdp", over ``num_ranks``.
-            max_new_tokens: of every prompt, with mode "generate"; default: the generation config's.
-            inputs: ``(model, num_samples, longest) -> arguments of model.forward``, for models that take more than text.
-            measured: rows of :func:`~dynagroup.memory.measure` on a device, to correct the trace by.
-            sizes: further fields of :class:`~dynagroup.memory.Workload`. ``print`` the budget to check what was assumed.
+            sharding: what is divided among ``num_ranks`` ranks: "ddp" (nothing), "zero1", "zero2", "zero3" or "fsdp".
+            max_new_tokens: tokens generated for each prompt with mode "generate"; default: the generation config's.
+            inputs: ``(model, num_samples, longest) -> arguments of model.forward``, for models of more than text.
+            measured: rows of :func:`~dynagroup.memory.measure` on a device; they correct the trace.
+            sizes: further fields of :class:`~dynagroup.memory.Workload`. ``print`` the budget to see assumptions.
 
         Raises:
-            ConfigError: the model can neither be traced nor simulated, or an option is none (names the closest one).
+            ConfigError: the model can neither be traced nor simulated, or an option is unknown (names the closest one).
             BudgetError: static memory alone does not fit.
 
         >>> from transformers import GPT2Config
@@ -140,7 +140,7 @@ class MemoryBudget(Budget):
                "gradient_checkpointing": gradient_checkpointing, "optimizer": optimizer, "sharding": sharding,
                "num_ranks": num_ranks, "max_new_tokens": max_new_tokens, "inputs": inputs, "measured": measured}  # fmt: skip
         check_names("MemoryBudget.from_model", sizes, [*how, *padding, "mode", *(f.name for f in fields(Workload))])
-        MemoryBudget(1, model=PaddedTokens(), **padding)  # what is wrong is refused before a model is traced
+        MemoryBudget(1, model=PaddedTokens(), **padding)  # refuses wrong settings before the model is traced
         limit = free_bytes() if memory is None else parsed_bytes(memory)
         said = {name: value for name, value in (how | sizes).items() if value is not None}
         masks = {"pads_masks": pad_to_multiple_of % MASK_ALIGNMENT != 0}
@@ -191,7 +191,7 @@ class MemoryBudget(Budget):
         return np.logical_and.reduce(inside) | self._grown(padded, first)
 
     def _grown(self, padded: BatchShape, first: BatchShape) -> BoolArray:
-        """Shapes that are predicted to fit. A regressor is asked once, for a table; a formula is asked directly."""
+        """Which shapes are predicted to fit. A regressor makes a table once; a formula is called directly."""
         if not isinstance(self.model, MemoryRegressor) or self.layout == "packed" or len(padded.longest) > 2:
             return self.model.relative(padded, first) <= self.headroom
         key = tuple(padded.longest)
@@ -203,18 +203,18 @@ class MemoryBudget(Budget):
         return None if self.layout == "packed" or len(self._longest) > 1 else self.most_samples(longest)
 
     def most_samples(self, longest: Any) -> IntArray:
-        """Most samples of each of K lengths (tokens, or stream -> units), all as long as the longest: int64 (K,)."""
+        """Most samples that fit when each has this length (K lengths: tokens, or stream -> units): int64 (K,)."""
         size = len(BatchShape.of(1, longest))
         return largest_within(lambda count: self.fits(BatchShape.of(count, longest)), size)
 
     def max_tokens(self, longest: int) -> int:
-        """The largest token budget under which every batch of samples of up to ``longest`` tokens fits; in generation it counts
-        the new tokens beside each prompt's.
+        """The largest token budget under which every batch of samples of up to ``longest`` tokens fits. In generation
+        it also counts the new tokens of each prompt.
 
-        T allows T // C(L) samples of L tokens; C counts what is generated, rounded up to ``pad_to_multiple_of``. With M(L) the
-        most that fit, T // C(L) <= M(L) for all L is T < (M(L) + 1) * C(L) for all L.
+        A budget of T tokens allows T // C(L) samples of L tokens, where C(L) is L with its new tokens and rounding. If
+        at most M(L) samples fit in memory, then T // C(L) <= M(L) for all L exactly if T < (M(L) + 1) * C(L) for all L.
         """
-        if self.layout == "packed":  # one number says all
+        if self.layout == "packed":  # only the sum of tokens counts
             total = largest_within(lambda count: self.fits(BatchShape.of(1, count, count)), 1)
             return int(total[0]) // self._multiple * self._multiple
         lengths = np.arange(1, longest + 1)
@@ -222,8 +222,8 @@ class MemoryBudget(Budget):
         return int(((self.most_samples(lengths) + 1) * counted).min() - 1)
 
     def figures(self, lengths: Sequence[int] | None = None) -> dict[str, Any]:
-        """Of each of these lengths (default: powers of two that the model has positions for): how many ``samples`` fit, their
-        ``tokens`` and ``share`` of the limit; the longest that fits (``reach``), and ``max_tokens`` up to there; 0: none."""
+        """For each length (default: powers of two up to the model's positions): how many ``samples`` fit, their
+        ``tokens``, ``share`` of the limit; the longest that fits (``reach``); ``max_tokens`` up to it. 0: none."""
         longest = np.array(sorted(self._lengths if lengths is None else lengths), np.int64)
         if not longest.size or longest[0] < 1:
             raise ConfigError(f"`lengths` must be positive numbers of tokens, but is {lengths!r}")
@@ -237,7 +237,7 @@ class MemoryBudget(Budget):
 
     @property
     def _new_tokens(self) -> int:
-        """Tokens that are generated for each sample, beside its own."""
+        """Tokens that are generated for each sample, in addition to its own."""
         return self._workload.max_new_tokens or 0 if self._workload.mode == "generate" else 0
 
     @property
@@ -253,7 +253,7 @@ class MemoryBudget(Budget):
         return f"MemoryBudget({self._about}, headroom={self.headroom!r})"
 
     def __str__(self) -> str:
-        """:attr:`about`, :meth:`figures` as a table, and a token budget that is safe up to the longest that fits."""
+        """:attr:`about`, the table of :meth:`figures`, and a token budget that is safe up to the longest that fits."""
         if not self._lengths:
             return self.about
         found, new = self.figures(), self._new_tokens
@@ -271,7 +271,7 @@ class MemoryBudget(Budget):
 
     @property
     def about(self) -> str:
-        """What batches are held against, and what was taken for granted."""
+        """The limit that batches are compared with, and what was assumed about the model."""
         return f"MemoryBudget: {self.headroom:g} of {self._limit_told}\nmodel: {self.model}"
 
     @property
@@ -302,7 +302,7 @@ class MemoryBudget(Budget):
 
 
 def _of_first_batch(longest: Mapping[str, int], names: Collection[str]) -> dict[str, int]:
-    """How long the first batch is in these streams, as far as that was said, the primary one under any name."""
+    """The longest sample of the first batch in these streams, as far as given; the primary stream may have any name."""
     given, first = dict(longest), primary(names)
     if given and first not in given and primary(given) not in names:
         given[first] = given.pop(primary(given))
@@ -310,7 +310,7 @@ def _of_first_batch(longest: Mapping[str, int], names: Collection[str]) -> dict[
 
 
 class _DeviceBudget(MemoryBudget):
-    """The limit is the bytes that a device has."""
+    """A memory budget whose limit is the bytes of a device."""
 
     model: BytesMemoryModel
 

@@ -14,16 +14,16 @@ from dynagroup.validation import check_choice, check_int
 
 @dataclass(frozen=True)
 class TokenBudget(Budget):
-    """At most ``max_tokens`` tokens a batch, padding counted, all padded streams added.
+    """At most ``max_tokens`` tokens per batch. Padding counts, and all padded streams are added.
 
     Args:
-        max_tokens: tokens. Padded layout: ``num_samples * longest`` of every stream; packed layout: the sum over the samples.
-        max_samples: at most so many samples a batch.
-        pad_to_multiple_of: the longest sample is rounded up to a multiple of this before the check, in every stream; of
-            packed batches the sum over all streams, once: they are padded as a whole.
+        max_tokens: tokens. Padded layout: ``num_samples * longest`` of each stream; packed: the sum over samples.
+        max_samples: most samples per batch; None: no limit.
+        pad_to_multiple_of: tokens are rounded up to a multiple of this before the check: in padded batches the longest
+            sample of every stream; in packed batches the sum over all streams, as they are padded as a whole.
         layout: "padded" (a batch costs samples x longest) or "packed" (the sum of its tokens).
 
-    Every stream is counted, but those that an :class:`AdditiveCap` beside it names. A sample of length 0 counts as one token.
+    All streams count but those that an :class:`AdditiveCap` beside it names. A sample of length 0 counts as one token.
 
     >>> TokenBudget(1024).fits(BatchShape.of([4, 5], longest=256)).tolist()
     [True, False]
@@ -45,15 +45,15 @@ class TokenBudget(Budget):
 
     @classmethod
     def from_sequence_length(cls, sequence_length: int, micro_batch_size: int) -> "TokenBudget":
-        """The budget of a run sized by hand: ``sequence_length * 2 * micro_batch_size`` tokens, online-dynamic-batching's rule of
-        thumb: the typical batch of a fixed-size run is about half padding."""
+        """The budget of a run sized by hand: ``sequence_length * 2 * micro_batch_size`` tokens. This is the rule of
+        thumb of online-dynamic-batching: a typical batch of fixed size is about half padding."""
         return cls(check_int("sequence_length", sequence_length) * 2 * check_int("micro_batch_size", micro_batch_size))
 
     def fits(self, shape: BatchShape, /) -> BoolArray:
         ok = shape.num_samples <= min(self.max_tokens, self.max_samples or UNLIMITED)
         if self.layout == "packed":
             return ok & (self._counted(shape) <= self.max_tokens)
-        # not the product, which may pass 64 bits
+        # a division, because the product may overflow 64 bits
         return ok & (self._widths(shape) <= self.max_tokens // np.maximum(shape.num_samples, 1))
 
     def cost(self, shape: BatchShape, /) -> FloatArray:
@@ -71,13 +71,13 @@ class TokenBudget(Budget):
         return round_up(np.sum(list(shape.total.values()), axis=0), self.pad_to_multiple_of)
 
     def _widths(self, shape: BatchShape) -> IntArray:
-        """Padded tokens of a sample, of all streams."""
+        """Padded tokens of one sample, summed over all streams."""
         padded = np.sum([round_up(longest, self.pad_to_multiple_of) for longest in shape.longest.values()], axis=0)
         return np.maximum(padded, self.pad_to_multiple_of)  # a batch of empty samples is padded, too
 
 
 def as_budget(budget: Budget | int) -> Budget:
-    """A budget: itself, or a number of tokens. ConfigError: it is neither.
+    """Return a budget as it is, and make a number of tokens a TokenBudget. ConfigError: it is neither.
 
     >>> as_budget(4096) == TokenBudget(4096)
     True

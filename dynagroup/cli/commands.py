@@ -1,4 +1,4 @@
-"""What the commands find; their names and options are the package's."""
+"""What each command finds. The package's ``__init__`` has their names and options."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from dynagroup.shapes import Streams
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-WORTH = 0.95  # predicted time, as a share of today's, above which nothing is worth a change
-FEW = 32  # samples an update below which they leave little to sort
+WORTH = 0.95  # predicted time, as a share of today's, above which no change is worth while
+FEW = 32  # with fewer samples per update, there is little to sort
 Found: TypeAlias = "tuple[Mapping[str, Any], object, Callable[[], Figure]]"
-"""Figures for machines, the same for people, and what draws it."""
+"""Figures for machines, a text for people, and a function that draws a picture."""
 
 
 def run(args: argparse.Namespace) -> None:
@@ -73,7 +73,7 @@ def kinds_of(args: argparse.Namespace) -> list[Any] | None:
 
 
 def lengths_of(args: argparse.Namespace) -> Streams:
-    """Lengths by stream: read, counted from token ids, or measured with a tokenizer. Several streams are named."""
+    """Lengths by stream: read, counted from token ids, or measured with a tokenizer. Several streams have names."""
     streams = _lengths(args, num_proc=1, progress=False)
     if len(streams) > 1:  # beside the output where machines read that
         line = f"streams: {', '.join(streams)} (a batch holds the tokens of all; to take others: --column A[,B])"
@@ -105,7 +105,7 @@ def _comparison(args: argparse.Namespace) -> Comparison:
 
 
 def doctor(args: argparse.Namespace) -> Found:
-    """What is wasted, how long ranks wait, what memory does; what every way would take; and what to change."""
+    """What is wasted, how long ranks wait, how much memory is used; what each way would take; and what to change."""
     found = _comparison(args)
     memory, safe = _memory(args, found)
     today, grouped = found.ways[:2]
@@ -135,8 +135,8 @@ def _change(found: Comparison, layout: str, safe: int | None) -> str:
 
 
 def _memory(args: argparse.Namespace, found: Comparison) -> tuple[str, int | None]:
-    """Whether as many samples as today fit the device with the longest of every stream, how many would, and a token budget
-    that is safe: for samples as long in every stream as the longest of any, counting all streams."""
+    """Whether today's number of samples fits the device if all are the longest in every stream; how many would fit; and
+    a safe token budget over all streams, if samples are in every stream as long as the longest of any."""
     if args.gpu_memory is None:
         today = found.ways[0]
         middle = int(sorted(today.plan.padded)[len(today.plan.padded) // 2])
@@ -155,7 +155,7 @@ def _memory(args: argparse.Namespace, found: Comparison) -> tuple[str, int | Non
 
 
 def _workload(args: argparse.Namespace) -> dict[str, Any]:
-    """What was said about the work and differs from what is usual, as arguments of ``MemoryBudget.from_model``."""
+    """The settings of the workload that differ from usual, as arguments of ``MemoryBudget.from_model``."""
     usual = {"mode": "train", "headroom": 0.9, "pad_to_multiple_of": 1, "layout": "padded"}
     names = (*usual, "dtype", "autocast", "attention", "gradient_checkpointing", "lora")
     told = {name: value for name in names if (value := vars(args).get(name)) and value != usual.get(name)}
@@ -164,8 +164,8 @@ def _workload(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def fit(args: argparse.Namespace) -> Found:
-    """What fits by the traced model, or by rows that are measured."""
-    if vars(args)["for"] is not None:  # their micro-batches are packed, and need an attention that keeps samples apart
+    """What fits, by tracing the model or by measured rows."""
+    if vars(args)["for"] is not None:  # these frameworks pack, which needs attention that keeps samples apart
         args.layout, args.attention = "packed", args.attention or "flash"
     if vars(args).get("measure"):
         budget, code = _measured(args)
@@ -198,7 +198,7 @@ SETTINGS = {
 
 
 def setting_for(args: argparse.Namespace, most: int, positions: int) -> str:
-    """The setting of a framework that lets no packed batch have more than ``most`` tokens."""
+    """The framework's setting that limits packed batches to ``most`` tokens."""
     framework = vars(args)["for"]
     if (framework, args.mode) not in SETTINGS:
         modes = " or ".join(mode for name, mode in SETTINGS if name == framework)

@@ -22,7 +22,7 @@ class AcceleratedSteps:
 
     @property
     def num_updates(self) -> int:
-        """Updates of an epoch, where they are known beforehand: what a learning-rate scheduler counts."""
+        """Updates of an epoch, if known beforehand: the unit of a learning-rate scheduler."""
         return self.loader.num_updates
 
     def __iter__(self) -> Iterator[Step[Any]]:
@@ -35,18 +35,18 @@ class AcceleratedSteps:
         return contextlib.nullcontext() if step.ends_update else self.accelerator.no_sync(model)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where training stands, on all ranks. Collective: ranks differ, and one of them writes the checkpoint."""
+        """State of all ranks. Collective, because ranks differ and one of them writes the checkpoint."""
         return {"ranks": gather_object([self.loader.state_dict()])}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue there, on any number of ranks."""
+        """Continue from a saved state, on any number of ranks."""
         self.loader.load_state_dict(state_dict["ranks"])
 
 
 def prepare(accelerator: Accelerator, loader: Any) -> Any:
-    """A loader for a training loop of your own: a loader of dynagroup becomes :class:`AcceleratedSteps`, registered for
-    checkpointing. A ``DataLoader`` with a :class:`LengthAwareBatchSampler` goes through ``accelerator.prepare`` once it is sure
-    that no sample gets lost there.
+    """A loader for a training loop of your own. A loader of dynagroup becomes :class:`AcceleratedSteps`, registered for
+    checkpointing. A ``DataLoader`` with a :class:`LengthAwareBatchSampler` goes through ``accelerator.prepare``, after
+    a check that no sample gets lost there.
 
     Raises:
         ConfigError: the accelerator or the sampler would shard, split or scale a second time.

@@ -20,7 +20,7 @@ from dynagroup.errors import ConfigError
 from dynagroup.integrations.hf import DynagroupTrainerMixin
 
 EXCLUDED = ("sample_packing", "rl", "reward_model", "pretraining_dataset", "pad_to_sequence_len")
-"""They make the batches, or other trainers and samples."""
+"""Settings that conflict: they make the batches, or use other trainers or samples."""
 
 
 class DynagroupArgs(BaseModel):

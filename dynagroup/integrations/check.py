@@ -1,4 +1,4 @@
-"""What an architecture makes of padded and packed batches, asked of a small model of its config on the CPU."""
+"""How an architecture treats padded and packed batches, tested on a small model of its config on the CPU."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -26,18 +26,18 @@ SMALL = {
 }  # fmt: skip
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers")
 FEWEST = 2
-CLOSE = 1e-4  # of the largest number: in float32 two ways to the same answer differ by rounding
+CLOSE = 1e-4  # relative to the largest number; in float32 two ways to the same answer differ by rounding
 RECURRENT = ("linear_attention", "mamba", "recurrent", "conv")  # kinds of layers that run along the row
 VARLEN = "use_varlen_attention"
 KERNELS = "need the kernels of flash-linear-attention and causal_conv1d (GPU), which start anew at each sample"
 
 
 def check_model(model_or_config: Any) -> dict[str, str]:
-    """Ask an architecture, one line an answer: ``packed``, ``padding``, ``loss`` and ``memory``.
+    """Test an architecture, one line per answer: ``packed``, ``padding``, ``loss`` and ``memory``.
 
     Args:
-        model_or_config: a transformers config or its name; of a model its config. No weights are read: a model of the same
-            layers, but few of them and with a small vocabulary, is made with random weights in float32.
+        model_or_config: a transformers config or its name; of a model its config. No weights are read: a model with the
+            same kinds of layers, but few of them and a small vocabulary, gets random weights in float32.
 
     Raises:
         ConfigError: no such config, or no model can be built from it.
@@ -57,8 +57,8 @@ def check_model(model_or_config: Any) -> dict[str, str]:
 
 
 def small_model(source: Any) -> Any:
-    """A model of the same kinds of layers as a config's, as few as hold each kind, with a small vocabulary, and narrow where its
-    code allows that. ConfigError: none can be built."""
+    """A small model of a config: as few layers as hold each kind of layer, a small vocabulary, and narrow where its
+    code allows. ConfigError: none can be built."""
     failed = None
     for sizes in ({**SMALL, **NARROW}, {n: v for n, v in {**SMALL, **NARROW}.items() if n != "head_dim"}, SMALL):
         config = copy.deepcopy(as_config(source))
@@ -113,7 +113,7 @@ def _answer(model: Any, ids: torch.Tensor, **more: Any) -> torch.Tensor:
 
 
 def _padding(model: Any) -> str:
-    """Whether a short sample, padded on the right beside a long one, is answered as alone."""
+    """Whether a short sample gets the same answer alone as padded on the right beside a long one."""
     long, short = (torch.tensor([probe]) for probe in PROBES)
     width, missing = short.shape[1], long.shape[1] - short.shape[1]
     padded = torch.nn.functional.pad(short, (0, missing), value=model.config.pad_token_id or 0)
@@ -124,7 +124,7 @@ def _padding(model: Any) -> str:
 
 
 def _loss(model: Any) -> str:
-    """Whether the loss of two samples is the mean over their labels. The first token, which causal models skip, has none."""
+    """Whether the loss of two samples is the mean over their labels. The first token has none."""
     ids = torch.tensor([PROBES[0], PROBES[0][::-1]])
     labels, counts = ids.clone(), (4, 2)
     for row, count in zip(labels, counts, strict=True):

@@ -1,4 +1,4 @@
-"""What a Trainer is told about batches that fit, and which of its own settings do not go with them."""
+"""Settings of a Trainer with batches that fit, and which of its own settings do not go with them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -26,35 +26,35 @@ class DynagroupConfig:
     """How a Trainer forms its batches.
 
     Args:
-        budget: what a batch may be: tokens, padding counted (an int, or ``TokenBudget(16_384)``), or any other budget.
+        budget: limit of a batch: tokens, padding counted (an int, or ``TokenBudget(16_384)``), or any other budget.
         mode: "offline": lengths are known beforehand. "online": samples are measured after processing, in the workers;
-            ``lengths`` may then be approximate, and stochastic or streamed data is welcome.
-        updates: "preserved": every update holds the samples that fixed batches would give it, the host's sampler deciding.
+            ``lengths`` may then be approximate, and data may be random or streamed.
+        updates: "preserved": every update holds the samples that fixed batches would give it, by the host's sampler.
             "free": an update is gradient_accumulation_steps batches on every rank, each as large as fits.
-        samples_per_update: samples of an update over all ranks: an int, or a schedule ``(update, current) -> int``. None:
-            per_device_train_batch_size x gradient_accumulation_steps x data-parallel ranks. Not with updates="free".
-        grouping: of so many updates the samples are sorted by length and dealt into as many updates of the same size, so that
-            small updates hardly pad either. Only with mode="offline" and updates="preserved".
-        kinds: a label of each training sample, or the name of the column that holds them. Of training, not of evaluation.
+        samples_per_update: samples of an update over all ranks: an int, or a schedule ``(update, current) -> int``.
+            None: per_device_train_batch_size x gradient_accumulation_steps x data-parallel ranks. Not with "free".
+        grouping: the samples of this many updates are sorted by length and dealt into as many updates of the same size,
+            so that even small updates have little padding. Only with mode="offline" and updates="preserved".
+        kinds: a label for each training sample, or the name of the column with labels. Not for evaluation.
         kind_of: with mode="online", instead of ``kinds``: processed sample -> label.
         one_kind: with either, all batches of a "step", on all ranks, are of one kind; or each "batch" is.
-        shapes: a compiled model meets at most so many (samples, tokens) in training: batches are filled to them, with padding
-            and with rows of weight 0. Evaluation has other shapes. Needs ``lengths``, measured or given.
+        shapes: most shapes (samples, tokens) that a compiled model sees in training: batches are filled to them with
+            padding and with rows of weight 0. Evaluation has other shapes. Needs ``lengths``, measured or given.
         lengths: tokens of each training sample (int, shape (num_samples,)), or a dict of streams such as
             ``{"tokens": ..., "target": ...}``. None: the length column, else counted from the model's first input;
             encoder-decoders' labels are counted as ``target``.
-        length_of: with mode="online": processed sample -> tokens, or -> {stream: units}. None: the length of its ``input_ids``.
-        weigh: what a loss that is a mean is a mean of: "auto" (labels that are predicted, if labels have a token dimension,
-            else samples), "samples", or a function from a batch to a number.
-        out_of_memory: a batch that runs out of memory is run in parts ("retry", the same gradient), or an error (None).
-        splitter: how such a batch is cut; names the batch dimension of inputs that are not text.
-        plan: further settings of the loader, e.g. ``{"oversize": "error"}`` (refuse samples that do not fit even alone);
-            ``{"work": Work(...)}``: predicted time of a batch, otherwise ``Work.of`` the Trainer's model on its device;
-            ``{"work": "measure"}`` times the first epoch's steps, and plans the next epochs by them.
-        world: the data-parallel ranks, where they are not all ranks; needed with tensor, context or sequence parallelism.
+        length_of: with mode="online": processed sample -> tokens, or -> {stream: units}. None: that of ``input_ids``.
+        weigh: what the loss is a mean of, if it is a mean: "auto" (labels that are predicted, if labels have a token
+            dimension, else samples), "samples", or a function from a batch to a number.
+        out_of_memory: "retry": a batch that runs out of memory is run in parts, with the same gradient; None: an error.
+        splitter: how such a batch is cut; it knows the batch dimension of inputs that are not text.
+        plan: further settings of the loader, e.g. ``{"oversize": "error"}`` (refuse samples that do not fit even
+            alone); ``{"work": Work(...)}``: predicted time of a batch, otherwise ``Work.of`` the Trainer's model on its
+            device; ``{"work": "measure"}`` times the first epoch's steps, and plans the next epochs by them.
+        world: the data-parallel ranks, if these are not all ranks; needed with tensor, context or sequence parallelism.
 
     Raises:
-        ConfigError: a value is not one of those, or two exclude each other.
+        ConfigError: a value is invalid, or two exclude each other.
 
     >>> from dynagroup import TokenBudget
     >>> DynagroupConfig(budget=TokenBudget(4096)).updates
@@ -95,12 +95,12 @@ class DynagroupConfig:
 
 
 def trl_classes(trainer: Any) -> set[str]:
-    """The classes of TRL that a Trainer is of, by name: nothing of TRL is imported."""
+    """Names of the TRL classes that a Trainer is an instance of; TRL is not imported."""
     return {c.__name__ for c in type(trainer).__mro__ if c.__module__.startswith("trl.")}
 
 
 def refuse_unsupported(trainer: Any, config: DynagroupConfig) -> None:
-    """Raises ConfigError for what would lose samples or weigh them wrongly: it names the setting and what to do instead."""
+    """Raise ConfigError for settings that would lose samples or weigh them wrongly; it names the way out."""
     args, accelerator, ours = trainer.args, trainer.accelerator, trl_classes(trainer)
     shards, plugin = accelerator.dataloader_config, getattr(accelerator.state, "deepspeed_plugin", None)
     sharing = trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size()

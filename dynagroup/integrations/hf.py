@@ -1,5 +1,5 @@
-"""Hugging Face ``Trainer`` with batches that fit: one loader item is one optimizer update, whatever number of batches that takes.
-So its length, ``max_steps``, schedulers, logs and checkpoints stay exact, and nothing is left over at an epoch's end."""
+"""Hugging Face ``Trainer`` with batches that fit: one loader item is one optimizer update, of any number of batches. So
+its length, ``max_steps``, schedulers, logs and checkpoints stay exact, and nothing is left over at an epoch's end."""
 
 import copy
 from dataclasses import replace
@@ -32,8 +32,8 @@ Settings: TypeAlias = Budget | int | DynagroupConfig
 
 
 class DynagroupTrainerMixin(Evaluator):
-    """Put it before a Trainer class: ``class MyTrainer(DynagroupTrainerMixin, Seq2SeqTrainer): ...``. What it then takes:
-    :func:`dynagroup_trainer`. ``trainer.args`` is a copy with ``gradient_accumulation_steps=1``: the loader's items are updates.
+    """Put it before a Trainer class: ``class MyTrainer(DynagroupTrainerMixin, Seq2SeqTrainer): ...``. Its arguments are
+    those of :func:`dynagroup_trainer`. ``trainer.args`` is a copy with ``gradient_accumulation_steps=1``.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class DynagroupTrainerMixin(Evaluator):
         self._take_over(dynagroup, dynagroup_eval)
 
     def _take_over(self, dynagroup: Settings, dynagroup_eval: Budget | int | bool) -> None:
-        """What a Trainer that is made otherwise needs besides its class. What is refused changes nothing."""
+        """Set up a Trainer for batches that fit. If a setting is refused, nothing has changed."""
         config = dynagroup if isinstance(dynagroup, DynagroupConfig) else DynagroupConfig(budget=as_budget(dynagroup))
         evaluation = dynagroup_eval if isinstance(dynagroup_eval, bool) else as_budget(dynagroup_eval)
         refuse_unsupported(self, config)
@@ -124,7 +124,7 @@ class DynagroupTrainerMixin(Evaluator):
         states, anew = hf_data.read_states(checkpoint), self.args.ignore_data_skip
         if states:
             loader.load_state_dict(states)
-            self.state.max_steps = self.updates_of_run(loader)  # free updates of other ranks are others
+            self.state.max_steps = self.updates_of_run(loader)  # free updates depend on the number of ranks
         elif anew:
             loader.set_epoch(self.state.global_step // loader.num_updates)
         else:
@@ -136,8 +136,8 @@ class DynagroupTrainerMixin(Evaluator):
         self.just_resumed = True
         return loader.epoch, 0
 
-    # Called on every rank within `_save_checkpoint`, before the file that makes a checkpoint complete is written; it is told
-    # the folder, which callbacks are not (a hyperparameter search has folders of its own).
+    # Called on every rank in `_save_checkpoint`, before the file that completes a checkpoint is written. It gets the
+    # folder, which callbacks do not (a hyperparameter search has folders of its own).
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
         if self.update_loader is not None:
@@ -146,18 +146,18 @@ class DynagroupTrainerMixin(Evaluator):
 
 @cache
 def dynagroup_trainer(trainer_class: type) -> type:
-    """A Trainer class of yours, of transformers or of TRL (SFT, DPO, Reward), that forms batches which fit. It takes besides:
+    """Make a Trainer class with batches that fit, from yours, transformers' or TRL's (SFT, DPO, Reward). New arguments:
 
-    * ``dynagroup``: what a batch may be: tokens, padding counted (an int, or ``TokenBudget(16_384)``), any other budget, or
-      a :class:`DynagroupConfig` with more settings. Needed.
-    * ``dynagroup_eval``: the same for ``evaluate()`` and ``predict()``: another budget, True (the default) for the one of
+    * ``dynagroup``: limit of a batch: tokens, padding counted (an int, or ``TokenBudget(16_384)``), any budget, or
+      a :class:`DynagroupConfig` with more settings. Required.
+    * ``dynagroup_eval``: the same for ``evaluate()`` and ``predict()``: another budget, True (default) for that of
       training, or False for the Trainer's own batches of ``per_device_eval_batch_size`` samples.
 
-    An update holds ``per_device_train_batch_size * gradient_accumulation_steps * ranks`` samples, as before; how many batches
-    that takes is the budget's affair. ``update_loader`` is the loader of the training that runs, its ``stats`` are counts.
+    An update holds ``per_device_train_batch_size * gradient_accumulation_steps * ranks`` samples, as before; the budget
+    decides how many batches that takes. ``update_loader`` is the loader of the running training, with its ``stats``.
 
     Raises:
-        ConfigError: from the new class: settings of ``TrainingArguments``, or a trainer of TRL, that need batches of their own.
+        ConfigError: from the new class: ``TrainingArguments``, or a trainer of TRL, need batches of their own.
 
     >>> from transformers import Seq2SeqTrainer
     >>> dynagroup_trainer(Seq2SeqTrainer).__name__
@@ -167,9 +167,9 @@ def dynagroup_trainer(trainer_class: type) -> type:
 
 
 def attach(trainer: Any, budget: Settings, *, dynagroup_eval: Budget | int | bool = True) -> None:
-    """Give batches that fit to a Trainer that was made by others, before it trains: ``attach(trainer, 16_384)``. It is then of
-    the class ``dynagroup_trainer(type(trainer))``, whose arguments ``dynagroup`` and ``dynagroup_eval`` these are. What is
-    refused by a ConfigError changes nothing."""
+    """Give batches that fit to an existing Trainer before it trains: ``attach(trainer, 16_384)``. Its class becomes
+    ``dynagroup_trainer(type(trainer))``, with these values as ``dynagroup`` and ``dynagroup_eval``. A ConfigError
+    leaves it as it was."""
     if not isinstance(trainer, Trainer) or isinstance(trainer, DynagroupTrainerMixin):
         raise ConfigError(f"`trainer` must be a Trainer without batches that fit, but is a {type(trainer).__name__}")
     if trainer.is_in_train or trainer.state.global_step:

@@ -1,4 +1,4 @@
-"""A Trainer's data, as a loader needs it: the order and lengths of samples, updates as items, the place in a checkpoint."""
+"""A Trainer's data for a loader: order and lengths of samples, updates as items, and the place in a checkpoint."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -22,12 +22,12 @@ KEPT = "collate_fn num_workers persistent_workers prefetch_factor multiprocessin
 STATES = "dynagroup.json"
 TARGET = "target"
 PAIRS, PROMPT = (("chosen_ids", "rejected_ids"), ("chosen_input_ids", "rejected_input_ids")), "prompt_ids"
-"""Columns of a preference, TRL's and LLaMA-Factory's: both answers are rows of a batch padded to the longest, in TRL's DPO each
-behind the prompt."""
+"""Columns of preference data, of TRL and of LLaMA-Factory. Both answers are rows of a batch padded to the longest; in
+TRL's DPO each follows the prompt."""
 
 
 class UpdateItems:
-    """A loader for a host that counts its items: one item is one update, a list of steps. Callbacks find it as
+    """A loader for a host that counts items: one item is one update, a list of steps. Callbacks find it as
     ``train_dataloader``."""
 
     def __init__(self, loader: StepLoader[Any]) -> None:
@@ -46,7 +46,7 @@ class UpdateItems:
 
 
 def host_order(loader: Any) -> Iterable[int]:
-    """The sampler of indices behind a loader, however many times accelerate wrapped it."""
+    """The sampler of indices inside a loader, however many times accelerate has wrapped it."""
     batch_sampler = loader.batch_sampler
     while hasattr(batch_sampler, "batch_sampler"):
         batch_sampler = batch_sampler.batch_sampler
@@ -57,7 +57,7 @@ def host_order(loader: Any) -> Iterable[int]:
 
 
 def loader_kwargs(loader: Any) -> dict[str, Any]:
-    """What our DataLoader takes over from the host's."""
+    """Settings that our DataLoader takes over from the host's."""
     kept = {name: getattr(loader, name) for name in KEPT.split()}
     return {**kept, "pin_memory": bool(loader.pin_memory) and torch.cuda.is_available()}
 
@@ -67,14 +67,14 @@ def is_stream(dataset: Any) -> bool:
 
 
 def work_of(trainer: Any) -> Work:
-    """What a step of this Trainer is predicted to take: ``plan["work"]``, or else what its model's config and device say."""
+    """Predicted time of this Trainer's steps: ``plan["work"]``, or else by its model's config and device."""
     own = trainer.dynagroup.plan.get("work")
     guess = MeasuredWork if own == "measure" else Work
     return own if isinstance(own, Work) else guess.of_known(trainer.model, device=trainer.args.device)
 
 
 def memory_of(trainer: Any, mode: Mode) -> MemoryRegressor:
-    """What is known of the memory of this Trainer's model, as it runs it."""
+    """What is known of the memory of this Trainer's model, as the Trainer runs it."""
     args = trainer.args
     lower = "bfloat16" if args.bf16 else "float16" if args.fp16 else None
     how = {"autocast": lower, "gradient_checkpointing": args.gradient_checkpointing and mode == "train"}
@@ -82,7 +82,7 @@ def memory_of(trainer: Any, mode: Mode) -> MemoryRegressor:
 
 
 def write_states(folder: str, loader: StepLoader[Any]) -> None:
-    """All ranks' places, into a checkpoint. Collective: every rank gives its own, the first writes the file."""
+    """Write all ranks' places into a checkpoint. Collective: every rank gives its own, the first writes the file."""
     states = dict(gather_object([(loader.world.rank, loader.state_dict())]))
     if loader.world.rank == 0:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -90,8 +90,8 @@ def write_states(folder: str, loader: StepLoader[Any]) -> None:
 
 
 def read_states(folder: str) -> list[Any]:
-    """All ranks' places in a checkpoint, in the order of ranks; none if there are none. Collective: the file may lie on the
-    disk of one node, and where one rank cannot read it all raise StateError: none may wait for one that raised."""
+    """Read all ranks' places in a checkpoint, in the order of ranks; none if there is no file. Collective: the file may
+    be on the disk of one node. If one rank cannot read it, all raise StateError, so that none waits in vain."""
     found = gather_object([_read_states(Path(folder, STATES))])
     if None in found:
         raise StateError(f"{Path(folder, STATES)} is damaged; resume from the checkpoint before it")
@@ -99,7 +99,7 @@ def read_states(folder: str) -> list[Any]:
 
 
 def _read_states(path: Path) -> list[Any] | None:
-    """The states, none where there is no file; None if it is damaged."""
+    """The states; none if there is no file; None if it is damaged."""
     if not path.exists():
         return []
     try:
@@ -110,8 +110,8 @@ def _read_states(path: Path) -> list[Any] | None:
 
 
 def sample_lengths(trainer: Any, dataset: Any, *, name: str) -> dict[str, IntArray]:
-    """Tokens of each sample; for an encoder-decoder those of its labels too, in the stream ``target``. From the length column,
-    which what the Trainer hands to its samplers has lost, else from the columns that are padded, else row by row."""
+    """Tokens of each sample; of an encoder-decoder also those of its labels, as the stream ``target``. From the length
+    column (which the Trainer removes for its samplers), else from the columns that are padded, else row by row."""
     columns = getattr(dataset, "column_names", None)
     columns = {*columns} if isinstance(columns, (list, tuple)) else set()
     known = trainer.args.length_column_name
@@ -134,7 +134,7 @@ def sample_lengths(trainer: Any, dataset: Any, *, name: str) -> dict[str, IntArr
 
 
 def sample_kinds(dataset: Any, kinds: Any) -> Any:
-    """Labels of the samples: as they are given, or of the column that is named."""
+    """Labels of the samples, as given or from the named column."""
     if not isinstance(kinds, str):
         return kinds
     try:

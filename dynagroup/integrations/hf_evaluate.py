@@ -1,5 +1,5 @@
-"""Evaluation and prediction with batches that fit: planned once, the same number of samples on every rank, results in
-dataset order, and a loss that does not depend on how samples lie in batches."""
+"""Evaluation and prediction with batches that fit: planned once, with the same number of samples on every rank, results
+in dataset order, and a loss that does not depend on how samples are batched."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -21,12 +21,12 @@ from dynagroup.shapes import IntArray, primary
 from dynagroup.validation import warn_user
 
 
-# What: batches for W ranks, row by row, each row with the same number of samples on every rank, since the Trainer gathers
-#   results of one shape. Samples sorted by length are grouped by W; groups, each as long as its longest, are cut into batches;
-#   a rank takes its own sample of each group. The up to W - 1 samples left over, the shortest, are a row of their own.
-# Why right: what a rank holds is never larger than the groups that were asked of the budget, so by its law it fits.
+# What: batches for W ranks, row by row, with equally many samples on every rank, as the Trainer gathers results of one
+#   shape. Samples sorted by length are grouped by W; groups, each as long as its longest, are cut into batches; a rank
+#   takes its own sample of each group. At most W - 1 samples are left, the shortest: they are a row of their own.
+# Why right: a rank's batch is no larger than the groups the budget was asked about, so by its law it fits.
 class EvaluationRows:
-    """A batch sampler: this is what accelerate deals to ranks, batch ``k`` to rank ``k % num_ranks``.
+    """A batch sampler for accelerate, which deals batch ``k`` to rank ``k % num_ranks``.
 
     >>> from dynagroup import TokenBudget
     >>> rows = EvaluationRows({"tokens": np.array([3, 9, 2, 8, 1])}, TokenBudget(18), num_ranks=2)
@@ -42,7 +42,7 @@ class EvaluationRows:
         of_groups = {name: values[groups].max(axis=1).astype(np.int32) for name, values in lengths.items()}
         sampler = LengthAwareBatchSampler(of_groups, budget, work=work, rank=0, world_size=1)
         self.rows: list[IntArray] = [groups[batch] for batch in sampler]
-        """Each (samples of a rank, ranks): dataset indices."""
+        """One array per row, (samples of a rank, ranks): dataset indices."""
         if self.num_left:
             self.rows.append(np.resize(order[num_groups * num_ranks :], (1, num_ranks)))
         self.order: IntArray = np.concatenate([row.T.reshape(-1) for row in self.rows] or [order])[: len(order)]
@@ -56,7 +56,7 @@ class EvaluationRows:
             yield from row.T.tolist()
 
     def num_real(self, row: int) -> int:
-        """The ranks from this one on only repeat a sample in a row."""
+        """From this rank on, ranks only repeat a sample in a row."""
         return self.num_left or self.num_ranks if row == len(self.rows) - 1 else self.num_ranks
 
 
@@ -70,14 +70,14 @@ class _Pass:
         """(mean loss, weight) of this rank's batches."""
 
     def gather(self, tensors: Any) -> Any:
-        """Of all ranks, without repeats."""
+        """Gathered from all ranks, without repeats."""
         found, real = self.accelerator.gather(tensors), self.rows.num_real(self.row)
         if real == self.rows.num_ranks:
             return found
         return _mapped(lambda values: values[:real] if values.ndim else values, found)
 
     def mean_loss(self) -> float | None:
-        """Over all ranks; None if there was none."""
+        """Mean loss over all ranks; None: there was none."""
         found = [(loss, weight) for loss, weight in gather_object(self.losses) if weight > 0]
         return math.fsum(loss * weight for loss, weight in found) / math.fsum(w for _, w in found) if found else None
 
@@ -88,7 +88,7 @@ class _Pass:
 
 
 def _mapped(fn: Callable[[Any], Any], values: Any) -> Any:
-    """``fn`` of every array or tensor, within tuples, lists and mappings."""
+    """Apply ``fn`` to every array or tensor inside tuples, lists and mappings."""
     return recursively_apply(fn, values, test_type=lambda value: hasattr(value, "ndim"))
 
 
@@ -108,10 +108,10 @@ class Evaluator(UpdateRunner):
         return self._fitted(super().get_test_dataloader(test_dataset), test_dataset)
 
     def _fitted(self, host: Any, dataset: Any) -> Any:
-        """The host's loader, with batches that fit where lengths are known; planned once for a dataset and a budget."""
+        """The host's loader, with batches that fit if lengths are known; planned once per dataset and budget."""
         if self.dynagroup_eval is False or is_stream(dataset) or not len(dataset):
             return host
-        # Losses for metrics are those of batches, repeated for their samples.
+        # Losses for metrics are those of batches, repeated for each of their samples.
         whole = self.args.eval_do_concat_batches and "loss" not in self.args.include_for_metrics
         if not whole or self.get_tp_size() * self.get_cp_size() * self.get_sp_size() > 1:
             return host
@@ -172,7 +172,7 @@ class Evaluator(UpdateRunner):
         return found
 
     def _evaluation_weight(self, inputs: Any) -> float:
-        """What the batch's mean loss is a mean of."""
+        """The weight of a batch: the number of items that its mean loss is over."""
         if self.dynagroup.weigh == "samples" and self._found_mean is not False:
             return float(len(next(iter(inputs.values()))))
         mean = self.loss_is_scaled_for_ga is False or self._found_mean

@@ -1,4 +1,4 @@
-"""The updates of a Trainer: the steps of a loader, run one after the other and weighed exactly; and its progress, by samples."""
+"""Updates of a Trainer: the steps of a loader, run one after the other and weighed exactly; and progress by samples."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from dynagroup.update.loss_weight import mean_items, predicts_next_token
 from dynagroup.update.step import LoaderStats, Step
 
 
-# What: while its loss is computed, TRL gathers values of all ranks' batches as tensors of one shape, notes a mean of them, and
-#   logs the mean of what it noted. Batches that fit differ in size: each rank gives what it has, an idle one nothing, and a mean
-#   is noted once for each value that it is a mean of.
+# What: while TRL computes a loss, it gathers values of all ranks' batches as tensors of one shape, notes their mean,
+# and   logs the mean of its notes. Batches that fit differ in size: so each rank gives what it has, an idle one
+# nothing, and   a mean is noted once for each value behind it.
 @contextlib.contextmanager
 def trl_figures(trainer: Any, *, idle: bool = False, probe: bool = False) -> Iterator[None]:
-    """Around the loss of a batch. ``probe``: of this rank alone, and nothing is noted. Other Trainers are left alone."""
+    """Around the loss of a batch. ``probe``: of this rank alone, without notes. Trainers not of TRL are not changed."""
     if not (trl_classes(trainer) and hasattr(trainer, "_metrics")):
         yield
         return
@@ -60,8 +60,8 @@ def trl_figures(trainer: Any, *, idle: bool = False, probe: bool = False) -> Ite
 
 
 class UpdateRunner(Trainer if TYPE_CHECKING else object):
-    """The part of :class:`~dynagroup.integrations.hf.DynagroupTrainerMixin` that runs updates and counts. An epoch ends when its
-    samples are used, however many updates that takes."""
+    """The part of :class:`~dynagroup.integrations.hf.DynagroupTrainerMixin` that runs and counts updates. An epoch ends
+    when its samples are used, after any number of updates."""
 
     dynagroup: DynagroupConfig
     update_loader: Any  # of the training that runs: a StepLoader; None before
@@ -74,15 +74,15 @@ class UpdateRunner(Trainer if TYPE_CHECKING else object):
     _stats_logged: LoaderStats
     _ooms_logged = 0
     _idle_step = False
-    _found_mean: bool | None = None  # what the loss has answered to whether it is a mean
+    _found_mean: bool | None = None  # whether the loss is a mean, once it was asked
 
     @property
     def samples_per_update(self) -> int:
-        """Samples of an update, over all ranks; of the first one, where a schedule changes it."""
+        """Samples per update over all ranks; of the first update, if a schedule changes the size."""
         wanted = self.dynagroup.samples_per_update
         return self.fixed_samples if wanted is None else wanted(0, None) if callable(wanted) else wanted
 
-    # Only the loader of a training that begins passes here; a callback that looks at the data has one of its own.
+    # Only the loader of a training that begins comes here; a callback that looks at the data has a loader of its own.
     def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
         items: Any = dataloader
         loader = items.loader if isinstance(items, UpdateItems) else None
@@ -94,14 +94,14 @@ class UpdateRunner(Trainer if TYPE_CHECKING else object):
             return super().set_initial_training_values(args, dataloader)
         num_samples, max_steps = loader.num_samples, self.updates_of_run(loader)
         most_updates = max(num_samples, len(dataloader), 1)  # a bound; the loader's end ends the epoch
-        # Updates that grow make the epochs of so many steps more.
+        # Growing updates make an epoch shorter, so a number of steps then takes more epochs.
         num_epochs = sys.maxsize if args.max_steps > 0 else math.ceil(args.num_train_epochs)
         train_samples = loader.samples_after(max_steps)
         self._num_epochs = math.ceil(train_samples / max(num_samples, 1))
         return num_epochs, most_updates, num_samples, train_samples, self.samples_per_update, most_updates, max_steps
 
     def updates_of_run(self, loader: StepLoader[Any]) -> int:
-        """Of the whole run, its epochs before this one included."""
+        """Updates of the whole run, including the epochs before this one."""
         if self.args.max_steps > 0:
             return self.args.max_steps
         if not (updates := loader.updates_in(self.args.num_train_epochs)):
@@ -109,7 +109,7 @@ class UpdateRunner(Trainer if TYPE_CHECKING else object):
             raise ConfigError(f"{none}; use smaller updates or dataloader_drop_last=False")
         return updates
 
-    # Collective: with "loss" and "learning_rate" the Trainer itself calls it, on all ranks.
+    # Collective: for "loss" and "learning_rate" the Trainer itself calls it on all ranks.
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         loader = self.update_loader
         if loader is not None and {"loss", "learning_rate"} <= logs.keys():
@@ -127,7 +127,7 @@ class UpdateRunner(Trainer if TYPE_CHECKING else object):
 
     @property
     def _weigh(self) -> Any:
-        """What a batch weighs when its loss is a mean: with "auto" its predicted label tokens, else its samples."""
+        """Weight of a batch if its loss is a mean: with "auto" its predicted label tokens, else its samples."""
         shifted = self._loss_shifts_labels or predicts_next_token(self.accelerator.unwrap_model(self.model))
         return partial(mean_items, shifted=bool(shifted)) if self.dynagroup.weigh == "auto" else self.dynagroup.weigh
 
@@ -158,7 +158,7 @@ class UpdateRunner(Trainer if TYPE_CHECKING else object):
         return total
 
     def _loss_is_a_mean(self, model: Any, update: list[Step[Any]], num_items_in_batch: Any) -> bool:
-        """The loss is a mean over its batch, not a sum divided by the whole update's items."""
+        """Whether the loss is a mean over its batch, and not a sum divided by the items of the whole update."""
         if self.loss_is_scaled_for_ga is not None:
             return not self.loss_is_scaled_for_ga
         if num_items_in_batch is None:
@@ -174,7 +174,7 @@ class UpdateRunner(Trainer if TYPE_CHECKING else object):
 
     @contextlib.contextmanager
     def _weighed(self, step: Step[Any], mean: bool, num_steps: int) -> Iterator[None]:
-        """The Trainer divides a loss that is a mean by the number of accumulated batches; dividing by 1 / scale weighs it."""
+        """Weigh a loss that is a mean: the Trainer divides it by a number of batches, which is set to 1 / scale."""
         stated, scale = self.loss_is_scaled_for_ga, step.loss_scale if mean else 1.0
         nothing = step.idle or scale == 0.0
         self._idle_step = nothing
@@ -228,7 +228,7 @@ class UpdateRunner(Trainer if TYPE_CHECKING else object):
 
 
 class DynagroupCallback(TrainerCallback):
-    """Keeps the books of a :class:`UpdateRunner`, before all other callbacks, so that they read ``state.epoch`` as it is."""
+    """Counts for an :class:`UpdateRunner`, before all other callbacks, so that they read the right ``state.epoch``."""
 
     def __init__(self, trainer: UpdateRunner) -> None:
         self.trainer = trainer
@@ -241,8 +241,8 @@ class DynagroupCallback(TrainerCallback):
             trainer.changes_known = loader.num_changes
             state.max_steps = trainer.updates_of_run(loader)
 
-    # A free-running loader finds out only now that nothing remained of the epoch that it was resumed into, and the Trainer would
-    # end the training (as ``step < 0``).
+    # A free-running loader may find out only now that nothing remained of the epoch that it was resumed into. The
+    # Trainer would then end the training (as ``step < 0``).
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.trainer.just_resumed:
             self.trainer.just_resumed = False
@@ -250,7 +250,7 @@ class DynagroupCallback(TrainerCallback):
 
 
 def _counted(inputs: Any) -> list[Any]:
-    """The batches of an update, or the one batch, as tokens and labels are counted: an idle one has no samples."""
+    """The batches of an update, or the one batch, in the form that is counted; idle ones are empty."""
     if not isinstance(inputs, list):
         return [inputs]
     return [
@@ -261,15 +261,15 @@ def _counted(inputs: Any) -> list[Any]:
 
 
 def _defines_compute_loss(trainer_class: type) -> bool:
-    """Whether a class of the user's or of a library's computes the loss itself."""
+    """Whether a class of the user or of a library computes the loss itself."""
     return any("compute_loss" in vars(c) and c not in (UpdateRunner, Trainer) for c in trainer_class.__mro__)
 
 
-# What: the loss for one item, and for two, on the same batch without gradients, dropout or other randomness.
-# Why right: a sum divided by the number of items halves, a mean stays; auxiliary terms are small beside a sum over one item.
-#   Heads that take ``**kwargs`` and drop the number (transformers#47688, open), and ``compute_loss`` of a subclass that
-#   returns a mean, look alike from outside: the Trainer takes both for sums, and they would count once a batch.
-# Cost: two forward passes, once a run. Collective: all ranks take the same answer, or raise alike.
+# What: compute the loss for one item and for two, on the same batch, without gradients, dropout or other randomness.
+# Why right: a sum divided by the number of items halves, a mean stays; auxiliary terms are small beside a sum over one.
+#   Heads that take ``**kwargs`` and drop the number (transformers#47688, open), and a subclass whose ``compute_loss``
+#   returns a mean, look alike from outside: the Trainer takes both for sums, so they would count once per batch.
+# Cost: two forward passes, once per run. Collective: all ranks take the same answer, or all raise.
 def is_a_mean(trainer: Any, model: Any, batch: Any, world: World) -> bool | None:
     """Whether the loss stays a mean over its batch although it is told the number of items; None if this batch cannot tell."""
     error: Exception | None = None
@@ -294,7 +294,7 @@ def is_a_mean(trainer: Any, model: Any, batch: Any, world: World) -> bool | None
 
 
 def _loss(trainer: Any, model: Any, inputs: Any, count: int) -> float:
-    # Both losses draw the same random numbers, and training draws those it would have drawn.
+    # Both losses draw the same random numbers, and training later draws those that it would have drawn.
     device = trainer.args.device
     same_numbers = torch.random.fork_rng([device] if device.type == "cuda" else [])
     with same_numbers, torch.no_grad(), trainer.compute_loss_context_manager():

@@ -13,13 +13,13 @@ from dynagroup.shapes import BatchShape
 
 
 class BudgetConstraint(SamplingConstraint):  # type: ignore[misc]
-    """A batch ends before the next sample of its bucket could be too much.
+    """Ends a batch before the next sample of its bucket could exceed the budget.
 
-    lhotse adds a sample before it asks whether the batch is full. So fullness is decided by the longest that the bucket may
-    hold: a batch never exceeds the budget, however its samples come.
+    lhotse adds a sample before it asks whether the batch is full. So the longest sample of the bucket decides: a batch
+    never exceeds the budget, in whatever order its samples come.
 
     Args:
-        budget: what a batch may be, in the units of ``length_of``; a number means so many, padding included.
+        budget: limit of a batch, in the units of ``length_of``; a number means that many, padding included.
         bounds: the longest sample of each bucket; give ``DynamicBucketingSampler(duration_bins=bounds[:-1])``.
         length_of: a cut -> its frames, tokens ...; default: its ``num_frames``.
     """

@@ -1,4 +1,4 @@
-"""Steps under Lightning: a loader that it leaves alone, which is the callback that tells it where updates end."""
+"""Steps under Lightning: a loader that Lightning leaves alone, and the callback that tells it where updates end."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,11 +15,11 @@ from dynagroup.errors import ConfigError, StateError
 from dynagroup.update.loader import StepLoader
 
 NEVER = 1 << 20
-"""An accumulation that no epoch's batch count divides by: the update goes on."""
+"""An accumulation larger than any epoch's number of batches: the update goes on."""
 
 
 class LightningStep(NamedTuple):
-    """A :class:`~dynagroup.Step` of plain parts: Lightning moves and converts no frozen dataclass."""
+    """A :class:`~dynagroup.Step` as a tuple, because Lightning cannot move or convert a frozen dataclass."""
 
     batch: Any
     indices: list[int]
@@ -31,30 +31,30 @@ class LightningStep(NamedTuple):
 
 
 class LightningSteps(Callback):
-    """What ``train_dataloader`` returns, one item a step; and a callback of the same Trainer, which makes Lightning step its
-    optimizers where updates end: ``Trainer(callbacks=[steps]).fit(module, steps)``.
+    """What ``train_dataloader`` returns: each item is a step. It is also a callback of the same Trainer and makes
+    Lightning step its optimizers where updates end: ``Trainer(callbacks=[steps]).fit(module, steps)``.
 
-    It is no ``DataLoader``, so Lightning injects no sampler, and has no ``len()``: an epoch is as long as its samples need. It
-    counts what training has used, not what Lightning has fetched ahead, so that its state, a part of every checkpoint, is exact.
-    With automatic optimization, return ``update_loss(self, step, loss)`` from ``training_step``.
+    It is no ``DataLoader``, so Lightning injects no sampler. It has no ``len()``: an epoch is as long as its samples
+    need. It counts what training has used, not what Lightning has fetched ahead, so its state, which is in every
+    checkpoint, is exact. With automatic optimization, return ``update_loss(self, step, loss)`` from ``training_step``.
 
     Raises:
-        ConfigError: it is not a callback of the Trainer; the Trainer accumulates or limits batches itself.
-        StateError: a checkpoint's place comes after Lightning has begun to read.
+        ConfigError: it is not a callback of the Trainer, or the Trainer accumulates or limits batches itself.
+        StateError: Lightning had begun to read before it restored a checkpoint's place.
     """
 
     def __init__(self, loader: StepLoader[Any]) -> None:
         self.loader, self.dataset = loader, loader.dataset
         self.sampler, self._offset = SimpleNamespace(set_epoch=self._set_epoch), 0
         self.begun_epoch: int | None = None
-        """An epoch that was begun, and none of its updates used yet."""
+        """An epoch that was begun, while none of its updates is used yet."""
         self._ahead: deque[dict[str, Any]] = deque()
         self._state: dict[str, Any] | None = None
-        """This rank's place behind the update that training has used last."""
+        """This rank's place after the last update that training has used."""
         self._restored: Sequence[Mapping[str, Any]] | None = None
         self._listens, self._first = False, True
 
-    # Lightning fetches from a run's first epoch before it names it, and may name it wrongly after resuming.
+    # Lightning fetches from a run's first epoch before it announces it, and may announce a wrong number after a resume.
     def _set_epoch(self, epoch: int) -> None:
         if self.begun_epoch is not None:
             self._offset = self.begun_epoch - epoch
@@ -77,14 +77,14 @@ class LightningSteps(Callback):
             self._state = self.loader.state_dict()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where training stands. Lightning asks on all ranks and saves rank 0's answer, so it holds all ranks' states."""
+        """State of all ranks. Lightning asks every rank, but saves only rank 0's answer."""
         state = self._state if self._state is not None else self.loader.state_dict()
         states = [state] * rank_and_size()[1]
         if len(states) > 1:
             dist.all_gather_object(states, state)
         return {"ranks": states}
 
-    # Lightning restores callbacks before it makes a loader, and loaders only where an epoch was under way; both hold this.
+    # Lightning restores callbacks before it makes a loader, and loaders only in mid-epoch; both get this state.
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         states = state_dict["ranks"]
         if states == self._restored:
@@ -129,6 +129,6 @@ class LightningSteps(Callback):
 
 
 def update_loss(module: LightningModule, step: LightningStep, mean_loss: torch.Tensor) -> torch.Tensor:
-    """The loss to return from ``training_step`` under automatic optimization, weighed within its update: Lightning divides it by
-    ``trainer.accumulate_grad_batches``, so this multiplies by that beforehand."""
+    """The loss to return from ``training_step`` under automatic optimization, weighed within its update. Lightning
+    divides it by ``trainer.accumulate_grad_batches``, so it is multiplied by that first."""
     return mean_loss * (step.loss_scale * module.trainer.accumulate_grad_batches)

@@ -1,7 +1,7 @@
 """Batches that fit in LLaMA-Factory's SFT, PT, DPO and RM stages.
 
-A LLaMA-Factory workflow builds its own Trainer. :func:`dynamic_batching` makes the workflows build ours while its block
-runs, and nothing else; afterwards everything is as it was.
+A LLaMA-Factory workflow builds its own Trainer. Inside :func:`dynamic_batching` the workflows build ours instead;
+nothing else changes, and on exit everything is as before.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ STAGES = {"sft": "CustomSeq2SeqTrainer", "pt": "CustomTrainer", "dpo": "CustomDP
 
 @contextlib.contextmanager
 def dynamic_batching(dynagroup: Budget | DynagroupConfig) -> Iterator[None]:
-    """Within the block, LLaMA-Factory's workflows train with batches that fit: ``with dynamic_batching(budget): run_exp(args)``.
+    """Inside, LLaMA-Factory's workflows train with batches that fit: ``with dynamic_batching(budget): run_exp(args)``.
 
     Args:
         dynagroup: a budget, or a whole configuration. In the DPO and RM stages the budget counts the tokens of both answers.

@@ -1,7 +1,7 @@
-"""Packed batches on a transformers model: the collator it needs, and proof that the model keeps the samples apart.
+"""Packed batches on a transformers model: the collator it needs, and a test that the model keeps the samples apart.
 
-Where a model does not suit packed batches, transformers says nothing: samples see each other, or stand in wrong places, and the
-loss looks healthy. So the model itself is asked, on two samples of a few tokens.
+If a model cannot take packed batches, transformers does not say so: samples attend to each other or get wrong
+positions, and the loss looks healthy. So the model itself is tested, on two samples of a few tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,10 +29,10 @@ def packing_collator(model: Any, **options: Any) -> Collate:
     """``transformers.DataCollatorWithFlattening`` with what this model needs: its first position, borders for its kernels.
 
     Args:
-        model: a transformers model, as it will be trained: its choice of attention counts. See :func:`check_packing`.
+        model: a transformers model as it will be trained, with its attention implementation. See :func:`check_packing`.
         options: of the collator, such as ``return_seq_idx=True`` for state-space models.
     """
-    # RoBERTa-like models number positions from behind their padding token's.
+    # RoBERTa-like models count positions from the one after their padding token's.
     layers = [module for module in model.modules() if type(module).__name__.endswith("Embeddings")]
     padding = [getattr(getattr(layer, "position_embeddings", None), "padding_idx", None) for layer in layers]
     first = next(({"position_ids_start": int(index) + 1} for index in padding if index is not None), {})
@@ -42,16 +42,16 @@ def packing_collator(model: Any, **options: Any) -> Collate:
 
 
 class NotAskedError(ConfigError):
-    """A model or collator that needs more than rows of tokens."""
+    """A model or collator cannot be tested, because it needs more than rows of tokens."""
 
 
 def check_packing(model: Any, collate_fn: Collate) -> None:
-    """Run two short samples packed and one by one: the model, which stays as it is, must answer alike. ``use_varlen_attention``
-    is besides compared with the model's own, since under it both might be wrong alike.
+    """Run two short samples packed and one by one: the model, which is not changed, must give the same answers. With
+    ``use_varlen_attention`` it is also compared with the model's own attention, since both runs might be wrong alike.
 
     Raises:
-        ConfigError: the model cannot be asked, or answers differ (no attention that keeps samples apart, a cache, positions
-            that start elsewhere).
+        ConfigError: the model cannot be run on them, or answers differ (attention that mixes samples, a cache,
+            positions that start elsewhere).
     """
     name, attention = type(model).__name__, getattr(model.config, "_attn_implementation", None) or "eager"
     if attention == NAME:  # it may have been set by its name
@@ -74,7 +74,7 @@ def check_packing(model: Any, collate_fn: Collate) -> None:
 
 
 def check_packed_training(trainer: Any) -> None:
-    """:func:`check_packing` of what a Trainer is about to train on. A model or collator that cannot be asked is warned of."""
+    """:func:`check_packing` of what a Trainer is about to train. Warns if a model or collator cannot be tested."""
     why = "the model is sharded or not on its device yet"
     if not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
         try:
@@ -87,7 +87,7 @@ def check_packed_training(trainer: Any) -> None:
 
 
 def _answers(model: Any, collate_fn: Collate) -> tuple[torch.Tensor, torch.Tensor]:
-    """To two samples packed, and to each alone."""
+    """The model's answers to two samples packed, and to each alone."""
     batch = collate_fn([{"input_ids": list(ids), "labels": list(ids)} for ids in PROBES])
     shape = tuple(batch["input_ids"].shape)
     if shape != (1, sum(SIZES)):
@@ -101,7 +101,7 @@ def _answers(model: Any, collate_fn: Collate) -> tuple[torch.Tensor, torch.Tenso
 
 
 def answer(model: Any, batch: dict[str, Any]) -> torch.Tensor:
-    """A model's logits, or what else it gives first."""
+    """A model's logits, or else its first output."""
     device = next(model.parameters()).device
     inputs = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items() if k != "labels"}
     with evaluating(model), torch.no_grad():
@@ -110,7 +110,7 @@ def answer(model: Any, batch: dict[str, Any]) -> torch.Tensor:
 
 
 def _rounding(model: Any, answer: Any) -> float:
-    """How far two ways to the same answer may be apart, relative to the largest number in it."""
+    """Largest difference by rounding between two ways to the same answer, relative to the largest number in it."""
     widths = [answer.dtype.itemsize, next(model.parameters()).dtype.itemsize]
     if min(widths) < 4 or torch.is_autocast_enabled(answer.device.type):
         return 5e-2

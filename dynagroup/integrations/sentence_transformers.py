@@ -17,16 +17,16 @@ from dynagroup.plan.sampler import LengthAwareBatchSampler
 def batches_that_fit(
     budget: Budget | int, tokenizer: Callable[..., Any], *, max_length: int | None = None, **settings: Any
 ) -> Callable[..., LengthAwareBatchSampler]:
-    """What to set as ``SentenceTransformerTrainingArguments(batch_sampler=...)``.
+    """The value of ``SentenceTransformerTrainingArguments(batch_sampler=...)``.
 
     Args:
-        budget: what a batch may be. Every text column is padded by itself and counts.
-        tokenizer: the model's, e.g. ``model.tokenizer``; texts longer than ``max_length`` are truncated, as the model does.
-        settings: further ones of :class:`~dynagroup.LengthAwareBatchSampler`, e.g. ``window``.
+        budget: limit of a batch. Every text column is padded by itself and counts.
+        tokenizer: the model's, e.g. ``model.tokenizer``; texts over ``max_length`` are truncated, as by the model.
+        settings: further settings of :class:`~dynagroup.LengthAwareBatchSampler`, e.g. ``window``.
     """
 
     def sampler(dataset: Any, valid_label_columns: Sequence[str] | None = None, seed: int = 0, **_: Any) -> Any:
-        """``**_``: a batch size, whether to drop the last batch, and a generator: none of them is needed."""
+        """``**_``: batch size, dropping of the last batch, and generator, which are not needed."""
         kinds = {name: getattr(kind, "dtype", None) for name, kind in dataset.features.items()}
         unread = {*(valid_label_columns or ()), "dataset_name"}
         columns = [name for name, kind in kinds.items() if kind in ("string", "large_string") and name not in unread]

@@ -27,19 +27,19 @@ NO_MATTER = frozenset(
     "position_ids position_embeddings cache_position seq_idx cu_seq_lens_k max_length_k num_items_in_batch use_cache "
     "output_hidden_states output_router_logits return_dict logits_to_keep".split()
 )
-"""What models hand to their attention, and attention has no use for."""
+"""Arguments that models give to their attention, and that attention does not use."""
 PROBE_TOKENS = 13
 COLLATE = "collate with DataCollatorWithFlattening(return_flash_attn_kwargs=True)"
 INSTEAD = "use attn_implementation='flash_attention_2' where the model has it, or the padded layout"
 
 
 def use_varlen_attention(model: Any) -> Any:
-    """Set a transformers model's attention to the packed kind; returns the model. Its batches must be packed by
-    ``DataCollatorWithFlattening(return_flash_attn_kwargs=True)``. Parts that read no tokens (vision) keep their attention.
+    """Give a transformers model attention for packed batches; returns the model. Batches must be packed by
+    ``DataCollatorWithFlattening(return_flash_attn_kwargs=True)``. Parts without tokens (vision) keep theirs.
 
     Raises:
-        ConfigError: :func:`check_own_attention` refuses the model; later, at a batch: it has a mask, images whose tokens look
-            ahead, or does not hand the borders on.
+        ConfigError: :func:`check_own_attention` refuses the model. Later: a batch has a mask, images whose tokens look
+            ahead, or no borders.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> small = LlamaConfig(vocab_size=16, hidden_size=8, num_attention_heads=2, num_hidden_layers=1, intermediate_size=8)
@@ -55,12 +55,12 @@ def use_varlen_attention(model: Any) -> Any:
     return model
 
 
-# What: one forward pass of a few tokens, in which each layer's attention is computed twice from the same queries, keys and
-#   values: by the model's own function (the "eager" one of its file, with the masks that it makes), and by ours.
-# Why right: these are random and large instead of the layer's, so that soft caps and sinks show. Windows and chunks are longer
-#   than a few tokens, but masks are functions of two places: they are asked of places far apart.
+# What: one forward pass of a few tokens. Each layer's attention is computed twice from the same queries, keys, values:
+#   by the model's own function (the "eager" one of its file, with its masks), and by ours.
+# Why right: these are random and large instead of the layer's, so that soft caps and sinks show. Windows and chunks are
+#   longer than a few tokens, but masks are functions of two places: they are asked about places far apart.
 def check_own_attention(model: Any) -> set[Any]:
-    """Compare packed attention with the model's own, layer by layer; returns the modules that attend. ConfigError: the two
+    """Compare packed attention with the model's own, layer by layer; returns the attention modules. ConfigError: they
     differ (soft caps, sinks, chunks, biases, ...), or cannot be compared."""
     name, asked = type(model).__name__, set()
     AttentionInterface.register(NAME, _attend)
@@ -84,7 +84,7 @@ def check_own_attention(model: Any) -> set[Any]:
 
 @contextlib.contextmanager
 def settings_kept(model: Any) -> Iterator[None]:
-    """Afterwards a model's settings are what they were."""
+    """On exit, a model's settings are what they were before."""
     configs = [config for part in model.modules() if hasattr(config := getattr(part, "config", None), "to_dict")]
     before = [(vars(config), dict(vars(config))) for config in configs]
     try:
@@ -121,7 +121,7 @@ def _attend_both(
 
 
 def _sees_as_far(mask: Any, window: int | None, causal: bool) -> bool:
-    """Whether a mask lets tokens see as far as a window does, asked of places around the ends of windows and chunks."""
+    """Whether a mask lets tokens see as far as a window does, tested around the ends of windows and chunks."""
     function, size = getattr(mask, "sees", (None, None))
     if function is None:
         return window is None
@@ -132,7 +132,7 @@ def _sees_as_far(mask: Any, window: int | None, causal: bool) -> bool:
 
 
 def _near(place: torch.Tensor, window: int | None, causal: bool) -> torch.Tensor:
-    """Which place sees which."""
+    """Which places each place can see."""
     back = place[:, None] - place[None]
     near = torch.ones_like(back, dtype=torch.bool) if window is None else back.abs() < window
     return near & (back >= 0) if causal else near
@@ -160,7 +160,7 @@ def _attend(
     dropout: float = 0.0, sliding_window: int | None = None, is_causal: bool | None = None, cu_seq_lens_q: Any = None,
     max_length_q: int | None = None, **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """Query (B, H, T, D), key and value (B, H_kv, T, D) -> (B, T, H, D), as transformers' attention functions have it."""
+    """Query (B, H, T, D), key and value (B, H_kv, T, D) -> (B, T, H, D), as transformers' attention functions."""
     options = {**kwargs, "attention_mask": attention_mask}
     if unknown := [f"`{k}`" for k, v in options.items() if k not in NO_MATTER and v is not None and v is not False]:
         given = f"{type(module).__name__} gives its attention {', '.join(unknown)}"
@@ -168,7 +168,7 @@ def _attend(
     if query.shape[2] != key.shape[2]:
         raise ConfigError("packed attention has no cache of keys; generate with model.set_attn_implementation('sdpa')")
     if cu_seq_lens_q is None:
-        # Borders where the collator gave none: a batch that is no pack has one sample a row.
+        # If the collator gave no borders: a batch that is not packed has one sample per row.
         (rows, _, tokens, _), places = query.shape, kwargs.get("position_ids")
         if places is not None and bool((places[:, 1:] <= places[:, :-1]).any()):
             raise ConfigError(f"the batch is packed, but does not say where its samples begin; {COLLATE}")
@@ -183,7 +183,7 @@ def _attend(
 
 
 def kernel(query: Any, key: Any, value: Any, borders: torch.Tensor, longest: int, **how: Any) -> Any:
-    """What :func:`one_by_one` gives, in one call: on CUDA devices, in half precision."""
+    """The same result as :func:`one_by_one` in one call: on CUDA devices, in half precision."""
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (key, value))
     near = how["window"] - 1 if how["window"] else -1
@@ -195,11 +195,11 @@ def kernel(query: Any, key: Any, value: Any, borders: torch.Tensor, longest: int
 def one_by_one(
     query: Any, key: Any, value: Any, borders: Any, *, causal: bool, scale: Any, window: int | None, dropout: float = 0.0
 ) -> torch.Tensor:  # fmt: skip
-    """(T, H, D) -> (T, H, D), a sample at a time: exact on any device and dtype; its cost is one call a sample and layer.
-    A query scores keys before it only (``causal``), times ``scale``, fewer than ``window`` tokens away."""
+    """(T, H, D) -> (T, H, D), one sample at a time: exact on any device and dtype, at one call per sample and layer. A
+    query scores only keys before it (``causal``), times ``scale``, fewer than ``window`` tokens away."""
     parts, sizes = [], borders.diff().tolist()
     grouped = query.shape[1] != key.shape[1]
-    # Split at once: the gradient of each slice by itself would be as large as the batch.
+    # One split, because the gradient of each slice alone would be as large as the batch.
     samples = zip(sizes, *(x.transpose(0, 1)[None].split(sizes, dim=2) for x in (query, key, value)), strict=True)
     for size, q, k, v in samples:
         long = window is not None and size > window

@@ -1,4 +1,4 @@
-"""The one feature function of the regressor, which training and prediction both call; its training rows, trees and card."""
+"""Features of the regressor, for training and prediction alike; and its training rows, trees and card."""
 
 import hashlib
 import warnings
@@ -14,7 +14,7 @@ from dynagroup.memory.run import ELEMENT_BYTES, FloatArray, needed
 from dynagroup.memory.workload import Workload
 from dynagroup.shapes import BatchShape, primary, target_tokens
 
-# They rise when a sample is added to the candidate or lengthened; the regressor may rise with them, never fall.
+# These grow when a sample is added to the candidate or lengthened; the prediction may grow with them, but never fall.
 CANDIDATE = ("closed_form", "samples", "padded_tokens", "squared_tokens", "target_tokens")
 BASELINE = ("base_samples", "base_longest", "base_tokens", *(f"base_{name}" for name in COMPONENTS), "base_quadratic")
 
@@ -50,8 +50,8 @@ MONOTONE = tuple(1 if name in CANDIDATE else 0 for name in FEATURES)
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """``margin``: log ratio of the closed form, where the trees start; ``values``: (K, features), NaN for the unknown; and the
-    true log ratio of rows to train on."""
+    """``margin``: log ratio of the closed form, where the trees start. ``values``: (K, features), NaN if unknown. And
+    for rows to train on, the true log ratio."""
 
     margin: FloatArray
     values: FloatArray
@@ -59,7 +59,7 @@ class Features:
 
 
 def features(shape: BatchShape, baseline: BatchShape, workload: Workload, form: ClosedForm) -> Features:
-    """Of K candidates against one baseline, or K: no means or spreads, which could fall when a sample is added."""
+    """Features of K batches against one baseline, or K. No means or spreads, which may fall when a sample is added."""
     ratio = np.log(form.batch_bytes(shape)) - np.log(form.batch_bytes(baseline))
     n, length, target = _logs(shape)
     n_b, length_b, target_b = _logs(baseline)
@@ -76,7 +76,7 @@ def _logs(shape: BatchShape) -> list[FloatArray]:
 
 
 def pairs_of(measurements: Measurements, form: ClosedForm) -> Features:
-    """Every complete row against every other one as its baseline."""
+    """Each complete row against each other one as its baseline."""
     shapes, size = measurements.shapes(), np.maximum(measurements.batch_bytes(), 1.0)
     first, second = (a.ravel() for a in np.meshgrid(np.arange(len(size)), np.arange(len(size)), indexing="ij"))
     candidate, baseline = (
@@ -91,9 +91,9 @@ def train_booster(
     parts: Sequence[Features], *, rounds: int, max_depth: int, quantile: float | None = None,
     learning_rate: float = 0.05, regularisation: float = 20.0, least_weight: float = 30.0,
 ) -> Any:  # fmt: skip
-    """XGBoost's trees for what the closed form misses: they start from its log ratio, and rise with every candidate feature.
+    """XGBoost's trees for what the closed form misses. They start at its log ratio, and rise with candidate features.
 
-    ``quantile``: the share of rows that should lie below the prediction, where it is to bound them.
+    ``quantile``: the share of rows that should be below the prediction, if it is an upper bound.
     """
     xgboost = needed("xgboost", "fitting a regressor")
     values = np.concatenate([p.values for p in parts]).astype(np.float32)
@@ -112,7 +112,7 @@ def train_booster(
 
 
 def describe(parts: Sequence[Features], constants: Mapping[str, float]) -> dict[str, Any]:
-    """What a regressor of these rows was trained on, and between which values."""
+    """The card of a regressor trained on these rows: data, and ranges of the features."""
     xgboost = needed("xgboost", "fitting a regressor")
     values = np.concatenate([p.values for p in parts])
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Memory of a batch from a workload's sizes alone: the largest of a few phases, each a sum of what is alive in it.
+"""Memory of a batch by a workload's sizes alone: the largest of a few phases, each a sum of what is alive in it.
 
 A phase is a polynomial in the batch shape with non-negative coefficients, so the form is monotone. Its constants (how many copies
 of the hidden states a layer keeps, and so on) are fitted to simulations by ``regressor/train.py``.
@@ -21,7 +21,7 @@ ONE, N, NL, NL2, NT, T2, NT2, NLT = (np.eye(12)[MONOMIALS.index(name)] for name 
 NOTHING = np.zeros(len(MONOMIALS))
 QUADRATIC = [MONOMIALS.index(name) for name in ("L2", "nL2", "T2", "nT2", "LT", "nLT")]
 
-# What a field that is not known is taken to be; the sizes must be known.
+# Assumed values of fields that are not known; the sizes must be known.
 USUAL: dict[str, Any] = {
     "num_encoder_layers": 0, "experts_per_token": 1, "gated_mlp": True, "dropout": False, "lm_head": True, "causal": True,
     "fixed_tokens": 0, "trainable_share": 1.0, "score_bias": False,
@@ -35,13 +35,13 @@ class ClosedForm:
     phases: FloatArray
     """float64 (phases, components, monomials), bytes."""
     traced: Phases | None = None
-    """What was traced or fitted, which is then asked; its components are not known and all count as activations."""
+    """Phases that were traced or fitted, which are then used. All their components count as activations."""
     packed: bool = False
-    """Whether a batch is one row of all its tokens."""
+    """Whether a batch is one row with all its tokens."""
 
     @classmethod
     def of(cls, workload: Workload, constants: Mapping[str, float]) -> "ClosedForm":
-        """What was traced of the model, or else what its sizes say."""
+        """The closed form by the model's trace, or else by its sizes."""
         packed = workload.layout == "packed"
         if workload.phases is not None:
             return cls.of_phases(workload.phases, packed)
@@ -60,7 +60,7 @@ class ClosedForm:
         return np.maximum((columns(shape, self.packed) @ self.phases.sum(axis=1).T).max(axis=1), 1.0)
 
     def shares(self, shape: BatchShape) -> FloatArray:
-        """Of the largest phase of each shape: the share of each component, and of what is quadratic in length. (K, 6)."""
+        """Shares of the components and of the part quadratic in length, in the largest phase of each shape: (K, 6)."""
         values, phases = columns(shape, self.packed), self.phases
         largest = (values @ phases.sum(axis=1).T).argmax(axis=1)
         terms = phases[largest] * values[:, None, :]
@@ -92,9 +92,9 @@ class _Builder:
         self.words, self.words2 = (NT, NT2) if two_stacks else alone
         self.read, self.read2 = (fixed * N, fixed**2 * N) if speech else (NL, NL2)
         self.cross = fixed * self.words if speech else NLT
-        # Models that have no dropout any more normalise their scores in float32.
+        # Models without dropout normalise their scores in float32.
         self.wide_scores = self.element < 4 and not w["dropout"] and not two_stacks
-        # BART and its kin drop hidden states only.
+        # BART and its relatives drop hidden states only.
         self.dropped_scores = w["mode"] == "train" and w["dropout"] and (not two_stacks or w["score_bias"])
         self.layers = float(w["num_layers"])
         self.encoders = float(w["num_encoder_layers"] or (w["num_layers"] if two_stacks else 0))
@@ -113,7 +113,7 @@ class _Builder:
         return kept * (c["keep_lora"] if w["trainable_share"] < 0.5 else 1.0)
 
     def _scores(self, squared: FloatArray, per_score: float, per_mask: float) -> FloatArray:
-        """Score matrices and masks of one layer of attention over ``squared`` pairs."""
+        """Score matrices and masks of one attention layer over ``squared`` pairs."""
         w, c = self.w, self.c
         if w["attention"] == "eager":
             copies = per_score * (c["score_wide"] if self.wide_scores else 1.0)
@@ -125,7 +125,7 @@ class _Builder:
         return self.element * per_mask * self._shared(squared) if w["attention"] == "sdpa" else NOTHING
 
     def _shared(self, squared: FloatArray) -> FloatArray:
-        """The pairs of which a mask or bias has one entry each: a decoder beside an encoder has one mask for all samples."""
+        """Pairs with one entry each in a mask or bias; a decoder beside an encoder has one mask for all samples."""
         return T2 if self.w["encoder_decoder"] and squared @ NT2 > 0 else squared
 
     def _training(self) -> list[FloatArray]:
@@ -144,7 +144,7 @@ class _Builder:
         head = w["vocabulary_size"] * self.words if w["lm_head"] else NOTHING
         copies = c["logits_train"] * self.element  # and in causal models a copy in float32
         copies += 4 * c["logits_wide"] if w["causal"] and self.element < 4 else 0.0
-        output = self.element * head  # what the model returned lives as long as its caller holds it
+        output = self.element * head  # the model's output lives as long as its caller holds it
         first = self.element * w["hidden_size"] * (self.words + (self.read if self.encoders else 0.0))
         kept = {"activations": activations, "attention": scores}
         phases = [
@@ -163,13 +163,13 @@ class _Builder:
         return phases
 
     def _stored(self, layer: Any, count: float, tokens: FloatArray, squared: FloatArray) -> tuple[FloatArray, ...]:
-        """What a stack keeps for its backward pass: of every layer all, or with checkpointing its input."""
+        """What a stack keeps for its backward pass: everything of each layer, or with checkpointing its input."""
         if not self.w["gradient_checkpointing"]:
             return count * layer[0], count * layer[1]
         return self.element * self.w["hidden_size"] * count * tokens, self._scores(squared, 0.0, self.c["mask_keep"])
 
     def _cast_weights(self) -> float:
-        """Autocast keeps a copy of every matrix in the lower precision from its forward to its backward."""
+        """Copies in the lower precision that autocast keeps of each matrix, from its forward to its backward pass."""
         if self.element == self.parameter:
             return 0.0
         w = self.w
@@ -179,7 +179,7 @@ class _Builder:
         return self.c["cast_weights"] * self.element * ((self.layers + self.encoders) * matrices + head)
 
     def _running(self, tokens: FloatArray, squared: FloatArray, **held: FloatArray) -> list[FloatArray]:
-        """Two phases of a layer that runs without gradients, beside what is ``held`` already: attention, and what follows."""
+        """Two phases of a layer without gradients, in addition to ``held``: attention, and what follows it."""
         w, c, e = self.w, self.c, self.element
         fused, masked = w["attention"] != "eager", w["attention"] == "sdpa"
         wide = c["run_hidden"] * w["hidden_size"] + c["run_ffn"] * self.ffn + c["run_query"] * self.query

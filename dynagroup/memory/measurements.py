@@ -23,7 +23,7 @@ class Measurement:
     batch_bytes: int | None
     oom: bool = False
     reserved_bytes: int | None = None
-    """What the allocator had taken from the device at most; only measured."""
+    """The most memory that the allocator had reserved on the device; only if measured."""
 
     @property
     def peak_bytes(self) -> int | None:
@@ -35,7 +35,7 @@ _FIELDS = ("num_samples", "static_bytes", "batch_bytes", "oom", "reserved_bytes"
 
 @dataclass(frozen=True, slots=True)
 class Measurements:
-    """One row a shape, for one workload.
+    """One row per shape, for one workload.
 
     >>> [row.peak_bytes for row in Measurements((Measurement(2, {"tokens": 64}, 100, batch_bytes=50),), Workload())]
     [150]
@@ -72,7 +72,7 @@ class Measurements:
         return BatchShape.of([r.num_samples for r in rows], {k: [r.longest[k] for r in rows] for k in names})
 
     def batch_bytes(self) -> FloatArray:
-        """Bytes that grow with the batch, of the complete rows: float64 (K,)."""
+        """Bytes that grow with the batch, for the complete rows: float64 (K,)."""
         return np.array([row.batch_bytes for row in self.complete], dtype=np.float64)
 
     def to_parquet(self, path: str | Path) -> None:
@@ -93,7 +93,7 @@ class Measurements:
 
     @classmethod
     def from_parquet(cls, path: str | Path) -> "Measurements":
-        """Read what :meth:`to_parquet` wrote; a StateError where it is damaged, or something else."""
+        """Read what :meth:`to_parquet` wrote. StateError: it is damaged, or something else."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 

@@ -19,19 +19,19 @@ FACTORS = [MONOMIALS.index(name) for name in ("1", "n", "nL", "nL2", "nT", "nT2"
 class ProfiledMemory:
     """Bytes of any batch: the largest of a few phases, each a sum of ``(1, n, n*L, n*L^2)`` with non-negative factors.
 
-    Asked about more than twice the longest row, it warns once that it guesses. Made by :meth:`fit`.
+    If asked about more than twice the longest row, it warns once that it guesses. Made by :meth:`fit`.
     """
 
     static_bytes: int
     phases: Phases
     error: float
-    """Largest relative difference to the rows it was fitted to."""
+    """Largest relative error on the rows that it was fitted to."""
     reach: Mapping[str, int]
-    """The longest that was measured, of each stream."""
+    """The longest length that was measured in each stream."""
 
     @classmethod
     def fit(cls, measurements: Measurements) -> "ProfiledMemory":
-        """The form closest to these rows, at least 4 (of two streams 8); those that ran out of memory are left out.
+        """Fit the form to these rows, at least 4 (with two streams 8). Rows that ran out of memory are left out.
 
         >>> from dynagroup.memory import Measurement, Workload
         >>> rows = [Measurement(n, {"tokens": L}, 1000, 64 * n * L) for n in (1, 2, 4) for L in (64, 128, 256)]

@@ -1,4 +1,4 @@
-"""What a budget asks of a memory model, the simplest one, and a table of any model's answers by length."""
+"""What budgets need of a memory model; the simplest model; and a table of any model's answers by length."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,21 +13,21 @@ FloatArray = NDArray[np.float64]
 
 
 class MemoryModel(Protocol):
-    """Predicts how much memory a batch takes relative to another one: never less for one more sample, or a longer one."""
+    """Predicts the memory of a batch relative to another: never less for one more sample, or for a longer one."""
 
     def relative(self, shape: BatchShape, baseline: BatchShape, /) -> FloatArray:
-        """Memory that grows with the batch, of each of K shapes, as a share of the one-row ``baseline``'s: float64 (K,)."""
+        """Memory of K shapes that grows with the batch, as a share of the one-row ``baseline``: float64 (K,)."""
         ...
 
     @property
     def fingerprint(self) -> str:
-        """Changes whenever predictions may change."""
+        """Text that changes whenever predictions may change."""
         ...
 
 
 @runtime_checkable
 class BytesMemoryModel(MemoryModel, Protocol):
-    """A memory model that also knows absolute sizes, so it can be held against what a device has."""
+    """A memory model that also knows absolute sizes, so that they can be compared with a device's bytes."""
 
     @property
     def static_bytes(self) -> int:
@@ -40,7 +40,7 @@ class BytesMemoryModel(MemoryModel, Protocol):
 
 
 class PaddedTokens:
-    """Memory proportional to padded tokens, all streams added: right for long-known linear models, careful for none.
+    """Memory proportional to padded tokens, summed over streams: right for models of linear memory, low for others.
 
     >>> PaddedTokens().relative(BatchShape.of([8], 64), BatchShape.of(4, 256)).tolist()
     [0.5]
@@ -59,14 +59,14 @@ class PaddedTokens:
         return shape.num_samples * np.maximum(np.sum(list(shape.longest.values()), axis=0), 1.0)
 
 
-REACH = 64  # times the first batch's padded tokens: as far as the regressor was trained
-LONGER = 4  # lengths up to so many times the first batch's are in the table; nothing longer grows
+REACH = 64  # limit of the table, times the first batch's padded tokens: as far as the regressor was trained
+LONGER = 4  # the table goes up to this many times the first batch's lengths; longer samples fit none
 
 
 @dataclass(frozen=True)
 class LargestTable:
-    """Most samples of a batch by its longest sample, asked once (trees are dear): over a grid of lengths, geometric in steps of
-    1 % (of 7 % in two streams). A length is rounded up to the grid.
+    """Most samples of a batch by its longest sample, computed once, because trees are slow: on a grid of lengths in
+    geometric steps of 1 % (7 % with two streams). A length is rounded up to the grid.
 
     >>> table = LargestTable.of(PaddedTokens(), BatchShape.of(8, 100), headroom=1.0)
     >>> table.largest({"tokens": np.array([100, 50, 10, 5000])}).tolist()
@@ -87,7 +87,7 @@ class LargestTable:
         return cls(grids, largest_within(fits, mesh[0].size, reach).reshape(mesh[0].shape))
 
     def largest(self, longest: Mapping[str, IntArray]) -> IntArray:
-        """int64 (K,); 0 where a length is beyond the table."""
+        """Most samples for these lengths: int64 (K,); 0 if a length is beyond the table."""
         places = [np.searchsorted(grid, longest[name]) for name, grid in self.grids.items()]
         inside = np.logical_and.reduce([p < n for p, n in zip(places, self.counts.shape, strict=True)])
         clipped = tuple(np.minimum(p, n - 1) for p, n in zip(places, self.counts.shape, strict=True))

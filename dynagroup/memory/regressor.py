@@ -1,4 +1,4 @@
-"""XGBoost on top of the closed form: predicts a batch's memory relative to another one's."""
+"""XGBoost on top of a closed form: predicts the memory of a batch relative to another batch."""
 
 import hashlib
 import json
@@ -26,8 +26,8 @@ from dynagroup.validation import warn_user
 PRETRAINED = Path(__file__).parent / "artifacts" / "pretrained.ubj"
 FORMAT = 2
 MIN_ROWS = 8
-MOST_LIFT = 5.0  # of a log ratio: no limit
-# With all of these known the closed form is about this workload, not about a usual one.
+MOST_LIFT = 5.0  # of a log ratio; so high that it limits nothing
+# If all of these are known, the closed form describes this workload and not an average one.
 ESSENTIAL = ("mode", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_size", "intermediate_size",
              "vocabulary_size", "encoder_decoder", "dtype", "attention", "gradient_checkpointing")  # fmt: skip
 _known: "WeakKeyDictionary[Any, dict[Any, MemoryRegressor]]" = WeakKeyDictionary()
@@ -35,11 +35,11 @@ _known: "WeakKeyDictionary[Any, dict[Any, MemoryRegressor]]" = WeakKeyDictionary
 
 @dataclass(frozen=True)
 class MemoryRegressor:
-    """Predicts memory relative to a baseline batch: a closed form of the workload, and trees for what it misses.
+    """Predicts memory relative to a baseline batch: a closed form of the workload, corrected by trees.
 
-    A traced workload (:meth:`Workload.from_model`): what was traced. One known by its sizes: their closed form, lifted by trees;
-    beyond the trained range never below padded tokens. One of which something is unknown: a high quantile of what traced models
-    of that kind would need. Make one with :meth:`pretrained`, :meth:`load` or :meth:`fit`.
+    A traced workload (:meth:`Workload.from_model`): by its trace. A workload known by its sizes: by their closed form,
+    raised by trees; beyond the trained range never below padded tokens. A workload with unknowns: a high quantile of
+    what similar traced models need. Make one with :meth:`pretrained`, :meth:`load` or :meth:`fit`.
 
     >>> regressor = MemoryRegressor.pretrained()
     >>> half, same = regressor.relative(BatchShape.of([4, 8], 512), BatchShape.of(8, 512))
@@ -48,7 +48,7 @@ class MemoryRegressor:
     """
 
     trees: bytes = field(repr=False)
-    """XGBoost's UBJSON, read where trees are asked."""
+    """XGBoost's UBJSON, read when trees are first used."""
     card: Mapping[str, Any] = field(repr=False)
     """What the artifact was trained on: features, ranges, constants, metrics, versions, data hash."""
     workload: Workload = Workload()
@@ -72,7 +72,7 @@ class MemoryRegressor:
     def load(cls, path: str | Path, workload: Workload | None = None) -> "MemoryRegressor":
         """What :meth:`save` wrote. ``workload``: default, the one it was fitted for. XGBoost is needed where its trees are asked.
 
-        StateError: the file is not what its sealed card describes, or of another version.
+        StateError: the file does not match its sealed card, or is of another version.
         """
         path = Path(path)
         trees, text = path.read_bytes(), path.with_suffix(".json").read_bytes()
@@ -91,8 +91,8 @@ class MemoryRegressor:
     def fit(cls, measurements: Measurements | Sequence[Measurements]) -> "MemoryRegressor":
         """A regressor for your own workload (or several), from simulated or measured rows.
 
-        At least 8 rows that ran. Where their workload was traced, trees only raise what the trace says (``measured=rows`` of
-        ``MemoryBudget.from_model`` is the safer answer); else they correct a form fitted to the rows.
+        It needs at least 8 rows that ran. If their workload was traced, trees only raise the trace (``measured=rows``
+        of ``MemoryBudget.from_model`` is the safer answer); else they correct a form fitted to the rows.
         """
         tables = [measurements] if isinstance(measurements, Measurements) else list(measurements)
         least = min((len(t.complete) for t in tables), default=0)
@@ -101,7 +101,7 @@ class MemoryRegressor:
         own = [table.workload.phases or ProfiledMemory.fit(table).phases for table in tables]
         packed = [table.workload.phases is not None and table.workload.layout == "packed" for table in tables]
         parts = [pairs_of(t, ClosedForm.of_phases(p, k)) for t, p, k in zip(tables, own, packed, strict=True)]
-        # hundreds of rows, not hundreds of thousands
+        # small trees, for hundreds of rows
         booster = train_booster(parts, rounds=120, max_depth=3, least_weight=1.0, regularisation=1.0)
         workload = tables[0].workload
         about: dict[str, Any] = {"workload": json.loads(workload.to_json())}
@@ -133,7 +133,7 @@ class MemoryRegressor:
 
     @property
     def sharp(self) -> bool:
-        """Whether the workload is known well enough to be predicted rather than bounded."""
+        """Whether enough of the workload is known to predict it, and not only to bound it."""
         w, asked = self.workload, ESSENTIAL + (("max_new_tokens",) if self.workload.mode == "generate" else ())
         known = all(getattr(w, name) is not None for name in asked)
         return known or self._traced is not None or "plausible" not in self.card
@@ -159,7 +159,7 @@ class MemoryRegressor:
         lowest, highest = self.card.get("lift", (-np.inf, np.inf))
         values, lifted = found.values.astype(np.float32), np.zeros(len(shape))
         raw = _booster(self.trees).inplace_predict(values, predict_type="margin", base_margin=lifted)
-        return self._clamped(np.exp(found.margin + np.clip(raw, lowest, highest)), found)  # clipped, it still rises
+        return self._clamped(np.exp(found.margin + np.clip(raw, lowest, highest)), found)  # clipping keeps it monotone
 
     @cached_property
     def _plausible(self) -> "list[Plausible]":
@@ -173,7 +173,7 @@ class MemoryRegressor:
         return ClosedForm.of(self.workload, self.card["constants"])
 
     def _clamped(self, predicted: FloatArray, found: Features) -> FloatArray:
-        """At least the closed form for a strange workload or first batch, and padded tokens for a batch beyond the range."""
+        """Not below the closed form for an unusual workload or first batch, nor padded tokens beyond the range."""
         lowest, highest = (np.array(self.card["ranges"][k], dtype=np.float64) for k in ("lowest", "highest"))
         values, count = found.values, len(CANDIDATE)
         with np.errstate(invalid="ignore"):
@@ -192,17 +192,17 @@ class MemoryRegressor:
         return np.where(beyond, np.maximum(floored, padded), floored)
 
 
-# Fields that make memory another function of the batch. Those further behind give way first where too few models agree.
+# Fields that change how memory depends on the batch. If too few models agree, the later fields are ignored first.
 LIKE = ("mode", "gradient_checkpointing", "attention", "encoder_decoder", "causal", "lm_head", "score_bias", "autocast", "dtype",
         "dropout")  # fmt: skip
-# Sizes: the nearest models count.
+# Sizes, by which the nearest models are chosen.
 NEAR = ("max_new_tokens", "vocabulary_size", "hidden_size", "num_layers", "num_kv_heads", "intermediate_size")
 FEWEST = 24
 
 
 class Plausible:
-    """What each of several traced models would need for a batch: of those that agree with what is known of a workload. Lengths
-    are taken to count everything that is read, unless its ``fixed_tokens`` say otherwise."""
+    """Bytes that several traced models would need for a batch: those that agree with what is known of a workload.
+    Lengths are assumed to count everything that is read, unless ``fixed_tokens`` say otherwise."""
 
     def __init__(self, workload: Workload, members: Sequence[Mapping[str, Any]], two_streams: bool) -> None:
         phases = [member["phases"] for member in _like(workload, members, two_streams)]
@@ -215,7 +215,7 @@ class Plausible:
 
 
 def _like(workload: Workload, members: Sequence[Mapping[str, Any]], two_streams: bool) -> list[Mapping[str, Any]]:
-    """Members that agree in the fields ``LIKE``, as long as enough do, and of these the third nearest in sizes."""
+    """Members that agree in the fields ``LIKE``, while enough do; and of these the third with the nearest sizes."""
     found = [m for m in members if m["two_streams"] == two_streams]
     apart = bool(workload.fixed_tokens)
     found = [m for m in found if bool(m["workload"]["fixed_tokens"]) == apart] or list(members)

@@ -18,18 +18,18 @@ Dtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
 Layout: TypeAlias = Literal["padded", "packed"]
 Sharding: TypeAlias = Literal["ddp", "zero1", "zero2", "zero3", "fsdp"]
 Run: TypeAlias = Any
-"""A :class:`~dynagroup.memory.Workload`, for files that it imports itself."""
+"""A :class:`~dynagroup.memory.Workload`, for annotations in files that it imports itself."""
 MakeInputs: TypeAlias = Callable[[Any, int, Mapping[str, int]], dict[str, Any]]
 """``(model, num_samples, longest) -> arguments of model.forward``: tensors by name."""
 
 ELEMENT_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 MASK_ALIGNMENT = 16  # the memory-efficient kernel pads the mask's last dimension to this (attention.cpp, pad_bias)
-# What a phase has bytes for (n: samples, L: tokens of the longest, T: of the longest target).
+# The monomials for which a phase has bytes (n: samples, L: tokens of the longest, T: tokens of the longest target).
 MONOMIALS = ("1", "n", "L", "nL", "L2", "nL2", "T", "nT", "T2", "nT2", "LT", "nLT")
 
 
 def needed(module: str, purpose: str, extra: str = "memory") -> Any:
-    """A module of the optional packages, or a ConfigError that says how to get it."""
+    """Import a module of the optional packages. ConfigError: it is missing; the message says how to get it."""
     try:
         return import_module(module)
     except ImportError as error:
@@ -44,7 +44,7 @@ def monomials(n: NDArray[Any], length: NDArray[Any], target: NDArray[Any]) -> Fl
 
 
 def columns(shape: BatchShape, packed: bool = False) -> FloatArray:
-    """The monomials of a shape; packed, of one sample as long as all of its samples together. float64 (K, 12)."""
+    """The monomials of each shape; if packed, those of one sample as long as all samples together. float64 (K, 12)."""
     if packed:
         total = np.maximum(shape.total[primary(shape.total)], 1)
         return monomials(np.ones_like(total), total, total)
@@ -54,16 +54,16 @@ def columns(shape: BatchShape, packed: bool = False) -> FloatArray:
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """How a model's memory depends on the batch shape: of each phase the bytes per monomial, of which the largest counts."""
+    """Memory of a model by batch shape: the largest of several phases, each given by its bytes per monomial."""
 
     rows: tuple[tuple[float, ...], ...]
-    """Of each phase, in the order of ``MONOMIALS``."""
+    """The bytes of each phase, in the order of ``MONOMIALS``."""
     until: int | None = None
-    """The longest sample, in tokens, for which ``rows`` hold; None: for all."""
+    """Tokens of the longest sample up to which ``rows`` hold; None: no limit."""
     after: tuple[tuple[float, ...], ...] = ()
-    """As ``rows``, beyond that: where attention slides."""
+    """Like ``rows``, beyond ``until``: for sliding attention."""
     aligned: "Phases | None" = None
-    """The same for lengths that are multiples of 16, whose masks need no padding for their kernel; None: no different."""
+    """The phases for lengths that are multiples of 16, whose masks need no padding; None: the same."""
 
     def __post_init__(self) -> None:
         for name in ("rows", "after"):
@@ -77,7 +77,7 @@ class Phases:
 
     @classmethod
     def of(cls, monomials: Sequence[int], sizes: FloatArray) -> "Phases":
-        """Of sizes (P, columns) that are known for these monomials only."""
+        """Phases from sizes (P, columns) that are known for these monomials only."""
         rows = np.zeros((len(sizes), len(MONOMIALS)))
         rows[:, monomials] = sizes
         return cls(tuple(map(tuple, rows.tolist())))
@@ -111,11 +111,11 @@ STARTS = 12
 
 
 def max_affine(known: FloatArray, size: FloatArray) -> tuple[FloatArray, float]:
-    """Max-affine regression: phases (P, columns) with factors of at least 0 whose largest is close to ``size`` (K,), and how
-    far off it is at most, as a share.
+    """Max-affine regression: phases (P, columns) with non-negative factors whose maximum is close to ``size`` (K,); and
+    their largest relative error.
 
-    Alternating minimisation from several starts: fit each phase to its rows by non-negative least squares of relative errors,
-    give every row to its largest phase, and again. One phase more only if it helps by a fifth.
+    Alternating minimisation from several starts: fit each phase to its rows by non-negative least squares of relative
+    errors, assign every row to its largest phase, and repeat. A further phase must reduce the error by a fifth.
     """
     best, least = np.zeros((1, known.shape[1])), np.inf
     rng = np.random.default_rng(0)

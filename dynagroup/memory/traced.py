@@ -1,4 +1,4 @@
-"""Bytes of any batch of one model: what it keeps whatever the batch, and the phases that tracing it found."""
+"""Memory of any batch of one model, in bytes: its static memory, and the phases that tracing found."""
 
 import hashlib
 from collections.abc import Mapping
@@ -14,19 +14,19 @@ from dynagroup.memory.run import ELEMENT_BYTES, FloatArray, MakeInputs, Mode, Ph
 from dynagroup.memory.workload import Workload, assumed
 from dynagroup.shapes import TOKENS, BatchShape, primary
 
-# Bytes of state per trainable parameter, as (parts of the parameter's own size, bytes besides); "adamw_master" keeps two states
-# and a copy of the parameter in float32 (DeepSpeed, Megatron).
+# Bytes of state per trainable parameter, as (multiples of the parameter's size, further bytes). "adamw_master" keeps
+# two states and a copy of the parameter in float32 (DeepSpeed, Megatron).
 OPTIMIZERS: Mapping[str, tuple[float, float]] = {
     "adamw": (2, 0), "adam": (2, 0), "adamw_8bit": (0, 2), "lion": (1, 0), "lion_8bit": (0, 1), "muon": (1, 0),
     "sgd": (0, 0), "sgd_momentum": (1, 0), "adafactor": (0, 0), "adamw_master": (0, 12),
 }  # fmt: skip
-# Where two workloads differ in these, neither's measurements say anything about the other's bytes.
+# If two workloads differ in one of these, measurements of one say nothing about the other's bytes.
 _SAME = ("mode", "num_layers", "hidden_size", "vocabulary_size", "dtype", "autocast", "attention", "layout",
          "gradient_checkpointing", "max_new_tokens")  # fmt: skip
 
 
 def optimizer_bytes(optimizer: str | float, dtype: str) -> float:
-    """Bytes of optimizer state per trainable parameter of this dtype: of one of ``OPTIMIZERS``, or as many as are said."""
+    """Bytes of optimizer state per trainable parameter of this dtype, by a name in ``OPTIMIZERS``, or as given."""
     if isinstance(optimizer, (int, float)):
         return float(optimizer)
     if optimizer not in OPTIMIZERS:
@@ -38,7 +38,7 @@ def optimizer_bytes(optimizer: str | float, dtype: str) -> float:
 
 @dataclass(frozen=True)
 class TracedMemory:
-    """Bytes of any batch of one traced model, static memory apart. Make it with :meth:`of`.
+    """Bytes of any batch of one traced model, without static memory. Make it with :meth:`of`.
 
     >>> from transformers import GPT2Config
     >>> config = GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=1000)
@@ -51,9 +51,9 @@ class TracedMemory:
     static_bytes: int
     workload: Workload
     pads_masks: bool = True
-    """False: every length is a multiple of 16, so that masks fit their kernel as they are."""
+    """False: every length is a multiple of 16, so masks need no padding for their kernel."""
     factor: float = 1.0
-    """Of what the trace says; ``constant_bytes`` are added: from :meth:`corrected`."""
+    """Bytes are ``factor`` times the trace, plus ``constant_bytes``, see :meth:`corrected`."""
     constant_bytes: float = 0.0
     said: str = field(default="a model", compare=False)
     longest: int | None = field(default=None, compare=False)
@@ -63,16 +63,16 @@ class TracedMemory:
         cls, model_or_config: Any, mode: Mode = "train", *, lora: Any = None, optimizer: str | float | None = None,
         inputs: MakeInputs | None = None, measured: Measurements | None = None, **known: Any,
     ) -> "TracedMemory":  # fmt: skip
-        """Traces a model (a few seconds on the CPU, no weights).
+        """Trace a model (a few seconds on the CPU, no weights).
 
         Args:
-            lora: train adapters only: True, their rank, or a config of peft. Needs peft.
+            lora: train adapters only: True, a rank, or a peft config. Needs peft.
             optimizer: one of ``OPTIMIZERS``, or its bytes of state per parameter; default: AdamW.
             inputs: as in :func:`~dynagroup.memory.simulate`.
-            measured: rows of :func:`~dynagroup.memory.measure` on a device, to correct the trace by; see :meth:`corrected`.
+            measured: rows of :func:`~dynagroup.memory.measure` on a device, which correct the trace: :meth:`corrected`.
             known: fields of a :class:`Workload`.
 
-        A ConfigError where the model cannot be traced.
+        ConfigError: the model cannot be traced.
         """
         from dynagroup.memory.trace.model import as_meta_model
         from dynagroup.memory.trace.program import prepare, static_bytes
@@ -93,10 +93,10 @@ class TracedMemory:
         return found if measured is None else found.corrected(measured)
 
     def corrected(self, measured: Measurements) -> "TracedMemory":
-        """This trace, raised to what was measured: no row takes more than is then predicted.
+        """This trace, raised so that no measured row takes more than predicted.
 
-        Bytes are ``factor`` times the trace plus a constant: the line above all rows that exceeds them least, never below the
-        trace. Static memory is the larger of both.
+        Bytes become ``factor`` times the trace plus a constant: the line above all rows with least excess, never below
+        the trace. Static memory is the larger of both.
         """
         if not isinstance(measured, Measurements) or not measured.complete:
             raise ConfigError("`measured` must be Measurements with at least one row that did not run out of memory")
@@ -148,8 +148,8 @@ class TracedMemory:
 
 
 def line_above(predicted: FloatArray, taken: FloatArray) -> tuple[float, float]:
-    """The factor (at least 1) and constant (at least 0) with ``factor * predicted + constant >= taken`` everywhere that exceed
-    ``taken`` least, as a mean of shares: piecewise linear in the factor, so least where another row has the largest gap.
+    """The line ``factor * predicted + constant`` (factor >= 1, constant >= 0) above all ``taken``, of least mean
+    relative excess. That is piecewise linear in the factor, so its minimum is a line through two rows, or an end.
 
     >>> [round(number, 6) for number in line_above(np.array([10.0, 20.0, 40.0]), np.array([19.0, 35.0, 65.0]))]
     [1.6, 3.0]

@@ -12,13 +12,13 @@ from dynagroup.memory.run import Attention, Dtype, Layout, MakeInputs, Mode, Pha
 from dynagroup.validation import check_flag, check_int, explained, warn_user
 
 _CHOICES = {"Mode": Mode, "Attention": Attention, "Dtype": Dtype, "Layout": Layout, "Sharding": Sharding}
-# How else people write them.
+# Other usual spellings.
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """A model and what is done with it. None means "not known": predictions then become more careful.
+    """A model and how it is run. None means "not known": predictions then become more cautious.
 
     >>> Workload(mode="train", hidden_size=896).hidden_size
     896
@@ -28,7 +28,7 @@ class Workload:
     """"train": forward and backward; "forward": without gradients; "generate": prefill and decoding with a cache."""
     num_layers: int | None = None
     num_encoder_layers: int | None = None
-    """Layers of the encoder beside it; 0 without one."""
+    """Layers of the encoder, in addition; 0 without one."""
     hidden_size: int | None = None
     num_heads: int | None = None
     num_kv_heads: int | None = None
@@ -43,9 +43,9 @@ class Workload:
     """Whether the model computes a logit for every word of the vocabulary."""
     encoder_decoder: bool | None = None
     causal: bool | None = None
-    """Whether it is a language model of one stack in which a token sees only those before it."""
+    """Whether it is a language model of one stack in which a token attends only to those before it."""
     fixed_tokens: int | None = None
-    """Positions that every sample adds whatever its length, such as Whisper's 1,500 audio frames."""
+    """Positions that every sample has in addition, whatever its length, such as Whisper's 1,500 audio frames."""
     num_parameters: int | None = None
     trainable_share: float | None = None
     """Share of the parameters that have gradients: below 1 with LoRA."""
@@ -54,22 +54,22 @@ class Workload:
     """The lower precision of `torch.autocast`; None: not used."""
     attention: Attention | None = None
     score_bias: bool | None = None
-    """Whether every score of attention gets a learnt or computed bias (T5, BLOOM), which materialises the scores."""
+    """Whether attention adds a learnt or computed bias to every score (T5, BLOOM), which materialises the scores."""
     gradient_checkpointing: bool | None = None
     keeps_outputs: bool | None = None
-    """Whether logits live on in the backward pass: after ``outputs = model(**batch)`` they do (None: so taken), in
-    ``model(**batch).loss.backward()`` not."""
+    """Whether logits stay alive in the backward pass. After ``outputs = model(**batch)`` they do (None means this), in
+    ``model(**batch).loss.backward()`` they do not."""
     optimizer_bytes: float | None = None
     """Bytes of optimizer state per trainable parameter."""
     sharding: Sharding | None = None
-    """What ranks divide: "zero1" the optimizer state, "zero2" gradients too, "zero3" and "fsdp" parameters too; "ddp" nothing,
-    and its buckets are a second copy of the gradients."""
+    """What is divided among ranks. "zero1": the optimizer state; "zero2": also gradients; "zero3" and "fsdp": also
+    parameters; "ddp": nothing, and its buckets are a second copy of the gradients."""
     num_ranks: int | None = None
     layout: Layout | None = None
     """"packed": samples lie end to end in one row, without padding; None: "padded"."""
     max_new_tokens: int | None = None
     phases: Phases | None = field(default=None, repr=False)
-    """What tracing the model found: how its memory depends on the batch shape, exactly."""
+    """How memory depends on the batch shape, exactly: found by tracing the model."""
 
     def __post_init__(self) -> None:
         for known in fields(self):
@@ -93,10 +93,10 @@ class Workload:
         Args:
             model_or_config: a model, a config, or a name that ``AutoConfig.from_pretrained`` takes. No weights are loaded.
             mode: "train", "forward" or "generate".
-            trace: run a few layers without data (seconds on a CPU) to know exactly how memory depends on the batch. Without, or
-                with a warning where that is impossible, it is estimated from the sizes.
-            inputs: ``(model, num_samples, longest) -> arguments of model.forward``, for models that take more than text.
-            known: fields that you know better, such as ``dtype="bfloat16"`` or ``max_new_tokens=256``; default: AdamW's states.
+            trace: run a few layers without data (seconds on a CPU) to learn exactly how memory depends on the batch.
+                False, or with a warning if tracing fails: memory is estimated from the sizes.
+            inputs: ``(model, num_samples, longest) -> arguments of model.forward``, for models of more than text.
+            known: your own values, such as ``dtype="bfloat16"`` or ``max_new_tokens=256``; default: AdamW's states.
 
         >>> from transformers import GPT2Config
         >>> workload = Workload.from_model(GPT2Config(), mode="generate", max_new_tokens=64)
@@ -105,7 +105,7 @@ class Workload:
         """
         from dynagroup.memory.trace.model import describe
 
-        asked = cls(mode=mode, **known)  # what is wrong is refused before a model is built
+        asked = cls(mode=mode, **known)  # refuses wrong fields before a model is built
         said = {name: value for name in known if (value := getattr(asked, name)) is not None}
         workload = cls(**describe(model_or_config, mode, said))
         try:
@@ -140,7 +140,7 @@ class Workload:
 
 
 def _checked(name: str, kind: str, value: Any) -> Any:
-    """A field's value as its annotation, ``kind``, says."""
+    """A field's value, checked and converted by its annotation ``kind``."""
     if kind == "int":
         return check_int(name, value, least=0)
     if kind == "bool":
@@ -156,7 +156,7 @@ def _checked(name: str, kind: str, value: Any) -> Any:
 
 
 def assumed(workload: Workload, optimizer: str | None = None) -> str:
-    """How a model is taken to be run, what nobody said included.
+    """How a model is assumed to be run, defaults included.
 
     >>> assumed(Workload(mode="generate", dtype="float16", max_new_tokens=256))
     'generate, float16, 256 new tokens'

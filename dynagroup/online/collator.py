@@ -1,4 +1,4 @@
-"""Worker side: measure true lengths after the user's processing, cut into batches that fit, collate. No collectives here."""
+"""In the workers: measure lengths after the user's processing, cut into batches that fit, collate. No collectives."""
 
 import copy
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -29,7 +29,7 @@ Oversize: TypeAlias = Literal["alone", "error"]
 
 
 def measure_sample(sample: Any) -> int:
-    """Tokens of one processed sample: its ``input_ids``, or what ``attention_mask`` marks where it came padded.
+    """Tokens of one processed sample: its ``input_ids``, or if it is padded those that ``attention_mask`` marks.
 
     Raises:
         ConfigError: the sample has no ``input_ids``.
@@ -55,25 +55,25 @@ def measure_sample(sample: Any) -> int:
 
 @dataclass
 class RefinementCollator:
-    """A ``collate_fn`` that cuts what it is given into batches that fit their *true* lengths, and collates each.
+    """A ``collate_fn`` that measures samples, cuts them into batches that fit their *true* lengths, and collates each.
 
-    In a plain ``DataLoader`` it is given the samples of one batch, and returns a :class:`RefinedWindow`, to be iterated. Wrap the
-    dataset in :class:`IndexedDataset` to have dataset indices instead of places in the batch.
+    In a plain ``DataLoader`` it gets the samples of one batch, and returns a :class:`RefinedWindow` to iterate over.
+    Wrap the dataset in :class:`IndexedDataset` to get dataset indices instead of positions in the batch.
 
     Args:
-        collate_fn: the user's; samples -> batch. Default: ``torch.utils.data.default_collate``.
-        budget: what fits.
-        length_of: sample -> tokens, or -> {stream: units}. Default: :func:`measure_sample`; where batches come out wider
-            than that, or samples have no ``input_ids``, what ``collate_fn`` makes of each sample alone.
+        collate_fn: the user's function from samples to a batch. Default: ``torch.utils.data.default_collate``.
+        budget: limit of a batch.
+        length_of: sample -> tokens, or -> {stream: units}. Default: :func:`measure_sample`; if batches come out wider
+            than that, or samples have no ``input_ids``, the length of what ``collate_fn`` makes of each sample alone.
         weigh: loss weight of a batch: "tokens" (labels that are predicted), "samples", or batch -> number.
-        oversize: a sample that does not fit even alone: "alone" or "error".
+        oversize: what becomes of a sample that does not fit even alone: "alone" or "error".
         work: predicted time of a batch.
-        pad: what fills batches to the shapes of a budget that is a :class:`~dynagroup.ShapeLadder`, as there.
-        kind_of: sample -> label that can be hashed; a batch then holds samples of one kind. ``kinds``: labels by dataset index.
-        one_kind: whether ranks take batches of one kind in a "step", or each "batch" may be of any.
+        pad: padding values for a budget that is a :class:`~dynagroup.ShapeLadder`, see :class:`FillingCollator`.
+        kind_of: sample -> label that can be hashed; a batch then holds samples of one kind. ``kinds``: labels by index.
+        one_kind: "step": ranks take batches of one kind in a step; "batch": each batch may be of any kind.
 
     Raises:
-        BudgetError: a collated batch is wider than measured and does not fit; or ``oversize="error"`` and one does not fit.
+        BudgetError: a batch is wider than measured and does not fit; or a sample does not fit and ``oversize="error"``.
 
     >>> from dynagroup.budget.tokens import TokenBudget
     >>> collate = RefinementCollator(lambda samples: [s["input_ids"] for s in samples], TokenBudget(8), weigh="samples")
@@ -127,7 +127,7 @@ class RefinementCollator:
         return RefinedWindow(window.request.number, refined, window.place)
 
     def split(self, refined: Refined, parts: int) -> list[Refined]:
-        """The batch in so many parts; its samples must have been kept. Parts of a batch that fits also fit."""
+        """Divide a batch whose samples were kept into ``parts`` batches. Parts of a batch that fits also fit."""
         assert refined.samples is not None
         bounds = np.linspace(0, len(refined), parts + 1).astype(int)
         request = Request(np.asarray(refined.positions), indices=refined.indices, keep=parts)
@@ -177,7 +177,7 @@ class RefinementCollator:
         return label
 
     def _divide(self, lengths: Streams, labels: Sequence[Any], request: Request) -> tuple[Batches, list[int]]:
-        """Planned batches that fit and are of one kind stay, all others are cut. With which planned batch each comes from."""
+        """Keep planned batches that fit and are of one kind, cut the others; and the number of each planned batch."""
         kinds = np.array([number_of(label) for label in labels]) if self.has_kinds else np.zeros(len(labels), np.int64)
         make = partial(cut_kinds, budget=self.budget, num_ranks=1, together=False, work=self.work)
         if request.groups is None:
@@ -235,7 +235,7 @@ class RefinementCollator:
             raise BudgetError(f"sample {indices[0]} ({units_of(lengths, 0)}) does not fit even alone; {way_out}")
 
     def _check_width(self, batch: Any, indices: Sequence[int], lengths: Streams, widths: Mapping[str, int]) -> None:
-        """A batch is as wide as its longest sample, or as long as all of them, or lengths were measured wrong."""
+        """Warn or raise if a batch is wider than its longest sample (packed: their sum), as lengths are wrong then."""
         packed, multiple = is_packed(self.budget, lengths), self.budget.pad_to_multiple_of
         found = shown(batch, len(indices), [*widths], packed=packed).items()
         wide = {name: tokens for name, tokens in found if tokens > widths[name] + -widths[name] % multiple}
@@ -258,7 +258,7 @@ class RefinementCollator:
 
 
 class _WiderThanMeasured(Exception):
-    """The collate function changes lengths, which are measured before it."""
+    """The collate function changes lengths after they were measured."""
 
 
 def _ids_of(sample: Any) -> Any:
@@ -279,7 +279,7 @@ def _collated_length(collate_fn: Callable[[list[Any]], Any], sample: Any) -> int
 
 
 def _asked(name: str, function: Callable[..., Any], *args: Any, of: int | list[int]) -> Any:
-    """What the user's function gives; errors name it and what it was asked about. A StopIteration would end the loader's."""
+    """Call the user's function; errors name it and its samples. A StopIteration must not end the loader's iteration."""
     try:
         return function(*args)
     except ConfigError:

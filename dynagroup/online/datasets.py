@@ -1,4 +1,4 @@
-"""Worker side: datasets that are read a window at a time."""
+"""Datasets in the workers, read a window at a time."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,12 +13,12 @@ from dynagroup.errors import ConfigError
 from dynagroup.fingerprint import hashed
 from dynagroup.online.messages import Request, WindowSamples, shorten
 
-OPENING = 16  # samples by which ranks' and workers' shares are compared; fewer than a quarter different say nothing
+OPENING = 16  # first samples of a share that are compared; with fewer than a quarter distinct they prove nothing
 FETCHED_AT_ONCE = 64  # samples that are read before their bytes are counted for the first time
 
 
 def is_stream(dataset: Any) -> bool:
-    """Whether a dataset is iterable-style; a ConfigError if it is not map-style either."""
+    """Whether a dataset is iterable-style. ConfigError: it is neither iterable-style nor map-style."""
     if isinstance(dataset, IterableDataset):
         return True
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
@@ -66,7 +66,7 @@ def opening_of(samples: Sequence[Any]) -> int:
 
 
 class _Forwarding:
-    """Attributes that are not its own are the dataset's, also when set: ``worker_init_fn`` may know the dataset only."""
+    """Reads and sets all but its own attributes on the dataset, as a ``worker_init_fn`` may know only the dataset."""
 
     def __init__(self, **own: Any) -> None:
         vars(self).update(own)
@@ -84,8 +84,8 @@ class _Forwarding:
 
 
 class IndexedDataset(_Forwarding):
-    """A map-style dataset whose batches keep their dataset indices on the way to a RefinementCollator. The dataset's own
-    ``__getitems__`` and ``set_epoch`` are used, in the workers.
+    """A map-style dataset whose samples travel with their dataset indices, for a RefinementCollator. Workers use the
+    dataset's own ``__getitems__`` and ``set_epoch``.
 
     >>> window = IndexedDataset(["a", "b", "c"]).__getitems__([2, 0])
     >>> window.samples, window.request.indices
@@ -110,8 +110,8 @@ class IndexedDataset(_Forwarding):
         return WindowSamples(request.part(0, len(samples)), samples)
 
     def _fetch_bounded(self, request: Request, max_bytes: int) -> list[Any]:
-        """As many samples as hold about ``max_bytes``: whole planned batches, at least one. The first read says how large samples
-        are, the next goes as far as the rest may be expected to fit: a window of small ones takes two reads."""
+        """Read samples until they hold about ``max_bytes``: whole planned batches, at least one. The first read shows
+        how large samples are, the next goes as far as should fit. So a window of small samples takes two reads."""
         ends = np.cumsum(request.groups) if request.groups is not None else np.arange(1, len(request) + 1)
         samples: list[Any] = []
         size, wanted = 0, FETCHED_AT_ONCE
@@ -145,9 +145,9 @@ FRESH: Mapping[str, Any] = {"read": 0, "until": 0, "keep": (), "state": None}
 
 
 class IterableWindows(_Forwarding, IterableDataset):
-    """An iterable dataset, a window of so many samples or bytes at a time; it divides itself among ranks and workers. A worker's
-    n-th sample is given the number ``(n * workers + worker) * size + rank``. Resumed, a worker reads on from its first window
-    that was not used up, and leaves out what was used of it."""
+    """An iterable dataset, read a window of samples or bytes at a time; it divides itself among ranks and workers. The
+    n-th sample of a worker gets the number ``(n * workers + worker) * size + rank``. After a resume, a worker reads on
+    from its first window that was not used up, without the samples of it that were used."""
 
     def __init__(
         self, dataset: Any, window: int, *, max_bytes: int | None = None, rank: int = 0, size: int = 1
@@ -157,7 +157,7 @@ class IterableWindows(_Forwarding, IterableDataset):
         super().__init__(dataset=dataset, _epoch=epoch, _resume=(0, {}), **how)
 
     def start(self, epoch: int, spots: Mapping[str, Any]) -> None:
-        """Choose the epoch of the next iteration, and the spot from where each worker resumes it."""
+        """Choose the epoch of the next iteration, and the spot where each worker resumes it."""
         self._epoch.fill_(epoch)
         self._resume = epoch, spots
         set_epoch(self.dataset, epoch)
@@ -198,5 +198,5 @@ class IterableWindows(_Forwarding, IterableDataset):
                 return
             opening = 0 if first else opening_of(chosen)
             yield {"read": first, "until": read, "state": state, "numbers": numbers, "opening": opening}, chosen
-            # Not before the first read: until then a dataset may show where it last stood.
+            # Not before the first read, because until then a dataset may report its previous place.
             state = self.dataset.state_dict() if keeps_state else None

@@ -1,4 +1,4 @@
-"""The alignment engine: one rank's refined windows become steps that all ranks take together, an epoch at a time."""
+"""The alignment engine: it turns one rank's refined windows into steps that all ranks take together, epoch by epoch."""
 
 import time
 from abc import ABC, abstractmethod
@@ -20,11 +20,11 @@ from dynagroup.update.loss_weight import Share, loss_scale
 from dynagroup.update.step import LoaderStats, Step
 from dynagroup.validation import warn_user
 
-LOW_WATER, OF_EACH = 32, 2  # batches that a rank wants queued before an exchange, and more for each further kind
+LOW_WATER, OF_EACH = 32, 2  # batches that a rank queues before an exchange; and how many more per further kind
 
 
 class Take(NamedTuple):
-    """One step on this rank: a batch, an empty one to idle, and what it weighs."""
+    """One step on this rank: a batch (an empty one idles) and its weights."""
 
     batch: Refined
     samples: Share
@@ -34,9 +34,9 @@ class Take(NamedTuple):
 
 @dataclass(eq=False)
 class Runner(ABC):
-    """One epoch, fresh or resumed; what both ways of running share. It stands at a cursor whose ``begun_samples`` and
-    ``begun_weight`` are this rank's; ``under_way`` are the update's samples over all ranks; from a saved place of this rank it
-    goes on with the very batches that were queued. ``identity`` is what all ranks must have alike."""
+    """One epoch, fresh or resumed: what both runners share. ``begun_samples`` and ``begun_weight`` of its cursor are
+    this rank's; ``under_way`` is the number of samples in the current update over all ranks. From a saved place of this
+    rank it continues with exactly the batches that were queued. ``identity``: facts that must be equal on all ranks."""
 
     source: Source
     workers: Workers
@@ -53,28 +53,28 @@ class Runner(ABC):
         self.feed: Any = (IterableFeed if source.iterable else MapFeed)(source, self.workers, place and place["feed"])
         self.queue: list[Refined] = []  # batches that wait for an agreement
         self.agreed: list[Refined] = []  # steps that wait for the rest of their update; an empty batch idles
-        self.due: deque[Take] = deque()  # steps whose update's totals are known
-        self.ended = False  # the steps that are agreed are the epoch's last
-        self.split: bool = place is not None and place["split"]  # a planned batch had to be, on some rank
-        self.kinds = [0]  # that some rank has had, in one order on all
-        # To idle on: copies of each kind's smallest batch that it had, or was lent.
+        self.due: deque[Take] = deque()  # steps with known totals of their update
+        self.ended = False  # whether the agreed steps are the epoch's last
+        self.split: bool = place is not None and place["split"]  # whether some rank had to split a planned batch
+        self.kinds = [0]  # kinds that some rank has had, in the same order on all ranks
+        # Batches to idle on: a copy of the smallest batch of each kind, own or lent.
         self._smallest: dict[int, Refined] = {}
 
     @abstractmethod
     def _more(self) -> None:
-        """Make further steps due; what was agreed when the place was saved comes first."""
+        """Make further steps due, at first those that were agreed when the place was saved."""
 
     @property
     @abstractmethod
     def over(self) -> bool:
-        """No step of the epoch is left, on any rank."""
+        """Whether no rank has a step of the epoch left."""
 
     @property
     def cursor(self) -> Cursor:
         return handed_out(self.stands, self.under_way, self.source.sizes)
 
     def state(self) -> dict[str, Any] | None:
-        """Its place, JSON-able; None once the epoch is over."""
+        """The place of this rank, JSON-able; None once the epoch is over."""
         if self.over:
             return None
         base, feed = self.source.order.base, self.feed.state([*(t.batch for t in self.due), *self.agreed], self.queue)
@@ -82,7 +82,7 @@ class Runner(ABC):
         return {**place, "base": base if base is None else pack(base), "kinds": pack(self.kinds)}
 
     def close(self) -> None:
-        """Let go of the workers, also when the loop was left early."""
+        """Let go of the workers, also if the loop was left early."""
         self.feed.close()
 
     def __iter__(self) -> Iterator[Step[Any]]:
@@ -94,12 +94,12 @@ class Runner(ABC):
             failure = error
         self.exchange.compare(self.identity, failure)
         if place is not None:
-            # What was the end is none if some batch had to be split and waits again, or if an iterable is read again.
+            # The saved end is not the end, if a batch had to be split and waits again, or if an iterable is read again.
             waits = len(self.queue) or int(place["ended"] and self.feed.receiving)
             self.kinds, before = unpack(place["kinds"]).tolist(), self.feed.kinds_before
             changed = [batch.kind for batch in self.agreed] != before
             waits, changed, *lacking = self.exchange.highest([waits, int(changed), *self._lacking])
-            if changed and self.source.sizes is None:  # by processing; what is left of an update is agreed anew anyway
+            if changed and self.source.sizes is None:  # processing changed kinds; a set update is agreed again anyway
                 self.agreed, self.queue = [], [*filter(len, self.agreed), *self.queue]
             self.ended = place["ended"] and not (waits or changed)
             self._lend(lacking, [0 if changed else before.count(kind) for kind in self.kinds])
@@ -112,7 +112,7 @@ class Runner(ABC):
                 self._more()
 
     def _even_out(self, batches: Sequence[Refined], steps: int) -> list[Refined]:
-        """Split batches whose samples were kept, until there are ``steps`` or none can be split."""
+        """Split batches whose samples were kept, until there are ``steps`` batches or none can be split."""
         sizes = [1 if batch.samples is None else len(batch) for batch in batches]
         split = self.workers.collator.split
         pairs = zip(batches, even_parts(sizes, steps), strict=True)
@@ -120,7 +120,7 @@ class Runner(ABC):
 
     @property
     def _in_rows(self) -> bool:
-        """Batches are taken in the order they came in: the user's, or rows planned to be of equal work, none of them split."""
+        """Whether batches keep their order: it is the user's, or of planned rows of equal work with no batch split."""
         return self.source.groups is not None or (self.source.lengths is not None and not self.split)
 
     def _loaded(self) -> Sequence[Refined] | None:
@@ -139,11 +139,11 @@ class Runner(ABC):
 
     @property
     def _lacking(self) -> list[int]:
-        """Of each kind, whether this rank has had none to idle on."""
+        """For each kind, whether this rank has no batch of it to idle on."""
         return [int(kind not in self._smallest) for kind in self.kinds]
 
     def _agree(self, batches: Sequence[Refined], receiving: bool, failure: BaseException | None) -> Agreement:
-        """What all take next, of each of ``kinds``; kinds that are new to a rank are told to all before."""
+        """Agree on the steps that all ranks take next, by kind. Kinds new to some rank are exchanged first."""
         opening, counts = self.feed.opening, Counter(batch.kind for batch in batches)
         new = sorted(counts.keys() - {*self.kinds})
         flags, offered = [opening, -opening, int(self.split), len(new)], [counts[kind] for kind in self.kinds]
@@ -165,7 +165,7 @@ class Runner(ABC):
         return agreement
 
     def _lend(self, lacking: Sequence[int], steps: Sequence[int]) -> None:
-        """Some rank had no batch of a kind so far: it idles on a copy of another rank's smallest one."""
+        """If a rank that must idle has had no batch of a kind, it gets a copy of another rank's smallest one."""
         for kind, lacks, needed in zip(self.kinds, lacking, steps, strict=True):
             if lacks and needed and self.world.size > 1:
                 own = self._smallest.get(kind)
@@ -173,14 +173,14 @@ class Runner(ABC):
                 self._smallest[kind] = own or lent.batches[0]
 
     def _total(self, updates: list[list[Refined]], extra: Sequence[int] = ()) -> list[float]:
-        """Make these updates due, with their totals over ranks; gives back ``extra``, summed too."""
+        """Make these updates due, with totals over all ranks; returns the sums of ``extra``."""
         weights = [float(sum(batch.weight for batch in update)) for update in updates]
         samples = [sum(map(len, update)) for update in updates]
         if updates:
             weights[0] += self.stands.begun_weight
             samples[0] += self.stands.begun_samples
         values = [*weights, *samples, *extra]
-        found = self.exchange.world.all_sum(values) if values else []  # may follow a MAX only
+        found = self.exchange.world.all_sum(values) if values else []  # allowed only after a MAX
         for number, update in enumerate(updates):
             total, count = found[number], round(found[len(updates) + number])
             for place, batch in enumerate(update):
@@ -189,7 +189,7 @@ class Runner(ABC):
         return found[2 * len(updates) :]
 
     def _emit(self) -> Step[Any]:
-        """A step, counted as used before the training loop gets it."""
+        """The next step. It counts as used before the training loop gets it."""
         take, cursor = self.due.popleft(), self.stands
         batch, self.under_way = take.batch, round(take.samples.total)
         begun: dict[str, Any] = {"steps": cursor.steps + 1}
@@ -222,10 +222,10 @@ class Runner(ABC):
 
 
 class FreeRunner(Runner):
-    """Steps without update boundaries: as many as the rank with most batches needs. A rank loads windows until it has
-    ``LOW_WATER`` batches, and ``OF_EACH`` for every further kind, of which some wait for other ranks; then all :func:`agree` on
-    numbers of steps and take so many from their queues. An update's steps are emitted once all are agreed: its totals are sums
-    over ranks. Cost: one MAX and one SUM for about ``LOW_WATER`` steps."""
+    """Steps without set updates: as many as the rank with most batches needs. A rank loads windows until it has
+    ``LOW_WATER`` batches, and ``OF_EACH`` for every further kind, to have some in store for other ranks. Then all ranks
+    :func:`agree` on numbers of steps and take these from their queues. Steps of an update are emitted once all are
+    agreed, because its totals are sums over ranks. Cost: one MAX and one SUM for about ``LOW_WATER`` steps."""
 
     @property
     def over(self) -> bool:
@@ -250,13 +250,13 @@ class FreeRunner(Runner):
         if not feed.shares:
             self._complete([])
             return
-        loads = [0] * self.world.size  # what each rank still has to emit
+        loads = [0] * self.world.size  # samples that each rank still has to emit
         loads[self.world.rank] = sum(map(len, self.queue)) + feed.pending_samples
         batches, samples, *loads = self._complete([*held, *loads])
         feed.share([round(load) for load in loads], round(wanted * samples / max(batches, 1)))
 
     def _pick(self, steps: Sequence[int]) -> list[Refined]:
-        """So many batches of each kind, the kinds spread evenly; where there are fewer, idle ones."""
+        """As many batches of each kind as agreed, the kinds spread evenly; missing ones idle."""
         queued, number, picked = by_kind(self.queue), self.stands.steps + len(self.agreed), []
         self.queue = []
         for kind, count in zip(self.kinds, steps, strict=True):
@@ -266,8 +266,8 @@ class FreeRunner(Runner):
         return spread(picked)
 
     def _picked(self, batches: Sequence[Refined], steps: int, number: int) -> list[Refined]:
-        """Of one kind, what the steps from ``number`` on take; the rest goes back into the queue. In order, or from places spread
-        evenly over what was sorted, alike on all ranks."""
+        """The batches of one kind for ``steps`` steps from ``number`` on; the others return to the queue. Taken in
+        order, or from evenly spread places of the sorted queue, which are the same on all ranks."""
         batches = [*batches] if self.feed.receiving else self._even_out(batches, steps)
         count = min(steps, len(batches))
         if self._in_rows:
@@ -290,9 +290,9 @@ class FreeRunner(Runner):
 
 
 class UpdateRunner(Runner):
-    """Updates of a set number of samples: a window is one rank's share of one update. Every rank takes its share's batches,
-    kind after kind, dearest first; with fewer batches of a kind than another it splits them, then idles. Cost: one MAX and one
-    SUM an update."""
+    """Updates of a set number of samples: a window is one rank's share of an update. Every rank takes its share's
+    batches, kind after kind, most expensive first. A rank with fewer batches of a kind than another splits some, then
+    idles. Cost: one MAX and one SUM per update."""
 
     @property
     def over(self) -> bool:
@@ -310,7 +310,7 @@ class UpdateRunner(Runner):
         steps, held, update = self._agree(batches, False, failure).steps, by_kind(batches), list[Refined]()
         for kind, count in zip(self.kinds, steps, strict=True):
             evened = self._even_out(held.get(kind, []), count)
-            if not (resumed or self._in_rows):  # what is resumed goes on in the order that it had
+            if not (resumed or self._in_rows):  # resumed batches keep their order
                 evened.sort(key=lambda batch: batch.rank_key)
             update += [*evened, *[Refined.idle(kind)] * (count - len(evened))]
         self._total([update])

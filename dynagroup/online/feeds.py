@@ -1,4 +1,4 @@
-"""What brings an epoch's windows: the DataLoader that holds the workers, and the feeds of map-style and iterable datasets."""
+"""Where an epoch's windows come from: the DataLoader with the workers, and feeds of both kinds of datasets."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,8 +27,8 @@ BLANK = Request(np.zeros(0, np.int64))
 
 
 class RequestQueue:
-    """The ``batch_sampler`` of the inner DataLoader: hands out what the feed that runs has, and blanks, which are empty windows,
-    where it has nothing yet: workers fetch ahead of what ranks have agreed, and of knowing whether an answer is whole."""
+    """The ``batch_sampler`` of the inner DataLoader: hands out the running feed's requests. If there is none yet: a
+    blank (an empty window), because workers fetch ahead, before ranks agree or an answer proves complete."""
 
     feed: "MapFeed | None" = None
 
@@ -38,7 +38,7 @@ class RequestQueue:
 
 
 class Workers(Inner):
-    """The DataLoader of a loader, kept over epochs where its workers persist."""
+    """The DataLoader of a loader, kept over epochs if its workers persist."""
 
     def __init__(
         self, dataset: Any, collator: RefinementCollator, config: OnlineConfig, kwargs: Mapping[str, Any]
@@ -47,7 +47,7 @@ class Workers(Inner):
         self.queue, self.collator, self._dataset, self._config = RequestQueue(), collator, dataset, config
         self.iterable, self.num_workers = is_stream(dataset), self.kwargs.setdefault("num_workers", 0)
         if self.num_workers:
-            self.kwargs.setdefault("prefetch_factor", 1)  # windows: a worker prepares one while another is used
+            self.kwargs.setdefault("prefetch_factor", 1)  # in windows: a worker prepares one while another is used
         self.depth = self.num_workers * (self.kwargs.get("prefetch_factor") or 2)  # torch's default
         self._windows: IterableWindows | None = None
         self._told = False
@@ -89,9 +89,9 @@ class Workers(Inner):
 
 
 class MapFeed:
-    """Windows of a map-style dataset: sent to the workers in one order, and taken back in the same one. What a worker leaves of a
-    large one (``window_bytes``) is asked for again at once and stands before all later ones. Its place holds batches by
-    positions: resumed, they are asked for first, in the very same groups."""
+    """Windows of a map-style dataset: sent to the workers in one order, and taken back in the same order. If a worker
+    returns only part of a large window (``window_bytes``), the rest is asked for at once and comes before all later
+    windows. The saved place holds batches by positions; after a resume they are asked for first, in the same groups."""
 
     def __init__(self, source: Source, workers: Workers, place: Mapping[str, Any] | None) -> None:
         self.source, self.workers, self._place = source, workers, place
@@ -106,19 +106,19 @@ class MapFeed:
         self._start, self._stop = 0, source.order.num_positions * source.shares
         self._iterator: Iterator[RefinedWindow] | None = None
         self._number = 0
-        self._waiting: deque[Request] = deque()  # to be pulled
-        self._pending: deque[Request] = deque()  # not taken yet, in their turn
+        self._waiting: deque[Request] = deque()  # requests that workers have not pulled yet
+        self._pending: deque[Request] = deque()  # requests whose answers were not taken yet, in order
         self._early: dict[int, RefinedWindow] = {}  # answers that came before their turn
-        self.kinds_before: list[int] = []  # of the steps that were agreed when its place was saved
+        self.kinds_before: list[int] = []  # kinds of the steps that were agreed when the place was saved
         workers.queue.feed = self
         if place is not None:
             self._send_again(place)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_plans": iter(())}  # a loader is copied between iterations: nothing more is asked for
+        return {**vars(self), "_plans": iter(())}  # a loader is copied between iterations, when nothing more is asked
 
     def _send_again(self, place: Mapping[str, Any]) -> None:
-        """One request for all batches that were agreed or queued, then what was left of larger ones."""
+        """Send one request for all batches that were agreed or queued, then the rest of larger ones."""
         self._start = place["start"]
         if self.source.sizes is None:
             self._planned = sum(1 for _ in islice(self._plans, place["next"]))
@@ -147,7 +147,7 @@ class MapFeed:
         return sum(map(len, self._pending))
 
     def share(self, loads: Sequence[int], ahead: int) -> None:
-        """Hand out positions by all ranks' loads, in samples, so that each has ``ahead`` and what its workers prefetch."""
+        """Hand out positions by all ranks' loads, in samples, so that each has ``ahead`` and its prefetched samples."""
         window, world = self.source.config.window, self.source.world
         target = (self.workers.depth + 1) * window + ahead
         windows, self._start = hand_out(loads, self._start, self._stop, window=window, target=target)
@@ -188,7 +188,7 @@ class MapFeed:
         return window.batches
 
     def close(self) -> None:
-        # A later fork must not inherit workers; in a circle of objects they take five seconds each to end when it is collected.
+        # A later fork must not inherit workers; if a reference cycle holds them, ending them takes five seconds each.
         self._iterator = self.workers.queue.feed = None
 
     def _send(self, request: Request) -> None:
@@ -201,7 +201,7 @@ class MapFeed:
         return replace(request, number=self._number, planned=planned, max_bytes=self._max_bytes, **told)
 
     def state(self, front: Sequence[Refined], pool: Sequence[Refined]) -> dict[str, Any]:
-        """Its place, and the batches that it gave and that are not used: ``front`` are agreed steps, ``pool`` is queued."""
+        """The place: ``front`` are agreed steps and ``pool`` is queued, both given but not used yet."""
         batches = [*front, *pool]
         kept = [number for number, batch in enumerate(batches) if number >= len(front) and batch.samples is not None]
         groups = {"kinds": pack(batch.kind for batch in front), "batches": pack_groups(b.positions for b in batches)}
@@ -218,15 +218,15 @@ class MapFeed:
         pieces = (list(alike) for _, alike in groupby(self.take() if any(sizes) else (), lambda batch: batch.group))
         slots = [next(pieces) if size else [] for size in sizes]
         agreed = [slot[0] if slot else Refined.idle(kind) for slot, kind in zip(slots, self.kinds_before, strict=False)]
-        # Processing may have changed lengths, and so the number of batches.
+        # Processing may have changed lengths, and with them the number of batches.
         rest = ((number, batch) for number, slot in enumerate(slots) for batch in slot[number < len(agreed) :])
         kept = set(place["kept"])
         return agreed, [replace(batch, samples=batch.samples if number in kept else None) for number, batch in rest]
 
 
 class IterableFeed:
-    """Windows of an iterable dataset, until it ends. Its place is where each worker reads on, and what it leaves out. One that
-    does not divide itself is told of: shares that are one and the same begin with the same samples."""
+    """Windows of an iterable dataset, until it ends. Its place is where each worker reads on, and what it leaves out.
+    It warns if the dataset does not divide itself: equal shares begin with the same samples."""
 
     shares = False
     pending_samples = 0
@@ -237,10 +237,10 @@ class IterableFeed:
         self._spots: Mapping[str, Any] = place["workers"] if place else {}
         self._iterator: Iterator[RefinedWindow] | None = None
         self._openings: dict[int, int] = {}
-        # Worker -> its windows that may not be fully used: where each began, and its samples' numbers.
+        # Worker -> its windows that may not be used up: where each began, and its samples' numbers.
         self._opened: dict[int, deque[Mapping[str, Any]]] = {}
         self.can_take = self.receiving = True
-        self.opening = 0  # what this rank's share begins with; 0: not known
+        self.opening = 0  # hash of the first samples of this rank's share; 0: not known
 
     def take(self) -> list[Refined] | None:
         if self._iterator is None:
@@ -266,26 +266,26 @@ class IterableFeed:
         for arrival in (arrival for batch in (*front, *pool) for arrival in batch.indices):
             number, worker = divmod(arrival // size, workers)
             remaining[worker].add(number)
-        spots = dict(self._spots)  # of workers that gave nothing since
+        spots = dict(self._spots)  # for workers that have returned nothing since
         for worker, opened in self._opened.items():
             while len(opened) > 1 and not remaining[worker].intersection(opened[0]["numbers"]):
                 opened.popleft()
             first, last = opened[0], opened[-1]
             before = spots.get(str(worker), {"until": 0, "keep": ()})
-            keep = remaining[worker].union(n for n in before["keep"] if n >= last["until"])  # not read again so far
+            keep = remaining[worker].union(n for n in before["keep"] if n >= last["until"])  # those not read again yet
             until = max(last["until"], before["until"])
             spots[str(worker)] = {"read": first["read"], "until": until, "keep": sorted(keep), "state": first["state"]}
         return {"workers": spots}
 
     def reload(self) -> tuple[list[Refined], list[Refined]]:
-        return [], []  # what was queued is read again
+        return [], []  # queued samples are read again
 
 
 def resumed(
     source: Source, states: list[Mapping[str, Any]], learned: LearnedLengths | None, orders: EpochOrders
 ) -> tuple[Source, Mapping[str, Any] | None, Cursor]:
-    """Where an epoch goes on from states: what it draws on, this rank's saved place, and where it stands. On another number of
-    ranks, what none has emitted becomes an order of its own, begun like an epoch, in the middle of the update under way."""
+    """Where an epoch continues from states: (its source, this rank's saved place, its cursor). On another number of
+    ranks, the samples that no rank has emitted become a new order, within the current update."""
     cursor, sizes = source.cursor, source.sizes
     if not states:
         return source.with_lengths(learned, orders), None, cursor
@@ -296,7 +296,7 @@ def resumed(
     if states[0]["world_size"] == source.world.size:
         return source, place, cursor
     order = order.restricted(left(source, [state["running"]["feed"] for state in states]))
-    # Other ranks have begun the update under way: what it holds so far counts on the first rank.
+    # Other ranks may have begun the current update: what was taken of it so far counts on the first rank.
     begun = [Cursor.of(state["cursor"]) for state in states] if source.world.rank == 0 else []
     samples, weight = sum(c.begun_samples for c in begun), float(sum(c.begun_weight for c in begun))
     joined = replace(cursor, begun_samples=samples, begun_weight=weight)
@@ -304,7 +304,7 @@ def resumed(
 
 
 def left(source: Source, places: Sequence[Mapping[str, Any]]) -> IntArray:
-    """Positions that no rank has emitted, from the places of all of them."""
+    """Positions that no rank has emitted, by the places of all ranks."""
     size, count = len(places), source.order.num_positions
     if source.iterable or source.groups is not None:
         what = "an iterable dataset" if source.iterable else "a batch_sampler"

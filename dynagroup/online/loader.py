@@ -1,4 +1,4 @@
-"""The loader whose batches fit after processing, in equal steps on every rank."""
+"""The loader that forms batches after processing, when true lengths are known, with equal steps on every rank."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -30,56 +30,56 @@ from dynagroup.update.loss_weight import Weigh
 from dynagroup.update.schedule import BatchSizeSchedule, Walk, begun
 from dynagroup.update.step import Step
 
-EXAMPLES = 256  # samples, spread evenly over the dataset, that show how long samples are
+EXAMPLES = 256  # samples, spread evenly over the dataset, that show its lengths
 CARRIED = ("dataset", "collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
            "generator", "persistent_workers")  # fmt: skip
 
 
 class OnlineDataLoader(StepLoader[Any]):
-    """A loader that cuts batches where true lengths are known, after processing, and keeps ranks in step.
+    """A loader that cuts batches after processing, when true lengths are known, and keeps ranks in step.
 
-    Workers process a window of samples, measure it, and cut it into batches that fit; ranks agree on steps. Every sample is
-    emitted exactly once an epoch over all ranks; a rank that has none left repeats a small batch with weight 0. There is no
-    ``len()``; with ``samples_per_update`` the number of updates is exact.
+    Workers process a window of samples, measure it, and cut it into batches that fit; ranks agree on steps. Over all
+    ranks every sample is emitted exactly once per epoch; a rank that has none left repeats a small batch with weight 0.
+    There is no ``len()``; with ``samples_per_update`` the number of updates is exact.
 
     Args:
-        dataset: map-style (``__getitems__`` is used where there is one); or iterable, which divides itself among ranks and
+        dataset: map-style (``__getitems__`` is used if it has one); or iterable: it must divide itself among ranks and
             workers.
-        budget: what fits, e.g. ``TokenBudget(16384)``; a number means so many tokens. A MemoryBudget needs its ``longest``.
+        budget: limit of a batch, such as ``TokenBudget(16384)``, or 16384 for short. A MemoryBudget needs ``longest``.
         collate_fn: processed samples -> batch; default: torch's ``default_collate``.
-        length_of: processed sample -> tokens, or -> {stream: units}; default: length of its ``input_ids``, or where the collate
-            function changes that, or makes the ids, what it makes of the sample alone.
-        batch_sampler: this rank's batches of dataset indices; each is cut to fit, in place of windows that the loader forms.
+        length_of: processed sample -> tokens, or -> {stream: units}. Default: length of its ``input_ids``; if the
+            collate function makes or changes these, the length of the batch that it makes of the sample alone.
+        batch_sampler: this rank's batches of dataset indices; each is cut to fit. The loader then forms no windows.
         sampler: dataset indices of all ranks together, in their order, the same on every rank. Default: 0, 1, 2 ...
-        shuffle: draw them in an order that follows from ``seed`` and the epoch.
-        length_hint: a number a sample (or a file's path), or index -> number, in any unit that grows with length: ranks then
-            hold windows of like samples in the first epoch already. Later epochs are planned by the lengths that were seen.
-        window: samples that are sorted and grouped together on one rank; so many wait in memory, processed, for each worker.
-            With ``samples_per_update`` the window is this rank's share of an update.
-        samples_per_update: samples of every update over all ranks: an int, or a schedule ``(update, current) -> int``, see
-            :mod:`dynagroup.update.schedule`. A rank without samples of an update idles in it.
-        drop_last: leave out an epoch's last update where it is smaller than asked.
-        accumulation: steps of an update where ``samples_per_update`` is None.
-        seed: an int from 0; of the order and of what workers draw at random.
-        weigh: what a batch weighs against the others; say what the loss is a mean of: "tokens" (labels that a causal model
-            predicts, -100 left out), "samples", or a function from a batch to a number.
-        oversize: a sample that does not fit even alone: "alone" (by itself, warned of once, ``stats.oversize``) or "error".
+        shuffle: draw samples in an order that depends on ``seed`` and the epoch.
+        length_hint: a number per sample (or a file's path), or index -> number, in any unit that grows with length.
+            Ranks then get windows of similar samples in the first epoch already. Later epochs use the measured lengths.
+        window: samples sorted and grouped together on one rank; each worker holds that many processed samples. With
+            ``samples_per_update`` the window is this rank's share of an update.
+        samples_per_update: samples of every update over all ranks: an int, or a schedule ``(update, current) -> int``,
+            see :mod:`dynagroup.update.schedule`. A rank without samples of an update idles in it.
+        drop_last: leave out an epoch's last update if it is smaller than asked.
+        accumulation: steps per update, if ``samples_per_update`` is None.
+        seed: an int from 0, for the order and for the random numbers in workers.
+        weigh: what the loss is a mean of, for the weight of a batch: "tokens" (labels that a causal model predicts,
+            without -100), "samples", or a function from a batch to a number.
+        oversize: a sample that does not fit even alone: "alone" (warned once, ``stats.oversize``) or "error".
         work: predicted time of a batch, e.g. ``Work.of(model)``; default: of a small decoder on this machine's device.
-        kind_of: processed sample -> label that can be hashed, such as "image" or None. All batches of a step, on all ranks, are
-            then of one kind (``step.kind``); a rank that has none of it idles on a batch of that kind.
-        kinds: instead, a label for each sample of the dataset, known beforehand.
-        one_kind: with "batch" each batch is of one kind, and those of a step may differ.
-        window_bytes: a worker hands over about so many bytes of processed samples at a time, which bounds what waits in shared
-            memory, also for images. None: whole windows. A share of an update (``samples_per_update``) always comes whole.
-        shapes: a compiled model meets at most so many (samples, tokens), chosen for ``length_hint``, which must be tokens then:
+        kind_of: processed sample -> label that can be hashed, such as "image" or None. All batches of a step, on all
+            ranks, are then of one kind (``step.kind``); a rank without samples of that kind idles on a batch of it.
+        kinds: a label for each sample of the dataset, if known beforehand, instead of ``kind_of``.
+        one_kind: with "batch" each batch is of one kind, but the batches of a step may differ.
+        window_bytes: about how many bytes of processed samples a worker hands over at a time. This bounds shared
+            memory, also for images. None: whole windows. An update's share (``samples_per_update``) comes whole.
+        shapes: most shapes (samples, tokens) that a compiled model sees, chosen for ``length_hint``, then in tokens:
             see :class:`PlannedDataLoader`. A ``ShapeLadder`` as ``budget`` does the same for lengths of your own.
-        pad: field -> what pads it there, besides transformers' own; or a function.
+        pad: field -> its padding value, for fields not of transformers; or a function.
         world: the ranks; default: all of ``torch.distributed``, once it is initialised.
-        **dataloader_kwargs: to torch's ``DataLoader``: ``num_workers``, ``pin_memory``, ``prefetch_factor`` (windows) ...
+        **dataloader_kwargs: to torch's ``DataLoader``: ``num_workers``, ``pin_memory``, ``prefetch_factor`` (windows)
 
     Raises:
         ConfigError: an argument is wrong, or two of them exclude each other.
-        AlignmentError: ranks differ in data, seed or settings, or a rank failed or is gone; while iterating.
+        AlignmentError: while iterating, ranks differ in data, seed or settings, or a rank failed or is gone.
 
     >>> from dynagroup import OnlineDataLoader, TokenBudget
     >>> data = [{"input_ids": [1] * n} for n in (3, 9, 2, 8)]
@@ -111,11 +111,11 @@ class OnlineDataLoader(StepLoader[Any]):
         knobs |= {"oversize": oversize, "pad": pad, "kind_of": kind_of, "kinds": orders.kinds}
         collator = RefinementCollator(collate_fn, budget, length_of, **knobs)
         self._workers = Workers(dataset, collator, config, dataloader_kwargs)
-        learns = batch_sampler is None and not self._workers.iterable  # lengths that were seen plan later epochs
+        learns = batch_sampler is None and not self._workers.iterable  # measured lengths plan later epochs
         self._learned = LearnedLengths(len(dataset)) if learns else None
         self._run_of: Runner | None = None  # the epoch that was begun last, until another one is chosen
-        self._limit: float | None = None  # what the plan of the running epoch follows of what its budget has learned
-        self._resume: list[Mapping[str, Any]] = []  # states of a place that was loaded, until it is gone on from
+        self._limit: float | None = None  # the learned limit that the running epoch's plan follows
+        self._resume: list[Mapping[str, Any]] = []  # loaded states, until an iteration continues from them
         self._cursor = Cursor()  # where the last run of an epoch ended, or the loaded place
         learner = collator.budget.learner
         if learner is not None and self._workers.persistent:
@@ -148,7 +148,7 @@ class OnlineDataLoader(StepLoader[Any]):
         return self._cursor if self._run_of is None else self._run_of.cursor
 
     def _asked(self) -> Cursor:
-        """Updates that workers prefetch come in between."""
+        """The place after the updates that workers prefetch."""
         ahead = 0 if self._run_of is None else self._workers.depth
         return [self.cursor, *islice(self._walk().cursors(self.cursor), ahead)][-1]
 
@@ -216,14 +216,14 @@ class OnlineDataLoader(StepLoader[Any]):
             run.close()
 
     def _begin(self) -> Runner:
-        """The epoch that is due; learned lengths and limits are told to all ranks before it."""
+        """Begin the epoch that is due. Ranks exchange learned lengths and limits before it."""
         world, epoch, workers, states = self.world, self._epoch, self._workers, self._resume
         cursor = Cursor.of(states[0]["cursor"]) if states else self._cursor
         self._resume = []
         learner = None if states else self.budget.learner
         learned = self._learned if cursor.samples_seen and not states else None
         if learned is not None or learner is not None:
-            Exchange(world, epoch).highest([])  # ranks that are elsewhere are told so, before vectors differ
+            Exchange(world, epoch).highest([])  # raises if ranks are at different places of the run
         if learned is not None:
             learned.merge(world)
         if learner is not None:
@@ -241,7 +241,7 @@ class OnlineDataLoader(StepLoader[Any]):
         return make(source, workers, joined, place, under_way, identity, self.stats, self._learned)
 
     def _of_ranks(self, source: Source) -> dict[str, Any]:
-        """What all ranks must have alike."""
+        """Facts that must be equal on all ranks."""
         orders, sizes, base, epoch = self._orders, self.sizes, source.order.base, source.cursor.epoch
         varying = None if sizes is None or sizes.is_constant else sizes.spans(sizes.start(epoch))
         told = {
@@ -251,12 +251,12 @@ class OnlineDataLoader(StepLoader[Any]):
             "num_workers": [self._workers.num_workers, self._workers.depth],
             "sizes of updates": varying and [stop for _, stop, _ in varying],
         }
-        own = {"kind_of", *["weigh"] * callable(self.config.weigh)}  # they may read what differs, such as a device
+        own = {"kind_of", *["weigh"] * callable(self.config.weigh)}  # may hold what differs by rank, such as a device
         return {name: value for name, value in {**self._identity(), **told}.items() if name not in own}
 
 
 def _bound(shapes: int | None, budget: Budget, hint: Any, config: OnlineConfig) -> Budget:
-    """The budget; or its few shapes for samples about as long as ``hint`` says, one of which holds the longest that fits."""
+    """The budget, or a ladder of ``shapes`` for lengths like ``hint``; one holds the longest that fits."""
     bound = budget.bind({TOKENS: np.ones(1, np.int32)})
     if bound is not budget and bound.fingerprint != budget.fingerprint:
         way_out = "give MemoryBudget(..., longest=tokens of the longest sample), one .from_bytes, or a TokenBudget"

@@ -1,4 +1,4 @@
-"""What passes between main process and workers: the records of one sample's way, in the order in which it meets them.
+"""What passes between main process and workers: the records of a sample's way, in the order in which it meets them.
 
 ::
 
@@ -32,23 +32,23 @@ from dynagroup.shapes import IntArray, Streams
 class Request:
     positions: IntArray  # places in the epoch's order: int64 (N,)
     groups: tuple[int, ...] | None = None  # sizes of batches already planned; None: one window to be cut
-    keep: int = 0  # so many of the largest batches come back with their samples, so that they can be split later
-    planned: bool = False  # it follows from the plans, which a saved place only counts
-    number: int = -1  # which of this rank's requests; answers carry it. -1: nothing is asked for
+    keep: int = 0  # this many of the largest batches come back with their samples, so that they can be split later
+    planned: bool = False  # whether it follows from the plans; a saved place only counts such requests
+    number: int = -1  # number among this rank's requests, repeated in the answer; -1: it asks for nothing
     indices: Sequence[int] = ()  # dataset indices
     epoch: int = 0  # handed to the dataset's ``set_epoch`` in the worker, where it has one
-    max_bytes: int | None = None  # of processed samples in an answer, about; the rest is asked for again. None: all
+    max_bytes: int | None = None  # about how many bytes of samples an answer holds; the rest is asked again; None: all
 
     @classmethod
     def of(cls, indices: Sequence[int]) -> "Request":
-        """For one batch, of dataset indices that have no positions."""
+        """A request for one batch of dataset indices that have no positions."""
         return cls(np.arange(len(indices)), (len(indices),), number=0, indices=indices)
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def part(self, start: int, stop: int) -> "Request":
-        """The same for these samples only, which must be whole groups."""
+        """The request for a range of its samples, which must be whole groups."""
         groups = self.groups
         if groups is not None:
             first, end = np.searchsorted(np.cumsum(groups), (start, stop), side="right").tolist()
@@ -58,7 +58,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class WindowSamples:
-    """A request with its processed samples; of an iterable, ``place`` says which worker read them, from where."""
+    """A request with its processed samples; of an iterable, ``place`` is the worker that read them and from where."""
 
     request: Request
     samples: list[Any]
@@ -70,48 +70,48 @@ class Refined:
     """One collated batch with what the main process needs to know about it."""
 
     batch: Any  # what the user's ``collate_fn`` returned
-    indices: list[int]  # dataset indices; arrival numbers of an iterable, places in the window where nothing is known
+    indices: list[int]  # dataset indices; arrival numbers of an iterable; or places in the window, if nothing is known
     positions: tuple[int, ...]  # the samples' places in the epoch's order
     lengths: Streams  # true ones, after processing
     weight: float  # loss weight, see ``weigh``
     padded: int  # padded tokens
-    work: float  # predicted time without the price of a step, in linear tokens
-    real: int  # tokens that are no padding
+    work: float  # predicted time without the fixed cost of a step, in linear tokens
+    real: int  # tokens without padding
     group: int = 0  # which of the request's batches it came from
     oversize: bool = False  # a single sample that does not fit even alone
-    label: Any = None  # of all its samples, with kinds
-    kind: int = 0  # the label's number, where ranks must take batches of one kind together
-    samples: list[Any] | None = None  # the processed ones, where they were kept, so that it can be split
+    label: Any = None  # label of all its samples, with kinds
+    kind: int = 0  # the label's number, if ranks must take batches of one kind together; else 0
+    samples: list[Any] | None = None  # the processed samples, if they were kept so that the batch can be split
 
     def __len__(self) -> int:
         return len(self.indices)
 
     @classmethod
     def idle(cls, kind: int) -> "Refined":
-        """No batch, where other ranks have one of this kind."""
+        """An empty batch, for a step on which other ranks have a batch of this kind."""
         return cls(None, [], (), {}, weight=0.0, padded=0, work=0.0, real=0, kind=kind)
 
     @property
     def rank_key(self) -> tuple[float, tuple[int, ...]]:
-        """Dearest first, the same on every run."""
+        """Sort key: most work first, the same on every run."""
         return -self.work, self.positions
 
     @property
     def size_key(self) -> tuple[bool, int]:
-        """Smallest first, of those that weigh anything."""
+        """Sort key: fewest padded tokens first, batches without weight last."""
         return self.weight <= 0, self.padded
 
     def copied(self) -> "Refined":
-        """As it is now, whatever the training loop does with it; what cannot be copied is shared."""
+        """A copy that the training loop cannot change; a batch that cannot be copied is shared."""
         try:
             return replace(self, batch=copy.deepcopy(self.batch), samples=None)
         except Exception:  # noqa: BLE001
             return replace(self, samples=None)
 
 
-@lru_cache(maxsize=4096, typed=True)  # else what was asked before decides: 1.0 is found as True
+@lru_cache(maxsize=4096, typed=True)  # typed: 1.0 and True are equal keys otherwise
 def number_of(label: Any) -> int:
-    """63 bits of a label, the same in every process: by it ranks and epochs tell kinds apart. TypeError: it cannot be hashed."""
+    """A 63-bit hash of a label, the same in every process and epoch, to tell kinds apart. TypeError: not hashable."""
     return (int(hashed(described(label)), 16) >> 1) or 1
 
 
@@ -134,7 +134,7 @@ class RefinedWindow:
         return iter(self.batches)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Between processes all tensors travel in one block; what cannot be pickled so goes the usual way."""
+        """Pickle with all tensors in a few blocks; if that fails, in torch's usual way."""
         fields = (self.number, self.batches, self.place)
         try:
             packed = pack_tensors(fields)
@@ -171,12 +171,12 @@ def shorten(indices: Sequence[int], most: int = 16) -> str:
     return f"[{shown}]" if len(indices) <= most else f"[{shown}, ... {len(indices)} in all]"
 
 
-# A window crosses from worker to main process in a few blocks of shared memory. Sending a tensor by itself costs a file
-# descriptor and a socket connection; a window of a hundred batches has hundreds. Without this, half the throughput.
+# A window crosses from worker to main process in a few blocks of shared memory. A single tensor costs a file descriptor
+# and a connection, and a window of a hundred batches has hundreds. Without blocks: half the throughput.
 Location: TypeAlias = tuple[torch.dtype, torch.Size, int, int]  # dtype, shape, number of its block, first byte
 
 ALIGN = 64  # bytes; a cache line, and a multiple of every element size
-BLOCK_BYTES = 8 << 20  # the allocator reuses blocks of this size; larger ones are mapped and faulted in anew every time
+BLOCK_BYTES = 8 << 20  # the allocator reuses blocks of this size; larger ones are mapped and page-faulted each time
 
 
 def _is_plain(value: Any) -> bool:
@@ -186,7 +186,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def pack_tensors(value: Any) -> tuple[bytes, list[Location], list[torch.Tensor]]:
-    """``value`` pickled without its plain CPU tensors, but with their numbers; where each stands; and the blocks: uint8."""
+    """(``value`` with numbers in place of plain CPU tensors, where each tensor is, the blocks: uint8)."""
     file, found = io.BytesIO(), dict[int, tuple[int, torch.Tensor]]()
     packer = pickle.Pickler(file, protocol=pickle.HIGHEST_PROTOCOL)
     packer.persistent_id = lambda obj: found.setdefault(id(obj), (len(found), obj))[0] if _is_plain(obj) else None
@@ -205,7 +205,7 @@ def pack_tensors(value: Any) -> tuple[bytes, list[Location], list[torch.Tensor]]
 
 
 def unpack_tensors(payload: bytes, places: list[Location], blocks: list[torch.Tensor]) -> Any:
-    """What was packed; its tensors are views of the blocks."""
+    """The packed value; its tensors are views of the blocks."""
     unpacker, tensors = pickle.Unpickler(io.BytesIO(payload)), [_view(blocks, place) for place in places]
     unpacker.persistent_load = lambda number: tensors[number]
     return unpacker.load()

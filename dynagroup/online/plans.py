@@ -1,4 +1,4 @@
-"""Which samples come when: the order of an epoch, and the requests that follow from it. Pure functions of their arguments."""
+"""The order of an epoch's samples, and the requests for them that follow from it. Pure functions of their arguments."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -31,13 +31,13 @@ from dynagroup.update.schedule import LARGEST_UPDATE, BatchSizeSchedule, UpdateS
 from dynagroup.validation import check_flag, check_int
 
 ROWS_A_REQUEST = 16
-SORTED = 8  # windows a rank whose samples are sorted together by a hint
+SORTED = 8  # windows per rank whose samples a hint sorts together
 WINDOW_BYTES = 1 << 28
 
 
 @dataclass(kw_only=True, slots=True)
 class OnlineConfig:
-    """Arguments of the loader that know no data and no ranks."""
+    """Arguments of the loader that depend on no data and no ranks."""
 
     window: int
     samples_per_update: int | BatchSizeSchedule | None
@@ -66,7 +66,7 @@ class OnlineConfig:
 
 
 class Order(NamedTuple):
-    """The epoch's order: dataset indices by position. ``base``: the positions that a resumed epoch still has; None: all."""
+    """The epoch's order: dataset indices by position. ``base``: positions that remain of a resumed epoch; None: all."""
 
     indices: IntArray | EpochOrder
     base: IntArray | None = None
@@ -77,7 +77,7 @@ class Order(NamedTuple):
 
     @property
     def skipped(self) -> int:
-        """Samples at the order's beginning that were used before the epoch went on on another number of ranks."""
+        """Samples at the beginning of the order that were used before the epoch was resumed on other ranks."""
         return len(self.indices) - self.num_positions
 
     def at(self, positions: IntArray) -> list[int]:
@@ -90,8 +90,8 @@ class Order(NamedTuple):
 
 
 class BatchSource(OrderSource):
-    """As an order, a user's batches: their indices one after another, and how many each batch has. A sampler that cannot be told
-    the epoch is drawn for each before."""
+    """A user's batches as an order: their indices one after another, and the size of each batch. A sampler without
+    ``set_epoch`` is drawn once for each earlier epoch."""
 
     NAME = "batch_sampler"
 
@@ -116,7 +116,7 @@ class BatchSource(OrderSource):
 
 
 class EpochOrders:
-    """Each epoch's order, whoever decides it: the user's sampler or batches, a seeded shuffle, or the dataset."""
+    """The order of each epoch, decided by the user's sampler or batches, by a seeded shuffle, or by the dataset."""
 
     def __init__(
         self, dataset: Any, config: OnlineConfig, batch_sampler: Any, sampler: Any, length_hint: Any, kinds: Any = None
@@ -141,7 +141,7 @@ class EpochOrders:
         self._source = None if sampler is None else OrderSource(sampler, len(dataset))
         if batch_sampler is not None:
             self._source = BatchSource(batch_sampler, len(dataset))
-        self.sizes: UpdateSizes | None = None  # how many samples each update holds, where it is set
+        self.sizes: UpdateSizes | None = None  # samples of each update, if that is set
         if config.samples_per_update is not None:
             self.sizes = UpdateSizes(config.samples_per_update, self.num_ordered, drop_last=config.drop_last)
         self.hint = None if length_hint is None else as_hint(length_hint, len(dataset))
@@ -155,7 +155,7 @@ class EpochOrders:
 
     @property
     def num_samples(self) -> int | None:
-        """Samples that an epoch draws over all ranks, where one order decides it."""
+        """Samples that an epoch draws over all ranks; None: no single order decides it."""
         return None if self.size is None or isinstance(self._source, BatchSource) else self.num_ordered()
 
     def num_ordered(self) -> int:
@@ -164,18 +164,18 @@ class EpochOrders:
         return len(self._source) if self.sizes is None else self._source.counted()
 
     def of_epoch(self, epoch: int) -> Order:
-        """Dataset indices by position; of this rank's batches where the user gives them; none of an iterable."""
+        """Dataset indices by position: those of this rank's batches, if the user gives them; none for an iterable."""
         source, size = self._source, self.size or 0
         if source is not None:
             return Order(source.of_epoch(epoch) if self.sizes is None else source.counted_epoch(epoch))
         return Order(EpochOrder(size, seed=self._config.seed, epoch=epoch) if self._config.shuffle else np.arange(size))
 
     def groups(self, epoch: int) -> tuple[int, ...] | None:
-        """Sizes of this rank's batches, where the user gives them."""
+        """Sizes of this rank's batches, if the user gives them."""
         return self._source.groups(epoch) if isinstance(self._source, BatchSource) else None
 
     def fingerprint(self, epoch: int) -> int | None:
-        """What tells apart orders that the user decides; None where seed and settings do."""
+        """Tells apart orders that the user decides; None: seed and settings decide the order."""
         return None if self._source is None else self._source.checksum(epoch)
 
 
@@ -184,23 +184,23 @@ class Source(NamedTuple):
     config: OnlineConfig
     budget: Budget
     iterable: bool
-    cursor: Cursor  # where the updates that come begin
-    order: Order  # empty of an iterable dataset
-    sizes: UpdateSizes | None = None  # how many samples each update holds, where it is set
-    groups: tuple[int, ...] | None = None  # sizes of this rank's batches, where the user gives them
+    cursor: Cursor  # where the next updates begin
+    order: Order  # empty for an iterable dataset
+    sizes: UpdateSizes | None = None  # samples of each update, if that is set
+    groups: tuple[int, ...] | None = None  # sizes of this rank's batches, if the user gives them
     limit: float | None = None  # what the budget had learned when the epoch began
-    lengths: Streams | None = None  # known ones, by position; at most one of these two
-    rough: FloatArray | None = None  # roughly known ones, by position
-    kinds: IntArray | None = None  # known beside either, by position, as numbers
+    lengths: Streams | None = None  # exact lengths by position; set is at most one of these two
+    rough: FloatArray | None = None  # rough lengths by position
+    kinds: IntArray | None = None  # numbers of the kinds by position, if known
 
     @property
     def shares(self) -> bool:
-        """Windows belong to no rank until an exchange hands them out."""
+        """Whether windows belong to no rank until an exchange hands them out."""
         divided = self.iterable or self.groups is not None or self.sizes is not None
         return not divided and self.lengths is None and self.rough is None
 
     def requests(self, rank: int, size: int) -> Iterator[Request]:
-        """A rank's requests: from the cursor on where updates are of a set size, else from the order's beginning."""
+        """A rank's requests: with updates of a set size from the cursor on, else from the order's beginning."""
         if self.groups is not None:
             stops = accumulate(self.groups)
             return (Request(np.arange(stop - n, stop), (n,)) for stop, n in zip(stops, self.groups, strict=True))
@@ -224,7 +224,7 @@ class Source(NamedTuple):
         if known is None or learned is None:
             unknown = None if kinds is None else np.zeros(count)
             return source._replace(rough=unknown if orders.hint is None else orders.hint[at], kinds=kinds)
-        unused = np.zeros(count - used, np.int32)  # what an epoch drops is never measured, and never asked for
+        unused = np.zeros(count - used, np.int32)  # samples that an epoch drops are never measured and never requested
         whole = {name: np.append(values, unused) for name, values in known.items()}
         source = source._replace(kinds=whole.pop(KINDS, kinds))
         if learned.steady:
@@ -234,7 +234,7 @@ class Source(NamedTuple):
 
 
 def _planner(source: Source, lengths: Streams) -> Planner:
-    """The offline sampler's planner, of positions; with updates of a set size its windows are these updates."""
+    """The offline sampler's planner over positions. With updates of a set size its windows are these updates."""
     config, size = source.config, None if source.sizes is None else LARGEST_UPDATE
     how = {name: getattr(config, name) for name in ("shuffle", "seed", "work", "one_kind")}
     kinds = None
@@ -264,8 +264,8 @@ def _rows(source: Source, planner: Planner, rank: int, size: int) -> Iterator[Re
 
 
 def _like(source: Source, rough: FloatArray, rank: int, size: int) -> Iterator[Request]:
-    """Windows of like samples, where lengths are known roughly: those of several windows a rank are sorted, and dealt out so that
-    all ranks hold the like at the same time."""
+    """Windows of similar samples, if lengths are known roughly: the samples of several windows per rank are sorted and
+    dealt, so that all ranks have similar ones at the same time."""
     config = source.config
     together, rng = config.window * size, np.random.default_rng((config.seed, source.cursor.epoch))
     for span in np.array_split(np.arange(len(rough)), range(SORTED * together, len(rough), SORTED * together)):
@@ -273,14 +273,14 @@ def _like(source: Source, rough: FloatArray, rank: int, size: int) -> Iterator[R
         groups = np.array_split(longest_first, range(together, len(span), together))
         for number in rng.permutation(len(groups)):
             alike = groups[number]
-            if source.kinds is not None:  # all ranks hold as many of each kind
+            if source.kinds is not None:  # so that all ranks get as many of each kind
                 alike = alike[np.argsort(source.kinds[alike], kind="stable")]
             yield Request(np.sort(alike[rank::size]), keep=size > 1)
 
 
 def _updates(source: Source, sizes: UpdateSizes, planner: Planner | None, rank: int, size: int) -> Iterator[Request]:
-    """One request an update: this rank's share of the samples that fixed batches would draw for it. Of an epoch that goes on on
-    other ranks, the first samples have no position any more; of the update that was under way then, only the rest."""
+    """One request per update: this rank's share of the samples that fixed batches would draw for it. After a resume on
+    other ranks, used samples have no position, and of the current update only the rest is requested."""
     mark, skipped = source.cursor, source.order.skipped
     for begin, stop, after in sizes.spans(mark):
         first, end = max(begin - skipped, 0), stop - skipped
@@ -317,7 +317,7 @@ def as_hint(hint: Any, num_samples: int) -> FloatArray:
 
 
 def behind(cursor: Cursor, samples: int, sizes: UpdateSizes | None) -> Cursor:
-    """Where a run stands behind its next update, which holds so many samples; ``steps`` are not counted."""
+    """The place after the next update, which holds ``samples`` samples; ``steps`` are not counted."""
     if sizes is not None:
         return next(sizes.cursors(cursor))
     used, seen = cursor.samples_used + samples, cursor.samples_seen + samples
@@ -325,5 +325,5 @@ def behind(cursor: Cursor, samples: int, sizes: UpdateSizes | None) -> Cursor:
 
 
 def handed_out(cursor: Cursor, samples: int, sizes: UpdateSizes | None) -> Cursor:
-    """Where the updates end that were handed out; the one under way, of so many samples, counts."""
+    """The place after the updates handed out; the current one, of ``samples`` samples, counts as handed out."""
     return behind(cursor, samples, sizes) if cursor.begun_rows else cursor

@@ -1,5 +1,5 @@
-"""The alignment protocol: its decisions, as pure functions of integers that all ranks see alike, and what carries them. Why it
-ends: ``docs/alignment.md``; the exhaustive model in ``tests/online/test_protocol.py`` runs these same functions."""
+"""The alignment protocol: decisions as pure functions of integers that all ranks share, and the exchange of these
+integers. Why it ends: ``docs/alignment.md``; the exhaustive model in ``tests/online/test_protocol.py`` runs them."""
 
 import json
 import math
@@ -19,14 +19,14 @@ NOTHING = 1 << 40  # stands for "no such rank" in a minimum over ranks
 
 
 class Agreement(NamedTuple):
-    steps: list[int]  # of each kind, that all ranks take until the next exchange
-    last: bool = False  # the epoch, or the update, ends with them
-    further: int = 0  # of them, because a step is of one kind
+    steps: list[int]  # number of steps of each kind that all ranks take until the next exchange
+    last: bool = False  # whether the epoch, or the update, ends with them
+    further: int = 0  # how many of them are only needed because a step is of one kind
 
 
 def offer(queued: Sequence[int], receiving: bool) -> list[int]:
-    """What one rank says of its queue, how many batches of each kind, and of whether more may arrive: its maximum over ranks is
-    all that :func:`agree` needs."""
+    """What one rank tells of its queue: how many batches of each kind it has, and whether more may arrive.
+    :func:`agree` needs only the maximum over ranks."""
     counts = [sum(queued), *queued]
     return [*counts, *(-(count if receiving else NOTHING) for count in counts)]
 
@@ -34,9 +34,9 @@ def offer(queued: Sequence[int], receiving: bool) -> list[int]:
 def agree(highest: Sequence[int]) -> Agreement:
     """Steps that every rank takes next, from the maximum over ranks of what they :func:`offer`.
 
-    Of each kind, the smallest number that a rank has which still receives; the others even out what they have left by splitting,
-    then by idling. Where no kind is on all of these ranks, the kind of which one has most, all of it. Once nobody receives any
-    more, the largest number of each kind: the least possible without moving samples.
+    For each kind: the smallest number on any rank that still receives; other ranks reach it by splitting batches, then
+    by idling. If that is 0 for every kind: all batches of the kind of which some rank has most. Once no rank receives
+    any more: the largest number of each kind, which is the least possible without moving samples.
 
     >>> agree([max(column) for column in zip(offer([5], True), offer([3], True))]).steps
     [3]
@@ -54,7 +54,7 @@ def agree(highest: Sequence[int]) -> Agreement:
 
 
 def spread(groups: Sequence[Sequence[T]]) -> list[T]:
-    """All members in one order, those of each group evenly among the others'.
+    """All members in one order, with those of each group spread evenly among the others.
 
     >>> "".join(spread(["aaaa", "b", "cc"]))
     'acabaca'
@@ -64,8 +64,8 @@ def spread(groups: Sequence[Sequence[T]]) -> list[T]:
 
 
 def even_parts(sizes: Sequence[int], steps: int) -> list[int]:
-    """Into how many parts each batch of ``sizes`` samples is split (1: it may not be) so that ``steps`` batches result, or as
-    many as there are samples. Greedy: the batch whose parts are largest is split further, one part at a time.
+    """Into how many parts to split each batch of ``sizes`` samples (1: not at all), so that ``steps`` batches result,
+    or as many as there are samples. Greedy: one part at a time, for the batch with the largest parts.
 
     >>> even_parts([4, 1], 4)
     [3, 1]
@@ -80,9 +80,9 @@ def even_parts(sizes: Sequence[int], steps: int) -> list[int]:
 def hand_out(
     loads: Sequence[int], start: int, stop: int, *, window: int, target: int
 ) -> tuple[list[list[tuple[int, int]]], int]:
-    """Which windows of the positions from ``start`` to ``stop`` each rank opens next, and where the rest starts. Greedy: the rank
-    that has least to emit (``loads``, in samples) is given the next window, until each has ``target`` samples. The last window a
-    rank is given out at once, by eighths of a window, so that all end at one level.
+    """The windows of positions from ``start`` to ``stop`` that each rank opens next, and where the rest starts. Greedy:
+    the rank with least to emit (``loads``, in samples) gets the next window, until each has ``target`` samples. When
+    only one window per rank is left, all is handed out in eighths of a window, so that ranks end level.
 
     >>> hand_out([0, 9], 0, 100, window=10, target=20)
     ([[(0, 10), (10, 20)], [(20, 30), (30, 40)]], 40)
@@ -103,24 +103,24 @@ def hand_out(
 
 
 def quantiles(seed: int, epoch: int, steps: Iterable[int]) -> list[float]:
-    """Where in its sorted queue, in [0, 1), every rank takes its batches of these steps. Kronecker sequence of the golden ratio:
-    any steps in a row are spread evenly. So rows carry similar lengths on all ranks, and an epoch has no curriculum."""
+    """Places in its sorted queue, in [0, 1), where every rank takes the batches of these steps. Kronecker sequence of
+    the golden ratio: any steps in a row are spread evenly. So rows are alike, and an epoch has no curriculum."""
     first = float(np.random.default_rng((seed, epoch)).random())
     return [(first + step * (math.sqrt(5) - 1) / 2) % 1 for step in steps]
 
 
 def placed(dearest_first: Sequence[T], at: Sequence[float]) -> list[T]:
-    """Batches where numbers of the same rank stand: the dearest in the place of the smallest. Ranks that place theirs by the
-    same numbers have their dearest in one row, their second dearest in another: by the rearrangement inequality no other
-    order of them waits less."""
+    """Batches ordered like the numbers ``at``: the most expensive at the smallest number. All ranks use the same
+    numbers, so their most expensive batches share a row, their second most expensive another. By the rearrangement
+    inequality no other order of them waits less."""
     found = list(dearest_first)
     for item, place in zip(dearest_first, np.argsort(at, kind="stable").tolist(), strict=True):
         found[place] = item
     return found
 
 
-# Integers of a MAX: always the same, so that ranks at different places still understand each other. What is longer (of many
-# kinds) follows in a second one.
+# Number of integers of a MAX. It is always the same, so that ranks at different places still understand each other.
+# Further integers (of many kinds) follow in a second MAX.
 WIDTH = 48
 
 
@@ -129,16 +129,16 @@ def print_of(value: Any) -> int:
 
 
 class Exchange:
-    """Counts and carries the exchanges of one epoch: a MAX of a few integers, then a SUM of a few floats. Every MAX begins with
-    where this rank stands, and with a flag for a rank that failed, so that all raise instead of waiting."""
+    """Counts and carries out the exchanges of one epoch: a MAX of a few integers, then a SUM of a few floats. Every MAX
+    begins with this rank's place, and a flag if it failed, so that all ranks raise instead of waiting."""
 
     def __init__(self, world: World, epoch: int = 0) -> None:
         self.world, self.epoch = world if world.size > 1 else SingleProcess(), epoch
         self.count = 0
 
     def highest(self, values: Sequence[int], failure: BaseException | None = None) -> list[int]:
-        """Element-wise maximum over ranks. Where one tells a failure instead, it raises that itself, and all others an
-        AlignmentError; so they do where one stands at another exchange."""
+        """Element-wise maximum over ranks. If a rank passes a ``failure``, it raises that and all others an
+        AlignmentError. All raise an AlignmentError if ranks are at different exchanges."""
         self.count += 1
         rank, place = self.world.rank, (self.epoch << 32) + self.count
         vector = [place, -place, 0 if failure is None else rank + 1, *values]
@@ -157,13 +157,13 @@ class Exchange:
         return [*found[3 : len(vector)], *more]
 
     def gathered(self, values: Sequence[int], most: int) -> list[int]:
-        """What ranks have, each at most so many integers above 0, in one order. May follow a MAX only."""
+        """The union of all ranks' integers, at most ``most`` per rank and above 0, sorted. Allowed only after a MAX."""
         start, slots = most * self.world.rank, [0] * (most * self.world.size)
         slots[start : start + len(values)] = values
         return sorted({*self.world.all_max(slots)} - {0})
 
     def lend(self, thing: Any) -> Any:
-        """What the highest rank that has something gives to all; None where nobody has."""
+        """Give all ranks what the highest rank with a ``thing`` has; None if no rank has one."""
         data, failure = b"", None
         try:
             data = b"" if thing is None else pickle.dumps(thing)
@@ -173,7 +173,7 @@ class Exchange:
         return None if giver < 0 else pickle.loads(self._sent(data if giver == self.world.rank else b""))
 
     def compare(self, identity: Mapping[str, Any], failure: BaseException | None = None) -> None:
-        """Refuse ranks that differ in any of these values: an AlignmentError names it, and this rank's value."""
+        """Raise an AlignmentError if ranks differ in a value; it names the value and what this rank has."""
         prints = [print_of(value) for value in identity.values()]
         found = self.highest([*prints, *(-p for p in prints)], failure)
         differing = [name for i, name in enumerate(identity) if found[i] != -found[len(prints) + i]]
@@ -182,7 +182,7 @@ class Exchange:
             raise AlignmentError(f"ranks differ in {shown}; give every rank the same data, seed and settings")
 
     def _sent(self, data: bytes) -> bytes:
-        """On every rank, the bytes that one of them gives, as a MAX of them."""
+        """Send bytes from one rank to all, by a MAX over words (other ranks pass none)."""
         [size] = self.world.all_max([len(data)])
         words = self.world.all_max(np.frombuffer(data.ljust(-(-size // 4) * 4, b"\0"), "<u4").tolist())
         return np.asarray(words, "<u4").tobytes()[:size]

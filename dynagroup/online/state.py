@@ -1,4 +1,4 @@
-"""What an online loader saves: positions packed small, lengths that were seen, and which of several ranks' states counts."""
+"""What an online loader saves: positions in compact form, learned lengths, and which ranks' states are needed."""
 
 import base64
 import zlib
@@ -21,7 +21,7 @@ def pack(values: Iterable[int] | NDArray[np.integer]) -> str:
     """
     array = np.asarray(values if isinstance(values, np.ndarray) else list(values), np.int64)
     steps = np.diff(array, prepend=0).astype("<i8")
-    planes = steps.view(np.uint8).reshape(-1, 8).T.tobytes()  # bytes of like weight side by side compress better
+    planes = steps.view(np.uint8).reshape(-1, 8).T.tobytes()  # bytes of equal significance side by side compress better
     return base64.b64encode(zlib.compress(planes, 9)).decode()
 
 
@@ -32,7 +32,7 @@ def unpack(text: str) -> IntArray:
 
 
 def pack_groups(groups: Iterable[Sequence[int]]) -> list[Any]:
-    """Lists of integers, as their sizes and their members.
+    """Lists of integers as their sizes and their joined members.
 
     >>> unpack_groups(pack_groups([[3, 1], [], [2]]))
     [[3, 1], [], [2]]
@@ -47,7 +47,7 @@ def unpack_groups(packed: Sequence[Any]) -> list[list[int]]:
 
 
 def together(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> list[Mapping[str, Any]]:
-    """The states to go on from: this rank's on as many ranks as before, all ranks' in their order on others."""
+    """The states needed to continue: this rank's, on as many ranks as before; else those of all ranks, in order."""
     given, ordered = states[0]["world_size"], sorted(states, key=lambda state: state["rank"])
     ranks = [state["rank"] for state in ordered]
     if ranks != list(range(given)) and (given, ranks) != (size, [rank]):
@@ -61,24 +61,24 @@ def together(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> list[
     return [ordered[rank]] if len(ordered) == size else ordered
 
 
-KINDS = "(kinds)"  # stands beside the streams of lengths
+KINDS = "(kinds)"  # name of the kinds beside the streams of lengths
 UNKNOWN = -1
 CHUNK = 1 << 16
-STEADY_SHARE = 0.01  # up to this share of samples may change length between epochs for plans of exact batches
+STEADY_SHARE = 0.01  # if at most this share of samples changes length between epochs, exact batches are planned
 
 
 class LearnedLengths:
-    """Lengths and kinds observed in earlier epochs, alike on all ranks, and those that this rank observed in the running one."""
+    """Lengths and kinds observed in earlier epochs, equal on all ranks; and what this rank observes in this one."""
 
     def __init__(self, num_samples: int) -> None:
         self.num_samples = num_samples
         self.seen: dict[str, NDArray[Any]] = {}
         self.steady = True
-        """Few samples changed their length, in any stream, or their kind between epochs: exact batches can be planned."""
+        """Whether few samples changed a length or their kind between epochs, so that exact batches can be planned."""
         self._fresh: dict[str, NDArray[Any]] = {}
 
     def observe(self, indices: Sequence[int], lengths: Streams, kind: int | None = None) -> None:
-        """True lengths of these samples, int32, and the number of their kind."""
+        """Note the true lengths of these samples, int32, and the number of their kind."""
         kinds = {} if kind is None else {KINDS: np.full(len(indices), kind, np.int64)}
         for name, values in {**lengths, **kinds}.items():
             if name not in self._fresh:
@@ -90,7 +90,7 @@ class LearnedLengths:
         return None if not known or any((values == UNKNOWN).any() for values in known.values()) else known
 
     def merge(self, world: World) -> None:
-        """Tell all ranks what each has observed in this epoch; collective. The largest of several observations counts."""
+        """Share what each rank observed in this epoch; collective. Of several observations the largest counts."""
         fresh, self._fresh = self._fresh, {}
         names = sorted(fresh)
         if world.size > 1:
@@ -114,7 +114,7 @@ class LearnedLengths:
         return {"seen": {n: pack(v) for n, v in self.seen.items()}, "fresh": fresh, "steady": self.steady}
 
     def restored(self, states: Sequence[Mapping[str, Any]]) -> "LearnedLengths":
-        """What a state knows; of further ranks' states the observations are added."""
+        """The knowledge in a state, with the observations in the states of further ranks."""
         other = LearnedLengths(self.num_samples)
         other.steady = states[0]["steady"]
         read = lambda name, text: unpack(text).astype(np.int64 if name == KINDS else np.int32)  # noqa: E731

@@ -1,4 +1,4 @@
-"""``model.generate`` that goes on in parts when memory runs out, with the output it would have had."""
+"""``model.generate`` that continues in parts when memory runs out, with the same output."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -21,7 +21,7 @@ _learned_by_model: WeakKeyDictionary[Any, LearningBudget] = WeakKeyDictionary()
 
 
 class Generated(NamedTuple):
-    """The token ids that ``generate`` gives for the whole batch, and how often the batch was split for it."""
+    """The token ids of the whole batch, and how often the batch was split."""
 
     output: torch.Tensor
     num_splits: int
@@ -32,21 +32,21 @@ def generate_with_oom_retry(
     min_samples: int = 1, pad_token_id: int | None = None, learned: LearningBudget | None = None,
     indices: Sequence[int] = (), **generate_kwargs: Any,
 ) -> Generated:  # fmt: skip
-    """``model.generate(**batch, **generate_kwargs)``, in parts where the whole does not fit.
+    """``model.generate(**batch, **generate_kwargs)``, in parts if the whole does not fit.
 
     The output is the unsplit one's: samples in input order, padded alike, prompts with their padding. Greedy and beam search
     give the same tokens, sampling draws other random numbers after a split. What ran out of memory once is split at once.
 
     Args:
         batch: what the tokenizer or processor returned, or input ids (samples, tokens).
-        min_samples: a part of fewer than twice as many samples is not cut any more.
+        min_samples: a part with fewer than twice this many samples is not cut.
         pad_token_id: fills finished samples; default: the model's, else its first end-of-sequence token.
-        learned: what to learn into; default: one for each model, kept as long as the model.
+        learned: the budget that learns; default: one per model, kept as long as the model.
         indices: dataset indices of the samples, to name them in messages.
 
     Raises:
         BudgetError: a part that cannot be cut further does not fit; names the samples and their shapes.
-        ConfigError: what cannot be honoured in parts: a streamer, ``synced_gpus``, ``return_dict_in_generate``, a cache.
+        ConfigError: not possible in parts: a streamer, ``synced_gpus``, ``return_dict_in_generate``, a cache.
 
     >>> output, num_splits = generate_with_oom_retry(model, batch, max_new_tokens=64)  # doctest: +SKIP
     """
@@ -63,7 +63,7 @@ def generated(
     model: Any, batch: Mapping[str, Any], options: Mapping[str, Any], learned: LearningBudget, indices: Sequence[int], *,
     min_samples: int = 1,
 ) -> Generated:  # fmt: skip
-    """What the whole gives, put together of what its parts give. ``options`` of ``generate``: checked."""
+    """The output of the whole batch, joined from that of its parts. ``options`` of ``generate``: checked."""
     kwargs = {name: value for name, value in options.items() if not is_data(value)}
     batch = {**batch, **{name: value for name, value in options.items() if name not in kwargs}}
     option = partial(generation_option, model=model, kwargs=kwargs)
@@ -82,7 +82,7 @@ def generated(
 
 
 def _final_shape(option: Callable[[str], Any], is_encoder_decoder: bool, part: Any, num_samples: int) -> BatchShape:
-    """What memory grows with: every beam and returned sequence, at its full length in the end."""
+    """The shape that memory grows with: every beam and returned sequence, at its final length."""
     new, total, width = option("max_new_tokens"), option("max_length"), longest_of(part)
     if new is None and total is not None:
         new = total if is_encoder_decoder else max(total - width, 0)
@@ -95,21 +95,21 @@ def _pad_token_id(option: Callable[[str], Any]) -> int:
     pad, eos = option("pad_token_id"), option("eos_token_id")
     first_eos = eos[0] if isinstance(eos, (list, tuple)) else eos
     if pad is None or (pad == 0 and (option("num_beams") or 1) > 1 and first_eos is not None):
-        pad = first_eos  # transformers' beam search takes a padding token 0 for none
+        pad = first_eos  # beam search of transformers treats a padding token 0 as unset
     if pad is None:
         raise ConfigError("parts end after different numbers of tokens: give `pad_token_id` to fill them")
     return int(pad)
 
 
 def check_options(model: Any, given: Mapping[str, Any]) -> None:
-    """Refuse what cannot be honoured in parts, also where the model's own generation config asks for it."""
+    """Refuse options that do not work in parts, also those in the model's own generation config."""
     for name in _REFUSED:
         if generation_option(name, model, given) not in (None, False):
             raise ConfigError(f"`{name}` cannot be used with out-of-memory retry, in parts; call model.generate")
 
 
 def generation_option(name: str, model: Any, kwargs: Mapping[str, Any]) -> Any:
-    """What ``generate`` takes an option to be: its argument, its ``generation_config``, the model's; None if unsaid."""
+    """The value of an option in ``generate``: its argument, its ``generation_config``, or the model's; else None."""
     for source in (kwargs, kwargs.get("generation_config"), getattr(model, "generation_config", None)):
         value = source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
         if value is not None:
@@ -118,5 +118,5 @@ def generation_option(name: str, model: Any, kwargs: Mapping[str, Any]) -> Any:
 
 
 def is_data(value: Any) -> bool:
-    """Whether a keyword of ``generate`` has an entry per sample, and belongs to the batch."""
+    """Whether an argument of ``generate`` has an entry per sample, and so belongs to the batch."""
     return hasattr(value, "untyped_storage") and value.ndim > 0

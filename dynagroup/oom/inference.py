@@ -1,4 +1,4 @@
-"""A whole dataset through a model: generate, embed or classify; planned, safe from running out of memory and from crashes."""
+"""Runs a model on a whole dataset: generate, embed or classify; planned, resumable, and split where memory runs out."""
 
 import copy
 import json
@@ -21,7 +21,7 @@ from dynagroup.validation import check_choice, check_int
 
 Pooling: TypeAlias = Literal["mean", "first", "last"]
 
-# what sentence-transformers calls it -> what it is here
+# name in sentence-transformers -> name here
 _POOLINGS = {"cls_token": "first", "mean_tokens": "mean", "lasttoken": "last", "cls": "first", "mean": "mean"}
 _NEW_TOKENS = 128
 _OF_A_JOB = {"batch_size", "budget", "max_length", "progress", "learned"}
@@ -31,24 +31,24 @@ def generate_dataset(
     model: Any, tokenizer: Any, texts: Sequence[str], *,
     output: str | Path | None = None, max_new_tokens: int | None = None, world: World | None = None, **options: Any,
 ) -> list[Any]:  # fmt: skip
-    """Generate for every text: what a loop over ``model.generate`` gives, in fewer and fuller batches, longest texts first.
+    """Generate for every text, like a loop over ``model.generate``, in fewer and fuller batches, longest texts first.
 
-    Texts come without their prompts, in input order; lists of them with ``num_return_sequences`` above 1. A batch that
-    does not fit after all is split. Under ``torchrun`` every rank takes its share; all return all results.
+    Results come without the prompts, in input order; each is a list if ``num_return_sequences`` is above 1. A batch
+    that does not fit after all is split. Under ``torchrun`` every rank takes its share; all return all results.
 
     Args:
-        model: a transformers model that generates, where it is to run.
-        output: a ``.jsonl`` file, one row a text in input order. Finished samples are kept beside it: the same call after a
-            crash does only the rest, and once all is done gives it back. Needed on several ranks.
-        max_new_tokens: tokens generated for a text, at most; default: the generation config's, else 128.
+        model: a transformers model that generates, on the device where it is to run.
+        output: a ``.jsonl`` file, one row per text in input order. Finished samples are kept beside it: after a crash
+            the same call does only the rest, and once all is done it only reads the file. Needed on several ranks.
+        max_new_tokens: most tokens generated per text; default: the generation config's, else 128.
         world: ranks that share the work; default: all of ``torch.distributed``.
-        options: ``batch_size`` (16; samples of the longest kind that fit the device) or ``budget``; ``max_length`` (texts are
-            truncated to so many tokens; new ones do not count, unlike in ``generate``); ``progress`` (True); ``learned``, a
-            :class:`~dynagroup.LearningBudget`; further arguments of ``generate``, none that belongs to one batch.
+        options: ``batch_size`` (16; samples of the longest kind that fit the device) or ``budget``; ``max_length``
+            (tokens of a text before it is truncated, without new ones, unlike in ``generate``); ``progress`` (True);
+            ``learned``, a :class:`~dynagroup.LearningBudget`; arguments of ``generate`` that suit every batch.
 
     Raises:
-        ConfigError: arguments that do not go together; a text that the model has no positions for.
-        StateError: ``output``, or what was kept beside it, is of another job or damaged: says what differs.
+        ConfigError: arguments contradict each other, or a text is longer than the model's positions.
+        StateError: ``output``, or what was kept beside it, is damaged or of another job; names what differs.
         BudgetError: a text does not fit even alone; names it.
 
     >>> answers = generate_dataset(model, tokenizer, texts, max_new_tokens=64, output="answers.jsonl")  # doctest: +SKIP
@@ -60,7 +60,7 @@ def iter_generate(
     model: Any, tokenizer: Any, texts: Sequence[str], *,
     max_new_tokens: int | None = None, skip: Collection[int] = (), **options: Any,
 ) -> Iterator[tuple[int, Any]]:  # fmt: skip
-    """(index, result) of :func:`generate_dataset` as they come, longest texts first, without those to ``skip``; nothing kept."""
+    """Yield (index, result) of :func:`generate_dataset` when made, longest text first, except ``skip``; unsaved."""
     return _generation(model, tokenizer, texts, max_new_tokens, **options).as_they_come(skip)
 
 
@@ -69,15 +69,15 @@ def embed_dataset(
     pooling: Pooling = "mean", normalize: bool = False, output: str | Path | None = None, world: World | None = None,
     **options: Any,
 ) -> np.ndarray:  # fmt: skip
-    """One vector a text, float32 (num_texts, features): the last hidden states, pooled over the text's tokens.
+    """One vector per text, float32 (num_texts, features): the last hidden states, pooled over the text's tokens.
 
     Args:
-        model: an encoder, or a causal model; of one with a head the part before it (``model.base_model``) is run.
+        model: an encoder or a causal model; of a model with a head only the part before it runs (``model.base_model``).
         pooling: "mean" over the text's tokens, or the "first" or "last" of them.
         normalize: scale vectors to length 1.
-        output: a ``.npy`` file; else as for :func:`generate_dataset`, as are ``world``, what is raised, and
-        options: but longer texts are truncated to what model and tokenizer are made for (how many is logged); besides
-            ``shapes``: a compiled model meets at most so many (samples, tokens).
+        output: a ``.npy`` file. Otherwise ``output``, ``world`` and errors are as for :func:`generate_dataset`.
+        options: as there, but texts are truncated to what model and tokenizer take (how many is logged). Also
+            ``shapes``: most shapes (samples, tokens) that a compiled model sees.
 
     >>> embed_dataset(model, tokenizer, texts, pooling="mean", normalize=True).shape  # doctest: +SKIP
     (1000, 384)
@@ -89,7 +89,7 @@ def iter_embed(
     model: Any, tokenizer: Any, texts: Sequence[str], *,
     pooling: Pooling = "mean", normalize: bool = False, skip: Collection[int] = (), **options: Any,
 ) -> Iterator[tuple[int, np.ndarray]]:  # fmt: skip
-    """(index, vector) of :func:`embed_dataset` as they come, as :func:`iter_generate` gives them."""
+    """Yield (index, vector) of :func:`embed_dataset` when made, like :func:`iter_generate`."""
     return Job(_embedding(model, pooling, normalize), tokenizer, texts, **options).as_they_come(skip)
 
 
@@ -104,18 +104,18 @@ def classify_dataset(
 def iter_classify(
     model: Any, tokenizer: Any, texts: Sequence[str], *, skip: Collection[int] = (), **options: Any
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """(index, logits) of :func:`classify_dataset` as they come, as :func:`iter_generate` gives them."""
+    """Yield (index, logits) of :func:`classify_dataset` when made, like :func:`iter_generate`."""
     return Job(_classification(model), tokenizer, texts, **options).as_they_come(skip)
 
 
 def encode(name: str | Path, texts: Sequence[str], *, batch_size: int = 32, **options: Any) -> np.ndarray:
-    """:func:`embed_dataset` by a folder or name, on the GPU if there is one, pooled, normalised and truncated as it says.
+    """:func:`embed_dataset` for a model's folder or name, on the GPU if there is one, with the folder's own settings.
 
-    Of one that was made for sentence-transformers vectors are those of ``SentenceTransformer(name).encode(texts)``; another
-    is pooled by "mean". ``options`` are those of :func:`embed_dataset` and go before what the folder says.
+    The vectors of a sentence-transformers model equal those of ``SentenceTransformer(name).encode(texts)``; any other
+    model is pooled by "mean". ``options`` are those of :func:`embed_dataset` and override the folder's settings.
 
     Raises:
-        ConfigError: the folder asks for something else than pooling and normalising.
+        ConfigError: the folder asks for more than pooling and normalising.
 
     >>> encode("sentence-transformers/all-MiniLM-L6-v2", texts).shape  # doctest: +SKIP
     (1000, 384)
@@ -128,7 +128,7 @@ def encode(name: str | Path, texts: Sequence[str], *, batch_size: int = 32, **op
 
 
 def _recipe_of(name: str) -> dict[str, Any]:
-    """What a folder of sentence-transformers says; nothing of any other."""
+    """The settings in a sentence-transformers folder; empty for any other."""
     modules = _read(name, "modules.json")
     if not modules:
         return {}
@@ -144,7 +144,7 @@ def _recipe_of(name: str) -> dict[str, Any]:
 
 
 def _read(name: str, file: str) -> Any:
-    """What a JSON file of a model's folder says; nothing if there is none."""
+    """The content of a JSON file in a model's folder; empty if there is no such file."""
     from transformers.utils.hub import cached_file
 
     path = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
@@ -152,7 +152,7 @@ def _read(name: str, file: str) -> Any:
 
 
 def _generation(model: Any, tokenizer: Any, texts: Any, max_new_tokens: int | None, **options: Any) -> Job:
-    """New tokens, as texts. ``options``: those of a job, and those of ``generate``."""
+    """A job that generates texts. ``options``: those of a job, and those of ``generate``."""
     of_job = {name: options[name] for name in _OF_A_JOB & options.keys()}
     kwargs = {name: value for name, value in options.items() if name not in of_job}
     check_options(model, kwargs)
@@ -166,7 +166,7 @@ def _generation(model: Any, tokenizer: Any, texts: Any, max_new_tokens: int | No
     how = dict(kwargs, tokenizer=tokenizer) if option("stop_strings") else dict(kwargs)
     if how.get("generation_config") is None:
         how["max_new_tokens"] = new_tokens
-    else:  # `generate` does not want both
+    else:  # `generate` refuses both at once
         how["generation_config"] = copy.deepcopy(how["generation_config"])
         how["generation_config"].max_new_tokens = new_tokens
 
@@ -185,7 +185,7 @@ def _generation(model: Any, tokenizer: Any, texts: Any, max_new_tokens: int | No
 
 
 def _forward(model: Any, name: str, wanted: str, rows_of: Callable[[torch.Tensor, Any], Any], **settings: Any) -> Task:
-    """A forward pass without gradients; a row a text, made of one field of the model's output and the attention mask."""
+    """A forward pass without gradients; ``rows_of`` makes a row per text of one output field and the attention mask."""
 
     def outputs(batch: dict[str, Any]) -> torch.Tensor:
         output = model(**batch)
@@ -220,8 +220,8 @@ def _classification(model: Any) -> Task:
 
 
 def _without_head(model: Any) -> Any:
-    """The part that gives hidden states: a language model's own output is a number for every word of its vocabulary. Of a model
-    of peft without its outer layer, where its adapters are in the layers beneath, which then still run."""
+    """The part of a model that gives hidden states; a language model itself gives logits over its vocabulary. A peft
+    model loses its outer layer if its adapters are in the layers beneath, where they still run."""
     inner, peft = model, sys.modules.get("peft")  # whoever holds such a model has imported it
     if peft is not None and isinstance(model, peft.PeftModel):
         config, tuner = model.active_peft_config, sys.modules["peft.tuners.tuners_utils"].BaseTuner

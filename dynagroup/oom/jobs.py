@@ -1,4 +1,4 @@
-"""A job: one pass of a model over texts, planned by length, safe from running out of memory, from crashes, on many ranks."""
+"""A job: one pass of a model over texts, planned by length, on many ranks, safe from memory errors and crashes."""
 
 import hashlib
 import json
@@ -33,10 +33,10 @@ from dynagroup.update.filling import FillingCollator
 from dynagroup.validation import check_int
 
 _log = logging.getLogger(__name__)
-_PATIENCE_S = 30 * 24 * 3600.0  # ranks wait for each other's batches; one that died is noticed: its connections close
+_PATIENCE_S = 30 * 24 * 3600.0  # ranks wait this long for each other; a dead rank is noticed, as its connections close
 _BATCH_SIZE = 16
 _UNSET = 10**9  # tokenizers that were told no limit say 10**30
-_AT_ONCE = 2**24  # elements widened to int64 at a time
+_AT_ONCE = 2**24  # elements that are widened to int64 at a time
 _WHERE_FROM = {"_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "_from_model_config"}
 _HOW = {"use_cache", "attn_implementation", "_attn_implementation", "dtype", "torch_dtype", "architectures"}
 _CHANGES = {"training", "gradient_checkpointing", "is_gradient_checkpointing", "name_or_path", "warnings_issued"}
@@ -48,12 +48,12 @@ _PROBES = ["A quick brown fox.", "Ein süßer Käse, 1,024 €", "\u4f60\u597d, 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is done with a batch, and what a text becomes by it."""
+    """What is done with a batch, and the form of its results."""
 
     model: Any
     process: "Callable[[Job, dict[str, Any], Sequence[int]], Any]"
     """Padded batch, indices of its samples -> their results."""
-    settings: Mapping[str, Any]  # what results depend on beside model, tokenizer and texts
+    settings: Mapping[str, Any]  # what results depend on besides model, tokenizer and texts
     kind: Kind = VECTORS
     mode: Mode = "forward"
     padding_side: Literal["left", "right"] = "right"
@@ -62,7 +62,7 @@ class Task:
 
 
 class Job:
-    """Texts through a model in planned batches, longest first; what runs out of memory, or would again, runs in parts."""
+    """Runs texts through a model in planned batches, longest first. A batch that does not fit runs in parts."""
 
     def __init__(
         self, task: Task, tokenizer: Any, texts: Any, *,
@@ -93,7 +93,7 @@ class Job:
         return ((index, result) for indices, results in batches for index, result in zip(indices, results, strict=True))
 
     def whole(self, output: str | Path | None = None, world: World | None = None) -> Any:
-        """All results in input order, from ``output`` where it is finished already."""
+        """All results in input order; read from ``output`` if that is finished already."""
         world = world if world is not None else current_world(timeout_s=_PATIENCE_S)
         if output is None:
             if world.size > 1:
@@ -113,13 +113,13 @@ class Job:
             with closing(out):
                 self._finish(out, world)
         if world.rank == 0:
-            out.clear()  # also after a run that was killed just before it did
+            out.clear()  # also after a run that was killed before it cleared
         return out.read()
 
-    # Ranks that share a job meet when the first has claimed it, when each knows what was finished before (then any may add to
-    # it), when all have finished (then the first writes the output), when the output is there. An error before any of them is
-    # raised on every rank. Each sample is in one rank's share; which rank that was does not matter to the next run. The claim
-    # is held until the output is there, so that another process either is refused, or finds all of it.
+    # Ranks that share a job meet four times: when the first has claimed it; when each knows what was finished before
+    # (only then may any add to it); when all have finished (then the first writes the output); when the output is
+    # there. An error before a meeting is raised on every rank. Each sample is in one rank's share, whichever that is.
+    # The claim is held until the output is there, so that another process is either refused, or finds all of it.
     def _finish(self, out: Output, world: World) -> None:
         if _on_all(world, lambda: world.rank == 0 and out.claim()):  # another process has finished it meanwhile
             return
@@ -132,12 +132,12 @@ class Job:
 
     @cached_property
     def lengths(self) -> NDArray[np.int32]:
-        """Tokens of every text, truncated."""
+        """Tokens of every text, after truncation."""
         return measure_lengths(self.texts, self._tokens, max_length=self._max_length, progress=self._progress)
 
     @cached_property
     def budget(self) -> Budget:
-        """The user's, or one that knows the model, for these lengths."""
+        """The user's budget, or one that knows the model, bound to these lengths."""
         task, budget = self.task, self._given_budget
         known: Any = partial(MemoryRegressor.of_model, task.model, task.mode, max_new_tokens=task.new_tokens)
         if budget is None:
@@ -149,7 +149,7 @@ class Job:
         return few_shapes(self._shapes, self.lengths, budget, window=len(self.texts))
 
     def _prepare(self) -> None:
-        """Measure the texts, before anything is run or written. A position that is not there ends the process on a GPU."""
+        """Measure the texts before anything is run or written. On a GPU a missing position ends the process."""
         lengths, (_, last) = self.lengths, _positions(self.task.model)
         new = self.task.new_tokens if self.task.padding_side == "left" else 0
         if last is not None and len(over := np.flatnonzero(lengths + new > last)):
@@ -173,7 +173,7 @@ class Job:
                 bar.update(int(self.lengths[indices].sum()))
 
     def _batches(self, samples: Sequence[int]) -> list[list[int]]:
-        # Every new token is a step of its own, which costs what any step costs; every copy costs its tokens.
+        # Every new token is a step of its own, at the fixed cost of a step; every copy costs its tokens.
         work = Work.of_known(self.task.model, device=next(self.task.model.parameters()).device)
         work = replace(work, per_step=work.per_step * (1 + self.task.new_tokens) / self.task.copies)
         sampler = LengthAwareBatchSampler(self.lengths[list(samples)], self.budget, work=work, rank=0, world_size=1)
@@ -189,11 +189,11 @@ class Job:
 
 
 def _on_all(world: World, act: Callable[[], bool | None]) -> bool:
-    """Whether ``act`` is true on any rank; an error on one rank ends it on every rank. A barrier."""
+    """Whether ``act`` returns true on any rank; an error on one rank is raised on every rank. A barrier."""
     found, error = False, None
     try:
         found = bool(act())
-    except Exception as caught:  # raised again, when all ranks know
+    except Exception as caught:  # raised again once all ranks know
         error = caught
     failed, anywhere = world.all_max([world.rank if error is not None else -1, int(found)])
     if error is not None:
@@ -205,7 +205,7 @@ def _on_all(world: World, act: Callable[[], bool | None]) -> bool:
 
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """Dropout off, and each module's mode as it was afterwards."""
+    """Dropout is off inside; afterwards each module has its mode back."""
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False
@@ -217,7 +217,7 @@ def evaluating(model: Any) -> Iterator[None]:
 
 
 def _positions(model: Any) -> tuple[int | None, int | None]:
-    """Tokens that a model says it takes, and those that it has learned positions for: its table ends there."""
+    """Tokens that a model states it takes; and how many positions its learned table has, or None."""
     config = getattr(model, "config", None)
     narrow = getattr(config, "get_text_config", None)
     stated = getattr(config if narrow is None else narrow(), "max_position_embeddings", None)
@@ -248,7 +248,7 @@ def identity_of(model: Any, tokenizer: Any, texts: Iterable[str], settings: Mapp
 
 
 def _digest(parts: Iterable[str]) -> str:
-    """Each in quotes: "ab", "c" is not "a", "bc"."""
+    """A hash of the parts, each in quotes: "ab", "c" differs from "a", "bc"."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         digest.update(ascii(str(part)).encode())
@@ -256,14 +256,14 @@ def _digest(parts: Iterable[str]) -> str:
 
 
 def _said(value: Any) -> str | int | None:
-    """A setting, or a configuration as what it says."""
+    """A setting as text; a configuration by its content."""
     if hasattr(value, "to_dict"):
         value = {k: v for k, v in value.to_dict().items() if v is not None and k not in _WHERE_FROM | _HOW}
     return value if value is None or type(value) in (int, str) else described(value)
 
 
 def _tokenizer(tokenizer: Any) -> str:
-    """Its rules or at least its vocabulary, its special tokens, and what it makes of some words."""
+    """A tokenizer's rules or vocabulary, its special tokens, and what it makes of some words."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = tokenizer.get_vocab() if backend is None else json.loads(backend.to_str())
     rules = sorted((k, v) for k, v in rules.items() if k not in ("truncation", "padding"))  # left there by each call
@@ -271,8 +271,8 @@ def _tokenizer(tokenizer: Any) -> str:
     return f"{type(tokenizer).__name__} #{hashed(repr((rules, special, tokenizer(_PROBES)['input_ids'])))}"
 
 
-# What weights do not say: which adapter is active, whether it is switched off or merged, its scaling, a temperature. Such
-# settings are plain values of modules. A private one belongs to the framework, except in the layers of peft.
+# Weights do not show which adapter is active, whether it is switched off or merged, its scaling, or a temperature. Such
+# settings are plain attributes of modules. Private ones belong to the framework, except in the layers of peft.
 def _switches(model: Any) -> Iterator[str]:
     for name, module in model.named_modules():
         private = type(module).__module__.partition(".")[0] == "peft"
@@ -282,7 +282,7 @@ def _switches(model: Any) -> Iterator[str]:
 
 
 def _adapters(model: Any) -> str | None:
-    """What is done with adapters, in the words of peft's layers; None where there are none."""
+    """The state of adapters, by the attributes of peft's layers; None: there are none."""
     layers = (part for part in model.modules() if isinstance(getattr(part, "disable_adapters", None), bool))
     found = {", ".join(f"{name}={getattr(layer, name, None)!r}" for name in _ADAPTERS) for layer in layers}
     return "; ".join(sorted(found)) or None
@@ -293,8 +293,8 @@ def _is_plain(value: Any) -> bool:
     return all(map(_is_plain, inner)) if isinstance(inner, (list, tuple)) else type(value) in _PLAIN
 
 
-# Weights may be many and on a device, so they are compared by checksums after Fletcher: elements read as integers are summed,
-# and summed once more times their odd places, modulo 2**64. A changed element changes the first, a moved one the second.
+# Weights may be many and on a device, so they are compared by Fletcher checksums: elements, as integers, are summed,
+# and summed times odd place numbers, modulo 2**64. A changed element changes the first, a moved one the second.
 def _weights(model: Any) -> Iterator[str]:
     for name, tensor in sorted({**dict(model.named_buffers()), **model.state_dict()}.items()):
         if hasattr(tensor, "element_size") and not name.endswith("inv_freq"):  # which the config says

@@ -1,4 +1,4 @@
-"""Run again in halves: only the part that failed, and only after the failed attempt has let go of its memory."""
+"""Runs again in halves: only the part that failed, and only after the failed attempt has released its memory."""
 
 import gc
 import logging
@@ -27,11 +27,11 @@ _BACKENDS = ("cuda", "xpu", "mps", "npu")
 def attempt(
     run: Callable[[Any], T], part: Any, shape: Callable[[], BatchShape], learned: LearningBudget, watch: PeakWatch | None
 ) -> tuple[T | None, str | None]:  # fmt: skip
-    """``run(part)`` and None; or None and the out-of-memory error that ended it, of which then nothing is left alive. Other
-    errors pass through. What passed, and what failing cost, ``learned`` is told; not that this ``shape`` failed.
+    """(``run(part)``, None); or (None, message) if it ran out of memory, and then nothing of the attempt is left alive.
+    Other errors pass through. ``learned`` is told of passes and what failures cost, not that ``shape`` failed.
 
     Frames hold a failed attempt's tensors, the traceback holds the frames, and the exception being handled holds the
-    traceback: so the frames are cleared, the ``except`` block is left, and only then is memory collected.
+    traceback. So the frames are cleared, the ``except`` block is left, and only then is memory collected.
     """
     started = time.perf_counter()
     try:
@@ -61,7 +61,7 @@ def _clear_frames(error: BaseException | None, seen: set[int]) -> None:
 
 
 def free_memory() -> None:
-    """Collect garbage, then hand the caching allocators' unused blocks back, on every device type in use."""
+    """Collect garbage, then release the caching allocators' unused blocks, on every device type in use."""
     gc.collect()
     for backend in (getattr(torch, name, None) for name in _BACKENDS):
         if backend is not None and backend.is_available() and getattr(backend, "is_initialized", lambda: True)():
@@ -69,7 +69,7 @@ def free_memory() -> None:
 
 
 def halves(start: int, stop: int) -> list[tuple[int, int]]:
-    """A range of samples as two, the first the larger by at most one."""
+    """Divide a range of samples in two; the first half is larger by at most one."""
     middle = start + (stop - start + 1) // 2
     return [(start, middle), (middle, stop)]
 
@@ -79,16 +79,16 @@ def run_with_oom_retry(
     split: Splitter[B] | None = None, min_samples: int = 1, learned: LearningBudget | None = None,
     indices: Sequence[int] = (),
 ) -> list[T]:  # fmt: skip
-    """``fn(batch)``, in parts where the whole does not fit; the parts' results in input order.
+    """``fn(batch)``, in parts if the whole does not fit; returns the results of the parts in input order.
 
-    ``fn`` must leave nothing behind when it fails: a forward pass or ``generate`` qualifies, a backward pass does not (use
-    :class:`~dynagroup.oom.OomSafeBackward`). Only a part that failed is run again, in halves; one that still waits and is no
-    smaller than what has failed is cut before it is run.
+    ``fn`` must leave nothing behind when it fails: a forward pass or ``generate`` qualifies, a backward pass does not
+    (use :class:`~dynagroup.oom.OomSafeBackward`). Only a part that failed is run again, in halves. A waiting part that
+    is no smaller than a failed one is cut before it runs.
 
     Args:
         split: how to count and cut a batch; default: :class:`~dynagroup.oom.BatchSplitter`.
-        min_samples: a part of fewer than twice as many samples is not cut any more.
-        learned: a budget to teach; what it has learned not to fit is cut before it fails.
+        min_samples: a part with fewer than twice this many samples is not cut.
+        learned: a budget that learns from failures; what it has learned not to fit is cut before it fails.
         indices: dataset indices of the samples, to name them in messages.
 
     Raises:

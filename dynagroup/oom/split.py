@@ -1,4 +1,4 @@
-"""Take some samples out of a batch of any usual kind, trimmed to their own longest; and what a batch's shape is."""
+"""Takes a range of samples out of any usual kind of batch, trimmed to their own longest; finds the shape of a batch."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ _TOKEN_KEYS = {
     "input_ids", "attention_mask", "token_type_ids", "position_ids", "labels", "shift_labels", "inputs_embeds", "loss_mask",
     "special_tokens_mask", "mm_token_type_ids", "global_attention_mask", "assistant_masks", "completion_mask",
 }  # fmt: skip
-# About the batch as a whole, whatever their size.
+# These describe the batch as a whole, whatever their size.
 _SHARED_KEYS = {"cache_position", "num_items_in_batch", "logits_to_keep", "return_loss"}
 _SIZED_BY = (
     "input_ids", "inputs_embeds", "attention_mask", "decoder_input_ids", "labels", "input_features", "input_values",
@@ -27,7 +27,7 @@ _WHOLE = (type(None), str, bytes, int, float, np.generic)
 _IGNORED_LABEL = -100
 _BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
 _LONGEST = ("max_length_q", "max_length_k", "max_seqlen")
-# Concatenated over samples: key -> (kind, whether it has a row a patch instead of one an image).
+# Concatenated over samples: key -> (kind, True: one row per patch; False: one row per image).
 _VISION_KEYS = {
     "pixel_values": ("image", True), "image_grid_thw": ("image", False), "pixel_values_videos": ("video", True),
     "video_grid_thw": ("video", False), "second_per_grid_ts": ("video", False),
@@ -57,7 +57,7 @@ class VisionTokens:
 
     @classmethod
     def from_config(cls, config: Any) -> "VisionTokens | None":
-        """From a model's config; None for a model without such tokens."""
+        """Read from a model's config; None for a model without such tokens."""
         image, video = getattr(config, "image_token_id", None), getattr(config, "video_token_id", None)
         merge = getattr(getattr(config, "vision_config", None), "spatial_merge_size", None)
         if merge is None or (image is None and video is None):
@@ -69,14 +69,14 @@ class VisionTokens:
 class BatchSplitter:
     """Splits dicts, ``BatchEncoding``, tuples and lists of fields, tensors, arrays and lists of samples.
 
-    A list of tensors of one first dimension (``default_collate``) holds fields. Numbers and strings go to every part. What fits
-    no rule is refused with its key. A packed batch, one row with ``cu_seq_lens_q`` or with ``position_ids`` that start again, is
-    split between its samples.
+    A list of tensors of one first dimension (as of ``default_collate``) holds fields. Numbers and strings go to every
+    part. A field that fits no rule is refused by its name. A packed batch is split between its samples; it is one row
+    with ``cu_seq_lens_q``, or with ``position_ids`` that start again.
 
     Args:
-        trim: whether a part loses the padding columns on its right, as its ``attention_mask`` shows them. (On the left that
-            would move the positions of a model.)
-        pad_to_multiple_of: trimmed widths are rounded up to it, at most to the batch's own.
+        trim: whether a part loses the padding columns on its right, by its ``attention_mask``. (On the left this would
+            move the positions of a model.)
+        pad_to_multiple_of: trimmed widths are rounded up to a multiple of this, but not above the batch's own.
         rules: key -> ``rule(value, batch, start, stop)``, for values that only you know how to cut.
         vision: token ids of images and videos, where ``pixel_values`` of all samples are concatenated
             (``image_grid_thw``); not needed when the batch has ``mm_token_type_ids``.
@@ -136,8 +136,8 @@ class BatchSplitter:
         return _rebuild(batch, parts, start, stop)
 
     def _trim(self, parts: Fields, fields: Fields, num_samples: int, start: int, stop: int) -> None:
-        """Cut columns off all that has one entry per token, in place; off nothing where another field as wide as the mask is not
-        known to hold one entry per token, or a label would be lost."""
+        """Cut columns off all fields with one entry per token, in place. Cut nothing if an unknown field is as wide as
+        the mask, or if a label would be lost."""
         mask, known = fields.get("attention_mask"), _TOKEN_KEYS | self.rules.keys() | _SHARED_KEYS
         if not _is_array(mask) or mask.ndim != 2:
             return
@@ -155,12 +155,12 @@ class BatchSplitter:
         for key, value in wide.items():
             if (key == "position_ids" and value.shape[-1] == width) or tuple(value.shape[:2]) == (num_samples, width):
                 part = parts[key][..., :kept] if key == "position_ids" else parts[key][:, :kept]
-                # In one piece, as models expect what they flatten by `view`.
+                # Contiguous, because models flatten these with `view`.
                 parts[key] = part.contiguous() if hasattr(part, "contiguous") else part
 
 
 def _take_padded(key: Any, value: Any, num_samples: int, start: int, stop: int) -> Any:
-    """Some samples' entries of a field; ``position_ids`` may have a plane each for time, height, width, or a row for all."""
+    """Some samples' entries of a field. ``position_ids`` may have planes for time, height, width, or one row."""
     if key == "position_ids" and _is_array(value):
         if value.ndim == 3 and value.shape[1] == num_samples:
             return value[:, start:stop]
@@ -185,21 +185,21 @@ def _is_sized(value: Any) -> bool:
 
 
 def _fields_of(value: Any) -> Fields | None:
-    """What a container holds by key or position; None for what is none."""
+    """Fields of a container by key or position; None: it is no container."""
     if isinstance(value, (tuple, list)):
         return dict(enumerate(value))
     return dict(value) if isinstance(value, Mapping) else None
 
 
 def _holds_samples(batch: Any) -> bool:
-    """Whether a batch is an array, or a list of samples: not one of tensors of one first dimension."""
+    """Whether a batch is an array or a list of samples, not a list of fields: tensors of one first dimension."""
     if not isinstance(batch, list):
         return _is_array(batch)
     return not batch or not all(_is_array(v) and v.ndim for v in batch) or len({len(v) for v in batch}) > 1
 
 
 def _cut(value: Any, name: str, num_samples: int, start: int, stop: int) -> Any:
-    """One field's entries of the samples ``start`` to ``stop - 1``."""
+    """Entries of the samples ``start`` to ``stop - 1`` in one field."""
     if isinstance(value, _WHOLE) or (_is_array(value) and not value.ndim):
         return value
     if _is_sized(value) and len(value) == num_samples:
@@ -214,7 +214,7 @@ def _cut(value: Any, name: str, num_samples: int, start: int, stop: int) -> Any:
 
 
 def _rebuild(like: Any, parts: Fields, start: int, stop: int) -> Any:
-    """The same kind of container with other contents."""
+    """A container of the same kind with other contents."""
     if isinstance(like, (tuple, list)):
         return type(like)(*parts.values()) if hasattr(like, "_fields") else type(like)(parts.values())
     encodings = getattr(like, "encodings", None)
@@ -234,7 +234,7 @@ def longest_of(batch: Any) -> int:
 
 
 def shape_of(batch: Any, num_samples: int) -> BatchShape:
-    """The shape (K = 1) of a batch as it is run: a packed one by its samples' own lengths."""
+    """The shape (K = 1) of a batch as it is run; of a packed one by the lengths of its samples."""
     borders = packed_borders(batch) if isinstance(batch, Mapping) else None
     if borders is None:
         return BatchShape.of(num_samples, longest_of(batch))
@@ -270,7 +270,7 @@ def packed_borders(batch: Mapping[Any, Any]) -> list[int] | None:
 
 
 def _take_packed(key: str, value: Any, borders: list[int], start: int, stop: int) -> Any:
-    """What samples ``start`` to ``stop - 1`` of a packed batch have of one field."""
+    """The part of one field that belongs to samples ``start`` to ``stop - 1`` of a packed batch."""
     tokens, num_samples, first, last = borders[-1], len(borders) - 1, borders[start], borders[stop]
     if key in _BORDERS:
         return value[start : stop + 1] - value[start]
@@ -293,7 +293,7 @@ def _take_packed(key: str, value: Any, borders: list[int], start: int, stop: int
 
 
 def _take_vision(fields: Mapping[Any, Any], key: str, start: int, stop: int, tokens: VisionTokens | None) -> Any:
-    """Some samples' rows of images, None for no images: each ends where its placeholder tokens have been seen."""
+    """Rows of images of some samples; None: they have no images. An image ends where its placeholder tokens end."""
     kind, per_patch = _VISION_KEYS[key]
     token_id, types = getattr(tokens, f"{kind}_token_id", None), fields.get("mm_token_type_ids")
     if token_id is None and types is None:

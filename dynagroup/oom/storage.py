@@ -1,4 +1,4 @@
-"""Results on disk: a journal while a job runs, so that a crash loses nothing, and the file that they end up in."""
+"""Results on disk: a journal while a job runs, so that a crash loses nothing, and the final output file."""
 
 import json
 import logging
@@ -22,13 +22,13 @@ Buffer: TypeAlias = bytes | memoryview
 _log = logging.getLogger(__name__)
 _OWN = re.compile(r"[0-9a-f]{32}\.(journal|new)")
 _HEAD = struct.Struct("<IIq")  # bytes of the result, checksum, index of the sample
-_UNKNOWN = " " * 31  # as long as what is said of an output
+_UNKNOWN = " " * 31  # as long as the description of an output
 _ESCAPED = re.compile("[\x85\u2028\u2029\ud800-\udfff]")  # line ends to some readers, halves of pairs
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a job's results are: the file that holds them, one as bytes and back, all of them to a file and back."""
+    """The form of a job's results: suffix of the file; one result to bytes and back; all results to a file and back."""
 
     suffix: str
     pack: Callable[[Any], bytes]
@@ -39,7 +39,7 @@ class Kind:
 
 
 def _as_json(value: Any) -> str:
-    """One line for every reader."""
+    """A JSON text that every reader takes for one line."""
     return _ESCAPED.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(value, ensure_ascii=False))
 
 
@@ -54,7 +54,7 @@ def _read_jsonl(path: Path) -> list[Any]:
 
 
 def _write_npy(path: Path, results: np.ndarray) -> None:
-    with path.open("wb") as file:  # by name, numpy would add its suffix
+    with path.open("wb") as file:  # given a name, numpy would add its suffix
         np.save(file, results)
 
 
@@ -70,14 +70,14 @@ VECTORS = Kind(
 """Float32 vectors of one width: together one array (num_samples, width)."""
 
 
-# A write-ahead journal. PATH.job says which job this is, and once the job is done, what the output holds; the one run that
-# works on it keeps a lock on that file, which is never removed or replaced. In PATH.journal/ every process of every run has a
-# file of its own name: records of length, checksum, index and result. Checksums count from the identity of the job. So a
-# record that is whole is a result of this job, and two processes never write one file. A file counts up to its first record
-# that is not whole, be it torn by a crash or damaged later: what stands behind is done again.
-# The output is renamed into place when its receipt is written: where it exists, its receipt does. Cost: an fsync a batch.
+# A write-ahead journal. PATH.job says which job this is, and once the job is done, what the output holds. The one run
+# that works on it holds a lock on that file, which is never removed or replaced. In PATH.journal/ each process of each
+# run has a file of its own: records of length, checksum, index and result. Checksums start from the identity of the
+# job, so an intact record is a result of this job; and two processes never write one file. A file counts up to its
+# first record that is not intact, be it torn by a crash or damaged later; what comes after it is done again.
+# The output is renamed into place after its receipt is written, so it always has one. Cost: one fsync per batch.
 class Output:
-    """A job's results file, and the journal of finished samples beside it until it is there."""
+    """A job's results file; until it is complete, also the journal of finished samples beside it."""
 
     def __init__(self, path: Path, identity: Mapping[str, Any], num_samples: int, kind: Kind) -> None:
         if path.suffix != kind.suffix:
@@ -90,7 +90,7 @@ class Output:
         self._file: Any = None
 
     def is_finished(self) -> bool:
-        """Whether this very job has been finished there. Refuses another job's file, a changed one, and one of unknown origin."""
+        """Whether this job's output is complete. Refuses a file of another job, a changed file, and an unknown one."""
         if not self._path.exists():
             return False
         if not self._path.is_file() or not self._receipt.exists():
@@ -100,8 +100,8 @@ class Output:
         return True
 
     def claim(self) -> bool:
-        """Be the one run that works here, until :meth:`close`; refused where another job's samples are. Whether the job has been
-        finished meanwhile."""
+        """Lock the output for this run until :meth:`close`; refuse it if it holds another job's samples. Returns
+        whether another process has finished the job meanwhile."""
         self._receipt.parent.mkdir(parents=True, exist_ok=True)
         self._lock = os.fdopen(os.open(self._receipt, os.O_RDWR | os.O_CREAT), "r+b")
         _lock(self._lock, self._receipt)
@@ -113,7 +113,7 @@ class Output:
         return False
 
     def _said(self, found: str = "") -> None:
-        """Refuse what a receipt says of another job, or of another output than was found."""
+        """Refuse a receipt of another job, or of another output than the one found."""
         try:
             line = self._receipt.read_bytes()
             receipt = opened(json.loads(line.partition(b"\n")[0]), "job", self._identity)[0] if line else {}
@@ -125,17 +125,17 @@ class Output:
             raise StateError(f"{self._receipt} is not of this job: {error}. {way_out}") from error
 
     def _say(self, output: str) -> None:
-        """Written over what stood there, which is as long or another job's: what is left behind the first line is not read."""
+        """Write over the first line, in place. The old text is as long, or another job's; later lines are not read."""
         self._lock.seek(0)
         self._lock.write(json.dumps(sealed("job", self._identity, {"output": output})).encode() + b"\n")
         self._lock.flush()
         os.fsync(self._lock.fileno())
 
     def finished(self) -> dict[int, Buffer]:
-        """Samples that any run has finished: index -> its result. Warns of what is not whole."""
+        """Samples that any run has finished: index -> result. Warns of damaged records."""
         found: dict[int, Buffer] = {}
         for path in filter(os.path.getsize, self._own_files("journal")):
-            with path.open("rb") as file:  # a map: it takes memory where it is looked at, and can give it back
+            with path.open("rb") as file:  # as a memory map, whose pages the system can free
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             data, end = memoryview(mapped), 0
             while end + _HEAD.size <= len(data):
@@ -164,13 +164,13 @@ class Output:
         os.fsync(self._file.fileno())
 
     def publish(self) -> None:
-        """Write the output in input order. The one that has claimed it does this, when all samples are in the journal."""
+        """Write the output in input order: by the run that holds the lock, once all samples are in the journal."""
         found = self.finished()
         if len(found) < self.num_samples:
             missing = self.num_samples - len(found)
             raise StateError(f"{missing} of {self.num_samples} samples are not in {self.journal}; run again")
-        self.journal.mkdir(exist_ok=True)  # there is none where there is no sample
-        new = self.journal / f"{uuid.uuid4().hex}.new"  # nobody else writes it; it goes with the journal
+        self.journal.mkdir(exist_ok=True)  # a job without samples has no journal yet
+        new = self.journal / f"{uuid.uuid4().hex}.new"  # no other process writes it; it is removed with the journal
         self._kind.write(new, self._kind.gather([self._kind.unpack(found[i]) for i in range(len(found))]))
         with new.open("rb") as file:
             os.fsync(file.fileno())
@@ -178,7 +178,7 @@ class Output:
         os.replace(new, self._path)
 
     def close(self) -> None:
-        """Let others work here."""
+        """Release the lock."""
         for file in (self._file, self._lock):
             if file is not None:
                 file.close()
@@ -210,7 +210,7 @@ class Output:
 
 
 def _sum(path: Path) -> str:
-    """Size and checksum of a file, always as many characters."""
+    """Size and checksum of a file, as text of fixed length."""
     checksum = 0
     with path.open("rb") as file:
         while block := file.read(2**20):

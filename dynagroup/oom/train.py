@@ -1,5 +1,5 @@
-"""A training step that survives running out of memory, with the gradients it would have had. Those of
-``DistributedDataParallel`` are kept on their rank, then averaged once, without its own exchange."""
+"""A training step that survives running out of memory, with the same gradients. With ``DistributedDataParallel``
+gradients stay on their rank and are averaged once, at the end, without DDP's own exchange."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -26,13 +26,13 @@ from dynagroup.update.step import Step
 ComputeLoss: TypeAlias = Callable[[Any], torch.Tensor]
 
 BUCKET_BYTES = 2**20
-"""Smaller gradients travel together; a larger one travels in the tensor that holds it, without a copy."""
+"""Smaller gradients are exchanged together; a larger one is exchanged in its own tensor, without a copy."""
 _SHARDED = {"FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardResult:
-    """What became of one batch: its loss as ``compute_loss`` gives it for the whole, detached; the parts that it was run in."""
+    """Result of one batch: the detached loss that ``compute_loss`` gives for the whole, and its parts."""
 
     loss: torch.Tensor
     num_parts: int
@@ -40,7 +40,7 @@ class BackwardResult:
 
 @dataclass(slots=True)
 class Part:
-    """Samples ``start`` to ``stop - 1`` of a batch, with all that is needed to run it again exactly."""
+    """Samples ``start`` to ``stop - 1`` of a batch, with all that is needed to repeat their run exactly."""
 
     call: int
     batch: Any
@@ -58,7 +58,7 @@ class Part:
         return self.stop - self.start
 
     def samples(self, splitter: Splitter[Any]) -> Any:
-        """As a batch of their own."""
+        """This part's samples, as a batch of their own."""
         whole = self.start == 0 and self.stop == splitter.num_samples(self.batch)
         return self.batch if whole else splitter.take(self.batch, self.start, self.stop)
 
@@ -66,14 +66,14 @@ class Part:
         return shape_of(self.samples(splitter), self.num_samples)
 
     def cut(self, splitter: Splitter[Any], weigh: Callable[[Any, int], float] | None) -> "list[Part]":
-        """Two halves that weigh together what the part weighs."""
+        """Two halves whose weights add up to that of the part."""
         both = halves(self.start, self.stop)
         parts: list[Part] = [replace(self, start=a, stop=b, rng=None, loss=None) for a, b in both]
         if weigh is not None:
             weights = [weigh(half.samples(splitter), half.num_samples) for half in parts]
             for half, weight in zip(parts, weights, strict=True):
                 half.share = self.share * weight / sum(weights) if weight else 0.0
-            # The mean over no labels is 0 / 0: such a half adds nothing to the whole's mean, but would spoil it.
+            # The mean over no labels is 0 / 0: such a half adds nothing to the whole, but would make it NaN.
             parts = [half for half in parts if half.share]
         if parts:
             parts[0].rng = self.rng
@@ -82,7 +82,7 @@ class Part:
 
 @dataclass(slots=True)
 class Update:
-    """The update in progress: what ran, what was in ``.grad`` before it, what its ranks must still agree on."""
+    """The update in progress: which parts ran, what was in ``.grad`` before, and what ranks must still agree on."""
 
     parameters: list[torch.nn.Parameter]
     before: list[torch.Tensor | None] = field(init=False)
@@ -91,20 +91,20 @@ class Update:
     num_calls: int = 0
     failed_cost: float = math.inf
     verdict: tuple[int, int] | None = None
-    """The sample that does not fit even alone: its index in the dataset if known, and its tokens."""
+    """The sample that does not fit even alone: (its index in the dataset if known, its tokens)."""
 
     def __post_init__(self) -> None:
         self.before = [parameter.grad for parameter in self.parameters]
         self.undo()
 
     def undo(self) -> None:
-        """Forget all gradients of the update; everything that gave them is to run again."""
+        """Drop all gradients of the update; all parts that made them wait to run again."""
         for parameter in self.parameters:
             parameter.grad = None
         self.waiting, self.done = self.done + self.waiting, []
 
     def end(self, *, keep: bool) -> None:
-        """Leave in ``.grad`` what was there before the update, with what it gave added in the very tensors, or without."""
+        """Restore ``.grad`` from before the update; with ``keep``, add the update's gradients to it in place."""
         for parameter, before in zip(self.parameters, self.before, strict=True):
             if not keep:
                 parameter.grad = before
@@ -113,21 +113,21 @@ class Update:
 
 
 class OomSafeBackward:
-    """``loss.backward()`` that goes on in parts when memory runs out, with exact weights.
+    """``loss.backward()`` that continues in parts when memory runs out, with exact weights.
 
-    Call it once per batch; with ``ends_update=True`` on the last batch before ``optimizer.step()``. Gradients stay on their rank
-    until all parts of the update have run, and are then averaged: a rank that runs out of memory repeats its own work. A sample
-    that does not fit even alone raises the same error on every rank. An update's batches are held until it ends.
+    Call it once per batch, with ``ends_update=True`` on the last batch before ``optimizer.step()``. Gradients stay on
+    their rank, and batches in memory, until all parts of the update have run; then gradients are averaged. A rank that
+    runs out of memory repeats its own work only. If a sample does not fit even alone, all ranks raise the same error.
 
     ``compute_loss`` must not exchange data between ranks, and its loss must be a mean or sum over its batch (no batch
     normalisation, no contrastive loss).
 
     Args:
         model: the model, plain or in ``DistributedDataParallel``. FSDP and DeepSpeed are refused.
-        weigh: what the loss is a mean of, as for loaders; or "sum": it is divided by a number that does not depend on the part.
-        splitter: how to count and cut a batch; default: right padding is trimmed, since left trimming moves positions.
+        weigh: what the loss is a mean of, as for loaders; or "sum", if need be divided by the same number in all parts.
+        splitter: how to count and cut a batch; default: trims right padding only, as left trimming moves positions.
         world: ranks that train together; default: those of the ``DistributedDataParallel`` in ``model``.
-        learned: a budget to teach; batches that it has learned not to fit are split before they fail.
+        learned: a budget that learns from failures; batches that it has learned not to fit are split before they fail.
         backward: runs the backward pass of a scaled loss, e.g. ``accelerator.backward``; default: ``Tensor.backward``.
 
     >>> import torch
@@ -152,13 +152,13 @@ class OomSafeBackward:
         self._device = next(model.parameters()).device
         self._peak = PeakWatch(self._device)
         self._began = False
-        """Whether the latest attempt reached its backward pass: then it may have added to some gradients."""
+        """Whether the latest attempt reached its backward pass, which may have added to some gradients."""
         self._update: Update | None = None
         self.learned = learned if learned is not None else LearningBudget()
         """What running out of memory has taught so far, with its report."""
 
     def step(self, compute_loss: ComputeLoss, step: Step[Any]) -> BackwardResult:
-        """Run a :class:`~dynagroup.Step` of a loader, with its loss scale. An idle step costs nothing."""
+        """Run a :class:`~dynagroup.Step` of a loader, with its loss scale. An idle step runs nothing."""
         how: Any = {name: getattr(step, name) for name in ("loss_scale", "ends_update", "indices", "idle")}
         return self(compute_loss, step.batch, **how)
 
@@ -170,11 +170,11 @@ class OomSafeBackward:
 
         Args:
             indices: dataset indices of the samples, to name them in messages.
-            idle: a batch that only keeps ranks in step: nothing is run.
+            idle: the batch only keeps ranks in step; nothing is run.
 
         Raises:
-            BudgetError: a sample does not fit even alone; on every rank alike, when the update ends.
-            AlignmentError: a rank has gone. Any other error ends the update; ``.grad`` then is what a plain loop leaves.
+            BudgetError: a sample does not fit even alone; raised on every rank when the update ends.
+            AlignmentError: a rank is gone. Any other error ends the update, with ``.grad`` as a plain loop leaves it.
         """
         self._update = update = self._update or Update([p for p in self._model.parameters() if p.requires_grad])
         update.num_calls += 1
@@ -183,7 +183,7 @@ class OomSafeBackward:
                 stop = self._splitter.num_samples(batch)
                 update.waiting.append(Part(update.num_calls, batch, indices, compute_loss, loss_scale, 0, stop))
                 self._run_waiting(update)
-        except BaseException:  # who clears gradients and goes on, or begins anew, begins an update
+        except BaseException:  # whatever runs next begins a new update
             self._update = None
             update.end(keep=True)
             raise
@@ -194,16 +194,16 @@ class OomSafeBackward:
         loss: Any = sum(part.loss * part.share for part in parts) if parts else torch.zeros((), device=self._device)
         return BackwardResult(loss, len(parts))
 
-    # Gradients under out-of-memory. A backward pass that fails has added to some gradients and not to others, and no copy of
-    # them is kept. So all gradients of the update are dropped, and everything that gave them runs again, each part from the
-    # random state that it first began with: the same sums in the same order, the same gradients bit for bit. A failure in a
-    # forward pass has added nothing, and only its own batch is cut. Cost: the inputs of an update's batches are held until it
-    # ends, and a failure in backward repeats what the update has done so far.
+    # Gradients under out-of-memory. A backward pass that fails has added to some gradients and not to others, and no
+    # copy of them is kept. So all gradients of the update are dropped, and all its parts run again, each from the
+    # random state of its first run: the same sums in the same order, the same gradients bit for bit. A failed forward
+    # pass has added nothing, so only its own batch is cut. Cost: the inputs of an update's batches are held until it
+    # ends, and a failure in a backward pass repeats what the update has done so far.
     def _run_waiting(self, update: Update) -> None:
-        """Run what waits, cutting what fails. Leaves a verdict in ``update`` where nothing helps."""
+        """Run the waiting parts, and cut those that fail. If a single sample fails, it is ``update.verdict``."""
         while update.waiting and update.verdict is None:
             part = update.waiting.pop(0)
-            may_fit = part.rng is not None or self._may_fit(update, part)  # what has begun before is repeated as it was
+            may_fit = part.rng is not None or self._may_fit(update, part)  # a part that ran is repeated unchanged
             if may_fit and self._attempt(update, part):
                 update.done.append(part)
                 continue
@@ -216,7 +216,7 @@ class OomSafeBackward:
                 update.undo()
 
     def _may_fit(self, update: Update, part: Part) -> bool:
-        """Nothing speaks against it, neither what was learned nor what has failed in this update; or it cannot be cut."""
+        """Whether neither lessons nor failures in this update speak against the part, or it cannot be cut."""
         known = self.learned.has_learned or math.isfinite(update.failed_cost)
         if not known or part.num_samples == 1:
             return True
@@ -224,8 +224,8 @@ class OomSafeBackward:
         return bool(self.learned.allows(shape)[0]) and float(self.learned.cost(shape)[0]) < update.failed_cost
 
     def _attempt(self, update: Update, part: Part) -> bool:
-        """Whether the part fitted. What failed leaves nothing behind but gradients, see ``_began``."""
-        # What dropout draws from: torch's states on the CPU and on one device.
+        """Whether the part fitted. A failure leaves nothing behind but gradients, see ``_began``."""
+        # Random states that dropout draws from: torch's on the CPU and on one device.
         kind = self._device.type
         sources: list[Any] = [torch] if kind == "cpu" else [torch, getattr(torch, kind)]
         if part.rng is None:
@@ -235,7 +235,7 @@ class OomSafeBackward:
         self._began = False
         samples, shape = part.samples(self._splitter), partial(part.shape, self._splitter)
         part.loss, error = attempt(partial(self._run, part), samples, shape, self.learned, self._peak)
-        if error is not None:  # ranks must plan alike, so all of them learn it together, at the vote
+        if error is not None:  # not told to `learned` yet: ranks must plan alike, so all of them learn it at the vote
             update.failed_cost = min(update.failed_cost, float(self.learned.cost(shape())[0]))
         return error is None
 
@@ -248,11 +248,11 @@ class OomSafeBackward:
             self._backward(loss * (part.loss_scale * part.share))
         return loss.detach()
 
-    # Every rank votes, whatever has happened to it, so no rank waits for one that will not come. Gradients are exchanged only
-    # when all ranks have theirs: nothing can fail then but the exchange itself. Cost: an exchange of gradients as in DDP, one
-    # small all-reduce.
+    # Every rank votes, even after a failure, so no rank waits for one that will not come. Gradients are exchanged only
+    # when all ranks have theirs: then only the exchange itself can fail. Cost: an exchange of gradients as in DDP, and
+    # one small all-reduce.
     def _finish(self, update: Update) -> None:
-        """The end of an update: all ranks raise alike, their gradients as before it, or all hold the mean of their gradients."""
+        """End an update: all ranks raise, with gradients as before it; or all hold the mean of their gradients."""
         held = zip(update.parameters, update.before, strict=True)
         present = [int(p.grad is not None or before is not None) for p, before in held]
         cost = -NO_COST if math.isinf(update.failed_cost) else -int(update.failed_cost * COST_UNIT)
@@ -270,13 +270,13 @@ class OomSafeBackward:
             used = [p for p, anywhere in zip(update.parameters, present, strict=True) if anywhere]
             group: Any = self._ddp.process_group
             average_gradients(used, group)
-            # What DDP does before a forward pass: buffers follow the group's first rank.
+            # As DDP does before a forward pass: copy the buffers of the group's first rank.
             for buffer in self._ddp.modules_buffers if self._ddp.broadcast_buffers else ():
                 dist.broadcast(buffer.data, src=dist.get_process_group_ranks(group)[0], group=group)
 
 
 def find_ddp(model: torch.nn.Module) -> DistributedDataParallel | None:
-    """The ``DistributedDataParallel`` in a model. What one rank cannot repeat alone is refused."""
+    """The ``DistributedDataParallel`` in a model, or None. ConfigError: no rank can repeat a step alone."""
     modules = list(model.modules())
     ddp = next((m for m in modules if isinstance(m, DistributedDataParallel)), None)
     for module in modules:
@@ -290,18 +290,18 @@ def find_ddp(model: torch.nn.Module) -> DistributedDataParallel | None:
 
 
 def local_gradients(ddp: DistributedDataParallel | None) -> AbstractContextManager[None]:
-    """Forward and backward passes without any exchange between ranks: neither gradients nor buffers."""
+    """Forward and backward passes without exchange between ranks, of gradients or of buffers."""
     if ddp is None:
         return nullcontext()
-    # Otherwise the first forward broadcasts buffers, and a rank that repeats it would wait for the others forever.
+    # Otherwise the first forward pass broadcasts buffers, and a rank that repeats it waits for the others forever.
     ddp.require_forward_param_sync = False
     return ddp.no_sync()
 
 
-# DDP's own exchange cannot be called off: a rank that fails inside it leaves the others waiting for ever. So ours begins when
-# every rank has all its gradients. Nothing of it overlaps with the backward pass; in exchange large gradients are not copied.
+# DDP's own exchange cannot be cancelled: a rank that fails in it leaves the others waiting forever. So ours begins when
+# every rank has all its gradients. It does not overlap with the backward pass; but large gradients are not copied.
 def average_gradients(parameters: Sequence[torch.nn.Parameter], group: dist.ProcessGroup | None) -> None:
-    """Every ``.grad`` replaced by its mean over ranks; one that is None counts as zero. ``parameters``: alike on all ranks."""
+    """Set every ``.grad`` to its mean over ranks, None as zero. All ranks pass the same ``parameters``."""
     size = dist.get_world_size(group)
     with torch.no_grad():
         buckets = _buckets(parameters)
@@ -322,7 +322,7 @@ def average_gradients(parameters: Sequence[torch.nn.Parameter], group: dist.Proc
 
 
 def _buckets(parameters: Sequence[torch.nn.Parameter]) -> list[list[torch.Tensor]]:
-    """Large gradients alone, small ones of one dtype and device together."""
+    """Buckets of gradients: each large one alone, small ones of one dtype and device together."""
     kinds: dict[Any, list[torch.Tensor]] = {}
     for number, parameter in enumerate(parameters):
         gradient = parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -1,4 +1,4 @@
-"""A division of samples into batches, as flat arrays; and the batch sizes that kernels like, rounded to before the fit check."""
+"""Batches of samples as flat arrays; and batch sizes that kernels run well, for rounding before the fit check."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -73,12 +73,12 @@ class Batches(Sequence[IntArray]):
 
 
 def offsets_of(sizes: NDArray[Any]) -> IntArray:
-    """Where batches of these sizes start, laid end to end; and where the last one ends."""
+    """Where each batch of these sizes starts, laid end to end; and where the last one ends."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
 
 
 def offsets_of_path(came_from: Sequence[int]) -> IntArray:
-    """Offsets from where each stop was come from."""
+    """Offsets of a path: ``came_from[stop]`` is the start of the batch that ends at ``stop``."""
     offsets = [len(came_from) - 1]
     while offsets[-1] > 0:
         offsets.append(came_from[offsets[-1]])
@@ -86,7 +86,7 @@ def offsets_of_path(came_from: Sequence[int]) -> IntArray:
 
 
 def shapes_of(batches: Batches, lengths: Streams) -> BatchShape:
-    """The true shape of every batch. ``lengths`` are indexed by the positions that ``batches`` hold."""
+    """The true shape of every batch; ``batches`` hold positions in ``lengths``."""
     if not len(batches.order):
         none = np.zeros(0, np.int64)
         return BatchShape(none, dict.fromkeys(lengths, none), dict.fromkeys(lengths, none))
@@ -140,7 +140,7 @@ def friendly_size(size: int) -> int:
 
 
 def allowed_sizes(most: int, round_batch: RoundBatch) -> IntArray:
-    """The batch sizes up to ``most`` that ``round_batch`` produces, growing; before the first of them every size.
+    """The batch sizes up to ``most`` that ``round_batch`` produces, ascending; and all sizes below the smallest.
 
     >>> allowed_sizes(20, multiple_of(8)).tolist()
     [1, 2, 3, 4, 5, 6, 7, 8, 16]

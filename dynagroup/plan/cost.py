@@ -1,7 +1,7 @@
-"""Work: how long a batch will take, predicted in linear tokens. It cuts windows and matches ranks; it never decides what fits.
+"""Work: predicted time of a batch, in linear tokens. It cuts windows and balances ranks; it never decides what fits.
 
-A *linear token* is the time of one token in the matrix products of a layer. Attention adds to it in proportion to the
-length of the sample, and every step costs something before its first token.
+A *linear token* is the time of one token in the matrix products of a layer. Attention adds time that grows with the
+square of the sample's length, and every step has a fixed cost.
 """
 
 import math
@@ -21,9 +21,9 @@ from dynagroup.shapes import TOKENS, Streams, primary
 from dynagroup.validation import check_choice, check_number
 
 CPU_PER_STEP = 128.0
-"""Linear tokens that a step costs on a CPU, which has no kernels to launch: measured, see ``docs/benchmarks.md``."""
+"""Fixed cost of a step on a CPU, in linear tokens; a CPU launches no kernels. Measured, see ``docs/benchmarks.md``."""
 FEWEST_STEPS = 16
-"""That say what steps take."""
+"""Fewest timed steps that :meth:`MeasuredWork.fitted` needs."""
 
 Meet: TypeAlias = Literal["step", "stream"]
 PATCHES = "patches"
@@ -32,11 +32,11 @@ PATCHES = "patches"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Price:
-    """What a sample with ``u`` units of one length takes: ``unit * (u + u**2 / crossover)`` linear tokens.
+    """Time of a sample with ``u`` units of one stream: ``unit * (u + u**2 / crossover)`` linear tokens.
 
     Args:
-        unit: linear tokens that one unit takes, greater than 0.
-        crossover: units at which a sample's attention costs as much as everything else; ``math.inf``: attention is free.
+        unit: linear tokens per unit, greater than 0.
+        crossover: units at which attention costs as much as everything else; ``math.inf``: attention is free.
 
     >>> Price(unit=0.5, crossover=100).of([10, 100]).tolist()
     [5.5, 100.0]
@@ -50,7 +50,7 @@ class Price:
         check_number("crossover", self.crossover, finite=False)
 
     def of(self, units: ArrayLike) -> NDArray[np.float64]:
-        """Linear tokens of samples of so many units: float64 (N,)."""
+        """Linear tokens of samples with these numbers of units: float64 (N,)."""
         linear = np.asarray(units, np.float64)
         work = linear + linear * linear / self.crossover
         return work if self.unit == 1.0 else self.unit * work
@@ -58,18 +58,18 @@ class Price:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """Predicted time of a batch: ``per_step + n * (L + L**2 / crossover)``, packed ``per_step + sum(l + l**2 / crossover)``.
+    """Time of a batch: ``per_step + n * (L + L**2 / crossover)``, packed ``per_step + sum(l + l**2 / crossover)``.
 
-    Several lengths add up. Each that counts as tokens (an encoder's and a decoder's) takes as long as tokens do, unless it has a
-    price of its own; one that an :class:`~dynagroup.AdditiveCap` lays end to end takes the sum of its price, or no time.
+    Streams add up. A stream that counts as tokens (an encoder's or a decoder's) costs as much as tokens, unless it has
+    a price of its own. A stream that an :class:`~dynagroup.AdditiveCap` names costs its own price, or nothing.
 
     Args:
-        per_step: linear tokens that a step costs however small its batch is: launching kernels, reducing gradients.
-        crossover: tokens at which a sample's attention costs as much as everything else; ``math.inf``: attention is free.
-        streams: prices of lengths by name, such as ``{"patches": Price(unit=0.1)}``. ConfigError: samples have several
-            lengths, but none of that name.
-        meet: where ranks wait for one another. "step": at the end of a step (DDP), which takes the largest sum over its
-            ranks. "stream": in every layer (FSDP, ZeRO-3), so that a step takes the largest work of each length, added up.
+        per_step: fixed cost of a step in linear tokens, for launching kernels and reducing gradients.
+        crossover: tokens at which attention costs as much as everything else; ``math.inf``: attention is free.
+        streams: prices of streams by name, such as ``{"patches": Price(unit=0.1)}``. ConfigError: samples have several
+            streams, but none of that name.
+        meet: where ranks wait for each other. "step": at the end of a step (DDP); it takes the largest work of a rank.
+            "stream": in every layer (FSDP, ZeRO-3); a step takes the largest work of a rank in each stream, added up.
 
     >>> Work(per_step=100, crossover=1000).of_lengths([10, 1000]).tolist()
     [10.1, 2000.0]
@@ -93,14 +93,14 @@ class Work:
 
     @classmethod
     def of(cls, model_or_config: Any, *, device: Any = "cuda") -> "Work":
-        """What a ``transformers`` model's config says; measured step times say it better, see :meth:`fit`.
+        """Work by the config of a ``transformers`` model. Measured step times are more accurate, see :meth:`fit`.
 
-        A token takes 2 operations for each weight of a layer's matrices and of the output matrix; attention takes ``4 * heads *
-        head size`` for each token that a token looks at. Their ratio is the crossover. The price is arithmetic, see the docs.
+        A token takes 2 operations for each weight of a layer's matrices and of the output matrix; attention takes ``4 *
+        heads * head size`` for each token attended to. Their ratio is the crossover; the docs derive ``per_step``.
 
         Args:
             model_or_config: a model, or its config.
-            device: where it runs, a ``torch.device`` or its name.
+            device: where the model runs: a ``torch.device`` or its name.
         """
         from dynagroup.memory.trace.model import architecture
 
@@ -122,12 +122,12 @@ class Work:
 
     @classmethod
     def of_known(cls, model: Any, *, device: Any) -> "Work":
-        """As :meth:`of`; of a model that is none of ``transformers``, or does not state its sizes, the default for the device.
+        """Like :meth:`of`. If the model is not of ``transformers``, or lacks sizes: the device's default.
 
         >>> Work.of_known(object(), device="cpu").per_step == CPU_PER_STEP
         True
         """
-        module, config = sys.modules.get("transformers"), getattr(model, "config", None)  # its holder has imported it
+        module, config = sys.modules.get("transformers"), getattr(model, "config", None)  # imported by who made it
         try:
             if module is not None and isinstance(config, module.PretrainedConfig):
                 return cls.of(config, device=device)
@@ -137,12 +137,12 @@ class Work:
 
     @classmethod
     def fit(cls, rows: Iterable[tuple[int, int | Mapping[str, int], float]]) -> "Work":
-        """From measured padded steps: (samples, tokens of the longest, seconds) each; of several lengths a dict, which holds what
-        every sample of the batch has: ``{"tokens": 512, "patches": 1024}``.
+        """Fit to measured padded steps, each (samples, tokens of the longest, seconds). With several streams, instead
+        of tokens a dict of what every sample of the batch has: ``{"tokens": 512, "patches": 1024}``.
 
-        Least squares of relative errors of ``seconds = a + sum(b * n * L + c * n * L**2)`` over the lengths, no factor
-        below zero.
-        ConfigError: fewer different shapes than factors, or a number that is not positive.
+        Non-negative least squares of the relative errors of ``seconds = a + sum(b * n * L + c * n * L**2)``, summed
+        over streams.
+        ConfigError: fewer different shapes than coefficients, or a number that is not positive.
 
         >>> work = Work(per_step=500, crossover=4000)
         >>> shapes = [(1, 100), (8, 100), (8, 1000), (2, 4000)]
@@ -169,16 +169,16 @@ class Work:
         return cls(per_step=start / factors[0], crossover=own.crossover, streams=prices)
 
     def price(self, stream: str) -> Price:
-        """What a unit of this stream takes: a price of its own, or that of a token."""
+        """Price of one unit of this stream: its own, or that of a token."""
         return self.streams.get(stream, Price(crossover=self.crossover))
 
     def of_lengths(self, tokens: ArrayLike | Mapping[str, ArrayLike]) -> NDArray[np.float64]:
-        """Work of samples of these lengths, without the price of a step: linear tokens, float64 (N,); streams add up."""
+        """Work of samples of these lengths in linear tokens, without fixed costs: float64 (N,); streams add up."""
         named = tokens if isinstance(tokens, Mapping) else {TOKENS: tokens}
         return np.sum([self.price(name).of(values) for name, values in named.items()], axis=0)
 
     def priced(self, budget: Budget, names: Collection[str]) -> tuple[str, ...]:
-        """Those of these streams that take time: what counts as tokens, and what has a price."""
+        """The streams that take time: those that count as tokens, and those that have a price."""
         missing = [name for name in self.streams if name not in names]
         if missing and len(names) > 1:
             known = f"lengths have {sorted(names)}; add it, or leave out its price"
@@ -187,7 +187,7 @@ class Work:
         return tuple(name for name in names if name in counted or name in self.streams)
 
     def by_stream(self, batches: Batches, lengths: Streams, budget: Budget) -> NDArray[np.float64]:
-        """Work of every batch in each stream that is :meth:`priced`, without the price of a step: float64 (B, streams)."""
+        """Work of every batch in each :meth:`priced` stream, without the fixed cost of a step: float64 (B, streams)."""
         names, found = self.priced(budget, lengths), []
         padded = () if is_packed(budget, lengths) else padded_streams(budget, lengths)
         run = budget.as_run(shapes_of(batches, {name: lengths[name] for name in padded})) if padded else None
@@ -199,13 +199,13 @@ class Work:
         return np.stack(found, axis=1) if found else np.zeros((0, len(names)))
 
     def of_batches(self, batches: Batches, lengths: Streams, budget: Budget) -> NDArray[np.float64]:
-        """Work of every batch, without the price of a step; ``lengths`` are indexed by what ``batches`` hold."""
+        """Work of every batch, without the fixed cost of a step; ``batches`` hold positions in ``lengths``."""
         return self.by_stream(batches, lengths, budget).sum(axis=1)
 
     def row_times(self, work: ArrayLike) -> NDArray[np.float64]:
-        """Predicted time of steps beside their price, as ``meet`` says: float64 (steps,).
+        """Predicted time of steps without their fixed cost, by the rule ``meet``: float64 (steps,).
 
-        ``work``: of each step's batches, (steps, ranks), or (steps, ranks, streams)."""
+        ``work``: work of each step's batches, (steps, ranks) or (steps, ranks, streams)."""
         found = np.asarray(work, np.float64)
         if found.ndim < 3:
             return found.max(axis=1, initial=0.0)
@@ -213,14 +213,14 @@ class Work:
         return each.max(axis=1, initial=0.0).sum(axis=1)
 
     def of_rows(self, work: ArrayLike) -> float:
-        """Predicted time of steps with their price. ``work`` as in :meth:`row_times`."""
+        """Predicted time of steps with their fixed cost. ``work``: as in :meth:`row_times`."""
         times = self.row_times(work)
         return float(self.per_step * len(times) + times.sum())
 
 
 def _vision_tower(config: Any, of_token: float) -> dict[str, Price]:
-    """The price of a patch by a vision config's sizes: its layers' ``2 * (4 * width**2 + matrices * width * inner)`` operations
-    over a token's; attention takes ``4 * width`` for each patch that a patch looks at, in the layers where it looks at all."""
+    """Price of a vision patch by its config: ``2 * (4 * width**2 + matrices * width * inner)`` operations a layer, over
+    those of a token. Attention takes ``4 * width`` for each patch attended to, in layers of full attention."""
 
     def first(*names: str) -> Any:
         return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
@@ -231,17 +231,17 @@ def _vision_tower(config: Any, of_token: float) -> dict[str, Price]:
     inner = first("intermediate_size") or int((first("mlp_ratio") or 4) * width)
     gated = first("hidden_act", "hidden_activation") == "silu"
     weights = 2.0 * (4 * width**2 + (3 if gated else 2) * width * inner)
-    wide = len(first("fullatt_block_indexes") or range(layers)) / layers  # other layers look at windows
+    wide = len(first("fullatt_block_indexes") or range(layers)) / layers  # other layers attend within small windows
     return {PATCHES: Price(unit=layers * weights / of_token, crossover=weights / (4.0 * width * wide))}
 
 
-# Non-negative least squares (Lawson and Hanson 1974) by enumeration of the active sets: 2**columns solutions of a few unknowns.
-# Columns are scaled, for squares of lengths are 10**7 times a constant. A square takes part only beside what it is the square of.
+# Non-negative least squares (Lawson and Hanson 1974) by enumeration of the active sets: 2**columns solutions of a few
+# unknowns. Columns are scaled, as squares are 10**7 times a constant. A square is used only with its linear one.
 def _non_negative(products: NDArray[np.float64], targets: NDArray[np.float64]) -> list[float]:
-    """Factors of least squared ``1 - columns @ factors``, none below zero, that of the second column above: one a column.
+    """Factors >= 0, one per column, of least squared ``1 - columns @ factors``; the second one is > 0.
 
     Args:
-        products, targets: ``columns.T @ columns`` and the sums of the columns: a constant, units, and their squares."""
+        products, targets: ``columns.T @ columns`` and column sums. Columns: a constant, units, squares."""
     count, scale = len(targets), np.sqrt(np.maximum(np.diag(products), 1e-100))
     scaled, wanted = products / np.outer(scale, scale), targets / scale
     found, least, squares = np.zeros(count), math.inf, count // 2
@@ -256,18 +256,18 @@ def _non_negative(products: NDArray[np.float64], targets: NDArray[np.float64]) -
 
 
 class MeasuredWork(Work):
-    """``work="measure"``: a first guess, which a planned loader replaces by what the steps of its first epoch took."""
+    """``work="measure"``: a first guess, replaced after a planned loader has timed its first epoch's steps."""
 
     __slots__ = ()
 
     def sums(self, batches: Batches, seconds: ArrayLike, lengths: Streams, budget: Budget) -> list[float]:
-        """What :meth:`fitted` needs of some steps, float64 (13,); those of all ranks add up."""
+        """What :meth:`fitted` needs of some steps, float64 (13,). Add up the sums of all ranks."""
         linear, both = (replace(self, crossover=c).of_batches(batches, lengths, budget) for c in (math.inf, 1.0))
         columns = np.stack([np.ones(len(batches)), linear, both - linear], axis=1) / np.asarray(seconds)[:, None]
         return [float(len(batches)), *(columns.T @ columns).ravel(), *columns.sum(axis=0)]
 
     def fitted(self, sums: Sequence[float]) -> "MeasuredWork | None":
-        """What the steps behind these sums say, by least squares of relative errors; None where they are too few."""
+        """Work by the steps behind these sums: least squares of relative errors. None: too few steps."""
         if sums[0] < FEWEST_STEPS:
             return None
         start, linear, squared = _non_negative(np.reshape(sums[1:10], (3, 3)), np.asarray(sums[10:]))
@@ -278,8 +278,8 @@ DEFAULT_WORK = Work()
 
 
 def check_work(work: Work | Literal["measure"] | None = None, *, times: bool = False) -> Work:
-    """``work``, or where there is none the default for this machine's device. ConfigError: it is something else, or is to be
-    measured by who sees no step's time."""
+    """``work``, or if it is None the default for this machine's device. ConfigError: it is something else, or "measure"
+    where no step is timed."""
     if isinstance(work, Work):
         return work
     if work is not None and not (times and work == "measure"):

@@ -1,6 +1,6 @@
-"""The order of an epoch and its windows: which samples come when, and which are sorted together.
+"""The order of an epoch and its windows: which sample comes when, and which samples are sorted together.
 
-An order is computed and never remembered: any slice of it, in time proportional to the slice.
+An order is computed, not stored: any slice of it takes time proportional to the slice.
 """
 
 import math
@@ -18,7 +18,7 @@ from dynagroup.validation import check_int
 
 ROUNDS = 8
 NONE = np.zeros(0, np.int64)
-BLOCK = 1 << 14  # samples that are drawn at a time where slices are smaller
+BLOCK = 1 << 14  # samples that are drawn at once where slices are smaller
 
 
 def epoch_order(num_samples: int, *, seed: int, epoch: int) -> IntArray:
@@ -34,10 +34,10 @@ def epoch_order(num_samples: int, *, seed: int, epoch: int) -> IntArray:
 
 
 class EpochOrder:
-    """A permutation of ``range(num_samples)`` that can be read anywhere without being built.
+    """A permutation of ``range(num_samples)`` that can be read at any position without being stored.
 
-    An alternating Feistel network over a grid of about sqrt(n) by sqrt(n) cells, walked past the cells that are no
-    sample (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002; round function: MurmurHash3's finaliser).
+    An alternating Feistel network over a grid of about sqrt(n) by sqrt(n) cells, with cycle walking past cells that are
+    no sample (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002; rounds: MurmurHash3's finaliser).
     """
 
     def __init__(self, num_samples: int, *, seed: int, epoch: int) -> None:
@@ -52,7 +52,7 @@ class EpochOrder:
         return self.num_samples
 
     def __getitem__(self, where: slice) -> IntArray:
-        """A slice; a small one from the block at hand, which is drawn anew where it does not reach."""
+        """A slice. Small ones come from a cached block, which is drawn again if the slice lies outside it."""
         start, stop, _ = where.indices(self.num_samples)
         if stop - start >= BLOCK:
             return self.index_at(np.arange(start, stop, dtype=np.int64))
@@ -65,7 +65,7 @@ class EpochOrder:
         return self._walk(positions, range(ROUNDS), sign=1)
 
     def position_of(self, index: int) -> int:
-        """The position at which this sample stands: the inverse of :meth:`index_at`."""
+        """The position of a sample in the order: the inverse of :meth:`index_at`."""
         return int(self._walk(np.asarray([index], np.int64), range(ROUNDS - 1, -1, -1), sign=-1)[0])
 
     def _walk(self, values: IntArray, rounds: range, sign: int) -> IntArray:
@@ -103,10 +103,10 @@ def _hash(values: IntArray, key: np.uint32, size: int) -> IntArray:
 
 
 class GroupedOrder:
-    """An order whose updates hold samples of similar length: ``pool`` updates at a time are sorted by length, ties at random, and
-    dealt into updates of neighbours, which come in random order. An epoch's last update stays the one that is short.
+    """An order whose updates hold samples of similar length: ``pool`` updates at a time are sorted by length, ties at
+    random, and cut into updates of neighbours, which come in random order. An epoch's short last update stays last.
 
-    Any slice of it costs one sort of each pool that it touches; the last pool is remembered.
+    Any slice costs one sort of each pool that it touches; the last pool is cached.
 
     Args:
         order: dataset indices, read in slices. lengths: of all samples, by dataset index. size: samples an update.
@@ -141,11 +141,11 @@ class GroupedOrder:
 
 
 def windows_of(count: int, size: int, *, longest: Callable[[], int] | None = None) -> list[tuple[int, int]]:
-    """An epoch's windows in the order in which they are used: where each starts and stops in the epoch's order.
+    """(start, stop) of each window in the epoch's order, in the order in which windows are used.
 
-    The one with the longest sample is used first, so that running out of memory shows at once; it also takes what is left over
-    of the division, so that all others hold a multiple of the ranks. ``longest`` finds the position of the longest sample; None:
-    the first window is used first.
+    The window with the longest sample is used first, so that running out of memory shows at once. It also takes what
+    the division leaves over, so that all others hold a multiple of the ranks. ``longest`` finds the position of the
+    longest sample; None: the first window is used first.
 
     >>> windows_of(7, 2, longest=lambda: 3)
     [(2, 5), (0, 2), (5, 7)]
@@ -160,15 +160,15 @@ def windows_of(count: int, size: int, *, longest: Callable[[], int] | None = Non
 def windows_of_kinds(
     order: IntArray, kinds: NDArray, size: int, *, least: int, rng: Any = None, tokens: IntArray | None = None
 ) -> tuple[IntArray, list[tuple[int, int]], IntArray]:
-    """Windows of which each holds one part of the commonest kind, of about ``size`` samples, and parts of the rarer kinds now and
-    then, evenly spread: so a kind is sorted among many of its own. O(N log N).
+    """Windows of about ``size`` samples of the most common kind each; some also hold samples of rarer kinds, spread
+    evenly. So each kind is sorted among many of its own. O(N log N).
 
     Args:
-        order: dataset indices. kinds, tokens: of each sample, by dataset index; the longest one's window is used first.
-        least: samples of a part of a rare kind. rng: how far a kind's parts are shifted; None: to the middle.
+        order: dataset indices. kinds, tokens: of each sample, by dataset index; that with the longest is first.
+        least: fewest samples of a rare kind in a window. rng: draws how kinds are shifted; None: each to the middle.
 
     Returns:
-        The indices, window after window; where each window starts and stops in them, in order of use; each kind's last window.
+        The indices, window after window; (start, stop) of each window, in order of use; the last window of each kind.
 
     >>> windows_of_kinds(np.arange(6), np.array([0, 1, 0, 0, 1, 0]), 2, least=2)[:2]
     (array([0, 2, 3, 5, 1, 4]), [(0, 2), (2, 6)])
@@ -193,15 +193,15 @@ def windows_of_kinds(
 
 
 class Mixture:
-    """An order of samples from several sources in shares that may change: ``order=`` of the sampler, ``sampler=`` of loaders.
+    """An order of samples from several sources in changing shares: the sampler's ``order=``, a loader's ``sampler=``.
 
-    A source gives its samples shuffled, pass after pass, over the epochs: none of them comes again before all of them have come.
-    What an epoch holds depends on the seed and its number alone, so that a resumed run goes on in the same order.
+    A source gives its samples in shuffled passes that continue over epochs: none comes again before all have come. What
+    an epoch holds depends only on the seed and its number, so a resumed run continues in the same order.
 
     Args:
         sources: name -> dataset indices, int (N,).
         shares: name -> weight, at least 0; or a function of the epoch that gives them.
-        num_samples: samples an epoch; default: as many as all sources have.
+        num_samples: samples per epoch; default: as many as all sources have.
 
     >>> order = Mixture({"code": range(3), "text": range(3, 9)}, {"code": 1, "text": 3}, num_samples=4)
     >>> [sorted(order.of_epoch(epoch).tolist()) for epoch in range(2)]
@@ -220,7 +220,7 @@ class Mixture:
         self._shares = shares if callable(shares) else lambda epoch: shares
         self._size = check_int("num_samples", num_samples or sum(map(len, self._sources.values())))
         self._seed, self._epoch = check_int("seed", seed, least=0), 0
-        self.counts(0)  # what is wrong is refused here
+        self.counts(0)  # refuses wrong shares
 
     def __len__(self) -> int:
         return self._size
@@ -232,7 +232,7 @@ class Mixture:
         self._epoch = epoch
 
     def counts(self, epoch: int) -> dict[str, int]:
-        """Samples of each source in an epoch: its share of them, by largest remainder."""
+        """Samples of each source in an epoch: its share of ``num_samples``, by the largest remainder method."""
         given = self._shares(epoch)
         shares = np.array([given.get(name, -1) for name in self._sources], np.float64)
         if set(given) != set(self._sources) or not (np.isfinite(shares).all() and shares.min() >= 0 < shares.sum()):
@@ -257,11 +257,11 @@ class Mixture:
 
 
 class OrderSource:
-    """Reads a user's sampler of indices once an epoch and keeps the epoch that is running.
+    """Reads a user's sampler of indices once per epoch and keeps the indices of the running epoch.
 
-    A sampler with ``set_epoch`` is told the epoch. One with a ``torch.Generator`` as its ``generator`` reaches an epoch by
-    drawing all before it, from where that stood at first: an epoch has the same order whenever it is asked for. Any other is
-    read as it comes. ConfigError: it is no iterable, can be read only once, or gives what is no index.
+    A sampler with ``set_epoch`` is told the epoch. If it has a ``torch.Generator`` as ``generator``, all earlier epochs
+    are drawn first, from the generator's first state: an epoch has the same order whenever it is asked for. Any other
+    sampler is read as it comes. ConfigError: it is not iterable, can be read only once, or gives what is no index.
     """
 
     NAME = "order"
@@ -274,22 +274,22 @@ class OrderSource:
         self._epoch, self._indices = -1, NONE
         generator = getattr(source, "generator", None)
         self._generator = generator if hasattr(generator, "get_state") else None
-        self._before = [] if self._generator is None else [self._generator.get_state()]  # each epoch, where it stood
-        self._counts: dict[int, int] = {}  # indices that every epoch keeps, by how many are left out
+        self._before = [] if self._generator is None else [self._generator.get_state()]  # its state before each epoch
+        self._counts: dict[int, int] = {}  # number left out -> indices that every epoch keeps
 
     def __len__(self) -> int:
-        """Indices an epoch draws, without drawing them where the source can say."""
+        """Indices that an epoch draws; the source's ``len()`` if it has one."""
         return len(self._source) if isinstance(self._source, Sized) else len(self.of_epoch(max(self._epoch, 0)))
 
     def counted(self, left_out: IntArray = NONE) -> int:
-        """Indices that every epoch draws, but for those that are left out, where updates are counted by it."""
+        """Indices that every epoch draws, except those left out, if updates are counted by this number."""
         if len(left_out) not in self._counts:
             out = np.isin(self.of_epoch(max(self._epoch, 0)), left_out).sum() if len(left_out) else 0
             self._counts[len(left_out)] = len(self) - int(out)
         return self._counts[len(left_out)]
 
     def counted_epoch(self, epoch: int, left_out: IntArray = NONE) -> IntArray:
-        """:meth:`of_epoch` without those that are left out, of exactly :meth:`counted` indices; or ConfigError."""
+        """:meth:`of_epoch` without the indices left out. ConfigError: their number is not that of :meth:`counted`."""
         drawn, wanted, indices = self.counted(), self.counted(left_out), self.of_epoch(epoch)
         kept = indices[~np.isin(indices, left_out)] if len(left_out) else indices
         if (len(indices), len(kept)) != (drawn, wanted):
@@ -334,7 +334,7 @@ class OrderSource:
 
 
 def check_alike(order: OrderSource, epoch: int) -> None:
-    """Refuse an `order` that differs between the ranks of this job. Collective, once an epoch."""
+    """Raise AlignmentError if ``order`` differs between the ranks of this job. Collective, once per epoch."""
     crc = order.checksum(epoch)
     highest, lowest = current_world().all_max([crc, -crc])
     if highest != -lowest:

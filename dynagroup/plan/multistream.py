@@ -1,4 +1,4 @@
-"""Samples with several lengths: an order in which neighbours are alike in all, maxima of its runs, and costs of rows."""
+"""Samples with several lengths: an order of alike neighbours, maxima of its runs, and costs for rows to balance."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from dynagroup.budget.base import Budget, padded_streams
 from dynagroup.plan.cost import Work
 from dynagroup.shapes import IntArray, Streams
 
-LEAST, SHARE, MOST = 128, 4096, 2048  # padded tokens that dividing a box must save: one in so many, within bounds
+LEAST, SHARE, MOST = 128, 4096, 2048  # padded tokens that a division must save: 1/SHARE, within bounds
 
 
 class RunMaxima:
@@ -29,18 +29,18 @@ class RunMaxima:
         self._levels = np.stack(levels)
 
     def of(self, starts: IntArray | int, sizes: IntArray | int) -> NDArray:
-        """Of the runs from these positions on of so many values, at least 1."""
+        """The largest value of each run, given by its start and its number of values, at least 1."""
         level = np.frexp(np.asarray(sizes, np.float64))[1] - 1
         second = starts + sizes - (1 << level.astype(np.int64))
         return np.maximum(self._levels[level, starts], self._levels[level, second])
 
 
-# Recursive bisection of boxes, as a k-d tree is built: all samples are one box, as wide in each stream as their longest. A box is
-# divided in two, along one stream, where that saves most padded tokens; not at all where it saves few. Boxes follow one another,
-# the larger half first, and inside a box samples fall in tokens. So a run of neighbours pads little in every stream.
-# O(N log N) a level; a box costs some 40 microseconds a stream: 10 ms for 1,000 samples.
+# Recursive bisection of boxes, as a k-d tree is built. At first all samples are one box, as wide in each stream as
+# their longest. A box is divided in two along the stream that saves most padded tokens, or not at all if that saves
+# few. Boxes follow one another, the larger half first; inside a box samples are sorted by tokens, falling. So a run of
+# neighbours pads little in every stream. O(N log N) a level; a box costs 40 microseconds a stream: 10 ms for 1,000.
 def alike_order(units: Sequence[IntArray]) -> IntArray:
-    """Positions in an order in which neighbours are alike in every stream, long samples in front. ``units``: of each stream.
+    """Positions in an order with alike neighbours in every stream, long samples first. ``units``: one array per stream.
 
     >>> alike_order([np.array([90, 10, 90, 11]), np.array([10, 90, 11, 90])]).tolist()
     [2, 0, 3, 1]
@@ -59,7 +59,7 @@ def alike_order(units: Sequence[IntArray]) -> IntArray:
 
 
 def _divided(box: IntArray, units: IntArray, worth: int) -> list[IntArray]:
-    """The two halves of a box, the larger samples last, where it is best divided; none where that saves little."""
+    """The best two halves of a box, the larger samples last; empty if a division saves too little."""
     most, best = len(box) * int(units.max(axis=1).sum()) - worth, []
     before = np.arange(1, len(box))
     for stream in units:
@@ -75,10 +75,10 @@ def _divided(box: IntArray, units: IntArray, worth: int) -> list[IntArray]:
 
 
 def costs_of_rows(lengths: Streams, budget: Budget, work: Work) -> NDArray[np.float64] | None:
-    """Several costs of samples in each of which the batches of a row are to be even: float64 (K, N).
+    """The costs of samples that the batches of a row should have in equal amounts: float64 (K, N).
 
-    The work or the units of each stream, and where ranks meet at the end of a step what all streams take. None where batches
-    have one cost: the predicted time of streams that all count as tokens, at one price.
+    They are the work (or the units) of each stream; if ranks meet at the end of a step, also the work of all streams
+    together. None: one cost says all, as all streams count as tokens, at one price.
     """
     if len(lengths) == 1:
         return None

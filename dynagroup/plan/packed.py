@@ -1,4 +1,4 @@
-"""Packed batches: samples end to end under a cap, dealt so that the batches of a row are equal work."""
+"""Packed batches: samples end to end under a limit, dealt so that the batches of a row are equal work."""
 
 import heapq
 import math
@@ -15,10 +15,10 @@ from dynagroup.plan.batches import Batches
 from dynagroup.plan.cost import DEFAULT_WORK, Work
 from dynagroup.shapes import BatchShape, IntArray, Streams, primary
 
-WORTH = 1.02  # times the predicted time of the fewest rows: what one more may take that makes them equal work
-EQUAL = 0.05  # of a row's mean work: what its batches may differ by
+WORTH = 1.02  # one more row may take this times the predicted time of the fewest rows, if it makes rows equal work
+EQUAL = 0.05  # largest difference between a row's batches, relative to their mean work
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-LENGTHS = 97  # numbers of samples and quantiles of lengths for which a budget is asked how many tokens a batch may have
+LENGTHS = 97  # quantiles of lengths at which a budget is asked for the most tokens of a batch, for each of COUNTS
 
 
 def pack(
@@ -26,12 +26,12 @@ def pack(
 ) -> Batches:
     """Divide one window of samples into packed batches that fit ``budget``: few rows of ``multiple`` batches, of equal work.
 
-    A sample of more work than a batch's fair share sets the pace of its row whatever is done, so that row's other batches are
-    filled up to it. A sample that does not fit even alone gets a batch of its own. 4,096 samples take some 10 ms.
+    A sample of more work than its row's fair share sets the time of that row anyway. So the row's other batches may
+    hold as much work as that sample. An oversize sample gets a batch of its own. It takes 10 ms for 4,096 samples.
 
     Returns:
-        Positions into the window, in order of arrival inside a batch. Batches come dearest first, or of ``several`` costs row
-        after row; their number is a multiple of ``multiple`` wherever there are samples enough.
+        Positions in the window, in order of arrival inside a batch. Batches come most expensive first, or with
+        ``several`` row after row. Their number is a multiple of ``multiple`` if there are enough samples.
     """
     if not len(lengths[primary(lengths)]):
         return Batches.concatenate([])
@@ -45,23 +45,23 @@ def pack(
 
 @dataclass(slots=True)
 class Bin:
-    """A part that is being filled."""
+    """A batch that is being filled."""
 
-    load: float  # what it holds costs, plus what it was given beforehand so that others fill first
-    room: float  # a larger item does not fit
+    load: float  # cost of its items, plus what it was given beforehand so that others fill first
+    room: float  # the largest item that still fits has this size
     slots: int  # items that it may still take
-    used: list[float]  # what its items sum to under each limit on a sum
+    used: list[float]  # sum over its items, for each limit on a sum
     members: list[int] = field(default_factory=list)
 
 
 class Room:
-    """Says what fits a bin that is filled largest item first: limits on sums over its items, and on their number.
+    """Decides what fits a bin that is filled largest item first: limits on sums over its items, and on their number.
 
     Args:
-        sums: units of each item, and the most that a bin may sum to; by the first of them items have their size.
-        slots: items that a bin may hold.
-        asked: most of the first sum that a bin may have which holds so many items, the first of them being its largest.
-        together: whether these items fit one bin, where sums do not say.
+        sums: (units of each item, largest sum in a bin); the first of them defines the size of an item.
+        slots: most items of a bin.
+        asked: (number of items, largest item) -> largest first sum of such a bin.
+        together: whether these items fit one bin, for budgets that are not limits on sums.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Room:
         return Bin(load, self.sums[0][1] if slots else -1, slots, [0] * len(self.sums))
 
     def admits(self, bin: Bin, item: int) -> bool:
-        """Whether an item fits, which fits alone."""
+        """Whether an item that fits alone fits this bin too."""
         if not bin.members:
             return bin.slots > 0
         if bin.room < self.sizes[item]:
@@ -96,10 +96,10 @@ class Room:
             bin.room = min(bin.room, self._asked(len(bin.members) + 1, bin.members[0]) - bin.used[0])
 
 
-# List scheduling, longest processing time first (LPT; Graham 1969), under limits. Bins with too little room for an item wait in a
-# heap, ordered by their room, for one that is small enough: a bin waits at most once for each item it holds. O(N log N).
+# List scheduling, longest processing time first (LPT; Graham 1969), under limits. Bins with too little room for an item
+# wait in a heap, ordered by room, until an item is small enough: a bin waits once at most per item in it. O(N log N).
 def least_loaded(order: Iterable[int], costs: Sequence[float], bins: list[Bin], room: Room) -> bool:
-    """Each item, in this order, to the bin of least load that it fits; False as soon as one fits none."""
+    """Put each item, in this order, into the least loaded bin that it fits; False as soon as one fits none."""
     open_ = [(bin.load, number) for number, bin in enumerate(bins)]
     heapq.heapify(open_)
     waiting: list[tuple[float, int]] = []
@@ -124,14 +124,14 @@ def least_loaded(order: Iterable[int], costs: Sequence[float], bins: list[Bin], 
     return True
 
 
-# List scheduling of several costs at once: the dot product of what bins hold with what an item adds is how much the sum of their
-# squares would grow (Panigrahy et al. 2011 pack bins by it). O(N * bins).
+# List scheduling of several costs at once: the dot product of a bin's loads with an item's costs is how much the sum of
+# squared loads would grow (Panigrahy et al. 2011 pack bins by it). O(N * bins).
 def least_alike(
     order: Iterable[int], costs: NDArray[np.float64], loads: NDArray[np.float64], bins: list[Bin], room: Room
 ) -> bool:
-    """Each item, in this order, to the bin whose squared loads grow least and that it fits; False as soon as one fits none.
+    """Put each item, in this order, into the bin that it fits and whose squared loads grow least; False: none fits.
 
-    ``costs``: (N, K) of each item; ``loads``: (bins, K), what they were given beforehand; they are added to."""
+    ``costs``: (N, K), of each item; ``loads``: (bins, K), the initial loads, to which costs are added."""
     for item in order:
         by_growth = np.argsort(loads @ costs[item], kind="stable").tolist()
         number = next((number for number in by_growth if room.admits(bins[number], item)), None)
@@ -143,7 +143,7 @@ def least_alike(
 
 
 def best_fit(order: Iterable[int], costs: Sequence[float], new: Callable[[], Bin], room: Room) -> list[Bin]:
-    """Each item, in this order, to the bin with least room that it fits, or to a new one. O(N log bins) and N insertions."""
+    """Best fit: each item, in order, into the bin of least room, or into a new one. O(N log bins) and N insertions."""
     bins: list[Bin] = []
     by_room: list[tuple[float, int]] = []
     for item in order:
@@ -160,7 +160,7 @@ def best_fit(order: Iterable[int], costs: Sequence[float], new: Callable[[], Bin
 
 
 def fill_empty(parts: list[list[int]]) -> None:
-    """Give empty parts an item of the part that holds the most items, while one holds two."""
+    """Give each empty part an item of the part with the most items, while that one has two."""
     fullest = [(-len(part), number) for number, part in enumerate(parts) if part]
     heapq.heapify(fullest)
     for part in [part for part in parts if not part]:
@@ -172,7 +172,7 @@ def fill_empty(parts: list[list[int]]) -> None:
 
 
 def room_of(lengths: Streams, budget: Budget) -> Room:
-    """What a budget says about packed batches of these samples: in sums, or a budget of another class may say anything."""
+    """The limits of a budget on packed batches of these samples: sums, or for other budgets questions to the budget."""
     parts = budget.parts if type(budget) is AllOf else (budget,)
     capped = {part.stream for part in parts if isinstance(part, AdditiveCap)} if type(budget) is AllOf else set()
     sums: list[tuple[NDArray, float]] = []
@@ -197,8 +197,8 @@ def room_of(lengths: Streams, budget: Budget) -> Room:
 
 
 def _asked(budget: Budget, tokens: IntArray) -> Callable[[int, int], float]:
-    """Most tokens of a batch by (samples, its longest sample), by bisection of a budget for a grid at once. A monotone budget
-    fits with a cell's tokens also fewer samples, and a shorter longest."""
+    """Most tokens of a batch by (samples, its longest sample): bisection on a grid, all cells at once. A monotone
+    budget that allows a cell's tokens also allows them with fewer samples, or a shorter longest one."""
     counts = [n for n in COUNTS if n <= len(tokens)] + [len(tokens) + 1]
     longest: list[int] = np.unique(np.quantile(tokens, np.linspace(0, 1, LENGTHS), method="higher")).tolist()
     longest_of, count_of = (grid.ravel() for grid in np.meshgrid(longest, counts, indexing="ij"))
@@ -212,13 +212,13 @@ def _asked(budget: Budget, tokens: IntArray) -> Callable[[int, int], float]:
 
 
 class Packing:
-    """One window being packed into rows of ``multiple`` batches."""
+    """Packs one window into rows of ``multiple`` batches."""
 
     def __init__(
         self, lengths: Streams, budget: Budget, costs: NDArray[np.float64], multiple: int, several: NDArray | None
     ) -> None:
         wide = {name: values.astype(np.int64) for name, values in lengths.items()}
-        alone = budget.fits(BatchShape(np.ones(len(costs), np.int64), wide, wide))  # first: it names a missing stream
+        alone = budget.fits(BatchShape(np.ones(len(costs), np.int64), wide, wide))  # first, to name a missing stream
         self._room = room_of(lengths, budget)
         self._costs, self._list, self._multiple = costs, costs.tolist(), multiple
         self._several, self._each = several is not None, costs[None] if several is None else several
@@ -228,7 +228,7 @@ class Packing:
         self._oversize: list[int] = order[~alone[order]].tolist()
 
     def rows(self, per_step: float) -> list[list[int]]:
-        """The fewest rows; or one more, where that makes rows equal work for at most 2 % more time: law 9 rests on it."""
+        """The fewest rows; or one more, if rows then are equal work for at most 2 % more time. Law 9 relies on it."""
         fewest = self._fewest()
         given = self._multiple == 1 or self._several or len(fewest) % self._multiple
         if given or self._judged(fewest, per_step)[1]:
@@ -240,7 +240,7 @@ class Packing:
         return more if time <= (WORTH if equal else 1.0) * self._judged(fewest, per_step)[0] else fewest
 
     def _judged(self, parts: list[list[int]], per_step: float) -> tuple[float, bool]:
-        """Predicted time of rows of like work; and whether batches of a row are equal, or a sample is more than their mean."""
+        """Predicted time of rows; and whether a row's batches are equal work, or one sample exceeds their mean."""
         work = np.asarray([self._costs[part].sum() for part in parts])
         by_row = np.argsort(-work, kind="stable").reshape(-1, self._multiple)
         longest = np.asarray([self._costs[part].max() for part in parts])[by_row].max(axis=1)
@@ -262,7 +262,7 @@ class Packing:
         return [*([s] for s in self._oversize), *found]
 
     def _least_bins(self) -> int:
-        """No division can do with fewer batches, by the sums alone; a limit of 0 admits samples without tokens."""
+        """Lower bound on the number of batches, by the sums alone; a limit of 0 admits samples without tokens."""
         sums = ((sum(units[s] for s in self._order), limit) for units, limit in self._room.sums)
         by_sums = (math.ceil(total / max(limit, 1)) for total, limit in sums)
         return max(-(-len(self._order) // self._room.bin().slots), *by_sums)
@@ -271,9 +271,9 @@ class Packing:
         return -(-(bins + len(self._oversize)) // self._multiple)
 
     def balanced(self, rows: int) -> list[list[int]] | None:
-        """The samples that fit alone, in exactly so many rows less the other samples; None where that way they do not fit in.
+        """The samples that fit alone in ``rows`` rows, less the batches of the others; None if they do not fit.
 
-        Of several costs each sets the paces of the rows by itself."""
+        With several costs, each cost sets the paces of the rows by itself."""
         count = min(rows * self._multiple, len(self._order) + len(self._oversize)) - len(self._oversize)
         if count < 1:
             return None if self._order else []
@@ -293,7 +293,7 @@ class Packing:
 
 
 def _paces(dearest: NDArray[np.float64], rows: int, multiple: int) -> list[float]:
-    """Work that a batch of each row should hold: as long as one sample is more than the rest's mean, it sets a row's pace.
+    """Work that each batch of a row should hold. While a sample exceeds the mean of what is left, it sets a row's pace.
 
     >>> _paces(np.array([9.0, 1.0, 1.0, 1.0]), 2, 2)
     [9.0, 1.0]

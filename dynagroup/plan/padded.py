@@ -1,4 +1,4 @@
-"""Cut one padded window of samples into batches that fit, of least predicted time, by runs of samples of like length.
+"""Cuts one padded window of samples into batches that fit, of least predicted time: runs of samples of similar length.
 
 A division of an ordered window into runs is its offsets: int64 (B + 1,), from 0 to the number of samples.
 """
@@ -19,16 +19,16 @@ from dynagroup.plan.cost import Work
 from dynagroup.plan.multistream import RunMaxima, alike_order
 from dynagroup.shapes import BatchShape, IntArray, Streams, largest_within, primary, round_up
 
-# Samples, and runs were each as long as fits: beyond them each run is chosen by itself: 0.1 % more time, a fifth of the work.
+# Above so many samples, or runs if each were as long as fits, `one_by_one` cuts: 0.1 % more time, a fifth of the work.
 EXACT_UP_TO, MANY_RUNS = 1 << 12, 128
-FEWEST = 1e12  # a price of a batch that is more than any padding: it makes the fewest batches
-FINE = 128  # places where a run may end, at least, between its start and the most that it may hold
+FEWEST = 1e12  # a price of a batch above that of any padding, which gives the fewest batches
+FINE = 128  # least number of places where a run may end, between its start and its longest reach
 TILE = 256
-TINY = 1e-9  # stands for the work of an empty sample, which any batch may hold
+TINY = 1e-9  # stands for the work of an empty sample, which fits every batch
 
 
 def longest_batches_first(batches: Batches, lengths: Streams, budget: Budget) -> IntArray:
-    """Numbers of a cut's batches, the one with the longest sample first; of one padded stream they are in that order already."""
+    """Numbers of a cut's batches, that with the longest sample first. With one padded stream: as they are."""
     names = padded_streams(budget, lengths)
     if len(names) == 1:
         return np.arange(len(batches))
@@ -39,9 +39,9 @@ def longest_batches_first(batches: Batches, lengths: Streams, budget: Budget) ->
 def in_order(
     lengths: Streams, budget: Budget, work: Work, rounded: RoundBatch | None
 ) -> "tuple[IntArray, OrderedWindow]":
-    """A padded window's positions in the order in which it is cut, and what cutting needs to know of it; not empty.
+    """The positions of a padded window in the order in which it is cut, and the window in that order; not empty.
 
-    One padded stream: longest first, and nothing else can be better.
+    With one padded stream the order is longest first, which is optimal.
     """
     names = padded_streams(budget, lengths)
     several = len(names) > 1
@@ -58,15 +58,15 @@ def in_order(
 
 @dataclass(frozen=True, slots=True)
 class OrderedWindow:
-    """A window in the order in which it is cut. A run becomes no less work with a sample more.
+    """A window in the order in which it is cut. One more sample never makes a run less work.
 
-    Of one padded stream ``work`` falls, and a run's first sample says what each is padded to.
+    With one padded stream ``work`` falls, and every sample of a run is padded to its first one.
     """
 
     work: NDArray[np.float64]  # work of the sample at each position by itself: float64 (N,)
-    most: IntArray  # samples that a run from a position on may have: int64 (N,), at least 1 and at most what is left
-    allowed: IntArray | None = None  # batch sizes to choose from, growing, 1 among them; None: any
-    streams: tuple[NDArray[np.float64], ...] = ()  # of several padded streams: work of each sample in each
+    most: IntArray  # most samples of a run that starts at each position: int64 (N,), from 1 to what is left
+    allowed: IntArray | None = None  # allowed batch sizes, ascending, 1 among them; None: any
+    streams: tuple[NDArray[np.float64], ...] = ()  # with several padded streams: work of each sample in each
     maxima: tuple[RunMaxima, ...] = ()
     limits: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))  # a run's work may be; none: anything
 
@@ -78,7 +78,7 @@ class OrderedWindow:
         return len(self.work)
 
     def work_of(self, starts: IntArray | int, sizes: IntArray | int) -> NDArray[np.float64]:
-        """Work of the runs of so many samples from these positions on."""
+        """Work of the runs with these starts and numbers of samples."""
         if not self.maxima:
             return sizes * self.work[starts]
         return sizes * np.sum([maxima.of(starts, sizes) for maxima in self.maxima], axis=0)
@@ -87,26 +87,26 @@ class OrderedWindow:
         return self.work_of(offsets[:-1], offsets[1:] - offsets[:-1])
 
     def rounded(self, sizes: IntArray) -> IntArray:
-        """The largest allowed sizes up to these."""
+        """The largest allowed sizes that are not above ``sizes``."""
         return sizes if self.allowed is None else self.allowed[np.searchsorted(self.allowed, sizes, side="right") - 1]
 
     def sizes_under(self, limits: NDArray[np.float64]) -> IntArray:
-        """Samples of the longest run from each position whose work stays below each limit: int64 (N, limits), at least 1."""
+        """Samples of the longest run from each position with work up to each limit: int64 (N, limits), at least 1."""
         if not self.maxima:
             by_work = limits / np.maximum(self.work, TINY)[:, None]
             sizes = np.minimum(by_work, len(self), out=by_work).astype(np.int64)
             return self.rounded(np.clip(sizes, 1, self.most[:, None], out=sizes))
         starts, low = np.arange(len(self))[:, None], np.ones((len(self), len(limits)), np.int64)
         high = np.broadcast_to(self.most[:, None] + 1, low.shape)
-        while (high - low > 1).any():  # bisection, all starts and limits at once
+        while (high - low > 1).any():  # bisection, for all starts and limits at once
             middle = np.maximum((low + high) // 2, 1)
             below = self.work_of(starts, middle) <= limits
             low, high = np.where(below, middle, low), np.where(below, high, middle)
         return self.rounded(low)
 
     def greedy(self, start: int, stop: int, most_runs: int) -> Callable[[float], list[int]]:
-        """Of a limit of work the offsets of runs as long as it allows, a sample at least, from ``start`` to ``stop`` or so many
-        runs: no other cut under the limit has fewer, for what starts later reaches at least as far."""
+        """A function from a limit of work to the offsets of greedy runs from ``start`` to ``stop``, at most
+        ``most_runs``: each as long as the limit allows. No cut under the limit has fewer: later starts reach as far."""
         work, most = np.maximum(self.work[start:stop], TINY).tolist(), self.most[start:stop].tolist()
         allowed = None if self.allowed is None else self.allowed.tolist()
         streams, num = [s[start:stop] for s in self.streams], len(work)
@@ -131,7 +131,7 @@ class OrderedWindow:
         return under
 
     def least_time(self, price: float) -> IntArray:
-        """The runs of least total work plus ``price`` each; exact up to 4,096 samples."""
+        """Offsets of the runs of least total work plus ``price`` each; exact up to 4,096 samples."""
         large = len(self) > EXACT_UP_TO
         if self.streams or (self.allowed is not None and not large):
             return by_places(self, price)
@@ -139,7 +139,7 @@ class OrderedWindow:
         return one_by_one(self, price) if many else by_queue(self, price)
 
     def middle(self, start: int, stop: int) -> int | None:
-        """Where to split a run so that the dearer part is least work; None where no allowed sizes make it up."""
+        """Where to split a run so that the larger work of both parts is least; None: no allowed sizes add up to it."""
         first = np.arange(1, stop - start)
         if self.allowed is not None:
             first = first[np.isin(first, self.allowed) & np.isin(stop - start - first, self.allowed)]
@@ -150,8 +150,8 @@ class OrderedWindow:
 
 
 def most_by_start(ordered: Streams, budget: Budget) -> IntArray:
-    """Most samples that a batch may have which starts at a position of the window: int64 (N,), at least 1. One stream must
-    be sorted, longest first; of several any order will do. What starts later reaches at least as far."""
+    """Most samples of a batch that starts at each position of the window: int64 (N,), at least 1. A single stream must
+    be sorted, longest first; several may be in any order. A batch that starts later reaches at least as far."""
     tokens = ordered[primary(ordered)]
     left = np.arange(len(tokens), 0, -1)
     firsts = np.concatenate([[0], np.flatnonzero(np.diff(tokens)) + 1])
@@ -164,8 +164,8 @@ def most_by_start(ordered: Streams, budget: Budget) -> IntArray:
 
 
 def _by_search(ordered: Streams, budget: Budget) -> IntArray:
-    """Where the longest sample's tokens do not decide alone: for each start the most samples from there on that fit together, by
-    bisection of all at once, as far as a reach that is doubled where it was too short."""
+    """Most samples of a batch from each start, where the longest sample alone does not decide. Bisection for all starts
+    at once, up to a reach that is doubled while it is too short."""
     num, reach = len(ordered[primary(ordered)]), 64
     begin, sums = np.arange(num), {name: offsets_of(values) for name, values in ordered.items()}
     while True:
@@ -184,17 +184,17 @@ def _by_search(ordered: Streams, budget: Budget) -> IntArray:
         reach *= 2
 
 
-# Dynamic programming over the places where runs may end: best[stop] = min over start of best[start] + price + work of the run
-# between them. With several streams that follows no line, so all starts from which a stop can be reached are tried: no further
-# than the budget reaches, and no two places closer than 1/128 of that. O(N * 128) arithmetic in whole tiles, and some
-# microseconds a place. Exact where no run may hold more than 256 samples.
+# Dynamic programming over the places where runs may end: best[stop] = min over start of best[start] + price + work of
+# the run between. With several streams this work is no straight line, so all starts within the budget's reach of a stop
+# are tried, of places that are at least 1/128 of the reach apart. O(N * 128) arithmetic in whole tiles, and some
+# microseconds per place. Exact if no run may hold more than 256 samples.
 def by_places(window: OrderedWindow, price: float) -> IntArray:
-    """The least time of several padded streams, or of allowed sizes, of which there may be few."""
+    """The cut of least time with several padded streams, or with allowed sizes."""
     places = _places(window.most) if window.allowed is None else np.arange(len(window) + 1)
     reach = np.searchsorted(places, places[:-1] + window.most[places[:-1]], side="right") - 1
     last = len(places) - 1
-    starts = np.arange(1, last + 1) - np.searchsorted(reach, np.arange(1, last + 1))  # from which a stop is reached
-    behind = np.full(last + 1, np.inf)  # best, from the last place to the first
+    starts = np.arange(1, last + 1) - np.searchsorted(reach, np.arange(1, last + 1))  # starts that reach a stop
+    behind = np.full(last + 1, np.inf)  # `best`, stored from the last place to the first
     behind[last], came_from = 0.0, np.zeros(last + 1, np.int64)
     for first in range(0, last, TILE):
         counts = starts[first : first + TILE]
@@ -214,7 +214,7 @@ def by_places(window: OrderedWindow, price: float) -> IntArray:
 
 
 def _places(most: IntArray) -> IntArray:
-    """Where runs may start and end: every sample, or where runs may be long some that lie closer than 1/128 of them."""
+    """Places where runs may start and end: every sample, or if runs may be long, places 1/128 of the reach apart."""
     num = len(most)
     if most.max() < 2 * FINE:
         return np.arange(num + 1)
@@ -224,19 +224,19 @@ def _places(most: IntArray) -> IntArray:
     return np.asarray(places, np.int64)
 
 
-# Convex hull trick on a monotone queue: best[stop] = min over start of best[start] + price + (stop - start) * work. Every start
-# is a straight line in `stop`, from its own place to its reach. Later lines are flatter and reach further: a later line that
-# has overtaken an earlier one stays ahead. So the lines that will still be best somewhere form a queue, each with the stop from
-# which it is ahead of the one before; a line that would be overtaken before it gets ahead is dropped for good. O(N).
+# Convex hull trick on a monotone queue: best[stop] = min over start of best[start] + price + (stop - start) * work.
+# Every start is a straight line in `stop`, from its own place to its reach. Later lines are flatter and reach further,
+# so a later line that has overtaken an earlier one stays ahead. The queue holds the lines that will be best somewhere,
+# each with the stop at which it overtakes the line before it. A line overtaken before it gets ahead is dropped. O(N).
 def by_queue(window: OrderedWindow, price: float) -> IntArray:
-    """The exact least time of one padded stream."""
+    """The cut of exactly least time, for one padded stream."""
     num = len(window)
     work, after = window.work.tolist(), (np.arange(1, num + 1) + window.most).tolist()  # first stop out of reach
     came_from, since = [0] * (num + 1), [0] * (num + 1)
     base, slope, limit = price, work[0], after[0]  # of the last line; the queue is lines[front : tail + 1]
     lines = [(0, base, slope, limit)] * (num + 1)
-    best, best_base, best_slope = 0, base, slope  # the line in front, which is best now
-    front, tail, upcoming = 0, 0, num + 1  # upcoming: where the next one overtakes it
+    best, best_base, best_slope = 0, base, slope  # the front line, which is best now
+    front, tail, upcoming = 0, 0, num + 1  # upcoming: the stop at which the next line overtakes it
     for stop in range(1, num):
         if upcoming <= stop:
             front += 1
@@ -268,11 +268,11 @@ def by_queue(window: OrderedWindow, price: float) -> IntArray:
     return offsets_of_path(came_from)
 
 
-# Greedy: a run ends where what its samples are padded down to the next sample's length has paid for a new run. That grows with
-# every sample, so it is bisected, from the length of the run before on. In a window of alike neighbours the next run can do no
-# better than its own least, which makes this nearly as good as the exact cut. O(B log N).
+# Greedy: a run ends where the padding that it saves to end there pays for a new run. That saving grows with every
+# sample, so the end is found by bisection, from the previous run's length on. Neighbours in a window are alike, so the
+# next run cannot gain much from another end, and the cut is nearly as good as the exact one. O(B log N).
 def one_by_one(window: OrderedWindow, price: float) -> IntArray:
-    """Each run, from the longest sample on, as long as makes its price and padding a sample least."""
+    """Runs from the longest sample on, each so long that its price and padding per sample are least."""
     num, sums = len(window), np.append(0.0, np.cumsum(window.work)).data
     work, most = window.work.data, window.most.data
     allowed = None if window.allowed is None else window.allowed.data
@@ -293,7 +293,7 @@ def one_by_one(window: OrderedWindow, price: float) -> IntArray:
 
 
 def split_dearest(window: OrderedWindow, offsets: IntArray, number: int) -> IntArray:
-    """The runs, the dearest of them split until there are ``number``, or only single samples; parts have allowed sizes."""
+    """Split the run of most work until there are ``number`` runs, or no run can be split; parts have allowed sizes."""
     if len(offsets) > number:
         return offsets
     runs = zip(*(values.tolist() for values in (window.total(offsets), offsets[:-1], offsets[1:])), strict=True)

@@ -1,4 +1,4 @@
-"""Parts of equal cost; micro-batches for samples already in memory, as reinforcement learning has them after a rollout."""
+"""Parts of equal cost; micro-batches for samples already in memory, as in reinforcement learning after a rollout."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -26,11 +26,11 @@ def balanced_partitions(
     """Divide items into parts of about equal total cost, each within a limit of total size.
 
     Args:
-        costs: of each item, at least 0.
-        num_parts: how many parts; some stay empty where there are fewer items.
-        sizes: what counts against ``limit`` (tokens, say); default: the costs.
-        limit: most that the sizes of a part may come to.
-        equal_size: all parts hold equally many items, give or take one.
+        costs: cost of each item, at least 0.
+        num_parts: number of parts; some stay empty if there are fewer items.
+        sizes: size of each item, for ``limit`` (in tokens, say); default: the costs.
+        limit: largest sum of sizes in a part; None: no limit.
+        equal_size: give all parts the same number of items, give or take one.
 
     Returns:
         ``result[part]``: positions in ``costs``, ascending; every item is in exactly one part.
@@ -58,7 +58,7 @@ def balanced_partitions(
 
 
 def _divided(cost: NDArray[np.float64], size: NDArray[np.float64], slots: list[int], most: float) -> list[list[int]]:
-    """Parts within the limit, of at most so many items. Without a limit the dearest is at most 4/3 of the least possible."""
+    """Parts within the limit, of up to ``slots`` items. Without one, the largest cost is at most 4/3 of the least."""
     room, costs = Room([(size, most)], len(cost)), cost.tolist()
     bins = [room.bin(slots=items) for items in slots]
     if size.max(initial=0.0) <= most:
@@ -79,7 +79,7 @@ def _divided(cost: NDArray[np.float64], size: NDArray[np.float64], slots: list[i
 
 
 def _first_fit(bins: list[Bin], room: Room) -> bool:
-    """Each item, in the given order, to the first part that has room: so others count the parts that they then ask for."""
+    """First fit: each item, in order, into the first part with room. Callers may have counted the parts this way."""
     for item in range(len(room.sizes)):
         number = next((number for number, bin in enumerate(bins) if room.admits(bin, item)), None)
         if number is None:
@@ -99,17 +99,17 @@ def shard_micro_batches(
     lengths: Sequence[int] | np.ndarray | Mapping[str, Any], num_ranks: int, budget: Budget | int, *,
     multiple_of: int = 1, work: Work | None = None, oversize: Oversize = "alone",
 ) -> list[list[list[int]]]:  # fmt: skip
-    """Divide samples over ranks: equally many micro-batches on every rank, each within the budget, of equal cost.
+    """Divide samples over ranks: equally many micro-batches on each, within the budget, of about equal cost.
 
-    Every rank calls it with the lengths of all ranks' samples and takes its own entry; nothing is exchanged.
+    Every rank calls it with the lengths of all ranks' samples and takes its own entry; ranks do not communicate.
 
     Args:
         lengths: tokens of each sample over all ranks, or a dict of named streams.
         num_ranks: data-parallel ranks.
-        budget: what a micro-batch may be; a number means so many tokens.
-        multiple_of: the number of micro-batches on a rank is a multiple of this (pipeline stages, say).
-        work: predicted time of a micro-batch, e.g. ``Work.of(model)``; the steps' work is levelled over the ranks.
-        oversize: of a sample that does not fit even alone: "alone" and "drop" warn, "error" is a BudgetError.
+        budget: limit of a micro-batch; a number means that many tokens.
+        multiple_of: the number of micro-batches on a rank is a multiple of this (e.g. of the pipeline stages).
+        work: predicted time of a micro-batch, e.g. ``Work.of(model)``; the ranks get about equal work.
+        oversize: what becomes of a sample that does not fit even alone: "alone" and "drop" warn, "error" raises.
 
     Returns:
         ``result[rank][step]``: positions in ``lengths``; every sample is in exactly one micro-batch.
@@ -138,10 +138,10 @@ def shard_micro_batches(
     cost = work.of_batches(batches, streams, planner.budget)
     shards: list[list[list[int]]] = [[] for _ in range(num_ranks)]
     load = np.zeros(num_ranks)
-    # rows of several costs are even already, in more than their work
+    # with several costs, `cut` has balanced the rows in all of them; sorting by work would undo that
     in_rows = every > 1 and costs_of_rows(streams, planner.budget, work) is not None
     rows = (np.arange(len(cost)) if in_rows else np.argsort(-cost, kind="stable")).reshape(-1, num_ranks)
-    for row in rows.tolist():  # of like cost, the dearest to who has least
+    for row in rows.tolist():  # batches of similar cost; the most expensive one goes to the rank with the least load
         for rank, number in zip(np.argsort(load, kind="stable"), row, strict=True):
             shards[rank].append(kept[batches[number]].tolist())
             load[rank] += cost[number]

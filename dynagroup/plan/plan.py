@@ -1,4 +1,4 @@
-"""An epoch's plan as data: its batches, their places and their figures."""
+"""An epoch's plan as data: its batches, their steps and ranks, and its statistics."""
 
 import hashlib
 from collections.abc import Mapping
@@ -20,22 +20,22 @@ from dynagroup.shapes import BatchShape, IntArray, Streams
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Batches of one epoch on all ranks, with their figures: of all of it, of what remains, or of one window.
+    """Batches of one epoch on all ranks, with statistics. It covers the whole epoch, what remains of it, or one window.
 
     Args:
         batches: all batches, dataset indices, row after row.
-        table: int64 (num_steps, world_size), batch numbers; -1 where a rank has none (only in what plans are compared with).
-        update_ends: bool (num_steps,), the optimizer steps after this row.
+        table: int64 (num_steps, world_size), batch numbers; -1: no batch (only in baselines for comparison).
+        update_ends: bool (num_steps,), whether an optimizer update ends with this row.
         loss_scale: float64 (num_steps, world_size), factor for a batch's mean per-sample loss, see ``step.loss_scale``.
-        repeated: dataset indices of samples that stand in a row a second time, to fill it; their weight is 0.
-        dropped: dataset indices that were left out, by ``oversize="drop"`` or ``uneven="drop"``, as often as they were drawn.
-        start, end: the places before and behind these steps.
-        windows: rows of each window or update, which was cut by itself.
+        repeated: dataset indices of samples that are in a row a second time, to fill it; their weight is 0.
+        dropped: dataset indices left out by ``oversize="drop"`` or ``uneven="drop"``, as often as drawn.
+        start, end: the places in the epoch before and after these steps.
+        windows: number of rows of each window or update; each is cut by itself.
         lengths: the dataset's lengths, stream -> int32 (N,).
-        sample_kinds: the dataset's kinds.
-        budget: what the batches were made to fit.
+        sample_kinds: the kind of each sample of the dataset.
+        budget: the limit that the batches keep.
         oversize: dataset indices of samples that do not fit even alone.
-        work: what a batch takes.
+        work: predicts the time of a batch.
 
     >>> from dynagroup import LengthAwareBatchSampler, TokenBudget
     >>> plan = LengthAwareBatchSampler([3, 9, 2, 8], TokenBudget(18)).plan
@@ -80,7 +80,7 @@ class BatchPlan:
 
     @property
     def num_steps(self) -> int:
-        """Rows: every rank runs one batch in each."""
+        """Number of rows; every rank runs one batch in each."""
         return len(self.table)
 
     @property
@@ -94,12 +94,12 @@ class BatchPlan:
 
     @cached_property
     def padded(self) -> IntArray:
-        """Tokens that a device multiplies for every batch, padding included, all padded streams added: int64 (B,)."""
+        """Tokens that a device computes for every batch, with padding, summed over padded streams: int64 (B,)."""
         return padded_tokens(self.shapes, self.budget)
 
     @property
     def padded_lengths(self) -> Streams:
-        """The lengths of the dataset's padded streams: those that count as tokens."""
+        """The dataset's lengths in its padded streams, which are those that count as tokens."""
         return {name: self.lengths[name] for name in padded_streams(self.budget, self.lengths)}
 
     @cached_property
@@ -110,22 +110,22 @@ class BatchPlan:
 
     @property
     def work_by_row(self) -> NDArray[np.float64]:
-        """Predicted work of every batch, in linear tokens, without the price of its step: float64 (num_steps, world_size)."""
+        """Predicted work of every batch, in linear tokens, without fixed costs: float64 (num_steps, world_size)."""
         return self._work.sum(axis=2)
 
     @property
     def predicted_time(self) -> float:
-        """Predicted time of the steps in linear tokens: each costs its price and the most work of a rank, see ``Work.meet``."""
+        """Predicted time of all steps, in linear tokens: their fixed cost and slowest ranks, see ``Work.meet``."""
         return self.work.of_rows(self._work)
 
     @cached_property
     def statistics(self) -> Mapping[str, float]:
-        """The figures of the plan by name: counts, tokens, ``efficiency`` (real over padded tokens), row imbalance.
+        """Statistics by name: counts, tokens, ``efficiency`` (real over padded tokens), row imbalance.
 
-        Tokens are those of all padded streams: every stream but those that an ``AdditiveCap`` names.
+        Tokens are summed over all padded streams: every stream except those that an ``AdditiveCap`` names.
 
-        ``row_imbalance`` is how much longer all rows take than with perfectly equal row mates, 1.0 at best, in predicted work.
-        Of several lengths ``imbalance_NAME`` is the middle row's largest sum of that length over its ranks' mean.
+        ``row_imbalance`` is the predicted time of all rows, divided by their time if all ranks had equal work: 1.0 at
+        best. With several streams, ``imbalance_NAME`` is the median over rows of a stream's largest sum over its mean.
         """
         sizes, padded, mean = self.batches.sizes, int(self.padded.sum()), self.work_by_row.mean(axis=1).sum()
         real = int(real_tokens(self.shapes, self.budget).sum())
@@ -151,7 +151,7 @@ class BatchPlan:
         }
 
     def _imbalance(self, stream: str) -> float:
-        """The largest sum of a stream over its mean, of the middle one of the rows that have any."""
+        """Median over non-empty rows of a stream's largest sum on a rank, divided by the mean of ranks."""
         by_row = np.append(self.shapes.total[stream], 0)[self.table].astype(np.float64)
         by_row = by_row[by_row.any(axis=1)]
         return float(np.median(by_row.max(axis=1) / by_row.mean(axis=1))) if len(by_row) else 1.0
@@ -165,17 +165,17 @@ class BatchPlan:
         return digest.hexdigest()
 
     def report(self, batch_size: int | None = None) -> str:
-        """The plan as a readable table, against shuffled batches of a fixed size: what a user checks before a long run.
+        """A table that compares the plan with shuffled batches of a fixed size. Read it before a long run.
 
         Args:
-            batch_size: what you use today, samples on each rank; None: as many as fit even where the longest meet.
+            batch_size: samples per rank that you use today; None: as many as fit even if the longest samples meet.
         """
         from dynagroup.plan.report import report_of
 
         return report_of(self, batch_size)
 
     def plot(self) -> Any:
-        """A matplotlib figure: what shuffled batches of a fixed size pad, and what this plan does."""
+        """A matplotlib figure: the padding of shuffled batches of a fixed size, and of this plan."""
         from dynagroup.plan.plots import plot_ways
         from dynagroup.plan.report import Way, shuffled_way
 

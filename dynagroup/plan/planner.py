@@ -37,19 +37,19 @@ Oversize: TypeAlias = Literal["alone", "error", "drop"]
 Uneven: TypeAlias = Literal["repeat", "drop"]
 Order: TypeAlias = "IntArray | EpochOrder | GroupedOrder"
 OneKind: TypeAlias = Literal["step", "batch"]
-Drawn: TypeAlias = "IntArray | None"  # dataset indices in an order of the user's
-Rows: TypeAlias = tuple[Batches, NDArray[np.bool_]]  # row after row, and which only fill theirs: bool (steps, ranks)
+Drawn: TypeAlias = "IntArray | None"  # dataset indices in the user's order
+Rows: TypeAlias = tuple[Batches, NDArray[np.bool_]]  # batches row after row; which only fill a row: bool (steps, ranks)
 
 LEFT_OUT = "learned limits leave out other samples than this epoch did (oversize='drop'): set_epoch to the next"
 BATCHES_PER_WINDOW = 100
-SAMPLED = 4096  # lengths from which a window is chosen
-LEAST_SHARE = 8  # a kind of few samples is divided into windows down to this part of one: its batches shall differ, too
+SAMPLED = 4096  # lengths from which the size of a window is estimated
+LEAST_SHARE = 8  # a rare kind has windows of at least 1/8 of the usual size, so that its batches vary, too
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanConfig:
-    """How an epoch is cut into batches: the settings of :class:`~dynagroup.LengthAwareBatchSampler`, which says what each means.
-    Knows no ranks, lengths or budget."""
+    """How an epoch is cut into batches: the settings of :class:`~dynagroup.LengthAwareBatchSampler`, which explains
+    them. It does not depend on ranks, lengths or budget."""
 
     shuffle: bool = False
     window: int | None = None
@@ -82,13 +82,13 @@ class PlanConfig:
 
 
 def tokens_of(lengths: Streams, budget: Budget) -> NDArray[Any]:
-    """Tokens of each sample, of all its padded streams: int (N,)."""
+    """Tokens of each sample, summed over its padded streams: int (N,)."""
     first, *others = (lengths[name] for name in padded_streams(budget, lengths))
     return np.add.reduce([first, *others], axis=0, dtype=np.int64) if others else first
 
 
 def oversize_mask(lengths: Streams, budget: Budget) -> NDArray[np.bool_]:
-    """Which samples do not fit even alone: bool (N,). Checks once what a budget of the user's own answers."""
+    """Which samples do not fit even alone: bool (N,). Also checks once the answers of a user's own budget."""
     tokens = lengths[primary(lengths)]
     if len(lengths) == 1 and len(tokens) and largest_of(budget, tokens[:1].astype(np.int64)) is not None:
         unfit = lambda length: budget.largest(np.asarray([length]))[0] < 1  # type: ignore[index]  # noqa: E731
@@ -98,7 +98,7 @@ def oversize_mask(lengths: Streams, budget: Budget) -> NDArray[np.bool_]:
 
 
 class Planner:
-    """Makes plans: holds the facts (lengths, kinds, the budget bound to them) and the knobs, and no state."""
+    """Makes plans from facts (lengths, kinds, the budget bound to them) and settings. It has no state."""
 
     def __init__(self, lengths: Streams, budget: Budget | int, config: PlanConfig, kinds: Kinds | None = None) -> None:
         self.lengths, self.kinds = lengths, kinds or Kinds.read(None, len(lengths[primary(lengths)]))
@@ -117,14 +117,14 @@ class Planner:
 
     @classmethod
     def of(cls, lengths: Any, budget: Budget | int, config: PlanConfig, kinds: Any = None) -> "Planner":
-        """From lengths and kinds as users give them."""
+        """A planner from lengths and kinds in the form that users give."""
         if kinds is None and config.one_kind != "step":
             raise ConfigError(f"`one_kind` ({config.one_kind!r}) needs `kinds`, a label for each sample")
         streams = as_streams(lengths)
         return cls(streams, budget, config, Kinds.read(kinds, len(streams[primary(streams)])))
 
     def warn_of_oversize(self) -> None:
-        """Say which samples do not fit even alone, if any, and what is done with them: a warning, or a :class:`BudgetError`."""
+        """Warn of samples that do not fit even alone and of what becomes of them; with "error" raise a BudgetError."""
         if not len(self.oversize):
             return
         first, done, others = int(self.oversize[0]), self.config.oversize, len(self.oversize) - 1
@@ -150,8 +150,8 @@ class Planner:
         return self if (after.limit, after.config) == (self.limit, self.config) else after
 
     def in_mid_epoch(self) -> "Planner":
-        """Itself; or a planner of the rest of an epoch that follows what was applied to its budget since. StateError: that
-        changes which samples take part."""
+        """A planner for the rest of an epoch that follows the limit applied since; this one if nothing was applied.
+        StateError: it would change which samples take part."""
         after = self.by(LearningBudget.applied_to(self.budget))
         if self.config.oversize == "drop" and not np.array_equal(after.unfit, self.unfit):
             raise StateError(LEFT_OUT)
@@ -163,7 +163,7 @@ class Planner:
             raise StateError(LEFT_OUT)
 
     def by(self, limit: float | None) -> "Planner":
-        """Itself, or the same by another learned limit."""
+        """The same planner with another learned limit."""
         if limit == self.limit:
             return self
         other = copy.copy(self)
@@ -174,12 +174,12 @@ class Planner:
         return other
 
     def rebuilt(self, work: Work | None = None) -> "Planner":
-        """A planner of the same facts and knobs, whose budget may have changed, and its work if one is given."""
+        """A planner of the same facts and settings, for a budget that may have changed, and for ``work`` if given."""
         return Planner(self.lengths, self.budget, replace(self.config, work=work or self.config.work), self.kinds)
 
     @property
     def num_planned(self) -> int:
-        """Samples of an epoch: all but those that are left out."""
+        """Samples of an epoch, without those that are left out."""
         return self.num_samples - len(self.left_out)
 
     @property
@@ -188,7 +188,7 @@ class Planner:
         return self.config.samples_per_update is not None
 
     def window_size(self, world_size: int) -> int:
-        """Samples a window, a multiple of ``world_size`` unless it is an update."""
+        """Samples per window: a multiple of ``world_size``, unless the window is an update."""
         config = self.config
         if config.samples_per_update is not None:
             if config.samples_per_update < world_size:
@@ -203,7 +203,7 @@ class Planner:
 
     @cached_property
     def _batch_size(self) -> float:
-        """Samples that a batch has when it is as large as fits and everything is sorted together; an estimate."""
+        """Estimated samples of a batch that is as large as fits, when everything is sorted together."""
         some = {name: values[:: max(1, self.num_samples // SAMPLED)] for name, values in self.lengths.items()}
         return len(some[primary(some)]) / max(len(cut(some, self.budget, work=Work(per_step=FEWEST))), 1)
 
@@ -213,13 +213,13 @@ class Planner:
     def is_done(self, cursor: Cursor, world_size: int = 1, order: IntArray | None = None) -> bool:
         if cursor.windows_done >= len(self._windows(cursor, order)[1]):
             return True
-        too_few = self.config.uneven == "drop"  # a window may then make no row
+        too_few = self.config.uneven == "drop"  # then a window may have no row
         return too_few and not any(part.num_steps for part in self.steps_from(cursor, world_size, order))
 
     def order_of(self, epoch: int, given: IntArray | None = None, *, shuffle: bool, size: int = 1) -> Order:
-        """The epoch's order: dataset indices, without those that are left out; ``grouping`` groups updates of ``size``.
+        """The epoch's order: dataset indices without those left out. ``grouping`` groups updates of ``size``.
 
-        ``given``: an order of the user's; None: shuffled, or the dataset's."""
+        ``given``: the user's order; None: shuffled, or the dataset's."""
         config, everything = self.config, not len(self.left_out)
         if given is not None:
             order: Any = given if everything else given[~self.unfit[given]]
@@ -233,7 +233,7 @@ class Planner:
         return GroupedOrder(order, tokens_of(self.lengths, self.budget), **how)
 
     def _windows(self, cursor: Cursor, given: IntArray | None) -> tuple[Order, list[tuple[int, int]], IntArray]:
-        """The order of the cursor's epoch, where its windows start and stop in it, and the last window of each kind."""
+        """The order of the cursor's epoch, (start, stop) of its windows in it, and the last window of each kind."""
         config, size = self.config, cursor.window_size or self.window_size(1)
         order = self.order_of(cursor.epoch, given, shuffle=config.shuffle or self.has_updates, size=size)
         if self.has_updates:
@@ -253,7 +253,7 @@ class Planner:
         return order, windows, np.asarray([len(windows) - 1])
 
     def steps_from(self, cursor: Cursor, world_size: int = 1, order: IntArray | None = None) -> Iterator[BatchPlan]:
-        """What remains of the cursor's epoch, a window at a time, planned when asked for."""
+        """What remains of the cursor's epoch: one plan per window, each made when it is asked for."""
         if not cursor.window_size:
             cursor = replace(cursor, window_size=self.window_size(world_size))
         ordered, windows, last = self._windows(cursor, order)
@@ -266,7 +266,7 @@ class Planner:
             cursor = planned.end
 
     def update_of(self, indices: IntArray, cursor: Cursor, world_size: int) -> BatchPlan:
-        """What remains of one update that holds these samples."""
+        """What remains of the update that holds these samples."""
         return _Window(self, indices, cursor, np.ones(len(self.kinds.labels), np.bool_)).rest(world_size)
 
     def planned(self, batches: Batches, loss_scale: NDArray[np.float64], **more: Any) -> BatchPlan:
@@ -276,12 +276,12 @@ class Planner:
         return BatchPlan(batches, np.arange(len(batches)).reshape(loss_scale.shape), loss_scale=loss_scale, **more)
 
     def plan(self, epoch: int = 0, world_size: int = 1, cursor: Cursor | None = None, order: Drawn = None) -> BatchPlan:
-        """A whole epoch; or what remains of one, from ``cursor`` on."""
+        """A plan of a whole epoch, or of what remains of one from ``cursor`` on."""
         cursor = cursor or self.start_of(epoch, world_size)
         return self.joined(list(self.steps_from(cursor, world_size, order)), cursor, world_size, order)
 
     def joined(self, parts: list[BatchPlan], cursor: Cursor, world_size: int, order: Drawn = None) -> BatchPlan:
-        """Windows, the first of which begins at ``cursor``, as one plan. Of a given ``order`` is left out what it draws."""
+        """One plan of several windows; the first begins at ``cursor``. ``order``: the user's, if any."""
         drawn = self.left_out if order is None else order[np.isin(order, self.left_out)]
         batches, none = Batches.concatenate([part.batches for part in parts]), np.zeros(0, np.int64)
         return self.planned(
@@ -301,7 +301,7 @@ class Planner:
         knobs = {knob.name: getattr(self.config, knob.name) for knob in fields(self.config)}
         knobs |= {name: described(knobs[name]) for name in ("round_batch", "work")}
         if isinstance(self.config.work, MeasuredWork):
-            knobs["work"] = "measure"  # what was measured is of a run, and in its state
+            knobs["work"] = "measure"  # measured values belong to a run and are in its state
         lengths = {name: zlib.crc32(np.ascontiguousarray(v).data) for name, v in self.lengths.items()}
         facts = {"num_samples": self.num_samples, "lengths": lengths}
         facts["kinds"] = [zlib.crc32(self.kinds.codes.data), described(self.kinds.labels)]
@@ -309,23 +309,23 @@ class Planner:
 
     @property
     def fingerprint(self) -> str:
-        """Sixteen hexadecimal digits of :attr:`identity`."""
+        """Sixteen hexadecimal digits: a hash of :attr:`identity`."""
         return hashed(json.dumps(self.identity, sort_keys=True))
 
 
 @dataclass(frozen=True)
 class _Window:
-    """Samples that are cut together, those of each kind by themselves, and where a run stands in them."""
+    """Samples that are cut together, each kind by itself, and the place of a run among them."""
 
     planner: Planner
     indices: IntArray  # of the dataset
     cursor: Cursor
-    is_last: NDArray[np.bool_]  # by kind: no more of it follows, to take what fills no row
+    is_last: NDArray[np.bool_]  # by kind: no later window has it, so samples that fill no row cannot move on
 
-    # While ranks and learned limit stay the same, what remains of a window are its own rows. After a change the samples that
-    # remain are cut again. A repeat that fills a row is not used by it: its own place may still be to come.
+    # While ranks and learned limit stay the same, the rest of a window is its own remaining rows. After a change the
+    # remaining samples are cut again. A sample repeated to fill a row is not used up by that: its own batch may come.
     def rest(self, world_size: int) -> BatchPlan:
-        """The rows behind the cursor."""
+        """The rows after the cursor."""
         segments = (*self.cursor.segments, (world_size, 0, self.planner.limit))
         left, ranks, by = np.ones(len(self.indices), np.bool_), segments[0][0], segments[0][2]
         batches, fills = self._cut(left, ranks, self.planner.by(by))
@@ -338,7 +338,7 @@ class _Window:
         return self._made(left, (batches, fills))
 
     def _cut(self, left: NDArray[np.bool_], world_size: int, planner: Planner) -> Rows:
-        """Rows of the samples that are left, as positions."""
+        """Cut the samples that are left into rows, as positions."""
         cursor, positions = self.cursor, np.flatnonzero(left)
         config, chosen = planner.config, self.indices[positions]
         lengths = {name: values[chosen] for name, values in planner.lengths.items()}
@@ -361,7 +361,7 @@ class _Window:
         return batches.take(rows.ravel()).map(positions), fills.ravel()[rows]
 
     def _made(self, left: NDArray[np.bool_], rows: Rows) -> BatchPlan:
-        """Rows as dataset indices, with what each batch weighs in its update. ``left``: what they may hold."""
+        """A plan of rows, with the weight of each batch in its update. ``left``: the samples that rows may hold."""
         (batches, fills), planner, indices = rows, self.planner, self.indices
         num_steps, ranks = fills.shape
         behind = self.cursor.after_rows(num_steps, ranks, planner.limit)

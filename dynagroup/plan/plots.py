@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 REAL, PADDING, LINE = "#2f5d8a", "#f3c9ae", "#333333"
 HATCHED: dict[str, Any] = {"facecolor": PADDING, "edgecolor": "#c98a5e", "hatch": "////"}
-SAMPLES_SHOWN = 2000  # more are thinner than a pixel of a page
+SAMPLES_SHOWN = 2000  # with more, each is thinner than a pixel
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure, inches; made without pyplot, so that nothing global changes. ConfigError: matplotlib is missing."""
+    """An empty figure, size in inches, without pyplot's global state. ConfigError: no matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError("pictures need matplotlib; install dynagroup[viz]") from error
     figure = Figure(figsize=(width, height), layout="constrained")
-    vars(figure)["_repr_png_"] = partial(_drawn, figure, "png")  # matplotlib shows notebooks its own only with pyplot
+    vars(figure)["_repr_png_"] = partial(_drawn, figure, "png")  # matplotlib would not show it in notebooks
     return figure
 
 
@@ -41,7 +41,7 @@ def _drawn(figure: Figure, kind: str) -> bytes:
 
 
 def save_picture(figure: Figure, path: str | Path) -> None:
-    """Save a figure as the ending says; its folder is made. ConfigError: no picture has such an ending."""
+    """Save a figure in the format of the suffix, and make its folder. ConfigError: the suffix is no format."""
     kinds, target = sorted(figure.canvas.get_supported_filetypes()), Path(path)
     if target.suffix[1:].lower() not in kinds:
         raise ConfigError(f"{str(path)!r} cannot be a picture; end it in one of {', '.join(f'.{k}' for k in kinds)}")
@@ -50,7 +50,7 @@ def save_picture(figure: Figure, path: str | Path) -> None:
 
 
 def page(title: str, text: str, figure: Figure) -> str:
-    """A static HTML page of a report and a figure, which is drawn into it as SVG: one file, no scripts."""
+    """A static HTML page of a report and a figure, drawn into it as SVG: one file without scripts."""
     drawn = _drawn(figure, "svg").decode()
     style = "body{font:15px sans-serif;margin:2em;max-width:75em}pre{font-size:13px}svg{max-width:100%;height:auto}"
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{style}</style>'
@@ -92,7 +92,7 @@ def plot_plan(plan: Any) -> Figure:
 
 
 def draw_plan(plan: Any, ax: Axes) -> None:
-    """Padding of each batch, all padded streams added."""
+    """Padding of each batch, summed over padded streams."""
     tokens = np.stack([*plan.padded_lengths.values()]).sum(axis=0, dtype=np.int64)
     widths = np.sum([plan.shapes.longest[name] for name in plan.padded_lengths], axis=0)
     draw_padding([tokens[batch] for batch in plan.batches], widths=widths.tolist(), ax=ax)
@@ -108,12 +108,12 @@ def plot_ways(ways: Sequence[Any]) -> Figure:
 
 
 def draw_padding(batches: Sequence[NDArray], *, widths: Sequence[int] | None = None, ax: Axes | None = None) -> Axes:
-    """Batches side by side: a column a sample, its tokens dark and its padding light and hatched.
+    """Batches side by side: one column per sample, its tokens dark, its padding light and hatched.
 
     Args:
-        batches: tokens of the samples, int (n,), batch by batch; of many some are shown, taken evenly from the whole run.
+        batches: tokens of the samples, int (n,), batch by batch; of many, some are shown, evenly over the whole run.
         widths: tokens that each batch's samples are padded to; default: the longest.
-        ax: of a figure of your own; default: a new one.
+        ax: axes of your own figure; default: new ones.
     """
     axes = new_figure(6, 3.6).subplots() if ax is None else ax
     axes.set(xlabel="samples, batch after batch", ylabel="tokens")

@@ -1,4 +1,4 @@
-"""Rows of batches for all ranks: one batch a rank and step, cut so that the steps take least time; and the proof of each."""
+"""Rows of batches for all ranks: one batch per rank and step, cut for least time; and the proof of each cut."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,31 +15,31 @@ from dynagroup.plan.packed import Packing, pack
 from dynagroup.plan.padded import FEWEST, TINY, OrderedWindow, in_order, longest_batches_first, split_dearest
 from dynagroup.shapes import IntArray, Streams, primary, units_of
 
-FEW_ROWS = 20  # the batches of more rows, sorted by work, are alike: a cut of their own gains 0.3 % at most
-# Limits tried (large windows try fewer, from 12), and entries of a table of starts by limits.
+FEW_ROWS = 20  # above this, rows of batches sorted by work are even: cutting row by row gains 0.3 % at most
+# Number of limits tried (large windows try fewer, at least 12), and entries of the table of starts by limits.
 LIMITS, TABLE = 64, 1 << 17
-EQUAL = 0.05  # of a row's mean work: what its batches may differ by
+EQUAL = 0.05  # largest difference between a row's batches, relative to their mean work
 
 
 def cut(
     lengths: Streams, budget: Budget, num_ranks: int = 1, *,
     work: Work = DEFAULT_WORK, round_batch: RoundBatch | None = None,
 ) -> Batches:  # fmt: skip
-    """Cut a window into rows of one batch a rank that fit, so that its steps take least predicted time.
+    """Cut a window into rows of batches that fit, one per rank, so that its steps take least predicted time.
 
-    A padded window is ordered, longest first or so that neighbours are alike in several padded streams, and cut into runs; a
-    packed one is filled. The number of batches divides by ``num_ranks`` wherever some batch has more than one sample. A sample
-    that does not fit even alone gets a batch of its own; the caller decides what becomes of it. A row takes the price of a
-    step and its dearest batch.
+    A padded window is ordered, longest first, or with several padded streams so that neighbours are alike, and cut into
+    runs. A packed window is filled. The number of batches divides by ``num_ranks`` if any batch has more than one
+    sample. A sample that does not fit even alone gets a batch of its own; the caller decides what becomes of it. The
+    time of a row is the price of a step and its most expensive batch.
 
     Returns:
-        Positions into the window. Row after row, each row's dearest batch first, the row with the longest sample in front; a
-        row that cannot be filled comes last.
+        Positions in the window, row after row. The most expensive batch of a row is its first; the row with the longest
+        sample is the first row. A row that cannot be filled comes last.
 
     Raises:
         ConfigError: ``round_batch`` is wrong. BudgetError: the budget breaks its law.
     """
-    if len(lengths[primary(lengths)]) <= num_ranks:  # a row at most: each sample by itself
+    if len(lengths[primary(lengths)]) <= num_ranks:  # at most one row: each sample by itself
         each = work.of_lengths({name: lengths[name] for name in work.priced(budget, lengths)})
         return Batches(np.argsort(-each, kind="stable"), np.arange(len(each) + 1))
     several = costs_of_rows(lengths, budget, work) if num_ranks > 1 else None
@@ -68,7 +68,7 @@ def cut(
 def cut_kinds(
     lengths: Streams, kinds: NDArray[np.integer], budget: Budget, num_ranks: int, *, together: bool, **how: Any
 ) -> list[Batches]:
-    """As :func:`cut`, and no batch holds samples of two kinds: each kind's rows, or ``together`` rows of batches of any kind."""
+    """Like :func:`cut`, with one kind per batch: rows of one kind each, or with ``together`` rows that mix kinds."""
     by_kind = np.argsort(kinds, kind="stable") if kinds.any() else np.arange(len(kinds))
     parts = np.split(by_kind, 1 + np.flatnonzero(np.diff(kinds[by_kind])))
     of = [{name: values[part] for name, values in lengths.items()} for part in parts]
@@ -77,7 +77,7 @@ def cut_kinds(
         return rows
     found = [cut(own, budget, **how) for own in of]
     time = [float(how["work"].of_batches(batches, own, budget).sum()) for batches, own in zip(found, of, strict=True)]
-    # Greedy apportionment: what fills rows goes one by one to the kind of the dearest batches, whose samples are cut anew.
+    # Greedy apportionment: a missing batch goes to the kind with the largest batches, which is cut again.
     while missing := -sum(map(len, found)) % num_ranks:
         shares = [*map(len, found)]
         for _ in range(missing):
@@ -96,13 +96,13 @@ def cut_kinds(
 
 
 def time_of_rows(batches: Batches, lengths: Streams, budget: Budget, num_ranks: int, work: Work) -> float:
-    """Predicted time of batches that stand row after row, the last row perhaps not full."""
+    """Predicted time of batches that are in rows; the last row may not be full."""
     each = work.of_batches(batches, lengths, budget)
     return work.of_rows(np.append(each, np.zeros(-len(each) % num_ranks)).reshape(-1, num_ranks))
 
 
 def filled(batches: Batches, tokens: IntArray, num_ranks: int, fill: bool) -> tuple[Batches, NDArray[np.bool_]]:
-    """The batches that make full rows, the last of them filled with the smallest samples where asked; and which only fill."""
+    """Batches of full rows, with ``fill`` the last one filled with the smallest samples; and which ones only fill."""
     num, missing = len(batches), -len(batches) % num_ranks
     if missing and fill:
         own = np.sort(batches.order)
@@ -113,7 +113,7 @@ def filled(batches: Batches, tokens: IntArray, num_ranks: int, fill: bool) -> tu
 
 
 def _cheapest(window: OrderedWindow, num_ranks: int, price: float) -> IntArray:
-    """The cut of least predicted time that fills rows: one rank's, divided; or in few rows one of its own."""
+    """The cut of least predicted time that fills rows: one rank's, split further; with few rows also a cut by rows."""
     alone = window.least_time(price)
     if num_ranks == 1:
         return alone
@@ -122,26 +122,26 @@ def _cheapest(window: OrderedWindow, num_ranks: int, price: float) -> IntArray:
         cuts.append(_filled(window, _rows_of_least_time(window, num_ranks, price), num_ranks))
 
     def time(offsets: IntArray) -> float:
-        dearest = np.sort(window.total(offsets))[::-1][::num_ranks]  # of each row, in rows of the like
+        dearest = np.sort(window.total(offsets))[::-1][::num_ranks]  # of each row, if rows are sorted by work
         return price * len(dearest) + float(np.add.reduce(dearest))
 
     full = [offsets for offsets in cuts if (len(offsets) - 1) % num_ranks == 0]
-    return min(full, key=time) if full else _filled(window, window.least_time(FEWEST), num_ranks)  # no more fill a row
+    return min(full, key=time) if full else _filled(window, window.least_time(FEWEST), num_ranks)  # none fills its rows
 
 
 def _filled(window: OrderedWindow, offsets: IntArray, num_ranks: int) -> IntArray:
-    """The runs, split until their number divides by the ranks; into sizes that are not allowed only where it must be."""
+    """Split runs until their number divides by the ranks; into sizes not allowed only if nothing else is left."""
     number = -(-(len(offsets) - 1) // num_ranks) * num_ranks
     offsets = split_dearest(window, offsets, number)
     return offsets if len(offsets) > number else split_dearest(replace(window, allowed=None), offsets, number)
 
 
-# Dynamic programming over the starts of rows. Under a limit of work a row is greedy, so where it ends and what its dearest run is
-# are one table over starts and limits, made by binary lifting: two runs further is one run further, twice. The least time from
-# each start on picks each row's limit. A row takes at least a sample a rank, so so many starts are done at once.
-# O(N * limits * log ranks) time, O(N * limits) memory.
+# Dynamic programming over the starts of rows. Under a limit of work a row is greedy, so its end and its most expensive
+# run are one table over starts and limits, made by binary lifting: two runs further is one run further, twice. The
+# least time from each start on chooses the limit of each row. A row takes at least one sample per rank, so that many
+# starts are done at once. O(N * limits * log ranks) time, O(N * limits) memory.
 def _rows_of_least_time(window: OrderedWindow, num_ranks: int, price: float) -> IntArray:
-    """Offsets of the runs of the rows that take least time, where each costs its price and its dearest run."""
+    """Offsets of runs in rows of least total time; each row takes its price and its most expensive run."""
     num, limits = len(window), _limits(window, num_ranks, price)
     ends, dearest = _row_ends(window, limits, num_ranks)
     best, choice = np.zeros(num + 1), np.zeros(num + 1, np.int64)
@@ -160,7 +160,7 @@ def _rows_of_least_time(window: OrderedWindow, num_ranks: int, price: float) -> 
 
 
 def _limits(window: OrderedWindow, num_ranks: int, price: float) -> NDArray[np.float64]:
-    """Limits to try: from far below the price of a step, where rows no longer pay, to what a single row would need."""
+    """Limits to try: from far below the price of a step, where more rows do not pay, to what a single row needs."""
     if len(window.limits):
         return window.limits
     mean = float(window.work.sum()) / num_ranks
@@ -173,7 +173,7 @@ def _limits(window: OrderedWindow, num_ranks: int, price: float) -> NDArray[np.f
 
 
 def _row_ends(window: OrderedWindow, limits: NDArray[np.float64], num_ranks: int) -> tuple[IntArray, NDArray]:
-    """Where a row ends and what its dearest run is, for each start and limit: (N + 1, limits)."""
+    """The end of a row and its most expensive run, for each start and limit: (N + 1, limits)."""
     sizes, (num, wide) = window.sizes_under(limits), (len(window), len(limits))
     place = np.arange(num)[:, None]
     step = np.append(place + sizes, np.full((1, wide), num), axis=0) * wide + np.arange(wide)  # in the flat table
@@ -189,8 +189,8 @@ def _row_ends(window: OrderedWindow, limits: NDArray[np.float64], num_ranks: int
 
 
 def _evenest(window: OrderedWindow, start: int, stop: int, most_runs: int, low: float, high: float) -> list[int]:
-    """Offsets of at most so many runs from ``start`` to ``stop``, the dearest of least work: parametric search, to 1/256, for the
-    lowest limit between two under which greedy runs suffice. ``high`` suffices for certain."""
+    """Offsets of at most ``most_runs`` runs from ``start`` to ``stop``, of least largest work. Parametric search, to
+    1/256, for the lowest limit under which greedy runs suffice; ``high`` must suffice."""
     low = max(low, float(np.add.reduce(window.work[start:stop])) / most_runs)
     under, close = window.greedy(start, stop, most_runs), 1 - 1 / 256
     row, middle = under(high), high * close
@@ -202,7 +202,7 @@ def _evenest(window: OrderedWindow, start: int, stop: int, most_runs: int, low: 
 
 
 def _in_rows(work: NDArray[np.float64], num_ranks: int) -> IntArray:
-    """Numbers of the batches row after row: row mates are neighbours in work, rows are in the order of their longest sample."""
+    """Numbers of the batches, row after row: neighbours in work share a row; rows by longest sample."""
     by_work = np.argsort(-work, kind="stable")
     full = len(by_work) - len(by_work) % num_ranks
     rows = by_work[:full].reshape(-1, num_ranks)
@@ -210,13 +210,13 @@ def _in_rows(work: NDArray[np.float64], num_ranks: int) -> IntArray:
     return np.append(rows.ravel(), by_work[full:])
 
 
-# Uneven rows are cut again: a row's samples, sorted, under the lowest limit that its ranks can keep. Batches of least dearest
-# work are runs of the sorted row, because exchanging two samples lowers no other division.
+# Uneven rows are cut again: a row's sorted samples, under the lowest limit that its ranks can keep. Runs of the sorted
+# row are optimal: by an exchange argument no other division has less work in its most expensive batch.
 def _levelled(batches: Batches, work: NDArray[np.float64], num_ranks: int, window: OrderedWindow) -> Batches:
-    """The rows of one padded stream, with less work in the dearest batch of each. ``batches`` hold places of the window."""
+    """Rows with one padded stream, with less work in the largest batch of each. ``batches``: places of the window."""
     by_row = work[: len(work) - len(work) % num_ranks].reshape(-1, num_ranks)
     uneven = np.ptp(by_row, axis=1) > EQUAL * by_row.mean(axis=1)
-    uneven = np.flatnonzero(uneven & (batches.sizes[: by_row.size : num_ranks] > 1))  # a dearest sample by itself stays
+    uneven = np.flatnonzero(uneven & (batches.sizes[: by_row.size : num_ranks] > 1))  # one of a single sample stays
     order, cuts = batches.order.copy(), batches.offsets.copy()
     for row, dearest in zip(uneven.tolist(), by_row[uneven].max(axis=1).tolist(), strict=True):
         ends = slice(row * num_ranks, (row + 1) * num_ranks + 1)
@@ -246,7 +246,7 @@ def _even_rows(
 
 
 def _dealt(row: Batches, several: NDArray, lengths: Streams, budget: Budget, work: Work) -> Batches:
-    """The samples of a padded row as packed ones are dealt, where they fit and take no longer that way."""
+    """The samples of a padded row dealt like packed ones, if they fit that way and take no longer; else the row."""
     own, time = {name: values[row.order] for name, values in lengths.items()}, several[0, row.order]
     parts = Packing(own, budget, time, len(row), several[:, row.order]).balanced(1)
     if not parts or len(parts) < len(row):
@@ -256,7 +256,7 @@ def _dealt(row: Batches, several: NDArray, lengths: Streams, budget: Budget, wor
 
 
 def prove(batches: Batches, num_samples: int, lengths: Streams, budget: Budget, oversize: NDArray[np.bool_]) -> None:
-    """Every sample once, every batch fits or is a single oversize sample; runs on every window of every plan."""
+    """Check that every sample is in one batch, and every batch fits or is one oversize sample. Runs on every window."""
     seen = np.zeros(num_samples, np.bool_)
     seen[batches.order] = True
     assert len(batches.order) == num_samples == seen.sum(), "a plan lost or repeated a sample"

@@ -1,4 +1,4 @@
-"""A plan as a table; ways to batch the same samples side by side. Nothing is run."""
+"""A plan as a table; several ways to batch the same samples side by side. Nothing is run."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -22,8 +22,8 @@ from dynagroup.plan.ranks import cut, time_of_rows
 from dynagroup.shapes import BatchShape, IntArray, Streams, primary
 from dynagroup.validation import check_int
 
-MOST_KINDS = 8  # that a report names
-MEGA_BATCHES = 50  # `group_by_length` of transformers sorts so many batches together
+MOST_KINDS = 8  # most kinds that a report names
+MEGA_BATCHES = 50  # number of batches that `group_by_length` of transformers sorts together
 
 
 def report_of(plan: BatchPlan, batch_size: int | None) -> str:
@@ -71,7 +71,7 @@ def _rows(plan: BatchPlan, batch_size: int | None) -> Iterator[tuple[str, str]]:
 
 
 def kinds_ignored(plan: BatchPlan) -> tuple[int, float]:
-    """Steps and predicted time of the same samples, window by window, if a step might hold batches of any kinds."""
+    """Steps and predicted time of the same samples, window by window, if steps could mix kinds."""
     steps, time, stops = 0, 0.0, np.cumsum(plan.windows).tolist()
     for start, stop in zip([0, *stops], stops, strict=False):
         samples = plan.batches.take(plan.table[start:stop][plan.loss_scale[start:stop] > 0]).order
@@ -88,29 +88,29 @@ def _quantiles(values: NDArray[np.integer], at: Sequence[float]) -> str:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to batch an epoch: what it is called, and the plan that it makes."""
+    """One way to batch an epoch: its name and its plan."""
 
     name: str
     plan: BatchPlan = field(repr=False)
 
     @property
     def padding(self) -> float:
-        """Share of the multiplied tokens that is padding."""
+        """Share of the computed tokens that is padding."""
         return float(self.plan.statistics["padding"])
 
     @property
     def waiting(self) -> float:
-        """Share of the ranks' time spent waiting for the slowest of their step."""
+        """Share of the ranks' time that they wait for the slowest rank of a step."""
         return max(0.0, 1.0 - 1.0 / self.plan.statistics["row_imbalance"])
 
     @property
     def largest_batch(self) -> int:
-        """Tokens of the largest batch, padding included: what memory must hold."""
+        """Tokens of the largest batch, with padding: these must fit in memory."""
         return int(self.plan.padded.max(initial=0))
 
     @property
     def mixed_steps(self) -> int:
-        """Steps whose batches, on all ranks, are of several kinds."""
+        """Number of steps whose batches, over all ranks, are of several kinds."""
         table, batches, codes = self.plan.table, list(self.plan.batches), self.plan.sample_kinds.codes
         return sum(len(np.unique(codes[np.concatenate([batches[n] for n in row if n >= 0])])) > 1 for row in table)
 
@@ -119,7 +119,7 @@ class Way:
         return self.plan.predicted_time
 
     def figures(self, today: float) -> dict[str, Any]:
-        """Its figures by name. ``today``: predicted time that it is held against."""
+        """The figures of this way by name. ``today``: predicted time that it is compared with."""
         return {
             "steps": self.plan.num_steps,
             "padding": self.padding,
@@ -137,7 +137,7 @@ def fixed_batches(order: IntArray, batch_size: int) -> Batches:
 
 
 def fixed_way(name: str, batches: Batches, like: BatchPlan) -> Way:
-    """Batches dealt in turn to the ranks of another plan, padded as any collate function pads."""
+    """Batches dealt in turn to the ranks of another plan, padded as a collate function would."""
     steps, none = -(-len(batches) // like.world_size), np.zeros(0, np.int64)
     table = np.append(np.arange(len(batches)), np.full(-len(batches) % like.world_size, -1))
     table = table.reshape(steps, like.world_size)
@@ -149,7 +149,7 @@ def fixed_way(name: str, batches: Batches, like: BatchPlan) -> Way:
 
 
 def shuffled_way(plan: BatchPlan, batch_size: int | None) -> tuple[Way, int, int]:
-    """Shuffled batches of one size, of the plan's samples; the size, and its default: what fits, were they the longest."""
+    """Shuffled batches of one size, of the plan's samples; and that size. Default: as many of the longest as fit."""
     samples = plan.batches.order
     most = most_of_the_longest({name: values[samples] for name, values in plan.lengths.items()}, plan.budget)
     size = batch_size or max(most, 1)
@@ -158,7 +158,7 @@ def shuffled_way(plan: BatchPlan, batch_size: int | None) -> tuple[Way, int, int
 
 
 def most_of_the_longest(lengths: Streams, budget: Budget) -> int:
-    """Samples that fit one batch even if they are the longest in every stream; those that do not fit alone do not count."""
+    """Samples that fit one batch even if they are the longest in every stream. Oversize samples do not count."""
     alone = ~oversize_mask(lengths, budget)
     falling = {name: np.sort(values[alone])[::-1] for name, values in lengths.items()}
     unfit = lambda size: not budget.fits(BatchShape.of_samples({n: v[:size] for n, v in falling.items()}))[0]  # noqa: E731
@@ -167,7 +167,7 @@ def most_of_the_longest(lengths: Streams, budget: Budget) -> int:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What each way makes of the same samples; the first is what others are held against."""
+    """The plans of several ways to batch the same samples; the others are compared with the first."""
 
     ways: Sequence[Way]
     lengths: Streams = field(repr=False)
@@ -183,7 +183,7 @@ class Comparison:
         return {"num_samples": len(self.lengths[primary(self.lengths)]), **told, "ways": ways}
 
     def report(self) -> str:
-        """One row a way: steps, padding, waiting, largest batch, and predicted time as a share of the first's."""
+        """One row per way: steps, padding, waiting, largest batch, and predicted time as a share of the first's."""
         columns = {
             "steps": ("steps", "{:,}"),
             "padding": ("padding", "{:.1%}"),
@@ -209,16 +209,16 @@ def compare(
     world_size: int = 1, accumulation: int = 1,
     budget: Budget | None = None, work: Work | None = None, kinds: Iterable[Any] | None = None,
 ) -> Comparison:  # fmt: skip
-    """Batch the same samples in every way and predict what each costs.
+    """Batch the same samples in several ways and predict the cost of each.
 
     Args:
         lengths: tokens of each sample (N,), or named streams.
-        batch_size: samples of a batch on one rank, as you have it today. accumulation: such batches of an update.
+        batch_size: samples per batch on one rank, as today. accumulation: number of such batches per update.
         world_size: ranks.
-        budget: what fits; default: as many padded tokens as your largest batch may have today, ``batch_size`` of the
-            longest samples, so that no way needs more memory than yours.
+        budget: limit of a batch; default: as many padded tokens as your largest batch may have today, ``batch_size`` of
+            the longest samples, so that no way needs more memory than yours.
         work: predicts time; default: ``Work()``, a small decoder on a fast GPU.
-        kinds: a label of each sample: our steps are then of one kind each, and the others are counted that are not.
+        kinds: a label for each sample: steps of our ways are then of one kind; mixed ones of others are counted.
 
     >>> found = compare([3, 9, 2, 8, 4, 4], batch_size=2)
     >>> [way.name for way in found.ways][:2]

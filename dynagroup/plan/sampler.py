@@ -1,4 +1,4 @@
-"""The length-aware batch sampler: a plan, handed to a plain ``DataLoader``."""
+"""The length-aware batch sampler, which hands a plan to a plain ``DataLoader``."""
 
 import multiprocessing
 import sys
@@ -30,22 +30,22 @@ KIND = "LengthAwareBatchSampler"
 
 @dataclass
 class _Run:
-    """An iteration: the places between windows that it came by, the first where it began; and what it has handed out."""
+    """One iteration: the window borders that it has passed, from where it began, and what it handed out."""
 
     borders: list[Cursor]
-    steps: int  # of the epoch that were handed out, those before a resume included
+    steps: int  # steps of the epoch that were handed out, including those before a resume
     ranks: int
     limit: float | None
     ended: bool = False
 
 
 class EpochHandle:
-    """``batch_sampler.sampler``, where accelerate and Lightning look for ``set_epoch``. After a state was loaded accelerate
-    counts from 0 again: the first number it says is the epoch that the state resumes."""
+    """``batch_sampler.sampler``, where accelerate and Lightning look for ``set_epoch``. After a state was loaded,
+    accelerate counts from 0 again, so the first number that it passes means the epoch that the state resumes."""
 
     def __init__(self, sampler: "LengthAwareBatchSampler") -> None:
         self._sampler, self._ahead = sampler, 0
-        self.expected: int | None = None  # the epoch that a state resumes
+        self.expected: int | None = None  # the epoch that a loaded state resumes
 
     def set_epoch(self, epoch: int) -> None:
         if self.expected is not None:
@@ -54,31 +54,31 @@ class EpochHandle:
 
 
 class LengthAwareBatchSampler(Sampler[list[int]]):
-    """Batches of similar length that fill a budget: every sample once an epoch, equally many steps on every rank.
+    """Batches of similar length that fill a budget: every sample once an epoch, equally many steps on all ranks.
 
     Args:
-        lengths: tokens of each sample, integers (N,), or a dict of named streams, of which ``tokens`` or the
-            first is primary: ``{"nodes": ..., "edges": ...}``; or the path of a ``.npy`` or ``.npz`` file of these.
-        budget: what fits, e.g. ``TokenBudget(16384)``; a number means so many tokens.
-        shuffle: other batches every epoch. False sorts everything once, longest first: for inference and evaluation.
-        window: samples sorted together. None: all of them, or with ``shuffle`` a hundred batches or so.
-        seed: of the shuffle; the same on every rank.
-        hardest_first: so many steps with the longest samples lead each epoch (not with ``samples_per_update``).
-        round_batch: padded batch sizes are chosen among its values: ``multiple_of(8)``, ``friendly_size`` or your own.
-        work: predicted time of a batch, e.g. ``Work.of(model)``; default: a small decoder on a fast GPU, or a CPU where
+        lengths: tokens of each sample, integers (N,); or a dict of named streams, of which ``tokens`` or the first is
+            primary: ``{"nodes": ..., "edges": ...}``; or the path of a ``.npy`` or ``.npz`` file of these.
+        budget: limit of a batch, e.g. ``TokenBudget(16384)``; a number means that many tokens.
+        shuffle: form other batches in every epoch. False: sort once, longest first, for inference and evaluation.
+        window: number of samples sorted together. None: all, or with ``shuffle`` enough for about a hundred batches.
+        seed: seed of the shuffle; must be the same on every rank.
+        hardest_first: number of steps with the longest samples that begin each epoch (not with ``samples_per_update``).
+        round_batch: function that gives the allowed batch sizes: ``multiple_of(8)``, ``friendly_size``, your own.
+        work: predicted time of a batch, e.g. ``Work.of(model)``; default: a small decoder on a fast GPU, or on a CPU if
             torch has no accelerator.
-        samples_per_update: each optimizer update consists of exactly so many samples over all ranks, the ones that
-            fixed batches drawn in the same order would hold. ``plan.update_ends`` says after which steps to update.
-        grouping: so many updates' samples are sorted by length and dealt into as many updates of the same size: updates of
-            similar samples, hardly any padding even where updates are small. None: updates as they are drawn.
-        kinds: a label of each sample (N,), anything that can be hashed, such as "image" or None.
-        one_kind: with ``kinds``, all batches of a "step", on all ranks, are of one kind; or each "batch" is by itself.
-        order: any sampler of dataset indices, read once an epoch; default: a permutation seeded by (seed, epoch).
+        samples_per_update: each optimizer update has exactly this many samples over all ranks, the same ones as fixed
+            batches drawn in the same order. ``plan.update_ends`` says after which steps to update.
+        grouping: the samples of this many updates are sorted by length and dealt into as many updates of the same size.
+            Samples of an update are then similar: little padding even in small ones. None: updates as drawn.
+        kinds: a label for each sample (N,), anything that can be hashed, such as "image" or None.
+        one_kind: with ``kinds``, all batches of a "step", on all ranks, are of one kind; or each "batch" is.
+        order: any sampler of dataset indices, read once per epoch; default: a permutation seeded by (seed, epoch).
             It must give the same order on every rank. With it, ``shuffle`` only decides whether steps are shuffled.
-        oversize: a sample that does not fit even alone is emitted "alone" (warned once), an "error", or "drop"ped.
-        uneven: a last row that halving cannot fill "repeat"s the smallest samples (warned once) or is "drop"ped.
-        rank, world_size: by default this process's, from ``torch.distributed``, looked up whenever an epoch starts. A
-            ``world_size`` alone emits all ranks' batches row by row, for a framework that deals them out, as accelerate does.
+        oversize: what becomes of a sample that does not fit even alone: "alone" (warned once), "error", or "drop".
+        uneven: if halving cannot fill the last row: "repeat" the smallest samples (warned once), or "drop".
+        rank, world_size: default: this process's, from ``torch.distributed``, looked up whenever an epoch starts. With
+            a ``world_size`` alone, all ranks' batches are emitted row by row, for accelerate, which shards.
 
     Without ``set_epoch`` each new iteration is the next epoch.
 
@@ -106,23 +106,23 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         self._order = None if order is None else OrderSource(order, self._planner.num_samples)
         self._rank, self._world_size = _checked_rank(rank, world_size)
         self._epoch = 0
-        self._advance = 0  # epochs to move on when the next iteration begins, unless told the epoch
-        self._start: Cursor | None = None  # of the iteration that runs, or comes next; None: the epoch's beginning
-        self._run: _Run | None = None  # the iteration that began last, in this epoch
+        self._advance = 0  # epochs to add when the next iteration begins, unless set_epoch chose one
+        self._start: Cursor | None = None  # where the running or next iteration begins; None: at the epoch's beginning
+        self._run: _Run | None = None  # the latest iteration of this epoch
         self._plans: dict[tuple[int, int, Cursor | None], BatchPlan] = {}  # the last two: a whole epoch, and its rest
         self._said_repeats = False
-        self.sampler = EpochHandle(self)  # only there to be told the epoch, see :class:`EpochHandle`
+        self.sampler = EpochHandle(self)  # only there to receive the epoch, see :class:`EpochHandle`
         self._planner.warn_of_oversize()
 
     @property
     def epoch(self) -> int:
-        """The epoch that is running, or was last; after a state was loaded, the one that the next iteration is in."""
+        """The epoch of the running or last iteration; after a state was loaded, the epoch of the next iteration."""
         return self._epoch if self._run is not None else self._epoch + self._advance
 
     @property
     def batch_size(self) -> int:
-        """Refuses to be sharded twice: asked by frameworks that shard batch samplers, before they do. A property that raises
-        AttributeError looks absent, as it must where batches vary in size; one that raises anything else stops the framework."""
+        """Prevents sharding twice: frameworks read this property before they shard a batch sampler. An AttributeError
+        makes it look absent, which lets them shard batches that vary in size. Any other error stops the framework."""
         rank, size = self._rank_and_size()
         if rank is None or size == 1:
             raise AttributeError("batches of LengthAwareBatchSampler vary in size")
@@ -134,17 +134,17 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
 
     @property
     def plan(self) -> BatchPlan:
-        """The steps of :attr:`epoch` on all ranks; after a resume those that remained of it, from the first that is emitted."""
+        """The steps of :attr:`epoch` on all ranks; after a resume, the steps that remained of it."""
         self._here()
         return self._planned(self.epoch, self._start if self.epoch == self._epoch else None)
 
     def plan_of(self, epoch: int) -> BatchPlan:
-        """The steps of a whole epoch, also where a part of it was used."""
+        """The steps of a whole epoch, even if a part of it was used."""
         return self._planned(check_int("epoch", epoch, least=0), None)
 
     def __len__(self) -> int:
-        """Batches of the whole :attr:`epoch` on this rank (of all ranks, where it emits all), also after a resume: trainers ask
-        for it and skip by themselves. The first call in an epoch plans all of it: about 1 ms an update, 3 ms on eight ranks."""
+        """Batches of the whole :attr:`epoch` on this rank, or of all ranks if it emits all. A resume does not change
+        it, because trainers skip by themselves. The first call plans the epoch: 1 ms an update, 3 ms on eight ranks."""
         rank, size = self._rank_and_size()
         return self.plan_of(self.epoch).num_steps * (1 if rank is not None else size)
 
@@ -156,7 +156,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         return self._plans[key]
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration. Calling it again with the same number changes nothing."""
+        """Choose the epoch of the next iteration. Choosing the current epoch changes nothing."""
         epoch = check_int("epoch", epoch, least=0)
         if epoch != self._epoch:
             self._start = self._run = None
@@ -181,7 +181,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         if self._order is not None and self._world_size is None and size > 1:
             check_alike(self._order, self._epoch)
         if self._run is not None:
-            self._start = None  # iterated again
+            self._start = None  # iterated a second time: from the epoch's beginning
         self._run, start = None, self._here()
         run = self._run = _Run([start], start.steps, size, self._planner.limit)
         for planned in self._planner.steps_from(start, size, order):
@@ -202,7 +202,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
             )
 
     def _here(self) -> Cursor:
-        """Where the next iteration begins, or the one that runs began."""
+        """Where the next iteration begins, or where the running one began."""
         if self._start and self._run is None and (planner := self._planner.in_mid_epoch()) is not self._planner:
             self._replace(planner)
         return self._start or self._planner.start_of(self._epoch, self._rank_and_size()[1])
@@ -211,11 +211,11 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         """Where this epoch stands: a few integers, JSON-able, the same on every rank.
 
         Args:
-            num_steps: steps of this epoch that training has used, those before a resume included; None: all handed out. Needed
-                with a plain ``DataLoader`` whose workers fetch ahead; torchdata's ``StatefulDataLoader`` counts itself.
+            num_steps: steps of the epoch that training has used, also before a resume; None: all handed out. Needed
+                with a plain ``DataLoader`` whose workers prefetch, but not with a ``StatefulDataLoader``.
 
         Raises:
-            StateError: ``num_steps`` is none that this iteration has come by, or missing while worker processes run.
+            StateError: this iteration has not handed out ``num_steps`` steps; or it is missing while workers run.
         """
         run = self._run
         if num_steps is not None:
@@ -242,11 +242,11 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         return sealed(KIND, self._planner.identity, fields)
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Continue where a state was taken, on any number of ranks: exactly what remained of its epoch comes next, or after its
-        end the next epoch. One rank's state says everything; a list of all ranks' states is accepted too, if they agree.
+        """Continue where a state was taken, on any number of ranks: the rest of its epoch comes next, or if nothing
+        remained, the next epoch. One rank's state is enough; if all ranks' states are given, they must agree.
 
-        On as many ranks as before the remaining batches are the same; on another number the current window's remaining
-        samples are cut again.
+        On the same number of ranks the remaining batches are the same. On another number, the remaining samples of the
+        current window are cut into new batches.
 
         Raises:
             StateError: the state is damaged, or belongs to other lengths, another budget or other settings.
@@ -284,6 +284,6 @@ def _checked_rank(rank: int | None, world_size: int | None) -> tuple[int | None,
 
 
 def _workers_fetch_ahead(caller: FrameType) -> bool:
-    """Whether a state must be told its steps: worker processes live, and the caller is no loader that counts itself."""
+    """Whether a state needs ``num_steps``: workers run, and the caller is no loader that counts by itself."""
     counts_itself = str(caller.f_globals.get("__name__", "")).startswith("torchdata.")
     return not counts_itself and any(child.daemon for child in multiprocessing.active_children())

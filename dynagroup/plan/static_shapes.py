@@ -1,4 +1,4 @@
-"""Few shapes of batches, for models that are compiled for each shape they meet."""
+"""A few batch shapes, for models that are compiled for each shape they see."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,16 +24,16 @@ AGAIN, NOT_HELD = 4, 1e30  # times that a batch which no rung holds takes, to be
 
 
 class ShapeLadder(Wrapper):
-    """A few shapes (samples, tokens) that fit a budget, chosen for least predicted work over a dataset's lengths; itself the
-    budget to plan with: a batch fits if one of the shapes, the *rungs*, holds it. Loaders pad every batch to the cheapest
-    that does, with rows of weight 0.
+    """A few shapes (samples, tokens) that fit a budget, chosen for least predicted work over a dataset's lengths. It is
+    also the budget to plan with: a batch fits if one of the shapes, the *rungs*, holds it. Loaders pad every batch to
+    the cheapest rung that holds it, with rows of weight 0.
 
     Args:
         lengths: tokens of each sample, or a dict of named streams.
-        budget: what fits; a number means so many tokens. What it learns from running out of memory rules rungs out.
-        num_shapes: most shapes. Samples that do not fit even alone have one of their own.
-        window: samples that are cut together: those of an update, or a sampler's window. None: a hundred batches or so.
-        grouping: so many windows' samples are sorted and dealt into as many windows.
+        budget: limit of a batch; a number means that many tokens. Rungs that it has learned not to fit are not used.
+        num_shapes: most shapes. Samples that do not fit even alone share one of them.
+        window: number of samples cut together: an update's, or a sampler's window. None: about a hundred batches.
+        grouping: the samples of this many windows are sorted and dealt into as many windows.
         work: predicted time of a batch.
 
     Raises:
@@ -63,7 +63,7 @@ class ShapeLadder(Wrapper):
         oversize = int(not fit.all())
         if num_shapes == oversize and fit.any():
             raise ConfigError("`num_shapes` must be at least 2, since some samples do not fit even alone")
-        rungs = np.array([[1, *units.max(axis=1)]])  # of those that do not fit even alone; last, to hold nothing else
+        rungs = np.array([[1, *units.max(axis=1)]])  # of samples that do not fit even alone; last, to hold no others
         if fit.any():
             window = None if window is None else check_int("window", window)
             windows = self._drawn(units[:, fit], window, grouping)
@@ -75,7 +75,7 @@ class ShapeLadder(Wrapper):
         self._work = self._time(rungs, work)
 
     def _drawn(self, units: IntArray, window: int | None, pool: int) -> Iterator[IntArray]:
-        """Padded lengths (streams, N) of samples that are cut together, drawn at random."""
+        """Draw samples that are cut together, at random: padded lengths (streams, N)."""
         num = units.shape[1]
         if window is None:
             window = int(BATCHES_OF_A_WINDOW / (1.0 / self._most(units[:, :: max(num // SAMPLES, 1)])).mean())
@@ -86,7 +86,7 @@ class ShapeLadder(Wrapper):
             yield from np.split(units[:, ranked], pool, axis=1)
 
     def _boxes(self, hardest: IntArray, most: IntArray) -> Iterator[IntArray]:
-        """Shapes (K, 1 + streams) that hold these samples (streams, K) and as much more in one of the streams as fits."""
+        """Shapes (K, 1 + streams) that hold these samples (streams, K), each widened in one stream while it fits."""
         one, num = np.ones_like(hardest[0]), hardest.shape[1]
         for stream, longest in enumerate(most):
             grown = lambda width, n=stream: np.insert(np.delete(hardest, n, axis=0), n, width, axis=0)  # noqa: E731
@@ -97,7 +97,7 @@ class ShapeLadder(Wrapper):
     # allowed; of the shapes of those batches the one joins next with which all of them take least time. A batch of more samples
     # than a rung has takes its part of several. O(num * batches**2), of at most TRIED different batches, a systematic sample.
     def _chosen(self, units: IntArray, windows: Iterator[IntArray], num: int, work: Work) -> IntArray:
-        """The rungs (K, 1 + streams), samples first. ``units``: padded lengths (streams, N) of samples that fit alone."""
+        """Choose the rungs (K, 1 + streams), samples first. ``units``: padded lengths (streams, N) that fit."""
         hardest = _exceeded_by_none(units)
         cuts = np.concatenate([self._cut(window, work) for window in windows])
         cut, counts = (found[:: -(-len(found) // TRIED)] for found in np.unique(cuts, axis=0, return_counts=True))
@@ -121,14 +121,14 @@ class ShapeLadder(Wrapper):
         return rungs
 
     def _cut(self, units: IntArray, work: Work) -> IntArray:
-        """The batches (B, 1 + streams), samples first, into which a window is cut that may have any shape."""
+        """Cut a window as if any shape were allowed: shapes of its batches (B, 1 + streams), samples first."""
         lengths = {**dict.fromkeys(self._capped, np.zeros_like(units[0])), **dict(zip(self._names, units, strict=True))}
         order, window = in_order(lengths, self.base, work, None)
         shape = shapes_of(Batches(order, window.least_time(work.per_step)), lengths)
         return np.stack([shape.num_samples, *(shape.longest[name] for name in self._names)], axis=1)
 
     def _time(self, rungs: IntArray, work: Work) -> FloatArray:
-        """Work of rungs (K, 1 + streams), without the price of a step."""
+        """Work of rungs (K, 1 + streams), without the fixed cost of a step."""
         return rungs[:, 0] * work.of_lengths(dict(zip(self._names, rungs[:, 1:].T, strict=True)))
 
     @property
@@ -137,7 +137,7 @@ class ShapeLadder(Wrapper):
         return self._names
 
     def _of(self, samples: IntArray, widths: IntArray) -> BatchShape:
-        """Batches of so many samples that are as wide; what is not padded has no units."""
+        """Batches with this many samples of these widths; unpadded streams have no units."""
         return BatchShape.of(samples, {**dict.fromkeys(self._capped, 0), **dict(zip(self._names, widths, strict=True))})
 
     def _most(self, widths: IntArray) -> IntArray:
@@ -150,8 +150,8 @@ class ShapeLadder(Wrapper):
         return sorted(rungs, key=lambda rung: (*rung[1:], rung[0]))
 
     def shape_for(self, num_samples: int, *longest: int) -> tuple[int, ...]:
-        """The rung that a batch of so many samples is padded to, whose longest sample has so many tokens (in each padded
-        stream). ConfigError: no rung holds it."""
+        """The rung that a batch of ``num_samples`` samples is padded to, whose longest sample has ``longest`` tokens
+        (one number for each padded stream). ConfigError: no rung holds it."""
         asked = BatchShape.of(num_samples, dict(zip(self._names, longest, strict=True)))
         if not self.holds(asked).any():
             raise ConfigError(f"none of the shapes {self.shapes} holds {num_samples} samples of {longest} tokens")
@@ -204,16 +204,16 @@ class ShapeLadder(Wrapper):
         reach[:, ~fitting] *= ~(reach[:, fitting] > 0).any(axis=1, keepdims=True)
         order = np.argsort(self._work, kind="stable")
         reach = np.maximum.accumulate(reach[:, order], axis=1)
-        reach = np.append(reach, np.maximum(reach[:, -1:], 1), axis=1)  # what no rung holds is alone, and dear
+        reach = np.append(reach, np.maximum(reach[:, -1:], 1), axis=1)  # what no rung holds is alone, and costly
         costs = np.append(self._work[order], self._work.max() + work.max())
         return RungWindow(work, np.maximum(reach[:, -1], 1), reach=reach, limits=costs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RungWindow(OrderedWindow):
-    """A window whose runs are padded to rungs: a run is as much work as the cheapest rung that holds it, one of ``limits``."""
+    """A window whose runs are padded to rungs: the work of a run is that of the cheapest rung that holds it."""
 
-    reach: IntArray  # samples of the longest run from each position that a rung or a cheaper one holds: (N, rungs)
+    reach: IntArray  # most samples of a run from each position that this rung, or a cheaper one, holds: (N, rungs)
 
     def work_of(self, starts: IntArray | int, sizes: IntArray | int) -> FloatArray:
         return self.limits[(self.reach[starts] >= np.asarray(sizes)[..., None]).argmax(axis=-1)]
@@ -232,8 +232,8 @@ class RungWindow(OrderedWindow):
 
         return under
 
-    # Dynamic programming from the last place to the first: a run goes as far as its rung holds, for what starts later never costs
-    # more. O(places * rungs).
+    # Dynamic programming from the last place to the first. A run is as long as its rung allows, because it never costs
+    # more to start the next run later. O(places * rungs).
     def least_time(self, price: float) -> IntArray:
         num, best = len(self), np.full(len(self) + 1, np.inf)
         stops, came_to, best[num] = self.reach + np.arange(num)[:, None], [0] * num, 0.0
@@ -248,7 +248,7 @@ class RungWindow(OrderedWindow):
 
 
 def _exceeded_by_none(units: IntArray) -> IntArray:
-    """Samples (streams, K) whose lengths no other sample's exceed in every stream: a shape that holds them holds all."""
+    """The Pareto front of samples (streams, K): no other sample is longer in all streams. What holds them holds all."""
     found = []
     while units.size:
         found.append(units[:, [units.sum(axis=0).argmax()]])
@@ -260,7 +260,7 @@ def few_shapes(
     shapes: int | None, lengths: Any, budget: Budget | int, samples_per_update: Any = None, window: int | None = None,
     grouping: int | None = None, work: Work | None = None,
 ) -> Budget:  # fmt: skip
-    """The budget; where so many ``shapes`` are asked for, a ladder of it for what is cut together: an update, or a window."""
+    """The budget, or if ``shapes`` is given a ladder of it for what is cut together: an update or a window."""
     if shapes is None:
         return as_budget(budget)
     size: Any = samples_per_update(0, None) if callable(samples_per_update) else samples_per_update

@@ -1,4 +1,4 @@
-"""Collated batches filled to one of few shapes: columns of padding, and rows of weight 0; and each shape run once beforehand."""
+"""Fills collated batches to one of few shapes, with padding and rows of weight 0; runs each shape once beforehand."""
 
 import copy
 import random
@@ -32,14 +32,14 @@ WAY_OUT = "give `pad`, a number for each such field, or a function (batch, numbe
 class FillingCollator:
     """A collate function whose batches have one of a ladder's shapes.
 
-    Rows are added that repeat a batch's first sample, with labels of -100 throughout, behind its own: a loss that leaves such
-    labels out, and weights that count the others, do not see them.
+    Added rows repeat a batch's first sample, with all labels -100, after its own rows. A loss that ignores such labels
+    does not see them, nor do weights that count the other labels.
 
     Args:
         collate_fn: samples -> a mapping of tensors; None: ``default_collate``.
         ladder: a :class:`~dynagroup.ShapeLadder`; None: batches are not filled.
-        pad: field -> the number that pads it, None where it has no tokens, besides what transformers names; or a function
-            ``(batch, number of samples, ladder)`` that does all. Ids are padded by the collate function's tokenizer's.
+        pad: field -> its padding value, or None if it has no tokens, for fields not of transformers; or a function
+            ``(batch, number of samples, ladder)`` that fills batches. Ids take the padding id of the tokenizer.
 
     Raises:
         ConfigError: a field cannot be filled.
@@ -53,7 +53,7 @@ class FillingCollator:
         return self.fill((self.collate_fn or default_collate)(samples), len(samples), shape)
 
     def fill(self, batch: Any, num_samples: int, shape: Shape | None = None) -> Any:
-        """A batch of so many samples that was collated, filled to ``shape``, or to the cheapest of the ladder."""
+        """Fill a collated batch of ``num_samples`` samples to ``shape``, or else to the cheapest that holds it."""
         ladder = self.ladder
         if ladder is None:
             return batch
@@ -81,7 +81,7 @@ class FillingCollator:
         return made
 
     def _pad(self) -> dict[str, Any]:
-        """What pads fields: ids by what the collate function or its tokenizer says."""
+        """Padding value of each field; that of ids comes from the collate function or its tokenizer."""
         parts = self.collate_fn, getattr(self.collate_fn, "tokenizer", None)
         told = (getattr(part, "pad_token_id", None) for part in parts)
         ids = next((number for number in told if number is not None), 0)
@@ -90,7 +90,7 @@ class FillingCollator:
 
 
 def _stream_of(key: str, streams: tuple[str, ...]) -> str:
-    """The stream whose padding a field has."""
+    """The stream whose padding applies to a field."""
     of_decoder = key in LABELS or key.startswith("decoder_")
     first = primary(streams)
     named = (name for name in streams if key in (name, SHOWN_IN.get(name)) and name != first)
@@ -98,7 +98,7 @@ def _stream_of(key: str, streams: tuple[str, ...]) -> str:
 
 
 def _grown(key: str, value: Any, num_samples: int, rows: int, widths: tuple[Any, int], pad: Mapping[str, Any]) -> Any:
-    """A field with padding behind its columns, if they are a stream's tokens, and with more rows."""
+    """A field with more columns of padding, if its columns are a stream's tokens, and with more rows."""
     if isinstance(value, (list, tuple)) and len(value) == num_samples:
         return type(value)([*value, *[value[0]] * (rows - num_samples)])
     if not isinstance(value, torch.Tensor) or not value.ndim:
@@ -114,26 +114,26 @@ def _grown(key: str, value: Any, num_samples: int, rows: int, widths: tuple[Any,
     return torch.cat([value, torch.full_like(more, IGNORED) if key in LABELS else more])
 
 
-# What: of a ladder a batch of each rung, of any other budget the most samples of a few lengths; each is made of one sample of the
-#   dataset, the longest that the shape holds, as many times as it has rows.
-# Why on all ranks: a backward pass exchanges gradients, so ranks must run alike; shapes follow from lengths and budget alone.
+# What: with a ladder, a batch of each rung; with any other budget, the most samples of a few lengths. Each batch is one
+#   sample of the dataset, the longest that the shape holds, as many times as it has rows.
+# Why on all ranks: backward passes exchange gradients, so all run alike; shapes depend on lengths and budget alone.
 def preflight(model: Any, loader: StepLoader[Any], compute_loss: Callable[[Any, Any], torch.Tensor]) -> list[Shape]:
-    """Run a batch of each shape that a model will meet, forward and backward, dearest first: what runs out of memory does so in
-    the first seconds, and a compiled model is compiled. Call it on every rank, before training.
+    """Run one batch of each shape that a model will meet, forward and backward, most expensive first. Running out of
+    memory then shows in the first seconds, and a compiled model is compiled. Call it on every rank, before training.
 
-    Gradients, buffers and random states are afterwards what they were; the loader has not moved.
+    It restores gradients, buffers and random states, and does not move the loader.
 
     Args:
-        model: as it is trained: in DDP or FSDP, compiled, on its device.
-        loader: of training. Of one whose budget is no :class:`~dynagroup.ShapeLadder` the most samples that fit are run, of the
-            longest, the shortest, and three lengths in between.
+        model: the model as it is trained: in DDP or FSDP, compiled, on its device.
+        loader: the loader of training. If its budget is no :class:`~dynagroup.ShapeLadder`, batches of five lengths are
+            run, from the shortest to the longest, each with the most samples that fit.
         compute_loss: (model, batch) -> loss.
 
     Returns:
-        (samples, tokens) of the batches, in the order in which they were run; of several padded streams with each one's.
+        (samples, tokens) of each batch, in the order in which they ran; with several streams the tokens of each.
 
     Raises:
-        BudgetError: a batch ran out of memory; names its shape.
+        BudgetError: a batch ran out of memory; the message names its shape.
 
     >>> from dynagroup import PlannedDataLoader, TokenBudget
     >>> loader = PlannedDataLoader(torch.eye(6), [1, 2, 2, 4, 4, 4], TokenBudget(8), weigh="samples")
@@ -158,7 +158,7 @@ def preflight(model: Any, loader: StepLoader[Any], compute_loss: Callable[[Any, 
 
 
 def _shapes_to_run(lengths: Streams, budget: Budget) -> list[tuple[int, Shape]]:
-    """A sample, and the shape of a batch of nothing else; the most tokens first."""
+    """(sample, shape) of each batch, which repeats that one sample; most tokens first."""
     names, ladder = padded_streams(budget, lengths), budget.ladder
     units = np.stack([lengths[name].astype(np.int64) for name in names])
     tokens = units.sum(axis=0)
@@ -179,7 +179,7 @@ def _shapes_to_run(lengths: Streams, budget: Budget) -> list[tuple[int, Shape]]:
 
 @contextmanager
 def _unchanged(model: torch.nn.Module) -> Iterator[None]:
-    """Afterwards gradients, buffers and random states are what they were; inside there are no gradients."""
+    """A block without gradients at its start; after it, gradients, buffers and random states are as before."""
     gradients = [(p, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     drawn = random.getstate(), np.random.get_state()

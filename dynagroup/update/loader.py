@@ -1,6 +1,6 @@
-"""What every loader of steps is: the contract that training loops, adapters and the laws know.
+"""The contract of every loader of steps, on which training loops, adapters and the laws rely.
 
-The two that keep it differ in where an epoch's steps come from, and in what a place in it is. The rest is the same, here.
+Two classes keep it. They differ in where an epoch's steps come from, and in what a place in it is. The rest is here.
 """
 
 import math
@@ -29,19 +29,19 @@ B = TypeVar("B")
 
 
 class StepLoader(ABC, Generic[B]):
-    """Gives the steps of one epoch after another: ``for step in loader``, or an update at a time: ``loader.updates()``.
+    """Yields the steps of one epoch after another: ``for step in loader``, or per update: ``loader.updates()``.
 
-    Every rank gets equally many steps. Without :meth:`set_epoch` each iteration is the next epoch. A place is saved by
-    :meth:`state_dict` after any step, and :meth:`load_state_dict` goes on from there with exactly what remained. A subclass
-    says what is particular to its feed: the abstract methods.
+    Every rank gets the same number of steps. Without :meth:`set_epoch` each iteration is the next epoch.
+    :meth:`state_dict` saves a place after any step; :meth:`load_state_dict` continues there with exactly what remained.
+    A subclass writes the abstract methods.
 
     Attributes:
-        dataset: as it was given.
-        stats: what this rank has done since the loader was made.
+        dataset: the dataset as it was given.
+        stats: counts of what this rank has done since the loader was made.
     """
 
-    KIND: ClassVar[str]  # the class's name in states
-    sizes: UpdateSizes | None = None  # how many samples each update holds, where that is set
+    KIND: ClassVar[str]  # name of the class in saved states
+    sizes: UpdateSizes | None = None  # samples of each update, if `samples_per_update` is set
 
     def __init__(self, dataset: Any, *, world: World | None) -> None:
         self.dataset = dataset
@@ -49,16 +49,16 @@ class StepLoader(ABC, Generic[B]):
             raise ConfigError(f"`world` must be a World, such as DistributedWorld(group), or None, but is {world!r}")
         self.stats = LoaderStats()
         self._world = world
-        self._epoch = self._next = 0  # the epoch that runs, was run last, or was chosen; and that of the next iteration
-        self._begun = False  # that epoch was begun here: whatever is chosen next begins anew
-        self._live: Iterator[Step[B]] | None = None  # the feed of the iteration that runs
+        self._epoch = self._next = 0  # the running, last or chosen epoch; the epoch of the next iteration
+        self._begun = False  # whether `_epoch` was begun here; then any epoch that is chosen starts from its beginning
+        self._live: Iterator[Step[B]] | None = None  # the steps of the running iteration
 
-    # What is particular to a feed.
+    # What each feed defines.
 
     @property
     @abstractmethod
     def budget(self) -> Budget:
-        """What a batch may be."""
+        """The limit of a batch."""
 
     @property
     @abstractmethod
@@ -68,28 +68,28 @@ class StepLoader(ABC, Generic[B]):
     @property
     @abstractmethod
     def cursor(self) -> Cursor:
-        """Where the updates that were handed out end; the one under way counts as handed out."""
+        """The place after all updates that were handed out, including the one under way."""
 
     @abstractmethod
     def examples(self) -> tuple[Streams, Callable[[int], Any], Callable[..., Any]]:
-        """Lengths of some samples; what reads them, by place among these; and what makes batches of samples: of a shape that
-        is asked for, where there are few."""
+        """Lengths of some samples; a function from a place among them to the sample; a function from samples to a
+        batch, which it fills to a given shape if there are few shapes."""
 
     @abstractmethod
     def _run(self) -> Iterator[Step[B]]:
-        """The steps of epoch ``self._epoch``, from where the loader stands; :attr:`cursor` follows."""
+        """Yield the steps of epoch ``self._epoch`` from the current place on; :attr:`cursor` follows."""
 
     @abstractmethod
     def _forget(self) -> None:
-        """Stand at the beginning of epoch ``self._next``: the place that was reached or loaded is done with."""
+        """Go to the beginning of epoch ``self._next``, and drop the place that was reached or loaded."""
 
     @abstractmethod
     def _asked(self) -> Cursor:
-        """Where the updates end that workers were asked for."""
+        """The place after the updates that workers were asked for."""
 
     @abstractmethod
     def _walk(self) -> Walk:
-        """How a run's updates follow one another. ConfigError: it is not known beforehand."""
+        """The sequence of updates of a run. ConfigError: it is not known beforehand."""
 
     @abstractmethod
     def _identity(self) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class StepLoader(ABC, Generic[B]):
 
     @abstractmethod
     def _state(self) -> dict[str, Any]:
-        """Where this rank stands, JSON-able."""
+        """The place of this rank, JSON-able."""
 
     @abstractmethod
     def _checked(self, states: list[Mapping[str, Any]]) -> Any:
@@ -107,7 +107,7 @@ class StepLoader(ABC, Generic[B]):
     def _restore(self, found: Any) -> None:
         """Go on from what :meth:`_checked` found; sets ``self._epoch`` and ``self._next``. What fails changes nothing."""
 
-    # What is the same for all.
+    # What all loaders share.
 
     @property
     def world(self) -> World:
@@ -117,7 +117,7 @@ class StepLoader(ABC, Generic[B]):
         return self._world
 
     def _rank_and_size(self) -> tuple[int, int]:
-        """Like :attr:`world`, but without looking it up, which is collective: a rank may print a length or a plan alone."""
+        """Like :attr:`world`, but without a collective call, so that one rank alone may print a length or a plan."""
         return (self._world.rank, self._world.size) if self._world is not None else rank_and_size()
 
     @property
@@ -132,13 +132,13 @@ class StepLoader(ABC, Generic[B]):
         return vars(self)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration. The one that stands chosen again changes nothing, a loaded place included."""
+        """Choose the epoch of the next iteration. Choosing the current one again keeps even a loaded place."""
         self._next = check_int("epoch", epoch, least=0)
         if self._live is None:
             self._choose()
 
     def restart_epoch(self) -> None:
-        """Forget how far the epoch is used: the next iteration begins it anew."""
+        """Forget which part of the epoch was used: the next iteration starts it from its beginning."""
         self._next = self.epoch
         if self._live is None:
             self._choose(anew=True)
@@ -150,14 +150,14 @@ class StepLoader(ABC, Generic[B]):
 
     @property
     def num_changes(self) -> int:
-        """Grows whenever :attr:`num_updates` may have changed at run time: by their size, or by what a budget has learned."""
+        """Grows when :attr:`num_updates` may have changed in the run: by a new size, or what a budget learned."""
         return 0 if self.sizes is None else len(self.sizes.changes)
 
     def set_samples_per_update(self, samples: int) -> int:
-        """Change the size of updates from now on; call it on every rank after the same step. It is part of the state.
+        """Change the size of updates from now on. Call it on every rank after the same step. The state includes it.
 
-        Updates that workers have already been asked for keep their size: at most ``num_workers * prefetch_factor`` batches of a
-        planned loader, updates of an online one.
+        Updates that workers were already asked for keep their size: at most ``num_workers * prefetch_factor`` batches
+        of a planned loader, or as many updates of an online one.
 
         Returns:
             The number (from 0) of the first update that holds ``samples`` samples.
@@ -167,8 +167,8 @@ class StepLoader(ABC, Generic[B]):
         return self.sizes.change(self._asked(), samples)
 
     def timed(self, step: Step[B]) -> AbstractContextManager[Any]:
-        """Around what a loop does with a step, for ``work="measure"``. ``for step in loader`` is timed by itself; a loop over
-        :meth:`updates` says ``with loader.timed(step)``."""
+        """Times what a loop does with a step, for ``work="measure"``. ``for step in loader`` is timed by itself; a loop
+        over :meth:`updates` needs ``with loader.timed(step)``."""
         return nullcontext(step)
 
     def __iter__(self) -> Iterator[Step[B]]:
@@ -189,18 +189,18 @@ class StepLoader(ABC, Generic[B]):
             self._stop(live)
 
     def _stop(self, live: Iterator[Step[B]] | None = None) -> None:
-        """End this iteration; by default the one that runs, if one does."""
+        """End this iteration; by default the running one, if there is one."""
         live = live or self._live
         if self._live is live:
             self._live = None
             if self._next != self._epoch + 1:
-                self._choose()  # while it ran, another epoch was
+                self._choose()  # another epoch was chosen while it ran
         close = getattr(live, "close", None)
         if close is not None:
             close()
 
     def updates(self) -> Iterator[list[Step[B]]]:
-        """The same steps, an update at a time."""
+        """The same steps, as one list per update."""
         update: list[Step[B]] = []
         with closing(self._iterate(nullcontext)) as steps:  # pyright: ignore[reportArgumentType] - a generator
             for step in steps:
@@ -211,32 +211,32 @@ class StepLoader(ABC, Generic[B]):
 
     @property
     def num_updates(self) -> int:
-        """Updates of :attr:`epoch`: exact, unless their size is changed before it ends. ConfigError: not known beforehand."""
+        """Number of updates of :attr:`epoch`, exact unless their size changes. ConfigError: not known beforehand."""
         return self._walk().num_updates(self.epoch)
 
     def updates_in(self, epochs: float) -> int:
-        """Updates since training began after which so many epochs are used, the last one by that share of its updates."""
+        """Updates from the start of training until this many epochs are used; the last may be used in part."""
         whole, walk = max(math.ceil(epochs), 1) - 1, self._walk()
-        last = walk.num_updates(whole)  # as Trainers count: 2.1 * 10 are 21 updates, (2.1 - 2) * 10 would be 2 more
+        last = walk.num_updates(whole)  # as Trainers count: 2.1 epochs of 10 are 21; 20 + ceil((2.1 - 2) * 10) is 22
         return walk.start(whole).update + math.ceil(epochs * last) - whole * last
 
     def samples_after(self, updates: int) -> int:
-        """Samples trained on, over all ranks, after so many updates since training began."""
+        """Samples that training has used, over all ranks, after this many updates since its start."""
         updates = check_int("updates", updates, least=0)
         return self._walk().after(updates).samples_seen
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this rank stands: JSON-able. Steps count as used once the loop has received them. Save every rank's."""
+        """State of this rank, JSON-able. A step that the loop received counts as used. Save every rank's."""
         return sealed(self.KIND, self._identity(), {"learned": LearningBudget.saved(self.budget), **self._state()})
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Go on where states were taken, on any number of ranks: exactly what remained of the epoch comes next.
+        """Continue where states were saved, on any number of ranks: exactly what remained of the epoch comes next.
 
         Args:
             state_dict: this rank's state, or the list of all ranks' states.
 
         Raises:
-            StateError: a state is damaged, of other data or settings, or ranks are missing. Nothing has changed then.
+            StateError: a state is damaged or of other data or settings, or ranks are missing. Nothing has changed then.
         """
         states, (rank, size) = listed(state_dict), self._rank_and_size()
         found = self._checked(opened(states, self.KIND, self._identity()))
@@ -247,7 +247,7 @@ class StepLoader(ABC, Generic[B]):
 
 
 def check_updates(samples_per_update: Any, accumulation: int, **of_set_sizes: bool) -> int:
-    """``accumulation``. ConfigError: it stands beside ``samples_per_update``, or something without it that needs it."""
+    """``accumulation``. ConfigError: it comes with ``samples_per_update``, or a setting that needs that lacks it."""
     accumulation = check_int("accumulation", accumulation)
     for name, given in of_set_sizes.items():
         if check_flag(name, given) and samples_per_update is None:
@@ -264,7 +264,7 @@ ENDED_EARLY = "the dataset, `collate_fn` or `weigh` raised StopIteration while s
 
 
 class Inner:
-    """The user's settings of a ``DataLoader``, and the one that is made with them: when first needed, and again in a copy."""
+    """The user's settings of a ``DataLoader``, and the DataLoader itself, made on first use and again in a copy."""
 
     def __init__(self, kwargs: Mapping[str, Any]) -> None:
         if "batch_size" in kwargs:
@@ -280,7 +280,7 @@ class Inner:
         return {**vars(self), "loader": None}
 
     def seed(self, *place: int) -> None:
-        """Seed what workers draw, unless the user gave a generator."""
+        """Seed the random numbers of workers, unless the user gave a generator."""
         self._generator.manual_seed(seed_of(*place))
 
 
@@ -289,12 +289,12 @@ def seed_of(*place: int) -> int:
 
 
 def checked_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a ``DataLoader`` besides those that say what a batch is. ConfigError: torch refuses them for a DataLoader of
-    nothing, which starts no worker; or ``num_workers`` is no count, for which it would wait."""
+    """Check the arguments of a ``DataLoader`` that do not say what a batch is. ConfigError: torch refuses them for an
+    empty DataLoader, which starts no worker; or ``num_workers`` is no count (with an infinite one it would wait)."""
     check_int("num_workers", kwargs.get("num_workers", 0), least=0)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # said where the real one is made
+            warnings.simplefilter("ignore")  # the real DataLoader will warn
             DataLoader([], batch_sampler=[], **kwargs)  # type: ignore[arg-type]
     except (ValueError, TypeError) as error:
         raise ConfigError(f"torch's DataLoader refuses {kwargs!r:.300}: {error}") from error

@@ -1,4 +1,4 @@
-"""What a batch weighs in the loss: the units that its loss is a mean of, and the factor that makes updates exact."""
+"""Weight of a batch in the loss: the units that its loss is a mean of, and the factor that makes updates exact."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -26,7 +26,7 @@ class Share:
 
 
 def loss_scale(weight: Share, world_size: int) -> float:
-    """Factor for this batch's mean loss, such that accumulated gradients averaged over ranks equal one process's.
+    """Factor for a batch's mean loss that makes accumulated gradients, averaged over ranks, those of one process.
 
     DDP and FSDP divide by ``world_size``. With ``loss_scale = local * world_size / total`` every unit of weight (a token, a
     sample) counts once: the result is the gradient of ``sum(unit losses) / total``.
@@ -38,12 +38,12 @@ def loss_scale(weight: Share, world_size: int) -> float:
 
 
 def count_label_tokens(batch: Any, *, shifted: bool = True) -> int:
-    """Label tokens of a batch that are predicted.
+    """Number of label tokens in a batch that the model predicts.
 
-    Causal models predict ``labels[..., 1:]``; a batch with ``shift_labels`` was shifted beforehand. Labels of one dimension
-    are classes, one a sample, and are all predicted; so are all elements of labels that are no integers (regression).
-    ``shifted=False`` is for models that predict the first label too (encoder-decoders, masked language models). Raises
-    ConfigError where a batch has no labels.
+    Causal models predict ``labels[..., 1:]``; ``shift_labels`` are shifted already. Labels of one dimension are
+    classes, one per sample, and all count; so do all elements of labels that are not integers (regression).
+    ``shifted=False`` is for models that also predict the first label (encoder-decoders, masked language models).
+    ConfigError: a batch has no labels.
 
     >>> count_label_tokens({"labels": np.array([[-100, 5, 6], [7, 8, -100]])})
     3
@@ -84,8 +84,8 @@ def _label_name(batch: Any) -> str | None:
 
 
 def predicts_next_token(model: Any, *, unknown: bool = False) -> bool:
-    """Whether a model's own loss leaves out the first label of a row, as causal losses of transformers do: it says so, or names
-    none and is a causal model (GPT2LMHeadModel). Wrappers (DDP, PEFT) are looked through; ``unknown``: of models of one's own."""
+    """Whether a model's own loss skips the first label of a row, like transformers' causal losses: by ``loss_type``, or
+    if that is None, by its class. Looks through DDP and PEFT. ``unknown``: the answer if there is no ``loss_type``."""
     model = getattr(model, "module", model)
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
@@ -101,7 +101,7 @@ def _is_causal(model: Any) -> bool:
 
 
 def weigher(weigh: Weigh, *, shifted: bool = True) -> Callable[[Any, int], float]:
-    """The function (batch, number of samples) -> weight that ``weigh`` names. ConfigError: it names none, or gives no number.
+    """The function (batch, number of samples) -> weight for ``weigh``. ConfigError: it is invalid, or gives no number.
 
     >>> weigher("samples")(None, 3)
     3.0
@@ -118,7 +118,7 @@ def _weight(weigh: Weigh, shifted: bool, batch: Any, num_samples: int) -> float:
     given = weigh(batch)
     try:
         weight = float(given)
-    except (TypeError, ValueError, RuntimeError, OverflowError):  # none, or more than one number
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # no number, or more than one
         weight = math.nan
     if not 0 <= weight <= MOST:
         raise ConfigError(f"`weigh` must give a weight from 0 to {MOST:g}, but gives {given!r}")

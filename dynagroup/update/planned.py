@@ -1,4 +1,4 @@
-"""The loader for known lengths: every update is planned, then loaded by a plain ``DataLoader``, then weighed over all ranks."""
+"""The loader for known lengths: plans every update, loads it with a ``DataLoader``, weighs it over all ranks."""
 
 import math
 import random
@@ -36,44 +36,44 @@ from dynagroup.update.updates import FreeUpdates, PlannedUpdate, PreservedUpdate
 from dynagroup.validation import check_int, warn_user
 
 B = TypeVar("B")
-OURS = {"shuffle", "seed", "samples_per_update", "grouping", "uneven"}  # of a plan: arguments here, or what follows
+OURS = {"shuffle", "seed", "samples_per_update", "grouping", "uneven"}  # plan settings that this loader sets itself
 
 
 class PlannedDataLoader(StepLoader[B]):
-    """Steps planned from known lengths: batches that fit, of similar length, weighed so that gradients add up exactly.
+    """Steps planned from known lengths: batches that fit, of similar length, with exact loss weights.
 
-    ``len(loader)`` counts the steps of an epoch; the optimizer steps ``loader.num_updates`` times. ``loader.plan.report()`` shows
-    the epoch before anything runs, ``print(loader.stats)`` what was done.
+    ``len(loader)`` is the number of steps of an epoch, ``loader.num_updates`` that of its updates.
+    ``loader.plan.report()`` shows the epoch before anything runs, ``print(loader.stats)`` what was done.
 
     Args:
         dataset: anything with ``__getitem__`` and ``__len__``.
-        lengths: tokens of each sample, or a dict of named streams, the primary one ``tokens`` or first; or a file's path.
-        budget: what a batch may be; a number means so many tokens.
+        lengths: tokens of each sample, or a dict of named streams, the primary ``tokens`` or first; or a file.
+        budget: limit of a batch; a number means that many tokens.
         samples_per_update: samples of every update over all ranks: an int, or a schedule ``(update, current) -> int``.
-            None: free-running, every ``accumulation`` rows of batches as large as fit are an update.
-        grouping: so many updates' samples are sorted by length and dealt into as many updates of the same size: updates of
-            similar samples, hardly any padding even where updates are small. None: updates as they are drawn.
-        kinds: a label of each sample (N,), anything that can be hashed: all batches of a step, on all ranks, are of one kind,
-            which ``step.kind`` says; with ``one_kind="batch"`` each batch is.
-        accumulation: rows an update, only without ``samples_per_update``.
-        shuffle: with ``samples_per_update``: draw samples in an order seeded by (seed, epoch); False: in the dataset's order,
-            every epoch. Without: draw other batches every epoch; False: the longest first, the same every epoch.
-        sampler: of dataset indices, the same on every rank; only with ``samples_per_update``.
-        seed: of order and processing.
-        weigh: what a batch weighs against the others; say what the loss is a mean of: "tokens" (labels that a causal model
-            predicts), "samples", or a function from a batch to a number.
-        drop_last: leave out an epoch's last update where it is smaller than asked; only with ``samples_per_update``.
-        shapes: a compiled model meets at most so many (samples, tokens): each batch is filled to one of a
-            :class:`~dynagroup.ShapeLadder`'s, with padding and with rows of weight 0 behind its own.
-        pad: field -> what pads it there, besides transformers' own; or a function, see :class:`FillingCollator`.
-        world: the ranks that share the data; default: all of ``torch.distributed``.
-        further: settings of :class:`~dynagroup.LengthAwareBatchSampler` (``window``, ``oversize``, ``work`` ...), and what the
-            inner ``DataLoader`` takes: ``collate_fn``, ``num_workers``, ``pin_memory`` and so on. Here ``work="measure"``
-            times the first epoch's steps and cuts later epochs by them; a loop over :meth:`updates` says :meth:`timed`.
+            None: free-running, an update is ``accumulation`` rows of batches that are as large as fit.
+        grouping: the samples of this many updates are sorted by length and dealt into as many updates of the same size.
+            Samples of an update are then similar: little padding even in small ones. None: updates as drawn.
+        kinds: a label for each sample (N,), anything that can be hashed: all batches of a step, on all ranks, are then
+            of one kind, ``step.kind``; with ``one_kind="batch"`` each batch is, by itself.
+        accumulation: rows per update, only without ``samples_per_update``.
+        shuffle: with ``samples_per_update``: draw samples in an order seeded by (seed, epoch); False: in dataset order.
+            Without it: form other batches in every epoch; False: longest first, the same batches in every epoch.
+        sampler: a sampler of dataset indices, the same on every rank; only with ``samples_per_update``.
+        seed: seed of the order, and of the random numbers in workers.
+        weigh: what the loss is a mean of, for the weight of a batch: "tokens" (labels that a causal model predicts),
+            "samples", or a function from a batch to a number.
+        drop_last: leave out an epoch's last update if it is smaller than asked; only with ``samples_per_update``.
+        shapes: most shapes (samples, tokens) that a compiled model sees: each batch is filled to a shape of a
+            :class:`~dynagroup.ShapeLadder`, with padding and with rows of weight 0 after its own.
+        pad: field -> its padding value, for fields not of transformers; or a function, see :class:`FillingCollator`.
+        world: ranks that share the data; default: all of ``torch.distributed``.
+        further: settings of :class:`~dynagroup.LengthAwareBatchSampler` (``window``, ``oversize``, ``work`` ...) and of
+            the inner ``DataLoader``: ``collate_fn``, ``num_workers``, ``pin_memory`` and so on. Here ``work="measure"``
+            times the first epoch's steps to plan later epochs; a loop over :meth:`updates` needs :meth:`timed`.
 
     Raises:
         ConfigError: an argument is wrong. BudgetError: a sample does not fit and ``oversize="error"``.
-        AlignmentError: ranks differ in data, seed or settings, or one of them failed; while iterating.
+        AlignmentError: while iterating, ranks differ in data, seed or settings, or one of them failed.
 
     >>> from dynagroup.budget.tokens import TokenBudget
     >>> loader = PlannedDataLoader(range(6), [9, 2, 8, 3, 9, 3], TokenBudget(18), samples_per_update=3, weigh="samples")
@@ -85,7 +85,7 @@ class PlannedDataLoader(StepLoader[B]):
 
     KIND = "PlannedDataLoader"
     _said_unplanned = False
-    _work: Work | None = None  # that was measured: epochs from the next one on go by it
+    _work: Work | None = None  # measured; later epochs are planned by it
 
     def __init__(
         self, dataset: Any, lengths: Any, budget: Budget | int, *,
@@ -115,9 +115,9 @@ class PlannedDataLoader(StepLoader[B]):
         if planner.budget.ladder is not None:
             further["collate_fn"] = FillingCollator(further.get("collate_fn"), planner.budget.ladder, pad)
         self._feed = _Feed(dataset, planner.config.seed, weigh, self.stats, further)
-        self._place = Cursor()  # where the steps that were handed out end
-        self._resumed: Cursor | None = None  # a loaded state's place: while it is ours, the next iteration goes on
-        self._times = StepTimes() if isinstance(self._guess, MeasuredWork) else None  # until they are enough
+        self._place = Cursor()  # the place after the steps that were handed out
+        self._resumed: Cursor | None = None  # a loaded place; while it is `_place`, the next iteration continues there
+        self._times = StepTimes() if isinstance(self._guess, MeasuredWork) else None  # until enough steps are timed
         planner.warn_of_oversize()
 
     @property
@@ -150,7 +150,7 @@ class PlannedDataLoader(StepLoader[B]):
 
     @property
     def plan(self) -> BatchPlan:
-        """The steps of :attr:`epoch` on all ranks; after a state was loaded, those that remained of it."""
+        """The steps of :attr:`epoch` on all ranks; after a state was loaded, the steps that remained of it."""
         if self._resumed is None or self._resumed.epoch != self.epoch:
             return self.plan_of(self.epoch)
         return self._walk().plan(self._resumed)
@@ -161,7 +161,7 @@ class PlannedDataLoader(StepLoader[B]):
         return walk.plan(walk.start_of(check_int("epoch", epoch, least=0), Cursor()))
 
     def __len__(self) -> int:
-        """Steps of the whole :attr:`epoch`, also after a resume; known when it is planned, once."""
+        """Steps of the whole :attr:`epoch`, also after a resume. The first call plans the epoch."""
         return self.plan_of(self.epoch).num_steps
 
     def _asked(self) -> Cursor:
@@ -180,7 +180,7 @@ class PlannedDataLoader(StepLoader[B]):
         world, plan = self.world, self._walk()
         if self._place is not self._resumed:
             planner = plan.planner.renewed(world, self._work)
-            if planner is not plan.planner:  # what was learned may leave samples without a batch
+            if planner is not plan.planner:  # by what was learned, some samples may no longer fit
                 planner.warn_of_oversize()
             plan.renew(planner)
             self._stand(plan.start_of(self._epoch, self._place))
@@ -202,7 +202,7 @@ class PlannedDataLoader(StepLoader[B]):
         return super().timed(step) if self._times is None else self._times.of(step)
 
     def _measure(self, world: World, times: StepTimes) -> None:
-        """An epoch ends: note what the steps that all ranks have timed say, once they are enough. Collective until then."""
+        """Fit ``work`` to the timed steps of all ranks at an epoch's end, once they are enough. Collective."""
         planner, guess = self._plan.planner, cast("Any", self._guess)
         (indices, seconds), sums = times.read(), [0.0] * 13
         if seconds:
@@ -214,7 +214,7 @@ class PlannedDataLoader(StepLoader[B]):
         self._times = times if self._work is None else None
 
     def _look(self, update: PlannedUpdate, number: int, batch: Any) -> None:
-        """Count a step as used, and say once if it is not what was planned."""
+        """Count a step as used, and warn once if a batch differs from the plan."""
         step, stats = update.steps[number], self.stats
         stats.count_step(len(step.indices), *step.tokens, idle=step.idle)
         if number == len(update.steps) - 1:
@@ -243,7 +243,7 @@ class PlannedDataLoader(StepLoader[B]):
         return {"cursor": self._place.state(), "changes": changes, "order": order, "left_out": left_out, **measured}
 
     def _checked(self, states: list[Mapping[str, Any]]) -> Mapping[str, Any]:
-        """One state says everything; of several ranks' states all must say it."""
+        """Any rank's state is complete; the states of several ranks must agree."""
         state = agreed(states)
         epoch = state["cursor"]["epoch"]
         if state["order"] != self._plan.order_print(epoch):
@@ -266,17 +266,17 @@ class PlannedDataLoader(StepLoader[B]):
         self._epoch, self._next = place.epoch, place.epoch + is_over
 
 
-# An update's batches are loaded, each is weighed, and one sum over ranks tells every rank what each step weighs in all, so that
-# loss scales are exact and any rank can save a place inside the update. Plans are alike on all ranks, so nothing else needs
-# telling, but for a rank that fails: its numbers are NaN. Cost: an all-reduce of a float a step; the batches are held at once.
+# The batches of an update are loaded and weighed. One sum over ranks then tells every rank the total weight of each
+# step: loss scales are exact, and any rank can save a place inside the update. Plans are equal on all ranks, so no more
+# is exchanged; a rank that fails sends NaN. Cost: an all-reduce of one float per step; an update's batches are held.
 class _Feed(Inner):
-    """Loads planned updates with the user's workers and collate function, and weighs them over all ranks. It is the batch
-    sampler of its DataLoader: hands out indices and remembers what they belong to."""
+    """Loads planned updates with the user's workers and collate function, and weighs them over all ranks. It is the
+    batch sampler of its DataLoader: it hands out indices, and remembers to which update they belong."""
 
     def __init__(self, dataset: Any, seed: int, weigh: Weigh, stats: LoaderStats, kwargs: Mapping[str, Any]) -> None:
         super().__init__(kwargs)
         self._weight_of, self._seed, self._stats, self._dataset = weigher(weigh), seed, stats, _SeededDataset(dataset)
-        self.asked: deque[PlannedUpdate] = deque()  # from workers, and not collected yet
+        self.asked: deque[PlannedUpdate] = deque()  # updates asked of workers, and not collected yet
         self._source: Iterator[PlannedUpdate] = iter(())
 
     def __getstate__(self) -> dict[str, Any]:
@@ -292,8 +292,8 @@ class _Feed(Inner):
     def open(
         self, updates: Iterator[PlannedUpdate], epoch: int, world: World
     ) -> Iterator[tuple[PlannedUpdate, list[Any], list[float], list[float]]]:
-        """Each update, its batches on this rank, what each of them weighs, and what all ranks' batches behind each step weigh,
-        and first what was taken of the update before. Collective."""
+        """Yield (update, its batches on this rank, their weights, sums). ``sums[k]``: the weight of the first k steps
+        on all ranks, plus that of what was taken of the update before. Collective."""
         self.asked.clear()
         self._source = updates
         self.seed(self._seed, epoch)
@@ -306,12 +306,12 @@ class _Feed(Inner):
             if any(map(math.isnan, found)):
                 number = update.before.update
                 raise AlignmentError(f"another rank failed while it loaded or weighed update {number}; see its error")
-            # Summed from the left, step by step: a run resumed in between gets the same bits.
+            # Summed from the left, step by step, so that a run resumed in between gets the same bits.
             summed = accumulate(found, initial=update.before.begun_weight)
             yield update, collected, weights, list(summed)
 
     def _loaded(self, batches: Iterator[Any], world: World) -> tuple[PlannedUpdate, list[Any], list[float]] | None:
-        """The next update, and what each of its batches weighs here. What fails here is told to the other ranks."""
+        """Load the next update, and weigh each of its batches. If this rank fails, it tells the other ranks."""
         began = time.perf_counter()
         try:
             collected = [*islice(batches, 1)]  # asks for the update
@@ -334,7 +334,7 @@ class _Feed(Inner):
 
 
 class _SeededDataset(Dataset):
-    """The user's dataset; in a worker every batch begins with a seed of its own, so that a resumed run processes it alike."""
+    """The user's dataset. In a worker every batch has its own seed, so that a resumed run repeats it."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset

@@ -1,8 +1,8 @@
-"""How many samples an optimizer update holds: schedules, their walk over epochs, and the learning rate that goes with them.
+"""Sizes of optimizer updates: schedules, the walk of updates through epochs, and the learning rate that goes with them.
 
-A schedule is any function ``(update, current) -> samples per update``: ``update`` counts from 0 over the whole run and
-``current`` is the size of the update before (None at update 0). It is asked once for every update, when that update is
-planned, on every rank alike; so it must depend on nothing else.
+A schedule is any function ``(update, current) -> samples per update``: ``update`` counts from 0 over the whole run, and
+``current`` is the size of the previous update (None at update 0). Every rank calls it once for every update, when that
+update is planned, so its result must depend on nothing else.
 """
 
 import math
@@ -17,7 +17,7 @@ from dynagroup.plan.cursor import Cursor
 from dynagroup.validation import check_choice, check_int, check_number
 
 BatchSizeSchedule: TypeAlias = Callable[[int, "int | None"], int]
-LARGEST_UPDATE = 1 << 40  # of samples: what plans are told where each update has a size of its own
+LARGEST_UPDATE = 1 << 40  # samples; what plans are told if each update has a size of its own
 ScalingRule: TypeAlias = Literal["linear", "sqrt", "none"]
 
 
@@ -51,7 +51,7 @@ def scale_learning_rate(
     """The learning rate for updates of another size than the one it was tuned for.
 
     Args:
-        learning_rate: tuned at ``base_samples_per_update`` samples an update.
+        learning_rate: the rate tuned at ``base_samples_per_update`` samples per update.
         samples_per_update: samples an update will hold.
         rule: "linear" for SGD (Goyal et al. 2017, arXiv:1706.02677), "sqrt" for Adam and its relatives (Malladi et al.
             2022, arXiv:2205.10287), "none" to leave it.
@@ -68,21 +68,21 @@ def scale_learning_rate(
 
 
 class Walk(ABC):
-    """The updates of a run, one after another: where each epoch begins, and where each update ends."""
+    """The updates of a run in order: where each epoch begins, and where each update ends."""
 
     def __init__(self) -> None:
-        self._starts: list[Cursor] = [Cursor()]  # the beginnings of epochs, as far as the run was walked
+        self._starts: list[Cursor] = [Cursor()]  # the beginnings of epochs, as far as they are known
 
     @abstractmethod
     def cursors(self, cursor: Cursor) -> Iterator[Cursor]:
-        """Where each update that remains of an epoch ends."""
+        """The place after each update that remains of an epoch."""
 
     def end(self, epoch: int) -> Cursor:
         start = self.start(epoch)
         return [start, *self.cursors(start)][-1]
 
     def start(self, epoch: int) -> Cursor:
-        """The beginning of an epoch; or of the first that is known."""
+        """The beginning of an epoch, or of the first epoch that is known."""
         while (last := self._starts[-1].epoch) < epoch:
             self._starts.append(begun(last + 1, self.end(last)))
         return self._starts[max(epoch - self._starts[0].epoch, 0)]
@@ -91,7 +91,7 @@ class Walk(ABC):
         return self.start(epoch + 1).update - self.start(epoch).update
 
     def after(self, updates: int) -> Cursor:
-        """The place behind so many updates of the run; or the first place that is known."""
+        """The place after this many updates of the run, or the first place that is known."""
         epochs = count(self._starts[0].epoch)
         epoch = next(e for e in epochs if self.start(e + 1).update >= updates or not self.num_updates(e))
         start = self.start(epoch)
@@ -102,13 +102,13 @@ class Walk(ABC):
 
 
 def begun(epoch: int, done: Cursor) -> Cursor:
-    """The beginning of an epoch in a run that has done so much."""
+    """The beginning of ``epoch`` in a run that has come as far as ``done``."""
     return Cursor(epoch, update=done.update, samples_seen=done.samples_seen, current=done.current)
 
 
 class UpdateSizes(Walk):
-    """The sizes of updates, in both loaders: a pure function of a schedule, of changes, and of how many samples an epoch draws.
-    ``drop_last``: leave out an epoch's last update if it is smaller than asked.
+    """Sizes of updates, for both loaders: a pure function of a schedule, of changes, and of how many samples an epoch
+    draws. ``drop_last``: leave out an epoch's last update if it is smaller than asked.
 
     >>> sizes = UpdateSizes(lambda update, current: 2 if current is None else 2 * current, lambda: 9)
     >>> [(start, stop) for start, stop, after in sizes.spans(sizes.start(0))]
@@ -128,8 +128,8 @@ class UpdateSizes(Walk):
         return not callable(self.schedule) and not self.changes
 
     def change(self, cursor: Cursor, samples: int) -> int:
-        """Updates hold ``samples`` from the one behind ``cursor`` on, whose number this gives. What an epoch drops stays
-        dropped: behind its last update comes the next epoch's first."""
+        """Set the size of all updates after ``cursor``; returns the number of the first one. What an epoch drops stays
+        dropped: its last update is followed by the next epoch's first."""
         samples, over = check_int("samples", samples), next(self.spans(cursor), None) is None
         when = (cursor.epoch + over, cursor.update)
         self.changes = [change for change in self.changes if change[:2] < when] + [(*when, samples)]
@@ -141,8 +141,8 @@ class UpdateSizes(Walk):
         self._starts = [Cursor()]
 
     def spans(self, cursor: Cursor) -> Iterator[tuple[int, int, Cursor]]:
-        """(start, stop, cursor after) of the updates that remain of an epoch. Each size is looked up when its turn comes, so
-        that changes take effect."""
+        """(start, stop, cursor after) of each update that remains of an epoch. A size is looked up when its turn comes,
+        so that changes take effect."""
         count = self.num_ordered()
         while cursor.samples_used < count:
             samples, start = self._samples_of(cursor), cursor.samples_used
@@ -157,7 +157,7 @@ class UpdateSizes(Walk):
         return (after for *_, after in self.spans(cursor))
 
     def start(self, epoch: int) -> Cursor:
-        """The beginning of an epoch. Where all updates are of one size, epochs are not walked but counted."""
+        """The beginning of an epoch. If all updates have one size, it is computed without a walk."""
         if not self.is_constant or not epoch:
             return super().start(epoch)
         size, count = self._samples_of(Cursor()), self.num_ordered()
@@ -166,7 +166,7 @@ class UpdateSizes(Walk):
         return Cursor(epoch, update=updates, samples_seen=seen, current=size if updates else None)
 
     def _samples_of(self, cursor: Cursor) -> int:
-        """Samples that the update behind ``cursor`` is asked to hold."""
+        """Samples that the update after ``cursor`` should hold."""
         when = (cursor.epoch, cursor.update)
         changed = next((samples for *since, samples in reversed(self.changes) if tuple(since) <= when), None)
         samples = self.schedule if changed is None else changed

@@ -1,4 +1,4 @@
-"""What a training loop receives, one batch and exactly what it weighs; and what a loader has done, in counts that add up."""
+"""What a training loop receives: one batch with its exact loss weight; and counts of what a loader has done."""
 
 import time
 from collections import Counter
@@ -17,20 +17,20 @@ from dynagroup.update.loss_weight import Share
 
 B = TypeVar("B")
 MOST_TIMED = 1 << 14  # steps
-SHOWN_IN = {"source": "input_ids", "target": "labels", TOKENS: "input_ids"}  # by collators of transformers
+SHOWN_IN = {"source": "input_ids", "target": "labels", TOKENS: "input_ids"}  # stream -> field of transformers
 
 
 @dataclass(frozen=True, slots=True)
 class Step(Generic[B]):
-    """One batch on this rank, while every other rank has one too.
+    """One batch on this rank. Every other rank has a batch in the same step.
 
     Args:
-        batch: what the user's ``collate_fn`` returned; untouched.
+        batch: what the user's ``collate_fn`` returned, unchanged.
         indices: dataset indices (or arrival numbers for iterable datasets) of the samples in ``batch``.
-        samples: number of samples here, and over the whole update on all ranks.
-        weight: loss weight here (label tokens by default), and over the whole update on all ranks.
-        loss_scale: factor for the batch's *mean* loss, see :func:`dynagroup.update.loss_weight.loss_scale`; 0.0 on an idle step.
-        ends_update: the optimizer steps after this batch; before that, gradients stay local (``no_sync``).
+        samples: number of samples in this batch, and in the whole update on all ranks.
+        weight: loss weight of this batch (label tokens by default), and of the whole update on all ranks.
+        loss_scale: factor for the batch's *mean* loss, see :func:`dynagroup.update.loss_weight.loss_scale`; idle: 0.
+        ends_update: the optimizer steps after this batch; until then gradients stay local (``no_sync``).
         idle: this rank had no samples left; the batch only keeps the collectives matched.
         kind: with ``kinds``, the label of the samples in ``batch``, the same on all ranks; else None.
 
@@ -56,8 +56,8 @@ class Step(Generic[B]):
 
 
 class StepTimes:
-    """How long a loop takes with each step, until it asks for the next. Where CUDA runs, by its events: nothing waits for it
-    until they are read."""
+    """Times how long a loop takes with each step, until it asks for the next one. With CUDA it records events, so that
+    nothing waits for the device until :meth:`read`."""
 
     def __init__(self) -> None:
         self._timed: list[tuple[bool, Sequence[int], Any, Any]] = []
@@ -70,15 +70,15 @@ class StepTimes:
             self._timed.append((step.ends_update, step.indices, began, mark()))
 
     def read(self) -> tuple[list[IntArray], list[float]]:
-        """Dataset indices and seconds of each step. The optimizer's time is no step's: where updates have several steps, the last
-        of each is left out."""
+        """Dataset indices and seconds of each step. The optimizer's time must not count, so if updates have several
+        steps, the last step of each is left out."""
         within = [timed for timed in self._timed if not timed[0]] or self._timed
         found = [(indices, taken) for _, indices, *marks in within if (taken := _seconds(*marks)) > 0]
         return [np.asarray(indices, np.int64) for indices, _ in found], [taken for _, taken in found]
 
 
 def mark() -> Any:
-    """This moment, on the device."""
+    """The current time: a CUDA event, or seconds while CUDA is not in use."""
     if not torch.cuda.is_initialized():
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -87,7 +87,7 @@ def mark() -> Any:
 
 
 def _seconds(began: Any, ended: Any) -> float:
-    """Between two marks; 0 where the first use of CUDA lies between them."""
+    """Seconds between two marks; 0 if CUDA was first used between them."""
     if isinstance(began, float):
         return ended - began if isinstance(ended, float) else 0.0
     ended.synchronize()
@@ -95,14 +95,14 @@ def _seconds(began: Any, ended: Any) -> float:
 
 
 def width_of(batch: Any, num_samples: int, stream: str, streams: Iterable[str] = (TOKENS,)) -> int | None:
-    """Tokens of a stream that each row of a collated batch has, where a field of its name, or transformers' for it, shows it.
-    ``streams``: all that are counted, of which the primary one is transformers' ``input_ids``."""
+    """Tokens of a stream in each row of a collated batch, from a field with its name or transformers' name for it;
+    None: no such field. ``streams``: all that are counted; the primary one is ``input_ids`` of transformers."""
     shapes = (shape for shape in _shapes_shown(batch, stream, streams) if len(shape) == 2 and shape[0] == num_samples)
     return next((int(shape[1]) for shape in shapes), None)
 
 
 def total_of(batch: Any, stream: str, streams: Iterable[str] = (TOKENS,)) -> int | None:
-    """Tokens of a stream that a packed batch has."""
+    """Tokens of a stream in a packed batch; None: no field shows them."""
     shapes = _shapes_shown(batch, stream, streams)
     return next((int(shape[-1]) for shape in shapes if len(shape) == 1 or (len(shape) == 2 and shape[0] == 1)), None)
 
@@ -119,14 +119,14 @@ def _shapes_shown(batch: Any, stream: str, streams: Iterable[str]) -> Iterator[t
 
 
 def shown(batch: Any, num_samples: int, streams: Sequence[str], *, packed: bool) -> dict[str, int]:
-    """Tokens of each of these padded streams that a collated batch shows: of a row, or if packed of all."""
+    """Tokens that a collated batch shows of each of these padded streams: per row, or if packed in total."""
     found = (total_of(batch, n, streams) if packed else width_of(batch, num_samples, n, streams) for n in streams)
     return {name: tokens for name, tokens in zip(streams, found, strict=True) if tokens is not None}
 
 
 def unplanned(batch: Any, shape: BatchShape, budget: Budget) -> str | None:
-    """How a collated batch differs from the samples of this shape (K = 1) that were planned, in words; None if it does not, or
-    its fields do not show it."""
+    """How a collated batch differs from its planned shape (K = 1), in words. None: it does not, or its fields do not
+    show it."""
     packed, multiple = is_packed(budget, shape.longest), budget.pad_to_multiple_of
     form = "tokens long, but was planned with" if packed else "tokens wide, but the longest of them was planned with"
     run, names = budget.as_run(shape), padded_streams(budget, shape.longest)
@@ -141,8 +141,8 @@ def unplanned(batch: Any, shape: BatchShape, budget: Budget) -> str | None:
 
 @dataclass(slots=True)
 class LoaderStats:
-    """Counts of one rank since its loader was made. Two of them add up and can be subtracted: what happened since
-    ``before = loader.stats.copy()`` is ``loader.stats - before``; what all ranks did is ``loader.stats.merged(loader.world)``.
+    """Counts of one rank since its loader was made. They can be added and subtracted: what happened since
+    ``before = loader.stats.copy()`` is ``loader.stats - before``; ``loader.stats.merged(loader.world)`` adds all ranks.
 
     >>> (LoaderStats(steps=2, real_tokens=30, padded_tokens=40) + LoaderStats(steps=2, padded_tokens=10)).padding
     0.4
@@ -150,18 +150,18 @@ class LoaderStats:
     8 samples in 3 steps (0 idle) and 2 updates; batches of 1 to 7 samples, 25% padding; waited 0.0 s for workers
     """
 
-    steps: int = 0  # taken, idle ones included
-    idle_steps: int = 0  # on which this rank had no samples left, or none of the step's kind
-    idle_tokens: int = 0  # that the device multiplied on them
-    kind_steps: int = 0  # agreed online beyond those of the same batches where a step may be of several kinds
+    steps: int = 0  # steps taken, including idle ones
+    idle_steps: int = 0  # steps on which this rank had no samples left, or none of the step's kind
+    idle_tokens: int = 0  # tokens that the device computed on idle steps
+    kind_steps: int = 0  # online: additional steps because all batches of a step are of one kind
     samples: int = 0
-    updates: int = 0  # whose last step was taken
-    update_samples: int = 0  # of those updates, over all ranks
-    batch_sizes: Counter[int] = field(default_factory=Counter)  # how many batches had so many samples; no idle steps
-    real_tokens: int = 0  # of the samples
-    padded_tokens: int = 0  # that the device multiplied, idle steps not counted
+    updates: int = 0  # updates whose last step was taken
+    update_samples: int = 0  # samples of those updates, over all ranks
+    batch_sizes: Counter[int] = field(default_factory=Counter)  # samples -> batches with so many, none idle
+    real_tokens: int = 0  # tokens of the samples
+    padded_tokens: int = 0  # tokens that the device computed, with padding, without idle steps
     oversize: int = 0  # samples that did not fit even alone and were emitted by themselves
-    wait_s: float = 0.0  # that the main process waited for workers
+    wait_s: float = 0.0  # seconds that the main process waited for workers
 
     def __str__(self) -> str:
         sizes, rare = self.batch_sizes or [0], f"; {self.oversize:,} too large even alone" if self.oversize else ""
@@ -185,7 +185,7 @@ class LoaderStats:
 
     @property
     def samples_per_update(self) -> float:
-        """Samples of an update over all ranks, on average."""
+        """Mean number of samples per update, over all ranks."""
         return self.update_samples / self.updates if self.updates else 0.0
 
     def count_step(self, samples: int = 0, real_tokens: int = 0, padded_tokens: int = 0, *, idle: bool = False) -> None:
@@ -200,7 +200,7 @@ class LoaderStats:
         self.padded_tokens += padded_tokens
 
     def count_update(self, samples: int) -> None:
-        """Note that the last step of an update of so many samples, over all ranks, was taken."""
+        """Count an update whose last step was taken; ``samples``: its samples over all ranks."""
         self.updates += 1
         self.update_samples += samples
 

@@ -1,4 +1,4 @@
-"""Which samples an update holds, and which batches it takes: of a set size, or so many rows of the plan as they come."""
+"""The samples and batches of an update: a set number of samples, or a set number of the plan's rows."""
 
 import zlib
 from abc import abstractmethod
@@ -25,20 +25,20 @@ from dynagroup.update.schedule import BatchSizeSchedule, UpdateSizes, Walk, begu
 class PlannedStep:
     """One row of a plan, as one rank runs it."""
 
-    indices: list[int]  # of the dataset
+    indices: list[int]  # dataset indices
     idle: bool
-    tokens: tuple[int, int]  # of this rank's batch, without and with padding
-    row_samples: int  # on all ranks
+    tokens: tuple[int, int]  # of this rank's batch: without padding, with padding
+    row_samples: int  # samples of the row on all ranks
     kind: Any
-    cursor: Cursor  # where the epoch's windows stand behind it
+    cursor: Cursor  # the place in the epoch's windows after this step
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedUpdate:
-    """What remains of one update, or all of it, as one rank runs it."""
+    """An update, or what remains of it, as one rank runs it."""
 
     steps: Sequence[PlannedStep]
-    before: Cursor  # where it goes on: behind the update before, and behind what was taken of this one
+    before: Cursor  # where it continues: after the previous update, and after the rows of this one that were taken
     after: Cursor
 
     @property
@@ -47,7 +47,7 @@ class PlannedUpdate:
         return self._samples(len(self.steps))
 
     def behind(self, number: int, weight: float) -> Cursor:
-        """The place behind a step, when all that was taken of the update by then weighs ``weight``."""
+        """The place after step ``number``, when all that was taken of the update so far weighs ``weight``."""
         taken, before = number + 1, self.before
         if taken == len(self.steps):
             return self.after
@@ -78,7 +78,7 @@ def steps_of(window: BatchPlan, planner: Planner, rank: int) -> Iterator[Planned
 
 
 class _Updates(Walk):
-    """What both kinds of updates share. They know ranks only by number."""
+    """What both kinds of updates share. Of the ranks they know only the number."""
 
     planner: Planner
     changes: list[tuple[int, int, int]]  # of the size of updates, see :class:`UpdateSizes`
@@ -101,22 +101,22 @@ class _Updates(Walk):
             self._ranks, self._starts = world_size, self._starts[:1]
 
     def renew(self, planner: Planner) -> None:
-        """An epoch begins, planned by this planner."""
+        """Plan with this planner from the epoch on that begins."""
         self.num_renewed += planner is not self.planner
         self.planner = planner
 
     def stand(self, place: Cursor) -> None:
-        """The run goes on from here."""
+        """The run continues from ``place``."""
 
     def restore(self, changes: Iterable[Iterable[int]]) -> None:
-        """Take over another run's changes."""
+        """Take over the changed update sizes of a saved run."""
 
     def order_print(self, epoch: int) -> int | None:
-        """Of a sampler's indices."""
+        """Checksum of the user's sampler in an epoch; None: there is no sampler."""
         return None if self.order is None else self.order.checksum(epoch)
 
     def plan(self, cursor: Cursor) -> BatchPlan:
-        """What remains of the cursor's epoch on all ranks. Remembered until something changes."""
+        """What remains of the cursor's epoch on all ranks. Cached until something changes."""
         place = replace(cursor, update=0, samples_seen=0, current=None)
         key = (place, self._ranks, tuple(self.changes), self.planner)
         if self._remembered is None or self._remembered[0] != key:
@@ -124,11 +124,11 @@ class _Updates(Walk):
         return self._remembered[1]
 
 
-# An epoch's order is cut into spans, and each span is planned by itself, as if it were an epoch of one window. So what an update
-# holds depends on order and schedule alone; only its division depends on budget and ranks.
+# An epoch's order is cut into spans, and each span is planned by itself, like an epoch of one window. So the samples of
+# an update depend on order and schedule alone; budget and ranks only decide how they are divided.
 class PreservedUpdates(UpdateSizes, _Updates):
-    """Updates of exactly as many samples as ``schedule`` says, drawn as fixed batches would draw them: in the user's ``order``,
-    or one that is seeded, or without ``shuffle`` the dataset's. ``drop_last`` leaves out an epoch's last, if it is smaller."""
+    """Updates of exactly as many samples as ``schedule`` says, as fixed batches would draw them: in the user's
+    ``order``, a seeded one, or without ``shuffle`` the dataset's. ``drop_last``: a smaller last one is left out."""
 
     def __init__(
         self, planner: Planner, schedule: int | BatchSizeSchedule, order: OrderSource | None, *, drop_last: bool
@@ -144,7 +144,7 @@ class PreservedUpdates(UpdateSizes, _Updates):
     def start_of(self, epoch: int, done: Cursor) -> Cursor:
         return self.start(epoch)
 
-    # Updates are grouped by the size of the epoch's first: one that is changed later cuts the same order elsewhere.
+    # The size of the epoch's first update decides the grouping; a size changed later cuts the same order elsewhere.
     def order_of(self, epoch: int) -> Order:
         """Dataset indices in the epoch's order, grouped."""
         planner = self.planner
@@ -159,7 +159,7 @@ class PreservedUpdates(UpdateSizes, _Updates):
             yield PlannedUpdate(list(steps_of(window, self.planner, rank)), before, after)
 
     def _windows(self, cursor: Cursor) -> Iterator[tuple[BatchPlan, Cursor, Cursor]]:
-        """What remains of each update, where it goes on, and where it ends."""
+        """(what remains, where it continues, where it ends) of each update."""
         ordered = self.order_of(cursor.epoch)
         for start, stop, after in self.spans(cursor):
             window = self.planner.update_of(ordered[start:stop], cursor, self._ranks)
@@ -173,12 +173,12 @@ class PreservedUpdates(UpdateSizes, _Updates):
         return self.planner.joined(windows, cursor, self._ranks, given)
 
 
-# The plan's rows, window after window, so many to an update. How many an epoch has depends on the ranks and on what the budget
-# has learned, so the run is counted from where it stands: all updates but an epoch's last have as many rows, so a place says
-# where its epoch began.
+# Every `accumulation` rows of the plan, window after window, are an update. How many an epoch has depends on the ranks
+# and on what the budget has learned, so updates are counted from where the run stands. All updates but an epoch's last
+# have the same number of rows, so a place tells where its epoch began.
 class FreeUpdates(_Updates):
-    """Every ``accumulation`` rows of the plan are an update: batches as large as fit, updates as large as they come. Only an
-    epoch's last update may have fewer rows."""
+    """Every ``accumulation`` rows of the plan are an update: batches are as large as fit, and updates as large as their
+    batches. Only an epoch's last update may have fewer rows."""
 
     def __init__(self, planner: Planner, *, accumulation: int) -> None:
         super().__init__()
@@ -226,7 +226,7 @@ class FreeUpdates(_Updates):
 
 
 def _update_of(steps: list[PlannedStep], before: Cursor) -> PlannedUpdate:
-    """An update that holds what these steps do, and what was taken of it before."""
+    """An update of these steps, and of what was taken of it before."""
     samples = before.begun_samples + sum(step.row_samples for step in steps)
     done = {"update": before.update + 1, "current": samples}
     done |= {name: getattr(before, name) + samples for name in ("samples_used", "samples_seen")}
@@ -238,7 +238,7 @@ Updates: TypeAlias = PreservedUpdates | FreeUpdates
 
 
 def compare_ranks(world: World, plan: Updates, identity: Mapping[str, Any], place: Cursor) -> None:
-    """All ranks must be about to plan the same updates of the same samples."""
+    """Raise AlignmentError unless all ranks are about to plan the same updates of the same samples."""
     if world.size == 1:
         return
     facts: dict[str, Any] = {"lengths, budget or settings": identity, "place in the epoch": place}

@@ -1,6 +1,6 @@
-"""Operators as a CUDA device would run them, for tensors that have shapes but no data, and the bytes that are then alive.
+"""Runs operators as a CUDA device would, on tensors that have shapes but no data, and counts the bytes that are alive.
 
-By itself PyTorch would choose the CPU's kernels, which materialise scores under dropout or a mask, and copy for a wider softmax.
+PyTorch alone would choose the CPU's kernels, which materialise scores under dropout or masks, and copy in softmax.
 """
 
 import weakref
@@ -31,8 +31,8 @@ HIGHER = {F.softmax, F.log_softmax, F.layer_norm, F.group_norm, F.cross_entropy,
 class CudaKernels(TorchFunctionMode):
     """Run attention, dropout and softmax as CUDA would, within ``torch.autocast`` of a dtype, or None.
 
-    Questions about values are answered: "is every entry of this mask true?" with no where batches are ``padded``, "is any of
-    these infinite?" with no.
+    Questions about values get fixed answers: "is every entry of this mask true?" no, if batches are ``padded``; "is any
+    of these infinite?" no.
     """
 
     def __init__(self, autocast: torch.dtype | None = None, padded: bool = True) -> None:
@@ -84,7 +84,7 @@ def attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """``scaled_dot_product_attention`` with the kernel that CUDA takes: flash, else memory-efficient."""
+    """``scaled_dot_product_attention`` with the kernel that CUDA chooses: flash, else memory-efficient."""
     if attn_mask is None and query.dtype in HALF and query.shape[-1] == value.shape[-1] <= FLASH_HEAD_SIZE:
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
@@ -129,9 +129,9 @@ _ATTENTION_BACKWARD = {_aten._scaled_dot_product_flash_attention_backward.defaul
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes alive now, at most, and after every allocation, but for tensors that are counted ``apart``.
+    """Bytes alive: now, at most, and after every allocation, without tensors that are counted ``apart``.
 
-    ``smooth``: an allocation takes half a block more than its size; rounding up to blocks would hide what it grows with.
+    ``smooth``: an allocation counts half a block more than its size, because rounding to blocks would hide its growth.
     """
 
     def __init__(self, apart: Iterable[torch.Tensor] = (), smooth: bool = False) -> None:
@@ -141,7 +141,7 @@ class LiveBytes(TorchDispatchMode):
         self.timeline: list[int] = []
         self.marks: dict[str, tuple[int, int]] = {}
         self._smooth = smooth
-        self._apart = [t.untyped_storage() for t in apart]  # held, so that no new storage takes their place
+        self._apart = [t.untyped_storage() for t in apart]  # held, so that no new storage gets their address
         self._known = {storage._cdata for storage in self._apart}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -156,7 +156,7 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def mark(self, name: str) -> None:
-        """Remember how many allocations there were, and how many bytes are alive, at a named point."""
+        """Note the number of allocations and the bytes alive at a named point."""
         self.marks[name] = (len(self.timeline), self.live)
 
     def _add(self, tensor: torch.Tensor) -> None:

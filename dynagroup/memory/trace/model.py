@@ -1,4 +1,4 @@
-"""Models and inputs that have shapes but no data, and what a model says of itself."""
+"""Models and inputs that have shapes but no data, and the facts that a model states about itself."""
 
 import copy
 import inspect
@@ -12,7 +12,7 @@ from dynagroup.errors import ConfigError
 from dynagroup.memory.run import ELEMENT_BYTES, Attention, Run, needed
 from dynagroup.shapes import primary
 
-ALIKE_LAYERS = 3  # as many layers of one kind make a stack
+ALIKE_LAYERS = 3  # fewest layers of one kind that make a stack
 
 
 def _transformers() -> Any:
@@ -20,7 +20,7 @@ def _transformers() -> Any:
 
 
 def as_config(value: Any) -> Any:
-    """A transformers config: itself, or read from the name of one."""
+    """A transformers config: as given, or read by its name."""
     transformers = _transformers()
     if isinstance(value, str):
         try:
@@ -38,7 +38,7 @@ def as_meta_model(
 ) -> Any:  # fmt: skip
     """A copy of a model on the meta device, or one of a config: no weights are allocated or read.
 
-    As a run (a workload) says; or in this dtype, with this attention (None: the source's own) and adapters (``lora``).
+    As ``run`` (a workload) says; or in this dtype, this attention (None: the source's) and adapters (``lora``).
     """
     attention = run.attention if run else attention
     kind = "eager" if attention == "eager" else "sdpa"
@@ -79,7 +79,7 @@ def _from_config(config: Any, dtype: str | None, attention: str, device: torch.d
 
 
 def is_encoder(config: Any) -> bool:
-    """Whether every token sees all others, and nothing is decoded (BERT and its kin)."""
+    """Whether every token attends to all others, and nothing is decoded (BERT and its relatives)."""
     decodes = getattr(config, "is_decoder", False) or getattr(config, "is_encoder_decoder", False)
     return type(config) in _transformers().MODEL_FOR_MASKED_LM_MAPPING and not decodes
 
@@ -98,14 +98,14 @@ def _auto_class(config: Any) -> Any:
 
 
 def checkpoint_layers(model: Any, **options: Any) -> None:
-    """Switch gradient checkpointing on, under the name that this version of transformers has for it."""
+    """Switch gradient checkpointing on, by the name that this version of transformers uses."""
     renamed = hasattr(model, "activation_checkpointing_enable")
     enable = model.activation_checkpointing_enable if renamed else model.gradient_checkpointing_enable
     enable({"use_reentrant": False, **options})
 
 
 def stacks(model: torch.nn.Module) -> list[torch.nn.ModuleList]:
-    """The lists of like layers that a model is made of, outermost ones only."""
+    """The lists of like layers in a model, without lists inside of lists."""
     found: list[torch.nn.ModuleList] = []
     for module in (m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) >= ALIKE_LAYERS):
         nested = any(module is inner for outer in found for inner in outer.modules())
@@ -119,7 +119,7 @@ def make_inputs(
 ) -> dict[str, torch.Tensor]:
     """Arguments of a forward pass over ``num_samples`` samples, with a padding mask.
 
-    ``tokens`` is the input of the encoder or of the only stack, ``target`` (default: as long) what a decoder is taught.
+    ``tokens`` is the input of the encoder or of the only stack; ``target`` (default: as long) what the decoder learns.
     Speech models always read their full window of audio.
     """
     config: Any = getattr(model, "config", None)
@@ -144,7 +144,7 @@ def make_inputs(
 
 
 def describe(source: Any, mode: str, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of the Workload of this model in this mode; ``known`` fields win."""
+    """Fields of this model's Workload in this mode; ``known`` fields take precedence."""
     dtype, attention = known.get("dtype"), known.get("attention")
     is_model = isinstance(source, torch.nn.Module)
     model: Any = source if is_model else as_meta_model(source, dtype=dtype, attention=attention)
@@ -190,11 +190,11 @@ _DROPOUTS = ("hidden_dropout_prob", "hidden_dropout", "resid_pdrop", "dropout", 
 
 
 def _run_as(model: Any, mode: str) -> dict[str, Any]:
-    """What a model's parameters and settings say about how it is run."""
+    """How a model is run, by its parameters and settings."""
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
     total, count = (sum(p.numel() for p in part) for part in (parameters, trained))
-    # Quantised parameters are integers; what a model computes with is not.
+    # Quantised parameters are integers, but the model does not compute with integers.
     dtype = str(next((p.dtype for p in parameters if p.is_floating_point()), "float32")).removeprefix("torch.")
     width = sum(p.numel() * p.element_size() for p in trained) / max(count, 1)  # of adapters, not of what they adapt
     stated = getattr(model.config, "_attn_implementation", None) or ""  # what the model runs, not what was asked for
@@ -213,7 +213,7 @@ def _run_as(model: Any, mode: str) -> dict[str, Any]:
 
 
 def _first(config: Any, *names: str) -> Any:
-    """The first of these that a config states; where it varies over layers, what the first layer has."""
+    """The first of these names that a config states; if it varies over layers, the value of the first layer."""
     for name in names:
         with suppress(Exception):  # configs of transformers refuse to name what differs between layers
             if (value := getattr(config, name, None)) is not None:

@@ -1,8 +1,8 @@
-"""A model's memory as a function of the batch shape, written down exactly instead of sampled.
+"""A model's memory as an exact function of the batch shape, found from a few traces instead of many samples.
 
-What is alive after each allocation is a polynomial in (n, L), which a few traces determine (least squares; nothing is left over);
-the peak of any shape is their maximum. Where layers are alike, three say what any number of them would do: an added layer raises
-everything between its own forward and the end of its backward by what it keeps.
+The bytes alive after each allocation are a polynomial in (n, L), which a few traces determine (least squares, without
+residual). The peak of a shape is the largest of these polynomials. If layers are alike, a trace of three layers gives
+any number of them: each further layer adds the bytes that it keeps, from its forward to the end of its backward pass.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,28 +22,28 @@ from dynagroup.validation import warn_user
 
 Probe: TypeAlias = "tuple[int, int, int]"  # samples, tokens, tokens of the target
 Timeline: TypeAlias = "Callable[[Probe], FloatArray]"  # bytes alive after each allocation
-ALIKE = 5e-3  # how much the peak of a deepened trace may differ from that of the whole model
-EXACT = 1e-4  # how much of a probe's largest size polynomials may miss
-# Kernels pad rows to multiples of 32 and masks to 16: one beyond a multiple of 32 needs the most padding, and always as much. A
-# program that pads its input to more, to 64 or 512, is then no polynomial of these lengths.
+ALIKE = 5e-3  # largest relative difference of the peak by three layers from that of the whole model
+EXACT = 1e-4  # largest error of the polynomials, relative to a probe's largest size
+# Kernels pad rows to multiples of 32 and masks to 16. One more than a multiple of 32 needs the most padding, always as
+# much. A program that pads its input to 64 or 512 is then no polynomial of these lengths.
 ALIGNMENT = 32
 PROBES = [(2, 65, 97), (3, 33, 33), (2, 257, 161), (5, 193, 97), (4, 321, 65), (3, 481, 257), (7, 97, 353), (2, 161, 481),
           (6, 65, 257), (3, 129, 321), (4, 385, 449), (5, 449, 129), (2, 33, 33), (8, 225, 289)]  # fmt: skip
 PACKED_PROBES: list[Probe] = [(1, 65, 0), (1, 513, 0), (1, 193, 0), (1, 1025, 0)]
-PROBED = 512  # the longest of them
-LONGEST = 4097  # of the last probe, where the model has positions for it: it tells what happens beyond
+PROBED = 512  # about the longest of them
+LONGEST = 4097  # length of the last probe, if the model has positions for it: it shows what happens beyond
 FEWEST_POSITIONS = 3 * ALIGNMENT + 1  # three lengths tell a constant, a line and a square apart
-MOST_TOKENS = 131072  # of a sample, or of a packed batch: phases that count only beyond are left out
+MOST_TOKENS = 131072  # of a sample, or of a packed batch; phases that matter only beyond are left out
 
 
 def trace_phases(model_or_config: Any, workload: Run, *, inputs: MakeInputs | None = None) -> Phases:
     """Memory of any batch of this model: polynomials in the batch shape, from about eight traces of a few layers.
 
-    Where attention slides, there are two sets of them, as long as the window and beyond. Where the program itself depends on the
-    shape, phases are fitted to a few simulations, and a warning says so; a ValueError where that fails.
+    With sliding attention there are two sets of polynomials: up to the window's length, and beyond it. If the program
+    itself depends on the shape, phases are fitted to a few simulations, with a warning. ValueError: that fails too.
     """
     padded = _Traced(model_or_config, workload, inputs)
-    with torch.inference_mode(False), torch.enable_grad():  # whatever the caller is in the midst of
+    with torch.inference_mode(False), torch.enable_grad():  # whatever mode the caller is in
         try:
             found = _phases(padded)
         except ValueError as error:
@@ -56,13 +56,13 @@ def trace_phases(model_or_config: Any, workload: Run, *, inputs: MakeInputs | No
 
 @dataclass(frozen=True)
 class _Traced:
-    """A model, and how it is run in every trace of it."""
+    """A model, and how every trace of it runs."""
 
     source: Any
     workload: Run
     inputs: MakeInputs | None
     beyond: int = 1
-    """By how much lengths exceed a multiple of 32."""
+    """How far lengths exceed a multiple of 32."""
 
     @property
     def packed(self) -> bool:
@@ -74,7 +74,7 @@ class _Traced:
 
     @property
     def columns(self) -> list[int]:
-        """The monomials that sizes can have; packed, of one row as long as all samples together."""
+        """The monomials that sizes can have; if packed, those of one row as long as all samples together."""
         names = ("1", "L", "L2") if self.packed else MONOMIALS if self.two_streams else MONOMIALS[:6]
         return [MONOMIALS.index(name) for name in names]
 
@@ -84,7 +84,7 @@ class _Traced:
         return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
     def model(self, most_layers: int | None = None) -> torch.nn.Module:
-        """Ready to run, with at most so many layers in each stack."""
+        """The model, ready to run, with at most ``most_layers`` layers in each stack."""
         model = as_meta_model(self.source, self.workload)
         for stack in stacks(model) if most_layers else ():
             del stack[most_layers:]
@@ -96,7 +96,7 @@ class _Traced:
         return trace(model, self.workload, n, longest, inputs=self.inputs, watch=watch, smooth=True)
 
     def timeline(self, check: Probe) -> Timeline:
-        """Of the whole model; from three layers where these say the same of the shape ``check``."""
+        """Timeline of the whole model; from three layers, if these give the same peak for the shape ``check``."""
         whole = self.model()
         layers = [len(stack) for stack in stacks(whole)]
 
@@ -118,11 +118,11 @@ class _Traced:
 
 
 class _Deepen:
-    """Watches the last of three layers in each stack, and raises the timeline as if there were ``layers`` of them."""
+    """Watches the last layers of a model with three in each stack; raises its timeline to that of ``layers`` layers."""
 
     def __init__(self, model: torch.nn.Module, layers: Sequence[int], workload: Run) -> None:
         self._stacks, self._layers = stacks(model), layers
-        # With checkpointing nothing but autocast's cache holds the cast weights, and that ends with the forward pass.
+        # With checkpointing only autocast's cache holds the cast weights, and that ends with the forward pass.
         self._drops_casts = bool(workload.autocast and workload.gradient_checkpointing)
         self._spans: list[dict[str, int]] = [{} for _ in self._stacks]
 
@@ -148,7 +148,7 @@ class _Deepen:
         return before
 
     def raised(self, tracer: LiveBytes) -> FloatArray:
-        """The timeline of the deep model."""
+        """The timeline of the model with all its layers."""
         line = np.array(tracer.timeline, dtype=np.float64)
         prefilled, at_prompt = tracer.marks.get("prefilled", (len(line), 0))
         _, at_full = tracer.marks.get("stretched", (len(line), 0))
@@ -158,7 +158,7 @@ class _Deepen:
             line[span["start2"] : min(end, prefilled)] += kept * added
             if self._drops_casts:
                 line[tracer.marks["forward_ends"][0] : end] -= _cast_bytes(stack[1]) * added
-            if kept:  # the stack that has the cache, which grows from the prompt's length to its last
+            if kept:  # the stack with the key-value cache, which grows from the prompt's length to the final one
                 line[prefilled:] += (kept + (at_full - at_prompt) / ALIKE_LAYERS) * added
         return line
 
@@ -184,11 +184,11 @@ def _phases(traced: _Traced) -> Phases:
 
 
 def _probes(traced: _Traced, within: int = LONGEST) -> list[Probe]:
-    """Shapes that tell the monomials apart, within the model's positions; the last is as long as ``within`` allows."""
+    """Shapes that determine the monomials, within the model's positions; the last is as long as ``within`` allows."""
     most = min(getattr(traced.config, "max_position_embeddings", None) or LONGEST, within)
     most_target = min(getattr(traced.config, "max_target_positions", None) or most, most)
 
-    def scaled_to(most: int, length: int) -> int:  # as large a share of fewer positions
+    def scaled_to(most: int, length: int) -> int:  # in proportion, if the model has fewer positions
         return _aligned(length if most >= PROBED else most * length // PROBED, traced)
 
     scaled = [(n, scaled_to(most, length), scaled_to(most_target, target)) for n, length, target in PROBES]
@@ -203,12 +203,12 @@ def _probes(traced: _Traced, within: int = LONGEST) -> list[Probe]:
 
 
 def _aligned(length: int, traced: _Traced) -> int:
-    """The next multiple of 32 below, and beyond it what the traces ask for."""
+    """The next multiple of 32 below ``length``, plus what the traces exceed it by."""
     return max((length - traced.beyond) // ALIGNMENT, 1) * ALIGNMENT + traced.beyond
 
 
 def _sliding_window(config: Any) -> int | None:
-    """Positions that the cache of a sliding layer keeps, or None where no layer slides."""
+    """Positions that the cache of a sliding layer keeps; None: no layer slides."""
     from transformers import DynamicCache, PretrainedConfig
 
     layers: Any = DynamicCache(config=config).layers if isinstance(config, PretrainedConfig) else ()
@@ -216,29 +216,29 @@ def _sliding_window(config: Any) -> int | None:
 
 
 def _exact(traced: _Traced, probes: Sequence[Probe]) -> Phases:
-    """What is alive at most, static memory left out. ValueError: programs of shapes differ, or sizes are no polynomial."""
+    """Phases of the live bytes, without static memory. ValueError: programs differ, or sizes are no polynomial."""
     timeline, lines = traced.timeline(probes[-1]), []
     for probe in _shown(probes):
         lines.append(timeline(probe))
-        if len(lines[0]) != len(lines[-1]):  # said at once: such a program may loop over the tokens, for minutes
+        if len(lines[0]) != len(lines[-1]):  # raised at once: such a program may loop over the tokens, for minutes
             raise ValueError(f"the program depends on the shape: {probe} makes other allocations than {probes[0]}")
     known, observed = monomials(*np.array(probes).T)[:, traced.columns], np.array(lines)
     coefficients = np.linalg.lstsq(known / known.max(0), observed, rcond=None)[0] / known.max(0)[:, None]
     error = (np.abs(known @ coefficients - observed).max(axis=1) / observed.max(axis=1)).max()
     if error > EXACT:
         raise ValueError(f"sizes are no polynomial of the shape: relative error {error:.2e}")
-    return Phases.of(traced.columns, _binding(np.maximum(coefficients, 0.0).T, traced))  # below zero is rounding
+    return Phases.of(traced.columns, _binding(np.maximum(coefficients, 0.0).T, traced))  # below zero only by rounding
 
 
 def _shown(shapes: Sequence[Any]) -> Iterable[Any]:
-    """With a progress bar, if they take longer than two seconds."""
+    """The shapes, with a progress bar if they take longer than two seconds."""
     from tqdm.auto import tqdm
 
     return tqdm(shapes, desc="tracing memory", unit=" shapes", delay=2, leave=False, disable=None)
 
 
 def _binding(phases: FloatArray, traced: _Traced) -> FloatArray:
-    """The phases that are the largest for some shape, of 6,000 drawn on log scales."""
+    """The phases that are largest for some shape, of 6,000 shapes drawn on log scales."""
     rng = np.random.default_rng(0)
 
     def drawn(least: int, most: int) -> np.ndarray:
@@ -253,12 +253,12 @@ def _binding(phases: FloatArray, traced: _Traced) -> FloatArray:
     return phases[np.unique(np.concatenate(winners))]
 
 
-# Where a program loops over tokens or chunks of them, whole peaks are fitted: at each length two numbers of samples give every
-# allocation as a line in n. Lengths are one beyond multiples of usual chunks, where rounding up costs most. The closest phases
-# are raised by one factor until none of these peaks lies above them.
+# If a program loops over tokens or chunks of them, whole peaks are fitted. At each length two numbers of samples give
+# every allocation as a line in n. Lengths are one more than multiples of usual chunks, where rounding up costs most.
+# The closest phases are then raised by one factor, until no peak lies above them.
 LENGTHS, SAMPLES = (1, 17, 33, 65, 129, 257, 513, 1025, 2049, 4097), (1, 2, 4, 16, 64, 256)
-LOOPS, SHORT = 4, 129  # a program so many times as long as that of one token loops: a minute for a thousand tokens
-FITS = 0.5  # how far off the closest phases may be at most before they are raised
+LOOPS, SHORT = 4, 129  # a program LOOPS times as long as that of one token loops: a minute for a thousand tokens
+FITS = 0.5  # largest error of the closest phases, before they are raised
 FITTED = [MONOMIALS.index(name) for name in ("1", "n", "nL", "nL2")]
 
 

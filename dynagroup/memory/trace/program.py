@@ -1,4 +1,4 @@
-"""What one batch does on a device: a training step in mid-accumulation, a forward pass, or prefill and the last decode step."""
+"""What one batch does on a device: a training step in mid-accumulation, a forward pass, or prefill and decoding."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -17,13 +17,13 @@ _STAGES = {None: 0, "ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
 
 
 def prepare(model: torch.nn.Module, workload: Run) -> torch.nn.Module:
-    """The meta model in the state that the workload runs it in, gradients of earlier steps included."""
+    """The meta model in the state in which the workload runs it, with gradients of earlier steps."""
     training = workload.mode == "train"
     model.train(training)
     if not training:
         return model
     if workload.gradient_checkpointing:
-        # Function modes do not reach what the autograd engine calls, so the recomputation enters its own.
+        # Function modes do not reach calls from the autograd engine, so the recomputation enters its own mode.
         autocast = _autocast(workload)
         checkpoint_layers(model, context_fn=lambda: (nullcontext(), CudaKernels(autocast)))
     for p in model.parameters():
@@ -36,8 +36,8 @@ def prepare(model: torch.nn.Module, workload: Run) -> torch.nn.Module:
 
 
 def as_gathered(model: torch.nn.Module, workload: Run) -> torch.nn.Module:
-    """The prepared model in the dtype that runs: ranks that share parameters gather them in the lower precision. Changes the
-    model: ask for ``static_bytes`` before."""
+    """The prepared model in the dtype that it runs in: ranks that share parameters gather them in the lower precision.
+    This changes the model, so call ``static_bytes`` before."""
     if not _gathers_lower(workload):
         return model
     model = model.to(getattr(torch, workload.autocast))
@@ -59,10 +59,10 @@ def _autocast(workload: Run) -> torch.dtype | None:
 
 
 def static_bytes(model: torch.nn.Module, workload: Run) -> int:
-    """Bytes that stay whatever the batch: parameters, buffers, and in training gradients, optimizer state, DDP buckets.
+    """Bytes that do not depend on the batch: parameters, buffers; in training gradients, optimizer state, buckets.
 
-    With sharding, this rank's part of them, and what it holds whole for a while: a bucket of gradients ("zero1", "zero2"), or
-    parameters outside the layers, two layers and one layer's gradients ("zero3", "fsdp").
+    With sharding: this rank's part of these, and what it holds whole for a while, which is a bucket of gradients
+    ("zero1", "zero2"), or parameters outside the layers, two layers, and one layer's gradients ("zero3", "fsdp").
     """
     kept = _blocks(model.buffers()) + kept_bytes(model, workload)
     if workload.mode != "train":
@@ -75,7 +75,7 @@ def static_bytes(model: torch.nn.Module, workload: Run) -> int:
 
 
 def kept_bytes(model: torch.nn.Module, workload: Run) -> int:
-    """This rank's part of parameters and, in training, gradients and optimizer state: what the ZeRO paper counts."""
+    """This rank's part of parameters and, in training, of gradients and optimizer state, as in the ZeRO paper."""
     held, trained = _blocks(model.parameters()), _trained(model)
     if workload.mode != "train":
         return held
@@ -112,7 +112,7 @@ def trace(
     model: torch.nn.Module, workload: Run, num_samples: int, longest: Mapping[str, int], *,
     inputs: MakeInputs | None = None, smooth: bool = False, watch: Callable[[LiveBytes], Any] | None = None,
 ) -> LiveBytes:  # fmt: skip
-    """Run one batch on the meta device and return the bytes that were alive meanwhile, static memory left out."""
+    """Run one batch on the meta device and return the bytes alive during it, without static memory."""
     apart = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
     tracer, kernels = LiveBytes(apart, smooth), CudaKernels(_autocast(workload), padded=workload.attention != "flash")
     with torch.device("meta"), watch(tracer) if watch else nullcontext(), kernels, tracer:
@@ -134,7 +134,7 @@ def trace(
 
 
 def _batch(model: torch.nn.Module, workload: Run, num_samples: int, longest: Mapping[str, int]) -> dict[str, Any]:
-    """Arguments of the model, without a mask for flash attention. Packed, they are one row, with a mask of total x total."""
+    """Arguments of the model, without a mask for flash attention. Packed: one row, with a mask of total x total."""
     packed, total = workload.layout == "packed", num_samples * longest[primary(longest)]
     if workload.mode == "generate" and workload.encoder_decoder:
         longest = {**longest, TARGET: 1}
@@ -190,7 +190,7 @@ def _stretch(cache: Any, length: int) -> None:
             old = getattr(layer, name)
             shape = (*old.shape[:-2], kept, old.shape[-1])
             setattr(layer, name, None)
-            del old  # before its successor is made
+            del old  # before its successor is allocated
             setattr(layer, name, torch.empty(shape, dtype=layer.dtype, device="meta"))
         if window is not None:
             layer.cumulative_length = length

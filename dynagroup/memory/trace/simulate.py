@@ -1,4 +1,4 @@
-"""Peak memory of a batch: simulated, on tensors that have shapes but no data, or measured on a device."""
+"""Peak memory of a batch: simulated on tensors that have shapes but no data, or measured on a device."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ Shape: TypeAlias = "tuple[int, int | Mapping[str, int]]"
 def simulate(
     model_or_config: Any, workload: Workload | None, shapes: Iterable[Shape], *, inputs: MakeInputs | None = None
 ) -> Measurements:
-    """Peak memory of a ``transformers`` model for each shape, as a CUDA device's allocator would count it: on tensors without
-    data, with CUDA's kernels and a padding mask. In training, gradients of earlier steps count as static memory.
+    """Peak memory of a ``transformers`` model for each shape, as a CUDA allocator would count it. The model runs on
+    tensors without data, with CUDA's kernels and a padding mask. In training, older gradients count as static memory.
 
     Args:
         model_or_config: a torch model (left untouched), a transformers config, or its name.
@@ -52,7 +52,7 @@ def simulate(
     model_or_config = model_or_config if is_model else as_config(model_or_config)
     workload = _checked_workload(model_or_config, workload)
     rows = []
-    with torch.inference_mode(False), torch.enable_grad():  # whatever the caller is in the midst of
+    with torch.inference_mode(False), torch.enable_grad():  # whatever mode the caller is in
         model = prepare(as_meta_model(model_or_config, workload), workload)
         static = static_bytes(model, workload)
         model = as_gathered(model, workload)
@@ -89,10 +89,10 @@ def measure(
 ) -> Measurements:  # fmt: skip
     """Peak memory of each shape on a real device: what :func:`simulate` predicts, measured.
 
-    The model is moved to the device. Training is measured with gradients present, the optimizer's state added by size. Every
-    shape is run twice and the second run counts. A shape that runs out of memory is a row without a size.
+    The model is moved to the device. Training is measured with gradients present; the optimizer's state is added by its
+    size. Every shape runs twice and the second run counts. A shape that runs out of memory is a row without a size.
 
-    ``device``: counters of another allocator; default: CUDA's. A ConfigError where there is no device.
+    ``device``: counters of another allocator; default: CUDA's. ConfigError: there is no device.
     """
     from dynagroup.device import CudaDevice
 
@@ -112,7 +112,7 @@ def measure(
 
 
 def _passes(run: Callable[[], None], counters: Device) -> bool:
-    """Whether it runs twice without running out of memory: the first run pays for workspaces and caches of kernels."""
+    """Whether a batch runs twice without running out of memory. The first run pays for workspaces and caches."""
     from dynagroup.device import is_out_of_memory
 
     passed = True
@@ -130,7 +130,7 @@ def _passes(run: Callable[[], None], counters: Device) -> bool:
 
 
 def _prepared(model: Any, workload: Workload, device: torch.device) -> tuple[torch.nn.Module, int]:
-    """The model as the workload runs it, with gradients; and the bytes of its optimizer and of DDP, which are not there."""
+    """The model as the workload runs it, with gradients; and the bytes of optimizer and DDP, not allocated here."""
     import torch
 
     from dynagroup.memory.trace.model import checkpoint_layers
