@@ -78,7 +78,7 @@ def free_bytes(device: torch.device | str | int | None = None) -> int:
     backend: Any = getattr(torch, wanted.type, None)
     asked = "recommended_max_memory" if wanted.type == "mps" else "mem_get_info"
     if not hasattr(backend, asked) or not backend.is_available():
-        raise ConfigError(f"there is no device {str(wanted)!r} whose memory could be asked; say it, e.g. memory='24GB'")
+        raise ConfigError(f"no device {str(wanted)!r} was found that tells its memory; say it, e.g. memory='24GB'")
     if wanted.type == "mps":
         return int(backend.recommended_max_memory())
     at = torch.device(wanted.type, backend.current_device()) if wanted.index is None else wanted

@@ -309,7 +309,7 @@ def _each(length_of: Callable[[Any], Any], samples: Sequence[Any]) -> list[Any]:
 
 
 def limit_of(max_length: Any) -> int | None:
-    """The most tokens that are read of a text. None: no limit, also where a tokenizer writes it as 10**30."""
+    """How many tokens of a text are read at most. None: no limit; a limit above 2**31, such as 10**30, is none."""
     if max_length is None or (isinstance(max_length, (int, np.integer)) and max_length > LONGEST):
         return None
     return check_int("max_length", max_length)

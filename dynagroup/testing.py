@@ -229,7 +229,7 @@ def assert_budget_law(budget: Budget, lengths: Streams, *, num_shapes: int = 200
         most = np.minimum(table, UNLIMITED)
         fitting = bound.fits(BatchShape.of(np.maximum(most, 1), tokens)) == (most >= 1)
         for k in np.flatnonzero(~fitting | bound.fits(BatchShape.of(most + 1, tokens)))[:1]:
-            raise AssertionError(f"`largest` says {table[k]} samples of {tokens[k]} tokens fit, but `fits` differs")
+            raise AssertionError(f"`largest` says {table[k]} samples of {tokens[k]} tokens, `fits` another number")
 
 
 @dataclass

@@ -211,7 +211,7 @@ class LearningBudget(Wrapper):
         learner, learned = budget.learner, state["learned"]
         before = None if learner is None else learner.state_dict()
         if learner is None and learned is not None and learned["numbers"][2] is not None:
-            raise StateError("the state's plan follows what its LearningBudget had learned; give that budget again")
+            raise StateError("its plan follows the learned limits of a LearningBudget; give this loader one, too")
         try:
             if learner is not None and learned is not None:
                 learner.load_state_dict(learned)

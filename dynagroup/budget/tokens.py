@@ -14,7 +14,7 @@ from dynagroup.validation import check_choice, check_int
 
 @dataclass(frozen=True)
 class TokenBudget(Budget):
-    """At most ``max_tokens`` tokens per batch. Padding counts, and all padded streams are added.
+    """At most ``max_tokens`` tokens per batch, padding included. With several lengths, their tokens add up.
 
     Args:
         max_tokens: tokens. Padded layout: ``num_samples * longest`` of each stream; packed: the sum over samples.
@@ -23,7 +23,7 @@ class TokenBudget(Budget):
             sample of every stream; in packed batches the sum over all streams, as they are padded as a whole.
         layout: "padded" (a batch costs samples x longest) or "packed" (the sum of its tokens).
 
-    All streams count but those that an :class:`AdditiveCap` beside it names. A sample of length 0 counts as one token.
+    A stream that an :class:`AdditiveCap` joined by ``&`` limits does not count. A sample of length 0 counts as one token.
 
     >>> TokenBudget(1024).fits(BatchShape.of([4, 5], longest=256)).tolist()
     [True, False]

@@ -15,7 +15,7 @@ from dynagroup.shapes import TOKENS, BatchShape
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Peak memory of one batch. An out-of-memory run has no size: ``batch_bytes`` is None and ``oom`` is True."""
+    """Peak memory of one batch. If the run went out of memory, ``batch_bytes`` is None and ``oom`` is True."""
 
     num_samples: int
     longest: Mapping[str, int]

@@ -99,7 +99,7 @@ class BatchSplitter:
             return len(batch)
         fields = _fields_of(batch)
         if fields is None:
-            raise ConfigError(f"a {type(batch).__name__} as batch cannot be split; give `split` an object that can")
+            raise ConfigError(f"a {type(batch).__name__} as batch cannot be split; pass `split=`, see Splitter")
         borders = packed_borders(fields)
         if borders is not None:
             return len(borders) - 1

@@ -168,7 +168,7 @@ class BatchPlan:
         """A table that compares the plan with shuffled batches of a fixed size. Read it before a long run.
 
         Args:
-            batch_size: samples per rank that you use today; None: as many as fit even if the longest samples meet.
+            batch_size: samples per rank that you use today; None: as many of the longest samples as fit one batch.
         """
         from dynagroup.plan.report import report_of
 

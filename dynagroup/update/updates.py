@@ -177,8 +177,8 @@ class PreservedUpdates(UpdateSizes, _Updates):
 # and on what the budget has learned, so updates are counted from where the run stands. All updates but an epoch's last
 # have the same number of rows, so a place tells where its epoch began.
 class FreeUpdates(_Updates):
-    """Every ``accumulation`` rows of the plan are an update: batches are as large as fit, and updates as large as their
-    batches. Only an epoch's last update may have fewer rows."""
+    """Every ``accumulation`` steps make one update. Batches are as large as fits, so updates vary in size.
+    Only the last update of an epoch may have fewer steps."""
 
     def __init__(self, planner: Planner, *, accumulation: int) -> None:
         super().__init__()

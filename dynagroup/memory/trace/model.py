@@ -28,7 +28,7 @@ def as_config(value: Any) -> Any:
         except (OSError, ValueError) as error:
             raise ConfigError(f"no config found for {value!r}; give a model's name, or a folder with one") from error
     if not isinstance(value, transformers.PretrainedConfig):
-        raise ConfigError(f"`model_or_config` must be a model, a config or its name, but is {type(value).__name__}")
+        raise ConfigError(f"`model_or_config` must be a model, its config or its name, but is {type(value).__name__}")
     return value
 
 
