@@ -239,6 +239,6 @@ def _table(runs: Sequence[Run], lengths: NDArray[np.int32], device: torch.device
     rows = [[name.replace("_", " "), *(shown(found[name]) for found in figures)] for name in figures[0]]
     clock = f"(seconds of {'CPU' if device.type == 'cpu' else 'wall'} time)"
     low, median, high = speedup(runs)
-    times = f"{median:.2f} times as many samples a second (half of the updates: {low:.2f} to {high:.2f} times)"
+    times = f"{median:.2f} times as many samples a second (quartiles over the updates: {low:.2f} to {high:.2f})"
     table = format_table([clock, *(run.name for run in runs)], rows)
     return f"{table}\n\ndynagroup trains {times}, with the same samples in every update"
