@@ -61,6 +61,11 @@ class Budget(ABC):
         return None
 
     @property
+    def applied(self) -> float | None:
+        """The learned limit for plans made from now on, as an argument of :meth:`held`; None: there is none."""
+        return None if self.learner is None else self.learner.applied
+
+    @property
     def ladder(self) -> Any:
         """The few shapes that batches are padded to: a :class:`ShapeLadder`, or None."""
         return None

@@ -101,7 +101,7 @@ class LearningBudget(Wrapper):
         return float(self._lessons.numbers[0]), float(self._lessons.numbers[1])
 
     @property
-    def _applied(self) -> float:
+    def _followed(self) -> float:
         return float(self._lessons.numbers[2] if self._held is None else self._held)
 
     def held(self, limit: float | None, /) -> "LearningBudget":
@@ -109,11 +109,9 @@ class LearningBudget(Wrapper):
         other._held = math.inf if limit is None else limit
         return other
 
-    @staticmethod
-    def applied_to(budget: Budget) -> float | None:
-        """The limit for plans made from now on, as an argument of :meth:`held`."""
-        limit = math.inf if budget.learner is None else float(budget.learner._lessons.numbers[2])
-        return None if math.isinf(limit) else limit
+    @property
+    def applied(self) -> float | None:
+        return None if math.isinf(limit := float(self._lessons.numbers[2])) else limit
 
     @property
     def has_learned(self) -> bool:
@@ -121,7 +119,7 @@ class LearningBudget(Wrapper):
         return not math.isinf(self.limits[0])
 
     def fits(self, shape: BatchShape, /) -> BoolArray:
-        return fits_of(self.base, shape) & self._within(self._applied, shape)
+        return fits_of(self.base, shape) & self._within(self._followed, shape)
 
     def allows(self, shape: BatchShape, /) -> BoolArray:
         """Which shapes are within the learned limit, whatever ``budget`` says: bool (K,)."""
@@ -131,10 +129,10 @@ class LearningBudget(Wrapper):
         return np.ones(len(shape), np.bool_) if math.isinf(limit) else self.cost(shape) <= limit
 
     def largest(self, longest: IntArray, /) -> IntArray | None:
-        most, applied = largest_of(self.base, longest), self._applied
-        if most is None or math.isinf(applied):
+        most, followed = largest_of(self.base, longest), self._followed
+        if most is None or math.isinf(followed):
             return most
-        return largest_within(lambda n: self._within(applied, BatchShape.of(n, longest)), len(longest), most)
+        return largest_within(lambda n: self._within(followed, BatchShape.of(n, longest)), len(longest), most)
 
     def apply(self, world: World | None = None) -> None:
         """Let ``fits`` follow what was learned; call it between epochs. Ranks take the lowest limits. Collective."""

@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader
 from transformers import EvalPrediction
 
 from dynagroup.budget.base import Budget
-from dynagroup.budget.learning import LearningBudget
 from dynagroup.errors import ConfigError
 from dynagroup.integrations.hf_data import is_stream, loader_kwargs, sample_lengths, work_of
 from dynagroup.integrations.hf_step import UpdateRunner, trl_figures
@@ -117,7 +116,7 @@ class Evaluator(UpdateRunner):
             return host
         budget = (self.update_loader or self.dynagroup).budget if self.dynagroup_eval is True else self.dynagroup_eval
         budget = budget if budget.ladder is None else budget.ladder.base  # shapes are training's
-        key = (id(dataset), budget.fingerprint, LearningBudget.applied_to(budget))
+        key = (id(dataset), budget.fingerprint, budget.applied)
         if key not in self._planned_rows:
             rows: Any = None
             try:

@@ -8,7 +8,6 @@ import numpy as np
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from dynagroup.budget.base import Budget
-from dynagroup.budget.learning import LearningBudget
 from dynagroup.budget.tokens import as_budget
 from dynagroup.distributed import World
 from dynagroup.errors import ConfigError, StateError
@@ -231,7 +230,7 @@ class OnlineDataLoader(StepLoader[Any]):
         workers.seed(self.config.seed, epoch, world.rank, cursor.steps)
         order, groups = self._orders.of_epoch(epoch), self._orders.groups(epoch)
         # Plans follow one limit for a whole epoch; workers split what has been learned not to fit since.
-        limit = states[0]["running"]["limit"] if states else learner and LearningBudget.applied_to(self.budget)
+        limit = states[0]["running"]["limit"] if states else self.budget.applied
         self._limit, facts = limit, (world, self.config, self.budget, workers.iterable)
         source = Source(*facts, cursor, order, self.sizes, groups, limit)
         source, place, joined = resumed(source, states, self._learned, self._orders)

@@ -5,9 +5,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, TypeAlias
 
 MOST_RANKS = 1 << 20
-Segment: TypeAlias = tuple[
-    int, int, "float | None"
-]  # (world size, rows taken, the learned limit that they were cut by)
+# (world size, rows taken, the learned limit that they were cut by)
+Segment: TypeAlias = tuple[int, int, "float | None"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,14 +10,13 @@ import zlib
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dynagroup.budget.base import Budget, fits_of, largest_of, padded_streams
-from dynagroup.budget.learning import LearningBudget
 from dynagroup.budget.tokens import as_budget
 from dynagroup.distributed import World
 from dynagroup.errors import BudgetError, ConfigError, StateError
@@ -103,7 +102,7 @@ class Planner:
     def __init__(self, lengths: Streams, budget: Budget | int, config: PlanConfig, kinds: Kinds | None = None) -> None:
         self.lengths, self.kinds = lengths, kinds or Kinds.read(None, len(lengths[primary(lengths)]))
         bound = as_budget(budget).bind(lengths)
-        self.limit = bound.learner and LearningBudget.applied_to(bound)
+        self.limit = bound.applied
         self.budget = bound.held(self.limit)  # a plan does not change while it is carried out
         self.config = config
         self.num_samples = len(lengths[primary(lengths)])
@@ -152,7 +151,7 @@ class Planner:
     def in_mid_epoch(self) -> "Planner":
         """A planner for the rest of an epoch that follows the limit applied since; this one if nothing was applied.
         StateError: it would change which samples take part."""
-        after = self.by(LearningBudget.applied_to(self.budget))
+        after = self.by(self.budget.applied)
         if self.config.oversize == "drop" and not np.array_equal(after.unfit, self.unfit):
             raise StateError(LEFT_OUT)
         return after
@@ -248,7 +247,7 @@ class Planner:
             return ordered, found, np.full_like(last, len(found) - 1) if config.one_kind == "batch" else last
         longest: Any = None if tokens is None else lambda: int(np.argmax(tokens[order[:]]))
         if isinstance(order, EpochOrder) and tokens is not None:
-            longest = partial(order.position_of, int(np.argmax(tokens)))
+            longest = lambda: order.position_of(int(np.argmax(tokens)))  # noqa: E731
         windows = windows_of(len(order), size, longest=longest)
         return order, windows, np.asarray([len(windows) - 1])
 

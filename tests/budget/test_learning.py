@@ -108,9 +108,9 @@ def test_plans_follow_only_what_is_applied_and_ranks_the_lowest_of_all(costs: An
         learning = LearningBudget(TokenBudget(1000))
         if costs[world.rank] is not None:
             learning.record_oom(BatchShape.of(1, costs[world.rank]))
-        before = LearningBudget.applied_to(learning)
+        before = learning.applied
         learning.apply(world)
-        return before, learning.limits, LearningBudget.applied_to(learning)
+        return before, learning.limits, learning.applied
 
     limit, wall = 0.9 * costs[1], float(costs[1])
     assert run_ranks(2, run) == [(None, (pytest.approx(limit), wall), limit)] * 2
@@ -124,7 +124,7 @@ def test_state_goes_through_json_and_belongs_to_a_budget() -> None:
     again = LearningBudget(TokenBudget(1000))
     again.load_state_dict(state)
     assert json.dumps(again.state_dict()) == json.dumps(learning.state_dict())
-    assert LearningBudget.applied_to(again) == LearningBudget.applied_to(learning) == 720
+    assert again.applied == learning.applied == 720
     assert str(again.report).startswith("1 out-of-memory errors, 2 parts run again, 1.5 s wasted")
     with pytest.raises(StateError, match=r"budget: .*max_tokens=1000.* then, .*max_tokens=2000.* now"):
         LearningBudget(TokenBudget(2000)).load_state_dict(state)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import Trainer
 
-from dynagroup import ConfigError, LearningBudget
+from dynagroup import ConfigError
 from dynagroup.distributed import SingleProcess
 from dynagroup.integrations.hf import DynagroupTrainer, DynagroupTrainerMixin, attach
 from dynagroup.integrations.hf_step import is_a_mean
@@ -170,12 +170,12 @@ def test_later_epochs_are_planned_by_what_failed_also_after_resuming(config, tmp
     assert sum(count for epoch, count in retries if epoch <= 1) > 0
     assert not any(count for epoch, count in retries if epoch > 1)
     assert (whole.state.epoch, whole.update_loader.stats.samples) == (2, 2 * count)
-    learned = LearningBudget.applied_to(whole.update_loader.budget)
+    learned = whole.update_loader.budget.applied
     assert learned is not None
     for step in (1, whole.state.global_step - 1):
         resumed = run(f"from{step}", str(tmp_path / "whole" / f"checkpoint-{step}"))
         assert (parameters(resumed.model) - parameters(whole.model)).abs().max() < 1e-10
-        assert LearningBudget.applied_to(resumed.update_loader.budget) == learned
+        assert resumed.update_loader.budget.applied == learned
 
 
 def test_each_training_guards_the_model_that_it_trains(tmp_path):

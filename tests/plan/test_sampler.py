@@ -231,3 +231,10 @@ def test_a_last_window_that_fills_no_row_does_not_hold_an_epoch_open(settings: d
     sampler, resumed = make(), make()
     resumed.load_state_dict(sampler.state_dict(num_steps=len(list(sampler))))
     assert (resumed.epoch, len(list(resumed))) == (1, 4)
+
+
+@pytest.mark.parametrize("how", [{}, {"shuffle": True}, {"samples_per_update": 4}], ids=str)
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_no_samples_make_no_batches(how: dict[str, Any], layout: Any) -> None:
+    made = LengthAwareBatchSampler([], TokenBudget(9, layout=layout), rank=0, world_size=2, **how)
+    assert (list(made), len(made), made.plan.num_steps) == ([], 0, 0)
