@@ -98,7 +98,8 @@ class _Measure:
                 raise ConfigError(f"`--column` must be one of {names} in {str(path)!r}, but is {missing[0]!r}")
             with _reading(path):
                 table = table(columns=self.columns) if callable(table) else table
-            found = np.stack([self._lengths(table, name) for name in self.columns])
+            streams = as_streams({name: self._lengths(table, name) for name in self.columns})
+            found = np.stack([streams[name] for name in self.columns])
         except ConfigError as error:
             return number, ConfigError(f"{error} (in {str(path)!r}, chunk {number} of all)")
         limits = [self.limit if name == primary(self.columns) else LONGEST for name in self.columns]
@@ -220,8 +221,9 @@ def read_column(data: Any, name: str, option: str) -> list[Any]:
     for _, (path, names, table) in _chunks(data):
         if name not in names:
             raise ConfigError(f"`{option}` must be one of {names} in {str(path)!r}, but is {name!r}")
-        read: Any = table(columns=[name]) if callable(table) else table
-        found += by_position(read[name])
+        with _reading(path):
+            read: Any = table(columns=[name]) if callable(table) else table
+            found.extend(by_position(read[name]))  # `+=` would add arrays
     return found
 
 

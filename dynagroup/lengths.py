@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from dynagroup.errors import ConfigError
 from dynagroup.shapes import TOKENS, Streams, primary
-from dynagroup.validation import check_function, check_int
+from dynagroup.validation import check_function, check_int, explained
 
 LONGEST = int(np.iinfo(np.int32).max)
 """The largest length that a sample may have, in tokens."""
@@ -31,27 +31,24 @@ def as_streams(lengths: ArrayLike | Mapping[str, ArrayLike] | Path) -> Streams:
     map, a ``.npz`` file as a mapping. Lengths of 0 are allowed.
 
     Raises:
-        ConfigError: a length is not an integer from 0 to 2**31 - 1 (the message names the sample and its value), or
-            streams differ in their number of samples.
+        ConfigError: a length is not an integer from 0 to 2**31 - 1 (the message names the sample and its value),
+            streams differ in their number of samples, or a file holds no lengths (the message names it).
 
     >>> as_streams([3, 0, 7])["tokens"].dtype
     dtype('int32')
     """
-    read: Any = _saved(Path(lengths)) if isinstance(lengths, (str, Path)) else lengths
-    named: Mapping[str, Any] = read if isinstance(read, Mapping) else {TOKENS: read}
+    if isinstance(lengths, (str, Path)):
+        what = f"{str(lengths)!r} cannot be read as lengths, .npy or .npz"
+        with explained(what, way_out="; measure_files() measures other files"):
+            found = np.load(lengths, mmap_mode="r")
+            return as_streams(found if isinstance(found, np.ndarray) else dict(found))
+    named: Mapping[str, Any] = lengths if isinstance(lengths, Mapping) else {TOKENS: lengths}
     check_names(named)
     streams = {name: _as_int32(values, name) for name, values in named.items()}
     sizes = {name: len(values) for name, values in streams.items()}
     if len(set(sizes.values())) > 1:
         raise ConfigError(f"the streams of `lengths` have {sizes} samples; each needs a length in every stream, or 0")
     return streams
-
-
-def _saved(path: Path) -> Any:
-    if not path.is_file() or path.suffix.lower() not in (".npy", ".npz"):
-        raise ConfigError(f"there is no file {str(path)!r} of lengths, .npy or .npz; measure_files() measures others")
-    found = np.load(path, mmap_mode="r")
-    return found if path.suffix.lower() == ".npy" else dict(found)
 
 
 def check_names(named: Mapping[str, Any]) -> None:

@@ -114,14 +114,17 @@ def test_lengths_come_in_several_kinds_of_files(tmp_path, kind):
 def test_streams_are_the_columns_that_were_named_and_the_output_says_which(tmp_path, kind):
     path, target = tmp_path / (f"pairs.{kind}" if kind != "saved" else kind), LENGTHS[::-1]
     columns = {"name": ["x"] * 200, "source": LENGTHS.tolist(), "target": target.tolist()}
-    write(path, kind, {**columns, "chars": (4 * LENGTHS).tolist()})
+    write(path, kind, {**columns, "chars": (4 * LENGTHS).tolist(), "odd": (kinds := LENGTHS % 2).tolist()})
     first, report = answer("plan", str(path), "--column", "source,target", "--max-tokens", "800").split("\n", 1)
     assert first.startswith("streams: source, target (")
     assert report == plan_of({"source": LENGTHS, "target": target}, 800).report() + "\n"
-    assert "streams:" not in answer("plan", str(path), "--column", "source", "--max-tokens", "800")
+    one = answer(
+        "plan", str(path), "--column", "source", "--kinds", "odd", "--max-tokens", "800"
+    )  # no streams are named
+    assert one == plan_of(LENGTHS, 800, kinds=kinds).report() + "\n"
     if kind == "npz":  # all of them, if none was chosen; beside JSON it is told on standard error
         status, out, error = said("compare", str(path), "--batch-size", "8", "--json")
-        assert (status, error.split("(")[0]) == (0, "streams: source, target, chars ")
+        assert (status, error.split("(")[0]) == (0, "streams: source, target, chars, odd ")
         assert json.loads(out)
 
 
@@ -134,9 +137,18 @@ def npy(array) -> bytes:
     return file.getvalue()
 
 
+def zipped(**arrays) -> bytes:
+    np.savez(file := io.BytesIO(), **arrays)
+    return file.getvalue()
+
+
 @pytest.mark.parametrize(("name", "content", "arguments", "message"), [
     ("x.npy", b"no array", [], "cannot be read as what its name says"),
     ("x.npy", npy([[3, 4], [5, 6]]), [], "an array of 2 dimensions"),
+    ("x.npy", npy(5), [], "an array of 0 dimensions; give one number a sample, an array (N,) (in 'x.npy', chunk 0"),
+    ("x.npz", zipped(a=[3, 4], b=[5]), [], "{'a': 2, 'b': 1} samples"),
+    ("x.npz", zipped(a=[3, 4], b=5), ["--column", "a", "--kinds", "b"], "'x.npz' cannot be read as what its name says"),
+    ("x.npz", zipped(), [], "`lengths` must be one number a sample or such by names of streams, but is of []"),
     ("x.txt", b"\xff\xfe\x00", [], "cannot be read as what its name says"),
     ("x.txt", b"", [], "holds no samples"),
     ("x.txt", b"3\n-4\n", [], "must be a whole number from 0"),

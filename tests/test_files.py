@@ -152,6 +152,9 @@ def test_a_path_or_a_memory_map_is_taken_for_lengths_and_not_copied(tmp_path):
             loaders = (dynagroup.OnlineDataLoader(SAMPLES, 50, length_hint=n, **how) for n in (saved, plain))
             steps, same = ([step.indices for step in loader] for loader in loaders)
             assert steps == same
-    for wrong in ("lengths.npy", tmp_path / "x.txt"):
-        with pytest.raises(ConfigError, match="no file .* of lengths, .npy or .npz"):
+    np.save(tmp_path / "one.npy", 5)
+    np.save(tmp_path / "rows.npy", [LENGTHS] * 2)
+    np.savez(tmp_path / "uneven.npz", a=LENGTHS, b=LENGTHS[1:])
+    for wrong in ("lengths.npy", tmp_path / "x.txt", *(tmp_path / f for f in ("one.npy", "rows.npy", "uneven.npz"))):
+        with pytest.raises(ConfigError, match=f"'{wrong}' cannot be read as lengths, .npy or .npz"):
             as_streams(wrong)

@@ -1,6 +1,7 @@
 """Every architecture that the installed transformers builds from a small config: what is predicted is at least what is
 simulated, or the model is refused in our words."""
 
+import signal
 import warnings
 from typing import Any
 
@@ -14,6 +15,7 @@ from dynagroup.shapes import BatchShape
 
 SHARDS = 12
 LEAST = 0.97
+LIMIT_S = 180  # for one architecture; most take three
 SHAPES = [(8, 200), (3, 555), (30, 100)]
 MAPPINGS = (hf.MODEL_FOR_CAUSAL_LM_MAPPING, hf.MODEL_FOR_MASKED_LM_MAPPING, hf.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING)
 KINDS = sorted({kind for mapping in MAPPINGS for kind in mapping}, key=lambda kind: kind.__name__)
@@ -55,14 +57,24 @@ def shares(config: Any, mode: str) -> list[float] | None:
     return [float(memory.batch_bytes(BatchShape.of(r.num_samples, dict(r.longest)))[0]) / r.batch_bytes for r in rows]
 
 
+@pytest.fixture
+def timed():
+    """Restarts the time that one architecture may take: what hangs is a failure with its name in the traceback."""
+    before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail(f"takes more than {LIMIT_S} s"))
+    yield lambda: signal.alarm(LIMIT_S)
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
 @pytest.mark.slow  # a quarter of an hour on one core, all shards together
 @pytest.mark.parametrize("mode", ["train", "forward"])
 @pytest.mark.parametrize("shard", range(SHARDS))
-def test_no_architecture_is_predicted_smaller_than_it_is_simulated(shard, mode):
+def test_no_architecture_is_predicted_smaller_than_it_is_simulated(shard, mode, timed):
     found = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for kind in KINDS[shard::SHARDS]:
+            timed()
             if (config := small(kind)) is not None:
                 found[kind.__name__] = shares(config, mode)
     known = {name: values for name, values in found.items() if values is not None}
