@@ -90,14 +90,21 @@ def test_a_torn_record_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     assert "its last 30 of 76 bytes" in caplog.text
 
 
-def test_two_runs_of_one_job_are_told_apart(tmp_path: Path) -> None:
-    first, second = out_of(tmp_path), out_of(tmp_path)
+def test_two_runs_of_one_job_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while the first publishes: its lock is given back once the output is there."""
+    first, second, replace = out_of(tmp_path), out_of(tmp_path), os.replace
+
+    def refused(*names: Path) -> None:
+        with closing(second), pytest.raises(ConfigError, match="holds .*out.jsonl.job: this job is running already"):
+            second.claim()
+        if names:
+            replace(*names)
+
     first.claim()
     first.append([0], [RESULTS[0]])
-    with pytest.raises(ConfigError, match="another process holds .*out.jsonl.job: this job is running already"):
-        second.claim()
-    second.close()
+    refused()
     first.append([1, 2, 3], RESULTS[1:])
+    monkeypatch.setattr(os, "replace", refused)
     first.publish()
     first.close()
     assert second.claim()
