@@ -29,15 +29,15 @@ def warn_user(message: str) -> None:
 
 
 @contextmanager
-def explained(what: str, *passed: type[BaseException], way_out: str = "") -> Iterator[None]:
-    """Turn errors inside into a ConfigError: ``what`` they mean, and their first line. ``passed``: types to raise."""
+def explained(what: str, *passed: type[BaseException], way_out: str = "", kind: Any = ConfigError) -> Iterator[None]:
+    """Turn errors inside into one of ``kind``: ``what`` they mean, and their first line. ``passed``: types to raise."""
     try:
         yield
     except passed:
         raise
     except Exception as error:  # of code that may not be ours
         reason = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0][:200]
-        raise ConfigError(f"{what} ({reason}){way_out}") from error
+        raise kind(f"{what} ({reason}){way_out}") from error
 
 
 def check_int(name: str, value: Any, *, least: int = 1, most: int = LARGEST, where: str = "") -> int:

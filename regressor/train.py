@@ -23,11 +23,19 @@ from typing import Any
 import numpy as np
 import xgboost
 
-from dynagroup.memory.features import Features, describe, features, train_booster
-from dynagroup.memory.features import pairs_of as measured_pairs
 from dynagroup.memory.formula import ClosedForm
 from dynagroup.memory.measurements import Measurements
-from dynagroup.memory.regressor import LIKE, NEAR, PRETRAINED, MemoryRegressor
+from dynagroup.memory.regressor import (
+    LIKE,
+    NEAR,
+    PRETRAINED,
+    Features,
+    MemoryRegressor,
+    describe,
+    features,
+    train_booster,
+)
+from dynagroup.memory.regressor import pairs_of as measured_pairs
 from dynagroup.memory.run import MONOMIALS
 from dynagroup.memory.workload import Workload
 from regressor import report

@@ -1,11 +1,9 @@
 """How much memory a batch takes: simulated, measured, or predicted."""
 
-from dynagroup.memory.formula import ClosedForm
-from dynagroup.memory.measurements import Measurement, Measurements
-from dynagroup.memory.profiled import ProfiledMemory
+from dynagroup.memory.formula import ClosedForm, ProfiledMemory
+from dynagroup.memory.measurements import Measurement, Measurements, measure, simulate
 from dynagroup.memory.protocols import BytesMemoryModel, MemoryModel, PaddedTokens
 from dynagroup.memory.regressor import MemoryRegressor
-from dynagroup.memory.trace.simulate import measure, simulate
 from dynagroup.memory.traced import TracedMemory
 from dynagroup.memory.workload import Workload
 

@@ -1,16 +1,29 @@
-"""Rows of "this shape took that much memory", simulated or measured."""
+"""Rows of "this shape took that much memory": simulated on tensors that have shapes but no data, or measured on a device."""
+
+from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from dynagroup.errors import ConfigError, StateError
-from dynagroup.memory.run import FloatArray
+from dynagroup.memory.run import FloatArray, MakeInputs
 from dynagroup.memory.workload import Workload
 from dynagroup.shapes import TOKENS, BatchShape
+from dynagroup.validation import check_int, explained
+
+if TYPE_CHECKING:
+    import torch
+
+    from dynagroup.device import Device
+
+Shape: TypeAlias = "tuple[int, int | Mapping[str, int]]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +105,12 @@ class Measurements:
         pq.write_table(table.replace_schema_metadata({f"dynagroup.{k}": v for k, v in about.items()}), path)
 
     @classmethod
-    def from_parquet(cls, path: str | Path) -> "Measurements":
+    def from_parquet(cls, path: str | Path) -> Measurements:
         """Read what :meth:`to_parquet` wrote. StateError: it is damaged, or something else."""
-        import pyarrow as pa
         import pyarrow.parquet as pq
 
-        try:
+        told = f"{path} is damaged or no file of measurements"
+        with explained(told, OSError, MemoryError, way_out="; measure again", kind=StateError):
             table = pq.read_table(path)
             metadata = table.schema.metadata or {}
             about = {k.decode().removeprefix("dynagroup."): v.decode() for k, v in metadata.items()}
@@ -107,5 +120,153 @@ class Measurements:
                 rows.append(Measurement(longest=longest, **{name: values[name] for name in _FIELDS}))
             workload = Workload.from_json(about["workload"])
             return cls(tuple(rows), workload, about["source"], json.loads(about["about"]))
-        except (pa.ArrowException, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise StateError(f"{path} is damaged or no file of measurements ({error!r:.200}); measure again") from error
+
+
+def simulate(
+    model_or_config: Any, workload: Workload | None, shapes: Iterable[Shape], *, inputs: MakeInputs | None = None
+) -> Measurements:
+    """Peak memory of a ``transformers`` model for each shape, as a CUDA allocator would count it. The model runs on
+    tensors without data, with CUDA's kernels and a padding mask. In training, older gradients count as static memory.
+
+    Args:
+        model_or_config: a torch model (left untouched), a transformers config, or its name.
+        workload: from :meth:`Workload.from_model`; None: training.
+        shapes: ``(num_samples, longest)``; ``longest`` in tokens, or by stream: ``{"tokens": 512, "target": 64}``.
+        inputs: ``(model, num_samples, longest) -> arguments of model.forward``, for models that take other inputs.
+
+    Raises:
+        ConfigError: the model cannot be run without data.
+
+    >>> from transformers import GPT2Config
+    >>> config = GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=1000)
+    >>> [row.batch_bytes // 1000 for row in simulate(config, None, [(2, 64), (4, 64)])]
+    [4067, 8132]
+    """
+    import torch
+
+    from dynagroup.memory.trace.model import as_config, as_meta_model
+    from dynagroup.memory.trace.program import as_gathered, prepare, static_bytes, trace
+
+    wanted = _checked_shapes(shapes)
+    is_model = isinstance(model_or_config, torch.nn.Module)
+    model_or_config = model_or_config if is_model else as_config(model_or_config)
+    workload = _checked_workload(model_or_config, workload)
+    rows = []
+    with torch.inference_mode(False), torch.enable_grad():  # whatever mode the caller is in
+        model = prepare(as_meta_model(model_or_config, workload), workload)
+        static = static_bytes(model, workload)
+        model = as_gathered(model, workload)
+        told = f"this model cannot be simulated in mode {workload.mode!r}: it needs more than shapes"
+        way_out = ". measure() on a device and MemoryRegressor still work"
+        with explained(told, ConfigError, MemoryError, way_out=way_out):
+            for num_samples, longest in wanted:
+                peak = trace(model, workload, num_samples, longest, inputs=inputs).peak
+                rows.append(Measurement(num_samples, longest, static, peak))
+    versions = {package: version(package) for package in ("torch", "transformers") if find_spec(package)}
+    return Measurements(tuple(rows), workload, "simulated", versions)
+
+
+def _checked_shapes(shapes: Iterable[Shape]) -> list[tuple[int, dict[str, int]]]:
+    checked = []
+    for num_samples, longest in shapes:
+        streams = longest if isinstance(longest, Mapping) else {TOKENS: longest}
+        units = {name: check_int(name, int(value)) for name, value in streams.items()}
+        checked.append((check_int("num_samples", int(num_samples)), units))
+    return checked
+
+
+def _checked_workload(model_or_config: Any, workload: Workload | None) -> Workload:
+    if workload is None:
+        return Workload.from_model(model_or_config, trace=False)
+    own = {n: getattr(workload, n) for n in Workload.__slots__ if n != "mode" and getattr(workload, n) is not None}
+    found = Workload.from_model(model_or_config, workload.mode or "train", trace=False, dtype=workload.dtype)
+    return found.replace(**own)
+
+
+def measure(
+    model: torch.nn.Module, workload: Workload | None, shapes: Iterable[Shape], *,
+    inputs: MakeInputs | None = None, device: Device | None = None,
+) -> Measurements:  # fmt: skip
+    """Peak memory of each shape on a real device: what :func:`simulate` predicts, measured.
+
+    The model is moved to the device. Training is measured with gradients present; the optimizer's state is added by its
+    size. Every shape runs twice and the second run counts. A shape that runs out of memory is a row without a size.
+
+    ``device``: counters of another allocator; default: CUDA's. ConfigError: there is no device.
+    """
+    from dynagroup.device import CudaDevice
+
+    wanted = _checked_shapes(shapes)
+    workload = _checked_workload(model, workload)
+    counters = device or CudaDevice()
+    model, added = _prepared(model, workload, counters.device)
+    counters.reset()
+    resident, rows = counters.allocated(), []
+    for num_samples, longest in wanted:
+        passed = _passes(lambda n=num_samples, by=longest: _run(model, workload, n, by, inputs, counters), counters)
+        allocated, reserved = counters.peaks() if passed else (None, None)
+        grown = None if allocated is None else max(0, allocated - resident)
+        rows.append(Measurement(num_samples, longest, resident + added, grown, not passed, reserved))
+    about = counters.about() if isinstance(counters, CudaDevice) else {}
+    return Measurements(tuple(rows), workload, "measured", about)
+
+
+def _passes(run: Callable[[], None], counters: Device) -> bool:
+    """Whether a batch runs twice without running out of memory. The first run pays for workspaces and caches."""
+    from dynagroup.device import is_out_of_memory
+
+    passed = True
+    for _ in range(2):
+        counters.reset()  # outside the except block, whose traceback keeps the batch's tensors alive
+        try:
+            passed = passed and run() is None
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            passed = False
+    if not passed:
+        counters.reset()
+    return passed
+
+
+def _prepared(model: Any, workload: Workload, device: torch.device) -> tuple[torch.nn.Module, int]:
+    """The model as the workload runs it, with gradients; and the bytes of optimizer and DDP, not allocated here."""
+    import torch
+
+    from dynagroup.memory.trace.model import checkpoint_layers
+
+    model = model.to(device)
+    model.train(workload.mode == "train")
+    if workload.mode != "train":
+        return model, 0
+    if workload.gradient_checkpointing:
+        checkpoint_layers(model)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for p in trained:
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+    state = (8.0 if workload.optimizer_bytes is None else workload.optimizer_bytes) * sum(p.numel() for p in trained)
+    buckets = sum(p.numel() * p.element_size() for p in trained) if workload.sharding == "ddp" else 0
+    return model, int(state) + buckets
+
+
+def _run(model: Any, workload: Workload, num_samples: int, longest: Any, inputs: Any, counters: Device) -> None:
+    import torch
+
+    from dynagroup.memory.trace.model import make_inputs
+
+    training, device = workload.mode == "train", counters.device
+    with device:
+        made = None if inputs is None else inputs(model, num_samples, longest)
+    batch = made or make_inputs(model, num_samples, longest, with_labels=training, device=str(device))
+    if "attention_mask" in batch and num_samples > 1:
+        batch["attention_mask"][0, 0] = 0  # padding, as real batches have
+    lower = getattr(torch, workload.autocast) if workload.autocast else None
+    with torch.autocast(device.type, dtype=lower, enabled=lower is not None), torch.set_grad_enabled(training):
+        if workload.mode == "generate":
+            count = workload.max_new_tokens or 1
+            batch = {k: v for k, v in batch.items() if k not in ("decoder_input_ids", "labels")}
+            model.generate(**batch, max_new_tokens=count, min_new_tokens=count, do_sample=True)
+            return
+        outputs = model(**batch)
+    if training:
+        outputs["loss"].backward()

@@ -5,11 +5,9 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
-from numpy.typing import NDArray
 
+from dynagroup.memory.run import FloatArray
 from dynagroup.shapes import BatchShape, IntArray, largest_within, primary
-
-FloatArray = NDArray[np.float64]
 
 
 class MemoryModel(Protocol):

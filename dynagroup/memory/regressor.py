@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -13,15 +14,13 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from dynagroup.errors import ConfigError, StateError
-from dynagroup.memory.features import CANDIDATE, FEATURES, Features, describe, features, pairs_of, train_booster
-from dynagroup.memory.formula import ClosedForm
+from dynagroup.memory.formula import COMPONENTS, ClosedForm, ProfiledMemory
 from dynagroup.memory.measurements import Measurements
-from dynagroup.memory.profiled import ProfiledMemory
-from dynagroup.memory.run import MONOMIALS, FloatArray, Mode, Phases, columns, needed
+from dynagroup.memory.run import ELEMENT_BYTES, MONOMIALS, FloatArray, Mode, Phases, columns, needed
 from dynagroup.memory.workload import Workload, assumed
-from dynagroup.shapes import BatchShape
+from dynagroup.shapes import BatchShape, primary, target_tokens
 from dynagroup.state import seal_of
-from dynagroup.validation import warn_user
+from dynagroup.validation import explained, warn_user
 
 PRETRAINED = Path(__file__).parent / "artifacts" / "pretrained.ubj"
 FORMAT = 2
@@ -31,6 +30,62 @@ MOST_LIFT = 5.0  # of a log ratio; so high that it limits nothing
 ESSENTIAL = ("mode", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_size", "intermediate_size",
              "vocabulary_size", "encoder_decoder", "dtype", "attention", "gradient_checkpointing")  # fmt: skip
 _known: "WeakKeyDictionary[Any, dict[Any, MemoryRegressor]]" = WeakKeyDictionary()
+
+# These grow when a sample is added to the candidate or lengthened; the prediction may grow with them, but never fall.
+CANDIDATE = ("closed_form", "samples", "padded_tokens", "squared_tokens", "target_tokens")
+BASELINE = ("base_samples", "base_longest", "base_tokens", *(f"base_{name}" for name in COMPONENTS), "base_quadratic")
+
+
+def _workload_values(w: Workload) -> dict[str, float]:
+    """NaN: not known."""
+    told = lambda value, answer: None if value is None else answer  # noqa: E731
+    log = lambda value: None if value is None else np.log1p(value)  # noqa: E731
+    share = lambda part, whole: None if part is None or not whole else part / whole  # noqa: E731
+    values = {
+        "generates": told(w.mode, w.mode == "generate"), "trains": told(w.mode, w.mode == "train"),
+        "layers": log(w.num_layers), "encoder_layers": log(w.num_encoder_layers), "hidden": log(w.hidden_size),
+        "heads": log(w.num_heads), "kv_share": share(w.num_kv_heads, w.num_heads),
+        "ffn_share": share(w.intermediate_size, w.hidden_size),
+        "vocabulary_share": share(w.vocabulary_size, w.hidden_size), "gated": w.gated_mlp,
+        "experts": log(w.experts_per_token), "dropout": w.dropout, "lm_head": w.lm_head,
+        "causal": w.causal, "score_bias": w.score_bias, "fixed_tokens": log(w.fixed_tokens),
+        "parameters": log(w.num_parameters), "trainable_share": w.trainable_share,
+        "parameter_bytes": told(w.dtype, ELEMENT_BYTES[w.dtype or "float32"]),
+        "autocast": told(w.dtype, w.autocast is not None), "eager": told(w.attention, w.attention == "eager"),
+        "checkpointing": w.gradient_checkpointing, "new_tokens": log(w.max_new_tokens),
+    }  # fmt: skip
+    return {name: np.nan if value is None else float(value) for name, value in values.items()}
+
+
+FEATURES = (*CANDIDATE, *BASELINE, *_workload_values(Workload()))
+MONOTONE = tuple(1 if name in CANDIDATE else 0 for name in FEATURES)
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """``margin``: log ratio of the closed form, where the trees start. ``values``: (K, features), NaN if unknown. And
+    for rows to train on, the true log ratio."""
+
+    margin: FloatArray
+    values: FloatArray
+    log_ratio: FloatArray | None = None
+
+
+def features(shape: BatchShape, baseline: BatchShape, workload: Workload, form: ClosedForm) -> Features:
+    """Features of K batches against one baseline, or K. No means or spreads, which may fall when a sample is added."""
+    ratio = np.log(form.batch_bytes(shape)) - np.log(form.batch_bytes(baseline))
+    n, length, target = _logs(shape)
+    n_b, length_b, target_b = _logs(baseline)
+    samples, longer = n - n_b, length - length_b
+    candidate = [ratio, samples, samples + length - length_b, samples + 2 * longer, samples + target - target_b]
+    base = [n_b, length_b, n_b + length_b, *form.shares(baseline).T]
+    known = np.broadcast_arrays(ratio, *candidate, *base, *_workload_values(workload).values())
+    return Features(known[0], np.stack(known[1:], axis=1))
+
+
+def _logs(shape: BatchShape) -> list[FloatArray]:
+    values = (shape.num_samples, shape.longest[primary(shape.longest)], target_tokens(shape))
+    return [np.log(np.maximum(v, 1).astype(np.float64)) for v in values]
 
 
 @dataclass(frozen=True)
@@ -76,13 +131,11 @@ class MemoryRegressor:
         """
         path = Path(path)
         trees, text = path.read_bytes(), path.with_suffix(".json").read_bytes()
-        try:
+        with explained(f"the card beside {path} is damaged", way_out="; save the regressor again", kind=StateError):
             card = json.loads(text)
             hashes = {"sharp": hashlib.sha256(trees).hexdigest()}
             right = {"format": FORMAT, "features": list(FEATURES), "seal": seal_of(card), "hashes": hashes}
             wrong = [name for name, value in right.items() if card.get(name) != value]
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise StateError(f"the card beside {path} is damaged ({error}); save the regressor again") from error
         if wrong:
             raise StateError(f"{path} is not what its card describes: {', '.join(wrong)} differ; save it again")
         return cls(trees, card, workload or Workload(**card.get("workload", {})))
@@ -98,15 +151,15 @@ class MemoryRegressor:
         least = min((len(t.complete) for t in tables), default=0)
         if least < MIN_ROWS:
             raise ConfigError(f"fit needs at least {MIN_ROWS} measurements of each workload that ran, but got {least}")
-        own = [table.workload.phases or ProfiledMemory.fit(table).phases for table in tables]
-        packed = [table.workload.phases is not None and table.workload.layout == "packed" for table in tables]
-        parts = [pairs_of(t, ClosedForm.of_phases(p, k)) for t, p, k in zip(tables, own, packed, strict=True)]
+        fitted = lambda table: ClosedForm.of_phases(ProfiledMemory.fit(table).phases)  # noqa: E731
+        forms = [ClosedForm.of(t.workload, {}) if t.workload.phases else fitted(t) for t in tables]
+        parts = [*map(pairs_of, tables, forms)]
         # small trees, for hundreds of rows
         booster = train_booster(parts, rounds=120, max_depth=3, least_weight=1.0, regularisation=1.0)
         workload = tables[0].workload
         about: dict[str, Any] = {"workload": json.loads(workload.to_json())}
         if workload.phases is None:
-            about["form"] = own[0].rows
+            about["form"] = forms[0].traced and forms[0].traced.rows
         else:
             about |= {"corrects": "trace", "lift": [0.0, MOST_LIFT]}
         return cls.of(booster, {**describe(parts, {}), **about}, workload)
@@ -229,6 +282,57 @@ def _like(workload: Workload, members: Sequence[Mapping[str, Any]], two_streams:
         return found
     apart = lambda known: sum(abs(math.log(size / max(known[name] or 1, 1))) for name, size in sizes.items())  # noqa: E731
     return sorted(found, key=lambda member: apart(member["workload"]))[: max(FEWEST, len(found) // 3)]
+
+
+def pairs_of(measurements: Measurements, form: ClosedForm) -> Features:
+    """Each complete row against each other one as its baseline."""
+    shapes, size = measurements.shapes(), np.maximum(measurements.batch_bytes(), 1.0)
+    first, second = (a.ravel() for a in np.meshgrid(np.arange(len(size)), np.arange(len(size)), indexing="ij"))
+    candidate, baseline = (
+        BatchShape.of(shapes.num_samples[rows], {k: v[rows] for k, v in shapes.longest.items()})
+        for rows in (second, first)
+    )
+    ratio = np.log(size[second]) - np.log(size[first])
+    return replace(features(candidate, baseline, measurements.workload, form), log_ratio=ratio)
+
+
+def train_booster(
+    parts: Sequence[Features], *, rounds: int, max_depth: int, quantile: float | None = None,
+    learning_rate: float = 0.05, regularisation: float = 20.0, least_weight: float = 30.0,
+) -> Any:  # fmt: skip
+    """XGBoost's trees for what the closed form misses. They start at its log ratio, and rise with candidate features.
+
+    ``quantile``: the share of rows that should be below the prediction, if it is an upper bound.
+    """
+    xgboost = needed("xgboost", "fitting a regressor")
+    values = np.concatenate([p.values for p in parts]).astype(np.float32)
+    margin = np.concatenate([p.margin for p in parts])
+    target = np.concatenate([p.log_ratio for p in parts if p.log_ratio is not None])
+    weight = np.exp(-0.5 * (target / 0.5) ** 2) + 0.05  # decisions are made near ratio 1
+    data = xgboost.QuantileDMatrix(values, label=target, base_margin=margin, weight=weight, max_bin=128, nthread=1)
+    settings: dict[str, Any] = {
+        "tree_method": "hist", "max_depth": max_depth, "eta": learning_rate, "lambda": regularisation, "seed": 0,
+        "min_child_weight": least_weight, "subsample": 0.7, "colsample_bytree": 0.7, "max_bin": 128, "nthread": 1, "base_score": 0.0,  # noqa: E501
+        "monotone_constraints": MONOTONE, "objective": "reg:squarederror",
+    }  # fmt: skip
+    if quantile is not None:
+        settings |= {"objective": "reg:quantileerror", "quantile_alpha": quantile}
+    return xgboost.train(settings, data, num_boost_round=rounds)
+
+
+def describe(parts: Sequence[Features], constants: Mapping[str, float]) -> dict[str, Any]:
+    """The card of a regressor trained on these rows: data, and ranges of the features."""
+    xgboost = needed("xgboost", "fitting a regressor")
+    values = np.concatenate([p.values for p in parts])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # a feature that no row knows has no range
+        lowest, highest = np.nanmin(values, axis=0), np.nanmax(values, axis=0)
+    ends = {"lowest": np.nan_to_num(lowest, nan=-1e30), "highest": np.nan_to_num(highest, nan=1e30)}
+    digest = hashlib.sha256(np.ascontiguousarray(np.nan_to_num(values, nan=-1.0).round(6)).tobytes()).hexdigest()
+    ranges = {name: [round(float(v), 9) for v in end] for name, end in ends.items()}  # last bits differ between CPUs
+    versions = {"xgboost": xgboost.__version__, "numpy": np.__version__}
+    about = {"ranges": ranges, "constants": dict(constants), "rows": len(values), "data_hash": digest}
+    return {"features": list(FEATURES), **about, "versions": versions}
 
 
 @lru_cache(maxsize=4)

@@ -31,8 +31,7 @@ HIGHER = {F.softmax, F.log_softmax, F.layer_norm, F.group_norm, F.cross_entropy,
 class CudaKernels(TorchFunctionMode):
     """Run attention, dropout and softmax as CUDA would, within ``torch.autocast`` of a dtype, or None.
 
-    Questions about values get fixed answers: "is every entry of this mask true?" no, if batches are ``padded``; "is any
-    of these infinite?" no.
+    Questions about values get fixed answers: "is all of this mask true?" no, if ``padded``; "is any of these infinite?" no.
     """
 
     def __init__(self, autocast: torch.dtype | None = None, padded: bool = True) -> None:

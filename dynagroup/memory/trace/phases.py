@@ -8,7 +8,7 @@ any number of them: each further layer adds the bytes that it keeps, from its fo
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -128,24 +128,23 @@ class _Deepen:
 
     @contextmanager
     def __call__(self, tracer: LiveBytes) -> Iterator[None]:
-        watched = [(k, place) for k in range(len(self._stacks)) for place in (1, 2)]
-        hook = lambda k, place: self._hook(tracer, self._spans[k], place)  # noqa: E731
-        handles = [self._stacks[k][p].register_forward_pre_hook(hook(k, p), with_kwargs=True) for k, p in watched]
+        handles = []
+        for stack, span in zip(self._stacks, self._spans, strict=True):
+            for place in (1, 2):
+                note = partial(self._note, tracer, span, place)
+                handles.append(stack[place].register_forward_pre_hook(note, with_kwargs=True))
         yield
         for handle in handles:
             handle.remove()
 
     @staticmethod
-    def _hook(tracer: LiveBytes, span: dict[str, int], place: int) -> Any:
-        def before(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
-            if f"live{place}" in span:
-                return
-            span[f"live{place}"], span[f"start{place}"] = tracer.live, len(tracer.timeline)
-            hidden = args[0] if args else kwargs.get("hidden_states")
-            if place == 2 and hidden is not None and hidden.requires_grad:
-                hidden.register_hook(lambda grad: span.update(end=len(tracer.timeline)))
-
-        return before
+    def _note(tracer: LiveBytes, span: dict[str, int], place: int, _: Any, args: tuple, kwargs: dict) -> None:
+        if f"live{place}" in span:
+            return
+        span[f"live{place}"], span[f"start{place}"] = tracer.live, len(tracer.timeline)
+        hidden = args[0] if args else kwargs.get("hidden_states")
+        if place == 2 and hidden is not None and hidden.requires_grad:
+            hidden.register_hook(lambda grad: span.update(end=len(tracer.timeline)))
 
     def raised(self, tracer: LiveBytes) -> FloatArray:
         """The timeline of the model with all its layers."""

@@ -38,7 +38,7 @@ def prepare(model: torch.nn.Module, workload: Run) -> torch.nn.Module:
 def as_gathered(model: torch.nn.Module, workload: Run) -> torch.nn.Module:
     """The prepared model in the dtype that it runs in: ranks that share parameters gather them in the lower precision.
     This changes the model, so call ``static_bytes`` before."""
-    if not _gathers_lower(workload):
+    if workload.autocast is None or _autocast(workload) is not None:
         return model
     model = model.to(getattr(torch, workload.autocast))
     for p in model.parameters():
@@ -50,12 +50,9 @@ def _shares_parameters(workload: Run) -> bool:
     return workload.mode == "train" and _STAGES[workload.sharding] == 3 and (workload.num_ranks or 1) > 1
 
 
-def _gathers_lower(workload: Run) -> bool:
-    return _shares_parameters(workload) and workload.autocast is not None
-
-
 def _autocast(workload: Run) -> torch.dtype | None:
-    return getattr(torch, workload.autocast) if workload.autocast and not _gathers_lower(workload) else None
+    """The dtype of autocast; None: not used, or the parameters are gathered in it."""
+    return getattr(torch, workload.autocast) if workload.autocast and not _shares_parameters(workload) else None
 
 
 def static_bytes(model: torch.nn.Module, workload: Run) -> int:
