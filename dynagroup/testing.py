@@ -27,8 +27,7 @@ T = TypeVar("T")
 
 
 class ThreadWorld:
-    """A rank as a thread, made by :func:`run_ranks`. Ranks share a table of vectors, and wait for each other before and
-    after they read it."""
+    """A rank as a thread, made by :func:`run_ranks`. Ranks share a table of vectors, and wait before and after reading it."""
 
     def __init__(self, rank: int, size: int, barrier: threading.Barrier, vectors: list[Any]) -> None:
         self.rank, self.size, self.num_exchanges = rank, size, 0

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from numpy.typing import ArrayLike
 from torch.utils.data import DataLoader, Dataset
 
 from dynagroup.budget.base import Budget
@@ -16,12 +18,6 @@ from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.plan.static_shapes import few_shapes
 from dynagroup.update.filling import FillingCollator
 from dynagroup.update.loader import checked_kwargs
-
-if TYPE_CHECKING:
-    import torch
-    from numpy.typing import ArrayLike
-
-__all__ = ["text_dataloader"]
 
 IGNORED = -100  # torch.nn.functional.cross_entropy ignores such labels
 

@@ -9,10 +9,7 @@ from typing import Any, NoReturn
 
 import dynagroup
 
-__all__ = ["main"]
-
-# A hub that cannot be reached is told once, by our own error; a text longer than a model takes is no news where lengths are
-# what is asked for.
+# A hub that cannot be reached is told once, by our own error; a text too long for a model is no news where lengths are asked.
 QUIET = ("huggingface_hub.utils._http", "transformers.tokenization_utils_base")
 
 

@@ -22,6 +22,7 @@ from dynagroup.integrations.config import DynagroupConfig, refuse_unsupported
 from dynagroup.integrations.hf_evaluate import Evaluator
 from dynagroup.integrations.hf_step import DynagroupCallback
 from dynagroup.integrations.packing import check_packed_training
+from dynagroup.online.datasets import is_stream
 from dynagroup.online.loader import OnlineDataLoader
 from dynagroup.oom.train import OomSafeBackward
 from dynagroup.update.loader import StepLoader
@@ -78,7 +79,7 @@ class DynagroupTrainerMixin(Evaluator):
         config, args, dataset = self.dynagroup, self.args, host.dataset
         if isinstance(dataset, IterableDatasetShard):
             dataset = dataset.dataset  # the online loader shards a stream itself
-        free, stream = config.updates == "free", hf_data.is_stream(dataset)
+        free, stream = config.updates == "free", is_stream(dataset)
         if stream and not (free and config.mode == "online"):
             way_out = "pass DynagroupConfig(mode='online', updates='free'), and max_steps in the arguments"
             raise ConfigError(f"the lengths and order of a stream are not known beforehand: {way_out}")
@@ -108,8 +109,7 @@ class DynagroupTrainerMixin(Evaluator):
         settings.setdefault("grouping", config.grouping)
         return PlannedDataLoader(dataset, lengths, config.budget, sampler=order, **settings)
 
-    # transformers has no public way to say where a loader resumes (transformers#26289 is open): these two arguments of
-    # `_run_epoch` come from here alone.
+    # No public way says where a loader resumes (transformers#26289 is open): these two arguments of `_run_epoch` come from here.
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         resumed = super()._init_training_state(*args, **kwargs)
         checkpoint = kwargs.get("resume_from_checkpoint", args[3] if len(args) > 3 else None)
@@ -168,8 +168,7 @@ def dynagroup_trainer(trainer_class: type) -> type:
 
 def attach(trainer: Any, budget: Settings, *, dynagroup_eval: Budget | int | bool = True) -> None:
     """Give batches that fit to an existing Trainer before it trains: ``attach(trainer, 16_384)``. Its class becomes
-    ``dynagroup_trainer(type(trainer))``, with these values as ``dynagroup`` and ``dynagroup_eval``. A ConfigError
-    leaves it as it was."""
+    ``dynagroup_trainer(type(trainer))``, with these as ``dynagroup`` and ``dynagroup_eval``. ConfigErrors leave it as it was."""
     if not isinstance(trainer, Trainer) or isinstance(trainer, DynagroupTrainerMixin):
         raise ConfigError(f"`trainer` must be a Trainer without batches that fit, but is a {type(trainer).__name__}")
     if trainer.is_in_train or trainer.state.global_step:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +15,19 @@ from dynagroup.lengths import count_ids, measure_lengths
 from dynagroup.memory import MemoryRegressor
 from dynagroup.memory.run import Mode
 from dynagroup.plan.cost import MeasuredWork, Work
-from dynagroup.shapes import TOKENS, IntArray
+from dynagroup.shapes import TARGET, TOKENS, IntArray
 from dynagroup.update.loader import StepLoader
 from dynagroup.update.step import Step
 
 KEPT = "collate_fn num_workers persistent_workers prefetch_factor multiprocessing_context worker_init_fn timeout"
 STATES = "dynagroup.json"
-TARGET = "target"
 PAIRS, PROMPT = (("chosen_ids", "rejected_ids"), ("chosen_input_ids", "rejected_input_ids")), "prompt_ids"
 """Columns of preference data, of TRL and of LLaMA-Factory. Both answers are rows of a batch padded to the longest; in
 TRL's DPO each follows the prompt."""
 
 
 class UpdateItems:
-    """A loader for a host that counts items: one item is one update, a list of steps. Callbacks find it as
-    ``train_dataloader``."""
+    """A loader for a host that counts items: one is an update, a list of steps. Callbacks find it: ``train_dataloader``."""
 
     def __init__(self, loader: StepLoader[Any]) -> None:
         self.loader, self.dataset = loader, loader.dataset
@@ -62,10 +61,6 @@ def loader_kwargs(loader: Any) -> dict[str, Any]:
     return {**kept, "pin_memory": bool(loader.pin_memory) and torch.cuda.is_available()}
 
 
-def is_stream(dataset: Any) -> bool:
-    return isinstance(dataset, torch.utils.data.IterableDataset)
-
-
 def work_of(trainer: Any) -> Work:
     """Predicted time of this Trainer's steps: ``plan["work"]``, or else by its model's config and device."""
     own = trainer.dynagroup.plan.get("work")
@@ -92,21 +87,14 @@ def write_states(folder: str, loader: StepLoader[Any]) -> None:
 def read_states(folder: str) -> list[Any]:
     """Read all ranks' places in a checkpoint, in the order of ranks; none if there is no file. Collective: the file may
     be on the disk of one node. If one rank cannot read it, all raise StateError, so that none waits in vain."""
-    found = gather_object([_read_states(Path(folder, STATES))])
+    path, own = Path(folder, STATES), None  # None: damaged
+    is_there = path.exists()
+    with suppress(OSError, ValueError, RecursionError):
+        own = json.loads(path.read_text(encoding="utf-8")) if is_there else []
+    found = gather_object([own if isinstance(own, list) and bool(own) == is_there else None])
     if None in found:
-        raise StateError(f"{Path(folder, STATES)} is damaged; resume from the checkpoint before it")
+        raise StateError(f"{path} is damaged; resume from the checkpoint before it")
     return next((states for states in found if states), [])
-
-
-def _read_states(path: Path) -> list[Any] | None:
-    """The states; none if there is no file; None if it is damaged."""
-    if not path.exists():
-        return []
-    try:
-        states = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return states if isinstance(states, list) and states else None
 
 
 def sample_lengths(trainer: Any, dataset: Any, *, name: str) -> dict[str, IntArray]:

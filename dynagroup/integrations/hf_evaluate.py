@@ -12,8 +12,9 @@ from transformers import EvalPrediction
 
 from dynagroup.budget.base import Budget
 from dynagroup.errors import ConfigError
-from dynagroup.integrations.hf_data import is_stream, loader_kwargs, sample_lengths, work_of
+from dynagroup.integrations.hf_data import loader_kwargs, sample_lengths, work_of
 from dynagroup.integrations.hf_step import UpdateRunner, trl_figures
+from dynagroup.online.datasets import is_stream
 from dynagroup.plan.cost import DEFAULT_WORK, Work
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.shapes import IntArray, primary

@@ -30,8 +30,8 @@ from dynagroup.update.step import LoaderStats, Step
 
 
 # What: while TRL computes a loss, it gathers values of all ranks' batches as tensors of one shape, notes their mean,
-# and   logs the mean of its notes. Batches that fit differ in size: so each rank gives what it has, an idle one
-# nothing, and   a mean is noted once for each value behind it.
+# and logs the mean of its notes. Batches that fit differ in size: so each rank gives what it has, an idle one
+# nothing, and a mean is noted once for each value behind it.
 @contextlib.contextmanager
 def trl_figures(trainer: Any, *, idle: bool = False, probe: bool = False) -> Iterator[None]:
     """Around the loss of a batch. ``probe``: of this rank alone, without notes. Trainers not of TRL are not changed."""

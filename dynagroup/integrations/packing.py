@@ -13,7 +13,7 @@ from transformers import DataCollatorWithFlattening
 from dynagroup.errors import ConfigError
 from dynagroup.integrations.varlen import NAME, check_own_attention
 from dynagroup.oom.jobs import evaluating
-from dynagroup.validation import warn_user
+from dynagroup.validation import explained, warn_user
 
 LINEAR = ("flash_attention", "flex_attention", NAME)  # keep samples apart without a mask
 Collate: TypeAlias = Callable[[Sequence[Any]], dict[str, Any]]
@@ -50,20 +50,15 @@ def check_packing(model: Any, collate_fn: Collate) -> None:
     ``use_varlen_attention`` it is also compared with the model's own attention, since both runs might be wrong alike.
 
     Raises:
-        ConfigError: the model cannot be run on them, or answers differ (attention that mixes samples, a cache,
-            positions that start elsewhere).
+        ConfigError: the model cannot be run on them, or answers differ (attention that mixes samples, a cache, other positions).
     """
     name, attention = type(model).__name__, getattr(model.config, "_attn_implementation", None) or "eager"
     if attention == NAME:  # it may have been set by its name
         check_own_attention(model)
-    try:
+    tried = f"{name} could not be run on two packed samples of `input_ids`"
+    can = "; decoders and encoders that read one row of tokens can be packed; use the padded layout"
+    with explained(tried, ConfigError, way_out=can, kind=NotAskedError):
         together, alone = _answers(model, collate_fn)
-    except ConfigError:
-        raise
-    except Exception as error:
-        found = f"{name} could not be run on two packed samples of `input_ids` ({type(error).__name__}: {error})"
-        can = "decoders and encoders that read one row of tokens can be packed; use the padded layout"
-        raise NotAskedError(f"{found}; {can}") from error
     apart = float((together - alone).abs().max() / alone.abs().max().clamp(min=1e-12))
     if apart > _rounding(model, alone):
         why = f"its attention {attention!r} does not keep them apart"

@@ -15,6 +15,7 @@ from transformers.masking_utils import eager_mask
 
 from dynagroup.errors import ConfigError
 from dynagroup.oom.jobs import evaluating
+from dynagroup.validation import explained
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -38,8 +39,8 @@ def use_varlen_attention(model: Any) -> Any:
     ``DataCollatorWithFlattening(return_flash_attn_kwargs=True)``. Parts without tokens (vision) keep theirs.
 
     Raises:
-        ConfigError: :func:`check_own_attention` refuses the model. Later: a batch has a mask, images whose tokens look
-            ahead, or no borders.
+        ConfigError: :func:`check_own_attention` refuses the model. Later: a batch has a mask, no borders, or images whose
+            tokens look ahead.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> small = LlamaConfig(vocab_size=16, hidden_size=8, num_attention_heads=2, num_hidden_layers=1, intermediate_size=8)
@@ -67,16 +68,12 @@ def check_own_attention(model: Any) -> set[Any]:
     AttentionMaskInterface.register(NAME, _no_mask)
     AttentionInterface.register(PROBE, partial(_attend_both, asked))
     AttentionMaskInterface.register(PROBE, _probe_mask)
-    try:
-        with settings_kept(model), evaluating(model), torch.no_grad():
-            model.set_attn_implementation(PROBE)
-            ids = torch.arange(PROBE_TOKENS, device=next(model.parameters()).device) % 5 + 5
-            model(input_ids=ids[None])
-    except ConfigError:
-        raise
-    except Exception as error:
-        tried = f"packed attention could not be compared with {name}'s own on {PROBE_TOKENS} tokens"
-        raise ConfigError(f"{tried} ({type(error).__name__}: {error}); {INSTEAD}") from error
+    tried = f"packed attention could not be compared with {name}'s own on {PROBE_TOKENS} tokens"
+    told = explained(tried, ConfigError, way_out=f"; {INSTEAD}")
+    with told, settings_kept(model), evaluating(model), torch.no_grad():
+        model.set_attn_implementation(PROBE)
+        ids = torch.arange(PROBE_TOKENS, device=next(model.parameters()).device) % 5 + 5
+        model(input_ids=ids[None])
     if not asked:
         raise ConfigError(f"{name} does not let its attention be chosen by transformers' AttentionInterface; {INSTEAD}")
     return asked

@@ -179,21 +179,19 @@ class IterableWindows(_Forwarding, IterableDataset):
             yield WindowSamples(request, chosen, {**place, "worker": worker})
 
     def _windows(self, samples: Iterator[Any], spot: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], list[Any]]]:
-        """Each window's place (the dataset's state before it; its first sample's number, the next one's, those not used), and
-        its samples."""
+        """Each window's place (the dataset's state before it; its first number, the next, those not used), and its samples."""
         read, until, keep, state = spot["read"], spot["until"], set(spot["keep"]), spot["state"]
         keeps_state = callable(getattr(self.dataset, "state_dict", None)) and hasattr(self.dataset, "load_state_dict")
         while True:
             first, chosen, numbers, size = read, [], [], 0
-            while len(chosen) < self.window and (self.max_bytes is None or size < self.max_bytes):
-                found = list(islice(samples, 1))
-                if not found:
-                    break
+            for sample in samples:
                 if read >= until or read in keep:
-                    chosen += found
+                    chosen.append(sample)
                     numbers.append(read)
-                    size += 0 if self.max_bytes is None else sample_bytes(found[0])
+                    size += 0 if self.max_bytes is None else sample_bytes(sample)
                 read += 1
+                if len(chosen) >= self.window or (self.max_bytes is not None and size >= self.max_bytes):
+                    break
             if not chosen:
                 return
             opening = 0 if first else opening_of(chosen)

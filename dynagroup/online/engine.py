@@ -78,8 +78,8 @@ class Runner(ABC):
         if self.over:
             return None
         base, feed = self.source.order.base, self.feed.state([*(t.batch for t in self.due), *self.agreed], self.queue)
-        place = {"under_way": self.under_way, "ended": self.ended, "split": self.split, "feed": feed}
-        return {**place, "base": base if base is None else pack(base), "kinds": pack(self.kinds)}
+        place = {"under_way": self.under_way, "ended": self.ended, "split": self.split, "limit": self.source.limit}
+        return {**place, "feed": feed, "base": base if base is None else pack(base), "kinds": pack(self.kinds)}
 
     def close(self) -> None:
         """Let go of the workers, also if the loop was left early."""

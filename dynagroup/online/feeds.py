@@ -124,9 +124,8 @@ class MapFeed:
             self._planned = sum(1 for _ in islice(self._plans, place["next"]))
         groups = [group for group in unpack_groups(place["batches"]) if group]
         if groups:
-            keep, limit, self._max_bytes = len(groups) * bool(place["kept"]), self._max_bytes, None
-            self._send(Request(np.concatenate(groups), tuple(map(len, groups)), keep))
-            self._max_bytes = limit
+            keep = len(groups) * bool(place["kept"])
+            self._send(Request(np.concatenate(groups), tuple(map(len, groups)), keep), max_bytes=None)
         for positions, sizes, keep in place["rest"]:
             self._send(Request(unpack(positions), sizes and tuple(sizes), keep))
 
@@ -191,14 +190,15 @@ class MapFeed:
         # A later fork must not inherit workers; if a reference cycle holds them, ending them takes five seconds each.
         self._iterator = self.workers.queue.feed = None
 
-    def _send(self, request: Request) -> None:
-        self._pending.append(self._asked(request))
+    def _send(self, request: Request, **how: Any) -> None:
+        self._pending.append(self._asked(request, **how))
         self._waiting.append(self._pending[-1])
 
-    def _asked(self, request: Request, *, planned: bool = False) -> Request:
+    def _asked(self, request: Request, **how: Any) -> Request:
         self._number += 1
-        told: dict[str, Any] = {"indices": self.source.order.at(request.positions), "epoch": self.source.cursor.epoch}
-        return replace(request, number=self._number, planned=planned, max_bytes=self._max_bytes, **told)
+        how = {"number": self._number, "planned": False, "max_bytes": self._max_bytes, **how}
+        indices = self.source.order.at(request.positions)
+        return replace(request, indices=indices, epoch=self.source.cursor.epoch, **how)
 
     def state(self, front: Sequence[Refined], pool: Sequence[Refined]) -> dict[str, Any]:
         """The place: ``front`` are agreed steps and ``pool`` is queued, both given but not used yet."""

@@ -113,7 +113,6 @@ class OnlineDataLoader(StepLoader[Any]):
         learns = batch_sampler is None and not self._workers.iterable  # measured lengths plan later epochs
         self._learned = LearnedLengths(len(dataset)) if learns else None
         self._run_of: Runner | None = None  # the epoch that was begun last, until another one is chosen
-        self._limit: float | None = None  # the learned limit that the running epoch's plan follows
         self._resume: list[Mapping[str, Any]] = []  # loaded states, until an iteration continues from them
         self._cursor = Cursor()  # where the last run of an epoch ended, or the loaded place
         learner = collator.budget.learner
@@ -170,7 +169,7 @@ class OnlineDataLoader(StepLoader[Any]):
         run, sizes, learned = self._run_of, self.sizes, self._learned
         running = None if run is None else run.state()
         if running is not None:
-            running |= {"order": self._orders.fingerprint(self._epoch), "limit": self._limit}
+            running["order"] = self._orders.fingerprint(self._epoch)
         epoch = self.epoch if run is None else self._epoch + (running is None)
         place = {"world_size": size, "rank": rank, "epoch": epoch, "running": running}
         place["cursor"] = (self._cursor if run is None else run.stands).state()
@@ -231,7 +230,7 @@ class OnlineDataLoader(StepLoader[Any]):
         order, groups = self._orders.of_epoch(epoch), self._orders.groups(epoch)
         # Plans follow one limit for a whole epoch; workers split what has been learned not to fit since.
         limit = states[0]["running"]["limit"] if states else self.budget.applied
-        self._limit, facts = limit, (world, self.config, self.budget, workers.iterable)
+        facts = world, self.config, self.budget, workers.iterable
         source = Source(*facts, cursor, order, self.sizes, groups, limit)
         source, place, joined = resumed(source, states, self._learned, self._orders)
         identity = {**self._of_ranks(source), "place": joined.steps} if world.size > 1 else {}
