@@ -33,6 +33,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str, str]]] = {
     },
     "shapes": {"few": ("shapes", "few", "shapes")},
     "kinds": {"rows": ("kinds", "rows", "kinds")},
+    "check": {"architectures": ("check", "architectures", "check")},
     "ablation": {"ablation": ("ablation", "ablation", "ablation")},
     "loader": {"speed": ("loader", "speed", "loader_speed")},
     "ranks": {"windows": ("ranks", "windows", "loader_ranks"), "train": ("ranks", "train", "loader_train")},

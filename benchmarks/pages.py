@@ -74,8 +74,8 @@ def rivals_best(found: Figures) -> str:
         same = {name: run["samples_per_s"]["median"] for name, run in one["methods"].items() if run["same_updates"]}
         theirs = max((name for name in same if not name.startswith("dynagroup")), key=same.__getitem__)
         ours = max((name for name in same if name.startswith("dynagroup")), key=same.__getitem__)
-        figures = f"{same['dynagroup'] / same[theirs]:.2f} times that of {theirs}"
-        sentences.append(f"{case}: {figures}" + f" ({ours}: {same[ours] / same[theirs]:.2f})" * (ours != "dynagroup"))
+        packed = f"; {ours}: {same[ours] / same[theirs]:.2f}" * (ours != "dynagroup")
+        sentences.append(f"{same['dynagroup'] / same[theirs]:.2f} on {case} ({theirs}{packed})")
     return "; ".join(sentences)
 
 

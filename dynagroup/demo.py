@@ -47,8 +47,8 @@ class DemoConfig:
 
 @dataclass
 class Run:
-    """The batches of each optimizer update, as lists of sample indices; and what training with them took: seconds per
-    update (CPU time on a CPU, which other work does not lengthen), and the mean loss of a held-out token at the end."""
+    """One training of the demo: the batches of each optimizer update, as lists of sample indices; the seconds of each
+    update (CPU time on a CPU, which other programs do not lengthen); and the final mean loss of a held-out token."""
 
     name: str
     updates: Sequence[Sequence[Sequence[int]]]
@@ -56,7 +56,7 @@ class Run:
     loss: float = float("nan")
 
     def figures(self, lengths: NDArray[np.int32]) -> dict[str, float]:
-        """Figures of the table, for the updates that were made."""
+        """The figures of the table, counted over the updates that were made."""
         batches = [batch for update in self.updates for batch in update]
         samples, seconds = sum(map(len, batches)), sum(self.seconds)
         real = sum(int(lengths[batch].sum()) for batch in batches)
@@ -98,7 +98,7 @@ def run_demo(config: DemoConfig) -> tuple[list[Run], NDArray[np.int32]]:
 
 
 def docstrings(at_least: int = 12_000) -> list[str]:
-    """Different docstrings of the standard library and of installed packages: as many as asked, or all there are.
+    """Different docstrings of the standard library and of installed packages: ``at_least`` so many, or all there are.
 
     Files are taken in an order that mixes packages and is the same wherever the same packages are installed.
     """

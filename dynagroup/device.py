@@ -30,7 +30,7 @@ _MESSAGES = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that a device or the host had too little memory, so that a smaller batch may pass.
+    """Whether an error means that a device or the host had too little memory, so that a smaller batch may succeed.
 
     The errors it was raised from (``raise ... from``) are asked too. ``torch.OutOfMemoryError`` and ``MemoryError`` count by
     class; ``RuntimeError`` and its subclasses (torch's, NCCL's, XLA's) by message; ``OSError`` by ``ENOMEM``.
@@ -64,7 +64,7 @@ def _speaks_for_itself(error: BaseException) -> bool:
 
 
 def free_bytes(device: torch.device | str | int | None = None) -> int:
-    """Bytes that this process can use on a device in total: free ones, and those that the process holds already.
+    """Bytes that this process can use on a device: the free bytes, and those that the process already holds.
 
     A model that is on the device already counts as available: budgets charge for it themselves. Default: the current CUDA
     device, else another accelerator.
@@ -78,7 +78,7 @@ def free_bytes(device: torch.device | str | int | None = None) -> int:
     backend: Any = getattr(torch, wanted.type, None)
     asked = "recommended_max_memory" if wanted.type == "mps" else "mem_get_info"
     if not hasattr(backend, asked) or not backend.is_available():
-        raise ConfigError(f"no device {str(wanted)!r} was found that tells its memory; say it, e.g. memory='24GB'")
+        raise ConfigError(f"no device {str(wanted)!r} was found that reports its memory; write it, e.g. memory='24GB'")
     if wanted.type == "mps":
         return int(backend.recommended_max_memory())
     at = torch.device(wanted.type, backend.current_device()) if wanted.index is None else wanted
@@ -93,7 +93,7 @@ def _allowed_share(device: torch.device) -> float:
 
 
 class Device(Protocol):
-    """Counters of a device's allocator, in bytes: alive now; largest allocated and largest reserved since the reset."""
+    """Counters of a device's allocator, in bytes: allocated now; most allocated and most reserved since the reset."""
 
     @property
     def device(self) -> torch.device: ...
@@ -134,7 +134,7 @@ class CudaDevice:
 
 
 def watch_of(model: Any) -> "PeakWatch | None":
-    """A watch on the model's device; None: it has no counters to read."""
+    """A watch on the memory of the model's device; None: the device has no counters."""
     return PeakWatch(next(model.parameters()).device) if torch.cuda.is_initialized() else None
 
 

@@ -1,4 +1,4 @@
-"""The few collectives that dynagroup needs, behind an interface that tests can stand in for."""
+"""The few collectives that dynagroup needs, behind an interface that tests can replace."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def as_int64(values: Sequence[int]) -> NDArray[np.int64]:
 
 
 class SingleProcess:
-    """A world of one."""
+    """A world of one rank."""
 
     rank = 0
     size = 1
@@ -52,11 +52,11 @@ class SingleProcess:
 
 
 class DistributedWorld:
-    """Ranks of ``torch.distributed``. Small CPU vectors travel in a gloo group of their own, beside the job's group.
+    """Ranks of ``torch.distributed``. They exchange small CPU vectors in a gloo group beside the job's group.
 
-    A group beside it keeps this metadata apart from the job's collectives, works for NCCL-only jobs, and has a timeout of
-    its own: a rank that has gone ends in :class:`AlignmentError`, not in a hang. There is one for each group of ranks: the
-    first to be constructed makes it, which is collective, all others share it, and ``destroy_process_group`` closes it.
+    This second group keeps these vectors apart from the job's collectives, works for NCCL-only jobs, and has its own
+    timeout: if a rank ends, others raise :class:`AlignmentError` and do not hang. Each group of ranks has one: the
+    first world makes it, which is collective, all others share it, and ``destroy_process_group`` closes it.
 
     Args:
         group: the ranks that take part (say, the data-parallel group of a device mesh); default: all.
@@ -134,7 +134,7 @@ def current_world(*, timeout_s: float = 600.0) -> World:
 
 
 def warn_if_launched() -> None:
-    """Warn that every rank takes all samples, if ``torchrun`` started them but torch.distributed is not set up."""
+    """Warn that every rank uses all samples, if ``torchrun`` started them without torch.distributed set up."""
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_torchelastic_launched() and not dist.is_initialized():

@@ -16,4 +16,4 @@ class StateError(ValueError):
 
 
 class AlignmentError(RuntimeError):
-    """Ranks disagree: other data, another seed or settings, or a rank that has gone."""
+    """Ranks disagree: their data, seeds or settings differ, or one of them has ended."""

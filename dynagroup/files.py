@@ -1,4 +1,4 @@
-"""Measures lengths in files: by row group or chunk, on all cores, with a journal from which a killed run continues."""
+"""Measures lengths in files, by row group or chunk, on all cores. A killed run continues from its journal."""
 
 import glob
 import os
@@ -111,7 +111,7 @@ class _Measure:
         first = next(iter(by_position(table[name][:1])), 0)
         if isinstance(first, str):
             if self.tokenizer is None:
-                raise ConfigError("it holds texts; say which `--tokenizer` measures them")
+                raise ConfigError("it holds texts; name the `--tokenizer` that measures them")
             return measure_lengths(by_position(table[name]), self.tokenizer, progress=False)
         if hasattr(first, "__len__") and hasattr(table, "column_names"):  # pyarrow counts ids without reading them
             from datasets import Dataset

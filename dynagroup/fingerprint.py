@@ -1,4 +1,4 @@
-"""A setting as text: the same in every process, and different if the setting would act differently.
+"""A setting as text: the same in every process, and different if the setting would have another effect.
 
 Saved states are compared by it. Values are described by their content, objects by what a pickle of them would hold,
 functions and classes of the user by their code with its constants and closures, installed code by its name. Globals of
@@ -36,9 +36,9 @@ def described(value: Any, *, ask: bool = True) -> str:
     describer = _Describer()
     text = describer.text(value) if ask else describer.pickled(value)
     if describer.unseen:
-        what = f"what {', '.join(sorted(describer.unseen))} in {text} holds"
-        way_out = "give it a text `fingerprint` that changes with what it does"
-        warnings.warn(f"cannot see {what}: another one would be accepted; {way_out}", stacklevel=3)
+        what = f"the contents of {', '.join(sorted(describer.unseen))} in {text}"
+        way_out = "give the object a text `fingerprint` that changes with what it does"
+        warnings.warn(f"cannot compare {what}, so a state of another one would be accepted; {way_out}", stacklevel=3)
     return text
 
 

@@ -54,7 +54,7 @@ def as_streams(lengths: ArrayLike | Mapping[str, ArrayLike] | Path) -> Streams:
 def check_names(named: Mapping[str, Any]) -> None:
     """Raise ConfigError unless ``named`` maps names of streams to lengths."""
     if not named or not all(isinstance(name, str) for name in named):
-        raise ConfigError(f"`lengths` must be one number a sample or such by names of streams, but is of {list(named)}")
+        raise ConfigError(f"`lengths` must be a number for each sample, or a dict of streams, but has {list(named)}")
 
 
 def _as_int32(values: ArrayLike, name: str) -> NDArray[np.int32]:
@@ -157,7 +157,7 @@ def measure_lengths(
     [2, 1]
     """
     if length_of is not None and tokenizer is not None:
-        raise ConfigError("`tokenizer` and `length_of` both say how to measure; give one of them")
+        raise ConfigError("`tokenizer` and `length_of` both measure samples; pass only one of them")
     workers = 0 if num_proc is None or check_int("num_proc", num_proc) == 1 else num_proc
     if not _is_hf_dataset(data):
         data, column = by_position(data, "data", column), None if _is_table(data) else column
@@ -260,7 +260,7 @@ def _list_lengths(data: Any, column: str) -> NDArray[Any]:
 
 
 def count_ids(ids: Any) -> int | None:
-    """Number of tokens in one row of ids. None for others: a pair of ids and label, a batch of one, a list of texts.
+    """Number of tokens in one row of ids. None for anything else: a pair of ids and label, a batch of one, texts.
 
     >>> count_ids([5, 6, 7]), count_ids(([5, 6, 7], 1)), count_ids(np.zeros((1, 7)))
     (3, None, None)
@@ -306,7 +306,7 @@ def _each(length_of: Callable[[Any], Any], samples: Sequence[Any]) -> list[Any]:
 
 
 def limit_of(max_length: Any) -> int | None:
-    """How many tokens of a text are read at most. None: no limit; a limit above 2**31, such as 10**30, is none."""
+    """How many tokens of a text are read at most. None: no limit; limits above 2**31, such as 10**30, count as none."""
     if max_length is None or (isinstance(max_length, (int, np.integer)) and max_length > LONGEST):
         return None
     return check_int("max_length", max_length)

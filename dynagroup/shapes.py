@@ -31,7 +31,7 @@ def primary(streams: Iterable[str]) -> str:
 
 
 def units_of(lengths: Streams, sample: int) -> str:
-    """How long a sample is, in the user's words: "9 source, 2 target"."""
+    """The lengths of a sample as text for messages: "9 source, 2 target"."""
     return ", ".join(f"{values[sample]} {name}" for name, values in lengths.items())
 
 
@@ -51,7 +51,7 @@ def round_up(values: IntArray, multiple: int) -> IntArray:
 
 
 def largest_within(fits: Callable[[IntArray], NDArray[np.bool_]], size: int, most: int | IntArray = 2**40) -> IntArray:
-    """For each of ``size`` questions: the most samples, up to ``most``, that fit. int64 (size,); 0: not even one fits.
+    """For each of ``size`` questions, the most samples, up to ``most``, that fit: int64 (size,). 0: not one fits.
 
     Bisection over a monotone ``fits``, which is asked about all questions at once; at most 41 times.
 
@@ -115,8 +115,8 @@ class BatchShape:
 
 
 def target_tokens(shape: BatchShape) -> IntArray:
-    """Most tokens that a decoder beside an encoder reads: the stream ``target``, or else the sum of all streams beside
-    the primary one. If there is no other stream: as many as the primary one. int64 (K,).
+    """The most tokens that a decoder beside an encoder reads: the stream ``target``, or else the sum of all streams
+    except the primary one. If there is no other stream, the primary one. int64 (K,).
 
     >>> target_tokens(BatchShape.of(2, {"tokens": 9, "labels": 4})).tolist()
     [4]

@@ -1,4 +1,4 @@
-"""The one envelope around every saved state: kind, version, identity of the run, and a seal over all of it."""
+"""The common form of every saved state: kind, version, identity of the run, and a checksum of all of it."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ ENVELOPE = {"kind", "version", "identity", "seal"}
 
 
 def sealed(kind: str, identity: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """A state to save: ``fields``, the class that saves them, and data and settings that they depend on. JSON-able.
+    """A state to save: ``fields``, the class that saves them, and the data and settings that they depend on. JSON-able.
 
     >>> state = sealed("Loader", {"seed": 0}, {"epoch": 2})
     >>> opened(state, "Loader", {"seed": 0})[0]["epoch"]
@@ -53,14 +53,14 @@ def opened(states: Any, kind: str, identity: Mapping[str, Any]) -> list[Mapping[
 
 
 def agreed(states: Sequence[Mapping[str, Any]], *, besides: Sequence[str] = ("learned",)) -> Mapping[str, Any]:
-    """The first of the ranks' states, if all are equal; ``besides``: fields that may differ by rank.
+    """The state of the first rank, if the states of all ranks are equal, apart from the fields in ``besides``.
 
     Raises:
         StateError: they were not taken after the same step.
     """
     own = dict.fromkeys((*besides, "seal"))
     if any({**other, **own} != {**states[0], **own} for other in states[1:]):
-        raise StateError("the ranks' states differ: they were not taken after the same step")
+        raise StateError("the ranks' states differ: they were not saved after the same step")
     return states[0]
 
 

@@ -137,7 +137,7 @@ def assert_loader_laws(
     epochs: int = 2, resume_at: Iterable[int] | None = (0, 1, 3),
     kinds: Sequence[Any] | None = None, one_kind: Literal["step", "batch"] = "step",
 ) -> None:  # fmt: skip
-    """Assert what training relies on, for a loader over your dataset with your collate function.
+    """Assert the promises on which training relies, for a loader over your dataset with your collate function.
 
     Every sample comes once per epoch. All ranks take equally many steps, and end updates at the same ones. The samples
     and weights of an update's batches add up to its totals, and its loss scales to the number of ranks. A run that
@@ -251,7 +251,7 @@ class Allocator:
         self.claims.append(size)
         if size > self.limit:
             self.failures.append(size)
-            raise torch.OutOfMemoryError(f"out of memory, as asked for: {size} tokens, {self.limit} fit")
+            raise torch.OutOfMemoryError(f"simulated out of memory: a batch of {size} tokens, but {self.limit} fit")
 
     def in_forward(self, module: torch.nn.Module) -> Callable[[], None]:
         """Before each call of ``module``, claim the padded tokens of its inputs; returns a function that ends this."""

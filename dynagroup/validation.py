@@ -21,7 +21,7 @@ _NOT_THE_USER = (f"{Path(__file__).parent}{os.sep}", str(Path("torch", "utils", 
 
 
 def warn_user(message: str) -> None:
-    """Warn at the user's line that led here, however many frames of dynagroup and of DataLoader lie between."""
+    """Warn at the user's line of code that led here, however many frames of dynagroup and DataLoader lie between."""
     frame, level = inspect.currentframe(), 1
     while frame is not None and any(part in frame.f_code.co_filename for part in _NOT_THE_USER):
         frame, level = frame.f_back, level + 1
@@ -30,7 +30,7 @@ def warn_user(message: str) -> None:
 
 @contextmanager
 def explained(what: str, *passed: type[BaseException], way_out: str = "", kind: Any = ConfigError) -> Iterator[None]:
-    """Turn errors inside into one of ``kind``: ``what`` they mean, and their first line. ``passed``: types to raise."""
+    """Context: errors inside become one of ``kind``: ``what`` they mean, and their first line. Raises ``passed``."""
     try:
         yield
     except passed:
@@ -92,7 +92,7 @@ def check_number(
 
 
 def check_names(where: str, given: Iterable[str], known: Collection[str]) -> None:
-    """ConfigError for a name that ``where`` does not know; it suggests the closest (Ratcliff-Obershelp, difflib)."""
+    """ConfigError if a name is not among ``known``; the message suggests the closest (Ratcliff-Obershelp, difflib)."""
     for name in given:
         if name not in known:
             close = [f"; did you mean `{other}`?" for other in difflib.get_close_matches(name, known, 1)]

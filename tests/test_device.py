@@ -124,7 +124,7 @@ def test_what_a_process_can_have_is_what_is_free_and_what_it_holds(cuda: SimpleN
 
 def test_without_an_accelerator_the_memory_must_be_said(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
-        ConfigError, match="no device 'cpu' was found that tells its memory; say it, e.g. memory='24GB'"
+        ConfigError, match="no device 'cpu' was found that reports its memory; write it, e.g. memory='24GB'"
     ):
         free_bytes("cpu")
     for name in ("cuda", "xpu", "mps"):

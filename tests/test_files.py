@@ -122,7 +122,7 @@ def test_a_wrong_row_column_or_file_is_named(tmp_path, capfd):
     with pytest.raises(ConfigError, match=r"must be one of \['other'\] in .*b.csv', but is 'text'"):
         measure_files(data, small_tokenizer(), "text", **how)
     assert measure_files(tmp_path / "a.csv", small_tokenizer(), "text", **how).tolist() == [2] + [1] * 9
-    with pytest.raises(ConfigError, match=r"holds texts; say which `--tokenizer` .*\(in .*a.csv', chunk 0 of all\)"):
+    with pytest.raises(ConfigError, match=r"holds texts; name the `--tokenizer` .*\(in .*a.csv', chunk 0 of all\)"):
         measure_files(tmp_path / "a.csv", None, "text", **how)
     with pytest.raises(ConfigError, match="no file .*nothing"):
         measure_files([data, tmp_path / "nothing*"], None, "n", **how)

@@ -68,7 +68,7 @@ def test_streams_have_as_many_samples_and_keep_their_names():
     assert {name: values.tolist() for name, values in measured.items()} == {"nodes": [3, 3], "edges": [9, 8]}
     with pytest.raises(ConfigError, match=r"{'tokens': 3, 'patches': 2} samples; each needs a length in every stream"):
         as_streams({"tokens": [1, 2, 3], "patches": [1, 2]})
-    with pytest.raises(ConfigError, match="by names of streams"):
+    with pytest.raises(ConfigError, match="or a dict of streams"):
         as_streams({})
 
 
@@ -216,7 +216,7 @@ TWO = Dataset.from_dict({"a": ["x"], "b": ["y"]})
     (lambda t: measure_lengths((x for x in TEXTS), t), "but is a whole generator.*OnlineDataLoader"),
     (lambda t: measure_lengths(TABLE, t), "but is a whole DataFrame"),
     (lambda t: measure_lengths(TWO, t), r"2 text columns \(\['a', 'b'\]\)"),
-    (lambda t: measure_lengths(TEXTS, t, length_of=len), "give one of them"),
+    (lambda t: measure_lengths(TEXTS, t, length_of=len), "pass only one of them"),
     (lambda t: measure_lengths([3, 1], length_of=lambda n: 2.5), r"\['tokens'\]\[0\] must be a whole number"),
     (lambda t: measure_lengths(["tokens", "x"], length_of=lambda name: {name: 1}), "for sample 1"),
     (lambda t: measure_lengths(list(range(100)), length_of=some_of(70)), "64 of 100 samples were measured"),

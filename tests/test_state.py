@@ -42,7 +42,7 @@ def test_states_of_several_ranks_must_agree_but_for_what_each_learned():
         with pytest.raises(StateError, match="a state, or the list of all ranks' states"):
             listed(no_states)
     assert agreed([{**STATE, "learned": 2}, {**STATE, "learned": 3, "seal": "x"}])["learned"] == 2
-    with pytest.raises(StateError, match="not taken after the same step"):
+    with pytest.raises(StateError, match="not saved after the same step"):
         agreed([STATE, {**STATE, "epoch": 3}])
 
 

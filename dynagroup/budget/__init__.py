@@ -1,1 +1,1 @@
-"""Does a batch fit? One monotone question, and the budgets that answer it."""
+"""Budgets, which answer one question: does a batch fit?"""

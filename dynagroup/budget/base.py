@@ -62,7 +62,7 @@ class Budget(ABC):
 
     @property
     def applied(self) -> float | None:
-        """The learned limit for plans made from now on, as an argument of :meth:`held`; None: there is none."""
+        """The learned limit for new plans, as an argument of :meth:`held`; None: no limit."""
         return None if self.learner is None else self.learner.applied
 
     @property
@@ -71,7 +71,7 @@ class Budget(ABC):
         return None
 
     def as_run(self, shape: BatchShape, /) -> BatchShape:
-        """The shapes of these K batches as the model sees them: padded batches with their padding."""
+        """The shapes of these K batches as the model receives them: padded batches with their padding."""
         if is_packed(self, shape.longest):
             return shape
         names, multiple = padded_streams(self, shape.longest), self.pad_to_multiple_of
@@ -80,22 +80,22 @@ class Budget(ABC):
 
     @abstractmethod
     def fits(self, shape: BatchShape, /) -> BoolArray:
-        """Which of these K shapes fit: bool (K,). ``shape`` holds arrays with one entry per batch."""
+        """Answer for each of K shapes whether it fits: bool (K,). ``shape`` holds arrays with one entry per batch."""
 
     def pads(self, stream: str, /) -> bool:
-        """Whether a stream is padded. Beside the primary, unpadded streams count as no tokens in orders and reports."""
+        """Whether a stream is padded. Orders and reports ignore unpadded streams, except the primary one."""
         return True
 
     def bind(self, lengths: Streams, /) -> "Budget":
-        """This budget with its limit taken from the lengths of a whole dataset, where it needs that."""
+        """This budget, with its limit computed from the lengths of a whole dataset, if it needs that."""
         return self
 
     def with_memory(self, known: Callable[[], Any], /) -> "Budget":
-        """This budget; where it predicts memory and was given no model, by the one that this function finds."""
+        """This budget. If it predicts memory and has no memory model, it gets the one that ``known`` finds."""
         return self
 
     def held(self, limit: float | None, /) -> "Budget":
-        """This budget as a plan follows it: by one learned limit, whatever is applied later. None: no limit."""
+        """This budget with one fixed learned limit, so that a plan does not change in its epoch. None: no limit."""
         return self
 
     def largest(self, longest: IntArray, /) -> IntArray | None:
@@ -104,13 +104,13 @@ class Budget(ABC):
         return None
 
     def cost(self, shape: BatchShape, /) -> FloatArray:
-        """What this budget limits, without what every batch costs: float64 (K,), monotone like :meth:`fits`.
-        Default: padded tokens."""
+        """The quantity that this budget limits, without the part that all batches have in common: float64 (K,),
+        monotone like :meth:`fits`. Default: padded tokens."""
         return np.asarray(padded_tokens(shape, self), dtype=np.float64)
 
     @property
     def fingerprint(self) -> str:
-        """Text that changes with all that answers depend on, but for what was learned: the class, your code, what it holds."""
+        """Text that changes with the class, your code and its settings, but not with what was learned."""
         return described(self, ask=False)
 
     def __and__(self, other: "Budget") -> "Budget":
@@ -152,7 +152,7 @@ def real_tokens(shape: BatchShape, budget: Budget) -> IntArray:
 
 
 def fits_of(budget: Budget, shape: BatchShape) -> BoolArray:
-    """``budget.fits`` of K shapes, checked, as it may be the user's code: bool (K,), or ConfigError."""
+    """Ask ``budget.fits``, which may be a user's code, about K shapes; check the answer: bool (K,), or ConfigError."""
     return _checked(budget.fits(shape), len(shape), "b", f"{type(budget).__name__}.fits")
 
 
@@ -170,7 +170,7 @@ def _checked(answer: Any, size: int, kinds: str, asked: str) -> Any:
 
 
 class Wrapper(Budget):
-    """A budget around another one, ``base``, which answers what the wrapper does not define."""
+    """A budget around another budget, ``base``. What the wrapper does not define, ``base`` answers."""
 
     base: Budget
     layout: Any = property(attrgetter("base.layout"))
@@ -225,7 +225,7 @@ class AdditiveCap(Budget):
 
 @dataclass(frozen=True)
 class AllOf(Budget):
-    """A batch fits when it fits every part. Made by ``&``."""
+    """Budgets joined by ``&``: a batch fits if it fits each of them."""
 
     parts: tuple[Budget, ...]
 
@@ -235,7 +235,7 @@ class AllOf(Budget):
             raise ConfigError(f"`&` combines budgets, such as TokenBudget(4096) & AdditiveCap(...), not {foreign[0]!r}")
         combined = cls(tuple(p for b in budgets for p in (b.parts if isinstance(b, AllOf) else (b,))))
         if any(p.ladder is not None for p in combined.parts):
-            raise ConfigError("a ShapeLadder is a choice within a budget: ShapeLadder(lengths, budget & other)")
+            raise ConfigError("a ShapeLadder must be outside of `&`: write ShapeLadder(lengths, budget & other)")
         if len({p.layout for p in combined._others}) > 1:
             raise ConfigError("a batch is either padded or packed: budgets of both layouts cannot be combined with `&`")
         return combined
@@ -271,8 +271,8 @@ class AllOf(Budget):
         return np.logical_and.reduce([fits_of(p, self.seen_by(p, shape)) for p in self.parts])
 
     def seen_by(self, part: Budget, shape: BatchShape) -> BatchShape:
-        """The shape that a part is shown. Without streams under a cap, if the part counts all streams as padded. With
-        lengths as they are padded, if other parts round up further; but a cap counts units without padding."""
+        """The shape that one of the joined budgets is asked about: without streams under a cap, if it counts all
+        streams as padded; with rounded lengths, if others round up further. But a cap counts without padding."""
         if part.pad_to_multiple_of != self.pad_to_multiple_of and not isinstance(part, AdditiveCap):
             shape = self._packed(shape) if self.layout == "packed" else self.as_run(shape)
         return shape.without(self._end_to_end) if part.counts_every_stream else shape

@@ -49,11 +49,11 @@ class _Lessons:
 # A failure at cost c sets a wall: no batch of cost c or more is tried again. Costs are predictions, so the limit falls
 # to a share of c. Batches that pass near the limit raise it again in small steps, but never up to the wall.
 class LearningBudget(Wrapper):
-    """A budget that no longer allows what has run out of memory. Without a ``budget`` to correct, all else is allowed.
+    """A budget that refuses batches as large as those that ran out of memory. Without ``budget``, others fit.
 
-    The cost of a batch is what ``budget`` predicts for it. ``allows`` follows each failure at once:
+    The cost of a batch is what ``budget`` predicts for it. ``allows`` uses each failure at once:
     :class:`~dynagroup.oom.OomSafeBackward` and generation ask it and split a batch before it fails. ``fits``, which
-    plans use, follows only after :meth:`apply`: loaders call it when an epoch begins, and save this state in theirs. So
+    plans use, changes only after :meth:`apply`: loaders call it when an epoch begins, and save this state in theirs. So
     does a :class:`LengthAwareBatchSampler` on one rank; on several, call it yourself, with equal records on all.
 
     >>> budget = LearningBudget(TokenBudget(1000))
@@ -71,7 +71,7 @@ class LearningBudget(Wrapper):
         self.base = TokenBudget(UNLIMITED) if budget is None else budget
         if self.base.ladder is not None:
             way_out = "ShapeLadder(lengths, LearningBudget(budget))"
-            raise ConfigError(f"a ShapeLadder follows what its budget learns: {way_out}")
+            raise ConfigError(f"a ShapeLadder cannot be inside a LearningBudget; write {way_out}")
         self._lessons = _Lessons()
         self._held: float | None = None
 
@@ -80,7 +80,7 @@ class LearningBudget(Wrapper):
         return self
 
     def bind(self, lengths: Streams, /) -> "LearningBudget":
-        """What one learns the other knows."""
+        """Bind the budget to lengths. The old and the new budget share what they learn."""
         return self._of(self.base.bind(lengths))
 
     def with_memory(self, known: Callable[[], Any], /) -> "LearningBudget":
@@ -135,7 +135,7 @@ class LearningBudget(Wrapper):
         return largest_within(lambda n: self._within(followed, BatchShape.of(n, longest)), len(longest), most)
 
     def apply(self, world: World | None = None) -> None:
-        """Let ``fits`` follow what was learned; call it between epochs. Ranks take the lowest limits. Collective."""
+        """Make ``fits`` use what was learned; call it between epochs. Ranks get the lowest limits. Collective."""
         numbers = self._lessons.numbers
         if world is not None and world.size > 1:
             lowest = world.all_max([-int(min(limit * COST_UNIT, NO_COST)) for limit in self.limits])
@@ -143,12 +143,12 @@ class LearningBudget(Wrapper):
         numbers[2] = numbers[0]
 
     def record_oom(self, shape: BatchShape, *, wasted_s: float = 0.0, num_retries: int = 2) -> None:
-        """A batch of this shape (one row) ran out of memory and was run again in ``num_retries`` parts."""
+        """Record that a batch of this shape (one row) ran out of memory and was run in ``num_retries`` parts."""
         self.record_failed_cost(float(self.cost(shape)[0]))
         self.record_waste(num_ooms=1, wasted_s=wasted_s, num_retries=num_retries)
 
     def record_failed_cost(self, cost: float) -> None:
-        """Record a failure by its cost, which the ranks have agreed on."""
+        """Record the cost of a batch that failed; all ranks pass the same cost."""
         limit, wall = self.limits
         self._move(min(limit, BACKOFF * cost), min(wall, cost))
 
@@ -158,7 +158,7 @@ class LearningBudget(Wrapper):
             setattr(self._lessons.report, name, getattr(self._lessons.report, name) + value)
 
     def record_pass(self, shape: BatchShape, *, peak_bytes: int | None = None, device_bytes: int | None = None) -> None:
-        """A batch of this shape (one row) passed; ``peak_bytes``: measured peak of the device's memory, if known."""
+        """Record that a batch of this shape (one row) succeeded; ``peak_bytes``: measured peak, if known."""
         share = 0.0 if peak_bytes is None or not device_bytes else peak_bytes / device_bytes
         limit, wall = self.limits
         if share <= FULL and math.isinf(limit):
@@ -181,7 +181,7 @@ class LearningBudget(Wrapper):
         return self._lessons.report
 
     def share_memory(self) -> "LearningBudget":
-        """Keep what is learned in shared memory: worker processes started from now on follow it at once."""
+        """Keep what is learned in shared memory: worker processes that start from now on use it at once."""
         import torch
 
         if isinstance(self._lessons.numbers, list):
@@ -196,7 +196,7 @@ class LearningBudget(Wrapper):
         return sealed("LearningBudget", {"budget": self.base.fingerprint}, fields)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with what a run with the same budget learned. StateError: another budget; nothing has changed."""
+        """Load what a run with the same budget has learned. StateError: another budget; nothing has changed."""
         [found], lessons = opened(state, "LearningBudget", {"budget": self.base.fingerprint}), self._lessons
         for place, number in enumerate(found["numbers"]):  # in place, because they may be in shared memory
             lessons.numbers[place] = math.inf if number is None else number
@@ -205,11 +205,11 @@ class LearningBudget(Wrapper):
     @staticmethod
     @contextmanager
     def taken_up(budget: Budget, state: Mapping[str, Any]) -> Iterator[None]:
-        """Inside, a budget knows what it had :meth:`saved` in a loader's state. What fails there changes nothing."""
+        """Context: a budget knows what it had :meth:`saved` in a loader's state. An error inside changes nothing."""
         learner, learned = budget.learner, state["learned"]
         before = None if learner is None else learner.state_dict()
         if learner is None and learned is not None and learned["numbers"][2] is not None:
-            raise StateError("its plan follows the learned limits of a LearningBudget; give this loader one, too")
+            raise StateError("the saved plan uses limits of a LearningBudget; give this loader a LearningBudget, too")
         try:
             if learner is not None and learned is not None:
                 learner.load_state_dict(learned)

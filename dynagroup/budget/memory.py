@@ -35,12 +35,12 @@ def parsed_bytes(memory: str | float) -> int:
     if found is None or found[2] not in UNITS or float(found[1]) == 0:
         raise ConfigError(f"`memory` must be a size such as 80GB or 24GiB, or a number of bytes, but is {memory!r}")
     if not found[2] and float(found[1]) < 1e6:
-        raise ConfigError(f"`memory` is {memory!r}, which is so many bytes; write {found[1]}GB")
+        raise ConfigError(f"`memory` is {memory!r}, which is a number of bytes; for gigabytes write {found[1]}GB")
     return int(float(found[1]) * UNITS[found[2]])
 
 
 class MemoryBudget(Budget):
-    """Batches that need no more memory than the hardest: the ``batch_size`` longest samples, which you know to fit.
+    """Batches that need no more memory than the ``batch_size`` longest samples, which you know to fit.
 
     A later batch may have more samples, while its predicted memory stays within ``headroom`` of the hardest batch's. A
     shape no larger than the hardest one always fits. :meth:`from_model` and :meth:`from_bytes` compare with a device's
@@ -91,7 +91,7 @@ class MemoryBudget(Budget):
     def from_bytes(
         cls, limit_bytes: str | float, *, model: BytesMemoryModel, headroom: float = 0.9, pad_to_multiple_of: int = 1
     ) -> "MemoryBudget":
-        """A budget in bytes of a device. BudgetError: static memory alone exceeds ``headroom`` of the limit."""
+        """A budget in bytes, such as a device's. BudgetError: static memory alone exceeds ``headroom`` of the limit."""
         return _DeviceBudget(limit_bytes, model, headroom, pad_to_multiple_of)
 
     @classmethod
@@ -103,7 +103,7 @@ class MemoryBudget(Budget):
         sharding: Sharding | None = None, num_ranks: int | None = None, max_new_tokens: int | None = None,
         inputs: MakeInputs | None = None, measured: Measurements | None = None, **sizes: Any,
     ) -> "MemoryBudget":  # fmt: skip
-        """What fits on a device, from the model alone. It is traced on the CPU for a few seconds; no weights are read.
+        """A budget for a device, from the model alone, traced on the CPU in a few seconds; no weights are read.
 
         Args:
             model_or_config: a torch model, a transformers config or its name.
@@ -203,13 +203,13 @@ class MemoryBudget(Budget):
         return None if self.layout == "packed" or len(self._longest) > 1 else self.most_samples(longest)
 
     def most_samples(self, longest: Any) -> IntArray:
-        """Most samples that fit when each has this length (K lengths: tokens, or stream -> units): int64 (K,)."""
+        """The most samples that fit if each has this length (K lengths: tokens, or stream -> units): int64 (K,)."""
         size = len(BatchShape.of(1, longest))
         return largest_within(lambda count: self.fits(BatchShape.of(count, longest)), size)
 
     def max_tokens(self, longest: int) -> int:
-        """The largest token budget under which every batch of samples of up to ``longest`` tokens fits. In generation
-        it also counts the new tokens of each prompt.
+        """The largest token budget under which every batch of samples of up to ``longest`` tokens fits. For generation,
+        this token budget also counts the new tokens of each prompt.
 
         A budget of T tokens allows T // C(L) samples of L tokens, where C(L) is L with its new tokens and rounding. If
         at most M(L) samples fit in memory, then T // C(L) <= M(L) for all L exactly if T < (M(L) + 1) * C(L) for all L.
@@ -222,8 +222,8 @@ class MemoryBudget(Budget):
         return int(((self.most_samples(lengths) + 1) * counted).min() - 1)
 
     def figures(self, lengths: Sequence[int] | None = None) -> dict[str, Any]:
-        """For each length (default: powers of two up to the model's positions): how many ``samples`` fit, their
-        ``tokens``, ``share`` of the limit; the longest that fits (``reach``); ``max_tokens`` up to it. 0: none."""
+        """For each length (default: powers of two up to the model's positions): how many ``samples`` fit, ``tokens``,
+        ``share`` of the limit; ``reach``: the longest length that fits; ``max_tokens`` up to it. 0: none."""
         longest = np.array(sorted(self._lengths if lengths is None else lengths), np.int64)
         if not longest.size or longest[0] < 1:
             raise ConfigError(f"`lengths` must be positive numbers of tokens, but is {lengths!r}")
@@ -296,7 +296,7 @@ class MemoryBudget(Budget):
             which = "`longest`" if not self._longest else f"how long the first batch is in {name!r}"
             way_out = f"give MemoryBudget(..., longest={{{name!r}: units of your longest sample}})"
             cap = f"where a stream is not padded, & AdditiveCap({name!r}, limit)"
-            raise ConfigError(f"{which} is not known: {way_out}, or, {cap}")
+            raise ConfigError(f"{which} is not known; {way_out}, or, {cap}")
         known = {name: round_up(np.array([given[name]]), self._multiple) for name in padded.longest}
         return BatchShape.of(self._batch_size, known)
 
@@ -318,7 +318,7 @@ class _DeviceBudget(MemoryBudget):
         limit_bytes = parsed_bytes(limit) if isinstance(limit, (str, float)) else limit
         self._limit_bytes, self._longest = check_int("limit_bytes", limit_bytes), {}
         if not isinstance(model, BytesMemoryModel):
-            raise ConfigError(f"`model` must answer in bytes (ProfiledMemory does), but is {model!r}")
+            raise ConfigError(f"`model` must predict bytes (as ProfiledMemory does), but is {model!r}")
         self._set(model, headroom, pad_to_multiple_of)
         most = min(getattr(model, "longest", None) or LENGTHS[-1], LENGTHS[-1])
         self._lengths = [length for length in LENGTHS if length < most] + [most]

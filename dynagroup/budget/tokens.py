@@ -77,7 +77,7 @@ class TokenBudget(Budget):
 
 
 def as_budget(budget: Budget | int) -> Budget:
-    """Return a budget as it is, and make a number of tokens a TokenBudget. ConfigError: it is neither.
+    """A budget as it is, or a TokenBudget of a number of tokens. ConfigError: ``budget`` is neither.
 
     >>> as_budget(4096) == TokenBudget(4096)
     True

@@ -1,4 +1,4 @@
-"""The command line: its commands and options. ``commands`` finds what they ask for, when one runs."""
+"""The command line: its commands and options. The module ``commands`` runs them."""
 
 import argparse
 import logging

@@ -1,4 +1,4 @@
-"""What each command finds. The package's ``__init__`` has their names and options."""
+"""The functions that run the commands. The package's ``__init__`` holds the commands' names and options."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def lengths(args: argparse.Namespace) -> Found:
-    """Measured on all cores and written."""
+    """Measure lengths on all cores and write them to a file."""
     found = _lengths(args, num_proc=args.processes, output=args.output).items()
     sums = lambda n: {"num_samples": len(n), "sum": int(n.sum(dtype="int64")), "longest": int(n.max())}  # noqa: E731
     told = {name: sums(lengths) for name, lengths in found}
@@ -73,7 +73,7 @@ def kinds_of(args: argparse.Namespace) -> list[Any] | None:
 
 
 def lengths_of(args: argparse.Namespace) -> Streams:
-    """Lengths by stream: read, counted from token ids, or measured with a tokenizer. Several streams have names."""
+    """The lengths by stream: read from a file, counted from token ids, or measured with a tokenizer."""
     streams = _lengths(args, num_proc=1, progress=False)
     if len(streams) > 1:  # beside the output where machines read that
         line = f"streams: {', '.join(streams)} (a batch holds the tokens of all; to take others: --column A[,B])"
@@ -105,11 +105,11 @@ def _comparison(args: argparse.Namespace) -> Comparison:
 
 
 def doctor(args: argparse.Namespace) -> Found:
-    """What is wasted, how long ranks wait, how much memory is used; what each way would take; and what to change."""
+    """Report padding, waiting ranks and memory, the predicted time of each way of batching, and what to change."""
     found = _comparison(args)
     memory, safe = _memory(args, found)
     today, grouped = found.ways[:2]
-    multiplied = f"of the tokens that {today.name} batches multiply are padding"
+    multiplied = f"of the tokens of {today.name} batches are padding"
     waits = f"{found.world_size} ranks wait {today.waiting:.0%} of their time for the slowest of a step"
     waste = f"{today.padding:.0%} {multiplied} (group_by_length: {grouped.padding:.0%})"
     ranks = waits if found.world_size > 1 else "one rank: nobody waits"
@@ -144,7 +144,7 @@ def _memory(args: argparse.Namespace, found: Comparison) -> tuple[str, int | Non
         told = f"the largest batch has {today.largest_batch:,} tokens, a typical one {middle:,} ({share})"
         return f"{told}; name --model and --gpu-memory to see whether it fits", None
     if args.model is None:
-        raise ConfigError("`--gpu-memory` needs `--model`, to know what a batch takes")
+        raise ConfigError("`--gpu-memory` needs `--model`, to predict the memory of a batch")
     longest = {name: max(int(values.max()), 1) for name, values in found.lengths.items()}
     budget = MemoryBudget.from_model(args.model, args.gpu_memory, **{**_workload(args), "layout": "padded"})
     most, safe = int(budget.most_samples(longest)[0]), budget.max_tokens(max(longest.values()))
@@ -164,7 +164,7 @@ def _workload(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def fit(args: argparse.Namespace) -> Found:
-    """What fits, by tracing the model or by measured rows."""
+    """Report which batches fit, from a trace of the model or from measured rows."""
     if vars(args)["for"] is not None:  # these frameworks pack, which needs attention that keeps samples apart
         args.layout, args.attention = "packed", args.attention or "flash"
     if vars(args).get("measure"):
@@ -202,7 +202,7 @@ def setting_for(args: argparse.Namespace, most: int, positions: int) -> str:
     framework = vars(args)["for"]
     if (framework, args.mode) not in SETTINGS:
         modes = " or ".join(mode for name, mode in SETTINGS if name == framework)
-        raise ConfigError(f"`--for {framework}` goes with `--mode {modes}`, not {args.mode}")
+        raise ConfigError(f"`--for {framework}` needs `--mode {modes}`, not {args.mode}")
     longest = limit_of(args.max_length) or min(most, positions)
     if not 0 < longest <= most:
         told = f"`--max-length {longest}` is more than fits" if longest else "not one token fits"

@@ -22,7 +22,7 @@ class AcceleratedSteps:
 
     @property
     def num_updates(self) -> int:
-        """Updates of an epoch, if known beforehand: the unit of a learning-rate scheduler."""
+        """Updates of an epoch, if known before it runs: the unit of a learning-rate scheduler."""
         return self.loader.num_updates
 
     def __iter__(self) -> Iterator[Step[Any]]:
@@ -31,11 +31,11 @@ class AcceleratedSteps:
             yield step.map(lambda batch: send_to_device(batch, device, non_blocking=non_blocking))
 
     def local_until_update(self, model: Any, step: Step[Any]) -> contextlib.AbstractContextManager[Any]:
-        """Around forward and backward: gradients are exchanged between ranks only on an update's last step."""
+        """Context for forward and backward: ranks exchange gradients only on an update's last step."""
         return contextlib.nullcontext() if step.ends_update else self.accelerator.no_sync(model)
 
     def state_dict(self) -> dict[str, Any]:
-        """State of all ranks. Collective, because ranks differ and one of them writes the checkpoint."""
+        """State of all ranks. Collective: each rank has its own state, and one rank writes the checkpoint."""
         return {"ranks": gather_object([self.loader.state_dict()])}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -44,22 +44,22 @@ class AcceleratedSteps:
 
 
 def prepare(accelerator: Accelerator, loader: Any) -> Any:
-    """A loader for a training loop of your own. A loader of dynagroup becomes :class:`AcceleratedSteps`, registered for
-    checkpointing. A ``DataLoader`` with a :class:`LengthAwareBatchSampler` goes through ``accelerator.prepare``, after
-    a check that no sample gets lost there.
+    """Prepare a loader for a training loop of your own. A loader of dynagroup becomes :class:`AcceleratedSteps`,
+    registered for checkpointing. A ``DataLoader`` with a :class:`LengthAwareBatchSampler` goes through
+    ``accelerator.prepare``, after a check that this loses no sample.
 
     Raises:
         ConfigError: the accelerator or the sampler would shard, split or scale a second time.
     """
     if accelerator.gradient_accumulation_steps != 1:
-        raise ConfigError("leave Accelerator's `gradient_accumulation_steps` 1: `loss_scale` weighs losses already")
+        raise ConfigError("leave Accelerator's `gradient_accumulation_steps` at 1: `loss_scale` already weighs losses")
     if isinstance(loader, StepLoader):
         steps = AcceleratedSteps(accelerator, loader)
         accelerator.register_for_checkpointing(steps)
         return steps
     sampler = getattr(loader, "batch_sampler", None)
     if not isinstance(sampler, LengthAwareBatchSampler):
-        raise ConfigError(f"`loader` must be one of dynagroup, or have a LengthAwareBatchSampler, but is {loader!r}")
+        raise ConfigError(f"`loader` must be of dynagroup, or have a LengthAwareBatchSampler, but is {loader!r}")
     for setting in ("split_batches", "dispatch_batches"):
         if getattr(accelerator.dataloader_config, setting):
             raise ConfigError(f"{setting}=True cuts batches of one fixed size; set it to False")

@@ -31,18 +31,18 @@ class DynagroupArgs(BaseModel):
 
 
 class DynagroupPlugin(BasePlugin):  # type: ignore[misc]
-    """AxolotlTrainer, its batches as many samples as fit ``dynagroup_max_tokens``."""
+    """Gives AxolotlTrainer batches of at most ``dynagroup_max_tokens`` tokens."""
 
     def get_input_args(self) -> str:
         return "dynagroup.integrations.axolotl.DynagroupArgs"
 
     def get_trainer_cls(self, cfg: Any) -> type | None:
-        """The Trainer class, or None where ``dynagroup_max_tokens`` is not set. ConfigError: others make the batches."""
+        """The Trainer class; None: no ``dynagroup_max_tokens``. ConfigError: another option forms the batches."""
         if not cfg.dynagroup_max_tokens:
             return None
         for name in EXCLUDED:
             if getattr(cfg, name, None):
-                raise ConfigError(f"dynagroup_max_tokens does not go with {name}: leave it unset, or false")
+                raise ConfigError(f"dynagroup_max_tokens excludes {name}: leave {name} unset, or false")
         # Axolotl pads to a multiple of 64 unless `pad_to_sequence_len` says otherwise.
         multiple = 64 if getattr(cfg, "pad_to_sequence_len", None) is None else 1
         budget = TokenBudget(cfg.dynagroup_max_tokens, pad_to_multiple_of=multiple)

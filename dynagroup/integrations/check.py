@@ -29,7 +29,7 @@ FEWEST = 2
 CLOSE = 1e-4  # relative to the largest number; in float32 two ways to the same answer differ by rounding
 RECURRENT = ("linear_attention", "mamba", "recurrent", "conv")  # kinds of layers that run along the row
 VARLEN = "use_varlen_attention"
-KERNELS = "need the kernels of flash-linear-attention and causal_conv1d (GPU), which start anew at each sample"
+KERNELS = "on a GPU install flash-linear-attention and causal_conv1d, elsewhere use the padded layout"
 
 
 def check_model(model_or_config: Any) -> dict[str, str]:
@@ -57,8 +57,8 @@ def check_model(model_or_config: Any) -> dict[str, str]:
 
 
 def small_model(source: Any) -> Any:
-    """A small model of a config: as few layers as hold each kind of layer, a small vocabulary, and narrow where its
-    code allows. ConfigError: none can be built."""
+    """Build a small model of a config: the fewest layers that include every kind of layer, a small vocabulary, and
+    small widths if the model's code allows them. ConfigError: no small model can be built."""
     failed = None
     for sizes in ({**SMALL, **NARROW}, {n: v for n, v in {**SMALL, **NARROW}.items() if n != "head_dim"}, SMALL):
         config = copy.deepcopy(as_config(source))
@@ -91,11 +91,11 @@ def _parts(config: Any) -> Iterator[Any]:
 
 def _packed(model: Any) -> str:
     if model.config.is_encoder_decoder:
-        return "not for encoder-decoders: group by both lengths"
+        return "not possible for encoder-decoders: use the padded layout, with both lengths"
     kinds = {str(kind) for part in _parts(model.config) for kind in getattr(part, "layer_types", None) or ()}
     kinds.add(str(getattr(model.config, "model_type", "")))
     if found := sorted(kind for kind in kinds if any(name in kind for name in RECURRENT)):
-        return f"layers that run along the row ({', '.join(found)}) {KERNELS}; pad otherwise"
+        return f"samples are kept apart only by certain kernels (layers: {', '.join(found)}): {KERNELS}"
     model.config.use_cache = False  # with a cache transformers makes no mask between packed samples
     apart, refused = [], []
     for name in (model.config._attn_implementation, VARLEN):
@@ -103,8 +103,8 @@ def _packed(model: Any) -> str:
             packing_collator(use_varlen_attention(model) if name == VARLEN else model)
             apart.append(name)
         except ConfigError as error:
-            refused.append(f"samples are not kept apart on a CPU: {str(error)[:150]}")
-    return f"samples are kept apart with {' or '.join(apart)}" if apart else refused[0]
+            refused.append(f"samples are not kept apart: use the padded layout ({str(error)[:150]})")
+    return f"samples are kept apart with {' or '.join(apart)}: use layout='packed'" if apart else refused[0]
 
 
 def _answer(model: Any, ids: torch.Tensor, **more: Any) -> torch.Tensor:
@@ -120,7 +120,7 @@ def _padding(model: Any) -> str:
     mask = torch.stack([torch.ones_like(long[0]), torch.tensor([1] * width + [0] * missing)])
     alone, beside = _answer(model, short)[0], _answer(model, torch.cat([long, padded]), attention_mask=mask)[1]
     apart = float((beside[: len(alone)][:width] - alone[:width]).abs().max() / alone.abs().max())
-    return "changes no answer" if apart < CLOSE else f"changes answers by {apart:.1%}: group equal lengths"
+    return "changes no answer" if apart < CLOSE else f"changes answers by {apart:.1%}: batch equal lengths only"
 
 
 def _loss(model: Any) -> str:
@@ -134,12 +134,12 @@ def _loss(model: Any) -> str:
         first, second, both = (float(model(input_ids=ids[part], labels=labels[part]).loss) for part in rows)
     mean = (first * counts[0] + second * counts[1]) / sum(counts)
     is_mean = abs(both - mean) < CLOSE * abs(mean)
-    return "the mean over label tokens" if is_mean else "no mean over label tokens: weigh it"
+    return "the mean over label tokens" if is_mean else "not the mean over label tokens: pass weigh="
 
 
 def _memory(model: Any) -> str:
     TracedMemory.of(model.config, "train")
-    return "traced exactly: MemoryBudget.from_model"
+    return "can be traced: use MemoryBudget.from_model"
 
 
 QUESTIONS: dict[str, Callable[[Any], str]] = {"padding": _padding, "loss": _loss, "packed": _packed, "memory": _memory}

@@ -1,4 +1,4 @@
-"""Settings of a Trainer with batches that fit, and which of its own settings do not go with them."""
+"""Settings of a Trainer with batches that fit, and the Trainer's own settings that cannot be combined with them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -84,7 +84,7 @@ class DynagroupConfig:
         check_choice("updates", self.updates, ("preserved", "free"))
         check_choice("out_of_memory", self.out_of_memory, ("retry", None))
         if self.updates == "free" and self.samples_per_update is not None:
-            raise ConfigError("`samples_per_update` needs updates='preserved': free updates are as large as they come")
+            raise ConfigError("`samples_per_update` needs updates='preserved': the size of free updates is not fixed")
         if self.kind_of is not None and self.mode == "offline":
             raise ConfigError("`kind_of` needs mode='online': with mode='offline' pass the labels as `kinds`")
         if self.plan.get("work") == "measure" and self.mode == "online":
@@ -100,7 +100,7 @@ def trl_classes(trainer: Any) -> set[str]:
 
 
 def refuse_unsupported(trainer: Any, config: DynagroupConfig) -> None:
-    """Raise ConfigError for settings that would lose samples or weigh them wrongly; it names the way out."""
+    """Raise ConfigError for settings that would lose samples or weigh them wrongly; it says what to do instead."""
     args, accelerator, ours = trainer.args, trainer.accelerator, trl_classes(trainer)
     shards, plugin = accelerator.dataloader_config, getattr(accelerator.state, "deepspeed_plugin", None)
     sharing = trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size()
@@ -131,4 +131,4 @@ def refuse_unsupported(trainer: Any, config: DynagroupConfig) -> None:
     }  # fmt: skip
     for what, (is_set, instead) in wrong.items():
         if is_set:
-            raise ConfigError(f"{what} does not go with dynagroup: {instead}")
+            raise ConfigError(f"{what} cannot be combined with dynagroup: {instead}")

@@ -1,5 +1,5 @@
 """Hugging Face ``Trainer`` with batches that fit: one loader item is one optimizer update, of any number of batches. So
-its length, ``max_steps``, schedulers, logs and checkpoints stay exact, and nothing is left over at an epoch's end."""
+the loader's length, ``max_steps``, schedulers, logs and checkpoints stay exact."""
 
 import copy
 from dataclasses import replace
@@ -33,8 +33,8 @@ Settings: TypeAlias = Budget | int | DynagroupConfig
 
 
 class DynagroupTrainerMixin(Evaluator):
-    """Put it before a Trainer class: ``class MyTrainer(DynagroupTrainerMixin, Seq2SeqTrainer): ...``. Its arguments are
-    those of :func:`dynagroup_trainer`. ``trainer.args`` is a copy with ``gradient_accumulation_steps=1``.
+    """Put this mixin before a Trainer class: ``class MyTrainer(DynagroupTrainerMixin, Seq2SeqTrainer): ...``. Its
+    arguments are those of :func:`dynagroup_trainer`. ``trainer.args`` is a copy with ``gradient_accumulation_steps=1``.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class DynagroupTrainerMixin(Evaluator):
         return self.samples_per_update
 
     def get_train_dataloader(self) -> Any:
-        """Our loader, made from the host's, whose sampler may group by the size of an update."""
+        """dynagroup's loader, made from the Trainer's, whose sampler may group by the size of an update."""
         self.args.gradient_accumulation_steps = self.accumulation
         try:
             host = super().get_train_dataloader()
@@ -128,7 +128,7 @@ class DynagroupTrainerMixin(Evaluator):
         elif anew:
             loader.set_epoch(self.state.global_step // loader.num_updates)
         else:
-            way_out = "TrainingArguments(ignore_data_skip=True) goes on with its model, and begins the epoch anew"
+            way_out = "TrainingArguments(ignore_data_skip=True) continues with its model, and restarts the epoch"
             unsaid = "saved by a Trainer without dynagroup, so it does not say which samples were used"
             raise StateError(f"{checkpoint} was {unsaid}; {way_out}")
         if anew:
@@ -168,9 +168,9 @@ def dynagroup_trainer(trainer_class: type) -> type:
 
 def attach(trainer: Any, budget: Settings, *, dynagroup_eval: Budget | int | bool = True) -> None:
     """Give batches that fit to an existing Trainer before it trains: ``attach(trainer, 16_384)``. Its class becomes
-    ``dynagroup_trainer(type(trainer))``, with these as ``dynagroup`` and ``dynagroup_eval``. ConfigErrors leave it as it was."""
+    ``dynagroup_trainer(type(trainer))``, with these arguments. After a ConfigError the Trainer is as before."""
     if not isinstance(trainer, Trainer) or isinstance(trainer, DynagroupTrainerMixin):
-        raise ConfigError(f"`trainer` must be a Trainer without batches that fit, but is a {type(trainer).__name__}")
+        raise ConfigError(f"`trainer` must be a Trainer without dynagroup, but is a {type(trainer).__name__}")
     if trainer.is_in_train or trainer.state.global_step:
         raise ConfigError(f"`trainer` has made {trainer.state.global_step} updates: attach to it before it trains")
     ours: Any = trainer

@@ -27,7 +27,7 @@ TRL's DPO each follows the prompt."""
 
 
 class UpdateItems:
-    """A loader for a host that counts items: one is an update, a list of steps. Callbacks find it: ``train_dataloader``."""
+    """A loader for a Trainer, which counts items: one item is one update, a list of steps. Callbacks get it too."""
 
     def __init__(self, loader: StepLoader[Any]) -> None:
         self.loader, self.dataset = loader, loader.dataset
@@ -45,18 +45,18 @@ class UpdateItems:
 
 
 def host_order(loader: Any) -> Iterable[int]:
-    """The sampler of indices inside a loader, however many times accelerate has wrapped it."""
+    """The sampler of indices inside a Trainer's loader, however many times accelerate has wrapped it."""
     batch_sampler = loader.batch_sampler
     while hasattr(batch_sampler, "batch_sampler"):
         batch_sampler = batch_sampler.batch_sampler
     sampler = getattr(batch_sampler, "sampler", None)
     if sampler is None:
-        raise ConfigError("the training DataLoader has a batch sampler and none of indices; use a map-style dataset")
+        raise ConfigError("the training DataLoader has no sampler of indices; use a map-style dataset")
     return sampler
 
 
 def loader_kwargs(loader: Any) -> dict[str, Any]:
-    """Settings that our DataLoader takes over from the host's."""
+    """Settings that dynagroup's DataLoader copies from the Trainer's."""
     kept = {name: getattr(loader, name) for name in KEPT.split()}
     return {**kept, "pin_memory": bool(loader.pin_memory) and torch.cuda.is_available()}
 
@@ -69,7 +69,7 @@ def work_of(trainer: Any) -> Work:
 
 
 def memory_of(trainer: Any, mode: Mode) -> MemoryRegressor:
-    """What is known of the memory of this Trainer's model, as the Trainer runs it."""
+    """What is known about the memory of this Trainer's model, as the Trainer runs it."""
     args = trainer.args
     lower = "bfloat16" if args.bf16 else "float16" if args.fp16 else None
     how = {"autocast": lower, "gradient_checkpointing": args.gradient_checkpointing and mode == "train"}
@@ -77,7 +77,7 @@ def memory_of(trainer: Any, mode: Mode) -> MemoryRegressor:
 
 
 def write_states(folder: str, loader: StepLoader[Any]) -> None:
-    """Write all ranks' places into a checkpoint. Collective: every rank gives its own, the first writes the file."""
+    """Write the places of all ranks into a checkpoint. Collective: every rank gives its own, the first writes."""
     states = dict(gather_object([(loader.world.rank, loader.state_dict())]))
     if loader.world.rank == 0:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -85,8 +85,8 @@ def write_states(folder: str, loader: StepLoader[Any]) -> None:
 
 
 def read_states(folder: str) -> list[Any]:
-    """Read all ranks' places in a checkpoint, in the order of ranks; none if there is no file. Collective: the file may
-    be on the disk of one node. If one rank cannot read it, all raise StateError, so that none waits in vain."""
+    """Read the places of all ranks from a checkpoint, in the order of ranks; none if there is no file. Collective: the
+    file may be on the disk of one node. If one rank cannot read it, all raise StateError, so that none waits."""
     path, own = Path(folder, STATES), None  # None: damaged
     is_there = path.exists()
     with suppress(OSError, ValueError, RecursionError):

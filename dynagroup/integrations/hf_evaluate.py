@@ -26,7 +26,7 @@ from dynagroup.validation import warn_user
 #   takes its own sample of each group. At most W - 1 samples are left, the shortest: they are a row of their own.
 # Why right: a rank's batch is no larger than the groups the budget was asked about, so by its law it fits.
 class EvaluationRows:
-    """A batch sampler for accelerate, which deals batch ``k`` to rank ``k % num_ranks``.
+    """A batch sampler for accelerate, which gives batch ``k`` to rank ``k % num_ranks``.
 
     >>> from dynagroup import TokenBudget
     >>> rows = EvaluationRows({"tokens": np.array([3, 9, 2, 8, 1])}, TokenBudget(18), num_ranks=2)
@@ -56,7 +56,7 @@ class EvaluationRows:
             yield from row.T.tolist()
 
     def num_real(self, row: int) -> int:
-        """From this rank on, ranks only repeat a sample in a row."""
+        """The number of ranks with samples of their own in a row. The other ranks repeat a sample."""
         return self.num_left or self.num_ranks if row == len(self.rows) - 1 else self.num_ranks
 
 

@@ -1,4 +1,4 @@
-"""Updates of a Trainer: the steps of a loader, run one after the other and weighed exactly; and progress by samples."""
+"""Runs the updates of a Trainer: their steps in turn, with exact weights; and counts progress by samples."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from dynagroup.update.step import LoaderStats, Step
 # nothing, and a mean is noted once for each value behind it.
 @contextlib.contextmanager
 def trl_figures(trainer: Any, *, idle: bool = False, probe: bool = False) -> Iterator[None]:
-    """Around the loss of a batch. ``probe``: of this rank alone, without notes. Trainers not of TRL are not changed."""
+    """Context for the loss of a batch in a TRL trainer. ``probe``: use this rank's values alone and log nothing."""
     if not (trl_classes(trainer) and hasattr(trainer, "_metrics")):
         yield
         return
@@ -228,7 +228,7 @@ class UpdateRunner(Trainer if TYPE_CHECKING else object):
 
 
 class DynagroupCallback(TrainerCallback):
-    """Counts for an :class:`UpdateRunner`, before all other callbacks, so that they read the right ``state.epoch``."""
+    """Counts for an :class:`UpdateRunner`, before all other callbacks, so that these read the right ``state.epoch``."""
 
     def __init__(self, trainer: UpdateRunner) -> None:
         self.trainer = trainer
@@ -271,7 +271,7 @@ def _defines_compute_loss(trainer_class: type) -> bool:
 #   returns a mean, look alike from outside: the Trainer takes both for sums, so they would count once per batch.
 # Cost: two forward passes, once per run. Collective: all ranks take the same answer, or all raise.
 def is_a_mean(trainer: Any, model: Any, batch: Any, world: World) -> bool | None:
-    """Whether the loss stays a mean over its batch although it is told the number of items; None if this batch cannot tell."""
+    """Whether the loss is a mean over its batch even if it gets the number of items; None: this batch cannot tell."""
     error: Exception | None = None
     ratio = math.nan
     try:

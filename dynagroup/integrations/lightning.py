@@ -31,12 +31,12 @@ class LightningStep(NamedTuple):
 
 
 class LightningSteps(Callback):
-    """What ``train_dataloader`` returns: each item is a step. It is also a callback of the same Trainer and makes
+    """The value for ``train_dataloader``: each item is a step. It is also a callback of the same Trainer and makes
     Lightning step its optimizers where updates end: ``Trainer(callbacks=[steps]).fit(module, steps)``.
 
-    It is no ``DataLoader``, so Lightning injects no sampler. It has no ``len()``: an epoch is as long as its samples
-    need. It counts what training has used, not what Lightning has fetched ahead, so its state, which is in every
-    checkpoint, is exact. With automatic optimization, return ``update_loss(self, step, loss)`` from ``training_step``.
+    It is no ``DataLoader``, so Lightning adds no sampler. It has no ``len()``: an epoch is as long as its samples need.
+    It counts what training has used, not what Lightning has fetched ahead, so its state, which is in every checkpoint,
+    is exact. With automatic optimization, return ``update_loss(self, step, loss)`` from ``training_step``.
 
     Raises:
         ConfigError: it is not a callback of the Trainer, or the Trainer accumulates or limits batches itself.
@@ -104,9 +104,9 @@ class LightningSteps(Callback):
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         limit = trainer.limit_train_batches
         if trainer.accumulate_grad_batches != 1:
-            raise ConfigError("leave `accumulate_grad_batches` 1, and set samples_per_update of the loader")
+            raise ConfigError("leave `accumulate_grad_batches` at 1, and set samples_per_update of the loader")
         if not trainer.fast_dev_run and (isinstance(limit, int) or limit != 1.0):
-            raise ConfigError(f"`limit_train_batches` ({limit}) ends epochs in the midst of updates; use max_steps")
+            raise ConfigError(f"`limit_train_batches` ({limit}) ends epochs in the middle of an update; use max_steps")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if not pl_module.automatic_optimization:
@@ -130,5 +130,5 @@ class LightningSteps(Callback):
 
 def update_loss(module: LightningModule, step: LightningStep, mean_loss: torch.Tensor) -> torch.Tensor:
     """The loss to return from ``training_step`` under automatic optimization, weighed within its update. Lightning
-    divides it by ``trainer.accumulate_grad_batches``, so it is multiplied by that first."""
+    divides it by ``trainer.accumulate_grad_batches``, so this function first multiplies by that number."""
     return mean_loss * (step.loss_scale * module.trainer.accumulate_grad_batches)

@@ -20,7 +20,7 @@ STAGES = {"sft": "CustomSeq2SeqTrainer", "pt": "CustomTrainer", "dpo": "CustomDP
 
 @contextlib.contextmanager
 def dynamic_batching(dynagroup: Budget | DynagroupConfig) -> Iterator[None]:
-    """Inside, LLaMA-Factory's workflows train with batches that fit: ``with dynamic_batching(budget): run_exp(args)``.
+    """Context: LLaMA-Factory's workflows train with batches that fit: ``with dynamic_batching(budget): run_exp(args)``.
 
     Args:
         dynagroup: a budget, or a whole configuration. In the DPO and RM stages the budget counts the tokens of both answers.

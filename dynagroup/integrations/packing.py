@@ -26,7 +26,7 @@ WAYS_OUT = (
 
 
 def packing_collator(model: Any, **options: Any) -> Collate:
-    """``transformers.DataCollatorWithFlattening`` with what this model needs: its first position, borders for its kernels.
+    """``transformers.DataCollatorWithFlattening`` set for this model: its first position, borders for its kernels.
 
     Args:
         model: a transformers model as it will be trained, with its attention implementation. See :func:`check_packing`.
@@ -46,8 +46,8 @@ class NotAskedError(ConfigError):
 
 
 def check_packing(model: Any, collate_fn: Collate) -> None:
-    """Run two short samples packed and one by one: the model, which is not changed, must give the same answers. With
-    ``use_varlen_attention`` it is also compared with the model's own attention, since both runs might be wrong alike.
+    """Run two short samples packed and one by one: the model, which is not changed, must give the same answers. After
+    ``use_varlen_attention`` they are also compared with the model's own attention: both runs might be wrong.
 
     Raises:
         ConfigError: the model cannot be run on them, or answers differ (attention that mixes samples, a cache, other positions).
@@ -86,12 +86,12 @@ def _answers(model: Any, collate_fn: Collate) -> tuple[torch.Tensor, torch.Tenso
     batch = collate_fn([{"input_ids": list(ids), "labels": list(ids)} for ids in PROBES])
     shape = tuple(batch["input_ids"].shape)
     if shape != (1, sum(SIZES)):
-        raise ConfigError(f"`collate_fn` does not pack: 8 tokens came out as {shape}; use packing_collator(model)")
+        raise ConfigError(f"`collate_fn` does not pack: of 8 tokens it made {shape}; use packing_collator(model)")
     together = answer(model, batch)
     parts = batch["input_ids"].split(SIZES, dim=1)  # as they were collated: a collator may have masked some
     alone = torch.cat([answer(model, {"input_ids": part}) for part in parts], dim=1)
     if together.shape != alone.shape:
-        raise ConfigError(f"{type(model).__name__} does not answer token by token; use the padded layout")
+        raise ConfigError(f"{type(model).__name__} gives no output for each token; use the padded layout")
     return together, alone
 
 

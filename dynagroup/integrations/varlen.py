@@ -1,5 +1,6 @@
-"""Attention of packed batches with torch alone: each sample attends to itself, in memory linear in the tokens.
-``torch.nn.attention.varlen`` on CUDA devices in half precision (torch 2.11 or later), sample after sample otherwise."""
+"""Attention of packed batches with torch alone: each sample attends only to itself, and memory grows linearly with the
+tokens. It uses ``torch.nn.attention.varlen`` on CUDA in half precision (torch 2.11 or later), else a loop over
+samples."""
 
 import contextlib
 import inspect
@@ -36,7 +37,7 @@ INSTEAD = "use attn_implementation='flash_attention_2' where the model has it, o
 
 def use_varlen_attention(model: Any) -> Any:
     """Give a transformers model attention for packed batches; returns the model. Batches must be packed by
-    ``DataCollatorWithFlattening(return_flash_attn_kwargs=True)``. Parts without tokens (vision) keep theirs.
+    ``DataCollatorWithFlattening(return_flash_attn_kwargs=True)``. Parts without tokens (vision) keep their attention.
 
     Raises:
         ConfigError: :func:`check_own_attention` refuses the model. Later: a batch has a mask, no borders, or images whose
@@ -75,13 +76,13 @@ def check_own_attention(model: Any) -> set[Any]:
         ids = torch.arange(PROBE_TOKENS, device=next(model.parameters()).device) % 5 + 5
         model(input_ids=ids[None])
     if not asked:
-        raise ConfigError(f"{name} does not let its attention be chosen by transformers' AttentionInterface; {INSTEAD}")
+        raise ConfigError(f"{name} does not choose its attention by transformers' AttentionInterface; {INSTEAD}")
     return asked
 
 
 @contextlib.contextmanager
 def settings_kept(model: Any) -> Iterator[None]:
-    """On exit, a model's settings are what they were before."""
+    """Context that restores a model's settings when it ends."""
     configs = [config for part in model.modules() if hasattr(config := getattr(part, "config", None), "to_dict")]
     before = [(vars(config), dict(vars(config))) for config in configs]
     try:
@@ -112,7 +113,7 @@ def _attend_both(
     if not far or not apart < (1e-2 if wanted.is_cuda else 1e-4):
         more = f"it adds to the scores, or limits what a token sees by other than a window of {window}"
         found = f"on {PROBE_TOKENS} tokens the two are {apart:.1%} apart ({more})"
-        raise ConfigError(f"{type(module).__name__} does more than packed attention does: {found}; {INSTEAD}")
+        raise ConfigError(f"{type(module).__name__} needs what packed attention lacks: {found}; {INSTEAD}")
     asked.add(module)
     return wanted.to(query.dtype), None
 
@@ -145,7 +146,7 @@ def _no_mask(
         places = torch.arange(q_length, device=device)
         ahead = mask_function(torch.arange(batch_size, device=device)[:, None], 0, places[:-1], places[1:])
         if bool(ahead.any()) and not bool(ahead.all()):
-            raise ConfigError("some tokens look ahead and others do not, as an image's do; use the padded layout")
+            raise ConfigError("only some tokens attend to later ones, as in images; use the padded layout")
 
 
 def _is_causal(module: Any, told: bool | None) -> bool:
@@ -161,14 +162,14 @@ def _attend(
     options = {**kwargs, "attention_mask": attention_mask}
     if unknown := [f"`{k}`" for k, v in options.items() if k not in NO_MATTER and v is not None and v is not False]:
         given = f"{type(module).__name__} gives its attention {', '.join(unknown)}"
-        raise ConfigError(f"{given}, which packed attention does not understand; {INSTEAD}")
+        raise ConfigError(f"{given}, which packed attention does not support; {INSTEAD}")
     if query.shape[2] != key.shape[2]:
         raise ConfigError("packed attention has no cache of keys; generate with model.set_attn_implementation('sdpa')")
     if cu_seq_lens_q is None:
         # If the collator gave no borders: a batch that is not packed has one sample per row.
         (rows, _, tokens, _), places = query.shape, kwargs.get("position_ids")
         if places is not None and bool((places[:, 1:] <= places[:, :-1]).any()):
-            raise ConfigError(f"the batch is packed, but does not say where its samples begin; {COLLATE}")
+            raise ConfigError(f"the batch is packed, but does not hold where its samples begin; {COLLATE}")
         cu_seq_lens_q, max_length_q = torch.arange(rows + 1, device=query.device, dtype=torch.int32) * tokens, tokens
     how: dict[str, Any] = {"causal": _is_causal(module, is_causal), "scale": scaling, "window": sliding_window}
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))

@@ -46,7 +46,7 @@ class ClosedForm:
 
     @classmethod
     def of(cls, workload: Workload, constants: Mapping[str, float]) -> "ClosedForm":
-        """The closed form by the model's trace, or else by its sizes."""
+        """The closed form from the model's trace, or else from its sizes."""
         packed = workload.layout == "packed"
         if workload.phases is not None:
             return cls.of_phases(workload.phases, packed)
@@ -59,13 +59,13 @@ class ClosedForm:
         return cls(phases, traced, packed)
 
     def batch_bytes(self, shape: BatchShape) -> FloatArray:
-        """Bytes that grow with the batch, at least one: float64 (K,)."""
+        """The bytes of each batch, at least one, without static memory: float64 (K,)."""
         if self.traced is not None:
             return self.traced.bytes(shape, self.packed)
         return np.maximum((columns(shape, self.packed) @ self.phases.sum(axis=1).T).max(axis=1), 1.0)
 
     def shares(self, shape: BatchShape) -> FloatArray:
-        """Shares of the components and of the part quadratic in length, in the largest phase of each shape: (K, 6)."""
+        """The shares of the components, and of the part quadratic in length, in each shape's largest phase: (K, 6)."""
         values, phases = columns(shape, self.packed), self.phases
         largest = (values @ phases.sum(axis=1).T).argmax(axis=1)
         terms = phases[largest] * values[:, None, :]
@@ -245,7 +245,7 @@ FACTORS = [MONOMIALS.index(name) for name in ("1", "n", "nL", "nL2", "nT", "nT2"
 class ProfiledMemory:
     """Bytes of any batch: the largest of a few phases, each a sum of ``(1, n, n*L, n*L^2)`` with non-negative factors.
 
-    If asked about more than twice the longest row, it warns once that it guesses. Made by :meth:`fit`.
+    If asked about more than twice the longest row, it warns once that its answer is a guess. Made by :meth:`fit`.
     """
 
     static_bytes: int
@@ -257,7 +257,7 @@ class ProfiledMemory:
 
     @classmethod
     def fit(cls, measurements: Measurements) -> "ProfiledMemory":
-        """Fit the form to these rows, at least 4 (with two streams 8). Rows that ran out of memory are left out.
+        """Fit the formula to these rows, at least 4 (with two streams 8), without rows that ran out of memory.
 
         >>> from dynagroup.memory import Measurement, Workload
         >>> rows = [Measurement(n, {"tokens": L}, 1000, 64 * n * L) for n in (1, 2, 4) for L in (64, 128, 256)]
@@ -293,8 +293,8 @@ class ProfiledMemory:
             if asked > 2 * reach and not self.__dict__.get("_warned"):
                 self.__dict__["_warned"] = True
                 warn_user(
-                    f"this profile was fitted to samples of up to {reach} {name} and is asked about {asked}: what it says there "
-                    "may be several times off; measure longer shapes, or use MemoryBudget.from_model, which traces the model"
+                    f"this profile was fitted to samples of up to {reach} {name}, but a batch has one of {asked}: the prediction "
+                    "may be wrong by several times; measure longer shapes, or use MemoryBudget.from_model, which traces the model"
                 )
         return self.phases.bytes(shape)
 

@@ -28,7 +28,7 @@ Shape: TypeAlias = "tuple[int, int | Mapping[str, int]]"
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Peak memory of one batch. If the run went out of memory, ``batch_bytes`` is None and ``oom`` is True."""
+    """Peak memory of one batch. If the run ran out of memory, ``batch_bytes`` is None and ``oom`` is True."""
 
     num_samples: int
     longest: Mapping[str, int]
@@ -79,13 +79,13 @@ class Measurements:
         return tuple(row for row in self.rows if row.batch_bytes is not None)
 
     def shapes(self) -> BatchShape:
-        """Shapes of the complete rows."""
+        """The shapes of the rows that did not run out of memory."""
         rows = self.complete
         names = rows[0].longest if rows else {TOKENS: 0}
         return BatchShape.of([r.num_samples for r in rows], {k: [r.longest[k] for r in rows] for k in names})
 
     def batch_bytes(self) -> FloatArray:
-        """Bytes that grow with the batch, for the complete rows: float64 (K,)."""
+        """Peak bytes without static memory, of the rows that did not run out of memory: float64 (K,)."""
         return np.array([row.batch_bytes for row in self.complete], dtype=np.float64)
 
     def to_parquet(self, path: str | Path) -> None:
@@ -106,7 +106,7 @@ class Measurements:
 
     @classmethod
     def from_parquet(cls, path: str | Path) -> Measurements:
-        """Read what :meth:`to_parquet` wrote. StateError: it is damaged, or something else."""
+        """Read a file that :meth:`to_parquet` wrote. StateError: it is damaged, or of another kind."""
         import pyarrow.parquet as pq
 
         told = f"{path} is damaged or no file of measurements"

@@ -1,4 +1,4 @@
-"""What budgets need of a memory model; the simplest model; and a table of any model's answers by length."""
+"""The interface of a memory model; the simplest such model; and a table of any model's answers by length."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class BytesMemoryModel(MemoryModel, Protocol):
         ...
 
     def batch_bytes(self, shape: BatchShape, /) -> FloatArray:
-        """Bytes that grow with the batch, on top of ``static_bytes``, at the peak: float64 (K,)."""
+        """The bytes of each batch at its peak, without ``static_bytes``: float64 (K,)."""
         ...
 
 

@@ -72,7 +72,7 @@ class Features:
 
 
 def features(shape: BatchShape, baseline: BatchShape, workload: Workload, form: ClosedForm) -> Features:
-    """Features of K batches against one baseline, or K. No means or spreads, which may fall when a sample is added."""
+    """Features of K batches relative to one baseline, or K. No means or spreads: they may fall as samples are added."""
     ratio = np.log(form.batch_bytes(shape)) - np.log(form.batch_bytes(baseline))
     n, length, target = _logs(shape)
     n_b, length_b, target_b = _logs(baseline)
@@ -110,13 +110,13 @@ class MemoryRegressor:
 
     @classmethod
     def pretrained(cls, workload: Workload | None = None) -> "MemoryRegressor":
-        """The regressor that comes with the package, for this workload; None: nothing is known, and it is careful."""
+        """The regressor that comes with the package, for this workload; None: unknown, so predictions are cautious."""
         return replace(_pretrained(), workload=workload) if workload else _pretrained()
 
     @classmethod
     def of_model(cls, model: Any, mode: Mode, **known: Any) -> "MemoryRegressor":
-        """The pretrained one, for this torch model as it is run. Looking takes seconds, so it is done once a model. Of one that
-        says nothing of itself, without a config, only the mode is known. ``known``: fields of a :class:`Workload`."""
+        """The pretrained regressor for this torch model as it is run. Each model is examined once, which takes seconds.
+        Of a model without a config only the mode is known. ``known``: fields of a :class:`Workload`."""
         found, key = _known.setdefault(model, {}), (mode, *sorted(known.items()))
         if key not in found:
             tells = getattr(model, "config", None) is not None
@@ -125,7 +125,7 @@ class MemoryRegressor:
 
     @classmethod
     def load(cls, path: str | Path, workload: Workload | None = None) -> "MemoryRegressor":
-        """What :meth:`save` wrote. ``workload``: default, the one it was fitted for. XGBoost is needed where its trees are asked.
+        """Load what :meth:`save` wrote, by default with its workload. Its trees need XGBoost when they are used.
 
         StateError: the file does not match its sealed card, or is of another version.
         """
@@ -142,7 +142,7 @@ class MemoryRegressor:
 
     @classmethod
     def fit(cls, measurements: Measurements | Sequence[Measurements]) -> "MemoryRegressor":
-        """A regressor for your own workload (or several), from simulated or measured rows.
+        """Fit a regressor for your own workload (or several) to simulated or measured rows.
 
         It needs at least 8 rows that ran. If their workload was traced, trees only raise the trace (``measured=rows``
         of ``MemoryBudget.from_model`` is the safer answer); else they correct a form fitted to the rows.
@@ -166,7 +166,7 @@ class MemoryRegressor:
 
     @classmethod
     def of(cls, booster: Any, card: Mapping[str, Any], workload: Workload | None = None) -> "MemoryRegressor":
-        """A regressor of XGBoost's trees; the card is told their hash."""
+        """A regressor of XGBoost's trees. The card stores the hash of the trees."""
         trees = bytes(booster.save_raw("ubj"))
         about = {"format": FORMAT, "hashes": {"sharp": hashlib.sha256(trees).hexdigest()}}
         return cls(trees, {**card, **about}, workload or Workload())
@@ -186,7 +186,7 @@ class MemoryRegressor:
 
     @property
     def sharp(self) -> bool:
-        """Whether enough of the workload is known to predict it, and not only to bound it."""
+        """Whether enough of the workload is known to predict its memory, and not only an upper bound."""
         w, asked = self.workload, ESSENTIAL + (("max_new_tokens",) if self.workload.mode == "generate" else ())
         known = all(getattr(w, name) is not None for name in asked)
         return known or self._traced is not None or "plausible" not in self.card
@@ -237,8 +237,8 @@ class MemoryRegressor:
             self.__dict__["_warned"] = True
             feature = FEATURES[count + int(outside[:, count:].any(axis=0).argmax())]
             warn_user(
-                f"the regressor never saw a workload or first batch like this one ({feature} is outside its training range); "
-                "it predicts on the safe side. MemoryRegressor.fit(simulate(...)) makes one for your model"
+                f"the regressor was not trained on a workload or first batch like this one ({feature} is "
+                "outside its training range); it predicts with caution. MemoryRegressor.fit(simulate(...)) fits your model"
             )
         floored = np.where(strange | beyond, np.maximum(predicted, np.exp(found.margin)), predicted)
         padded = np.exp(values[:, CANDIDATE.index("padded_tokens")])
@@ -263,7 +263,7 @@ class Plausible:
         self._starts = np.cumsum([0, *map(len, phases[:-1])])
 
     def batch_bytes(self, shape: BatchShape) -> FloatArray:
-        """Bytes that grow with the batch, of each of K batches in each of M models: float64 (K, M)."""
+        """Peak bytes without static memory, of each of K batches in each of M models: float64 (K, M)."""
         return np.maximum(np.maximum.reduceat(columns(shape) @ self._phases.T, self._starts, axis=1), 1.0)
 
 
@@ -285,7 +285,7 @@ def _like(workload: Workload, members: Sequence[Mapping[str, Any]], two_streams:
 
 
 def pairs_of(measurements: Measurements, form: ClosedForm) -> Features:
-    """Each complete row against each other one as its baseline."""
+    """Pairs of each complete row with each other complete row as its baseline."""
     shapes, size = measurements.shapes(), np.maximum(measurements.batch_bytes(), 1.0)
     first, second = (a.ravel() for a in np.meshgrid(np.arange(len(size)), np.arange(len(size)), indexing="ij"))
     candidate, baseline = (
@@ -300,7 +300,7 @@ def train_booster(
     parts: Sequence[Features], *, rounds: int, max_depth: int, quantile: float | None = None,
     learning_rate: float = 0.05, regularisation: float = 20.0, least_weight: float = 30.0,
 ) -> Any:  # fmt: skip
-    """XGBoost's trees for what the closed form misses. They start at its log ratio, and rise with candidate features.
+    """XGBoost's trees that correct the closed form. They start at its log ratio, and rise with candidate features.
 
     ``quantile``: the share of rows that should be below the prediction, if it is an upper bound.
     """

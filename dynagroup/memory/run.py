@@ -29,7 +29,7 @@ MONOMIALS = ("1", "n", "L", "nL", "L2", "nL2", "T", "nT", "T2", "nT2", "LT", "nL
 
 
 def needed(module: str, purpose: str, extra: str = "memory") -> Any:
-    """Import a module of the optional packages. ConfigError: it is missing; the message says how to get it."""
+    """Import a module of the optional packages. ConfigError: it is missing; the message says how to install it."""
     try:
         return import_module(module)
     except ImportError as error:
@@ -44,7 +44,7 @@ def monomials(n: NDArray[Any], length: NDArray[Any], target: NDArray[Any]) -> Fl
 
 
 def columns(shape: BatchShape, packed: bool = False) -> FloatArray:
-    """The monomials of each shape; if packed, those of one sample as long as all samples together. float64 (K, 12)."""
+    """The monomials of each shape; if packed, those of one sample with the tokens of all samples. float64 (K, 12)."""
     if packed:
         total = np.maximum(shape.total[primary(shape.total)], 1)
         return monomials(np.ones_like(total), total, total)
@@ -54,7 +54,7 @@ def columns(shape: BatchShape, packed: bool = False) -> FloatArray:
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """Memory of a model by batch shape: the largest of several phases, each given by its bytes per monomial."""
+    """Memory of a model by batch shape: the largest of several phases; a phase is given by its bytes per monomial."""
 
     rows: tuple[tuple[float, ...], ...]
     """The bytes of each phase, in the order of ``MONOMIALS``."""
@@ -83,7 +83,7 @@ class Phases:
         return cls(tuple(map(tuple, rows.tolist())))
 
     def bytes(self, shape: BatchShape, packed: bool = False) -> FloatArray:
-        """Bytes that grow with each batch, at least one: float64 (K,). Memory rises with the length beyond ``until``, too."""
+        """The bytes of each batch, at least one: float64 (K,). They rise with the length beyond ``until``, too."""
         if self.until is None:
             return _largest(self.rows, columns(shape, packed))
         first = primary(shape.longest)
@@ -93,7 +93,7 @@ class Phases:
         return np.where(shape.longest[first] > self.until, np.maximum(within, beyond), within)
 
     def baseline_bytes(self, baseline: BatchShape, packed: bool = False) -> FloatArray:
-        """Bytes of batches that others are held against, which are not taken to pad masks where they do not: float64 (K,)."""
+        """Bytes of batches that others are compared with. Masks that need no padding count without it: float64 (K,)."""
         least = self.bytes(baseline, packed)
         if self.aligned is None:
             return least

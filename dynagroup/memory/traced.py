@@ -103,7 +103,7 @@ class TracedMemory:
         for name in _SAME:
             theirs, ours = getattr(measured.workload, name), getattr(self.workload, name)
             if None not in (theirs, ours) and theirs != ours:
-                told = f"`measured` has {name}={theirs!r}, but what is asked about has {name}={ours!r}"
+                told = f"`measured` has {name}={theirs!r}, but this trace has {name}={ours!r}"
                 raise ConfigError(f"{told}; measure the workload that you will run")
         factor, constant = line_above(self._bytes(measured.shapes()), measured.batch_bytes())
         static = max(self.static_bytes, *(row.static_bytes for row in measured.complete))
@@ -134,7 +134,7 @@ class TracedMemory:
         return bool(long > short)
 
     def batch_bytes(self, shape: BatchShape, /) -> FloatArray:
-        """Bytes that grow with the batch, at the peak: float64 (K,)."""
+        """The bytes of each batch at its peak, without static memory: float64 (K,)."""
         other = next((name for name in shape.longest if name != primary(shape.longest)), None)
         if other is not None and not self._knows_targets:
             way_out = f"(the sum of both), or, where {other!r} is not padded, add & AdditiveCap({other!r}, limit)"
@@ -149,7 +149,7 @@ class TracedMemory:
 
 def line_above(predicted: FloatArray, taken: FloatArray) -> tuple[float, float]:
     """The line ``factor * predicted + constant`` (factor >= 1, constant >= 0) above all ``taken``, of least mean
-    relative excess. That is piecewise linear in the factor, so its minimum is a line through two rows, or an end.
+    relative excess: piecewise linear in the factor, so the best line goes through two rows or lies at an end.
 
     >>> [round(number, 6) for number in line_above(np.array([10.0, 20.0, 40.0]), np.array([19.0, 35.0, 65.0]))]
     [1.6, 3.0]

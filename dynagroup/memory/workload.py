@@ -81,7 +81,7 @@ class Workload:
         if self.layout == "packed" and self.encoder_decoder:
             raise ConfigError("`layout` 'packed' is for models of one stack; leave it out, and group by both lengths")
         if self.sharding not in (None, "ddp") and not self.num_ranks:
-            raise ConfigError(f"`sharding` {self.sharding!r} divides memory over ranks; say how many: num_ranks=8")
+            raise ConfigError(f"`sharding` {self.sharding!r} divides memory over ranks; pass their number: num_ranks=8")
 
     @classmethod
     def from_model(
@@ -112,22 +112,22 @@ class Workload:
             return workload.traced(model_or_config, inputs) if trace else workload
         except ConfigError as error:
             told = f"the memory of this model is estimated from its sizes, because {error}"
-            warn_user(f"{told}; trace=False keeps this quiet")
+            warn_user(f"{told}; trace=False silences this warning")
             return workload
 
     def traced(self, model_or_config: Any, inputs: MakeInputs | None = None) -> Workload:
-        """This workload with the phases of its model; a ConfigError where it can neither be traced nor simulated."""
+        """This workload with the phases of its model. ConfigError: it can neither be traced nor simulated."""
         from dynagroup.memory.trace.phases import trace_phases
 
         way_out = "MemoryBudget.from_bytes(limit, model=ProfiledMemory.fit(measure(...))), or of simulate(...)"
         told = f". `inputs=` helps where only the arguments are wrong; else fit batches: {way_out}"
         with explained("this model cannot be traced", way_out=told):
             if self.fixed_tokens and inputs is None and not self.encoder_decoder:
-                raise ConfigError("it reads images, of which text says nothing")
+                raise ConfigError("it reads images, whose memory does not follow from the text")
             return self.replace(phases=trace_phases(model_or_config, self, inputs=inputs))
 
     def replace(self, **changes: Any) -> Workload:
-        """This workload with some fields changed. What was traced is forgotten where it no longer holds."""
+        """This workload with some fields changed. The trace is dropped if it no longer applies."""
         changed = replace(self, **{"phases": None, **changes})
         return self if all(getattr(self, name) == getattr(changed, name) for name in changes) else changed
 

@@ -1,1 +1,1 @@
-"""The same, when lengths are known only after processing."""
+"""Batches and updates when lengths are known only after processing."""

@@ -99,7 +99,7 @@ class RefinementCollator:
             if getattr(self, name) is not None:
                 check_function(name, getattr(self, name), what)
         if self.kinds is not None and self.kind_of is not None:
-            raise ConfigError("`kinds` and `kind_of` exclude each other: both label the samples")
+            raise ConfigError("`kinds` and `kind_of` both label the samples: pass only one of them")
         if check_choice("one_kind", self.one_kind, ("step", "batch")) == "batch" and not self.has_kinds:
             raise ConfigError("`one_kind` ('batch') needs `kind_of`, or `kinds`: a label for each sample")
         check_choice("oversize", self.oversize, ("alone", "error"))
@@ -120,8 +120,8 @@ class RefinementCollator:
         except _WiderThanMeasured as wider:
             self._collates_to_measure = True
             warn_user(
-                f"{wider}: `collate_fn` changes lengths, so every sample is collated by itself to be measured, which takes about "
-                "as long again; to save that, pass `length_of`, or give the budget the collate function's `pad_to_multiple_of`"
+                f"{wider}: `collate_fn` changes lengths, so every sample is collated by itself to be measured, which about "
+                "doubles this work; to avoid it, pass `length_of`, or give the budget the collate function's `pad_to_multiple_of`"
             )
             refined = self._refine(window)
         return RefinedWindow(window.request.number, refined, window.place)
@@ -229,7 +229,7 @@ class RefinementCollator:
 
     def _check_alone(self, indices: Sequence[int], lengths: Streams) -> None:
         if len(indices) > 1:
-            raise BudgetError(f"batch of dataset indices {shorten(indices)} does not fit; the budget breaks its law")
+            raise BudgetError(f"batch of dataset indices {shorten(indices)} does not fit: the budget is not monotone")
         if self.oversize == "error":
             way_out = "truncate it, filter it out, raise the budget, or pass oversize='alone'"
             raise BudgetError(f"sample {indices[0]} ({units_of(lengths, 0)}) does not fit even alone; {way_out}")

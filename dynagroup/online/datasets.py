@@ -35,7 +35,7 @@ def set_epoch(holder: Any, epoch: int) -> None:
 
 
 def sample_bytes(sample: Any) -> int:
-    """About how many bytes a processed sample holds: those of its tensors, arrays and texts.
+    """The approximate number of bytes of a processed sample: its tensors, arrays and texts.
 
     >>> sample_bytes({"pixels": torch.zeros(3, 4), "name": "cat"})
     51
@@ -53,7 +53,7 @@ def sample_bytes(sample: Any) -> int:
 
 
 def opening_of(samples: Sequence[Any]) -> int:
-    """A hash (63 bits) of a share's first samples, to find shares that are equal; 0 where they are too few or too alike.
+    """A hash (63 bits) of a share's first samples, to find equal shares; 0 if these are too few or too similar.
 
     >>> opening_of(["a", "b", "c", "d"]) == opening_of(["a", "b", "c", "d"]) != opening_of(["b", "c", "d", "a"])
     True
@@ -84,7 +84,7 @@ class _Forwarding:
 
 
 class IndexedDataset(_Forwarding):
-    """A map-style dataset whose samples travel with their dataset indices, for a RefinementCollator. Workers use the
+    """A map-style dataset whose samples carry their dataset indices, for a RefinementCollator. Workers use the
     dataset's own ``__getitems__`` and ``set_epoch``.
 
     >>> window = IndexedDataset(["a", "b", "c"]).__getitems__([2, 0])
@@ -137,7 +137,7 @@ def _fetch(dataset: Any, indices: Sequence[int]) -> list[Any]:
         raise RuntimeError(f"dataset items {shorten(asked)} raised {type(error).__name__}: {error}") from error
     if len(samples) != len(indices):
         told = f"the dataset's __getitems__ gave {len(samples)} samples for {len(indices)} indices {shorten(indices)}"
-        raise RuntimeError(f"{told}; it must give one for each, in their order")
+        raise RuntimeError(f"{told}; it must give one sample for each index, in order")
     return samples
 
 
@@ -146,8 +146,8 @@ FRESH: Mapping[str, Any] = {"read": 0, "until": 0, "keep": (), "state": None}
 
 class IterableWindows(_Forwarding, IterableDataset):
     """An iterable dataset, read a window of samples or bytes at a time; it divides itself among ranks and workers. The
-    n-th sample of a worker gets the number ``(n * workers + worker) * size + rank``. After a resume, a worker reads on
-    from its first window that was not used up, without the samples of it that were used."""
+    n-th sample of a worker gets the number ``(n * workers + worker) * size + rank``. After a resume, a worker begins
+    with its first window that has unused samples, and leaves out those that were used."""
 
     def __init__(
         self, dataset: Any, window: int, *, max_bytes: int | None = None, rank: int = 0, size: int = 1
@@ -157,7 +157,7 @@ class IterableWindows(_Forwarding, IterableDataset):
         super().__init__(dataset=dataset, _epoch=epoch, _resume=(0, {}), **how)
 
     def start(self, epoch: int, spots: Mapping[str, Any]) -> None:
-        """Choose the epoch of the next iteration, and the spot where each worker resumes it."""
+        """Choose the epoch of the next iteration, and the place where each worker resumes it."""
         self._epoch.fill_(epoch)
         self._resume = epoch, spots
         set_epoch(self.dataset, epoch)

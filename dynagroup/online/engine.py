@@ -24,7 +24,7 @@ LOW_WATER, OF_EACH = 32, 2  # batches that a rank queues before an exchange; and
 
 
 class Take(NamedTuple):
-    """One step on this rank: a batch (an empty one idles) and its weights."""
+    """One step on this rank: a batch and its weights. With an empty batch the rank idles."""
 
     batch: Refined
     samples: Share
@@ -34,9 +34,9 @@ class Take(NamedTuple):
 
 @dataclass(eq=False)
 class Runner(ABC):
-    """One epoch, fresh or resumed: what both runners share. ``begun_samples`` and ``begun_weight`` of its cursor are
-    this rank's; ``under_way`` is the number of samples in the current update over all ranks. From a saved place of this
-    rank it continues with exactly the batches that were queued. ``identity``: facts that must be equal on all ranks."""
+    """Base of both runners: one epoch, new or resumed. ``begun_samples`` and ``begun_weight`` of its cursor are this
+    rank's; ``under_way`` is the number of samples in the current update over all ranks. From a saved place of this rank
+    it continues with exactly the batches that were queued. ``identity``: facts that must be equal on all ranks."""
 
     source: Source
     workers: Workers
@@ -67,14 +67,14 @@ class Runner(ABC):
     @property
     @abstractmethod
     def over(self) -> bool:
-        """Whether no rank has a step of the epoch left."""
+        """Whether the epoch has ended on all ranks."""
 
     @property
     def cursor(self) -> Cursor:
         return handed_out(self.stands, self.under_way, self.source.sizes)
 
     def state(self) -> dict[str, Any] | None:
-        """The place of this rank, JSON-able; None once the epoch is over."""
+        """The place of this rank, JSON-able; None after the end of the epoch."""
         if self.over:
             return None
         base, feed = self.source.order.base, self.feed.state([*(t.batch for t in self.due), *self.agreed], self.queue)
@@ -82,7 +82,7 @@ class Runner(ABC):
         return {**place, "feed": feed, "base": base if base is None else pack(base), "kinds": pack(self.kinds)}
 
     def close(self) -> None:
-        """Let go of the workers, also if the loop was left early."""
+        """Release the workers, also if the loop was left early."""
         self.feed.close()
 
     def __iter__(self) -> Iterator[Step[Any]]:
@@ -222,10 +222,10 @@ class Runner(ABC):
 
 
 class FreeRunner(Runner):
-    """Steps without set updates: as many as the rank with most batches needs. A rank loads windows until it has
-    ``LOW_WATER`` batches, and ``OF_EACH`` for every further kind, to have some in store for other ranks. Then all ranks
-    :func:`agree` on numbers of steps and take these from their queues. Steps of an update are emitted once all are
-    agreed, because its totals are sums over ranks. Cost: one MAX and one SUM for about ``LOW_WATER`` steps."""
+    """Steps without updates of a set size: as many as the rank with most batches needs. A rank loads windows until it
+    has ``LOW_WATER`` batches, and ``OF_EACH`` of every further kind. Then all ranks :func:`agree` on numbers of steps
+    and take these from their queues. An update's steps are emitted once all are agreed, because its totals are sums
+    over ranks. Cost: one MAX and one SUM for about ``LOW_WATER`` steps."""
 
     @property
     def over(self) -> bool:
@@ -291,8 +291,8 @@ class FreeRunner(Runner):
 
 class UpdateRunner(Runner):
     """Updates of a set number of samples: a window is one rank's share of an update. Every rank takes its share's
-    batches, kind after kind, most expensive first. A rank with fewer batches of a kind than another splits some, then
-    idles. Cost: one MAX and one SUM per update."""
+    batches, kind after kind, most expensive first. A rank with fewer batches of a kind than another splits some of its
+    own, then idles. Cost: one MAX and one SUM per update."""
 
     @property
     def over(self) -> bool:

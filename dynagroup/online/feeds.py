@@ -27,8 +27,8 @@ BLANK = Request(np.zeros(0, np.int64))
 
 
 class RequestQueue:
-    """The ``batch_sampler`` of the inner DataLoader: hands out the running feed's requests. If there is none yet: a
-    blank (an empty window), because workers fetch ahead, before ranks agree or an answer proves complete."""
+    """The ``batch_sampler`` of the inner DataLoader: hands out the running feed's requests. If there is none yet, it
+    hands out an empty window, because workers fetch ahead, before ranks agree or an answer proves complete."""
 
     feed: "MapFeed | None" = None
 
@@ -64,7 +64,7 @@ class Workers(Inner):
         return bool(self.kwargs.get("persistent_workers"))
 
     def tell_of_sharing(self, who: str) -> None:
-        """Warn, once for all epochs, that an iterable does not divide itself."""
+        """Warn, once for all epochs, that an iterable dataset does not divide itself."""
         if not self._told:
             self._told = True
             warn_user(
@@ -89,9 +89,9 @@ class Workers(Inner):
 
 
 class MapFeed:
-    """Windows of a map-style dataset: sent to the workers in one order, and taken back in the same order. If a worker
-    returns only part of a large window (``window_bytes``), the rest is asked for at once and comes before all later
-    windows. The saved place holds batches by positions; after a resume they are asked for first, in the same groups."""
+    """Windows of a map-style dataset: sent to the workers in one order, and received in the same order. If a worker
+    returns only part of a large window (``window_bytes``), the rest is requested at once and comes before later
+    windows. The saved place holds batches by positions; after a resume they are requested first, in their groups."""
 
     def __init__(self, source: Source, workers: Workers, place: Mapping[str, Any] | None) -> None:
         self.source, self.workers, self._place = source, workers, place
@@ -146,7 +146,7 @@ class MapFeed:
         return sum(map(len, self._pending))
 
     def share(self, loads: Sequence[int], ahead: int) -> None:
-        """Hand out positions by all ranks' loads, in samples, so that each has ``ahead`` and its prefetched samples."""
+        """Give positions to ranks by all loads (in samples), so that each has ``ahead`` and its prefetched samples."""
         window, world = self.source.config.window, self.source.world
         target = (self.workers.depth + 1) * window + ahead
         windows, self._start = hand_out(loads, self._start, self._stop, window=window, target=target)
@@ -169,7 +169,7 @@ class MapFeed:
         return self._upcoming
 
     def take(self) -> list[Refined]:
-        """The next window's batches, in the order in which windows were sent. Raises what a worker raised."""
+        """The batches of the next window, in the order in which windows were requested. Raises a worker's error."""
         if self._iterator is None:
             self._iterator = self.workers.open_map()
         while not self._pending or self._pending[0].number not in self._early:  # it may not have been pulled yet
@@ -201,7 +201,7 @@ class MapFeed:
         return replace(request, indices=indices, epoch=self.source.cursor.epoch, **how)
 
     def state(self, front: Sequence[Refined], pool: Sequence[Refined]) -> dict[str, Any]:
-        """The place: ``front`` are agreed steps and ``pool`` is queued, both given but not used yet."""
+        """The place to save. ``front``: agreed steps; ``pool``: queued batches; both were loaded but not used yet."""
         batches = [*front, *pool]
         kept = [number for number, batch in enumerate(batches) if number >= len(front) and batch.samples is not None]
         groups = {"kinds": pack(batch.kind for batch in front), "batches": pack_groups(b.positions for b in batches)}
@@ -225,8 +225,8 @@ class MapFeed:
 
 
 class IterableFeed:
-    """Windows of an iterable dataset, until it ends. Its place is where each worker reads on, and what it leaves out.
-    It warns if the dataset does not divide itself: equal shares begin with the same samples."""
+    """Windows of an iterable dataset, until it ends. Its place: where each worker continues, and which samples it
+    leaves out. It warns if shares begin with the same samples, because the dataset then does not divide itself."""
 
     shares = False
     pending_samples = 0
@@ -260,7 +260,7 @@ class IterableFeed:
         self._iterator = None
 
     def state(self, front: Sequence[Refined], pool: Sequence[Refined]) -> dict[str, Any]:
-        """Where each worker reads on, and what it leaves out: all but the samples of these batches."""
+        """The place: where each worker continues, and the samples it leaves out: all but those of these batches."""
         workers, size = max(self._workers.num_workers, 1), self._world.size
         remaining: dict[int, set[int]] = {worker: set() for worker in range(workers)}
         for arrival in (arrival for batch in (*front, *pool) for arrival in batch.indices):
@@ -304,12 +304,12 @@ def resumed(
 
 
 def left(source: Source, places: Sequence[Mapping[str, Any]]) -> IntArray:
-    """Positions that no rank has emitted, by the places of all ranks."""
+    """Positions of samples that no rank has emitted, computed from the places of all ranks."""
     size, count = len(places), source.order.num_positions
     if source.iterable or source.groups is not None:
         what = "an iterable dataset" if source.iterable else "a batch_sampler"
         on = f"{size} ranks, as before, not on {source.world.size}"
-        raise StateError(f"{what} is divided among ranks by itself: it resumes on {on}")
+        raise StateError(f"{what} divides its samples among ranks itself, so it can resume only on {on}")
     parts = [unpack(place["batches"][1]) for place in places]
     parts += [unpack(rest[0]) for place in places for rest in place["rest"]]
     if source.shares:

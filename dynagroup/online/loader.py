@@ -152,7 +152,7 @@ class OnlineDataLoader(StepLoader[Any]):
 
     def examples(self) -> tuple[Streams, Callable[[int], Any], Callable[..., Any]]:
         if self._workers.iterable:
-            raise ConfigError("samples of an iterable dataset come once, so that none can be shown beforehand")
+            raise ConfigError("an iterable dataset gives each sample once, so none can be used before training")
         places = np.unique(np.linspace(0, len(self.dataset) - 1, EXAMPLES).astype(np.int64)).tolist()
         samples, collator = [self.dataset[place] for place in places], self._workers.collator
         return collator.measure(samples, places), samples.__getitem__, collator.filling
@@ -164,7 +164,7 @@ class OnlineDataLoader(StepLoader[Any]):
         rank, size = self._rank_and_size()
         if self._resume:
             if len(self._resume) > 1 or self._resume[0]["world_size"] != size:
-                raise StateError("a state was just loaded on another number of ranks: take a step before saving again")
+                raise StateError("a state was just loaded on another number of ranks: run a step before saving again")
             return dict(self._resume[0])
         run, sizes, learned = self._run_of, self.sizes, self._learned
         running = None if run is None else run.state()
@@ -181,7 +181,7 @@ class OnlineDataLoader(StepLoader[Any]):
         running, epoch, learned = needed[0]["running"], needed[0]["epoch"], self._learned
         if running is not None and running["order"] != self._orders.fingerprint(epoch):
             told = f"`{self._orders.decided_by}` gives other indices in epoch {epoch} than when the state was taken"
-            raise StateError(f"{told}: seed its generator alike, or give it a set_epoch")
+            raise StateError(f"{told}: give its generator the same seed, or give it a set_epoch")
         return needed, None if learned is None else learned.restored([state["lengths"] for state in needed])
 
     def _restore(self, found: tuple[list[Mapping[str, Any]], LearnedLengths | None]) -> None:

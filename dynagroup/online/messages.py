@@ -1,4 +1,4 @@
-"""What passes between main process and workers: the records of a sample's way, in the order in which it meets them.
+"""Messages between main process and workers, in the order in which a sample passes through them.
 
 ::
 
@@ -48,7 +48,7 @@ class Request:
         return len(self.indices)
 
     def part(self, start: int, stop: int) -> "Request":
-        """The request for a range of its samples, which must be whole groups."""
+        """The request for a range of these samples, which must consist of whole groups."""
         groups = self.groups
         if groups is not None:
             first, end = np.searchsorted(np.cumsum(groups), (start, stop), side="right").tolist()

@@ -90,8 +90,8 @@ class Order(NamedTuple):
 
 
 class BatchSource(OrderSource):
-    """A user's batches as an order: their indices one after another, and the size of each batch. A sampler without
-    ``set_epoch`` is drawn once for each earlier epoch."""
+    """A user's batches as an order: their indices one after another, and the size of each batch. To find an epoch, a
+    sampler without ``set_epoch`` is read once for each earlier epoch."""
 
     NAME = "batch_sampler"
 
@@ -135,7 +135,7 @@ class EpochOrders:
         ranks = getattr(sampler, "num_replicas", 1)
         if isinstance(ranks, int) and ranks > 1:
             told = f"`sampler` divides its indices among {ranks} ranks already ({type(sampler).__name__})"
-            raise ConfigError(f"{told}; give the undivided one: the loader hands out samples to ranks itself")
+            raise ConfigError(f"{told}; pass the undivided sampler: the loader divides samples among ranks itself")
         self._config, self.size = config, None if iterable else len(dataset)
         self.decided_by = given[0] if given else "dataset"
         self._source = None if sampler is None else OrderSource(sampler, len(dataset))
@@ -155,7 +155,7 @@ class EpochOrders:
 
     @property
     def num_samples(self) -> int | None:
-        """Samples that an epoch draws over all ranks; None: no single order decides it."""
+        """Samples that an epoch draws over all ranks; None: no order over all ranks exists."""
         return None if self.size is None or isinstance(self._source, BatchSource) else self.num_ordered()
 
     def num_ordered(self) -> int:
@@ -175,7 +175,7 @@ class EpochOrders:
         return self._source.groups(epoch) if isinstance(self._source, BatchSource) else None
 
     def fingerprint(self, epoch: int) -> int | None:
-        """Tells apart orders that the user decides; None: seed and settings decide the order."""
+        """A number that differs between orders of the user; None: seed and settings decide the order."""
         return None if self._source is None else self._source.checksum(epoch)
 
 
@@ -195,12 +195,12 @@ class Source(NamedTuple):
 
     @property
     def shares(self) -> bool:
-        """Whether windows belong to no rank until an exchange hands them out."""
+        """Whether windows are given to ranks only at the exchanges."""
         divided = self.iterable or self.groups is not None or self.sizes is not None
         return not divided and self.lengths is None and self.rough is None
 
     def requests(self, rank: int, size: int) -> Iterator[Request]:
-        """A rank's requests: with updates of a set size from the cursor on, else from the order's beginning."""
+        """A rank's requests: from the cursor on if updates have a set size, else from the beginning of the order."""
         if self.groups is not None:
             stops = accumulate(self.groups)
             return (Request(np.arange(stop - n, stop), (n,)) for stop, n in zip(stops, self.groups, strict=True))
@@ -212,7 +212,7 @@ class Source(NamedTuple):
         return iter(()) if self.rough is None else _like(self, self.rough, rank, size)
 
     def with_lengths(self, learned: LearnedLengths | None, orders: EpochOrders) -> "Source":
-        """The same with what is known of its order: exact lengths for plans, or rough ones for like windows; and kinds."""
+        """This source, with what is known of its samples: exact lengths for plans, rough ones for windows; kinds."""
         source, count = self._replace(lengths=None, rough=None, kinds=None), self.order.num_positions
         if not count or (orders.hint is None and orders.kinds is None and (learned is None or not learned.seen)):
             return source
@@ -298,7 +298,7 @@ def _updates(source: Source, sizes: UpdateSizes, planner: Planner | None, rank: 
 
 
 def deal(hint: FloatArray, rank: int, size: int, kinds: IntArray | None = None) -> IntArray:
-    """Snake draft: this rank's places among these samples, kind after kind, longest first, so that the ranks' sums are alike."""
+    """Snake draft: this rank's places among these samples, kind by kind, longest first; ranks get about equal sums."""
     order = np.lexsort((-hint,) if kinds is None else (-hint, kinds))
     rounds, column = np.divmod(np.arange(len(order)), size)
     return order[np.where(rounds % 2, size - 1 - column, column) == rank]
@@ -317,7 +317,7 @@ def as_hint(hint: Any, num_samples: int) -> FloatArray:
 
 
 def behind(cursor: Cursor, samples: int, sizes: UpdateSizes | None) -> Cursor:
-    """The place after the next update, which holds ``samples`` samples; ``steps`` are not counted."""
+    """The place after the next update of ``samples`` samples. The place does not count ``steps``."""
     if sizes is not None:
         return next(sizes.cursors(cursor))
     used, seen = cursor.samples_used + samples, cursor.samples_seen + samples
@@ -325,5 +325,5 @@ def behind(cursor: Cursor, samples: int, sizes: UpdateSizes | None) -> Cursor:
 
 
 def handed_out(cursor: Cursor, samples: int, sizes: UpdateSizes | None) -> Cursor:
-    """The place after the updates handed out; the current one, of ``samples`` samples, counts as handed out."""
+    """The place after all updates that were handed out, with the current one, which has ``samples`` samples."""
     return behind(cursor, samples, sizes) if cursor.begun_rows else cursor

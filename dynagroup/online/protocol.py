@@ -1,5 +1,5 @@
-"""The alignment protocol: decisions as pure functions of integers that all ranks share, and the exchange of these
-integers. Why it ends: ``docs/alignment.md``; the exhaustive model in ``tests/online/test_protocol.py`` runs them."""
+"""The alignment protocol: decisions as pure functions of integers that all ranks share, and their exchange. Proof that
+it ends: ``docs/alignment.md``; the exhaustive model in ``tests/online/test_protocol.py`` runs these functions."""
 
 import json
 import math
@@ -25,14 +25,14 @@ class Agreement(NamedTuple):
 
 
 def offer(queued: Sequence[int], receiving: bool) -> list[int]:
-    """What one rank tells of its queue: how many batches of each kind it has, and whether more may arrive.
+    """What one rank reports of its queue: how many batches of each kind it has, and whether more may arrive.
     :func:`agree` needs only the maximum over ranks."""
     counts = [sum(queued), *queued]
     return [*counts, *(-(count if receiving else NOTHING) for count in counts)]
 
 
 def agree(highest: Sequence[int]) -> Agreement:
-    """Steps that every rank takes next, from the maximum over ranks of what they :func:`offer`.
+    """The numbers of steps that every rank runs next, from the maximum over ranks of what they :func:`offer`.
 
     For each kind: the smallest number on any rank that still receives; other ranks reach it by splitting batches, then
     by idling. If that is 0 for every kind: all batches of the kind of which some rank has most. Once no rank receives
@@ -54,7 +54,7 @@ def agree(highest: Sequence[int]) -> Agreement:
 
 
 def spread(groups: Sequence[Sequence[T]]) -> list[T]:
-    """All members in one order, with those of each group spread evenly among the others.
+    """All members in one order, in which the members of each group are spread evenly.
 
     >>> "".join(spread(["aaaa", "b", "cc"]))
     'acabaca'
@@ -103,8 +103,8 @@ def hand_out(
 
 
 def quantiles(seed: int, epoch: int, steps: Iterable[int]) -> list[float]:
-    """Places in its sorted queue, in [0, 1), where every rank takes the batches of these steps. Kronecker sequence of
-    the golden ratio: any steps in a row are spread evenly. So rows are alike, and an epoch has no curriculum."""
+    """Places in the sorted queue, in [0, 1), from which every rank takes its batches of these steps. Kronecker sequence
+    of the golden ratio: any steps in a row are spread evenly. So an epoch does not get easier or harder."""
     first = float(np.random.default_rng((seed, epoch)).random())
     return [(first + step * (math.sqrt(5) - 1) / 2) % 1 for step in steps]
 
@@ -112,7 +112,7 @@ def quantiles(seed: int, epoch: int, steps: Iterable[int]) -> list[float]:
 def placed(dearest_first: Sequence[T], at: Sequence[float]) -> list[T]:
     """Batches ordered like the numbers ``at``: the most expensive at the smallest number. All ranks use the same
     numbers, so their most expensive batches share a row, their second most expensive another. By the rearrangement
-    inequality no other order of them waits less."""
+    inequality no other order makes ranks wait less."""
     found = list(dearest_first)
     for item, place in zip(dearest_first, np.argsort(at, kind="stable").tolist(), strict=True):
         found[place] = item
@@ -137,8 +137,8 @@ class Exchange:
         self.count = 0
 
     def highest(self, values: Sequence[int], failure: BaseException | None = None) -> list[int]:
-        """Element-wise maximum over ranks. If a rank passes a ``failure``, it raises that and all others an
-        AlignmentError. All raise an AlignmentError if ranks are at different exchanges."""
+        """Element-wise maximum over ranks. If a rank passes a ``failure``, it raises this, and all others an
+        AlignmentError. All ranks raise an AlignmentError if they are at different exchanges."""
         self.count += 1
         rank, place = self.world.rank, (self.epoch << 32) + self.count
         vector = [place, -place, 0 if failure is None else rank + 1, *values]
@@ -149,7 +149,7 @@ class Exchange:
             raise failure or AlignmentError(f"rank {found[2] - 1} failed while it loaded data: {text}")
         if found[0] != -found[1]:
             raise AlignmentError(
-                f"ranks stand at different places: this one at exchange {self.count} of epoch {self.epoch}, the last at "
+                f"ranks are at different exchanges: this rank at exchange {self.count} of epoch {self.epoch}, the last at "
                 f"{found[0] & 0xFFFFFFFF} of epoch {found[0] >> 32}, the first at {-found[1] & 0xFFFFFFFF} of epoch "
                 f"{-found[1] >> 32}; every rank must iterate as often and as far as the others"
             )
@@ -163,7 +163,7 @@ class Exchange:
         return sorted({*self.world.all_max(slots)} - {0})
 
     def lend(self, thing: Any) -> Any:
-        """Give all ranks what the highest rank with a ``thing`` has; None if no rank has one."""
+        """Send to all ranks the ``thing`` of the highest rank that has one; None if no rank has one."""
         data, failure = b"", None
         try:
             data = b"" if thing is None else pickle.dumps(thing)

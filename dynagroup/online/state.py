@@ -47,7 +47,7 @@ def unpack_groups(packed: Sequence[Any]) -> list[list[int]]:
 
 
 def together(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> list[Mapping[str, Any]]:
-    """The states needed to continue: this rank's, on as many ranks as before; else those of all ranks, in order."""
+    """The states needed to continue: on as many ranks as before this rank's own, else those of all ranks, in order."""
     given, ordered = states[0]["world_size"], sorted(states, key=lambda state: state["rank"])
     ranks = [state["rank"] for state in ordered]
     if ranks != list(range(given)) and (given, ranks) != (size, [rank]):
@@ -57,7 +57,7 @@ def together(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> list[
     places = {(s["world_size"], *(s["cursor"][name] for name in stands), str(s["changes"])) for s in ordered}
     if len(places) > 1:
         told = f"(ranks, epoch, step, samples, changes) are {sorted(places)}"
-        raise StateError(f"ranks' states were not taken after the same step: {told}")
+        raise StateError(f"ranks' states were not saved after the same step: {told}")
     return [ordered[rank]] if len(ordered) == size else ordered
 
 
@@ -78,7 +78,7 @@ class LearnedLengths:
         self._fresh: dict[str, NDArray[Any]] = {}
 
     def observe(self, indices: Sequence[int], lengths: Streams, kind: int | None = None) -> None:
-        """Note the true lengths of these samples, int32, and the number of their kind."""
+        """Record the true lengths of these samples, int32, and the number of their kind."""
         kinds = {} if kind is None else {KINDS: np.full(len(indices), kind, np.int64)}
         for name, values in {**lengths, **kinds}.items():
             if name not in self._fresh:

@@ -1,4 +1,4 @@
-"""Running out of memory as an event, not the end: split, run again, learn."""
+"""Recovery when memory runs out: split the batch, run its parts, learn the limit."""
 
 from dynagroup.budget.learning import LearningBudget, OomReport
 from dynagroup.device import is_out_of_memory

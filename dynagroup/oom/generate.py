@@ -63,7 +63,7 @@ def generated(
     model: Any, batch: Mapping[str, Any], options: Mapping[str, Any], learned: LearningBudget, indices: Sequence[int], *,
     min_samples: int = 1,
 ) -> Generated:  # fmt: skip
-    """The output of the whole batch, joined from that of its parts. ``options`` of ``generate``: checked."""
+    """The output of the whole batch, joined from the outputs of its parts. ``options`` of ``generate``: checked."""
     kwargs = {name: value for name, value in options.items() if not is_data(value)}
     batch = {**batch, **{name: value for name, value in options.items() if name not in kwargs}}
     option = partial(generation_option, model=model, kwargs=kwargs)
@@ -97,7 +97,7 @@ def _pad_token_id(option: Callable[[str], Any]) -> int:
     if pad is None or (pad == 0 and (option("num_beams") or 1) > 1 and first_eos is not None):
         pad = first_eos  # beam search of transformers treats a padding token 0 as unset
     if pad is None:
-        raise ConfigError("parts end after different numbers of tokens: give `pad_token_id` to fill them")
+        raise ConfigError("parts end after different numbers of tokens: pass `pad_token_id` to fill the shorter ones")
     return int(pad)
 
 
@@ -105,7 +105,7 @@ def check_options(model: Any, given: Mapping[str, Any]) -> None:
     """Refuse options that do not work in parts, also those in the model's own generation config."""
     for name in _REFUSED:
         if generation_option(name, model, given) not in (None, False):
-            raise ConfigError(f"`{name}` cannot be used with out-of-memory retry, in parts; call model.generate")
+            raise ConfigError(f"`{name}` cannot be used if a batch may run in parts; call model.generate instead")
 
 
 def generation_option(name: str, model: Any, kwargs: Mapping[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Runs a model on a whole dataset: generate, embed or classify; planned, resumable, and split where memory runs out."""
+"""Runs a model on a whole dataset: generate, embed or classify. Runs are planned, and continue after crashes."""
 
 import copy
 import json
@@ -60,7 +60,7 @@ def iter_generate(
     model: Any, tokenizer: Any, texts: Sequence[str], *,
     max_new_tokens: int | None = None, skip: Collection[int] = (), **options: Any,
 ) -> Iterator[tuple[int, Any]]:  # fmt: skip
-    """Yield (index, result) of :func:`generate_dataset` when made, longest text first, except ``skip``; unsaved."""
+    """Yield (index, result) as :func:`generate_dataset` makes them, longest first, except ``skip``; unsaved."""
     return _generation(model, tokenizer, texts, max_new_tokens, **options).as_they_come(skip)
 
 
@@ -89,7 +89,7 @@ def iter_embed(
     model: Any, tokenizer: Any, texts: Sequence[str], *,
     pooling: Pooling = "mean", normalize: bool = False, skip: Collection[int] = (), **options: Any,
 ) -> Iterator[tuple[int, np.ndarray]]:  # fmt: skip
-    """Yield (index, vector) of :func:`embed_dataset` when made, like :func:`iter_generate`."""
+    """Yield (index, vector) as :func:`embed_dataset` makes them, like :func:`iter_generate`."""
     return Job(_embedding(model, pooling, normalize), tokenizer, texts, **options).as_they_come(skip)
 
 
@@ -104,7 +104,7 @@ def classify_dataset(
 def iter_classify(
     model: Any, tokenizer: Any, texts: Sequence[str], *, skip: Collection[int] = (), **options: Any
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield (index, logits) of :func:`classify_dataset` when made, like :func:`iter_generate`."""
+    """Yield (index, logits) as :func:`classify_dataset` makes them, like :func:`iter_generate`."""
     return Job(_classification(model), tokenizer, texts, **options).as_they_come(skip)
 
 
@@ -138,7 +138,7 @@ def _recipe_of(name: str) -> dict[str, Any]:
     asked = [key.removeprefix("pooling_mode_") for key, on in config.items() if key.startswith("pooling_mode_") and on]
     asked += [mode for mode in [config.get("pooling_mode")] if isinstance(mode, str)]
     if unknown or len(asked) != 1 or asked[0] not in _POOLINGS:
-        raise ConfigError(f"{name!r} pools by {asked} and then does {unknown}; use sentence-transformers for it")
+        raise ConfigError(f"{name!r} pools by {asked} and has the modules {unknown}; use sentence-transformers for it")
     limit = _read(name, "sentence_bert_config.json").get("max_seq_length")
     return {"pooling": _POOLINGS[asked[0]], "normalize": "Normalize" in kinds, "max_length": limit}
 

@@ -48,7 +48,7 @@ _PROBES = ["A quick brown fox.", "Ein süßer Käse, 1,024 €", "\u4f60\u597d, 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is done with a batch, and the form of its results."""
+    """What a job does with a batch, and the form of its results."""
 
     model: Any
     process: "Callable[[Job, dict[str, Any], Sequence[int]], Any]"
@@ -72,7 +72,7 @@ class Job:
         if getattr(budget, "layout", "padded") == "packed":
             raise ConfigError(f"`budget` is {budget!r}, but these batches are padded: give it layout='padded'")
         if batch_size is not None and budget is not None:
-            raise ConfigError(f"`batch_size` ({batch_size!r}) and `budget` both say what fits; give one of them")
+            raise ConfigError(f"`batch_size` ({batch_size!r}) and `budget` both limit a batch; pass only one of them")
         self.task, self.tokenizer, self.texts = task, tokenizer, by_position(texts)
         self._tokens, self._given_budget, self._progress = begun_once(tokenizer, self.texts), budget, progress
         self._shapes = shapes
@@ -87,17 +87,17 @@ class Job:
         self._max_length = said if self._says_limit else limit_of(max_length)
 
     def as_they_come(self, skip: Collection[int] = ()) -> Iterator[tuple[int, Any]]:
-        """(index, result), longest texts first."""
+        """Yield (index, result) as batches end, the longest texts first."""
         self._prepare()
         batches = self._results({int(index) for index in skip})
         return ((index, result) for indices, results in batches for index, result in zip(indices, results, strict=True))
 
     def whole(self, output: str | Path | None = None, world: World | None = None) -> Any:
-        """All results in input order; read from ``output`` if that is finished already."""
+        """All results in input order; read from ``output`` if that file is complete."""
         world = world if world is not None else current_world(timeout_s=_PATIENCE_S)
         if output is None:
             if world.size > 1:
-                raise ConfigError("on several ranks `output` must name a file that all of them can reach")
+                raise ConfigError("on several ranks `output` must name a file that all ranks can read and write")
             found = dict(self.as_they_come())
             return self.task.kind.gather([found[i] for i in range(len(found))])
         settings = {**self.task.settings, "max_length": self._max_length}
@@ -199,13 +199,13 @@ def _on_all(world: World, act: Callable[[], bool | None]) -> bool:
     if error is not None:
         raise error
     if failed >= 0:
-        raise ConfigError(f"rank {failed} of {world.size} could not go on with the job; see its error")
+        raise ConfigError(f"rank {failed} of {world.size} could not continue the job; see its error")
     return bool(anywhere)
 
 
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """Dropout is off inside; afterwards each module has its mode back."""
+    """Context without dropout; afterwards each module has its former mode."""
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False

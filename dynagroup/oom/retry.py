@@ -1,4 +1,4 @@
-"""Runs again in halves: only the part that failed, and only after the failed attempt has released its memory."""
+"""Runs a failed batch in halves: only the part that failed, after the failed attempt has released its memory."""
 
 import gc
 import logging
@@ -28,7 +28,7 @@ def attempt(
     run: Callable[[Any], T], part: Any, shape: Callable[[], BatchShape], learned: LearningBudget, watch: PeakWatch | None
 ) -> tuple[T | None, str | None]:  # fmt: skip
     """(``run(part)``, None); or (None, message) if it ran out of memory, and then nothing of the attempt is left alive.
-    Other errors pass through. ``learned`` is told of passes and what failures cost, not that ``shape`` failed.
+    Other errors pass through. ``learned`` records successes and the cost of failures, but not that ``shape`` failed.
 
     Frames hold a failed attempt's tensors, the traceback holds the frames, and the exception being handled holds the
     traceback. So the frames are cleared, the ``except`` block is left, and only then is memory collected.
@@ -47,7 +47,7 @@ def attempt(
             learned.record_pass(shape(), peak_bytes=peak, device_bytes=size)
         return value, None
     free_memory()
-    _log.warning("out of memory at %s; going on in parts. %s", describe(part), message)
+    _log.warning("out of memory with %s; running it in parts. %s", describe(part), message)
     learned.record_waste(num_ooms=1, num_retries=2, wasted_s=seconds)
     return None, message
 
@@ -110,7 +110,7 @@ def run_parts(
     min_samples: int = 1, indices: Sequence[int] = (), shape: Callable[[Any, int], BatchShape] = shape_of,
     watch: PeakWatch | None = None,
 ) -> list[Any]:  # fmt: skip
-    """:func:`run_with_oom_retry`; ``shape(part, number of samples)`` is what a part's memory grows with."""
+    """Like :func:`run_with_oom_retry`; ``shape(part, number of samples)`` is the shape on which its memory depends."""
     num_samples, smallest = splitter.num_samples(batch), 2 * check_int("min_samples", min_samples)
     done, waiting = [], [(0, num_samples)]
     while waiting:

@@ -1,4 +1,4 @@
-"""Takes a range of samples out of any usual kind of batch, trimmed to their own longest; finds the shape of a batch."""
+"""Takes a range of samples out of any usual kind of batch, trimmed to the longest of them; finds a batch's shape."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -49,7 +49,7 @@ class Splitter(Protocol[B]):
 
 @dataclass(frozen=True, kw_only=True)
 class VisionTokens:
-    """How images show in ``input_ids``: one placeholder token for every ``merge_size ** 2`` patches."""
+    """How ``input_ids`` represent images: one placeholder token for every ``merge_size ** 2`` patches."""
 
     image_token_id: int | None = None
     video_token_id: int | None = None

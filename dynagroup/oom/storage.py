@@ -148,8 +148,8 @@ class Output:
                 end = stop
             if end < len(data):
                 _log.warning(
-                    "%s: its last %d of %d bytes are no whole results of this job (a run was killed while writing, or the file "
-                    "was damaged); those samples are done again", path, len(data) - end, len(data),
+                    "%s: its last %d of %d bytes are not complete results of this job (a run was killed while writing, or the "
+                    "file was damaged); their samples are run again", path, len(data) - end, len(data),
                 )  # fmt: skip
         return found
 
@@ -192,7 +192,7 @@ class Output:
         except FileNotFoundError:  # another process has done it
             pass
         except OSError as error:  # the output is safe: no reason to fail
-            _log.warning("%s is left behind: %s", self.journal, error)
+            _log.warning("%s could not be removed: %s", self.journal, error)
 
     def read(self) -> Any:
         """The results in input order."""

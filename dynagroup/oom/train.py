@@ -1,5 +1,5 @@
-"""A training step that survives running out of memory, with the same gradients. With ``DistributedDataParallel``
-gradients stay on their rank and are averaged once, at the end, without DDP's own exchange."""
+"""A training step that continues when memory runs out, with the same gradients. With ``DistributedDataParallel``, each
+rank keeps its gradients; they are averaged once, at the end, without DDP's own exchange."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -66,7 +66,7 @@ class Part:
         return shape_of(self.samples(splitter), self.num_samples)
 
     def cut(self, splitter: Splitter[Any], weigh: Callable[[Any, int], float] | None) -> "list[Part]":
-        """Two halves whose weights add up to that of the part."""
+        """Divide the part into two halves, whose weights add up to the weight of the part."""
         both = halves(self.start, self.stop)
         parts: list[Part] = [replace(self, start=a, stop=b, rng=None, loss=None) for a, b in both]
         if weigh is not None:
@@ -98,7 +98,7 @@ class Update:
         self.undo()
 
     def undo(self) -> None:
-        """Drop all gradients of the update; all parts that made them wait to run again."""
+        """Drop all gradients of the update. The parts that made them will run again."""
         for parameter in self.parameters:
             parameter.grad = None
         self.waiting, self.done = self.done + self.waiting, []
@@ -115,9 +115,9 @@ class Update:
 class OomSafeBackward:
     """``loss.backward()`` that continues in parts when memory runs out, with exact weights.
 
-    Call it once per batch, with ``ends_update=True`` on the last batch before ``optimizer.step()``. Gradients stay on
-    their rank, and batches in memory, until all parts of the update have run; then gradients are averaged. A rank that
-    runs out of memory repeats its own work only. If a sample does not fit even alone, all ranks raise the same error.
+    Call it once per batch, with ``ends_update=True`` on the last batch before ``optimizer.step()``. Each rank keeps
+    gradients and batches until all parts of the update have run; then gradients are averaged. A rank that runs out of
+    memory repeats only its own work. If a sample does not fit even alone, all ranks raise the same error.
 
     ``compute_loss`` must not exchange data between ranks, and its loss must be a mean or sum over its batch (no batch
     normalisation, no contrastive loss).
@@ -290,7 +290,7 @@ def find_ddp(model: torch.nn.Module) -> DistributedDataParallel | None:
 
 
 def local_gradients(ddp: DistributedDataParallel | None) -> AbstractContextManager[None]:
-    """Forward and backward passes without exchange between ranks, of gradients or of buffers."""
+    """Context for forward and backward passes in which ranks exchange neither gradients nor buffers."""
     if ddp is None:
         return nullcontext()
     # Otherwise the first forward pass broadcasts buffers, and a rank that repeats it waits for the others forever.
@@ -301,7 +301,7 @@ def local_gradients(ddp: DistributedDataParallel | None) -> AbstractContextManag
 # DDP's own exchange cannot be cancelled: a rank that fails in it leaves the others waiting forever. So ours begins when
 # every rank has all its gradients. It does not overlap with the backward pass; but large gradients are not copied.
 def average_gradients(parameters: Sequence[torch.nn.Parameter], group: dist.ProcessGroup | None) -> None:
-    """Set every ``.grad`` to its mean over ranks, None as zero. All ranks pass the same ``parameters``."""
+    """Set every ``.grad`` to its mean over ranks; a missing one counts as zero. All pass the same ``parameters``."""
     size = dist.get_world_size(group)
     with torch.no_grad():
         buckets = _buckets(parameters)

@@ -1,4 +1,4 @@
-"""Batches of samples as flat arrays; and batch sizes that kernels run well, for rounding before the fit check."""
+"""Batches of samples as flat arrays; and functions that round batch sizes to sizes on which kernels run well."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class Batches(Sequence[IntArray]):
 
     @classmethod
     def of(cls, parts: Sequence[IntArray]) -> "Batches":
-        """These batches, at least one."""
+        """Batches from a list of position arrays, which must not be empty."""
         return cls(np.concatenate(parts), offsets_of(np.asarray([len(part) for part in parts])))
 
     @classmethod
@@ -61,7 +61,7 @@ class Batches(Sequence[IntArray]):
             yield self.order[start:stop]
 
     def take(self, chosen: IntArray) -> "Batches":
-        """These batches, in this order."""
+        """The chosen batches, in the given order."""
         sizes = self.sizes[chosen]
         offsets = offsets_of(sizes)
         within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], sizes)
@@ -73,7 +73,7 @@ class Batches(Sequence[IntArray]):
 
 
 def offsets_of(sizes: NDArray[Any]) -> IntArray:
-    """Where each batch of these sizes starts, laid end to end; and where the last one ends."""
+    """The start of each batch if batches of these sizes are laid end to end, and the end of the last batch."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
 
 
@@ -140,7 +140,7 @@ def friendly_size(size: int) -> int:
 
 
 def allowed_sizes(most: int, round_batch: RoundBatch) -> IntArray:
-    """The batch sizes up to ``most`` that ``round_batch`` produces, ascending; and all sizes below the smallest.
+    """The batch sizes up to ``most`` that ``round_batch`` returns, ascending; and all sizes below the smallest.
 
     >>> allowed_sizes(20, multiple_of(8)).tolist()
     [1, 2, 3, 4, 5, 6, 7, 8, 16]

@@ -93,7 +93,7 @@ class Work:
 
     @classmethod
     def of(cls, model_or_config: Any, *, device: Any = "cuda") -> "Work":
-        """Work by the config of a ``transformers`` model. Measured step times are more accurate, see :meth:`fit`.
+        """Work from the config of a ``transformers`` model. Measured step times are more accurate, see :meth:`fit`.
 
         A token takes 2 operations for each weight of a layer's matrices and of the output matrix; attention takes ``4 *
         heads * head size`` for each token attended to. Their ratio is the crossover; the docs derive ``per_step``.
@@ -199,7 +199,7 @@ class Work:
         return np.stack(found, axis=1) if found else np.zeros((0, len(names)))
 
     def of_batches(self, batches: Batches, lengths: Streams, budget: Budget) -> NDArray[np.float64]:
-        """Work of every batch, without the fixed cost of a step; ``batches`` hold positions in ``lengths``."""
+        """Work of each batch, without the fixed cost of a step; ``batches`` hold positions in ``lengths``."""
         return self.by_stream(batches, lengths, budget).sum(axis=1)
 
     def row_times(self, work: ArrayLike) -> NDArray[np.float64]:
@@ -261,7 +261,7 @@ class MeasuredWork(Work):
     __slots__ = ()
 
     def sums(self, batches: Batches, seconds: ArrayLike, lengths: Streams, budget: Budget) -> list[float]:
-        """What :meth:`fitted` needs of some steps, float64 (13,). Add up the sums of all ranks."""
+        """The sums over some steps that :meth:`fitted` needs, float64 (13,). Add up those of all ranks."""
         linear, both = (replace(self, crossover=c).of_batches(batches, lengths, budget) for c in (math.inf, 1.0))
         columns = np.stack([np.ones(len(batches)), linear, both - linear], axis=1) / np.asarray(seconds)[:, None]
         return [float(len(batches)), *(columns.T @ columns).ravel(), *columns.sum(axis=0)]
@@ -278,8 +278,8 @@ DEFAULT_WORK = Work()
 
 
 def check_work(work: Work | Literal["measure"] | None = None, *, times: bool = False) -> Work:
-    """``work``, or if it is None the default for this machine's device. ConfigError: it is something else, or "measure"
-    where no step is timed."""
+    """``work``; if None, the default for this machine's device. ConfigError: it is something else, or "measure" where
+    no step is timed."""
     if isinstance(work, Work):
         return work
     if work is not None and not (times and work == "measure"):

@@ -141,7 +141,7 @@ class GroupedOrder:
 
 
 def windows_of(count: int, size: int, *, longest: Callable[[], int] | None = None) -> list[tuple[int, int]]:
-    """(start, stop) of each window in the epoch's order, in the order in which windows are used.
+    """(start, stop) of each window in the epoch's order, listed in the order in which windows are used.
 
     The window with the longest sample is used first, so that running out of memory shows at once. It also takes what
     the division leaves over, so that all others hold a multiple of the ranks. ``longest`` finds the position of the
@@ -195,8 +195,8 @@ def windows_of_kinds(
 class Mixture:
     """An order of samples from several sources in changing shares: the sampler's ``order=``, a loader's ``sampler=``.
 
-    A source gives its samples in shuffled passes that continue over epochs: none comes again before all have come. What
-    an epoch holds depends only on the seed and its number, so a resumed run continues in the same order.
+    A source gives its samples in shuffled passes that continue over epochs: none comes again before all others have.
+    What an epoch holds depends only on the seed and its number, so a resumed run continues in the same order.
 
     Args:
         sources: name -> dataset indices, int (N,).
@@ -282,20 +282,20 @@ class OrderSource:
         return len(self._source) if isinstance(self._source, Sized) else len(self.of_epoch(max(self._epoch, 0)))
 
     def counted(self, left_out: IntArray = NONE) -> int:
-        """Indices that every epoch draws, except those left out, if updates are counted by this number."""
+        """The number of indices that every epoch draws, without those left out."""
         if len(left_out) not in self._counts:
             out = np.isin(self.of_epoch(max(self._epoch, 0)), left_out).sum() if len(left_out) else 0
             self._counts[len(left_out)] = len(self) - int(out)
         return self._counts[len(left_out)]
 
     def counted_epoch(self, epoch: int, left_out: IntArray = NONE) -> IntArray:
-        """:meth:`of_epoch` without the indices left out. ConfigError: their number is not that of :meth:`counted`."""
+        """:meth:`of_epoch` without the indices left out. ConfigError: their number differs from :meth:`counted`."""
         drawn, wanted, indices = self.counted(), self.counted(left_out), self.of_epoch(epoch)
         kept = indices[~np.isin(indices, left_out)] if len(left_out) else indices
         if (len(indices), len(kept)) != (drawn, wanted):
-            said = f"`sampler` gives {len(indices)} indices in epoch {epoch}, but its len(), or the epoch before, said {drawn}"
-            wanted = f"(that fit: {len(kept)}, {wanted}), so updates cannot be counted"
-            raise ConfigError(f"{said} {wanted}: draw each sample once, correct __len__")
+            said = f"`sampler` gives {len(indices)} indices in epoch {epoch} ({len(kept)} that fit), but {drawn} ({wanted})"
+            way_out = "draw each sample once, and correct __len__"
+            raise ConfigError(f"{said} by its len() or in the epoch before, so updates cannot be counted; {way_out}")
         return kept
 
     def of_epoch(self, epoch: int) -> IntArray:
@@ -317,7 +317,7 @@ class OrderSource:
                 self._before[drawn + 1 :] = [self._generator.get_state()]
         elif not (read := list(self._source)) and len(self._indices):
             name = type(self._source).__name__
-            raise ConfigError(f"`order`: {name} gave indices once and then none; its __iter__ must begin anew")
+            raise ConfigError(f"`order`: {name} gave indices once and then none; its __iter__ must start again")
         else:
             return read
         return list(self._source)

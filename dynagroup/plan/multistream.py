@@ -1,4 +1,4 @@
-"""Samples with several lengths: an order of alike neighbours, maxima of its runs, and costs for rows to balance."""
+"""Samples with several lengths: an order of similar neighbours, maxima of runs, and the costs that rows balance."""
 
 from collections.abc import Sequence
 
@@ -40,7 +40,7 @@ class RunMaxima:
 # few. Boxes follow one another, the larger half first; inside a box samples are sorted by tokens, falling. So a run of
 # neighbours pads little in every stream. O(N log N) a level; a box costs 40 microseconds a stream: 10 ms for 1,000.
 def alike_order(units: Sequence[IntArray]) -> IntArray:
-    """Positions in an order with alike neighbours in every stream, long samples first. ``units``: one array per stream.
+    """Positions in an order of similar neighbours in every stream, long samples first. ``units``: an array per stream.
 
     >>> alike_order([np.array([90, 10, 90, 11]), np.array([10, 90, 11, 90])]).tolist()
     [2, 0, 3, 1]

@@ -1,4 +1,4 @@
-"""Packed batches: samples end to end under a limit, dealt so that the batches of a row are equal work."""
+"""Packed batches: samples end to end within a limit, divided so that the batches of a row have equal work."""
 
 import heapq
 import math
@@ -24,7 +24,7 @@ LENGTHS = 97  # quantiles of lengths at which a budget is asked for the most tok
 def pack(
     lengths: Streams, budget: Budget, multiple: int = 1, *, work: Work = DEFAULT_WORK, several: NDArray | None = None
 ) -> Batches:
-    """Divide one window of samples into packed batches that fit ``budget``: few rows of ``multiple`` batches, of equal work.
+    """Divide a window into packed batches that fit ``budget``: few rows, each of ``multiple`` batches of equal work.
 
     A sample of more work than its row's fair share sets the time of that row anyway. So the row's other batches may
     hold as much work as that sample. An oversize sample gets a batch of its own. It takes 10 ms for 4,096 samples.
@@ -55,7 +55,7 @@ class Bin:
 
 
 class Room:
-    """Decides what fits a bin that is filled largest item first: limits on sums over its items, and on their number.
+    """The limits of a bin, into which the largest items go first: on the sums over its items, and on their number.
 
     Args:
         sums: (units of each item, largest sum in a bin); the first of them defines the size of an item.
@@ -77,7 +77,7 @@ class Room:
         return Bin(load, self.sums[0][1] if slots else -1, slots, [0] * len(self.sums))
 
     def admits(self, bin: Bin, item: int) -> bool:
-        """Whether an item that fits alone fits this bin too."""
+        """Whether an item, which fits an empty bin, also fits this bin."""
         if not bin.members:
             return bin.slots > 0
         if bin.room < self.sizes[item]:
@@ -143,7 +143,7 @@ def least_alike(
 
 
 def best_fit(order: Iterable[int], costs: Sequence[float], new: Callable[[], Bin], room: Room) -> list[Bin]:
-    """Best fit: each item, in order, into the bin of least room, or into a new one. O(N log bins) and N insertions."""
+    """Put each item, in order, into the fullest bin that it fits, or into a new bin. O(N log bins), N insertions."""
     bins: list[Bin] = []
     by_room: list[tuple[float, int]] = []
     for item in order:
@@ -160,7 +160,7 @@ def best_fit(order: Iterable[int], costs: Sequence[float], new: Callable[[], Bin
 
 
 def fill_empty(parts: list[list[int]]) -> None:
-    """Give each empty part an item of the part with the most items, while that one has two."""
+    """Move an item into each empty part, from the part with the most items, as long as that part has two."""
     fullest = [(-len(part), number) for number, part in enumerate(parts) if part]
     heapq.heapify(fullest)
     for part in [part for part in parts if not part]:
@@ -172,7 +172,7 @@ def fill_empty(parts: list[list[int]]) -> None:
 
 
 def room_of(lengths: Streams, budget: Budget) -> Room:
-    """The limits of a budget on packed batches of these samples: sums, or for other budgets questions to the budget."""
+    """The limits of a budget on packed batches of these samples: limits on sums, or else calls of the budget."""
     parts = budget.parts if type(budget) is AllOf else (budget,)
     capped = {part.stream for part in parts if isinstance(part, AdditiveCap)} if type(budget) is AllOf else set()
     sums: list[tuple[NDArray, float]] = []
@@ -228,7 +228,7 @@ class Packing:
         self._oversize: list[int] = order[~alone[order]].tolist()
 
     def rows(self, per_step: float) -> list[list[int]]:
-        """The fewest rows; or one more, if rows then are equal work for at most 2 % more time. Law 9 relies on it."""
+        """The fewest rows; or one more, if rows then have equal work for at most 2 % more time. Law 9 needs this."""
         fewest = self._fewest()
         given = self._multiple == 1 or self._several or len(fewest) % self._multiple
         if given or self._judged(fewest, per_step)[1]:
@@ -271,7 +271,7 @@ class Packing:
         return -(-(bins + len(self._oversize)) // self._multiple)
 
     def balanced(self, rows: int) -> list[list[int]] | None:
-        """The samples that fit alone in ``rows`` rows, less the batches of the others; None if they do not fit.
+        """The samples that fit alone, in ``rows`` rows less the oversize batches; None if they do not fit.
 
         With several costs, each cost sets the paces of the rows by itself."""
         count = min(rows * self._multiple, len(self._order) + len(self._oversize)) - len(self._oversize)

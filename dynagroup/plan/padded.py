@@ -28,7 +28,7 @@ TINY = 1e-9  # stands for the work of an empty sample, which fits every batch
 
 
 def longest_batches_first(batches: Batches, lengths: Streams, budget: Budget) -> IntArray:
-    """Numbers of a cut's batches, that with the longest sample first. With one padded stream: as they are."""
+    """Numbers of a cut's batches, the one with the longest sample first. With one padded stream: unchanged."""
     names = padded_streams(budget, lengths)
     if len(names) == 1:
         return np.arange(len(batches))
@@ -58,7 +58,7 @@ def in_order(
 
 @dataclass(frozen=True, slots=True)
 class OrderedWindow:
-    """A window in the order in which it is cut. One more sample never makes a run less work.
+    """A window in the order in which it is cut. Adding a sample to a run never reduces its work.
 
     With one padded stream ``work`` falls, and every sample of a run is padded to its first one.
     """
@@ -139,7 +139,7 @@ class OrderedWindow:
         return one_by_one(self, price) if many else by_queue(self, price)
 
     def middle(self, start: int, stop: int) -> int | None:
-        """Where to split a run so that the larger work of both parts is least; None: no allowed sizes add up to it."""
+        """Where to split a run so that the larger of both parts has the least work; None: no sizes are allowed."""
         first = np.arange(1, stop - start)
         if self.allowed is not None:
             first = first[np.isin(first, self.allowed) & np.isin(stop - start - first, self.allowed)]
@@ -150,8 +150,8 @@ class OrderedWindow:
 
 
 def most_by_start(ordered: Streams, budget: Budget) -> IntArray:
-    """Most samples of a batch that starts at each position of the window: int64 (N,), at least 1. A single stream must
-    be sorted, longest first; several may be in any order. A batch that starts later reaches at least as far."""
+    """The most samples of a batch that starts at each position of the window: int64 (N,), at least 1. A single stream
+    must be sorted, longest first; several may be in any order. A batch that starts later reaches at least as far."""
     tokens = ordered[primary(ordered)]
     left = np.arange(len(tokens), 0, -1)
     firsts = np.concatenate([[0], np.flatnonzero(np.diff(tokens)) + 1])
@@ -189,7 +189,7 @@ def _by_search(ordered: Streams, budget: Budget) -> IntArray:
 # are tried, of places that are at least 1/128 of the reach apart. O(N * 128) arithmetic in whole tiles, and some
 # microseconds per place. Exact if no run may hold more than 256 samples.
 def by_places(window: OrderedWindow, price: float) -> IntArray:
-    """The cut of least time with several padded streams, or with allowed sizes."""
+    """The cut of least time if there are several padded streams, or if only some batch sizes are allowed."""
     places = _places(window.most) if window.allowed is None else np.arange(len(window) + 1)
     reach = np.searchsorted(places, places[:-1] + window.most[places[:-1]], side="right") - 1
     last = len(places) - 1
@@ -229,7 +229,7 @@ def _places(most: IntArray) -> IntArray:
 # so a later line that has overtaken an earlier one stays ahead. The queue holds the lines that will be best somewhere,
 # each with the stop at which it overtakes the line before it. A line overtaken before it gets ahead is dropped. O(N).
 def by_queue(window: OrderedWindow, price: float) -> IntArray:
-    """The cut of exactly least time, for one padded stream."""
+    """The cut of exactly least predicted time, for one padded stream."""
     num = len(window)
     work, after = window.work.tolist(), (np.arange(1, num + 1) + window.most).tolist()  # first stop out of reach
     came_from, since = [0] * (num + 1), [0] * (num + 1)
@@ -272,7 +272,7 @@ def by_queue(window: OrderedWindow, price: float) -> IntArray:
 # sample, so the end is found by bisection, from the previous run's length on. Neighbours in a window are alike, so the
 # next run cannot gain much from another end, and the cut is nearly as good as the exact one. O(B log N).
 def one_by_one(window: OrderedWindow, price: float) -> IntArray:
-    """Runs from the longest sample on, each so long that its price and padding per sample are least."""
+    """Runs from the longest sample on. Each run ends where its price and padding per sample are least."""
     num, sums = len(window), np.append(0.0, np.cumsum(window.work)).data
     work, most = window.work.data, window.most.data
     allowed = None if window.allowed is None else window.allowed.data

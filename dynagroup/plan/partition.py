@@ -134,7 +134,7 @@ def shard_micro_batches(
     batches = cut(streams, planner.budget, every, work=work)
     if len(batches) % every:
         more = f"num_ranks x multiple_of = {every}; collect {-len(kept) % every} more samples, or use a smaller multiple_of"
-        raise ConfigError(f"{len(kept)} samples in micro-batches of one are no multiple of {more}")
+        raise ConfigError(f"{len(kept)} samples, one in each micro-batch, are not a multiple of {more}")
     cost = work.of_batches(batches, streams, planner.budget)
     shards: list[list[list[int]]] = [[] for _ in range(num_ranks)]
     load = np.zeros(num_ranks)

@@ -70,7 +70,7 @@ class PlanConfig:
         for name in ("seed", "hardest_first"):
             object.__setattr__(self, name, check_int(name, getattr(self, name), least=0))
         if self.window is not None and self.samples_per_update is not None:
-            raise ConfigError("`window` and `samples_per_update` exclude each other: an update is the window")
+            raise ConfigError("`window` and `samples_per_update` exclude each other: each update is a window")
         if self.grouping is not None and self.samples_per_update is None:
             raise ConfigError("`grouping` needs `samples_per_update`: free batches are grouped in a `window`")
         for name, choices in (("oversize", Oversize), ("uneven", Uneven), ("one_kind", OneKind)):
@@ -81,7 +81,7 @@ class PlanConfig:
 
 
 def tokens_of(lengths: Streams, budget: Budget) -> NDArray[Any]:
-    """Tokens of each sample, summed over its padded streams: int (N,)."""
+    """The tokens of each sample, added up over its padded streams: int (N,)."""
     first, *others = (lengths[name] for name in padded_streams(budget, lengths))
     return np.add.reduce([first, *others], axis=0, dtype=np.int64) if others else first
 
@@ -123,7 +123,7 @@ class Planner:
         return cls(streams, budget, config, Kinds.read(kinds, len(streams[primary(streams)])))
 
     def warn_of_oversize(self) -> None:
-        """Warn of samples that do not fit even alone and of what becomes of them; with "error" raise a BudgetError."""
+        """Warn of samples that do not fit even alone and say what happens to them; with "error" raise BudgetError."""
         if not len(self.oversize):
             return
         first, done, others = int(self.oversize[0]), self.config.oversize, len(self.oversize) - 1
@@ -138,8 +138,8 @@ class Planner:
         )
 
     def renewed(self, world: World | None = None, work: Work | None = None, *, apply: bool = True) -> "Planner":
-        """Itself; or a planner of the next epoch that follows what its budget has learned (with ``apply`` all of it: collective
-        over ``world``), and ``work``, if that changes anything."""
+        """The planner of the next epoch, which uses what its budget has learned (with ``apply`` all of it: collective
+        over ``world``), and ``work``. This planner, if neither changes anything."""
         learner = self.budget.learner
         if learner is not None and apply:
             learner.apply(world)
@@ -149,20 +149,20 @@ class Planner:
         return self if (after.limit, after.config) == (self.limit, self.config) else after
 
     def in_mid_epoch(self) -> "Planner":
-        """A planner for the rest of an epoch that follows the limit applied since; this one if nothing was applied.
-        StateError: it would change which samples take part."""
+        """A planner for the rest of an epoch that uses the limit applied since it began; this one if none was applied.
+        StateError: the limit would change which samples take part."""
         after = self.by(self.budget.applied)
         if self.config.oversize == "drop" and not np.array_equal(after.unfit, self.unfit):
             raise StateError(LEFT_OUT)
         return after
 
     def check_left_out(self, state: Mapping[str, Any]) -> None:
-        """StateError: a state in the middle of an epoch left out other samples, so that its order was another."""
+        """StateError: a state in mid-epoch left out other samples than this planner, so the orders differ."""
         if state["cursor"]["steps"] and state["left_out"] != self.left_print:
             raise StateError(LEFT_OUT)
 
     def by(self, limit: float | None) -> "Planner":
-        """The same planner with another learned limit."""
+        """This planner with another learned limit."""
         if limit == self.limit:
             return self
         other = copy.copy(self)
@@ -173,7 +173,7 @@ class Planner:
         return other
 
     def rebuilt(self, work: Work | None = None) -> "Planner":
-        """A planner of the same facts and settings, for a budget that may have changed, and for ``work`` if given."""
+        """A new planner from the same facts and settings, with the budget as it is now, and ``work`` if given."""
         return Planner(self.lengths, self.budget, replace(self.config, work=work or self.config.work), self.kinds)
 
     @property
@@ -252,7 +252,7 @@ class Planner:
         return order, windows, np.asarray([len(windows) - 1])
 
     def steps_from(self, cursor: Cursor, world_size: int = 1, order: IntArray | None = None) -> Iterator[BatchPlan]:
-        """What remains of the cursor's epoch: one plan per window, each made when it is asked for."""
+        """The rest of the cursor's epoch: one plan per window, each made when it is needed."""
         if not cursor.window_size:
             cursor = replace(cursor, window_size=self.window_size(world_size))
         ordered, windows, last = self._windows(cursor, order)
@@ -265,11 +265,11 @@ class Planner:
             cursor = planned.end
 
     def update_of(self, indices: IntArray, cursor: Cursor, world_size: int) -> BatchPlan:
-        """What remains of the update that holds these samples."""
+        """The plan of the rest of the update that consists of these samples."""
         return _Window(self, indices, cursor, np.ones(len(self.kinds.labels), np.bool_)).rest(world_size)
 
     def planned(self, batches: Batches, loss_scale: NDArray[np.float64], **more: Any) -> BatchPlan:
-        """These batches, row after row, as a plan."""
+        """A plan of these batches, which are in the order of rows."""
         more |= {name: getattr(self, name) for name in ("lengths", "budget", "oversize")}
         more |= {"sample_kinds": self.kinds, "work": self.config.work}
         return BatchPlan(batches, np.arange(len(batches)).reshape(loss_scale.shape), loss_scale=loss_scale, **more)
@@ -296,7 +296,7 @@ class Planner:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What a plan depends on, besides epoch and world size; states are compared by it. JSON-able."""
+        """Everything that a plan depends on, except epoch and world size; states are compared by it. JSON-able."""
         knobs = {knob.name: getattr(self.config, knob.name) for knob in fields(self.config)}
         knobs |= {name: described(knobs[name]) for name in ("round_batch", "work")}
         if isinstance(self.config.work, MeasuredWork):

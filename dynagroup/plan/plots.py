@@ -50,7 +50,7 @@ def save_picture(figure: Figure, path: str | Path) -> None:
 
 
 def page(title: str, text: str, figure: Figure) -> str:
-    """A static HTML page of a report and a figure, drawn into it as SVG: one file without scripts."""
+    """A static HTML page: a report, and a figure as SVG. One file without scripts."""
     drawn = _drawn(figure, "svg").decode()
     style = "body{font:15px sans-serif;margin:2em;max-width:75em}pre{font-size:13px}svg{max-width:100%;height:auto}"
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{style}</style>'

@@ -102,7 +102,7 @@ def time_of_rows(batches: Batches, lengths: Streams, budget: Budget, num_ranks: 
 
 
 def filled(batches: Batches, tokens: IntArray, num_ranks: int, fill: bool) -> tuple[Batches, NDArray[np.bool_]]:
-    """Batches of full rows, with ``fill`` the last one filled with the smallest samples; and which ones only fill."""
+    """The batches of full rows, and which only fill a row. ``fill``: fill the last row with the smallest samples."""
     num, missing = len(batches), -len(batches) % num_ranks
     if missing and fill:
         own = np.sort(batches.order)

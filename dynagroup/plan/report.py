@@ -71,7 +71,7 @@ def _rows(plan: BatchPlan, batch_size: int | None) -> Iterator[tuple[str, str]]:
 
 
 def kinds_ignored(plan: BatchPlan) -> tuple[int, float]:
-    """Steps and predicted time of the same samples, window by window, if steps could mix kinds."""
+    """Steps and predicted time of the same samples, window by window, if a step could hold several kinds."""
     steps, time, stops = 0, 0.0, np.cumsum(plan.windows).tolist()
     for start, stop in zip([0, *stops], stops, strict=False):
         samples = plan.batches.take(plan.table[start:stop][plan.loss_scale[start:stop] > 0]).order
@@ -149,7 +149,7 @@ def fixed_way(name: str, batches: Batches, like: BatchPlan) -> Way:
 
 
 def shuffled_way(plan: BatchPlan, batch_size: int | None) -> tuple[Way, int, int]:
-    """Shuffled batches of one size, of the plan's samples; and that size. Default: as many of the longest as fit."""
+    """The plan's samples in shuffled batches of one size; and that size. Default: as many of the longest as fit."""
     samples = plan.batches.order
     most = most_of_the_longest({name: values[samples] for name, values in plan.lengths.items()}, plan.budget)
     size = batch_size or max(most, 1)

@@ -41,7 +41,7 @@ class _Run:
 
 class EpochHandle:
     """``batch_sampler.sampler``, where accelerate and Lightning look for ``set_epoch``. After a state was loaded,
-    accelerate counts from 0 again, so the first number that it passes means the epoch that the state resumes."""
+    accelerate counts epochs from 0 again, so the first epoch that it passes means the epoch of the state."""
 
     def __init__(self, sampler: "LengthAwareBatchSampler") -> None:
         self._sampler, self._ahead = sampler, 0
@@ -197,8 +197,8 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         if len(planned.repeated) and not self._said_repeats:
             self._said_repeats = True
             warn_user(
-                f"too few samples for an equal number of steps on all ranks: samples {planned.repeated.tolist()!s:.200} stand "
-                "in a row a second time with weight 0 in plan.loss_scale; uneven='drop' leaves out samples instead"
+                f"too few samples for an equal number of steps on all ranks: samples {planned.repeated.tolist()!s:.200} are "
+                "used a second time, with weight 0 in plan.loss_scale; uneven='drop' leaves out samples instead"
             )
 
     def _here(self) -> Cursor:
@@ -208,7 +208,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         return self._start or self._planner.start_of(self._epoch, self._rank_and_size()[1])
 
     def state_dict(self, num_steps: int | None = None) -> dict[str, Any]:
-        """Where this epoch stands: a few integers, JSON-able, the same on every rank.
+        """The place in this epoch: a few integers, JSON-able, the same on every rank.
 
         Args:
             num_steps: steps of the epoch that training has used, also before a resume; None: all handed out. Needed
@@ -222,15 +222,15 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
             num_steps = check_int("num_steps", num_steps, least=0)
         elif run is not None and run.steps and not run.ended and _workers_fetch_ahead(sys._getframe(1)):
             said = "worker processes fetch batches ahead of training"
-            raise StateError(f"{said}; say state_dict(num_steps=steps that were used)")
+            raise StateError(f"{said}; call state_dict(num_steps=steps that were used)")
         if run is None:
             here = self._here()
             run = _Run([here], here.steps, 1, None)
         first, used = run.borders[0].steps, run.steps if num_steps is None else num_steps
         if not first <= used <= run.steps:
             raise StateError(
-                f"`num_steps` must be from {first} to {run.steps}, the steps that were handed out since the epoch was begun or "
-                f"resumed, but is {used}; count from the beginning of the epoch, across resumes"
+                f"`num_steps` must be from {first} to {run.steps}, the steps of this epoch that the sampler has handed "
+                f"out, but is {used}; count from the beginning of the epoch, with the steps before a resume"
             )
         before = run.borders[bisect_right(run.borders, used, key=lambda cursor: cursor.steps) - 1]
         fields = {
@@ -242,7 +242,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         return sealed(KIND, self._planner.identity, fields)
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Continue where a state was taken, on any number of ranks: the rest of its epoch comes next, or if nothing
+        """Continue where a state was saved, on any number of ranks: the rest of its epoch comes next, or if nothing
         remained, the next epoch. One rank's state is enough; if all ranks' states are given, they must agree.
 
         On the same number of ranks the remaining batches are the same. On another number, the remaining samples of the
@@ -256,7 +256,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         cursor = Cursor.of(state["cursor"])
         if self._order is not None and self._order.checksum(cursor.epoch) != state["order"]:
             said = f"`order` gives other indices in epoch {cursor.epoch} than when the state was taken"
-            raise StateError(f"{said}; seed its generator alike, or give it a set_epoch")
+            raise StateError(f"{said}; give its generator the same seed, or give it a set_epoch")
         with LearningBudget.taken_up(self._planner.budget, state):
             planner = self._planner.rebuilt()
             planner.check_left_out(state)
@@ -276,7 +276,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
 def _checked_rank(rank: int | None, world_size: int | None) -> tuple[int | None, int | None]:
     if world_size is None:
         if rank is not None:
-            raise ConfigError(f"`rank` ({rank}) needs `world_size` beside it")
+            raise ConfigError(f"`rank` ({rank}) needs `world_size`, too")
         return None, None
     world_size = check_int("world_size", world_size, most=MOST_RANKS)
     rank = None if rank is None else check_int("rank", rank, least=0, most=world_size - 1, where=" (of `world_size`)")

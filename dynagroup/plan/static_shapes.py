@@ -62,7 +62,7 @@ class ShapeLadder(Wrapper):
         fit = self._most(units) > 0
         oversize = int(not fit.all())
         if num_shapes == oversize and fit.any():
-            raise ConfigError("`num_shapes` must be at least 2, since some samples do not fit even alone")
+            raise ConfigError("`num_shapes` must be at least 2: samples that do not fit even alone need one")
         rungs = np.array([[1, *units.max(axis=1)]])  # of samples that do not fit even alone; last, to hold no others
         if fit.any():
             window = None if window is None else check_int("window", window)
@@ -115,9 +115,7 @@ class ShapeLadder(Wrapper):
             chosen.append(int(np.minimum(time, least).sum(axis=0).argmin()))
         rungs = np.unique(tried[chosen], axis=0)
         if not (hardest.T[:, None] <= rungs[:, 1:]).all(axis=2).any(axis=1).all():
-            raise ConfigError(
-                f"`num_shapes` is too small: {num} that fit hold not every sample in all lengths; allow more"
-            )
+            raise ConfigError(f"`num_shapes` is too small: no {num} shapes that fit hold every sample; allow more")
         return rungs
 
     def _cut(self, units: IntArray, work: Work) -> IntArray:
@@ -150,8 +148,8 @@ class ShapeLadder(Wrapper):
         return sorted(rungs, key=lambda rung: (*rung[1:], rung[0]))
 
     def shape_for(self, num_samples: int, *longest: int) -> tuple[int, ...]:
-        """The rung that a batch of ``num_samples`` samples is padded to, whose longest sample has ``longest`` tokens
-        (one number for each padded stream). ConfigError: no rung holds it."""
+        """The rung to which a batch is padded: ``num_samples`` samples, of which the longest has ``longest`` tokens
+        (one number for each padded stream). ConfigError: no rung holds the batch."""
         asked = BatchShape.of(num_samples, dict(zip(self._names, longest, strict=True)))
         if not self.holds(asked).any():
             raise ConfigError(f"none of the shapes {self.shapes} holds {num_samples} samples of {longest} tokens")
@@ -193,7 +191,7 @@ class ShapeLadder(Wrapper):
         return np.where((longest[:, None] <= self._widths[0]) & self._fitting, self._samples, 0).max(axis=1)
 
     def window(self, lengths: Streams, work: FloatArray, most: IntArray) -> OrderedWindow:
-        """A window in the order in which it is cut, whose runs cost what their rungs do. ``work`` and ``most``: as there."""
+        """A window in the order in which it is cut; its runs cost what their rungs do. ``work``, ``most``: as there."""
         wide = zip(self._names, self._widths, strict=True)
         holds = np.logical_and.reduce([lengths[name][:, None] <= widths for name, widths in wide])
         places = np.arange(len(work))[:, None]
@@ -211,7 +209,7 @@ class ShapeLadder(Wrapper):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RungWindow(OrderedWindow):
-    """A window whose runs are padded to rungs: the work of a run is that of the cheapest rung that holds it."""
+    """A window whose runs are padded to rungs: the work of a run is that of the cheapest rung that holds the run."""
 
     reach: IntArray  # most samples of a run from each position that this rung, or a cheaper one, holds: (N, rungs)
 
@@ -260,7 +258,7 @@ def few_shapes(
     shapes: int | None, lengths: Any, budget: Budget | int, samples_per_update: Any = None, window: int | None = None,
     grouping: int | None = None, work: Work | None = None,
 ) -> Budget:  # fmt: skip
-    """The budget, or if ``shapes`` is given a ladder of it for what is cut together: an update or a window."""
+    """The budget; or, if ``shapes`` is given, a ladder within it, for the samples that are cut together."""
     if shapes is None:
         return as_budget(budget)
     size: Any = samples_per_update(0, None) if callable(samples_per_update) else samples_per_update

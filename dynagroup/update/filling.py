@@ -60,11 +60,13 @@ class FillingCollator:
         if callable(self.pad):
             return self.pad(batch, num_samples, ladder)
         if not hasattr(batch, "keys"):
-            raise ConfigError(f"what pads a {type(batch).__name__} to one of few shapes is not known; {WAY_OUT}")
+            raise ConfigError(f"it is not known how to pad a {type(batch).__name__} to one of few shapes; {WAY_OUT}")
         now = {name: width_of(batch, num_samples, name, ladder.streams) for name in ladder.streams}
         missing = [name for name, width in now.items() if width is None]
         if missing:
-            raise ConfigError(f"no field of a batch shows its padded {missing[0]!r} ({num_samples} samples); {WAY_OUT}")
+            raise ConfigError(
+                f"no field of a batch is as wide as its padded {missing[0]!r} ({num_samples} samples); {WAY_OUT}"
+            )
         asked = BatchShape.of(num_samples, now)  # type: ignore[arg-type]
         if num_samples > 1 and not ladder.holds(asked).any():
             came_out = f"a batch of {num_samples} samples came out {[*now.values()]} tokens wide"
@@ -108,7 +110,7 @@ def _grown(key: str, value: Any, num_samples: int, rows: int, widths: tuple[Any,
         raise ConfigError(f"{of} cannot be filled with rows of weight 0; {WAY_OUT}")
     if value.ndim > 1 and value.shape[1] == widths[0] and pad.get(key, 0) is not None:
         if key not in pad:
-            raise ConfigError(f"what pads {key!r}, which is as wide as the tokens, is not known; {WAY_OUT}")
+            raise ConfigError(f"it is not known how to pad {key!r}, which is as wide as the tokens; {WAY_OUT}")
         value = torch.nn.functional.pad(value, [0, 0] * (value.ndim - 2) + [0, widths[1] - widths[0]], value=pad[key])
     more = value[:1].expand(rows - num_samples, *value.shape[1:])
     return torch.cat([value, torch.full_like(more, IGNORED) if key in LABELS else more])
@@ -118,8 +120,8 @@ def _grown(key: str, value: Any, num_samples: int, rows: int, widths: tuple[Any,
 #   sample of the dataset, the longest that the shape holds, as many times as it has rows.
 # Why on all ranks: backward passes exchange gradients, so all run alike; shapes depend on lengths and budget alone.
 def preflight(model: Any, loader: StepLoader[Any], compute_loss: Callable[[Any, Any], torch.Tensor]) -> list[Shape]:
-    """Run one batch of each shape that a model will meet, forward and backward, most expensive first. Running out of
-    memory then shows in the first seconds, and a compiled model is compiled. Call it on every rank, before training.
+    """Run one batch of each shape of the training, forward and backward, most expensive first. Running out of memory
+    then shows in the first seconds, and a compiled model is compiled. Call it on every rank, before training.
 
     It restores gradients, buffers and random states, and does not move the loader.
 

@@ -68,12 +68,12 @@ class StepLoader(ABC, Generic[B]):
     @property
     @abstractmethod
     def cursor(self) -> Cursor:
-        """The place after all updates that were handed out, including the one under way."""
+        """The place after all updates that were handed out, including the current one."""
 
     @abstractmethod
     def examples(self) -> tuple[Streams, Callable[[int], Any], Callable[..., Any]]:
-        """Lengths of some samples; a function from a place among them to the sample; a function from samples to a
-        batch, which it fills to a given shape if there are few shapes."""
+        """Three things: lengths of some samples; a function from a place among them to the sample; and a function from
+        samples to a batch, which it fills to a given shape if there are few shapes."""
 
     @abstractmethod
     def _run(self) -> Iterator[Step[B]]:
@@ -138,7 +138,7 @@ class StepLoader(ABC, Generic[B]):
             self._choose()
 
     def restart_epoch(self) -> None:
-        """Forget which part of the epoch was used: the next iteration starts it from its beginning."""
+        """Forget which part of the epoch was used: the next iteration starts at the beginning of the epoch."""
         self._next = self.epoch
         if self._live is None:
             self._choose(anew=True)
@@ -150,7 +150,7 @@ class StepLoader(ABC, Generic[B]):
 
     @property
     def num_changes(self) -> int:
-        """Grows when :attr:`num_updates` may have changed in the run: by a new size, or what a budget learned."""
+        """Grows when :attr:`num_updates` may have changed in the run: by a new size, or because a budget learned."""
         return 0 if self.sizes is None else len(self.sizes.changes)
 
     def set_samples_per_update(self, samples: int) -> int:
@@ -184,7 +184,7 @@ class StepLoader(ABC, Generic[B]):
                 with around(step):
                     yield step
                 if self._live is not live:
-                    raise ConfigError("this iteration of the loader has ended: another one was begun since")
+                    raise ConfigError("this iteration of the loader has ended: another iteration has begun")
         finally:
             self._stop(live)
 
@@ -200,7 +200,7 @@ class StepLoader(ABC, Generic[B]):
             close()
 
     def updates(self) -> Iterator[list[Step[B]]]:
-        """The same steps, as one list per update."""
+        """The same steps as iteration gives, in one list for each update."""
         update: list[Step[B]] = []
         with closing(self._iterate(nullcontext)) as steps:  # pyright: ignore[reportArgumentType] - a generator
             for step in steps:
@@ -247,14 +247,14 @@ class StepLoader(ABC, Generic[B]):
 
 
 def check_updates(samples_per_update: Any, accumulation: int, **of_set_sizes: bool) -> int:
-    """``accumulation``. ConfigError: it comes with ``samples_per_update``, or a setting that needs that lacks it."""
+    """``accumulation``. ConfigError: ``samples_per_update`` excludes it, or a setting needs that and it is missing."""
     accumulation = check_int("accumulation", accumulation)
     for name, given in of_set_sizes.items():
         if check_flag(name, given) and samples_per_update is None:
-            raise ConfigError(f"`{name}` needs `samples_per_update`: without it updates are as large as they come")
+            raise ConfigError(f"`{name}` needs `samples_per_update`: without it the size of updates is not fixed")
     if samples_per_update is not None and accumulation != 1:
         both = f"`accumulation` ({accumulation}) and `samples_per_update`"
-        raise ConfigError(f"{both} exclude each other: an update takes as many steps as its samples need")
+        raise ConfigError(f"{both} exclude each other: an update has as many steps as its samples need")
     return accumulation
 
 
@@ -268,9 +268,9 @@ class Inner:
 
     def __init__(self, kwargs: Mapping[str, Any]) -> None:
         if "batch_size" in kwargs:
-            raise ConfigError("`batch_size` is no argument of this loader: the budget decides what a batch is")
+            raise ConfigError("`batch_size` is not an argument of this loader: the budget decides the size of a batch")
         if kwargs.get("in_order") is False:
-            raise ConfigError("`in_order=False` is of no use: batches are taken in the order of requests")
+            raise ConfigError("`in_order=False` has no effect: batches are used in the order of requests")
         # Its own, unless there is one: a DataLoader would draw its workers' seed from torch's, and shift that on resuming.
         self._generator = torch.Generator()
         self.kwargs = {**checked_kwargs(kwargs), "generator": kwargs.get("generator") or self._generator}

@@ -1,4 +1,4 @@
-"""Weight of a batch in the loss: the units that its loss is a mean of, and the factor that makes updates exact."""
+"""The weight of a batch's loss: what the loss is a mean of, and the factor that makes gradients exact."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -26,7 +26,7 @@ class Share:
 
 
 def loss_scale(weight: Share, world_size: int) -> float:
-    """Factor for a batch's mean loss that makes accumulated gradients, averaged over ranks, those of one process.
+    """Factor for a batch's mean loss. The accumulated gradients, averaged over ranks, then equal those of one process.
 
     DDP and FSDP divide by ``world_size``. With ``loss_scale = local * world_size / total`` every unit of weight (a token, a
     sample) counts once: the result is the gradient of ``sum(unit losses) / total``.
@@ -64,7 +64,7 @@ def count_label_tokens(batch: Any, *, shifted: bool = True) -> int:
 
 
 def mean_items(batch: Any, *, shifted: bool = True) -> float:
-    """What the loss of a usual model is a mean of: the predicted labels, or the samples where a batch has no labels."""
+    """The number of items that a usual model's loss is a mean of: predicted labels, or samples if there are none."""
     if _label_name(batch) is not None:
         return float(count_label_tokens(batch, shifted=shifted))
     values = batch.values() if hasattr(batch, "keys") else batch if isinstance(batch, (list, tuple)) else [batch]

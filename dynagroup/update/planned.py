@@ -209,7 +209,7 @@ class PlannedDataLoader(StepLoader[B]):
             sums = guess.sums(Batches.of(indices), seconds, planner.lengths, planner.budget)
         else:
             way_out = "a loop over updates() says `with loader.timed(step):` around each step"
-            warn_user(f"work='measure' has timed nothing: {way_out}")
+            warn_user(f"work='measure' has timed no step: {way_out}")
         self._work = guess.fitted(world.all_sum(sums))
         self._times = times if self._work is None else None
 
@@ -229,8 +229,8 @@ class PlannedDataLoader(StepLoader[B]):
         if differs is not None:
             self._said_unplanned = True
             warn_user(
-                f"a batch is not what was planned: {differs}. `lengths` are in another order than the dataset, or were measured "
-                "otherwise than samples are processed and collated, so batches may not fit; OnlineDataLoader measures by itself"
+                f"a batch is not what was planned: {differs}. `lengths` are in another order than the dataset, or were not "
+                "measured as samples are processed and collated, so batches may not fit; OnlineDataLoader measures them itself"
             )
 
     def _identity(self) -> dict[str, Any]:
@@ -247,7 +247,7 @@ class PlannedDataLoader(StepLoader[B]):
         state = agreed(states)
         epoch = state["cursor"]["epoch"]
         if state["order"] != self._plan.order_print(epoch):
-            raise StateError(f"`sampler` gives other indices in epoch {epoch} than for the state; seed it alike")
+            raise StateError(f"`sampler` gives other indices in epoch {epoch} than in the saved run; seed both alike")
         return state
 
     def _restore(self, found: Mapping[str, Any]) -> None:

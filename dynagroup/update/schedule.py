@@ -68,21 +68,21 @@ def scale_learning_rate(
 
 
 class Walk(ABC):
-    """The updates of a run in order: where each epoch begins, and where each update ends."""
+    """The updates of a run in order: where each epoch begins and where each update ends."""
 
     def __init__(self) -> None:
         self._starts: list[Cursor] = [Cursor()]  # the beginnings of epochs, as far as they are known
 
     @abstractmethod
     def cursors(self, cursor: Cursor) -> Iterator[Cursor]:
-        """The place after each update that remains of an epoch."""
+        """The place after each remaining update of an epoch."""
 
     def end(self, epoch: int) -> Cursor:
         start = self.start(epoch)
         return [start, *self.cursors(start)][-1]
 
     def start(self, epoch: int) -> Cursor:
-        """The beginning of an epoch, or of the first epoch that is known."""
+        """The beginning of an epoch; if the run is known only from a later epoch on, the beginning of that one."""
         while (last := self._starts[-1].epoch) < epoch:
             self._starts.append(begun(last + 1, self.end(last)))
         return self._starts[max(epoch - self._starts[0].epoch, 0)]
@@ -91,18 +91,18 @@ class Walk(ABC):
         return self.start(epoch + 1).update - self.start(epoch).update
 
     def after(self, updates: int) -> Cursor:
-        """The place after this many updates of the run, or the first place that is known."""
+        """The place after this many updates of the run, or a later one if that is the first known place."""
         epochs = count(self._starts[0].epoch)
         epoch = next(e for e in epochs if self.start(e + 1).update >= updates or not self.num_updates(e))
         start = self.start(epoch)
         found = next((place for place in chain([start], self.cursors(start)) if place.update >= updates), None)
         if found is None:
-            raise ConfigError(f"epoch {epoch} has no update, so that many are never reached; use smaller updates")
+            raise ConfigError(f"epoch {epoch} has no update, so the run never reaches that many; use smaller updates")
         return found
 
 
 def begun(epoch: int, done: Cursor) -> Cursor:
-    """The beginning of ``epoch`` in a run that has come as far as ``done``."""
+    """The beginning of ``epoch`` in a run whose earlier epochs end at the place ``done``."""
     return Cursor(epoch, update=done.update, samples_seen=done.samples_seen, current=done.current)
 
 
@@ -128,8 +128,8 @@ class UpdateSizes(Walk):
         return not callable(self.schedule) and not self.changes
 
     def change(self, cursor: Cursor, samples: int) -> int:
-        """Set the size of all updates after ``cursor``; returns the number of the first one. What an epoch drops stays
-        dropped: its last update is followed by the next epoch's first."""
+        """Set the size of all updates after ``cursor``; returns the number of the first one. If it comes after an
+        epoch's last update, it applies from the next epoch on; dropped samples stay dropped."""
         samples, over = check_int("samples", samples), next(self.spans(cursor), None) is None
         when = (cursor.epoch + over, cursor.update)
         self.changes = [change for change in self.changes if change[:2] < when] + [(*when, samples)]
@@ -141,8 +141,8 @@ class UpdateSizes(Walk):
         self._starts = [Cursor()]
 
     def spans(self, cursor: Cursor) -> Iterator[tuple[int, int, Cursor]]:
-        """(start, stop, cursor after) of each update that remains of an epoch. A size is looked up when its turn comes,
-        so that changes take effect."""
+        """(start, stop, cursor after) of each remaining update of an epoch. A size is looked up just before its update,
+        so that changes apply."""
         count = self.num_ordered()
         while cursor.samples_used < count:
             samples, start = self._samples_of(cursor), cursor.samples_used

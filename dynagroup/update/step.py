@@ -51,7 +51,7 @@ class Step(Generic[B]):
     kind: Any = None
 
     def map(self, fn: Callable[[B], Any]) -> "Step[Any]":
-        """The same step with ``fn`` applied to its batch, e.g. to move it to a device."""
+        """This step with ``fn`` applied to its batch, e.g. to move the batch to a device."""
         return replace(self, batch=fn(self.batch))
 
 
@@ -119,14 +119,13 @@ def _shapes_shown(batch: Any, stream: str, streams: Iterable[str]) -> Iterator[t
 
 
 def shown(batch: Any, num_samples: int, streams: Sequence[str], *, packed: bool) -> dict[str, int]:
-    """Tokens that a collated batch shows of each of these padded streams: per row, or if packed in total."""
+    """The number of tokens of each padded stream in a collated batch: in each row, or in a packed batch in total."""
     found = (total_of(batch, n, streams) if packed else width_of(batch, num_samples, n, streams) for n in streams)
     return {name: tokens for name, tokens in zip(streams, found, strict=True) if tokens is not None}
 
 
 def unplanned(batch: Any, shape: BatchShape, budget: Budget) -> str | None:
-    """How a collated batch differs from its planned shape (K = 1), in words. None: it does not, or its fields do not
-    show it."""
+    """How a collated batch differs from its planned shape (K = 1), in words. None: it does not, or cannot be seen."""
     packed, multiple = is_packed(budget, shape.longest), budget.pad_to_multiple_of
     form = "tokens long, but was planned with" if packed else "tokens wide, but the longest of them was planned with"
     run, names = budget.as_run(shape), padded_streams(budget, shape.longest)

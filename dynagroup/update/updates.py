@@ -47,7 +47,7 @@ class PlannedUpdate:
         return self._samples(len(self.steps))
 
     def behind(self, number: int, weight: float) -> Cursor:
-        """The place after step ``number``, when all that was taken of the update so far weighs ``weight``."""
+        """The place after step ``number``; ``weight``: the weight of all steps of the update up to there."""
         taken, before = number + 1, self.before
         if taken == len(self.steps):
             return self.after
@@ -127,8 +127,8 @@ class _Updates(Walk):
 # An epoch's order is cut into spans, and each span is planned by itself, like an epoch of one window. So the samples of
 # an update depend on order and schedule alone; budget and ranks only decide how they are divided.
 class PreservedUpdates(UpdateSizes, _Updates):
-    """Updates of exactly as many samples as ``schedule`` says, as fixed batches would draw them: in the user's
-    ``order``, a seeded one, or without ``shuffle`` the dataset's. ``drop_last``: a smaller last one is left out."""
+    """Updates of exactly as many samples as ``schedule`` says, drawn as fixed batches would draw them: in the user's
+    ``order``, a seeded one, or the dataset's. ``drop_last``: a smaller last one is left out."""
 
     def __init__(
         self, planner: Planner, schedule: int | BatchSizeSchedule, order: OrderSource | None, *, drop_last: bool
@@ -146,7 +146,7 @@ class PreservedUpdates(UpdateSizes, _Updates):
 
     # The size of the epoch's first update decides the grouping; a size changed later cuts the same order elsewhere.
     def order_of(self, epoch: int) -> Order:
-        """Dataset indices in the epoch's order, grouped."""
+        """Dataset indices in the order of the epoch, after ``grouping``."""
         planner = self.planner
         drawn = None if self.order is None else self.order.counted_epoch(epoch, planner.left_out)
         grouped = planner.config.grouping is not None

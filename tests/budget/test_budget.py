@@ -175,7 +175,7 @@ def test_a_capped_stream_is_not_counted_as_padding(budget, lengths, limit, learn
     (lambda: TokenBudget(8, layout="ragged"), "`layout` must be one of 'padded', 'packed', but is 'ragged'"),  # type: ignore[arg-type]
     (lambda: MemoryBudget(4, longest={"tokens": 8, "target": -1}), "`target` must be an int of at least 1"),
     (lambda: MemoryBudget(4, model=object()), "`model` must predict memory, but is object"),  # type: ignore[arg-type]
-    (lambda: MemoryBudget.from_bytes(9, model=PaddedTokens()), "`model` must answer in bytes"),  # type: ignore[arg-type]
+    (lambda: MemoryBudget.from_bytes(9, model=PaddedTokens()), "`model` must predict bytes"),  # type: ignore[arg-type]
     (lambda: TokenBudget(8) & TokenBudget(8, layout="packed"), "either padded or packed"),
     (lambda: MemoryBudget(4).fits(BatchShape.of(1, 1)), "`longest` is not known"),
     (lambda: as_budget(True), "`budget` must be a Budget such as TokenBudget(4096)"),

@@ -83,7 +83,7 @@ def test_the_readme_runs_as_printed(tmp_path, monkeypatch):
     assert names["loader"].stats.updates == 2 * names["loader"].num_updates
 
 
-@pytest.mark.filterwarnings("ignore:the regressor never saw")
+@pytest.mark.filterwarnings("ignore:the regressor was not trained on")
 def test_the_page_on_memory_runs_on_a_small_model(tmp_path):
     config = models.llama(vocab=500, width=64, heads=4)
     config.save_pretrained(tmp_path)

@@ -65,10 +65,10 @@ def test_a_state_saved_within_an_epoch_resumes_exactly(tmp_path, online):
 
 
 def test_misuse_is_named():
-    with pytest.raises(ConfigError, match="`gradient_accumulation_steps` 1: `loss_scale` weighs"):
+    with pytest.raises(ConfigError, match="`gradient_accumulation_steps` at 1: `loss_scale` already weighs"):
         prepare(Accelerator(cpu=True, gradient_accumulation_steps=2), loader())
     accelerator = Accelerator(cpu=True)
-    with pytest.raises(ConfigError, match="must be one of dynagroup, or have"):
+    with pytest.raises(ConfigError, match="must be of dynagroup, or have"):
         prepare(accelerator, DataLoader(range(4)))
     sampler = LengthAwareBatchSampler(toys.lengths(ROWS), TokenBudget(160))
     prepared = prepare(accelerator, DataLoader(ROWS, batch_sampler=sampler, collate_fn=toys.collate))

@@ -278,7 +278,9 @@ REFUSED = {
     "dispatch_batches=True .* set it to False": {"accelerator_config": {"dispatch_batches": True}},
     "split_batches=True .* set it to False": {"accelerator_config": {"split_batches": True}},
     "dataloader_in_order=False .* True": {"dataloader_in_order": False, "dataloader_num_workers": 1},
-    "batch_rebalance' does not go with dynagroup: it forms batches": {"train_sampling_strategy": "batch_rebalance"},
+    "batch_rebalance' cannot be combined with dynagroup: it forms batches": {
+        "train_sampling_strategy": "batch_rebalance"
+    },
     "`updates` must be one of": {"config": {"updates": "some"}},
     "needs updates='preserved'": {"config": {"updates": "free", "samples_per_update": 4}},
 }
@@ -295,7 +297,7 @@ def test_ranks_that_share_samples_or_parameters_are_asked_for_more(tmp_path, mon
     shards, zero3 = run.accelerator.dataloader_config, SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=3))
     run.accelerator = SimpleNamespace(dataloader_config=shards, state=zero3, parallelism_config=None)
     refuse_unsupported(run, run.dynagroup)
-    with pytest.raises(ConfigError, match="ZeRO-3 with mode='online' does not go with dynagroup"):
+    with pytest.raises(ConfigError, match="ZeRO-3 with mode='online' cannot be combined with dynagroup"):
         refuse_unsupported(run, DynagroupConfig(budget=TokenBudget(100), mode="online"))
     monkeypatch.setattr(Trainer, "get_tp_size", lambda self: 2)
     with pytest.raises(ConfigError, match="ranks share a sample.*world=DistributedWorld"):
@@ -334,11 +336,11 @@ def test_attaching_too_late_or_twice_or_in_vain_is_refused_and_changes_nothing(t
     late = trainer("causal", tmp_path, fits=False, max_steps=1)
     late.train()
     alone = trainer("causal", tmp_path, fits=False, auto_find_batch_size=True)
-    for run, message in ((late, "has made 1 updates"), (alone, "auto_find_batch_size=True does not go with")):
+    for run, message in ((late, "has made 1 updates"), (alone, "auto_find_batch_size=True cannot be combined with")):
         before, callbacks = run.args, len(run.callback_handler.callbacks)
         with pytest.raises(ConfigError, match=message):
             attach(run, 160)
         assert (type(run), run.args, len(run.callback_handler.callbacks)) == (Trainer, before, callbacks)
     for run in (trainer("causal", tmp_path, fits=True), "a trainer"):
-        with pytest.raises(ConfigError, match="must be a Trainer without batches that fit"):
+        with pytest.raises(ConfigError, match="must be a Trainer without dynagroup"):
             attach(run, 160)

@@ -120,10 +120,10 @@ def test_a_place_that_comes_too_late_is_refused(tmp_path, monkeypatch):
 
 def test_misuse_is_named_and_a_fast_run_is_none(tmp_path):
     fit(tmp_path, Module(), loader(), fast_dev_run=True)
-    with pytest.raises(ConfigError, match="leave `accumulate_grad_batches` 1"):
+    with pytest.raises(ConfigError, match="leave `accumulate_grad_batches` at 1"):
         fit(tmp_path, Module(), loader(), accumulate_grad_batches=2)
     for number in (1, 3):
-        with pytest.raises(ConfigError, match=rf"`limit_train_batches` \({number}\) ends epochs in the midst"):
+        with pytest.raises(ConfigError, match=rf"`limit_train_batches` \({number}\) ends epochs in the middle"):
             fit(tmp_path, Module(), loader(), limit_train_batches=number)
     with pytest.raises(ConfigError, match=r"callbacks=\[steps\]"):
         lightning.Trainer(**QUIET, enable_checkpointing=False).fit(Module(), LightningSteps(loader()))

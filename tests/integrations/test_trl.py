@@ -143,7 +143,7 @@ def test_trainers_that_need_their_own_batches_are_refused(tmp_path) -> None:
     run = trainer("causal", tmp_path, fits=False)
     for original in [getattr(trl, name) for name in COUPLED if hasattr(trl, name)]:
         run.__class__ = type("Mine", (original,), {})
-        with pytest.raises(ConfigError, match=f"TRL's {original.__name__} does not go with dynagroup"):
+        with pytest.raises(ConfigError, match=f"TRL's {original.__name__} cannot be combined with dynagroup"):
             attach(run, 100)
 
 

@@ -32,12 +32,12 @@ ALIKE: dict[str, dict[str, Any]] = {
     "ModernBert": {"local_attention": 6},
 }
 MORE: dict[str, tuple[dict[str, Any], str]] = {
-    "Gemma2": ({"attn_logit_softcapping": 1.0, "sliding_window": 3}, "`softcap`, which packed attention does not understand"),
+    "Gemma2": ({"attn_logit_softcapping": 1.0, "sliding_window": 3}, "`softcap`, which packed attention does not support"),
     "GptOss": ({"sliding_window": 3, **MIXTURE}, "`s_aux`, which"),
-    "Llama4Text": ({"attention_chunk_size": 3, "intermediate_size_mlp": 32, **MIXTURE}, "does more than packed .* apart"),
-    "Phimoe": ({"sliding_window": 3, **MIXTURE}, "does more than packed attention"),  # only its masks know the window
-    "LayoutLM": ({}, "does more than packed attention"),  # sees ahead, and says so to nobody
-    "Bloom": ({}, "does not let its attention be chosen"),
+    "Llama4Text": ({"attention_chunk_size": 3, "intermediate_size_mlp": 32, **MIXTURE}, "needs what packed .* apart"),
+    "Phimoe": ({"sliding_window": 3, **MIXTURE}, "needs what packed attention lacks"),  # only its masks know the window
+    "LayoutLM": ({}, "needs what packed attention lacks"),  # sees ahead, and says so to nobody
+    "Bloom": ({}, "does not choose its attention by transformers"),
 }  # fmt: skip
 
 
@@ -120,9 +120,9 @@ def test_rows_need_no_borders_and_what_would_be_dropped_without_a_word_is_refuse
     mask = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()
     for batch, message in (
         ({"attention_mask": torch.tensor([[1] * 6 + [0] * 2])}, "given a padded batch"),
-        ({"attention_mask": mask}, "`attention_mask`, which packed attention does not understand"),
+        ({"attention_mask": mask}, "`attention_mask`, which packed attention does not support"),
         ({"softcap": 1.0}, "`softcap`, which"),
-        ({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])}, "does not say where its samples begin"),
+        ({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])}, "does not hold where its samples begin"),
     ):
         with pytest.raises(ConfigError, match=message):
             model(input_ids=ids, **batch)
@@ -135,7 +135,7 @@ def test_tokens_of_an_image_that_look_ahead_are_refused() -> None:
     model = use_varlen_attention(built("Gemma3Text", sliding_window=3))
     images = torch.tensor([[-1, 0, 0, 0, -1, -1]])
     embedded = model.get_input_embeddings()(torch.arange(1, 7)[None])
-    with pytest.raises(ConfigError, match="some tokens look ahead and others do not"):
+    with pytest.raises(ConfigError, match="only some tokens attend to later ones"):
         transformers.masking_utils.create_causal_mask(model.config, embedded, None, None, block_sequence_ids=images)
     assert transformers.masking_utils.create_causal_mask(model.config, embedded, None, None) is None
 

@@ -103,7 +103,7 @@ def test_a_profile_finds_the_phases_and_says_once_when_it_guesses():
     for n, length in ((3, 100), (16, 2048), (1, 16)):
         assert profile.batch_bytes(BatchShape.of(n, length))[0] == pytest.approx(truth(n, length), rel=0.05)
     assert profile.error < 0.02
-    with pytest.warns(UserWarning, match="up to 1024 tokens and is asked about 4096"):
+    with pytest.warns(UserWarning, match="up to 1024 tokens, but a batch has one of 4096"):
         profile.batch_bytes(BatchShape.of(1, 4096))
     profile.batch_bytes(BatchShape.of(1, 4096))
 
@@ -213,7 +213,7 @@ else:
 
 def test_outside_the_trained_range_it_is_careful_and_says_so_once():
     regressor = MemoryRegressor.pretrained(WORKLOADS["strange"])
-    with pytest.warns(UserWarning, match="never saw a workload"):
+    with pytest.warns(UserWarning, match="not trained on a workload"):
         ratio = regressor.relative(BatchShape.of([8, 16], 512), BatchShape.of(8, 512))
     assert ratio[1] >= 1.9
     regressor.relative(BatchShape.of([8, 16], 512), BatchShape.of(8, 512))

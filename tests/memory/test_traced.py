@@ -162,7 +162,7 @@ NO_PAD = hf.ModernBertConfig(vocab_size=2000, hidden_size=64, num_hidden_layers=
 @pytest.mark.parametrize(("make", "how", "message"), [
     (lambda: Odd(LLAMA), {}, r"cannot be traced \(.*ProfiledMemory\.fit\(measure"),
     (lambda: MAMBA, {"mode": "generate"}, "cannot be traced"),  # its cache has no length
-    (lambda: IMAGES, {}, "it reads images, of which text says nothing"),
+    (lambda: IMAGES, {}, "it reads images, whose memory does not follow from the text"),
     (lambda: hf.Gemma2ForCausalLM(GEMMA2), {"attention": "sdpa"}, "is 'sdpa', but Gemma2ForCausalLM has no fused"),
     (lambda: GEMMA2, {"attention": "sdpa"}, "is 'sdpa', but Gemma2ForCausalLM has no fused"),
     (lambda: NO_PAD, {}, r"no model can be built from this ModernBertConfig \(AssertionError.*Padding"),
@@ -293,7 +293,7 @@ def test_adapters_train_alone():
     ({"zzz": 3}, "no option `zzz`$"),
     ({"headroom": 1.5}, "at most 1(.0)?, but is 1.5"),
     ({"optimizer": "best"}, "or one of adamw, .* but is 'best'"),
-    ({"sharding": "fsdp"}, "say how many: num_ranks=8"),
+    ({"sharding": "fsdp"}, "pass their number: num_ranks=8"),
     ({"lora": "all"}, "`lora` must be True, a rank"),
     ({"dtype": "int3"}, "`dtype` must be one of"),
     ({"mode": "generate", "layout": "packed"}, "`layout` 'packed' is for training"),
@@ -383,7 +383,7 @@ def test_measured_rows_of_another_workload_or_of_none_are_refused():
     asked = TracedMemory(0, Workload(mode="train", num_layers=3, attention="sdpa", phases=TRACED.workload.phases))
     for change in ({"mode": "forward"}, {"num_layers": 9}, {"attention": "eager"}):
         (name, value), *_ = change.items()
-        with pytest.raises(ConfigError, match=f"`measured` has {name}={value!r}, but what is asked about has {name}="):
+        with pytest.raises(ConfigError, match=f"`measured` has {name}={value!r}, but this trace has {name}="):
             asked.corrected(rows_of(TRACED, workload=Workload(**{"mode": "train", **change})))
     none = Measurements((Measurement(1, {"tokens": 5}, 0, None, oom=True),), TRACED.workload)
     for rows in (none, [1, 2]):

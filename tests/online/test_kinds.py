@@ -156,7 +156,7 @@ def test_what_is_not_asked_for_costs_nothing(mode, exchanges):
         ({"kind_of": "kind"}, "`kind_of` must be a function"),
         ({"kind_of": lambda sample: [sample["kind"]]}, r"hashed, but gives \['a'\] for sample 0"),
         ({"kind_of": lambda sample: sample["modality"]}, "kind_of failed on sample 0: KeyError"),
-        ({"kind_of": kind_of, "kinds": [1, 2]}, "`kinds` and `kind_of` exclude each other"),
+        ({"kind_of": kind_of, "kinds": [1, 2]}, "`kinds` and `kind_of` both label the samples"),
         ({"kinds": [1, 2, 3]}, "`kinds` has 3 labels"),
         ({"one_kind": "batch"}, "`one_kind`.*needs `kind_of`"),
         ({"dataset": Stream([3]), "kinds": ["a"]}, "`kinds` needs a map-style dataset"),

@@ -58,7 +58,7 @@ def text_of(world: Any, fault: str) -> str:
         ("worker_dies", "worker", "rank . failed while it loaded data: .*[Ww]orker"),
         ("wrong_lengths", "collate_fn made a batch", "rank 1 failed while it loaded data: .*collate_fn made a batch"),
         ("other_seed", "ranks differ in seed", "ranks differ in seed"),
-        ("starts_over", "different places", "different places"),
+        ("starts_over", "different exchanges", "different exchanges"),
     ],
 )
 def test_a_fault_reaches_every_rank(fault: str, of_faulty: str, of_others: str) -> None:

@@ -110,6 +110,6 @@ def test_without_a_failure_the_output_is_generates_own() -> None:
 def test_what_cannot_be_honoured_in_parts_is_refused_before_anything_runs() -> None:
     model, allocator, batch = build()
     for name in ("streamer", "return_dict_in_generate", "past_key_values", "prefix_allowed_tokens_fn"):
-        with pytest.raises(ConfigError, match=f"`{name}` cannot be used with out-of-memory retry"):
+        with pytest.raises(ConfigError, match=f"`{name}` cannot be used if a batch may run in parts"):
             generate_with_oom_retry(model, batch, **{name: True})
     assert not allocator.claims

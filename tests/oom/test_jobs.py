@@ -160,7 +160,7 @@ ALL = (generate_dataset, embed_dataset, classify_dataset)
 WRONG: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
     (ALL, {"texts": ["w1", None]}, "text 1 must be a string, but is None; correct or filter out that sample"),
     (ALL, {"budget": TokenBudget(64, layout="packed")}, "these batches are padded"),
-    (ALL, {"batch_size": 3}, r"`batch_size` \(3\) and `budget` both say what fits"),
+    (ALL, {"batch_size": 3}, r"`batch_size` \(3\) and `budget` both limit a batch"),
     (ALL, {"batch_size": 0, "budget": None}, "`batch_size` must be an int of at least 1"),
     (ALL, {"output": "out.csv"}, "must end in .(jsonl|npy), but"),
     (ALL, {"world": SimpleNamespace(rank=0, size=2)}, "on several ranks `output` must name a file"),
@@ -243,7 +243,7 @@ def test_an_error_on_one_rank_ends_all_and_other_jobs_are_noticed(model: Any, to
     both = run_ranks(2, lambda world: rank(world, True))
     assert both == ["ranks were given different jobs: texts differ; give all ranks the same"] * 2
     first, second = run_ranks(2, lambda world: rank(world, False))
-    assert first == "rank 1 of 2 could not go on with the job; see its error"
+    assert first == "rank 1 of 2 could not continue the job; see its error"
     assert "exists, and no 'there.jsonl.job'" in second
 
 

@@ -88,9 +88,9 @@ def test_the_crossover_is_what_a_traced_model_multiplies(config: object) -> None
         (lambda: ShapeLadder([5], TokenBudget(100, layout="packed")), "needs a padded budget"),
         (lambda: ShapeLadder([5], 100).shape_for(2, 9), r"none of the shapes .* holds 2 samples of \(9,\) tokens"),
         (lambda: ShapeLadder([], 100), "needs lengths to be fitted to"),
-        (lambda: ShapeLadder([5, 200], 100, 1), "must be at least 2, since some samples do not fit even alone"),
-        (lambda: ShapeLadder([5], 100) & TokenBudget(9), "a choice within a budget"),
-        (lambda: LearningBudget(ShapeLadder([5], 100)), "follows what its budget learns"),
+        (lambda: ShapeLadder([5, 200], 100, 1), "must be at least 2: samples that do not fit even alone"),
+        (lambda: ShapeLadder([5], 100) & TokenBudget(9), "a ShapeLadder must be outside of `&`"),
+        (lambda: LearningBudget(ShapeLadder([5], 100)), "cannot be inside a LearningBudget"),
     ],
 )
 def test_mistakes_are_named(call: Any, message: str) -> None:

@@ -166,7 +166,7 @@ def test_given_order_is_read_once_an_epoch_and_checked() -> None:
 def test_arguments_and_samples_that_do_not_fit() -> None:
     with pytest.warns(UserWarning, match=r"1 samples do not fit .* alone and are emitted alone; .* sample 1 with 99"):
         LengthAwareBatchSampler([3, 99], TokenBudget(10), rank=0, world_size=1)
-    with pytest.warns(UserWarning, match=r"samples \[1\] stand in a row a second time"):
+    with pytest.warns(UserWarning, match=r"samples \[1\] are used a second time"):
         list(LengthAwareBatchSampler([9, 3, 9], TokenBudget(10), rank=0, world_size=2))
     with pytest.raises(ConfigError, match=r"`rank` \(1\) needs `world_size`"):
         sampler(1, None)

@@ -96,7 +96,7 @@ def test_another_iteration_ends_the_one_before(make, sizes):
     again = [samples_of(step) for step in loader]
     assert again[0] == first
     assert_conserves(again, range(37))
-    with pytest.raises(ConfigError, match="this iteration of the loader has ended: another one was begun"):
+    with pytest.raises(ConfigError, match="this iteration of the loader has ended: another iteration has begun"):
         next(old)
 
 
@@ -307,8 +307,8 @@ WRONG = [
     ({"prefetch_factor": 2}, "prefetch_factor"),
     ({"num_workers": 1, "multiprocessing_context": ""}, "multiprocessing_context"),
     ({"num_worker": 1}, "num_worker"),
-    ({"in_order": False}, "`in_order=False` is of no use"),
-    ({"batch_size": 1}, "`batch_size` is no argument of this loader: the budget decides"),
+    ({"in_order": False}, "`in_order=False` has no effect"),
+    ({"batch_size": 1}, "`batch_size` is not an argument of this loader: the budget decides"),
     ({"accumulation": 2, "samples_per_update": 8}, "`accumulation` .2. and `samples_per_update` exclude each other"),
     ({"samples_per_update": 0}, "`samples_per_update` must be an int of at least 1"),
     ({"drop_last": True}, "`drop_last` needs `samples_per_update`"),

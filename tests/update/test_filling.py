@@ -121,8 +121,8 @@ def test_sources_and_targets_are_filled_to_their_own_lengths() -> None:
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        (torch.ones(2, 3), "what pads a Tensor to one of few shapes is not known; give `pad`"),
-        ({"input_ids": torch.ones(2, 3), "seen": torch.ones(2, 3)}, "what pads 'seen', which is as wide as the tokens"),
+        (torch.ones(2, 3), "it is not known how to pad a Tensor to one of few shapes; give `pad`"),
+        ({"input_ids": torch.ones(2, 3), "seen": torch.ones(2, 3)}, "not known how to pad 'seen', which is as wide as"),
         (
             {"input_ids": torch.ones(2, 3), "labels": torch.ones(2)},
             "'labels' .2,. of 2 samples cannot be filled with rows",
@@ -131,7 +131,7 @@ def test_sources_and_targets_are_filled_to_their_own_lengths() -> None:
             {"input_ids": torch.ones(2, 3), "pixel_values": torch.ones(5, 3)},
             "'pixel_values' .5, 3. of 2 samples cannot",
         ),
-        ({"ids": torch.ones(2, 3)}, "no field of a batch shows its padded 'tokens'"),
+        ({"ids": torch.ones(2, 3)}, "no field of a batch is as wide as its padded 'tokens'"),
         ({"input_ids": torch.ones(2, 6)}, r"came out \[6\] tokens wide, which none of \[\(3, 5\)\] holds"),
     ],
 )

@@ -99,7 +99,7 @@ def timed_updates(loader: PlannedDataLoader, clock: list[float]) -> None:
 
 def test_a_loop_over_updates_says_what_it_times(clock) -> None:
     loader = made()
-    with pytest.warns(UserWarning, match="timed nothing: a loop over updates"):
+    with pytest.warns(UserWarning, match="timed no step: a loop over updates"):
         list(loader.updates())
     timed_updates(loader, clock)
     next(loader.updates())

@@ -1,1 +1,1 @@
-"""All that runs a model to learn its memory."""
+"""Code that runs a model to learn its memory."""

@@ -128,7 +128,7 @@ _ATTENTION_BACKWARD = {_aten._scaled_dot_product_flash_attention_backward.defaul
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes alive: now, at most, and after every allocation, without tensors that are counted ``apart``.
+    """Bytes alive: now, at most, and after every allocation. Tensors in ``apart`` are not counted.
 
     ``smooth``: an allocation counts half a block more than its size, because rounding to blocks would hide its growth.
     """

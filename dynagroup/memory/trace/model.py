@@ -105,7 +105,7 @@ def checkpoint_layers(model: Any, **options: Any) -> None:
 
 
 def stacks(model: torch.nn.Module) -> list[torch.nn.ModuleList]:
-    """The lists of like layers in a model, without lists inside of lists."""
+    """The lists of similar layers in a model, without lists inside of lists."""
     found: list[torch.nn.ModuleList] = []
     for module in (m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) >= ALIKE_LAYERS):
         nested = any(module is inner for outer in found for inner in outer.modules())

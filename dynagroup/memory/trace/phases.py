@@ -281,5 +281,5 @@ def _simulated(traced: _Traced, error: ValueError) -> Phases:
         raise error
     longest = int(lengths.max())
     told = f"the memory of this model is fitted to simulations of up to {longest} tokens, because {error}"
-    warn_user(f"{told}; beyond, it guesses")
+    warn_user(f"{told}; for longer samples it is a guess")
     return Phases.of(FITTED, found * (size / (known @ found.T).max(axis=1)).max())

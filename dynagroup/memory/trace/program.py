@@ -17,7 +17,7 @@ _STAGES = {None: 0, "ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
 
 
 def prepare(model: torch.nn.Module, workload: Run) -> torch.nn.Module:
-    """The meta model in the state in which the workload runs it, with gradients of earlier steps."""
+    """Prepare the meta model for the workload: its mode, and gradients of earlier steps."""
     training = workload.mode == "train"
     model.train(training)
     if not training:
