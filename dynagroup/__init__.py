@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from dynagroup.online.loader import OnlineDataLoader
     from dynagroup.oom import (OomSafeBackward, classify_dataset, embed_dataset, encode, generate_dataset,  # isort: skip
         generate_with_oom_retry, iter_classify, iter_embed, iter_generate, run_with_oom_retry)  # fmt: skip
+    from dynagroup.oom.preflight import preflight
     from dynagroup.plan.batches import friendly_size, multiple_of
     from dynagroup.plan.cost import Price, Work
     from dynagroup.plan.epoch import Mixture
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from dynagroup.plan.sampler import LengthAwareBatchSampler
     from dynagroup.plan.static_shapes import ShapeLadder
     from dynagroup.text import text_dataloader
-    from dynagroup.update.filling import preflight
     from dynagroup.update.loader import StepLoader
     from dynagroup.update.loss_weight import Share
     from dynagroup.update.planned import PlannedDataLoader
@@ -42,7 +42,7 @@ _NAMES = {
     "plan.batches": "friendly_size multiple_of", "plan.cost": "Price Work", "plan.epoch": "Mixture",
     "plan.partition": "balanced_partitions shard_micro_batches", "plan.plan": "BatchPlan",
     "plan.sampler": "LengthAwareBatchSampler", "plan.static_shapes": "ShapeLadder",
-    "update.filling": "preflight", "update.loader": "StepLoader", "update.loss_weight": "Share",
+    "oom.preflight": "preflight", "update.loader": "StepLoader", "update.loss_weight": "Share",
     "update.planned": "PlannedDataLoader", "update.schedule": "scale_learning_rate", "update.step": "Step",
     "online.collator": "RefinementCollator", "online.loader": "OnlineDataLoader",
     "oom": "OomSafeBackward classify_dataset embed_dataset encode generate_dataset generate_with_oom_retry iter_classify "

@@ -10,7 +10,7 @@ from dynagroup.distributed import World
 from dynagroup.errors import ConfigError
 from dynagroup.oom.split import Splitter
 from dynagroup.update.schedule import BatchSizeSchedule
-from dynagroup.validation import check_choice
+from dynagroup.validation import check_choice, check_flag
 
 COUPLED = {
     "KTOTrainer": "its loss compares the samples of a batch with each other; keep TRL's own batches",
@@ -47,6 +47,8 @@ class DynagroupConfig:
         weigh: what the loss is a mean of, if it is a mean: "auto" (labels that are predicted, if labels have a token
             dimension, else samples), "samples", or a function from a batch to a number.
         out_of_memory: "retry": a batch that runs out of memory is run in parts, with the same gradient; None: an error.
+        preflight: before the first update run the largest batches, as :func:`~dynagroup.preflight` does: at most four, or
+            one of each of ``shapes``. Running out of memory then shows in the first seconds, on all ranks.
         splitter: how such a batch is cut; it knows the batch dimension of inputs that are not text.
         plan: further settings of the loader, e.g. ``{"oversize": "error"}`` (refuse samples that do not fit even
             alone); ``{"work": Work(...)}``: predicted time of a batch, otherwise ``Work.of`` the Trainer's model on its
@@ -74,6 +76,7 @@ class DynagroupConfig:
     length_of: Callable[[Any], Any] | None = None
     weigh: Literal["auto", "samples"] | Callable[[Any], float] = "auto"
     out_of_memory: Literal["retry"] | None = None
+    preflight: bool = False
     splitter: Splitter[Any] | None = None
     plan: Mapping[str, Any] = field(default_factory=dict)
     world: World | None = None
@@ -83,6 +86,7 @@ class DynagroupConfig:
         check_choice("mode", self.mode, ("offline", "online"))
         check_choice("updates", self.updates, ("preserved", "free"))
         check_choice("out_of_memory", self.out_of_memory, ("retry", None))
+        check_flag("preflight", self.preflight)
         if self.updates == "free" and self.samples_per_update is not None:
             raise ConfigError("`samples_per_update` needs updates='preserved': the size of free updates is not fixed")
         if self.kind_of is not None and self.mode == "offline":
@@ -118,6 +122,7 @@ def refuse_unsupported(trainer: Any, config: DynagroupConfig) -> None:
         "DeepSpeed ZeRO-3 with mode='online'": (
             plugin is not None and plugin.zero_stage == 3 and config.mode == "online",
             "its parameters are gathered in step on all ranks; use mode='offline'"),
+        "DeepSpeed with preflight=True": (plugin is not None and config.preflight, "it keeps gradients apart; leave it False"),
         "nn.DataParallel": (args.n_gpu > 1, "launch one process a device, with torchrun or accelerate launch"),
         "train_sampling_strategy='batch_rebalance'": (
             str(args.train_sampling_strategy) == "batch_rebalance",

@@ -22,6 +22,7 @@ from dynagroup.errors import ConfigError
 from dynagroup.integrations.config import DynagroupConfig, trl_classes
 from dynagroup.integrations.hf_data import UpdateItems
 from dynagroup.oom.jobs import evaluating
+from dynagroup.oom.preflight import preflight
 from dynagroup.oom.split import BatchSplitter
 from dynagroup.oom.train import OomSafeBackward
 from dynagroup.update.loader import StepLoader
@@ -232,6 +233,20 @@ class DynagroupCallback(TrainerCallback):
 
     def __init__(self, trainer: UpdateRunner) -> None:
         self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        trainer: Any = self.trainer
+        if trainer.update_loader is None or not trainer.dynagroup.preflight:
+            return
+        counted = {name: n for name, n in vars(trainer).items() if name == "_total_train_tokens"}  # by TRL
+
+        def loss_of(model: Any, batch: Any) -> torch.Tensor:
+            inputs, one = trainer._prepare_inputs(batch), torch.tensor(1, device=args.device)
+            with trl_figures(trainer, probe=True), trainer.compute_loss_context_manager():
+                return trainer.compute_loss(model, {**inputs}, num_items_in_batch=one)
+
+        preflight(trainer.model_wrapped.train(), trainer.update_loader, loss_of)
+        vars(trainer).update(counted)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer, loader = self.trainer, self.trainer.update_loader

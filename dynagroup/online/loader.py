@@ -155,7 +155,9 @@ class OnlineDataLoader(StepLoader[Any]):
             raise ConfigError("an iterable dataset gives each sample once, so none can be used before training")
         places = np.unique(np.linspace(0, len(self.dataset) - 1, EXAMPLES).astype(np.int64)).tolist()
         samples, collator = [self.dataset[place] for place in places], self._workers.collator
-        return collator.measure(samples, places), samples.__getitem__, collator.filling
+        measured = collator.measure(samples, places).items()  # of all ranks, if processing is random
+        lengths = {name: np.asarray(self.world.all_max(units.tolist()), np.int32) for name, units in measured}
+        return lengths, samples.__getitem__, collator.filling
 
     def _identity(self) -> dict[str, Any]:
         return {**self.config.identity(), **self._orders.identity, **self._workers.identity}

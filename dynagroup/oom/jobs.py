@@ -79,10 +79,7 @@ class Job:
         self._batch_size = check_int("batch_size", _BATCH_SIZE if batch_size is None else batch_size)
         self.learned = learned if learned is not None else LearningBudget()
         self._says_limit = max_length is None and task.mode == "forward"
-        said = [
-            getattr(tokenizer, "model_max_length", None),
-            *_positions(task.model),
-        ]  # the least that model or tokenizer says
+        said = [getattr(tokenizer, "model_max_length", None), *_positions(task.model)]  # the least of them counts
         said = min((int(n) for n in said if isinstance(n, (int, float)) and 0 < n < _UNSET), default=None)
         self._max_length = said if self._says_limit else limit_of(max_length)
 

@@ -40,7 +40,7 @@ def attempt(
         if not is_out_of_memory(error):
             raise
         message, seconds = f"{type(error).__name__}: {error}", time.perf_counter() - started
-        _clear_frames(error, set())
+        clear_frames(error, set())
     else:
         peak, size = (None, None) if watch is None else watch.new_peak()
         if learned.has_learned or peak is not None:
@@ -52,12 +52,12 @@ def attempt(
     return None, message
 
 
-def _clear_frames(error: BaseException | None, seen: set[int]) -> None:
+def clear_frames(error: BaseException | None, seen: set[int]) -> None:
     if error is not None and id(error) not in seen:
         seen.add(id(error))
         traceback.clear_frames(error.__traceback__)
-        _clear_frames(error.__cause__, seen)
-        _clear_frames(error.__context__, seen)
+        clear_frames(error.__cause__, seen)
+        clear_frames(error.__context__, seen)
 
 
 def free_memory() -> None:

@@ -1,21 +1,15 @@
-"""Fills collated batches to one of few shapes, with padding and rows of weight 0; runs each shape once beforehand."""
+"""Fills collated batches to one of few shapes, with padding and rows of weight 0."""
 
 import copy
-import random
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from dynagroup.budget.base import Budget, padded_streams
-from dynagroup.device import is_out_of_memory
-from dynagroup.errors import BudgetError, ConfigError
-from dynagroup.shapes import BatchShape, Streams, largest_within, primary
-from dynagroup.update.loader import StepLoader
+from dynagroup.errors import ConfigError
+from dynagroup.shapes import BatchShape, primary
 from dynagroup.update.loss_weight import IGNORED
 from dynagroup.update.step import SHOWN_IN, width_of
 
@@ -114,86 +108,3 @@ def _grown(key: str, value: Any, num_samples: int, rows: int, widths: tuple[Any,
         value = torch.nn.functional.pad(value, [0, 0] * (value.ndim - 2) + [0, widths[1] - widths[0]], value=pad[key])
     more = value[:1].expand(rows - num_samples, *value.shape[1:])
     return torch.cat([value, torch.full_like(more, IGNORED) if key in LABELS else more])
-
-
-# What: with a ladder, a batch of each rung; with any other budget, the most samples of a few lengths. Each batch is one
-#   sample of the dataset, the longest that the shape holds, as many times as it has rows.
-# Why on all ranks: backward passes exchange gradients, so all run alike; shapes depend on lengths and budget alone.
-def preflight(model: Any, loader: StepLoader[Any], compute_loss: Callable[[Any, Any], torch.Tensor]) -> list[Shape]:
-    """Run one batch of each shape of the training, forward and backward, most expensive first. Running out of memory
-    then shows in the first seconds, and a compiled model is compiled. Call it on every rank, before training.
-
-    It restores gradients, buffers and random states, and does not move the loader.
-
-    Args:
-        model: the model as it is trained: in DDP or FSDP, compiled, on its device.
-        loader: the loader of training. If its budget is no :class:`~dynagroup.ShapeLadder`, batches of five lengths are
-            run, from the shortest to the longest, each with the most samples that fit.
-        compute_loss: (model, batch) -> loss.
-
-    Returns:
-        (samples, tokens) of each batch, in the order in which they ran; with several streams the tokens of each.
-
-    Raises:
-        BudgetError: a batch ran out of memory; the message names its shape.
-
-    >>> from dynagroup import PlannedDataLoader, TokenBudget
-    >>> loader = PlannedDataLoader(torch.eye(6), [1, 2, 2, 4, 4, 4], TokenBudget(8), weigh="samples")
-    >>> layer = torch.nn.Linear(6, 1)
-    >>> preflight(layer, loader, lambda model, batch: model(batch).sum()), layer.weight.grad
-    ([(4, 2), (2, 4), (6, 1)], None)
-    """
-    lengths, read, collate = loader.examples()
-    shown: list[Shape] = []
-    with _unchanged(model):
-        for sample, shape in _shapes_to_run(lengths, loader.budget):
-            try:
-                compute_loss(model, collate([read(sample)] * shape[0], shape)).backward()
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                said = f"a batch of {shape[0]} samples of {shape[1:]} tokens, which the budget allows"
-                raise BudgetError(f"{said}, runs out of memory; lower the budget or its headroom") from error
-            model.zero_grad(set_to_none=True)
-            shown.append(shape)
-    return shown
-
-
-def _shapes_to_run(lengths: Streams, budget: Budget) -> list[tuple[int, Shape]]:
-    """(sample, shape) of each batch, which repeats that one sample; most tokens first."""
-    names, ladder = padded_streams(budget, lengths), budget.ladder
-    units = np.stack([lengths[name].astype(np.int64) for name in names])
-    tokens = units.sum(axis=0)
-    if ladder is not None:
-        shapes = ladder.shapes
-    else:
-        order = np.argsort(tokens, kind="stable")
-        chosen = np.unique(order[np.linspace(0, len(order) - 1, 5).astype(np.int64)])
-        shape = lambda count: BatchShape.of(count, {name: values[chosen] for name, values in lengths.items()})  # noqa: E731
-        most = largest_within(lambda count: budget.fits(shape(count)), len(chosen), len(order)).clip(1)
-        shapes = [*dict.fromkeys(zip(most.tolist(), *units[:, chosen].tolist(), strict=True))]
-    held = np.stack([np.all(units.T <= wide, axis=1) for _, *wide in shapes])
-    longest = np.where(held, tokens, -1).argmax(axis=1).tolist()
-    found = zip(longest, shapes, np.atleast_1d(held.any(axis=1)), strict=True)
-    dearest = sorted(found, key=lambda run: (-run[1][0] * sum(run[1][1:]), -run[1][0]))
-    return [(sample, shape) for sample, shape, met in dearest if met]
-
-
-@contextmanager
-def _unchanged(model: torch.nn.Module) -> Iterator[None]:
-    """A block without gradients at its start; after it, gradients, buffers and random states are as before."""
-    gradients = [(p, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    drawn = random.getstate(), np.random.get_state()
-    model.zero_grad(set_to_none=True)
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        random.setstate(drawn[0])
-        np.random.set_state(drawn[1])
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)

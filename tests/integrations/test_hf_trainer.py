@@ -13,6 +13,7 @@ from dynagroup.integrations.config import DynagroupConfig, refuse_unsupported
 from dynagroup.integrations.hf import DynagroupTrainer, attach, dynagroup_trainer
 from dynagroup.integrations.hf_data import host_order, sample_lengths
 from dynagroup.memory import MemoryRegressor
+from dynagroup.testing import Allocator
 from tests import models
 from tests.integrations import toys
 from tests.integrations.jobs import MODELS, arguments, parameters, trained_on, trainer
@@ -64,6 +65,7 @@ def two_of_three(row):
 SAME = {
     "clipped": ({"max_grad_norm": 0.3}, {}),
     "shapes": ({}, {"config": {"shapes": 3}}),
+    "preflight": ({}, {"config": {"preflight": True}}),
     "online": ({}, {"config": ONLINE, "dataloader_num_workers": 1}),
     "kind_of": ({}, {"config": {**ONLINE, "kind_of": two_of_three}}),
     "kinds": ({}, {"config": {"kinds": [None, "a", "a"] * 32}}),
@@ -71,7 +73,7 @@ SAME = {
     "label smoothing": ({"exact_loss": False, "label_smoothing_factor": 0.1}, {}),
 }
 CASES = [(kind, name) for kind in MODELS for name in ("clipped", "shapes")]
-CASES += [("causal", name) for name in ("online", "kind_of", "kinds", "library loss")] + [
+CASES += [("causal", name) for name in ("preflight", "online", "kind_of", "kinds", "library loss")] + [
     ("seq2seq", "label smoothing")
 ]
 
@@ -299,6 +301,8 @@ def test_ranks_that_share_samples_or_parameters_are_asked_for_more(tmp_path, mon
     refuse_unsupported(run, run.dynagroup)
     with pytest.raises(ConfigError, match="ZeRO-3 with mode='online' cannot be combined with dynagroup"):
         refuse_unsupported(run, DynagroupConfig(budget=TokenBudget(100), mode="online"))
+    with pytest.raises(ConfigError, match="DeepSpeed with preflight=True does not go with dynagroup"):
+        refuse_unsupported(run, DynagroupConfig(budget=TokenBudget(100), preflight=True))
     monkeypatch.setattr(Trainer, "get_tp_size", lambda self: 2)
     with pytest.raises(ConfigError, match="ranks share a sample.*world=DistributedWorld"):
         trainer("causal", tmp_path, fits=True)
@@ -315,6 +319,17 @@ def test_a_memory_budget_without_a_model_is_told_the_trainers(tmp_path):
     budgets = (own.dynagroup.budget, other.dynagroup.budget, other.dynagroup_eval)
     known = [(w.mode, w.autocast, w.gradient_checkpointing) for w in (b.model.workload for b in budgets) if w.phases]
     assert known == [("train", None, False), ("train", "bfloat16", True), ("forward", "bfloat16", False)]
+
+
+def test_what_runs_out_of_memory_before_the_first_update_never_does_again(tmp_path):
+    run = trainer("causal", tmp_path, fits=True, config={"preflight": True, "out_of_memory": "retry"}, max_steps=8)
+    allocator, before = Allocator(100), []
+    allocator.in_forward(run.model)
+    note = {"on_step_begin": lambda *args, **kwargs: before.append(len(allocator.failures))}
+    run.add_callback(type("Note", (TrainerCallback,), note)())
+    run.train()
+    assert before == [len(allocator.failures)] * 8
+    assert run.update_loader.budget.learner.report.num_ooms == before[0] > 0
 
 
 def test_attaching_makes_the_trainer_that_the_class_makes(tmp_path):

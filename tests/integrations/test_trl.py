@@ -13,7 +13,7 @@ from transformers import GPT2ForSequenceClassification  # noqa: E402
 
 from dynagroup import ConfigError, TokenBudget  # noqa: E402
 from dynagroup.integrations.config import COUPLED  # noqa: E402
-from dynagroup.integrations.hf import attach, dynagroup_trainer  # noqa: E402
+from dynagroup.integrations.hf import DynagroupConfig, attach, dynagroup_trainer  # noqa: E402
 from tests.integrations import toys  # noqa: E402
 from tests.integrations.jobs import parameters, trainer  # noqa: E402
 from tests.models import gpt2  # noqa: E402
@@ -34,7 +34,7 @@ Run = tuple[torch.Tensor, list[dict[str, Any]]]
 
 def made(cls: type, args: Any, budget: TokenBudget | None, data: Dataset, **how: Any) -> Any:
     if budget is not None:
-        cls, how = dynagroup_trainer(cls), {**how, "dynagroup": budget}
+        cls, how = dynagroup_trainer(cls), {**how, "dynagroup": DynagroupConfig(budget=budget, preflight=True)}
     return cls(args=args, train_dataset=data, processing_class=toys.tokenizer(), **how)
 
 

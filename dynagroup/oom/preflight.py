@@ -1,0 +1,156 @@
+"""Runs the largest batches before training: running out of memory shows in the first seconds, on all ranks alike."""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from dynagroup.budget.base import Budget, padded_streams
+from dynagroup.budget.learning import BACKOFF
+from dynagroup.device import is_out_of_memory
+from dynagroup.distributed import World
+from dynagroup.errors import AlignmentError, BudgetError, ConfigError
+from dynagroup.oom.retry import clear_frames, free_memory
+from dynagroup.oom.train import find_ddp, local_gradients
+from dynagroup.shapes import BatchShape, Streams, largest_within
+from dynagroup.update.filling import Shape
+from dynagroup.update.loader import StepLoader
+
+LENGTHS = 4  # at each of them the most samples that fit are run
+SAID = 1000  # bytes of a message that ranks exchange
+
+
+# Ranks agree after each batch, in an exchange of their own. In DDP a batch runs without DDP's exchange, so no rank waits
+# for one that failed. Ranks that exchange data within a pass (FSDP) run the same shapes, so they fail at the same place;
+# if one fails alone, the others wait in that exchange until it times out, and then all raise the same error.
+def preflight(model: Any, loader: StepLoader[Any], compute_loss: Callable[[Any, Any], torch.Tensor]) -> list[Shape]:
+    """Run the largest batches that a model will meet, forward and backward, most expensive first. Running out of memory
+    then shows in the first seconds, and a compiled model is compiled. Call it on every rank, before training.
+
+    It restores gradients, buffers and random states, and does not move the loader. A :class:`~dynagroup.LearningBudget`
+    learns, on all ranks, from what runs out of memory on one; then a smaller batch is run.
+
+    Args:
+        model: the model as it is trained: in DDP or FSDP, compiled, on its device.
+        loader: the loader of training. With ``shapes``, a batch of each is run; else batches of at most four lengths,
+            up to the longest, each with the most samples that fit.
+        compute_loss: (model, batch) -> loss.
+
+    Returns:
+        (samples, tokens) of each batch that passed, in the order in which they ran; with several streams the tokens of each.
+
+    Raises:
+        BudgetError: a batch ran out of memory, and the budget does not learn, or cannot: with ``shapes``, if a sample
+            does not fit even alone, in FSDP. All ranks raise it. It names the shape, the bytes and the budget to set.
+        AlignmentError: another rank failed.
+
+    >>> from dynagroup import PlannedDataLoader, TokenBudget
+    >>> loader = PlannedDataLoader(torch.eye(6), [1, 2, 2, 4, 4, 4], TokenBudget(8), weigh="samples")
+    >>> layer = torch.nn.Linear(6, 1)
+    >>> preflight(layer, loader, lambda model, batch: model(batch).sum()), layer.weight.grad
+    ([(4, 2), (2, 4)], None)
+    """
+    (lengths, read, collate), shown = loader.examples(), list[Shape]()
+    learner, few = loader.budget.learner, loader.budget.ladder is not None
+    try:
+        ddp, final = find_ddp(model), learner is None or few
+    except ConfigError:  # no rank can run alone
+        ddp, final = None, True
+
+    def run() -> None:
+        with local_gradients(ddp):
+            compute_loss(model, collate([read(sample)] * shape[0], shape)).backward()
+
+    waiting = _shapes_to_run(lengths, loader)
+    with _unchanged(model):
+        while waiting:
+            sample, shape, seen = waiting.pop(0)
+            if not few and any(np.less_equal(shape, passed).all() for passed in shown):
+                continue  # it needs no more memory than one that passed
+            failure = _failure(run, loader.world, _told(sample, shape, loader.budget))
+            model.zero_grad(set_to_none=True)
+            if failure is None:
+                shown.append(shape)
+                continue
+            if learner is not None:
+                learner.record_oom(seen, num_retries=0)
+                learner.apply(loader.world)
+            if final or shape[0] == 1:
+                raise BudgetError(failure)
+            waiting = _shapes_to_run(lengths, loader)
+    return shown
+
+
+def _shapes_to_run(lengths: Streams, loader: StepLoader[Any]) -> list[tuple[int, Shape, BatchShape]]:
+    """(sample, shape, shape for a budget) of each batch, which repeats that one sample; most expensive first."""
+    budget = loader.budget.held(loader.budget.applied)
+    names, ladder = padded_streams(budget, lengths), budget.ladder
+    units = np.stack([lengths[name].astype(np.int64) for name in names])
+    tokens, num = units.sum(axis=0), units.shape[1]
+    if ladder is not None:
+        shapes = ladder.shapes
+    else:
+        chosen = np.argsort(tokens, kind="stable")[(np.arange(1, LENGTHS + 1) * num - 1) // LENGTHS]
+        sizes, upper = loader.sizes, loader.num_samples or num
+        upper = min(upper, sizes.schedule) if sizes is not None and sizes.is_constant else upper
+        shape = lambda count: BatchShape.of(count, {name: values[chosen] for name, values in lengths.items()})  # noqa: E731
+        most = largest_within(lambda count: budget.fits(shape(count)), len(chosen), upper).clip(1)
+        shapes = [*dict.fromkeys(zip(most.tolist(), *units[:, chosen].tolist(), strict=True))]
+    seen = lambda shape: BatchShape.of(shape[0], dict(zip(names, shape[1:], strict=True)))  # noqa: E731
+    held = ((shape, np.all(units.T <= shape[1:], axis=1)) for shape in shapes)
+    found = [(int(np.where(by, tokens, -1).argmax()), shape, seen(shape)) for shape, by in held if by.any()]
+    return sorted(found, key=lambda run: (-budget.cost(run[2])[0], -run[1][0]))
+
+
+def _told(sample: int, shape: Shape, budget: Budget) -> str:
+    layout = "" if budget.layout == "padded" else ', layout="packed"'
+    smaller = f"add `& TokenBudget({int(BACKOFF * shape[0] * sum(shape[1:]))}{layout})` to the budget"
+    way_out = smaller if shape[0] > 1 else f"truncate or filter out samples as long as sample {sample}"
+    what = f"a batch of {shape[0]} samples of {' + '.join(map(str, shape[1:]))} tokens, which the budget allows"
+    return f"{what}, runs out of memory; {way_out}"
+
+
+def _failure(run: Callable[[], None], world: World, told: str) -> str | None:
+    """``told`` and what the allocator said, equal on all ranks, if ``run`` is out of memory on one. Collective."""
+    error, said = None, b""
+    try:
+        run()
+    except Exception as caught:  # noqa: BLE001 - the other ranks must hear of it before it is raised
+        error = caught
+        if is_out_of_memory(caught):
+            clear_frames(caught, set())
+            error = BudgetError(f"{told}. Rank {world.rank} of {world.size}: {type(caught).__name__}: {caught}")
+            said = str(error).encode()[:SAID]
+    if said:
+        free_memory()
+    try:
+        ran_out, failed = world.all_max([world.rank if said else -1, world.rank if error is not None else -1])
+        words = world.all_max([*(said if ran_out == world.rank else b"").ljust(SAID)]) if ran_out >= 0 else b""
+    except AlignmentError as lost:
+        raise error or lost from None
+    if ran_out < 0 and (error is not None or failed >= 0):
+        raise error or AlignmentError(f"rank {failed} failed before training; see its error")
+    return bytes(words).decode(errors="ignore").strip() or None
+
+
+@contextmanager
+def _unchanged(model: torch.nn.Module) -> Iterator[None]:
+    """A block without gradients at its start; after it, gradients, buffers and random states are as before."""
+    gradients = [(p, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    drawn = random.getstate(), np.random.get_state()
+    model.zero_grad(set_to_none=True)
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(drawn[0])
+        np.random.set_state(drawn[1])
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
