@@ -9,4 +9,4 @@ own_env "${1:-$root/.venv-llamafactory}" llamafactory==0.9.5 trl==0.24.0 omegaco
 # Imported for audio input only; there is not a CPU build of it for every torch.
 site=$("$own" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 "$own" -c 'import torchaudio' 2>/dev/null || { mkdir -p "$site/torchaudio"; touch "$site/torchaudio/__init__.py"; }
-DISABLE_VERSION_CHECK=1 OMP_NUM_THREADS=1 PYTHONPATH=$root "$own" -m pytest -q tests/integrations/test_llamafactory.py
+DISABLE_VERSION_CHECK=1 OMP_NUM_THREADS=1 PYTHONPATH=$root "$own" -m pytest -q tests/integrations/test_frameworks.py -k llamafactory

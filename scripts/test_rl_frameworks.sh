@@ -8,4 +8,4 @@ own_env "${1:-$root/.venv-rl}" verl==0.9.1 openrlhf==0.11.2 ms-swift==4.6.0 trl=
   pyvers orjson cloudpickle importlib_metadata zipp protobuf msgpack codetiming hydra-core omegaconf antlr4-python3-runtime==4.9.3 \
   pylatexenc modelscope modelscope-hub cryptography cffi pycparser json_repair dacite simplejson jsonlines binpacking oss2 einops \
   addict attrdict cpm_kernels transformers_stream_generator tiktoken fastapi uvicorn starlette openai
-OMP_NUM_THREADS=1 ACCELERATE_USE_CPU=true PYTHONPATH=$root "$own" -m pytest -q tests/integrations/test_rl_frameworks.py
+OMP_NUM_THREADS=1 ACCELERATE_USE_CPU=true PYTHONPATH=$root "$own" -m pytest -q tests/integrations/test_frameworks.py -k 'verl or openrlhf or swift'

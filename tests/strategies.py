@@ -4,9 +4,7 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from dynagroup.budget.base import AdditiveCap, Budget
-from dynagroup.budget.memory import MemoryBudget
-from dynagroup.budget.tokens import TokenBudget
+from dynagroup import AdditiveCap, Budget, MemoryBudget, TokenBudget
 from dynagroup.memory.protocols import PaddedTokens
 from dynagroup.plan.batches import RoundBatch, allowed_sizes, friendly_size, multiple_of
 from dynagroup.plan.planner import PlanConfig

@@ -81,7 +81,11 @@ def plan_of(lengths, max_tokens: int, **options) -> BatchPlan:
 
 def write(path, kind, columns):
     table = Dataset.from_dict(columns)
-    if kind == "npz":
+    if kind == "npy":
+        np.save(path, columns["tokens"])
+    elif kind == "txt":
+        np.savetxt(path, columns["tokens"], fmt="%d")
+    elif kind == "npz":
         np.savez(path, **{name: values for name, values in columns.items() if not isinstance(values[0], str)})
     elif kind == "json":
         path.write_text(json.dumps(table.to_list()))
@@ -96,16 +100,10 @@ def write(path, kind, columns):
 @pytest.mark.parametrize("kind", ["npy", "npz", "txt", "csv", "tsv", "jsonl", "json", "parquet", "saved"])
 def test_lengths_come_in_several_kinds_of_files(tmp_path, kind):
     """As users have them: bare, beside other columns, or as the ids themselves."""
-    path = tmp_path / f"lengths.{kind}" if kind != "saved" else tmp_path / "saved"
-    if kind == "npy":
-        np.save(path, LENGTHS)
-    elif kind == "txt":
-        np.savetxt(path, LENGTHS, fmt="%d")
-    elif kind in ("csv", "tsv"):
-        write(path, kind, {"name": ["a"] * 200, "length": LENGTHS.tolist()})
-    else:
-        ids = [[7] * int(n) for n in LENGTHS]
-        write(path, kind, {"tokens": LENGTHS} if kind == "npz" else {"input_ids": ids, "label": [0] * 200})
+    path, bare = tmp_path / (f"lengths.{kind}" if kind != "saved" else kind), {"tokens": LENGTHS}
+    named = {"name": ["a"] * 200, "length": LENGTHS}
+    own = {**dict.fromkeys(("npy", "npz", "txt"), bare), "csv": named, "tsv": named}
+    write(path, kind, own.get(kind, {"input_ids": [[7] * int(n) for n in LENGTHS], "label": [0] * 200}))
     found = figures("plan", str(path), "--max-tokens", "1k", "--max-length", "50")
     assert found["real_tokens"] == int(np.minimum(LENGTHS, 50).sum())
 
@@ -118,9 +116,7 @@ def test_streams_are_the_columns_that_were_named_and_the_output_says_which(tmp_p
     first, report = answer("plan", str(path), "--column", "source,target", "--max-tokens", "800").split("\n", 1)
     assert first.startswith("streams: source, target (")
     assert report == plan_of({"source": LENGTHS, "target": target}, 800).report() + "\n"
-    one = answer(
-        "plan", str(path), "--column", "source", "--kinds", "odd", "--max-tokens", "800"
-    )  # no streams are named
+    one = answer("plan", str(path), "--column", "source", "--kinds", "odd", "--max-tokens", "800")  # of no streams
     assert one == plan_of(LENGTHS, 800, kinds=kinds).report() + "\n"
     if kind == "npz":  # all of them, if none was chosen; beside JSON it is told on standard error
         status, out, error = said("compare", str(path), "--batch-size", "8", "--json")
@@ -196,7 +192,7 @@ def test_compare_says_what_compare_says(folder):
     assert figures(*arguments, "--model", "model") == compare(LENGTHS, 8, world_size=2, work=work).figures()
 
 
-def test_doctor_says_what_is_wrong_what_each_way_takes_and_what_to_change(folder):
+def test_doctor_says_what_is_wrong_and_what_to_change_and_advises_nothing_that_does_not_pay_or_fit(folder):
     lines = answer("doctor", "lengths.npy", "--batch-size", "8", "--world-size", "4").splitlines()
     found = compare(LENGTHS, 8, world_size=4)
     assert lines[4:-2] == found.report().splitlines()
@@ -205,9 +201,6 @@ def test_doctor_says_what_is_wrong_what_each_way_takes_and_what_to_change(folder
     assert f"{found.ways[0].padding:.0%} of the tokens" in waste
     assert f"{found.ways[0].waiting:.0%} of their time" in ranks
     assert f"TokenBudget({8 * LENGTHS.max()}), samples_per_update=32" in change
-
-
-def test_doctor_advises_nothing_that_does_not_pay_or_fit(folder):
     (folder / "equal.txt").write_text("64\n" * 200)
     assert "nothing: lengths vary too little" in answer("doctor", "equal.txt", "--batch-size", "8")
     (folder / "two.txt").write_text("10\n1000\n" * 200)
@@ -270,21 +263,16 @@ def test_fit_prints_the_setting_of_a_framework_from_the_same_trace(framework, se
     assert most > 128
 
 
-def test_python_m_dynagroup_runs():
+def test_python_m_dynagroup_runs_and_missing_or_unknown_arguments_are_one_line(folder):
     shown = subprocess.run([sys.executable, "-m", "dynagroup", "--help"], capture_output=True, text=True, check=True)
     assert all(command in shown.stdout for command in ("plan", "profile", "demo"))
     assert said("--version") == (0, f"dynagroup {dynagroup.__version__}\n", "")
+    for line in ("", "plan", "plan lengths.npy", "doctor lengths.npy", "fit", "plan --what", "x"):
+        status, _, error = said(*line.split())
+        assert (status, error.count("\n"), error[:9]) == (2, 1, "dynagroup"), line
 
 
-@pytest.mark.parametrize("line", ["", "plan", "plan lengths.npy", "doctor lengths.npy", "fit", "plan --what", "x"])
-def test_missing_and_unknown_arguments_are_one_line(line, folder):
-    status, _, error = said(*line.split())
-    assert (status, error.count("\n"), error[:9]) == (2, 1, "dynagroup")
-
-
-@pytest.mark.parametrize("model", ["unknown", "cut_off", "empty", "no/such/model", "lengths.npy", "", "\0"])
-def test_what_is_no_model_is_refused_in_one_line(model, folder):
-    assert refusal("fit", model, "--gpu-memory", "24GB").startswith(f"dynagroup fit: no config found for {model!r}")
+NO_MODELS = ["unknown", "cut_off", "empty", "no/such/model", "lengths.npy", "", "\0"]
 
 
 @pytest.mark.parametrize(("line", "message"), [
@@ -302,6 +290,7 @@ def test_what_is_no_model_is_refused_in_one_line(model, folder):
     ("demo --texts texts.txt", "at least 4 texts, but found 2"),
     ("demo --texts many.txt --model nosuch", "We couldn't connect"),
     ("demo --texts many.txt --samples 0", "`samples` must be"),
+    *((f"fit {model} --gpu-memory 24GB", f"dynagroup fit: no config found for {model!r}") for model in NO_MODELS),
 ])  # fmt: skip
 def test_mistakes_of_every_command_are_one_line(line, message, folder):
     assert message in refusal(*line.split(" "))

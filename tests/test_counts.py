@@ -4,12 +4,11 @@ says so by raising a number here."""
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks.data import collate
-from dynagroup import OnlineDataLoader, PlannedDataLoader, TokenBudget, run_with_oom_retry
+from dynagroup import OnlineDataLoader, PlannedDataLoader, TokenBudget
 from dynagroup.online.feeds import RequestQueue
-from dynagroup.testing import Allocator, run_ranks
+from dynagroup.testing import run_ranks
 from tests.online.helpers import Tokens, lengths_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*of the tokens are padding")
@@ -21,8 +20,7 @@ class Counted:
     """A world that counts what travels through it: exchanges, and bytes given to them."""
 
     def __init__(self, world: Any) -> None:
-        self.rank, self.size, self._world = world.rank, world.size, world
-        self.sent = [0, 0]
+        self.rank, self.size, self.sent = world.rank, world.size, [0, 0]
         self.all_max, self.all_sum = self._counting(world.all_max), self._counting(world.all_sum)
 
     def _counting(self, reduce: Any) -> Any:
@@ -49,6 +47,7 @@ SIZED = {"samples_per_update": 96}
     (online, 8, 1, SIZED, 24, 12_544),  # lengths of the first epoch are shared before the second
     (online, 2, 0, {}, 5, 1824),
     (online, 8, 1, {}, 6, 8984),
+    (online, 2, 0, {**SIZED, "kind_of": lambda sample: "text"}, 23, 5000),  # labels are told once
     (planned, 2, 0, SIZED, 11, 360),
     (planned, 8, 1, {}, 9, 96),
 ])  # fmt: skip
@@ -81,12 +80,3 @@ def test_requests_to_workers(options, requests, monkeypatch):
         asked.clear()
         list(loader)
         assert 0 < len(asked) <= most
-
-
-def test_passes_of_a_retry():
-    """16 samples of which so many fit: each halving costs one pass that fails, 2 k - 1 for k parts."""
-    for most, passes in ((16, 1), (8, 3), (1, 31)):
-        embed, allocator = torch.nn.Embedding(16, 1), Allocator(4 * most)
-        allocator.in_forward(embed)
-        run_with_oom_retry(embed, torch.zeros(16, 4, dtype=torch.int64))
-        assert len(allocator.claims) <= passes

@@ -74,7 +74,7 @@ def test_sums_are_those_of_float64(columns):
     assert by_rank[0] == by_rank[1] == [float(a) + float(b) for a, b in columns]
 
 
-def test_what_does_not_fit_overflows_alike_everywhere(gloo):
+def test_what_does_not_fit_overflows_alike_everywhere_and_other_lengths_are_told(gloo):
     def largest(world):
         assert world.all_max([2**63 - 1, -(2**63)]) == [2**63 - 1, -(2**63)]
         assert world.all_sum([2**70, 0.1]) == [2.0**70 * world.size, 0.1 * world.size]
@@ -86,8 +86,5 @@ def test_what_does_not_fit_overflows_alike_everywhere(gloo):
     largest(SingleProcess())
     largest(DistributedWorld())
     run_ranks(2, largest)
-
-
-def test_ranks_with_vectors_of_other_lengths_are_told():
     with pytest.raises(AlignmentError, match="vectors of different lengths"):
         run_ranks(2, lambda world: world.all_sum([1.0] * (1 + world.rank)))

@@ -1,4 +1,5 @@
-"""What settings are described as: alike in every process, otherwise wherever they act otherwise."""
+"""What settings are described as: alike in every process, otherwise wherever they act otherwise. One envelope for every saved
+state: what is damaged, mixed or of another run is refused, in words that say what."""
 
 import collections
 import functools
@@ -10,10 +11,12 @@ import threading
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from dynagroup import AdditiveCap, Budget, MemoryBudget, TokenBudget
+from dynagroup import AdditiveCap, Budget, MemoryBudget, StateError, TokenBudget, friendly_size, multiple_of
 from dynagroup.fingerprint import described
-from dynagroup.plan.batches import friendly_size, multiple_of
+from dynagroup.state import agreed, listed, opened, sealed
 from tests.torchrun import ROOT
 
 
@@ -49,7 +52,6 @@ class Slotted:
 
 LARGE = np.arange(5000)
 OTHER = np.where(LARGE == 2500, 0, LARGE)
-holder = Holder(3)
 DIFFERENT = {
     "lambda": (lambda n: n * 2, lambda n: n * 3),
     "closure": (make(3), make(4)),
@@ -99,11 +101,14 @@ ALIKE = {
 }
 
 
-def test_what_acts_alike_is_described_alike():
+def test_what_acts_alike_is_described_alike_in_another_process_too():
     assert [name for name, (one, other) in ALIKE.items() if described(one) != described(other)] == []
+    here = [described(v) for pairs in (ALIKE, DIFFERENT) for pair in pairs.values() for v in pair]
+    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == here
 
 
-def test_recursion_and_circles_end():
+def test_recursion_ends_what_cannot_be_seen_is_warned_of_and_an_objects_own_fingerprint_goes_first():
     def factorial(n):
         return 1 if n < 2 else n * factorial(n - 1)
 
@@ -114,16 +119,10 @@ def test_recursion_and_circles_end():
     assert described(factorial) == described(factorial)
     assert described(ring) == "(^1)"
     assert described(circle) == described(circle)
-
-
-def test_what_cannot_be_seen_is_warned_of():
     with pytest.warns(UserWarning, match="thread.lock.*`fingerprint`"):
         assert described(Holder(threading.Lock())) == described(Holder(threading.Lock()))
     with pytest.warns(UserWarning, match="generator"):
         described({"order": (n for n in range(3))})
-
-
-def test_an_objects_own_fingerprint_goes_first():
     held = Holder(threading.Lock())
     held.fingerprint = "mine-3"
     assert described([held]) == "(mine-3)"
@@ -136,7 +135,46 @@ print(json.dumps([described(v) for pairs in (ALIKE, DIFFERENT) for pair in pairs
 """
 
 
-def test_another_process_says_the_same():
-    here = [described(v) for pairs in (ALIKE, DIFFERENT) for pair in pairs.values() for v in pair]
-    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == here
+IDENTITY = {"seed": 0}
+STATE = sealed("Loader", IDENTITY, {"epoch": 2, "segments": [[2, 3]], "order": None})
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    ({"epoch": 3}, "damaged: it is not what was saved"),
+    ({"more": 1}, "its seal differs"),
+    ({3: 1}, "its seal differs"),
+    ({"identity": 3}, "its seal differs"),
+    ({"version": 1}, "has version 1, this dynagroup reads version 3"),
+    ({"kind": "Other"}, "a state of 'Other', not of Loader"),
+])  # fmt: skip
+def test_what_is_damaged_is_named(change, said):
+    with pytest.raises(StateError, match=said):
+        opened({**STATE, **change}, "Loader", IDENTITY)
+
+
+def test_a_state_of_another_run_says_what_differs_and_ranks_agree_but_for_what_each_learned():
+    for identity, said in (({"seed": 1}, "seed: 1 then, 0 now"), ({}, "seed: None then, 0 now")):
+        with pytest.raises(StateError, match=f"another run; {said}"):
+            opened(sealed("Loader", identity, {}), "Loader", IDENTITY)
+    for no_states in (None, [], 3, "state"):
+        with pytest.raises(StateError, match="a state, or the list of all ranks' states"):
+            listed(no_states)
+    assert agreed([{**STATE, "learned": 2}, {**STATE, "learned": 3, "seal": "x"}])["learned"] == 2
+    with pytest.raises(StateError, match="not saved after the same step"):
+        agreed([STATE, {**STATE, "epoch": 3}])
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(json_values, st.sampled_from([None, *STATE]))
+def test_nothing_but_state_errors_comes_out(value, key):
+    state = value if key is None else {**STATE, key: value}
+    try:
+        assert opened(state, "Loader", IDENTITY) == [state]
+    except StateError:
+        assert state != STATE

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.test_architecture import (GROUND, MODULES, PACKAGE, imported_modules, layer_of, name_of,  # isort: skip
+from tests.test_architecture import (GROUND, MODULES, PACKAGE, layer_of, name_of,  # isort: skip
                                      rooms_imported_by, tree_of)  # fmt: skip
 
 MOST_FILES, MOST_LINES = 92, 16_997
@@ -28,27 +28,20 @@ SHOWN_BY = {"plan/plan.py": {"plan/report.py", "plan/plots.py"}}
 def file_of(module: str) -> Path | None:
     """The file that an import of ``dynagroup.x.y`` or ``dynagroup.x.y.Name`` reads; package faces only hand names on."""
     parts = module.split(".")[1:]
-    for length in range(len(parts), 0, -1):
-        path = PACKAGE.joinpath(*parts[:length]).with_suffix(".py")
-        if path.exists():
-            return path
-    return None
+    paths = (PACKAGE.joinpath(*parts[:length]).with_suffix(".py") for length in range(len(parts), 0, -1))
+    return next((path for path in paths if path.exists()), None)
 
 
-def graph() -> dict[str, set[str]]:
+def graph(*, faces: bool = False) -> dict[str, set[str]]:
+    """Which files each file of the package imports, lazily or not."""
     arrows = {}
     for path in MODULES:
-        if path.name != "__init__.py":
-            names = [name for name in imported_modules(tree_of(path)) if name.startswith("dynagroup.")]
-            found = {name_of(read) for name in names if (read := file_of(name)) is not None and read != path}
-            arrows[name_of(path)] = found - SHOWN_BY.get(name_of(path), set())
+        if faces or path.name != "__init__.py":
+            nodes = (node for node in ast.walk(tree_of(path)) if isinstance(node, ast.ImportFrom))
+            names = (f"{node.module}.{alias.name}" for node in nodes for alias in node.names)
+            read = {file_of(name) for name in names if name.startswith("dynagroup.")} - {None, path}
+            arrows[name_of(path)] = {name_of(file) for file in read if file} - SHOWN_BY.get(name_of(path), set())
     return arrows
-
-
-def test_no_files_import_each_other_in_a_circle():
-    TopologicalSorter(graph()).prepare()
-    with pytest.raises(CycleError):
-        TopologicalSorter({"a.py": {"b.py"}, "b.py": {"c.py"}, "c.py": {"a.py"}}).prepare()
 
 
 def rooms() -> dict[str, set[str]]:
@@ -71,18 +64,12 @@ def floors(arrows: Mapping[str, set[str]]) -> int:
     return max(map(below, arrows))
 
 
-def test_the_house_has_few_floors():
-    assert floors(rooms()) <= MOST_FLOORS
-    assert floors({"a": set(), "b": {"a"}, "c": {"a", "b"}}) == 3
-
-
 def test_the_guide_names_rooms_and_files_that_are_there():
     page = (PACKAGE.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
     named = re.findall(r"`((?:[a-z_]+/)+(?:[a-z_]+\.py)?|[a-z_]+\.py)`", page)
     assert [name for name in named if not (PACKAGE / name).exists()] == []
-    assert {layer_of(path) for path in MODULES} - {"", "__main__"} <= {
-        name.split("/")[0].removesuffix(".py") for name in named
-    }
+    rooms = {name.split("/")[0].removesuffix(".py") for name in named}
+    assert {layer_of(path) for path in MODULES} - {"", "__main__"} <= rooms
     for way in page.split("## The way of one sample")[1:]:
         passed = set(re.findall(r"`([a-z_]+/[a-z_/]*\.py)`", way.split("\n## ")[0]))
         assert 5 <= len(passed) <= MOST_FILES_OF_A_SAMPLE, sorted(passed)
@@ -92,39 +79,27 @@ def lines_of() -> dict[str, int]:
     return {name_of(path): len(path.read_text(encoding="utf-8").splitlines()) for path in MODULES}
 
 
-def test_the_house_is_small():
-    lines = lines_of()
-    assert len(lines) <= MOST_FILES
-    assert sum(lines.values()) <= MOST_LINES
-    assert {name: number for name, number in lines.items() if number > MOST_LINES_OF_A_FILE} == {}
-
-
-def importers() -> dict[str, set[str]]:
-    """Which files import each file of the package, lazily or not; faces count as readers."""
-    found: dict[str, set[str]] = {name_of(path): set() for path in MODULES}
-    for path in MODULES:
-        nodes = (node for node in ast.walk(tree_of(path)) if isinstance(node, ast.ImportFrom))
-        names = (f"{node.module}.{alias.name}" for node in nodes for alias in node.names)
-        for read in {file_of(name) for name in names if name.startswith("dynagroup.")} - {None, path}:
-            found[name_of(read)].add(name_of(path))  # type: ignore[arg-type]
-    return found
-
-
 def lonely(read_by: Mapping[str, set[str]], lines: Mapping[str, int]) -> set[str]:
     """Modules that one file reads and that are too short to stand alone."""
     return {name for name, files in read_by.items() if len(files) == 1 and lines[name] < FEWEST_LINES_OF_A_MODULE}
 
 
-def test_no_short_module_has_a_single_reader():
-    assert lonely(importers(), lines_of()) == set()
+def test_no_files_import_each_other_in_a_circle_floors_are_few_and_no_short_module_has_a_single_reader():
+    arrows = graph(faces=True)
+    read_by = {name: {reader for reader, read in arrows.items() if name in read} for name in arrows}
+    assert lonely(read_by, lines_of()) == set()
     assert lonely({"a.py": {"b.py"}, "b.py": set()}, {"a.py": 79, "b.py": 9}) == {"a.py"}
+    assert floors(rooms()) <= MOST_FLOORS
+    assert floors({"a": set(), "b": {"a"}, "c": {"a", "b"}}) == 3
+    TopologicalSorter(graph()).prepare()
+    with pytest.raises(CycleError):
+        TopologicalSorter({"a.py": {"b.py"}, "b.py": {"c.py"}, "c.py": {"a.py"}}).prepare()
 
 
 def definitions(*kinds: type) -> Iterator[tuple[str, Any]]:
     for path in MODULES:
-        yield from (
-            (f"{name_of(path)}:{node.name}", node) for node in ast.walk(tree_of(path)) if isinstance(node, kinds)
-        )
+        nodes = (node for node in ast.walk(tree_of(path)) if isinstance(node, kinds))
+        yield from ((f"{name_of(path)}:{node.name}", node) for node in nodes)
 
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -136,10 +111,14 @@ def lines_of_body(node: ast.FunctionDef) -> int:
     return (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
 
 
-def test_functions_are_short():
+def test_the_house_and_its_functions_are_small():
     found = sorted(lines_of_body(node) for _, node in definitions(*FUNCTIONS))
     assert found[len(found) // 2] <= MEDIAN_BODY
     assert found[len(found) * 9 // 10] <= LONG_BODY
+    lines = lines_of()
+    assert len(lines) <= MOST_FILES
+    assert sum(lines.values()) <= MOST_LINES
+    assert {name: number for name, number in lines.items() if number > MOST_LINES_OF_A_FILE} == {}
 
 
 def code_lines(node: Any) -> int:
@@ -157,30 +136,16 @@ def test_no_class_is_a_giant_and_no_function_a_page():
     assert code_lines(tree.body[0]) == 3
 
 
-def private_names(tree: ast.AST) -> tuple[set[str], set[str]]:
+def private_names(path: Path) -> tuple[set[str], set[str]]:
     """Names with one leading underscore that a file makes; and those that it takes from others: imported, looked up on
     anything but itself, or patched."""
-    made, taken = set[str](), set[str]()
-    for node in ast.walk(tree):
-        if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
-            made.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            made.add(node.id)
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            made.add(node.attr)
-        elif isinstance(node, ast.Attribute) and getattr(node.value, "id", "") not in ("self", "cls"):
-            taken.add(node.attr)
-        elif isinstance(node, ast.ImportFrom):
-            taken |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "setattr":
-            taken |= {str(arg.value) for arg in node.args[1:2] if isinstance(arg, ast.Constant)}
-    made, taken = ({name for name in names if re.match("_[^_]", name)} for names in (made, taken))
-    return made, taken - made
+    text = path.read_text(encoding="utf-8")
+    made = set(re.findall(r"(?m)(?:def |class |self\.|^)(_(?!_)\w+)", text))
+    return made, set(re.findall(r"(?:(?<!self)(?<!cls)\.|import (?:\w+, )*|setattr\(\S+ \")(_(?!_)\w+)", text)) - made
 
 
 def test_tests_reach_for_no_private_name():
     """What a test must look at or change is public, so that the inside can change without it."""
-    ours = set().union(*(private_names(tree_of(path))[0] for path in MODULES))
-    reached = {path.name: private_names(tree_of(path))[1] & ours for path in Path(__file__).parent.rglob("*.py")}
+    ours = set().union(*(private_names(path)[0] for path in MODULES))
+    reached = {path.name: private_names(path)[1] & ours for path in Path(__file__).parent.rglob("*.py")}
     assert {name: found for name, found in reached.items() if found} == {}
-    assert private_names(ast.parse("loader._parts.patch(self._own)"))[1] == {"_parts"}

@@ -38,23 +38,15 @@ def files_of(journey: Callable[[], Any]) -> set[str]:
     return {Path(name).relative_to(PACKAGE).as_posix() for name in found if Path(name).is_relative_to(PACKAGE)}
 
 
-def sampler() -> Any:
-    return LengthAwareBatchSampler(LENGTHS, BUDGET, shuffle=True)
+JOURNEYS: list[tuple[Callable[[], Any], int]] = [
+    (lambda: LengthAwareBatchSampler(LENGTHS, BUDGET, shuffle=True), 14),
+    (lambda: PlannedDataLoader(LENGTHS, LENGTHS, BUDGET, samples_per_update=16, **HOW), 20),
+    (lambda: PlannedDataLoader(LENGTHS, LENGTHS, BUDGET, **HOW), 20),
+    (lambda: OnlineDataLoader([{"input_ids": [1] * n} for n in LENGTHS], BUDGET, shuffle=True, **HOW), 22),
+]
 
 
-def planned() -> Any:
-    return PlannedDataLoader(LENGTHS, LENGTHS, BUDGET, samples_per_update=16, **HOW)
-
-
-def free() -> Any:
-    return PlannedDataLoader(LENGTHS, LENGTHS, BUDGET, **HOW)
-
-
-def online() -> Any:
-    return OnlineDataLoader([{"input_ids": [1] * n} for n in LENGTHS], BUDGET, shuffle=True, **HOW)
-
-
-@pytest.mark.parametrize(("make", "most"), [(sampler, 14), (planned, 20), (free, 20), (online, 22)])
+@pytest.mark.parametrize(("make", "most"), JOURNEYS)
 def test_a_first_step_passes_few_files(make: Callable[[], Any], most: int) -> None:
     next(iter(make()))  # what is imported when first needed
     passed = files_of(lambda: next(iter(make())))

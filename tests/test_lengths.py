@@ -47,29 +47,9 @@ def test_whole_numbers_of_any_container_survive_unchanged(container):
     assert as_streams(tokens)["tokens"] is tokens, "int32 is not copied"
 
 
-@pytest.mark.parametrize("bad", [None, "7", True, b"7", 1j, 2**70])
-def test_what_is_no_length_is_named_with_its_index_and_value(bad):
-    with pytest.raises(ConfigError, match=r"lengths\['patches'\]\[2\] must be a whole number from 0 to"):
-        as_streams({"tokens": [1, 2, 3], "patches": np.array([1, 2, bad], object)})
-
-
-@pytest.mark.parametrize("values", [[[1, 2], [3]], [[1, 2], [3, 4]], 5, torch.ones(3, dtype=torch.bfloat16)])
-def test_one_number_a_sample(values):
-    with pytest.raises(ConfigError, match="one number a sample.*measure_lengths"):
-        as_streams(values)
-
-
 def test_streams_have_as_many_samples_and_keep_their_names():
     streams = as_streams({"source": [3, 4], "target": [1, 2]})
     assert {name: values.tolist() for name, values in streams.items()} == {"source": [3, 4], "target": [1, 2]}
-    measured = measure_lengths(
-        [(3, 9), (4, 8)], length_of=lambda graph: {"nodes": graph[0], "edges": graph[1]}, max_length=3
-    )
-    assert {name: values.tolist() for name, values in measured.items()} == {"nodes": [3, 3], "edges": [9, 8]}
-    with pytest.raises(ConfigError, match=r"{'tokens': 3, 'patches': 2} samples; each needs a length in every stream"):
-        as_streams({"tokens": [1, 2, 3], "patches": [1, 2]})
-    with pytest.raises(ConfigError, match="or a dict of streams"):
-        as_streams({})
 
 
 TEXTS = ["one two three", "", "one", "two two two two two", "three one"]
@@ -114,11 +94,8 @@ def test_rows_of_ids_are_counted(data):
         assert measure_lengths(chosen, column="mine").tolist() == [1, 2]
 
 
-def test_processes_measure_the_same(tokenizer):
+def test_processes_measure_the_same_and_no_samples_have_no_lengths(tokenizer):
     assert measure_lengths(TEXTS * 3, tokenizer, num_proc=2).tolist() == COUNTS * 3
-
-
-def test_no_samples_no_lengths(tokenizer):
     whole = [measure_lengths([], tokenizer), measure_lengths([]), measure_lengths([], length_of=len)]
     for found in (*whole, as_streams([])["tokens"], measure_lengths(DATA.select([]), tokenizer)):
         assert (found.dtype, found.shape) == (np.int32, (0,))
@@ -157,17 +134,14 @@ def pixels(sample: dict[str, Any]) -> int:
     return sample["pixels"]
 
 
-@pytest.mark.parametrize("num_proc", [None, 2])
-def test_any_map_style_dataset_with_a_length_function(num_proc):
-    assert measure_lengths(Squares(), length_of=pixels, num_proc=num_proc).tolist() == [i * i for i in range(150)]
+def test_any_map_style_dataset_with_a_length_function_that_may_name_several_streams():
+    for num_proc in (None, 2):
+        assert measure_lengths(Squares(), length_of=pixels, num_proc=num_proc).tolist() == [i * i for i in range(150)]
     assert measure_lengths(TABLE["text"], length_of=len).tolist() == list(map(len, TEXTS))
-
-
-def test_a_length_function_may_name_several_streams_and_max_length_is_of_the_text():
-    both = lambda sample: {"tokens": sample["words"], "patches": sample["pixels"]}  # noqa: E731
+    both = lambda sample: {"words": sample["words"], "patches": sample["pixels"]}  # noqa: E731
     streams = measure_lengths(Squares(), length_of=both, max_length=2)
-    assert {name: values.dtype for name, values in streams.items()} == {"tokens": np.int32, "patches": np.int32}
-    assert (streams["tokens"][3], streams["patches"][3]) == (2, 9)
+    assert {name: values.dtype for name, values in streams.items()} == {"words": np.int32, "patches": np.int32}
+    assert (streams["words"][3], streams["patches"][3]) == (2, 9)
 
 
 CHAT = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
@@ -196,12 +170,6 @@ def test_what_is_no_row_of_ids_is_not_counted_as_one():
                 measure_lengths(samples)
 
 
-@pytest.mark.parametrize("values", [[CHAT], [["a"]], [[[5, 6]]], ["x"], [[1], None]])
-def test_a_column_that_holds_no_ids_is_not_counted(values):
-    with pytest.raises(ConfigError, match=r"not lists of ids; .*apply_chat_template|\[1\] must be .* is nan"):
-        measure_lengths(Dataset.from_dict({"a": values}), column="a")
-
-
 def some_of(count: int) -> Any:
     left = iter(range(count))
     return lambda sample: next(left)
@@ -210,7 +178,19 @@ def some_of(count: int) -> Any:
 TWO = Dataset.from_dict({"a": ["x"], "b": ["y"]})
 
 
+NO_LENGTHS = [[[1, 2], [3]], [[1, 2], [3, 4]], 5, torch.ones(3, dtype=torch.bfloat16)]
+NO_IDS = [[CHAT], [["a"]], [[[5, 6]]], ["x"], [[1], None]]
+
+
 @pytest.mark.parametrize(("call", "message"), [
+    *((lambda t, bad=bad: as_streams({"tokens": [1, 2, 3], "patches": np.array([1, 2, bad], object)}),
+       r"lengths\['patches'\]\[2\] must be a whole number from 0 to") for bad in (None, "7", True, b"7", 1j, 2**70)),
+    *((lambda t, values=values: as_streams(values), "one number a sample.*measure_lengths") for values in NO_LENGTHS),
+    (lambda t: as_streams({"tokens": [1, 2, 3], "patches": [1, 2]}),
+     r"{'tokens': 3, 'patches': 2} samples; each needs a length in every stream"),
+    (lambda t: as_streams({}), "or a dict of streams"),
+    *((lambda t, values=values: measure_lengths(Dataset.from_dict({"a": values}), column="a"),
+       r"not lists of ids; .*apply_chat_template|\[1\] must be .* is nan") for values in NO_IDS),
     (lambda t: measure_lengths([CHAT]), "sample 0 is a chat .*apply_chat_template"),
     (lambda t: measure_lengths("one text", t), "must be a list or one column, but is a whole str"),
     (lambda t: measure_lengths((x for x in TEXTS), t), "but is a whole generator.*OnlineDataLoader"),

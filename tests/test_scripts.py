@@ -35,7 +35,7 @@ def run(checkout: Path, *arguments: str) -> list[str]:
     return calls.read_text().splitlines()
 
 
-def test_what_is_needed_is_installed_once_again_when_it_changes_and_never_half(checkout):
+def test_what_is_needed_is_installed_once_and_tests_are_linted_typed_and_run_in_this_order(checkout):
     demo = str(checkout / "scripts" / "demo.sh")
     (checkout / "broken").touch()
     assert not any("dynagroup demo" in call for call in run(checkout, demo))
@@ -47,9 +47,6 @@ def test_what_is_needed_is_installed_once_again_when_it_changes_and_never_half(c
         with (checkout / changed).open("a") as file:
             file.write("# changed\n")
         assert run(checkout, demo)[-2:] == [install, "-m dynagroup demo"]
-
-
-def test_tests_are_linted_typed_and_run_in_this_order(checkout):
     calls = [call for call in run(checkout, str(checkout / "scripts" / "test.sh"), "-k", "x") if "pip" not in call]
     assert [call.split()[1] for call in calls] == ["ruff", "ruff", "basedpyright", "pytest"]
     assert calls[-1].endswith("-m not slow -k x")

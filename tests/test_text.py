@@ -14,9 +14,7 @@ from tokenizers.models import WordLevel
 from tokenizers.processors import TemplateProcessing
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from dynagroup.budget.tokens import TokenBudget
-from dynagroup.errors import ConfigError
-from dynagroup.text import text_dataloader
+from dynagroup import ConfigError, TokenBudget, text_dataloader
 from tests import models
 
 
@@ -96,12 +94,9 @@ def test_few_shapes_are_filled_behind_the_texts(tokenizer, options):
         )
 
 
-def test_labels_leave_out_padding_and_nothing_else():
+def test_labels_leave_out_padding_and_nothing_else_and_a_model_runs_on_texts_without_any_token(tokenizer):
     batch = next(iter(text_dataloader(["1 0 0", "2"], words(pad_token="0"), TokenBudget(99), labels=True)))
     assert batch["labels"].tolist() == [[3, 2, 2], [4, -100, -100]]  # the word 0 pads too, and is still learned
-
-
-def test_a_real_model_runs_on_texts_without_any_token(tokenizer):
     model = LlamaForCausalLM(models.llama(vocab=63, layers=1, inner=16))
     for batch in text_dataloader(["", "", "1 2"], tokenizer, TokenBudget(2), labels=True):
         assert model(**batch).logits.shape[:2] == batch["input_ids"].shape

@@ -1,6 +1,5 @@
-"""Real gloo ranks, each a process that ``torchrun`` starts: a script that reports, or a function that returns."""
+"""Real gloo ranks, each a process that ``torchrun`` starts: a script that prints, or a function that returns."""
 
-import json
 import os
 import subprocess
 import sys
@@ -16,22 +15,11 @@ HANG_S = 1200.0
 ROOT = Path(__file__).parent.parent
 
 
-def torchrun(script: str | Path, *args: str, ranks: int) -> list[Any]:
-    """Start ``script`` (under ``tests/ranks/``) on ``ranks`` processes; each prints one line ``REPORT <json>``.
-
-    Returns the reports in the order of ``report["rank"]``.
-    """
-    printed = started(ROOT / "tests" / "ranks" / script, *args, ranks=ranks)
-    reports = [json.loads(line.split("REPORT ", 1)[1]) for line in printed.splitlines() if "REPORT " in line]
-    assert len(reports) == ranks, f"{len(reports)} of {ranks} ranks reported:\n{printed[-3000:]}"
-    return sorted(reports, key=lambda report: report["rank"])
-
-
 def on_ranks(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """What ``function(*args)``, of a module that can be imported, returns on each of ``ranks`` processes."""
     with tempfile.TemporaryDirectory() as folder:
         torch.save((function, args), f"{folder}/job.pt")
-        started(ROOT / "tests" / "ranks" / "function.py", folder, ranks=ranks)
+        started(folder, ranks=ranks)
         return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(ranks)]
 
 

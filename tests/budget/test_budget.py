@@ -1,23 +1,24 @@
-"""What fits: the law of budgets for all of them, what each counts by hand, and what is refused."""
+"""What fits: the law of budgets for all of them, what each counts by hand, what is refused; and limits that are learned: they
+fall when a batch fails and rise while batches pass; plans follow what is applied, ranks the lowest of all."""
 
+import json
+import math
+import pickle
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from dynagroup import BudgetError, ConfigError, LearningBudget, LengthAwareBatchSampler, MemoryBudget, StateError
 from dynagroup.budget.base import AdditiveCap, AllOf, Budget, padded_tokens
-from dynagroup.budget.learning import LearningBudget
-from dynagroup.budget.memory import MemoryBudget
 from dynagroup.budget.tokens import TokenBudget, as_budget
-from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.lengths import as_streams
 from dynagroup.memory.protocols import PaddedTokens
-from dynagroup.plan.ranks import cut
-from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.shapes import BatchShape, target_tokens
-from dynagroup.testing import assert_budget_law
+from dynagroup.testing import assert_budget_law, run_ranks
 from tests import strategies
 
 LENGTHS = {"tokens": np.array([0, 1, 5, 9, 30, 60], np.int32), "patches": np.array([0, 9, 0, 40, 2, 7], np.int32)}
@@ -64,6 +65,14 @@ BY_HAND: dict[str, tuple[Budget, BatchShape, list[bool]]] = {
         PARTLY, BatchShape.of([2, 2, 3], {"tokens": 10, "labels": [30, 31, 20]}), [True, False, False],
     ),
     "bytes": (MemoryBudget.from_bytes(4000, model=Bytes(), headroom=1.0), BatchShape.of([10, 11], 10), [True, False]),
+    "bytes of two streams": (
+        MemoryBudget.from_bytes(2800, model=Bytes(), headroom=1.0), BatchShape.of([6, 7], {"tokens": 10, "labels": 10}),
+        [True, False],
+    ),
+    "padded tokens of two streams": (
+        TokenBudget(80, pad_to_multiple_of=8), BatchShape.of([2, 2, 2], {"tokens": 17, "target": [16, 17, 8]}),
+        [True, False, True],
+    ),
     "all parts": (
         TokenBudget(100) & AdditiveCap("patches", 10) & TokenBudget(50),
         BatchShape.of([1, 1, 1], {"tokens": [50, 51, 50], "patches": [10, 1, 11]}),
@@ -133,21 +142,6 @@ def test_memory_that_nobody_described_is_what_a_host_knows_of_its_model() -> Non
 
 
 @settings(max_examples=40)
-@given(PAIRS, st.sampled_from(["target", "labels"]), st.integers(1, 400), st.sampled_from([1, 8]))
-def test_source_and_target_count_together(lengths: list[tuple[int, int]], name: str, most: int, multiple: int) -> None:
-    """Padded tokens of both, or the bytes of both."""
-    device = MemoryBudget.from_bytes(10 * most + 1200, model=Bytes(), headroom=1.0)
-    streams = dict(zip(("tokens", name), np.array(lengths, np.int32).T, strict=True))
-    for budget in (TokenBudget(most, pad_to_multiple_of=multiple), device):
-        batches = cut(streams, budget.bind(streams))
-        for part in np.split(batches.order, batches.offsets[1:-1]):
-            longest, widest = (int(values[part].max()) for values in streams.values())
-            padded = -(-longest // multiple) * multiple + -(-widest // multiple) * multiple
-            made, limit = (padded, most) if budget is not device else (10 * longest + 20 * widest, 10 * most + 200)
-            assert len(part) == 1 or len(part) * made <= limit
-
-
-@settings(max_examples=40)
 @given(
     st.one_of(
         st.builds(TokenBudget, st.integers(1, 400), pad_to_multiple_of=st.sampled_from([1, 8])),
@@ -170,7 +164,18 @@ def test_a_capped_stream_is_not_counted_as_padding(budget, lengths, limit, learn
     assert_budget_law(both, streams, num_shapes=100)
 
 
+def own(base: type[Any] = Budget, **methods: Any) -> Any:
+    """A budget of the user's own."""
+    return type("Mine", (base,), methods)(*(() if base is Budget else (99,)))
+
+
+def planned(budget: Any) -> Any:
+    return LengthAwareBatchSampler(np.array([3, 40, 5, 6], np.int32), budget, **ALONE).plan
+
+
 @pytest.mark.parametrize(("make", "message"), [
+    *((lambda a=a: planned(own(fits=lambda self, shape, /: a)), "Mine.fits must give") for a in (True, None, np.ones(3))),
+    (lambda: planned(own(TokenBudget, largest=lambda self, longest, /: 4)), "Mine.largest must give an array with one number"),
     (lambda: TokenBudget(0), "`max_tokens` must be an int of at least 1, but is 0"),
     (lambda: TokenBudget(8, layout="ragged"), "`layout` must be one of 'padded', 'packed', but is 'ragged'"),  # type: ignore[arg-type]
     (lambda: MemoryBudget(4, longest={"tokens": 8, "target": -1}), "`target` must be an int of at least 1"),
@@ -191,13 +196,6 @@ def test_bad_arguments_name_themselves(make: Any, message: str) -> None:
     assert message in str(caught.value)
 
 
-# Budgets of the user's own.
-
-
-def own(base: type[Any] = Budget, **methods: Any) -> Any:
-    return type("Mine", (base,), methods)(*(() if base is Budget else (99,)))
-
-
 @pytest.mark.parametrize(("budget", "message"), [
     (own(fits=lambda self, shape, /: shape.num_samples % 2 == 0), "but accepts it after a sample"),
     (own(TokenBudget, fits=lambda self, shape, /: shape.longest["tokens"] > 10), "but accepts it after"),
@@ -206,18 +204,6 @@ def own(base: type[Any] = Budget, **methods: Any) -> Any:
 def test_a_law_breaking_budget_is_caught(budget: Budget, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
         assert_budget_law(budget, {"tokens": LENGTHS["tokens"]})
-
-
-@pytest.mark.parametrize(("budget", "message"), [
-    *((own(fits=lambda self, shape, /, a=a: a), r"Mine\.fits must give") for a in (True, None, np.ones(3))),
-    (own(TokenBudget, largest=lambda self, longest, /: 4), r"Mine\.largest must give an array with one number"),
-])  # fmt: skip
-def test_a_budget_of_the_users_own_answers_for_every_shape(budget: Budget, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        assert LengthAwareBatchSampler(np.array([3, 40, 5, 6], np.int32), budget, **ALONE).plan
-
-
-# Names.
 
 
 def test_messages_and_budgets_know_the_names_that_the_user_gave() -> None:
@@ -235,3 +221,118 @@ def test_messages_and_budgets_know_the_names_that_the_user_gave() -> None:
     report = LengthAwareBatchSampler(pairs, 200, **ALONE).plan.report()
     assert "sample length in 'source', median" in report
     assert "'tokens'" not in report
+
+
+LONGER = {"tokens": np.array([3, 90, 40, 100, 7], dtype=np.int32)}
+
+
+IN_BYTES = MemoryBudget.from_bytes(11_000, model=Bytes(), headroom=1.0)
+BUDGETS: list[Any] = [None, TokenBudget(1000, pad_to_multiple_of=8, max_samples=30), IN_BYTES]
+BUDGETS += [TokenBudget(1000, layout="packed"), TokenBudget(1000) & AdditiveCap("patches", 50)]
+EVENTS = st.tuples(st.booleans(), st.integers(1, 12), st.integers(1, 120), st.floats(0.1, 1.0))
+
+
+@pytest.mark.parametrize("budget", BUDGETS, ids=lambda b: "none" if b is None else b.fingerprint)
+@settings(max_examples=25)
+@given(events=st.lists(EVENTS, max_size=30))
+def test_what_failed_and_all_that_is_predicted_as_heavy_never_fits_again(budget: Any, events: list[Any]) -> None:
+    learning = LearningBudget(budget)
+    bound = learning.bind({**LONGER, "patches": LONGER["tokens"]})
+    counts, longests = (a.ravel() for a in np.meshgrid(np.arange(1, 13), np.arange(1, 121, 7)))
+    grid = BatchShape.of(counts, {"tokens": longests, "patches": 1})
+    own = np.ones(len(grid), bool) if budget is None else budget.fits(grid)
+    failed = math.inf
+    for oom, count, longest, share in events:
+        shape = BatchShape.of(count, {"tokens": longest, "patches": 1})
+        if oom:
+            failed = min(failed, float(learning.cost(shape)[0]))
+            learning.record_oom(shape)
+        else:
+            for _ in range(32):
+                learning.record_pass(shape, peak_bytes=int(share * 1000), device_bytes=1000)
+        learning.apply()
+        ok = learning.fits(grid)
+        assert (ok == (own & learning.allows(grid))).all()
+        assert not ok[learning.cost(grid) >= failed].any()
+        assert bound.limits == learning.limits, "what is learned is shared"
+    if not isinstance(budget, AllOf):
+        assert_budget_law(learning, LONGER, num_shapes=50)
+
+
+def test_the_limit_falls_at_once_grows_slowly_up_to_what_failed_and_is_misled_by_nothing() -> None:
+    learning = LearningBudget()
+    learning.record_oom(BatchShape.of(10, 100))
+    curve = []
+    for _ in range(32 * 12):
+        learning.record_pass(BatchShape.of(1, 500))  # far from the limit: proves nothing
+        learning.record_pass(BatchShape.of(1, int(learning.limits[0])))
+        curve.append(round(learning.limits[0]))
+    assert curve[30:33] + curve[62:65] == [900, 909, 909, 909, 918, 918]
+    assert curve[-1] == round(900 * 1.01**10) < learning.limits[1] == 1000, "one more would pass what failed"
+    learning, near = LearningBudget(), BatchShape.of(1, 900)
+    for _ in range(2):
+        learning.record_oom(BatchShape.of(10, 100))
+        for _ in range(31):
+            learning.record_pass(near)
+    for _ in range(40):
+        learning.record_pass(near, peak_bytes=97, device_bytes=100)
+    assert learning.limits == (900.0, 1000.0)
+    full = LearningBudget(TokenBudget(10_000))
+    full.record_pass(BatchShape.of(5, 1000), peak_bytes=97, device_bytes=100)
+    assert full.allows(BatchShape.of([5, 6], 1000)).tolist() == [True, False]
+    learning = LearningBudget(IN_BYTES)
+    learning.record_oom(BatchShape.of(10, 100))
+    assert learning.allows(BatchShape.of([8, 9, 10], 100)).tolist() == [True, True, False]
+
+
+@pytest.mark.parametrize("costs", [(100, 80), (None, 100)])
+def test_plans_follow_only_what_is_applied_and_ranks_the_lowest_of_all(costs: Any) -> None:
+    def run(world: Any) -> Any:
+        learning = LearningBudget(TokenBudget(1000))
+        if costs[world.rank] is not None:
+            learning.record_oom(BatchShape.of(1, costs[world.rank]))
+        before = learning.applied
+        learning.apply(world)
+        return before, learning.limits, learning.applied
+
+    limit, wall = 0.9 * costs[1], float(costs[1])
+    assert run_ranks(2, run) == [(None, (pytest.approx(limit), wall), limit)] * 2
+
+
+def test_state_goes_through_json_and_belongs_to_a_budget() -> None:
+    learning = LearningBudget(TokenBudget(1000))
+    learning.record_oom(BatchShape.of(8, 100), wasted_s=1.5)
+    learning.apply()
+    state = json.loads(json.dumps(learning.state_dict(), allow_nan=False))
+    again = LearningBudget(TokenBudget(1000))
+    again.load_state_dict(state)
+    assert json.dumps(again.state_dict()) == json.dumps(learning.state_dict())
+    assert again.applied == learning.applied == 720
+    assert str(again.report).startswith("1 out-of-memory errors, 2 parts run again, 1.5 s wasted")
+    with pytest.raises(StateError, match=r"budget: .*max_tokens=1000.* then, .*max_tokens=2000.* now"):
+        LearningBudget(TokenBudget(2000)).load_state_dict(state)
+    for damaged in [{**state, key: "x"} for key in state] + [{**state, "numbers": [1, *state["numbers"][1:]]}, [], 3]:
+        with pytest.raises(StateError):
+            again.load_state_dict(damaged)
+    assert json.dumps(again.state_dict()) == json.dumps(state), "half of nothing is taken over"
+
+
+def fits_in_a_worker(learning: LearningBudget, asked: Any, answers: Any) -> None:
+    while asked.get() is not None:
+        answers.put(learning.fits(BatchShape.of(8, 100)).tolist())
+
+
+def test_workers_see_shared_lessons_at_once() -> None:
+    context = torch.multiprocessing.get_context("fork")
+    learning = LearningBudget(TokenBudget(1000)).share_memory()
+    asked, answers = context.SimpleQueue(), context.SimpleQueue()
+    worker = context.Process(target=fits_in_a_worker, args=(learning, asked, answers))
+    worker.start()
+    for seen in (True, False):
+        asked.put(1)
+        assert answers.get() == [seen]
+        learning.record_oom(BatchShape.of(8, 100))
+        learning.apply()
+    asked.put(None)
+    worker.join()
+    assert pickle.loads(pickle.dumps(learning)).fingerprint == learning.fingerprint

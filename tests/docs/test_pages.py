@@ -5,12 +5,16 @@ import ast
 import doctest
 import inspect
 import json
+import os
 import re
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import nbformat
 import numpy as np
 import pytest
 import torch
@@ -142,11 +146,9 @@ def test_the_page_on_recovery_runs_on_small_models(tmp_path: Path, monkeypatch: 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     exec(blocks.pop("OomSafeBackward"), {**names, "loader": [step], "optimizer": optimizer})
     assert not torch.equal(before, torch.cat([p.detach().flatten() for p in model.parameters()]))
-    lengths = [3 + i % 50 for i in range(512)]
-    budget = dynagroup.LearningBudget(dynagroup.TokenBudget(16384))
-    saved = dynagroup.PlannedDataLoader(
-        lengths, lengths, budget, samples_per_update=256, collate_fn=list, weigh="samples"
-    )
+    lengths, how = [3 + i % 50 for i in range(512)], {"collate_fn": list, "weigh": "samples"}
+    budget = dynagroup.LearningBudget(TokenBudget(16384))
+    saved = PlannedDataLoader(lengths, lengths, budget, samples_per_update=256, **how)
     names = {"dataset": lengths, "lengths": lengths, "states": [saved.state_dict()], "collate": list}
     block = blocks.pop("LearningBudget").replace("collate_fn=collate", 'collate_fn=collate, weigh="samples"')
     exec(block, names := {**names, "num_samples": 100, "tokens": 50})
@@ -154,7 +156,7 @@ def test_the_page_on_recovery_runs_on_small_models(tmp_path: Path, monkeypatch: 
     assert not blocks
 
 
-def test_links_scripts_and_commands_exist():
+def test_links_scripts_commands_and_messages_exist():
     for page in EVERY:
         links = (target for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", text_of(page)) if "http" not in target)
         assert [target for target in links if not (page.parent / target).exists()] == [], page.name
@@ -166,9 +168,6 @@ def test_links_scripts_and_commands_exist():
         with pytest.raises(SystemExit) as stopped:
             main([command, "--help"])
         assert stopped.value.code == 0, command
-
-
-def test_messages_that_pages_show_are_those_of_the_source():
     shown = text_of(DOCS / "troubleshooting.md").split("## Errors and warnings")[1]
     messages = re.findall(r"^\| `([^`]+)` \|", shown, re.M)
     assert len(messages) > 5
@@ -180,16 +179,13 @@ def test_messages_that_pages_show_are_those_of_the_source():
     assert [part for part in parts if part not in source] == []
 
 
-def test_figures_are_those_of_the_results():
+def test_figures_are_those_of_the_results_names_in_tables_exist_and_the_api_page_has_all():
     for name, expected in filled().items():
         assert text_of(ROOT / name) == expected, f"run python scripts/bench.py pages: {name} shows older figures"
     by_hand = MARK.sub("", text_of(DOCS / "benchmarks.md"))
     rows = [line for line in by_hand.splitlines() if line.startswith("|") and "scripts/" not in line]
     assert [row for row in rows if re.search(r"\d", row)] == []
     assert {name for page in EVERY for name in MARK.findall(text_of(page))} == set(shown())
-
-
-def test_names_in_tables_exist_and_the_api_page_has_all():
     rows = [line for line in text_of(README).splitlines() if line.startswith("|") and " from `dynagroup" in line]
     assert rows
     for row in rows:
@@ -226,7 +222,6 @@ def test_the_site_builds_strictly_and_offline(tmp_path, monkeypatch):
 
 
 # ``help()`` of what users fill in explains every argument, and says what it counts.
-
 EXPLAINED = [DynagroupConfig, OnlineDataLoader, PlannedDataLoader, LengthAwareBatchSampler, TokenBudget, MemoryBudget]
 
 
@@ -244,3 +239,66 @@ def test_every_argument_is_explained(thing):
     assert [name for name in arguments if name not in texts] == []
     assert [name for name in texts if name not in arguments] == []
     assert [name for name in arguments if len(texts[name].split()) < 4] == []
+
+
+# The notebooks run from top to bottom, as a reader would run them, and hold calls and pictures only.
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+def read(path: Path) -> Any:
+    return nbformat.read(path, as_version=4)
+
+
+def outputs(cell: Any) -> str:
+    shown = (o.get("text", "") + o.get("data", {}).get("text/plain", "") for o in cell.get("outputs", ()))
+    return "".join(shown)
+
+
+# A process of its own: zmq leaves its sockets to the collector, which would come upon them in the middle of another test.
+# They lie in a folder with a short name, for no two kernels to be given one port; so does IPython's history, a database.
+EXECUTE = """
+import os, sys, tempfile, nbformat
+from jupyter_client.manager import AsyncKernelManager
+from nbclient import NotebookClient
+source, folder = sys.argv[1:]
+with tempfile.TemporaryDirectory() as short:
+    os.environ["IPYTHONDIR"] = short
+    manager = AsyncKernelManager(kernel_name="python3", transport="ipc", connection_file=f"{short}/k.json")
+    notebook, resources = nbformat.read(source, as_version=4), {"metadata": {"path": folder}}
+    NotebookClient(notebook, km=manager, timeout=1200, startup_timeout=1200, resources=resources).execute()
+nbformat.write(notebook, f"{folder}/executed.ipynb")
+"""
+
+
+SHOWN = {
+    "quickstart": ["epoch 0: 512 samples for 1 rank", "8 updates"],
+    "compare_on_your_data": ["fixed 8, shuffled", "dynagroup, updates of 128"],
+    "generate_with_oom_retry": ["splits; sizes that did not fit", "True", "(64, True)"],
+    "train_custom_regressor": ["('simulated', 24, 12)", "epoch 0: 5,000 samples for 1 rank", "by the trace", "True"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_in_a_folder_of_its_own_and_shows_what_it_promises(path, tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", EXECUTE, str(path), str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-6000:]
+    cells = [cell for cell in read(tmp_path / "executed.ipynb").cells if cell.cell_type == "code"]
+    assert any("image/png" in output.get("data", {}) for cell in cells for output in cell.outputs)
+    shown = "\n".join(map(outputs, cells))
+    assert [text for text in SHOWN[path.stem] if text not in shown] == []
+    if path.stem == "train_custom_regressor":
+        assert float(shown.split("largest difference: ")[1].split("%")[0]) < 5
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_committed_without_outputs_and_defines_nothing(path):
+    notebook = read(path)
+    nbformat.validate(notebook)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert all(not cell.outputs and cell.execution_count is None for cell in code)
+    source = "\n".join(cell.source for cell in code)
+    logic = (ast.FunctionDef, ast.ClassDef, ast.While, ast.Try)
+    assert not [node for node in ast.walk(ast.parse(source)) if isinstance(node, logic)]

@@ -31,18 +31,14 @@ def arguments(folder: Any, **changes: Any) -> TrainingArguments:
 
 def trainer(kind: str, folder: Any, *, fits: bool, exact_loss=False, count=96, config: Any = None, **changes: Any):
     """A Trainer of fixed batches, or (``fits``) of batches that fit, otherwise the same."""
-    rows, names = toys.samples(kind, count), ("callbacks", "compute_metrics", "eval_dataset", "optimizers", "model")
+    rows, names = toys.samples(kind, count), ("callbacks", "compute_metrics", "eval_dataset", "model")
     given = {name: changes.pop(name) for name in names if name in changes}
     model = given.pop("model", None) or MODELS[kind]()
     if not exact_loss and kind != "causal":
         model.accepts_loss_kwargs = False  # what a user must know with fixed batches, see transformers#47688
-    common = {
-        "args": arguments(folder, **changes),
-        "train_dataset": rows,
-        "data_collator": toys.collate_seq2seq if kind == "seq2seq" else toys.collate,
-        "compute_loss_func": LOSSES[kind] if exact_loss else None,
-        **given,
-    }
+    collate, loss = toys.collate_seq2seq if kind == "seq2seq" else toys.collate, LOSSES[kind] if exact_loss else None
+    common = {"args": arguments(folder, **changes), "train_dataset": rows, "data_collator": collate, **given}
+    common["compute_loss_func"] = loss
     if not fits:
         return Trainer(model, **common)
     settings = {"budget": TokenBudget(160), "lengths": toys.lengths(rows), **(config or {})}

@@ -1,17 +1,26 @@
-"""The Accelerate adapter against the real Accelerate, and the facts about it that shaped it."""
+"""The Accelerate adapter against the real Accelerate; and small doors into other frameworks: each example is what a user writes.
+They skip where the framework is absent."""
 
+import importlib
+import sys
+from types import ModuleType, SimpleNamespace
+
+import datasets
 import pytest
 import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
+from transformers import Trainer
 
-from dynagroup import ConfigError, LengthAwareBatchSampler, OnlineDataLoader, TokenBudget
+from dynagroup import ConfigError, LengthAwareBatchSampler, OnlineDataLoader, PlannedDataLoader, TokenBudget
+from dynagroup.errors import BudgetError
 from dynagroup.integrations.accelerate import prepare
-from dynagroup.update.planned import PlannedDataLoader
+from dynagroup.integrations.sentence_transformers import batches_that_fit
+from dynagroup.testing import assert_conserves
 from tests.integrations import toys
-from tests.integrations.jobs import parameters
+from tests.integrations.jobs import arguments, parameters
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
 ROWS = toys.samples("classifier", 48)
 LABELS = ["a", None, "a"] * 16
 
@@ -76,3 +85,91 @@ def test_misuse_is_named():
     accelerator.dataloader_config.split_batches = True
     with pytest.raises(ConfigError, match="split_batches=True"):
         prepare(accelerator, DataLoader(ROWS, batch_sampler=sampler))
+
+
+class AxolotlTrainer(Trainer):
+    def __init__(self, *args, bench_data_collator=None, eval_data_collator=None, **kwargs):
+        super().__init__(*args, **kwargs)
+
+
+@pytest.fixture
+def axolotl(monkeypatch):
+    """Axolotl does not install beside this torch; these are the names of its documented interface that the plugin uses."""
+    for name in (
+        "axolotl",
+        "axolotl.core",
+        "axolotl.core.trainers",
+        "axolotl.integrations",
+        "axolotl.integrations.base",
+    ):
+        module = ModuleType(name)
+        module.AxolotlTrainer, module.BasePlugin = AxolotlTrainer, type("BasePlugin", (), {})
+        monkeypatch.setitem(sys.modules, name, module)
+    yield importlib.import_module("dynagroup.integrations.axolotl")
+    sys.modules.pop("dynagroup.integrations.axolotl", None)
+
+
+def test_axolotls_plugin_gives_its_trainer_batches_that_fit(axolotl, tmp_path):
+    plugin = axolotl.DynagroupPlugin()
+    name, _, cls = plugin.get_input_args().rpartition(".")
+    keys = getattr(sys.modules[name], cls)(dynagroup_max_tokens=512)
+    cfg = SimpleNamespace(**keys.model_dump(), sample_packing=False, pad_to_sequence_len=False)
+    run = plugin.get_trainer_cls(cfg)(
+        toys.causal_lm(), args=arguments(tmp_path, max_steps=2), train_dataset=toys.samples("causal", 40),
+        data_collator=toys.collate, bench_data_collator=None,
+    )  # fmt: skip
+    run.train()
+    assert isinstance(run, AxolotlTrainer)
+    assert run.update_loader.stats.update_samples == 32
+    assert run.update_loader.budget == TokenBudget(512)
+    for name in ("sample_packing", "rl", "pad_to_sequence_len"):
+        with pytest.raises(ConfigError, match=name):
+            plugin.get_trainer_cls(SimpleNamespace(dynagroup_max_tokens=512, **{name: True}))
+        assert plugin.get_trainer_cls(SimpleNamespace(dynagroup_max_tokens=None, **{name: True})) is None
+
+
+@pytest.mark.filterwarnings("ignore:You are using DynamicBucketingSampler")
+@pytest.mark.parametrize("size", [1, 2])
+def test_lhotses_own_sampler_makes_batches_that_fit_of_every_cut_once(size):
+    pytest.importorskip("lhotse")
+    from lhotse import CutSet
+    from lhotse.dataset import DynamicBucketingSampler
+    from lhotse.testing.dummies import dummy_cut, dummy_features
+
+    from dynagroup.integrations.lhotse import BudgetConstraint
+
+    seconds = [0.5 + 29 * (i * 37 % 100) / 100 for i in range(100)]
+    cuts = [dummy_cut(i, duration=s, features=dummy_features(i, duration=s)) for i, s in enumerate(seconds)]
+    bounds, seen = [400, 800, 1600, 3000], []
+    for rank in range(size):
+        sampler = DynamicBucketingSampler(
+            CutSet.from_cuts(cuts), duration_bins=bounds[:-1], constraint=BudgetConstraint(12_000, bounds), shuffle=True,
+            buffer_size=50, world_size=size, rank=rank,
+        )  # fmt: skip
+        for batch in sampler:
+            frames = [cut.num_frames for cut in batch]
+            assert len(frames) * max(frames) <= 12_000
+            seen += [cut.id for cut in batch]
+    assert sorted(seen) == sorted(cut.id for cut in cuts)
+    with pytest.raises(ConfigError, match="has no features, so no `num_frames`; give length_of"):
+        BudgetConstraint(12_000, bounds).add(cuts[0].drop_features())
+    with pytest.raises(ConfigError, match="`bounds` end at 40"):
+        BudgetConstraint(80, [8, 40], length_of=int).add(41)
+    with pytest.raises(BudgetError, match="a sample of 40 does not fit even alone"):
+        BudgetConstraint(30, [8, 40], length_of=int)
+
+
+def test_sentence_transformers_take_batches_that_fit():
+    texts = [" ".join("w" * (1 + (5 * i) % 23)) for i in range(40)]
+    data = datasets.Dataset.from_dict({"a": texts, "b": texts[::-1], "score": [0.5] * 40})
+    make = batches_that_fit(200, lambda batch, **kwargs: {"input_ids": [text.split() for text in batch]})
+    sampler = make(data, batch_size=8, drop_last=False, valid_label_columns=["score"], generator=None, seed=1)
+    batches = list(sampler)
+    assert_conserves(batches, range(40))
+    for batch in batches:
+        longest = [max(len(data[i][column].split()) for i in batch) for column in ("a", "b")]
+        assert len(batch) == 1 or len(batch) * sum(longest) <= 200
+    # accelerate would take a number for a fixed size, and lose samples
+    assert getattr(sampler, "batch_size", None) is None
+    with pytest.raises(ConfigError, match="no text column"):
+        make(datasets.Dataset.from_dict({"score": [0.5]}))

@@ -2,6 +2,8 @@
 
 import re
 import runpy
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -97,3 +99,22 @@ def test_a_vision_language_batch_has_an_image_for_every_sample_or_for_none():
         assert len(batch.get("image_grid_thw", ())) == (samples if kind == "image" else 0)
     assert 180 < max(batch["input_ids"].numel() for _, _, batch in batches) <= 200
     assert 70 < max(len(batch.get("pixel_values", ())) for _, _, batch in batches) <= 80
+
+
+def trained(folder: Path, *pretended: float) -> dict[str, Any]:
+    folder.mkdir(exist_ok=True)
+    return example("restart_fsdp2.py")["main"](folder, *pretended)
+
+
+@pytest.mark.slow
+def test_a_run_that_ran_out_of_memory_goes_on_with_smaller_batches_to_the_same_parameters(tmp_path: Path) -> None:
+    whole, _ = on_ranks(2, trained, tmp_path / "once")
+    with pytest.raises(AssertionError, match="OutOfMemoryError"):
+        on_ranks(2, trained, tmp_path / "again", 245)
+    assert (tmp_path / "again" / "last.json").exists(), "it had not even saved"
+    found = on_ranks(2, trained, tmp_path / "again")
+    for result in found:
+        assert result["limit"] <= 0.9 * 256
+        torch.testing.assert_close(result["weights"], whole["weights"], rtol=1e-9, atol=1e-12)
+    seen = Counter(line for path in tmp_path.glob("again/seen-*.txt") for line in path.read_text().split())
+    assert seen == Counter({str(index): 2 for index in range(128)})

@@ -17,6 +17,7 @@ from dynagroup.testing import Allocator
 from tests import models
 from tests.integrations import toys
 from tests.integrations.jobs import MODELS, arguments, parameters, trained_on, trainer
+from tests.packed.test_training import BUDGET, FLAT, llama
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 ONLINE = {"mode": "online", "lengths": None}
@@ -70,12 +71,12 @@ SAME = {
     "kind_of": ({}, {"config": {**ONLINE, "kind_of": two_of_three}}),
     "kinds": ({}, {"config": {"kinds": [None, "a", "a"] * 32}}),
     "library loss": ({"exact_loss": False}, {}),
+    "packed": ({}, {"config": {"budget": BUDGET}}),
     "label smoothing": ({"exact_loss": False, "label_smoothing_factor": 0.1}, {}),
 }
 CASES = [(kind, name) for kind in MODELS for name in ("clipped", "shapes")]
-CASES += [("causal", name) for name in ("preflight", "online", "kind_of", "kinds", "library loss")] + [
-    ("seq2seq", "label smoothing")
-]
+CASES += [("causal", name) for name in ("preflight", "online", "kind_of", "kinds", "packed", "library loss")]
+CASES += [("seq2seq", "label smoothing")]
 
 
 @pytest.mark.parametrize(("kind", "name"), CASES)
@@ -84,7 +85,11 @@ def test_parameters_are_those_of_fixed_batches(kind, name, tmp_path):
     found, (both, ours) = [], SAME[name]
     for fits in (False, True):
         changes = {"exact_loss": kind != "classifier", "max_grad_norm": 0.0, "max_steps": 8, "logging_steps": 4, **both}
+        changes |= {"model": llama("sdpa")} if name == "packed" else {}
         run = trainer(kind, tmp_path, fits=fits, **changes, **(ours if fits else {}))
+        if name == "packed" and fits:
+            run.data_collator = FLAT
+        before = parameters(run.model)
         if name == "label smoothing":
             run.model_accepts_loss_kwargs = True
         shapes = models.shapes_seen(run.model)
@@ -92,9 +97,8 @@ def test_parameters_are_those_of_fixed_batches(kind, name, tmp_path):
         found.append((parameters(run.model), run.state.log_history))
     (fixed, fixed_logs), (ours, our_logs) = found
     assert (fixed - ours).abs().max() < (1e-5 if name == "library loss" else 1e-8)  # the library's is of float32
-    assert (fixed - parameters(MODELS[kind]())).abs().max() > (1e-3 if name == "clipped" else 1e-2), (
-        "nothing was trained"
-    )
+    assert (fixed - before).abs().max() > (1e-3 if name == "clipped" else 1e-2), "nothing was trained"
+    assert name != "packed" or our_logs[0]["padding"] == 0
     assert our_logs[0]["loss"] == pytest.approx(fixed_logs[0]["loss"], rel=1e-5)
     assert our_logs[-2]["epoch"] == fixed_logs[-2]["epoch"]
     assert name != "clipped" or max(log.get("grad_norm", 0.0) for log in our_logs) > 0.3, "nothing was clipped"
@@ -197,16 +201,12 @@ class Resize(TrainerCallback):
             assert train_dataloader.set_samples_per_update(self.samples) == self.step
 
 
-@pytest.mark.parametrize(
-    ("changes", "sizes"),
-    [
-        ({"config": {"samples_per_update": toys.doubling(8, 3)}}, [8] * 3 + [16] * 4 + [8] + [16] * 6),
-        ({"callbacks": [Resize(2, 32)]}, [16, 16] + [32] * 5),
-        ({"callbacks": [Resize(2, 4)], "num_train_epochs": 1}, [16, 16] + [4] * 16),
-        ({"callbacks": [Resize(2, 32)], "max_steps": 12}, [16, 16] + [32] * 10),  # past the epochs that it began with
-    ],
-    ids=["scheduled", "grown", "shrunk", "grown, so many steps"],
-)
+@pytest.mark.parametrize(("changes", "sizes"), [
+    ({"config": {"samples_per_update": toys.doubling(8, 3)}}, [8] * 3 + [16] * 4 + [8] + [16] * 6),
+    ({"callbacks": [Resize(2, 32)]}, [16, 16] + [32] * 5),
+    ({"callbacks": [Resize(2, 4)], "num_train_epochs": 1}, [16, 16] + [4] * 16),
+    ({"callbacks": [Resize(2, 32)], "max_steps": 12}, [16, 16] + [32] * 10),  # past the epochs that it began with
+], ids=["scheduled", "grown", "shrunk", "grown, so many steps"])  # fmt: skip
 def test_the_size_of_updates_changes_and_no_sample_is_lost(changes, sizes, tmp_path):
     run, recorder = recorded(tmp_path, **{"max_steps": -1, "num_train_epochs": 2, **changes})
     assert recorder.sizes == sizes
@@ -219,8 +219,8 @@ def test_a_run_has_as_many_updates_as_the_plain_trainers(tmp_path, epochs):
     """2.1 epochs of 10 updates are 21 updates: (2.1 - 2) * 10 is a little more than 1 in floating point."""
     steps = []
     for fits in (False, True):
-        run = trainer("causal", tmp_path, fits=fits, count=20, gradient_accumulation_steps=2,
-                      per_device_train_batch_size=1, max_steps=-1, num_train_epochs=epochs)  # fmt: skip
+        how = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 1, "num_train_epochs": epochs}
+        run = trainer("causal", tmp_path, fits=fits, count=20, max_steps=-1, **how)
         run.train()
         steps.append(run.state.global_step)
     assert steps == [run.state.max_steps] * 2 == [int(10 * epochs)] * 2
@@ -240,26 +240,20 @@ def test_a_sampler_that_groups_by_length_groups_by_the_update(tmp_path, monkeypa
 def test_free_updates_and_streams_take_as_many_steps_as_asked(tmp_path):
     run, _ = recorded(tmp_path, max_steps=2, config={"updates": "free"}, gradient_accumulation_steps=3)
     assert sum(run.update_loader.stats.batch_sizes.values()) == 6
-    for mode in ("offline", "online"):
-        run = trainer("causal", tmp_path, fits=True, max_steps=2, config={"mode": mode, "lengths": None})
+    for config in ({"mode": "offline", "lengths": None}, ONLINE, {**ONLINE, "updates": "free"}):
+        run = trainer("causal", tmp_path, fits=True, max_steps=2, config=config)
         run.train_dataset = toys.Stream()
-        with pytest.raises(ConfigError, match=r"mode='online', updates='free'\), and max_steps"):
-            run.train()
-    run = trainer("causal", tmp_path, fits=True, max_steps=2, config={**ONLINE, "updates": "free"})
-    run.train_dataset = toys.Stream()
+        if "updates" not in config:
+            with pytest.raises(ConfigError, match=r"mode='online', updates='free'\), and max_steps"):
+                run.train()
     run.train()
     assert run.state.global_step == 2
 
 
-def ours(tmp_path, rows, model=toys.causal_lm, **changes):
-    args = arguments(tmp_path, max_steps=1, **changes)
-    collate = toys.collate if model is toys.causal_lm else toys.collate_seq2seq
-    return DynagroupTrainer(model(), args, dynagroup=TokenBudget(4096), train_dataset=rows, data_collator=collate)
-
-
 def test_lengths_are_measured_where_there_is_no_column(tmp_path):
-    rows = toys.samples("seq2seq", 16)
-    run = ours(tmp_path, rows, toys.seq2seq)
+    rows, args = toys.samples("seq2seq", 16), arguments(tmp_path, max_steps=1)
+    how = {"train_dataset": rows, "data_collator": toys.collate_seq2seq}
+    run = DynagroupTrainer(toys.seq2seq(), args, dynagroup=TokenBudget(4096), **how)
     with_lengths = datasets.Dataset.from_list([{**r, "length": 5} for r in rows])
     for data in (rows, datasets.Dataset.from_list(rows[::-1]).select(range(15, -1, -1)), with_lengths):
         found = sample_lengths(run, data, name="train_dataset")
@@ -270,9 +264,10 @@ def test_lengths_are_measured_where_there_is_no_column(tmp_path):
             sample_lengths(run, unknown, name="train_dataset")
     pairs = datasets.Dataset.from_dict({"chosen_input_ids": [[1, 2, 3]], "rejected_input_ids": [[1]]})
     assert sample_lengths(run, pairs, name="")["tokens"].tolist() == [6]
+    causal = trainer("causal", tmp_path, fits=True)
     for kind in (list, np.asarray, torch.tensor):
         plain = [kind(row["input_ids"]) for row in rows]
-        assert sample_lengths(ours(tmp_path, plain), plain, name="")["tokens"].tolist() == toys.lengths(rows)
+        assert sample_lengths(causal, plain, name="")["tokens"].tolist() == toys.lengths(rows)
 
 
 REFUSED = {
@@ -280,9 +275,7 @@ REFUSED = {
     "dispatch_batches=True .* set it to False": {"accelerator_config": {"dispatch_batches": True}},
     "split_batches=True .* set it to False": {"accelerator_config": {"split_batches": True}},
     "dataloader_in_order=False .* True": {"dataloader_in_order": False, "dataloader_num_workers": 1},
-    "batch_rebalance' cannot be combined with dynagroup: it forms batches": {
-        "train_sampling_strategy": "batch_rebalance"
-    },
+    "batch_rebalance' cannot be combined with dynagroup": {"train_sampling_strategy": "batch_rebalance"},
     "`updates` must be one of": {"config": {"updates": "some"}},
     "needs updates='preserved'": {"config": {"updates": "free", "samples_per_update": 4}},
 }
@@ -332,7 +325,7 @@ def test_what_runs_out_of_memory_before_the_first_update_never_does_again(tmp_pa
     assert run.update_loader.budget.learner.report.num_ooms == before[0] > 0
 
 
-def test_attaching_makes_the_trainer_that_the_class_makes(tmp_path):
+def test_attaching_makes_the_trainer_that_the_class_makes_and_too_late_twice_or_in_vain_is_refused(tmp_path):
     changes = {"exact_loss": True, "max_steps": 8, "count": 48}
     made = trainer("causal", tmp_path / "a", fits=True, config={"lengths": None}, **changes)
     attached = trainer("causal", tmp_path / "b", fits=False, **changes)
@@ -345,9 +338,6 @@ def test_attaching_makes_the_trainer_that_the_class_makes(tmp_path):
     assert type(attached) is dynagroup_trainer(Trainer)
     rows = toys.samples("causal", 9)
     assert attached.evaluate(rows)["eval_loss"] == made.evaluate(rows)["eval_loss"]
-
-
-def test_attaching_too_late_or_twice_or_in_vain_is_refused_and_changes_nothing(tmp_path):
     late = trainer("causal", tmp_path, fits=False, max_steps=1)
     late.train()
     alone = trainer("causal", tmp_path, fits=False, auto_find_batch_size=True)

@@ -133,13 +133,10 @@ def test_preferences_are_measured_and_evaluated_within_the_budget(tmp_path) -> N
     assert [evaluated[k] for k in figures] == pytest.approx([expected[k] for k in figures], rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize("loss_type", ["aot", ["sigmoid", "aot_unpaired"]])
-def test_losses_that_compare_the_pairs_of_a_batch_are_refused(tmp_path, loss_type) -> None:
-    with pytest.raises(ConfigError, match="loss_type='aot.*it sorts the pairs of a batch"):
-        dpo(tmp_path, PADDED, loss_type=loss_type)
-
-
-def test_trainers_that_need_their_own_batches_are_refused(tmp_path) -> None:
+def test_losses_and_trainers_that_need_their_own_batches_are_refused(tmp_path) -> None:
+    for loss_type in ("aot", ["sigmoid", "aot_unpaired"]):
+        with pytest.raises(ConfigError, match="loss_type='aot.*it sorts the pairs of a batch"):
+            dpo(tmp_path, PADDED, loss_type=loss_type)
     run = trainer("causal", tmp_path, fits=False)
     for original in [getattr(trl, name) for name in COUPLED if hasattr(trl, name)]:
         run.__class__ = type("Mine", (original,), {})

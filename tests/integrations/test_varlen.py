@@ -103,13 +103,19 @@ def test_what_an_architecture_adds_to_attention_is_refused_and_nothing_changes(n
     assert [getattr(part, "sliding_window", None) for part in model.modules()] == windows
 
 
-def test_a_model_is_not_judged_by_the_attention_it_was_given() -> None:
+def test_what_cannot_be_compared_or_was_compared_with_nothing_is_refused() -> None:
     """Set by its name, the packed attention was compared with nothing: packed and alone it would answer alike."""
     use_varlen_attention(built("Llama"))  # the name is known from now on
     model = built("Gemma2", **MORE["Gemma2"][0])
     model.config._attn_implementation = NAME
     with pytest.raises(ConfigError, match="`softcap`"):
         packing_collator(model)
+    with torch.device("meta"):
+        empty = transformers.LlamaForCausalLM(models.llama())
+    images = transformers.ViTForImageClassification(transformers.ViTConfig(**VISION, image_size=8, patch_size=4))
+    for model in (torch.nn.Linear(2, 2), empty, images):
+        with pytest.raises(ConfigError, match=f"could not be compared with {type(model).__name__}'s own on 13 tokens"):
+            use_varlen_attention(model)
 
 
 def test_rows_need_no_borders_and_what_would_be_dropped_without_a_word_is_refused() -> None:
@@ -130,7 +136,7 @@ def test_rows_need_no_borders_and_what_would_be_dropped_without_a_word_is_refuse
         model.generate(ids, max_new_tokens=2, do_sample=False, use_cache=True)
 
 
-def test_tokens_of_an_image_that_look_ahead_are_refused() -> None:
+def test_images_that_look_ahead_are_refused_and_a_vision_tower_keeps_its_attention() -> None:
     """As Gemma 3's: its masks let the tokens of one image see each other."""
     model = use_varlen_attention(built("Gemma3Text", sliding_window=3))
     images = torch.tensor([[-1, 0, 0, 0, -1, -1]])
@@ -138,9 +144,6 @@ def test_tokens_of_an_image_that_look_ahead_are_refused() -> None:
     with pytest.raises(ConfigError, match="only some tokens attend to later ones"):
         transformers.masking_utils.create_causal_mask(model.config, embedded, None, None, block_sequence_ids=images)
     assert transformers.masking_utils.create_causal_mask(model.config, embedded, None, None) is None
-
-
-def test_a_vision_tower_keeps_its_attention() -> None:
     config = transformers.LlavaConfig(
         vision_config=transformers.CLIPVisionConfig(**VISION, image_size=8, patch_size=4), text_config=models.llama(),
         image_token_id=63,
@@ -150,15 +153,6 @@ def test_a_vision_tower_keeps_its_attention() -> None:
     use_varlen_attention(model)
     assert model.config.vision_config._attn_implementation == before != NAME
     assert model.config.text_config._attn_implementation == model.config._attn_implementation == NAME
-
-
-def test_what_cannot_be_compared_is_refused() -> None:
-    with torch.device("meta"):
-        empty = transformers.LlamaForCausalLM(models.llama())
-    images = transformers.ViTForImageClassification(transformers.ViTConfig(**VISION, image_size=8, patch_size=4))
-    for model in (torch.nn.Linear(2, 2), empty, images):
-        with pytest.raises(ConfigError, match=f"could not be compared with {type(model).__name__}'s own on 13 tokens"):
-            use_varlen_attention(model)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel runs on CUDA devices only")

@@ -84,14 +84,15 @@ def sampler(world: Any, layout: Any = "padded", *, lengths: Any = LENGTHS, max_t
     return SamplerSteps(made, world.rank, world.size)
 
 
-def planned(world: Any, layout: Any = "padded", *, lengths: Any = LENGTHS, max_tokens: int = TOKENS, **how: Any) -> Any:
+def planned(world: Any = None, layout: Any = "padded", *, lengths: Any = LENGTHS, max_tokens: Any = TOKENS, **how: Any):
+    data, how = how.pop("data", None) or data_of(lengths), {"collate_fn": COLLATE[layout], **how}
+    return PlannedDataLoader(data, lengths, budget_of(lengths, max_tokens, layout), world=world, **how)
+
+
+def online(world: Any = None, layout: Any = "padded", *, lengths: Any = LENGTHS, max_tokens: Any = TOKENS, **how: Any):
+    data, how = how.pop("data", None) or data_of(lengths), {"shuffle": "sampler" not in how, "window": 6, **how}
     how = {"collate_fn": COLLATE[layout], **how}
-    return PlannedDataLoader(data_of(lengths), lengths, budget_of(lengths, max_tokens, layout), world=world, **how)
-
-
-def online(world: Any, layout: Any = "padded", *, lengths: Any = LENGTHS, max_tokens: int = TOKENS, **how: Any) -> Any:
-    how = {"collate_fn": COLLATE[layout], "shuffle": True, "window": 6, **how}
-    return OnlineDataLoader(data_of(lengths), budget_of(lengths, max_tokens, layout), world=world, **how)
+    return OnlineDataLoader(data, budget_of(lengths, max_tokens, layout), world=world, **how)
 
 
 def streamed(world: Any, layout: Any = "padded", *, max_tokens: int = TOKENS, **how: Any) -> Any:

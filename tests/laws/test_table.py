@@ -6,19 +6,24 @@ A loader takes part by an entry in :mod:`tests.laws.loaders`.
 import copy
 import itertools
 import json
+from collections import Counter
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
-from dynagroup import StateError
+from dynagroup import LearningBudget, LengthAwareBatchSampler, PlannedDataLoader, Share, StateError, TokenBudget
+from dynagroup.distributed import SingleProcess
 from dynagroup.testing import ThreadWorld, assert_loader_laws, assert_resumes_exactly, run_ranks
+from tests.laws import loaders
 from tests.laws.loaders import ENTRIES, LENGTHS, MOST_EDGES, TOKENS, Entry, graph_of
+from tests.online.helpers import Tokens, collate, lengths_of
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:too few samples for an equal number"),
-    pytest.mark.filterwarnings("ignore:.*do not fit the budget even alone"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:too few samples for an", "ignore:.*do not fit the budget even alone")
 WORLDS = [(1, 1, "padded"), (2, 2, "padded"), (3, 2, "padded"), (1, 3, "padded"), (2, 2, "packed"), (2, 3, "packed")]
 PLACES = [*((*world, 0) for world in WORLDS), (2, 2, "padded", 1), (2, 3, "padded", 1)]
 LAYOUTS = ["padded", "packed"]
@@ -164,19 +169,170 @@ def test_a_state_of_every_other_setting_is_refused(entry: Entry) -> None:
     alone(entry, 1).load_state_dict(state)
 
 
-@pytest.mark.parametrize("broken", [None, 3, "state", [], {}, [None], [{}]], ids=str)
-def test_what_is_no_state_is_refused(entry: Entry, broken: Any) -> None:
-    with pytest.raises(StateError):
-        alone(entry, 0).load_state_dict(broken)
-
-
-def test_a_damaged_state_is_refused(entry: Entry) -> None:
+def test_what_is_no_state_or_a_damaged_one_is_refused(entry: Entry) -> None:
     """Each of its fields changed, or gone."""
     loader = alone(entry, 3)
     state = json.loads(json.dumps(loader.state_dict()))
     before = copy.deepcopy(loader.state_dict())
-    for key in state:
-        for damaged in ({**state, key: "x"}, {name: value for name, value in state.items() if name != key}):
-            with pytest.raises(StateError):
-                loader.load_state_dict(damaged)
+    damaged = [{**state, key: "x"} for key in state] + [{**state} for _ in state]
+    for key, without in zip(state, damaged[len(state) :], strict=True):
+        del without[key]
+    for broken in (None, 3, "state", [], {}, [None], [{}], *damaged):
+        with pytest.raises(StateError):
+            loader.load_state_dict(broken)
     assert loader.state_dict() == before
+
+
+MORE = lengths_of(30, seed=1)
+
+
+def loses(step):
+    return replace(step, indices=step.indices[1:], samples=Share(len(step.indices) - 1, step.samples.total))
+
+
+def weighs_alike(step):
+    return step if step.idle else replace(step, loss_scale=1.0)
+
+
+class Broken(PlannedDataLoader):
+    changed, uneven, forgets = staticmethod(lambda step: step), False, False
+
+    def _run(self):
+        steps = [self.changed(step) for step in super()._run()]
+        yield from steps[1:] if self.uneven and not self.world.rank else steps
+
+    def load_state_dict(self, state_dict):
+        if not self.forgets:
+            super().load_state_dict(state_dict)
+
+
+@pytest.mark.parametrize(("fault", "message"), [
+    ({"changed": staticmethod(loses)}, "an update of [0-9]+ samples says it has 8"),
+    ({"changed": staticmethod(weighs_alike)}, "a loss is scaled by 1.0, not"),
+    ({"uneven": True}, "ranks take other steps in epoch 0"),
+    ({"forgets": True}, "after 1 steps the resumed epoch differs"),
+])  # fmt: skip
+def test_broken_loaders_are_found(fault, message):
+    kind, how = type("Faulty", (Broken,), fault), {"samples_per_update": 8, "collate_fn": collate}
+    with pytest.raises(AssertionError, match=message):
+        assert_loader_laws(lambda world: kind(Tokens(MORE), MORE, TokenBudget(96), world=world, **how))
+
+
+def test_a_rank_that_raises_is_heard_above_those_that_wait_for_it():
+    def run(world):
+        if world.rank == 1:
+            raise KeyError("mine")
+        return world.all_sum([1.0])
+
+    with pytest.raises(KeyError, match="mine"):
+        run_ranks(3, run)
+
+
+# Every state that a loader gives is taken back, on any number of ranks, and each sample of the epoch comes once.
+DRAWN = np.random.default_rng(24).integers(1, 60, 23).tolist()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=8, max_size=40),
+    most=st.integers(1, 150),
+    kind=st.sampled_from([name for name, entry in ENTRIES.items() if entry.moves]),
+    layout=st.sampled_from(["padded", "packed"]),
+    seed=st.integers(0, 9),
+    chain=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5), st.booleans()), min_size=3, max_size=3),
+)
+@example(lengths=DRAWN, most=1, kind="planned-free", layout="padded", seed=1, chain=[(2, 1, 0), (5, 3, 0), (1, 1, 0)])
+@example(lengths=DRAWN, most=150, kind="planned-free", layout="padded", seed=1, chain=[(2, 1, 0), (2, 3, 1), (1, 1, 1)])
+def test_a_state_is_taken_back_after_changes_of_ranks_and_of_what_was_learned(lengths, most, kind, layout, seed, chain):
+    """Rows are filled by repeats where a batch holds one sample: those come beyond the epoch's samples, never instead of them.
+
+    What is learned is applied when a state was loaded, and again while the epoch is under way."""
+    emitted: Counter[int] = Counter()
+    states: Any = None
+    layout = "padded" if "shapes" in ENTRIES[kind].base else layout
+    how = {"lengths": lengths, "max_tokens": most, **ENTRIES[kind].base, "seed": seed}
+    how |= {"lengths": loaders.graphs_of(lengths)} if kind.endswith("graphs") else {}
+    how |= {"length_hint": lengths} if "length_hint" in how else {}
+    how |= {"kinds": loaders.kinds_of(len(lengths))} if "kinds" in how else {}
+    for ranks, steps, learns in [*chain, (2, None, True)]:
+
+        def run(world: Any, states: Any = states, steps: int | None = steps, learns: Any = learns) -> tuple[Any, ...]:
+            budget = LearningBudget(TokenBudget(most, layout=layout))
+
+            def learn() -> None:
+                if learns:
+                    budget.record_failed_cost(min(budget.limits[0], most) * 0.8)
+                    budget.apply()
+
+            loader = ENTRIES[kind].make(world, layout, **{**how, "max_tokens": lambda _layout: budget})
+            if states is not None:
+                loader.load_state_dict(states)
+                learn()
+            used, kinds = list[int](), list[Any]()
+            for number, step in enumerate(islice(loader, steps)):
+                used += step.indices if kind.startswith("sampler") or not step.idle else []
+                kinds += [how["kinds"][step.indices[0]]] if how.get("kinds") else []
+                if number == 1:
+                    learn()
+            return used, json.loads(json.dumps(loader.state_dict())), kinds
+
+        if len(emitted) == len(lengths):
+            break
+        found = run_ranks(min(ranks, how.get("samples_per_update", 5)) if kind.startswith("sampler") else ranks, run)
+        emitted.update(index for used, _, _ in found for index in used)
+        states = [state for _, state, _ in found]
+        assert how.get("one_kind") == "batch" or len({tuple(kinds) for _, _, kinds in found}) == 1, "law 10"
+    assert set(emitted) == set(range(len(lengths)))
+    assert kind.startswith("sampler") or emitted.total() == len(lengths)
+
+
+def learned_at(budget: LearningBudget, cost: float) -> None:
+    budget.record_failed_cost(cost)
+    budget.apply()
+
+
+def test_a_sampler_follows_what_was_applied_before_and_forgets_it_with_no_other_budget() -> None:
+    for ranks in (1, 2):
+        budget = LearningBudget(TokenBudget(1000))
+        made = LengthAwareBatchSampler(np.full(64, 100), budget, shuffle=True, rank=0, world_size=ranks)
+        assert max(map(len, made)) == 10
+        learned_at(budget, 600)
+        assert max(map(len, made)) == 5
+    budget = LearningBudget(TokenBudget(400))
+    saved = LengthAwareBatchSampler(range(10, 74), budget, rank=0, world_size=1)
+    learned_at(budget, 200)
+    assert len(list(islice(saved, 2))) == 2
+    state = saved.state_dict()
+    other = LengthAwareBatchSampler(range(10, 74), TokenBudget(400), rank=0, world_size=1)
+    with pytest.raises(StateError, match="uses limits of a LearningBudget"):
+        other.load_state_dict(state)
+    assert len(list(other)) == len(list(LengthAwareBatchSampler(range(10, 74), TokenBudget(400), rank=0, world_size=1)))
+
+
+@pytest.mark.parametrize("kind", ["sampler", "planned"])
+@pytest.mark.parametrize("when", ["before the state", "after it was loaded"])
+def test_an_epoch_under_way_leaves_out_what_it_left_out_or_is_refused(kind: str, when: str) -> None:
+    def made(budget: LearningBudget) -> Any:
+        how: dict[str, Any] = {"lengths": list(range(10, 74)), "max_tokens": lambda _layout: budget, "oversize": "drop"}
+        make = loaders.sampler if kind == "sampler" else loaders.planned
+        return make(SingleProcess(), **how, shuffle=True)
+
+    budget, again = LearningBudget(TokenBudget(400)), LearningBudget(TokenBudget(400))
+    loader, other = made(budget), made(again)
+    for number, _step in enumerate(loader):
+        if number == 1 and when == "before the state":
+            learned_at(budget, 60)
+        if number == 2:
+            break
+    state, said = loader.state_dict(), r"leave out other samples .* set_epoch to the next"
+    if when == "before the state":
+        with pytest.raises(StateError, match=said):
+            other.load_state_dict(state)
+    else:
+        other.load_state_dict(state)
+        learned_at(again, 60)
+        with pytest.raises(StateError, match=said):
+            list(other)
+    if when == "after it was loaded" and kind == "planned":
+        other.set_epoch(1)
+        assert {i for step in other for i in step.indices} == set(range(45))  # lengths up to 0.9 * 60

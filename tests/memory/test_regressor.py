@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dynagroup.budget.memory import MemoryBudget
-from dynagroup.errors import ConfigError, StateError
+from dynagroup import ConfigError, MemoryBudget, StateError
 from dynagroup.memory import ClosedForm, Measurement, Measurements, MemoryRegressor, ProfiledMemory, Workload
 from dynagroup.memory.regressor import Plausible
 from dynagroup.memory.run import Phases
@@ -61,7 +60,17 @@ def test_shipped_artifact_is_monotone_on_a_dense_grid_and_budgets_say_what_it_sa
     assert (most[lengths <= 2048] >= 16).all()
 
 
-def test_a_budget_asks_the_regressor_once_for_all_batches():
+def test_batch_size_alone_is_enough_knowing_more_is_bolder_and_the_regressor_is_asked_once():
+    """Nothing known must allow for generation; training known need not."""
+    budget = MemoryBudget(32).bind({"tokens": np.array([10, 500], np.int32)})
+    training = MemoryRegressor.pretrained(Workload(mode="train"))
+    assert budget.largest(np.array([500, 50])).tolist()[0] >= 32
+    bolder = MemoryBudget(32, longest=500, model=training).largest(np.array([50]))[0]
+    assert 48 < budget.largest(np.array([50]))[0] < bolder
+    pairs = MemoryBudget(8, longest={"tokens": 1280, "target": 640}, model=training)
+    shape = BatchShape.of([8, 9, 16], {"tokens": [1280, 1280, 8], "target": [640, 640, 4]})
+    assert pairs.fits(shape).tolist() == [True, False, True]
+
     class Counting(MemoryRegressor):
         calls = 0
 
@@ -76,18 +85,6 @@ def test_a_budget_asks_the_regressor_once_for_all_batches():
     for length in range(1, 512):
         budget.fits(BatchShape.of([8, 16, 32], length))
     assert Counting.calls == asked
-
-
-def test_batch_size_alone_is_enough_and_knowing_more_is_bolder():
-    """Nothing known must allow for generation; training known need not."""
-    budget = MemoryBudget(32).bind({"tokens": np.array([10, 500], np.int32)})
-    training = MemoryRegressor.pretrained(Workload(mode="train"))
-    assert budget.largest(np.array([500, 50])).tolist()[0] >= 32
-    bolder = MemoryBudget(32, longest=500, model=training).largest(np.array([50]))[0]
-    assert 48 < budget.largest(np.array([50]))[0] < bolder
-    pairs = MemoryBudget(8, longest={"tokens": 1280, "target": 640}, model=training)
-    shape = BatchShape.of([8, 9, 16], {"tokens": [1280, 1280, 8], "target": [640, 640, 4]})
-    assert pairs.fits(shape).tolist() == [True, False, True]
 
 
 def rows(form, static=1000, shapes=None):
@@ -108,25 +105,22 @@ def test_a_profile_finds_the_phases_and_says_once_when_it_guesses():
     profile.batch_bytes(BatchShape.of(1, 4096))
 
 
-@pytest.mark.parametrize(("size", "oom"), [(float("nan"), False), (-1, False), (float("inf"), False), (5, True)])
-def test_absurd_measurements_name_their_row(size, oom):
-    with pytest.raises(ConfigError, match="row 0: .* has a size below 0 or not finite, or one where memory ran out"):
-        Measurements((Measurement(1, {"tokens": 4}, 0, size, oom),), Workload())
+FULL = Measurement(9, {"tokens": 4}, 0, None, oom=True)
 
 
-def test_too_few_rows_are_refused_and_those_without_a_size_do_not_count():
-    full = Measurement(9, {"tokens": 4}, 0, None, oom=True)
+def test_measurements_survive_parquet_absurd_ones_name_their_row_and_those_without_a_size_do_not_count(tmp_path):
+    for size, oom in ((float("nan"), False), (-1, False), (float("inf"), False), (5, True)):
+        with pytest.raises(
+            ConfigError, match="row 0: .* has a size below 0 or not finite, or one where memory ran out"
+        ):
+            Measurements((Measurement(1, {"tokens": 4}, 0, size, oom),), Workload())
     three = rows(lambda n, length: n * length, shapes=[(1, 8), (2, 8), (3, 8)])
-    few = Measurements((*three, full), Workload(mode="train"))
+    few = Measurements((*three, FULL), Workload(mode="train"))
     with pytest.raises(ConfigError, match="at least 4 rows"):
         ProfiledMemory.fit(few)
     with pytest.raises(ConfigError, match="at least 8 measurements"):
         MemoryRegressor.fit(few)
-
-
-def test_measurements_survive_parquet(tmp_path):
-    full = Measurement(9, {"tokens": 4}, 0, None, oom=True)
-    kept = Measurements((*rows(lambda n, length: n * length), full), KNOWN, "measured", {"gpu": "x"})
+    kept = Measurements((*rows(lambda n, length: n * length), FULL), KNOWN, "measured", {"gpu": "x"})
     kept.to_parquet(tmp_path / "rows.parquet")
     assert Measurements.from_parquet(tmp_path / "rows.parquet") == kept
 

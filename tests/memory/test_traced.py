@@ -1,6 +1,7 @@
 """A traced model says what simulating all of it says, for shapes that nobody traced; what fits a device follows from it."""
 
 from functools import cache
+from inspect import isfunction
 
 import numpy as np
 import pytest
@@ -9,17 +10,13 @@ import transformers as hf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynagroup.budget.base import AdditiveCap
-from dynagroup.budget.memory import MemoryBudget
-from dynagroup.budget.tokens import TokenBudget
-from dynagroup.errors import BudgetError, ConfigError
+from dynagroup import AdditiveCap, BudgetError, ConfigError, LengthAwareBatchSampler, MemoryBudget, TokenBudget
 from dynagroup.memory import Measurement, Measurements, MemoryRegressor, TracedMemory, Workload, simulate
 from dynagroup.memory.run import Phases
 from dynagroup.memory.trace import phases
 from dynagroup.memory.trace.model import as_meta_model
 from dynagroup.memory.trace.program import kept_bytes, static_bytes
 from dynagroup.memory.traced import line_above, optimizer_bytes
-from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.shapes import BatchShape
 from tests import models
 
@@ -91,14 +88,17 @@ def test_a_program_that_pads_its_input_is_never_predicted_smaller(config, mode):
     assert_as_simulated(TracedMemory.of(config, mode), config, shapes, most=2.0)
 
 
-def test_a_program_that_loops_over_tokens_is_fitted_to_simulations():
+def test_what_cannot_be_traced_is_estimated_or_fitted_and_that_is_said():
     """A state space model without its kernels: its program is another one for each length."""
     with pytest.warns(UserWarning, match="fitted to simulations of up to 257 tokens, because the program depends"):
         memory = TracedMemory.of(MAMBA, "forward", dtype="bf16")
     assert_as_simulated(memory, MAMBA, [(1, 1), (8, 64), (3, 200), (64, 9)], most=1.3)
+    with pytest.warns(UserWarning, match="estimated from its sizes, because this model cannot be traced"):
+        workload = Workload.from_model(Odd(LLAMA))
+    assert (workload.phases, workload.hidden_size) == (None, 32)
 
 
-def test_a_cache_that_slides_stops_growing():
+def test_a_cache_that_slides_stops_growing_and_a_first_batch_is_not_charged_for_a_padded_mask():
     """The cache of two layers of three holds 143 positions, whatever the length."""
     found = memory_of("gemma generating").workload.phases
     assert found.until == 144 - 40
@@ -106,6 +106,13 @@ def test_a_cache_that_slides_stops_growing():
     short, long = BatchShape.of(16, 20), BatchShape.of(16, 180)
     assert found.bytes(short) == without.bytes(short) < beyond.bytes(short)
     assert found.bytes(long) == beyond.bytes(long) <= without.bytes(long)
+    # 512 is a multiple of 16, so this batch has one mask less than its successors, which masks dominate here.
+    workload = Workload.from_model(BERT, mode="forward")
+    budget = MemoryBudget(16, longest=512, model=MemoryRegressor.pretrained(workload))
+    lengths = np.array([280, 171, 60])
+    shapes = [(16, 512), *zip(budget.largest(lengths).tolist(), lengths.tolist(), strict=True)]
+    first, *later = [row.batch_bytes for row in simulate(BERT, workload, shapes)]
+    assert 0.75 * first < max(later) <= 0.92 * first
 
 
 @settings(max_examples=25)
@@ -119,16 +126,6 @@ def test_a_traced_workload_keeps_the_law_of_budgets(name, n, length, more, longe
     assert regressor.relative(BatchShape.of(8, 250), BatchShape.of(8, 250)).tolist() == [1.0]
 
 
-def test_a_first_batch_that_needs_no_padded_mask_is_not_charged_for_one():
-    """512 is a multiple of 16, so this batch has one mask less than its successors, which masks dominate here."""
-    workload = Workload.from_model(BERT, mode="forward")
-    budget = MemoryBudget(16, longest=512, model=MemoryRegressor.pretrained(workload))
-    lengths = np.array([280, 171, 60])
-    shapes = [(16, 512), *zip(budget.largest(lengths).tolist(), lengths.tolist(), strict=True)]
-    first, *later = [row.batch_bytes for row in simulate(BERT, workload, shapes)]
-    assert 0.75 * first < max(later) <= 0.92 * first
-
-
 @pytest.mark.parametrize("known", [{"autocast": "bfloat16"}, AUTOCAST], ids=["plain", "checkpointed"])
 def test_three_layers_say_what_many_do_without_tracing_them_all(known, monkeypatch):
     """Also where autocast's copies of weights end with the forward pass: the whole model is only run to check that."""
@@ -139,14 +136,18 @@ def test_three_layers_say_what_many_do_without_tracing_them_all(known, monkeypat
     assert sum(len(model.model.layers) == 6 for model in runs) == 1
 
 
-def test_what_was_traced_holds_for_that_workload_only():
+def test_what_was_traced_holds_for_that_workload_only_and_a_wrong_one_is_named():
     workload = memory_of("llama").workload
+    assert (workload.phases is None, workload.dtype) == (False, "bfloat16")
     assert workload.replace(gradient_checkpointing=True).phases is None
     assert workload.replace(dtype="bfloat16").phases == workload.phases
     assert Workload.from_json(workload.to_json()) == workload
     for rows in ([[1.0, 2.0]], [[float("nan")] * 12]):
         with pytest.raises(ConfigError, match="needs rows of 12 sizes"):
             Phases(rows)
+    for wrong in ({"mode": "nope"}, {"attention": "flash2"}, {"layout": "pack"}, {"sharding": "zz"}, {"dtype": "int3"}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            Workload(**wrong)
 
 
 class Odd(hf.LlamaForCausalLM):
@@ -157,26 +158,6 @@ class Odd(hf.LlamaForCausalLM):
 IMAGES = hf.LlavaConfig(text_config=models.llama(**SMALL))
 GEMMA2 = models.config(hf.Gemma2Config, **SMALL, layers=2, num_key_value_heads=2, head_dim=16)
 NO_PAD = hf.ModernBertConfig(vocab_size=2000, hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
-
-
-@pytest.mark.parametrize(("make", "how", "message"), [
-    (lambda: Odd(LLAMA), {}, r"cannot be traced \(.*ProfiledMemory\.fit\(measure"),
-    (lambda: MAMBA, {"mode": "generate"}, "cannot be traced"),  # its cache has no length
-    (lambda: IMAGES, {}, "it reads images, whose memory does not follow from the text"),
-    (lambda: hf.Gemma2ForCausalLM(GEMMA2), {"attention": "sdpa"}, "is 'sdpa', but Gemma2ForCausalLM has no fused"),
-    (lambda: GEMMA2, {"attention": "sdpa"}, "is 'sdpa', but Gemma2ForCausalLM has no fused"),
-    (lambda: NO_PAD, {}, r"no model can be built from this ModernBertConfig \(AssertionError.*Padding"),
-    (lambda: torch.nn.Linear(2, 2), {}, "has no transformers config; write Workload"),
-], ids=["values", "cache", "images", "attention", "attention of a config", "config", "linear"])  # fmt: skip
-def test_what_cannot_be_traced_is_refused_with_a_way_out(make, how, message):
-    with pytest.raises(ConfigError, match=message):
-        TracedMemory.of(make(), **how)
-
-
-def test_relative_to_a_first_batch_it_is_estimated_instead_and_says_why():
-    with pytest.warns(UserWarning, match="estimated from its sizes, because this model cannot be traced"):
-        workload = Workload.from_model(Odd(LLAMA))
-    assert (workload.phases, workload.hidden_size) == (None, 32)
 
 
 @pytest.mark.parametrize(("config", "how"), [
@@ -236,27 +217,24 @@ def test_static_memory_is_divided_over_ranks():
         workload = Workload.from_model(BERT, "train", trace=False, dtype="bf16", **how)
         return simulate(BERT, workload, [(1, 16)]).rows[0].static_bytes
 
-    cases = ((None, 1), ("ddp", 8), ("zero1", 8), ("zero2", 8), ("zero3", 8), ("fsdp", 8), ("fsdp", 1))
-    static = {case: static_of(*case) for case in cases}
-    whole = static[None, 1]
+    whole = static_of(None, 1)
     # a bucket of all gradients: as many bytes as the parameters, and each of two states
-    part = static["ddp", 8] - whole
+    part = static_of("ddp", 8) - whole
     assert part == pytest.approx(whole / 4, rel=0.1)
-    assert static["zero1", 8] == pytest.approx(whole - 2 * part * 7 / 8 + part, rel=0.05)
-    assert static["zero2", 8] == pytest.approx(whole - 3 * part * 7 / 8 + part, rel=0.05)
-    assert part / 2 < static["zero3", 8] == static["fsdp", 8] < whole == static["fsdp", 1]
+    for kind, shared in (("zero1", 2), ("zero2", 3)):
+        assert static_of(kind, 8) == pytest.approx(whole - shared * part * 7 / 8 + part, rel=0.05)
+    assert part / 2 < static_of("zero3", 8) == static_of("fsdp", 8) < whole == static_of("fsdp", 1)
 
 
-@pytest.mark.parametrize(("sharding", "gb"), [(None, 120.0), ("zero1", 31.4), ("zero2", 16.6), ("zero3", 1.9)])
-def test_what_a_rank_keeps_is_what_the_zero_paper_says(sharding, gb):
+def test_what_a_rank_keeps_is_what_the_zero_paper_says():
     """Its figure 1 (arXiv:1910.02054): 7.5 billion parameters in half precision, 12 bytes of Adam's state each, 64 ranks."""
     model = torch.nn.Linear(75_000, 100_000, bias=False, device="meta", dtype=torch.float16)
-    state = optimizer_bytes("adamw_master", "float16")
-    workload = Workload(mode="train", dtype="float16", optimizer_bytes=state, sharding=sharding, num_ranks=64)
-    assert round(kept_bytes(model, workload) / 1e9, 1) == gb
+    known = {"mode": "train", "dtype": "float16", "optimizer_bytes": optimizer_bytes("adamw_master", "float16")}
+    for sharding, gb in ((None, 120.0), ("zero1", 31.4), ("zero2", 16.6), ("zero3", 1.9)):
+        assert round(kept_bytes(model, Workload(**known, sharding=sharding, num_ranks=64)) / 1e9, 1) == gb
 
 
-def test_ranks_that_share_parameters_gather_them_in_the_precision_that_runs():
+def test_ranks_that_share_parameters_gather_them_as_they_run_and_hold_two_of_the_largest_layers():
     """Autocast would keep a lower copy of every weight, and hidden states in float32; sharding's mixed precision does not."""
     mixed = {"dtype": "fp32", "autocast": "bf16"}
     runs = ({"dtype": "bf16"}, mixed, {**mixed, "sharding": "fsdp", "num_ranks": 8})
@@ -264,10 +242,7 @@ def test_ranks_that_share_parameters_gather_them_in_the_precision_that_runs():
     half, whole, shared = (simulate(SHALLOW, workload, [(2, 256)]).rows[0] for workload in workloads)
     assert shared.batch_bytes == half.batch_bytes < whole.batch_bytes
     assert half.static_bytes / 8 < shared.static_bytes < whole.static_bytes / 2
-
-
-def test_ranks_that_share_parameters_hold_two_of_the_largest_layers():
-    """A decoder's, which look at the encoder too."""
+    # A decoder's, which look at the encoder too.
     model = as_meta_model(models.t5(**SMALL, layers=4, d_kv=8))
     sizes = [sum(p.numel() for p in layer.parameters()) for layer in (*model.encoder.block, *model.decoder.block)]
     outside = sum(p.numel() for p in model.parameters()) - sum(sizes)
@@ -276,11 +251,16 @@ def test_ranks_that_share_parameters_hold_two_of_the_largest_layers():
     assert static_bytes(model, shared) == pytest.approx(4 * (outside + 3 * max(sizes)), rel=0.01)
 
 
-def test_adapters_train_alone():
+def test_adapters_train_alone_and_a_quantised_models_dtype_is_that_of_what_it_computes_with():
     adapted = TracedMemory.of(SHALLOW, dtype="bf16", lora=2)
     assert adapted.static_bytes < 0.6 * TracedMemory.of(SHALLOW, dtype="bf16").static_bytes
     assert adapted.workload.optimizer_bytes == 8.0  # they are kept in float32
     assert 0 < (adapted.workload.trainable_share or 0) < 0.2
+    quantised = hf.LlamaForCausalLM(models.llama(vocab=100, width=32, layers=1, heads=2)).to(torch.bfloat16)
+    weight = torch.nn.Parameter(torch.zeros(100, 16, dtype=torch.uint8), requires_grad=False)
+    quantised.get_input_embeddings().weight = weight
+    assert next(quantised.parameters()).dtype == torch.uint8
+    assert Workload.from_model(quantised, "forward", trace=False).dtype == "bfloat16"
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
@@ -299,12 +279,19 @@ def test_adapters_train_alone():
     ({"mode": "generate", "layout": "packed"}, "`layout` 'packed' is for training"),
     ({"model": T5, "layout": "packed"}, "`layout` 'packed' is for models of one stack"),
     ({"model": BERT, "mode": "generate"}, "'generate' is for models that decode, but BertConfig is of an encoder"),
+    ({"model": lambda: Odd(LLAMA)}, r"cannot be traced \(.*ProfiledMemory\.fit\(measure"),
+    ({"model": MAMBA, "mode": "generate"}, "cannot be traced"),  # its cache has no length
+    ({"model": IMAGES}, "it reads images, whose memory does not follow from the text"),
+    ({"model": lambda: hf.Gemma2ForCausalLM(GEMMA2), "attention": "sdpa"}, "is 'sdpa', but Gemma2ForCausalLM has no fused"),
+    ({"model": GEMMA2, "attention": "sdpa"}, "is 'sdpa', but Gemma2ForCausalLM has no fused"),
+    ({"model": NO_PAD}, r"no model can be built from this ModernBertConfig \(AssertionError.*Padding"),
+    ({"model": lambda: torch.nn.Linear(2, 2)}, "has no transformers config; write Workload"),
 ])  # fmt: skip
-def test_what_cannot_be_is_said(arguments, message):
+def test_what_cannot_be_is_said_with_a_way_out(arguments, message):
     model, arguments = arguments.get("model", LLAMA), {"memory": "1GB", **arguments}
     arguments.pop("model", None)
     with pytest.raises(ConfigError, match=message):
-        MemoryBudget.from_model(model, **arguments)
+        MemoryBudget.from_model(model() if isfunction(model) else model, **arguments)
 
 
 def test_memory_may_be_said_in_any_way_and_a_long_trace_shows_a_bar(monkeypatch):
@@ -314,9 +301,6 @@ def test_memory_may_be_said_in_any_way_and_a_long_trace_shows_a_bar(monkeypatch)
     found |= {MemoryBudget.from_bytes(limit, model=memory_of("bert")) for limit in (24e9, "24GB", 24 * 10**9)}
     assert {budget.fingerprint.split(",")[0] for budget in found} == {"MemoryBudget(limit_bytes=24000000000"}
     assert set(bars) == {(2, None)}  # after two seconds; where a terminal is
-
-
-def test_a_device_that_the_model_alone_fills():
     with pytest.raises(BudgetError, match="static memory .* alone exceeds 90% of limit_bytes=500,000"):
         MemoryBudget.from_model(BERT, "500KB")
     assert "not even one sample fits" in str(MemoryBudget.from_model(BERT, "895KB"))
@@ -329,14 +313,6 @@ def test_a_decoder_does_not_take_a_second_padded_stream_for_nothing():
         LengthAwareBatchSampler(pairs, budget)
     capped = LengthAwareBatchSampler(pairs, budget & AdditiveCap("target", 1000))  # laid end to end: no padded stream
     assert max(map(len, capped.plan.batches)) <= 10
-
-
-def test_a_quantised_models_dtype_is_that_of_what_it_computes_with():
-    quantised = hf.LlamaForCausalLM(models.llama(vocab=100, width=32, layers=1, heads=2)).to(torch.bfloat16)
-    weight = torch.nn.Parameter(torch.zeros(100, 16, dtype=torch.uint8), requires_grad=False)
-    quantised.get_input_embeddings().weight = weight
-    assert next(quantised.parameters()).dtype == torch.uint8
-    assert Workload.from_model(quantised, "forward", trace=False).dtype == "bfloat16"
 
 
 # 5,000 bytes whatever the batch, or 100 a token and one a pair of tokens.
@@ -368,7 +344,7 @@ def test_the_line_lies_above_every_row_and_never_below_the_trace(points):
         assert excess <= np.mean((max(other, 1.0) * said + gap) / taken) * (1 + 1e-9)
 
 
-def test_a_device_that_takes_half_as_much_again_and_workspaces_raises_the_trace():
+def test_measured_rows_raise_the_trace_and_those_of_another_workload_or_of_none_are_refused():
     better = TRACED.corrected(rows_of(TRACED, 1.5, 2000.0))
     unseen = BatchShape.of([2, 50], [333, 5000])
     assert better.batch_bytes(unseen) == pytest.approx(1.5 * TRACED.batch_bytes(unseen) + 2000, rel=1e-3)
@@ -377,9 +353,6 @@ def test_a_device_that_takes_half_as_much_again_and_workspaces_raises_the_trace(
     assert TRACED.corrected(rows_of(TRACED, 0.5)) == TRACED  # a device that takes less makes no batch larger
     small = Measurements((Measurement(1, {"tokens": 16}, 7777, 1),), TRACED.workload)
     assert TRACED.corrected(small).static_bytes == 7777
-
-
-def test_measured_rows_of_another_workload_or_of_none_are_refused():
     asked = TracedMemory(0, Workload(mode="train", num_layers=3, attention="sdpa", phases=TRACED.workload.phases))
     for change in ({"mode": "forward"}, {"num_layers": 9}, {"attention": "eager"}):
         (name, value), *_ = change.items()
@@ -389,13 +362,3 @@ def test_measured_rows_of_another_workload_or_of_none_are_refused():
     for rows in (none, [1, 2]):
         with pytest.raises(ConfigError, match="at least one row that did not run out of memory"):
             TRACED.corrected(rows)
-
-
-def test_a_traced_workload_is_read_back_and_names_what_is_wrong() -> None:
-    made = Workload.from_model(models.llama(vocab=500), "train", dtype="bf16", trace=True)
-    assert made.phases is not None
-    assert made.dtype == "bfloat16"
-    assert Workload.from_json(made.to_json()) == made
-    for wrong in ({"mode": "nope"}, {"attention": "flash2"}, {"layout": "pack"}, {"sharding": "zz"}, {"dtype": "int3"}):
-        with pytest.raises(ConfigError, match=next(iter(wrong))):
-            Workload(**wrong)

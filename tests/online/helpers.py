@@ -1,12 +1,16 @@
 """Small real data for the online tests; picklable, so that workers of every start method can have it."""
 
-from itertools import chain
+import json
+import random
+import sys
+from itertools import chain, islice
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from dynagroup import OnlineDataLoader, TokenBudget
+from dynagroup.testing import run_ranks
 
 torch.set_num_threads(1)
 
@@ -37,12 +41,8 @@ class Tokens(Dataset):
 class Jittered(Tokens):
     """Processing that changes lengths from one reading to the next."""
 
-    def __init__(self, lengths):
-        super().__init__(lengths)
-        self.rng = np.random.default_rng(len(self.lengths))
-
     def __getitem__(self, index):
-        return sample_of(index, max(1, int(self.lengths[index] * self.rng.uniform(0.7, 1.4))))
+        return sample_of(index, max(1, int(self.lengths[index] * random.uniform(0.7, 1.4))))
 
 
 class Stream(IterableDataset):
@@ -94,3 +94,31 @@ def all_ids(steps_by_rank):
 def make_loader(world, lengths, *, dataset=Tokens, max_tokens=128, **options):
     options = {"window": 16, "collate_fn": collate, **options}
     return OnlineDataLoader(dataset(lengths), TokenBudget(max_tokens), world=world, **options)
+
+
+def legs(make, plan, *, epochs, ends_known=False):
+    """Epoch -> rows of the ranks' steps, of loaders that stop, are saved as JSON and go on on as many ranks or on others.
+
+    ``plan``: ranks and steps of each leg; None: until so many epochs are over. ``ends_known``: none is resumed at its end.
+    """
+    found, states = {}, None
+
+    def leg(world, states, left):
+        loader, came = make(world), {}
+        if states is not None:
+            loader.load_state_dict(states[world.rank] if len(states) == world.size else [*states])
+        while loader.epoch < epochs and left > 0:
+            epoch = loader.epoch
+            came[epoch] = list(islice(loader, left))
+            left -= len(came[epoch])
+        assert not (ends_known and states and came) or came[min(came)], "an epoch was resumed of which nothing was left"
+        return came, json.loads(json.dumps(loader.state_dict()))
+
+    for size, steps in plan:
+        left = sys.maxsize if steps is None else steps
+        ranks, states = zip(*run_ranks(size, lambda world, s=states, k=left: leg(world, s, k)), strict=True)
+        for epoch in ranks[0]:
+            rows = list(zip(*(came[epoch] for came in ranks), strict=True))
+            assert all(len({(step.ends_update, step.weight.total) for step in row}) == 1 for row in rows)
+            found.setdefault(epoch, []).extend(rows)
+    return found

@@ -9,7 +9,7 @@ import torch
 
 from dynagroup import BudgetError, ConfigError, OnlineDataLoader, RefinementCollator, TokenBudget
 from dynagroup.online.collator import measure_sample
-from dynagroup.online.messages import Request, WindowSamples, pack_tensors, unpack_tensors
+from dynagroup.online.messages import pack_tensors, unpack_tensors
 from dynagroup.testing import assert_conserves
 from tests.online.helpers import collate, collate_packed
 
@@ -58,12 +58,9 @@ class Raw:
 IDS = samples(*range(1, 61))
 
 
-def test_batches_that_fit_are_left_alone_others_are_cut() -> None:
+def test_batches_that_fit_are_left_alone_others_are_cut_and_what_does_not_fit_comes_alone_or_is_refused() -> None:
     assert [r.indices for r in refining(max_tokens=20)(samples(4, 5, 3))] == [[0, 1, 2]]
     assert [r.indices for r in refining(max_tokens=20)(samples(9, 5, 3))] == [[0], [1, 2]], "9 + 10 tokens, not 18 + 3"
-
-
-def test_what_does_not_fit_comes_alone_or_is_refused() -> None:
     window = refining(max_tokens=5)(samples(3, 9, 2))
     assert [(r.indices, r.oversize) for r in window] == [([1], True), ([0], False), ([2], False)]
     with pytest.raises(BudgetError, match=r"sample 1 \(9 tokens\)"):
@@ -74,16 +71,13 @@ def test_what_does_not_fit_comes_alone_or_is_refused() -> None:
     assert (len(caught), loader.stats.oversize) == (1, 2)
 
 
-@pytest.mark.parametrize("bad", [-1, 2.5, None, True, 2**31])
-def test_lengths_must_be_counts_of_int32(bad: Any) -> None:
+def test_lengths_must_be_counts_of_int32_and_padded_samples_are_measured_by_their_mask() -> None:
     """What is longer would wrap to a small number, and fit."""
-    with pytest.raises(ConfigError, match=f"length_of.*{2**31 - 1}.*{bad}"):
-        refining(length_of=lambda sample: bad)(samples(3, 4))
+    for bad in (-1, 2.5, None, True, 2**31):
+        with pytest.raises(ConfigError, match=f"length_of.*{2**31 - 1}.*{bad}"):
+            refining(length_of=lambda sample, bad=bad: bad)(samples(3, 4))
     with pytest.raises(RuntimeError, match="length_of failed on sample 0.*StopIteration"):
         refining(length_of=lambda sample: next(iter(())))(samples(3, 4))
-
-
-def test_padded_samples_are_measured_by_their_mask() -> None:
     with pytest.warns(UserWarning, match="samples come padded"):
         assert measure_sample({"input_ids": torch.zeros(8), "attention_mask": torch.tensor([1, 1, 1, *[0] * 5])}) == 3
     with pytest.raises(ConfigError, match="length_of"):
@@ -108,10 +102,12 @@ def test_what_a_collate_function_adds_is_measured(data: Any, collate_fn: Any, la
     assert loader.stats.padded_tokens == loader.stats.real_tokens or layout == "padded"
 
 
-def test_samples_are_collated_by_themselves_only_where_that_changes_their_length() -> None:
+def test_samples_are_collated_alone_only_where_that_changes_their_length_and_wider_batches_are_told_of() -> None:
     asked: list[int] = []
     loader = OnlineDataLoader(IDS, TokenBudget(600), collate_fn=lambda b: asked.append(len(b)) or collate(b), window=16)
     assert sorted(len(step.indices) for step in loader) == sorted(asked), "each batch once, and nothing else"
+    with pytest.warns(UserWarning, match="pad_to_multiple_of"):
+        refining(padded_by(1), length_of=ids_of)(samples(3, 4))
 
 
 PAIRS = np.random.default_rng(0).lognormal(3, 0.8, (300, 2)).clip(1, 200).astype(int).tolist()
@@ -143,54 +139,27 @@ def longer_labels(batch: list[list[int]]) -> dict[str, np.ndarray]:
 IN_BOTH = {"length_of": both, "weigh": "samples"}
 
 
-@pytest.mark.parametrize(
-    ("collator", "batch", "said"),
-    [
-        (refining(padded_by(90), length_of=ids_of), samples(3, 4), "94 tokens wide.*measures 4"),
-        (refining(longer_packed, 24, ids_of, layout="packed"), samples(8, 8, 8), "30 tokens long.*which measure 24"),
-        (refining(failing), samples(3, 4), r"dataset indices \[0, 1\]: ValueError: no such token"),
-        (refining(longer_labels, **IN_BOTH), [[3, 5], [4, 2]], "95 target wide.*measures 5"),
-        (
-            refining(list, oversize="error", **IN_BOTH),
-            [[3, 5], [60, 50]],
-            r"sample 1 \(60 source, 50 target\) does not",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("collator", "batch", "said"), [
+    (refining(padded_by(90), length_of=ids_of), samples(3, 4), "94 tokens wide.*measures 4"),
+    (refining(longer_packed, 24, ids_of, layout="packed"), samples(8, 8, 8), "30 tokens long.*which measure 24"),
+    (refining(failing), samples(3, 4), r"dataset indices \[0, 1\]: ValueError: no such token"),
+    (refining(longer_labels, **IN_BOTH), [[3, 5], [4, 2]], "95 target wide.*measures 5"),
+    (refining(list, oversize="error", **IN_BOTH), [[3, 5], [60, 50]], r"sample 1 \(60 source, 50 target\) does not"),
+])  # fmt: skip
 def test_a_batch_that_is_not_as_measured_and_does_not_fit_is_refused(collator: Any, batch: Any, said: str) -> None:
     with pytest.raises((BudgetError, RuntimeError), match=said):
         collator(batch)
 
 
-def test_a_batch_that_is_wider_and_fits_is_told_of() -> None:
-    with pytest.warns(UserWarning, match="pad_to_multiple_of"):
-        refining(padded_by(1), length_of=ids_of)(samples(3, 4))
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.bfloat16, torch.uint8])
-def test_tensors_of_any_type_and_shape_survive_packing(dtype: torch.dtype) -> None:
-    value = [torch.ones(3, 2), torch.zeros(0, 4), torch.tensor(1), torch.arange(16).reshape(4, 4).T]
-    value = [tensor.to(dtype) for tensor in value]
-    back = unpack_tensors(*pack_tensors({"x": value, "same": value[0]}))
-    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(back["x"], value, strict=True))
-    assert back["same"] is back["x"][0]
-
-
-def test_a_window_survives_pickling_with_more_than_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_of_any_type_and_windows_survive_packing_and_pickling(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = [torch.ones(3, 2), torch.zeros(0, 4), torch.tensor(1), torch.arange(16).reshape(4, 4).T]
+    for dtype in (torch.int64, torch.bool, torch.bfloat16, torch.uint8):
+        value = [tensor.to(dtype) for tensor in shapes]
+        back = unpack_tensors(*pack_tensors({"x": value, "same": value[0]}))
+        assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(back["x"], value, strict=True))
+        assert back["same"] is back["x"][0]
     monkeypatch.setattr("dynagroup.online.messages.BLOCK_BYTES", 256)
     window = refining(max_tokens=20)(samples(4, 5, 3, 19, 7, 7))
     for one, other in zip(pickle.loads(pickle.dumps(window)), window, strict=True):
         assert one.indices == other.indices
         assert torch.equal(one.batch["input_ids"], other.batch["input_ids"])
-
-
-def window_of(lengths: list[int], groups: Any) -> list[Any]:
-    data = [{"input_ids": [0] * length} for length in lengths]
-    request = Request(np.arange(len(data)), groups, number=0, indices=range(len(data)))
-    found = refining(list, 12, weigh="samples")(WindowSamples(request, data))
-    return [(refined.indices, refined.group) for refined in found]
-
-
-def test_planned_batches_that_grew_are_cut_and_others_stay() -> None:
-    assert window_of([3, 3, 3], (1, 2)) == [([0], 0), ([1, 2], 1)]
-    assert window_of([7, 7, 3], (1, 2)) == [([0], 0), ([1], 1), ([2], 1)]

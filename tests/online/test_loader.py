@@ -1,6 +1,10 @@
-"""An online loader's own promises beside the laws: what is refused and when, copies, and what goes on by itself."""
+"""An online loader's own promises beside the laws: what is refused and when, copies, what goes on by itself, and that every
+fault of a rank ends in an error on every other one instead of a hang."""
 
 import json
+import os
+import re
+import signal
 import weakref
 from itertools import islice
 from typing import Any
@@ -9,21 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from dynagroup import (
-    AlignmentError,
-    ConfigError,
-    MemoryBudget,
-    OnlineDataLoader,
-    PlannedDataLoader,
-    StateError,
-    TokenBudget,
-)  # fmt: skip
+from dynagroup import MemoryBudget, OnlineDataLoader, PlannedDataLoader, TokenBudget
 from dynagroup.distributed import SingleProcess
+from dynagroup.errors import AlignmentError, ConfigError, StateError
 from dynagroup.memory import PaddedTokens
 from dynagroup.online.state import LearnedLengths
 from dynagroup.testing import run_ranks
 from dynagroup.update.schedule import linear_ramp
-from tests.online.helpers import Tokens, collate, lengths_of, make_loader, used
+from tests.online.helpers import Stream, Tokens, collate, lengths_of, make_loader, used
 
 LENGTHS = lengths_of(60, seed=3)
 WRONG = [
@@ -34,30 +31,39 @@ WRONG = [
     ({"sampler": iter([0, 1])}, "anew every epoch, not <list_iterator"),
     ({"batch_sampler": iter([[0]])}, "anew every epoch"),
     ({"samples_per_update": 4, "batch_sampler": [[0]]}, "no `batch_sampler`"),
+    ({"kind_of": "kind"}, "`kind_of` must be a function"),
+    ({"kind_of": lambda sample: ["a"]}, r"hashed, but gives \['a'\] for sample 0"),
+    ({"kind_of": lambda sample: sample["modality"]}, "kind_of failed on sample 0: KeyError"),
+    ({"kind_of": len, "kinds": [1] * 60}, "`kinds` and `kind_of` both label the samples"),
+    ({"kinds": [1, 2, 3]}, "`kinds` has 3 labels"),
+    ({"one_kind": "batch"}, "`one_kind`.*needs `kind_of`"),
+    ({"dataset": Stream, "kinds": ["a"]}, "`kinds` needs a map-style dataset"),
+    (
+        {"samples_per_update": lambda update, current: 0},
+        "`samples_per_update` must be an int of at least 1.* at update 0",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("options", "match"), WRONG)
 def test_wrong_arguments_are_refused(options: dict[str, Any], match: str) -> None:
-    with pytest.raises(ConfigError, match=match):
-        make_loader(None, LENGTHS, **options)
+    made, late = (lambda: make_loader(None, LENGTHS, **options)), "sample 0" in match or "at update 0" in match
+    with pytest.raises((ConfigError, RuntimeError), match=match):
+        next(iter(made())) if late else made()
 
 
-def test_a_budget_without_a_limit_is_refused_at_once() -> None:
-    for budget in (MemoryBudget(2, model=PaddedTokens()), TokenBudget(900) & MemoryBudget(2, model=PaddedTokens())):
-        with pytest.raises(ConfigError, match="longest=tokens of the longest sample"):
-            OnlineDataLoader(Tokens(LENGTHS), budget, collate_fn=collate)
-    known = MemoryBudget(2, longest=64, model=PaddedTokens())
-    assert sum(len(step.indices) for step in OnlineDataLoader(Tokens(LENGTHS), known, collate_fn=collate)) == 60
-
-
-def test_a_loader_is_let_go_of_at_once() -> None:
+def test_a_loader_is_let_go_of_at_once_and_one_whose_budget_has_no_limit_is_refused_at_once() -> None:
     """In a circle of objects its workers would take five seconds each to end."""
     loader = make_loader(None, LENGTHS, samples_per_update=16, num_workers=1, persistent_workers=True)
     list(islice(loader, 2))
     left = weakref.ref(loader)
     del loader
     assert left() is None
+    for budget in (MemoryBudget(2, model=PaddedTokens()), TokenBudget(900) & MemoryBudget(2, model=PaddedTokens())):
+        with pytest.raises(ConfigError, match="longest=tokens of the longest sample"):
+            OnlineDataLoader(Tokens(LENGTHS), budget, collate_fn=collate)
+    known = MemoryBudget(2, longest=64, model=PaddedTokens())
+    assert sum(len(step.indices) for step in OnlineDataLoader(Tokens(LENGTHS), known, collate_fn=collate)) == 60
 
 
 @pytest.mark.parametrize("options", [{"drop_last": True, "samples_per_update": 16}, {"sampler": list(range(0, 60, 2))}])
@@ -161,13 +167,52 @@ def test_updates_of_a_schedule_are_those_of_the_offline_loader(size, workers, dr
     assert sizes[8:11] == [23, 23, 23], "the schedule counts over the whole run"
 
 
-def test_schedules_that_differ_or_make_no_sense_are_refused() -> None:
-    def sized(world: Any, least: int) -> Any:
-        return make_loader(world, LENGTHS, samples_per_update=lambda update, current: least)
-
+def test_schedules_that_differ_are_refused_and_a_size_where_there_is_none() -> None:
     with pytest.raises(AlignmentError, match=r"ranks differ in .*sizes of updates"):
-        run_ranks(2, lambda world: list(sized(world, 4 + world.rank)))
-    with pytest.raises(ConfigError, match="`samples_per_update` must be an int of at least 1.* at update 0"):
-        next(iter(sized(None, 0)))
+        run_ranks(2, lambda world: list(make_loader(world, LENGTHS, samples_per_update=lambda *_: 4 + world.rank)))
     with pytest.raises(ConfigError, match="this one is free-running"):
         make_loader(None, LENGTHS).set_samples_per_update(4)
+
+
+class Faulty(Tokens):
+    fault = ""
+
+    def __getitem__(self, index: int) -> Any:
+        if self.fault == "item_raises" and index == 77:
+            raise KeyError("broken record")
+        if self.fault == "worker_dies" and index == 77:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+def fourth_of(sample: Any) -> int:
+    return len(sample["input_ids"]) // 4
+
+
+def text_of(world: Any, fault: str) -> str:
+    """How the run of a rank ends; what is strange is strange on rank 1."""
+    data, strange = Faulty(lengths_of(2000 if fault == "starts_over" else 200, seed=3)), world.rank == 1
+    data.fault = fault
+    options: dict[str, Any] = {"num_workers": 2} if fault == "worker_dies" else {}
+    if strange:
+        options |= {"other_seed": {"seed": 5}, "wrong_lengths": {"length_of": fourth_of}}.get(fault, {})
+    loader = make_loader(world, [], dataset=lambda _: data, window=8, **options)
+    try:
+        list(islice(loader, 3 if fault == "starts_over" and strange else None))
+        list(loader)
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "ended"
+
+
+@pytest.mark.parametrize(("fault", "of_faulty", "of_others"), [
+    ("item_raises", r"dataset items \[77\] raised KeyError", r"rank . failed while it loaded data: .*items \[77\]"),
+    ("worker_dies", "worker", "rank . failed while it loaded data: .*[Ww]orker"),
+    ("wrong_lengths", "collate_fn made a batch", "rank 1 failed while it loaded data: .*collate_fn made a batch"),
+    ("other_seed", "ranks differ in seed", "ranks differ in seed"),
+    ("starts_over", "different exchanges", "different exchanges"),
+])  # fmt: skip
+def test_a_fault_reaches_every_rank(fault: str, of_faulty: str, of_others: str) -> None:
+    texts = run_ranks(3, lambda world: text_of(world, fault))
+    assert sum(bool(re.search(of_others, text, re.S)) for text in texts) >= 2, texts
+    assert all(re.search(f"{of_faulty}|{of_others}", text, re.S) for text in texts), texts

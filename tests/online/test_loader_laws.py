@@ -1,50 +1,116 @@
-"""Laws of the online loader for any lengths, an attack on it (attack.py), and what known lengths and hints are worth."""
+"""Laws of the online loader, whatever its data and settings, wherever it stops; and what known lengths are worth."""
 
 import json
-from itertools import islice
+import random
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice, permutations
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynagroup import LengthAwareBatchSampler, TokenBudget
+from dynagroup import LengthAwareBatchSampler, OnlineDataLoader, TokenBudget, Work
+from dynagroup.online.protocol import placed
 from dynagroup.testing import assert_loader_laws, run_ranks
-from tests.online.attack import run
-from tests.online.helpers import collate, lengths_of, make_loader
+from tests.online.helpers import Jittered, Stream, collate, ids_in, legs, lengths_of, make_loader
 
-MODES = [{}, {"accumulation": 3}, {"samples_per_update": 12}]
-
-
-def epochs(size, lengths, num_epochs=1, **options):
-    """steps[epoch][rank]"""
-
-    def whole(world):
-        loader = make_loader(world, lengths, **options)
-        return [list(loader) for _ in range(num_epochs)]
-
-    by_rank = run_ranks(size, whole)
-    return [[by_rank[rank][epoch] for rank in range(size)] for epoch in range(num_epochs)]
+EPOCHS = 3
 
 
-def fitting(samples):
-    """What fits 128 tokens, or one sample."""
-    batch = collate(samples)
-    assert batch["input_ids"].numel() <= 128 or len(samples) == 1
-    return batch
+def shard(count: int, rank: int, size: int) -> range:
+    """Rank 0 has most."""
+    cuts = [0, *(count * (2**r - 1) // 2**r for r in range(1, size)), count]
+    return range(cuts[rank], cuts[rank + 1])
 
 
-@settings(max_examples=60)
+class Shard(Stream):
+    """One rank's part of a stream; ranks have differently many samples."""
+
+    def own(self) -> range:
+        return shard(len(self.lengths), self.rank, self.size)
+
+
+class Drawn:
+    """The user's order of these samples, or batches of it: other ones every epoch, of which only some come."""
+
+    def __init__(self, samples: Any, *, shares: tuple[int, ...] = (3, 3, 3), batches: bool = False) -> None:
+        self.samples, self.shares, self.batches, self.epoch = list(samples), shares, batches, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.samples) * self.shares[self.epoch % 3] // 3
+
+    def __iter__(self) -> Iterator[Any]:
+        drawn = random.Random(self.epoch).sample(self.samples, len(self))
+        return (drawn[k : k + 4] for k in range(0, len(drawn), 4)) if self.batches else iter(drawn)
+
+
+SOURCES: dict[str, Any] = {
+    "in order": lambda world, lengths, order: {},
+    "shuffled": lambda world, lengths, order: {"shuffle": True},
+    "jittered": lambda world, lengths, order: {"shuffle": True, "dataset": Jittered},
+    "hinted": lambda world, lengths, order: {"shuffle": True, "length_hint": [1.5 * n for n in lengths]},
+    "sampler": lambda world, lengths, order: {"sampler": order},
+    "batches": lambda world, lengths, order: {"batch_sampler": Drawn(shard(len(lengths), *world), batches=True)},
+    "stream": lambda world, lengths, order: {"dataset": lambda lengths: Shard(lengths, *world)},
+}
+UPDATES = [{"samples_per_update": 12}, {"samples_per_update": lambda update, current: 3 + update % 5}]
+UPDATES += [{"samples_per_update": 4, "drop_last": True}]
+HOW = st.fixed_dictionaries({
+    "window": st.sampled_from([1, 5, 16, 64]), "window_bytes": st.sampled_from([1, 400, 4000, None]), "seed": st.integers(0, 9),
+})  # fmt: skip
+RANKS, TOKENS = st.integers(1, 4), st.integers(1, 60)
+
+
+@pytest.mark.filterwarnings("ignore")
+@settings(max_examples=60, deadline=None)
 @given(
-    lengths=st.lists(st.integers(1, 200), max_size=70),
-    size=st.integers(1, 4),
-    window=st.integers(1, 40),
-    mode=st.sampled_from(MODES),
-    num_epochs=st.integers(1, 2),
+    lengths=st.lists(TOKENS, min_size=1, max_size=70) | st.lists(TOKENS, min_size=40, max_size=70),
+    most=st.sampled_from([30, 128, 400]),
+    source=st.sampled_from([*SOURCES]),
+    accumulation=st.sampled_from([1, 3]),
+    update=st.none() | st.sampled_from(UPDATES),
+    how=HOW,
+    sizes=st.tuples(RANKS, RANKS, RANKS),
+    stops=st.tuples(st.integers(0, 40), st.integers(1, 40)),
 )
-def test_laws_hold_for_any_lengths(lengths, size, window, mode, num_epochs):
-    how = {"window": window, "shuffle": True, "collate_fn": fitting, **mode}
-    make = lambda world: make_loader(world, lengths, **how)  # noqa: E731
-    assert_loader_laws(make, len(lengths), world_size=size, epochs=num_epochs, resume_at=())
+def test_whatever_the_settings_every_sample_comes_once(lengths, most, source, accumulation, update, how, sizes, stops):
+    """Stopped and saved anywhere in three epochs, twice, and resumed on other ranks: what came is read from the batches."""
+    divided = source in ("batches", "stream")  # among ranks, by the user
+    sizes, update = (sizes[:1] * 3, None) if divided else (sizes, update)
+    sized, dropping = update or {"accumulation": accumulation}, update is UPDATES[-1]
+
+    def order() -> Drawn:
+        return Drawn(range(len(lengths)), shares=(2, 2, 2) if update else (1, 3, 2))
+
+    def fitting(samples: Any) -> Any:
+        batch = collate(samples)
+        assert batch["input_ids"].numel() <= most or len(samples) == 1
+        return batch
+
+    def make(world: Any) -> Any:
+        given = SOURCES[source]((world.rank, world.size), lengths, order())
+        return make_loader(world, lengths, max_tokens=most, collate_fn=fitting, **how, **sized, **given)
+
+    if source != "sampler" and not dropping:
+        num_samples = None if source == "stream" else len(lengths)  # a stream's indices say how far it was read
+        assert_loader_laws(make, num_samples, world_size=sizes[0], epochs=2, resume_at=())
+    if not update:
+        updates = run_ranks(sizes[0], lambda world: [len(steps) for steps in make(world).updates()])[0]
+        assert {*updates[:-1]} <= {accumulation}
+    known = source != "stream" and len(lengths) >= 12
+    rows = legs(make, zip(sizes, (*stops, None), strict=True), epochs=EPOCHS, ends_known=known)
+    for epoch in range(EPOCHS):
+        came = Counter(i for row in rows.get(epoch, ()) for step in row for i in ids_in(step))
+        (drawn := order()).set_epoch(epoch)
+        expected = Counter(drawn if source == "sampler" else range(len(lengths)))
+        assert not came - expected, "too often"
+        assert (expected - came).total() < (4 if dropping else 1), "lost"
 
 
 def test_a_state_is_small_and_json():
@@ -56,32 +122,96 @@ def test_a_state_is_small_and_json():
     assert len(json.dumps(state)) < 6000
 
 
-def test_an_epoch_with_known_lengths_pads_like_the_offline_plan():
+def second_epoch(lengths, ranks=2, **options):
+    def run(world):
+        loader = make_loader(world, lengths, shuffle=True, **options)
+        return [list(loader) for _ in range(2)][1]
+
+    return run_ranks(ranks, run)
+
+
+def test_an_epoch_with_known_lengths_pads_like_the_offline_plan_and_ranks_take_turns_with_dearest_batches():
     lengths = lengths_of(600, seed=2)
-    _, second = epochs(2, lengths, 2, shuffle=True)
+    second = second_epoch(lengths)
     plan = LengthAwareBatchSampler(lengths, TokenBudget(128), shuffle=True, rank=0, world_size=2).plan
     assert not any(step.idle for steps in second for step in steps)
     assert len(second[0]) <= 1.02 * plan.num_steps + 1
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("seeds", [range(start, start + 16) for start in range(0, 48, 16)], ids=str)
-def test_whatever_the_settings_every_sample_comes_once(seeds):
-    """Stopped and saved anywhere, twice, and resumed on other ranks. Hundreds more: ``python -m tests.online.attack 0 500``."""
-    for seed in seeds:
-        try:
-            run(seed)
-        except Exception as error:
-            raise AssertionError(f"attack {seed} (python -m tests.online.attack {seed}): {error}") from error
-
-
-def test_ranks_take_turns_with_the_dearest_batches_of_planned_updates():
-    lengths = lengths_of(256, seed=5, top=60)
-
-    def sizes(world):
-        loader = make_loader(world, lengths, samples_per_update=64, max_tokens=300, shuffle=True)
-        return [[step.batch["input_ids"].numel() for step in loader] for _ in range(2)][1]
-
-    first, second = run_ranks(2, sizes)
+    ranks = second_epoch(lengths_of(256, seed=5, top=60), samples_per_update=64, max_tokens=300)
+    first, second = ([step.batch["input_ids"].numel() for step in steps] for steps in ranks)
     dearer = [a > b for a, b in zip(first, second, strict=True) if a != b]
     assert 0.25 < sum(dearer) / len(dearer) < 0.75
+
+
+LENGTHS = np.clip(np.random.default_rng(5).lognormal(5.5, 1.0, 3000), 1, 4096).astype(int)
+WORK = Work()
+
+
+def time_of(step: Any, layout: str) -> float:
+    lengths = LENGTHS[step.indices]
+    samples = WORK.of_lengths(lengths) if layout == "packed" else len(lengths) * WORK.of_lengths([lengths.max()])
+    return WORK.per_step + (0 if step.idle else float(samples.sum()))
+
+
+@pytest.mark.parametrize(
+    ("layout", "hinted", "most"),
+    [("padded", False, 0.11), ("padded", True, 0.06), ("packed", False, 0.06), ("packed", True, 0.05)],
+)
+def test_batches_of_like_work_meet_in_a_step_before_lengths_are_known(layout: Any, hinted: bool, most: float) -> None:
+    """Predicted time of the dearest rank of each step, over the mean rank's, all steps of a first epoch together."""
+    noise = np.random.default_rng(1).lognormal(0, 0.25, len(LENGTHS))
+    how: dict[str, Any] = {"length_hint": LENGTHS * noise} if hinted else {}
+    how |= {"weigh": "samples", "shuffle": True, "seed": 1, "window": 128, "work": WORK}
+    how["length_of"] = lambda i: int(LENGTHS[i])
+
+    def rank(world: Any) -> list[float]:
+        budget = TokenBudget(8192, layout=layout)
+        loader = OnlineDataLoader(range(len(LENGTHS)), budget, collate_fn=list, world=world, **how)
+        return [time_of(step, layout) for step in loader]
+
+    times = np.array(run_ranks(4, rank))
+    assert times.max(0).sum() / times.mean(0).sum() - 1 < most
+
+
+class Grown:
+    """From the second epoch on 0.9 % of the samples are half as long again."""
+
+    epoch = 0
+
+    def __len__(self) -> int:
+        return len(LENGTHS)
+
+    def __getitem__(self, index: int) -> int:
+        return int(LENGTHS[index] * (1.5 if self.epoch and index % 111 == 0 else 1))
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+@pytest.mark.parametrize("options", [{}, {"samples_per_update": 512}], ids=["free", "updates"])
+def test_once_a_planned_batch_is_split_batches_of_like_work_meet_again(options: dict[str, Any]) -> None:
+    """On one rank all later rows would come a step later."""
+
+    def rank(world: Any) -> list[float]:
+        how: dict[str, Any] = {"collate_fn": list, "length_of": int, "weigh": "samples", "shuffle": True, "window": 128}
+        loader = OnlineDataLoader(Grown(), TokenBudget(8192), **how, world=world, **options)
+        return [[WORK.per_step + len(s.batch) * max(s.batch) for s in loader] for _ in range(2)][1]
+
+    times = np.array(run_ranks(2, rank))
+    assert times.max(0).sum() / times.mean(0).sum() - 1 < 0.08
+
+
+@settings(max_examples=50)
+@given(
+    st.lists(st.lists(st.integers(0, 9), min_size=4, max_size=4), min_size=2, max_size=3),
+    st.permutations([0.1, 0.4, 0.4, 0.8]),
+)
+def test_no_other_order_of_what_ranks_have_picked_waits_less(ranks: Any, at: Any) -> None:
+    def total(rows: Any) -> int:
+        return sum(map(max, zip(*rows, strict=True)))
+
+    ours = [placed(sorted(works, reverse=True), at) for works in ranks]
+    assert [sorted(works) for works in ours] == [sorted(works) for works in ranks]
+    others = [[ranks[0]]]
+    for works in ranks[1:]:
+        others = [[*rows, list(order)] for rows in others for order in permutations(works)]
+    assert total(ours) == min(map(total, others))

@@ -104,14 +104,14 @@ def as_user_dict(samples: Any) -> Any:
     return UserDict(collate(samples))
 
 
-@pytest.mark.parametrize(("make", "kind"), [(as_pair, Pair), (as_user_dict, UserDict)])
-def test_batches_of_any_type_come_through(make: Any, kind: Any) -> None:
-    steps = list(make_loader(None, LENGTHS, collate_fn=make, weigh="samples", num_workers=2))
-    assert all(type(step.batch) is kind for step in steps)
-    assert sorted(i for step in steps for i in step.indices) == list(range(120))
+def test_batches_of_any_type_come_through() -> None:
+    for make, kind in ((as_pair, Pair), (as_user_dict, UserDict)):
+        steps = list(make_loader(None, LENGTHS, collate_fn=make, weigh="samples", num_workers=2))
+        assert all(type(step.batch) is kind for step in steps)
+        assert sorted(i for step in steps for i in step.indices) == list(range(120))
 
 
-def test_a_loader_is_taken_over_and_not_changed() -> None:
+def test_a_loader_is_taken_over_with_its_samplers_order_and_not_changed() -> None:
     data = Tokens(LENGTHS)
     for sampler, kept in ((SequentialSampler(data), False), (RandomSampler(data), True)):
         plain = DataLoader(data, batch_size=8, sampler=sampler, collate_fn=collate, num_workers=2, drop_last=kept)
@@ -120,16 +120,13 @@ def test_a_loader_is_taken_over_and_not_changed() -> None:
         assert loader.config.shuffle is kept
         assert all_ids([list(loader)]) == list(range(120))
         assert vars(plain) == before
-
-
-def test_a_loader_with_a_sampler_of_its_own_keeps_the_order() -> None:
     weights = WeightedRandomSampler([1.0] * 60 + [0.0] * 60, 90, generator=torch.Generator().manual_seed(1))
     plain = DataLoader(Tokens(LENGTHS), batch_size=8, sampler=weights, collate_fn=collate)
     ids = [i for step in OnlineDataLoader.from_dataloader(plain, TokenBudget(128), window=16) for i in used(step)]
     assert (len(ids), max(ids) < 60) == (90, True)
 
 
-def test_planned_batches_that_fit_stay_untouched_those_that_grew_are_split() -> None:
+def test_planned_batches_that_fit_stay_those_that_grew_are_split_and_a_plain_loader_may_do_it() -> None:
     sampler = LengthAwareBatchSampler(LENGTHS, TokenBudget(128), shuffle=True, rank=0, world_size=1)
     planned = [list(batch) for batch in sampler]
     assert [list(step.indices) for step in make_loader(None, LENGTHS, batch_sampler=sampler)] == planned
@@ -137,10 +134,6 @@ def test_planned_batches_that_fit_stay_untouched_those_that_grew_are_split() -> 
     assert all_ids([steps]) == list(range(120))
     assert all(step.batch["input_ids"].numel() <= 128 or len(step.indices) == 1 for step in steps)
     assert len(steps) > len(planned)
-
-
-def test_the_collator_works_in_a_plain_loader() -> None:
-    sampler = LengthAwareBatchSampler(LENGTHS, TokenBudget(128), rank=0, world_size=1)
     collator = RefinementCollator(collate, TokenBudget(64))
     plain = DataLoader(IndexedDataset(Tokens(LENGTHS)), batch_sampler=sampler, collate_fn=collator, num_workers=2)
     refined = [r for window in plain for r in window]

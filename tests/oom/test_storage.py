@@ -1,4 +1,5 @@
-"""Whatever happens to a journal: its whole records count, the rest is done again."""
+"""Whatever happens to a journal: its whole records count, the rest is done again. Two jobs whose results may differ have other
+identities; the same job has the same one in every process."""
 
 import os
 from collections.abc import Callable
@@ -8,18 +9,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynagroup.errors import ConfigError, StateError
-from dynagroup.oom.storage import TEXTS, VECTORS, Output
+from dynagroup.oom.jobs import identity_of
+from dynagroup.oom.storage import TEXTS as LINES
+from dynagroup.oom.storage import VECTORS, Output
+from tests.oom.texts import TEXTS, adapted, small_llama, small_tokenizer
 
 JOB = {"task": "test", "texts": 4}
 RESULTS = ["zero", "eins\u2028", "", ["\0", "\n"]]
 
 
 def out_of(folder: Path, job: Any = JOB) -> Output:
-    return Output(folder / "out.jsonl", job, 4, TEXTS)
+    return Output(folder / "out.jsonl", job, 4, LINES)
 
 
 def written(folder: Path, indices: list[int]) -> Path:
@@ -32,11 +38,22 @@ def written(folder: Path, indices: list[int]) -> Path:
         return next(iter({*out.journal.glob("*")} - before), out.journal)
 
 
-def whole(folder: Path) -> bool:
-    with closing(out := out_of(folder)):
-        out.claim()
-        out.publish()
-    return out.read() == RESULTS
+TWENTY = [f"result {i}" for i in range(20)]
+
+
+def run(folder: Path, done: list[int], results: list[Any] = TWENTY) -> Any:
+    """A job of so many samples in batches of three; ``done`` is what was worked on."""
+    out = Output(folder / "out.jsonl", {**JOB, "texts": len(results)}, len(results), LINES)
+    if not out.is_finished():
+        with closing(out):
+            if not out.claim():
+                missing = [i for i in range(len(results)) if i not in out.finished()]
+                for batch in (missing[i : i + 3] for i in range(0, len(missing), 3)):
+                    done += batch
+                    out.append(batch, [results[i] for i in batch])
+                out.publish()
+    out.clear()
+    return out.read()
 
 
 def test_what_was_written_comes_back_and_a_job_that_finished_nothing_is_in_nobodys_way(tmp_path: Path) -> None:
@@ -44,7 +61,8 @@ def test_what_was_written_comes_back_and_a_job_that_finished_nothing_is_in_nobod
         other.claim()
     written(tmp_path, [3, 1])
     written(tmp_path, [0, 2])
-    assert whole(tmp_path)
+    assert run(tmp_path, done := [], RESULTS) == RESULTS
+    assert not done
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 4  # whatever a reader splits at
 
 
@@ -78,9 +96,7 @@ def test_no_damage_gives_a_wrong_result(tmp_path_factory: Any, kind: str, place:
     path = written(folder, [2, 0, 3, 1])
     data = path.read_bytes()
     path.write_bytes(DAMAGE[kind](data, int(place * len(data))))
-    finished = out_of(folder).finished()
-    written(folder, [i for i in range(4) if i not in finished])
-    assert whole(folder)
+    assert run(folder, [], RESULTS) == RESULTS
 
 
 def test_a_torn_record_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -133,22 +149,6 @@ def crashing(monkeypatch: pytest.MonkeyPatch, operation: int) -> None:
         monkeypatch.setattr(owner, name, before(getattr(owner, name)))
 
 
-def run(folder: Path, done: list[int]) -> Any:
-    """A job of twenty samples in batches of three; ``done`` is what was worked on."""
-    out = Output(folder / "out.jsonl", JOB, 20, TEXTS)
-    if not out.is_finished():
-        with closing(out):
-            if not out.claim():
-                finished = out.finished()
-                missing = [i for i in range(20) if i not in finished]
-                for batch in (missing[i : i + 3] for i in range(0, len(missing), 3)):
-                    done += batch
-                    out.append(batch, [f"result {i}" for i in batch])
-                out.publish()
-    out.clear()
-    return out.read()
-
-
 def test_a_crash_at_any_operation_loses_nothing_and_repeats_at_most_the_batch_it_was_in(tmp_path: Path) -> None:
     for operation in range(1, 40):
         folder, done = tmp_path / str(operation), []
@@ -160,7 +160,7 @@ def test_a_crash_at_any_operation_loses_nothing_and_repeats_at_most_the_batch_it
                     run(folder, done)
                 except Crash:
                     pass
-        assert run(folder, done) == [f"result {i}" for i in range(20)]
+        assert run(folder, done) == TWENTY
         assert set(done) == set(range(20))
         assert len(done) <= 20 + 2 * 3
         assert sorted(p.name for p in folder.iterdir()) == ["out.jsonl", "out.jsonl.job"]
@@ -185,7 +185,7 @@ RECEIPTS = [b"", b"\xff", b"null", b"{}", b"[" * 99999, b'{"job": 3, "bytes": 4,
 
 def test_a_receipt_that_is_damaged_or_an_output_that_is_a_folder_is_an_error_that_names_it(tmp_path: Path) -> None:
     run(tmp_path, [])
-    out = Output(tmp_path / "out.jsonl", JOB, 20, TEXTS)
+    out = Output(tmp_path / "out.jsonl", {**JOB, "texts": 20}, 20, LINES)
     for damaged in RECEIPTS:
         (tmp_path / "out.jsonl.job").write_bytes(damaged)
         with pytest.raises(StateError, match="out.jsonl.job is not of this job: .* remove .* to start over"):
@@ -194,3 +194,116 @@ def test_a_receipt_that_is_damaged_or_an_output_that_is_a_folder_is_an_error_tha
     (tmp_path / "out.jsonl").mkdir()
     with pytest.raises(ConfigError, match="out.jsonl exists, and"):
         out.is_finished()
+
+
+class Processor(transformers.LogitsProcessor):
+    """An argument whose default representation holds an address."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores
+
+
+def identity(model=None, tokenizer=None, texts: Any = TEXTS, token: int = 3, **more: Any) -> dict[str, Any]:
+    arguments = {"logits_processor": transformers.LogitsProcessorList([Processor(token)]), **more}
+    settings = {"task": "generate", "max_length": None, "arguments": arguments}
+    return identity_of(model or small_llama(), tokenizer or small_tokenizer(), texts, settings)
+
+
+@pytest.fixture(scope="module")
+def first() -> dict[str, Any]:
+    return identity()
+
+
+def differing(first: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    assert first.keys() == other.keys()
+    return [name for name in first if first[name] != other[name]]
+
+
+def test_other_models_texts_arguments_or_tokenizers_are_noticed_and_having_been_used_is_no_matter(
+    first, tmp_path
+) -> None:
+    joined = [TEXTS[0] + TEXTS[1][:1], TEXTS[1][1:], *TEXTS[2:]]
+    assert differing(first, identity(texts=joined)) == differing(first, identity(texts=TEXTS[::-1])) == ["texts"]
+    assert identity(texts=["\ud800"]) != identity(texts=["\ud801"])
+    assert differing(first, identity(token=4)) == ["arguments"]
+    a, b = (identity(generation_config=transformers.GenerationConfig(num_beams=n)) for n in (2, 3))
+    assert differing(a, b) == differing(first, a) == ["arguments"]
+    tokenizer = small_tokenizer()
+    tokenizer.add_tokens(["w1 w2"])
+    assert differing(first, identity(tokenizer=tokenizer)) == ["tokenizer"]
+    used, model = small_tokenizer(), small_llama()
+    used(TEXTS, truncation=True, max_length=3, padding=True)
+    model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=3)
+    model.train()
+    model.save_pretrained(tmp_path)
+    model.config._name_or_path = "elsewhere"
+    model.generation_config.transformers_version = "9.9"
+    assert identity(model, used) == first
+    for name, changes in CHANGES.items():
+        for change in changes:
+            model = small_llama()
+            with torch.no_grad():
+                change(model)
+            assert differing(first, identity(model)) == [name]
+
+
+def swap(model: Any) -> None:
+    rows = model.model.layers[1].mlp.up_proj.weight
+    rows[[0, 1]] = rows[[1, 0]]
+
+
+CHANGES: dict[str, list[Callable[[Any], Any]]] = {
+    "model": [
+        swap,
+        lambda model: model.model.layers[1].mlp.up_proj.weight[-1, -1].mul_(1.0001),
+        lambda model: model.model.register_buffer("scale", torch.ones(2), persistent=False),
+    ],
+    "model's attention": [lambda model: model.set_attn_implementation("eager")],
+    "model's generation_config": [lambda model: setattr(model.generation_config, "num_beams", 3)],
+    "model's config": [lambda model: setattr(model.config, "rms_norm_eps", 1e-3)],
+    "model's switches": [lambda model: setattr(model, "temperature", 2.0)],
+}
+
+
+def test_large_weights_are_told_apart_by_checksums_also_when_rows_change_places() -> None:
+    def of(tensor: torch.Tensor) -> str:
+        model = torch.nn.Module()
+        model.register_buffer("table", tensor)
+        return identity_of(model, small_tokenizer(), [], {})["model"]
+
+    torch.manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16, torch.int8, torch.float64, torch.complex64, torch.bool):
+        table = torch.randn(1000, 300).mul(50).clamp(min=0).to(dtype)
+        changed, swapped = table.clone(), table.clone()
+        changed[777, 7] = -table[777, 7] + 1 if dtype != torch.bool else ~table[777, 7]
+        swapped[[3, 500]] = table[[500, 3]]
+        assert len({of(table), of(changed), of(swapped), of(table.T)}) == 4
+        assert of(table.clone()) == of(table)
+
+
+def test_what_is_done_with_adapters_is_noticed() -> None:
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    model = adapted(small_llama(), lora, "first", "second")
+    seen = [before := identity(model)]
+    for adapters in ("second", ["first", "second"]):
+        model.base_model.set_adapter(adapters)
+        seen.append(identity(model))
+    model.set_adapter("first")
+    assert identity(model) == before
+    with model.disable_adapter():
+        seen.append(identity(model))
+    for scaling in [m.scaling for m in model.modules() if isinstance(getattr(m, "scaling", None), dict)]:
+        scaling["first"] *= 2
+    seen.append(identity(model))
+    model.merge_adapter()
+    seen.append(identity(model))
+    assert len({one["model's switches"] for one in seen}) == len(seen)
+    said = [one["model's adapters"].split(", scaling")[0] for one in seen]
+    state = "active_adapters={}, disable_adapters={}, merged_adapters={}".format
+    assert said[1] == state(["second"], False, [])
+    assert said[3:] == [state(["first"], True, []), state(["first"], False, []), state(["first"], False, ["first"])]
+    assert seen[4]["model's adapters"] != before["model's adapters"], "another scaling"

@@ -1,31 +1,117 @@
+"""Small models that run out of memory where a test says end with the parameters of models that never did."""
+
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
 
-from dynagroup.errors import BudgetError, ConfigError
-from dynagroup.oom import OomSafeBackward
+from dynagroup import BudgetError, ConfigError, LearningBudget, OomSafeBackward, Share, Step
 from dynagroup.testing import run_ranks
-from dynagroup.update.loss_weight import Share
-from dynagroup.update.step import Step
+from tests import models
 from tests.allocator import Allocator, fails_in_backward
-from tests.oom import training as loop
+from tests.integrations.jobs import parameters
 
-PLACES = ["forward", "third layer", "start of backward", "backward"]
+
+class Forgetful(LearningBudget):
+    """Learns nothing, so that every batch fails that can."""
+
+    def record_failed_cost(self, cost: float) -> None:
+        pass
+
+
+VOCAB = 23
+PLACES = {"forward": "transformer.h.0", "third layer": "transformer.h.2", "start of backward": "lm_head"}
+PLACES |= {"backward": "transformer.h.1", "end of backward": "transformer.wte"}  # then most buckets are sent
+STEPS, ACCUMULATION, SAMPLES = 6, 2, 6
+
+
+def small_model() -> Any:
+    """A GPT-2 in float64: its layer norms and softmax stay in float64, unlike Llama's."""
+    from transformers import GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = models.gpt2(vocab=VOCAB, width=8, layers=4, n_positions=16, use_cache=False)
+    return GPT2LMHeadModel(config).double().train()
+
+
+def batch_of(seed: int, num_samples: int = SAMPLES) -> dict[str, torch.Tensor]:
+    """Right padded; every third sample has no label to learn from."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(2, 13, (num_samples,), generator=generator)
+    mask = (torch.arange(int(lengths.max()))[None] < lengths[:, None]).long()
+    ids = torch.randint(1, VOCAB, mask.shape, generator=generator) * mask
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[::3] = -100
+    labels[1, 1] = 5  # but the batch always has one
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def mean_loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The mean over next-token labels, in float64 (transformers' own casts logits to float32)."""
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
+
+
+def batches_of(step: int, rank: int) -> list[dict[str, torch.Tensor]]:
+    return [batch_of(1000 * step + 10 * rank + k) for k in range(ACCUMULATION)]
+
+
+def loss_scales(step: int, size: int) -> list[list[float]]:
+    """[rank][micro-batch]: so that DDP's mean over ranks is the mean over all labels of the update."""
+    counts = [[int((b["labels"][:, 1:] != -100).sum()) for b in batches_of(step, rank)] for rank in range(size)]
+    total = sum(map(sum, counts))
+    return [[c * size / total for c in row] for row in counts]
+
+
+def trained(model: Any, backward: Any, ranks: Iterable[int], size: int) -> torch.Tensor:
+    """Parameters after all steps; ``backward(batch, scale, ends)`` of each micro-batch of these ranks."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    for step in range(STEPS):
+        for rank in ranks:
+            scales = loss_scales(step, size)[rank]
+            for k, (batch, scale) in enumerate(zip(batches_of(step, rank), scales, strict=True)):
+                backward(batch, scale, k == ACCUMULATION - 1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return parameters(model)
+
+
+def train_plainly(size: int) -> torch.Tensor:
+    """What all of this must come to: one process, every rank's batches, nothing fails."""
+    model = small_model()
+    return trained(model, lambda b, scale, _: (mean_loss(model, b) * scale / size).backward(), range(size), size)
+
+
+def train_with_failures(
+    place: str, limit: float, *, rank: int = 0, size: int = 1, **options: Any
+) -> tuple[torch.Tensor, OomSafeBackward, int]:
+    """The same training in which a batch above ``limit`` tokens fails at ``place``. Returns parameters and failures."""
+    model, allocator = small_model(), Allocator(limit)
+    fail = allocator.in_backward if "backward" in place else allocator.in_forward
+    fail(model.get_submodule(PLACES[place]))
+    wrapped = DistributedDataParallel(model) if size > 1 else model
+    backward = OomSafeBackward(wrapped, **options)
+
+    def guarded(batch: Any, scale: float, ends: bool) -> None:
+        backward(lambda b: mean_loss(wrapped, b), batch, loss_scale=scale, ends_update=ends)
+
+    return trained(model, guarded, [rank], size), backward, len(allocator.failures)
 
 
 @pytest.fixture(scope="module")
 def untroubled() -> torch.Tensor:
-    return loop.train_plainly(1)
+    return train_plainly(1)
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_parameters_are_those_of_a_run_that_never_failed(place: str, untroubled: torch.Tensor) -> None:
-    parameters, backward, failures = loop.train_with_failures(place, limit=48, learned=loop.Forgetful())
+    found, backward, failures = train_with_failures(place, limit=48, learned=Forgetful())
     assert failures > 5
     assert backward.learned.report.num_ooms == failures
-    assert (parameters - untroubled).abs().max() < 1e-8
+    assert (found - untroubled).abs().max() < 1e-8
     assert untroubled.abs().max() > 0.1
 
 
@@ -86,18 +172,10 @@ def test_what_has_run_before_is_repeated_as_it_was() -> None:
     torch.testing.assert_close(model.weight.grad, drawn[0] / 10 + (drawn[1] + drawn[2]) / 11)
 
 
-def test_a_part_without_labels_adds_nothing_instead_of_nan() -> None:
-    model = Linear(Allocator(1))
-    batch = {"x": X[:3], "labels": torch.tensor([-100, 4, -100])}
-    result = OomSafeBackward(model)(lambda b: model(b["x"])[b["labels"] != -100].mean(), batch)
-    assert model.weight.grad.tolist() == X[1].tolist()
-    assert result.num_parts == 1
-
-
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("cleared", [True, False])
 def test_an_error_that_passes_through_ends_its_update(error: type[BaseException], cleared: bool) -> None:
-    """What came before it is not run again when memory runs out later; gradients are those of a plain loop."""
+    """What came before it is not run again when memory runs out later; gradients are those of a plain"""
     layers = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1)).double()
     limit = Allocator(9)
     remove = limit.in_backward(layers[0])
@@ -125,17 +203,35 @@ def test_an_error_that_passes_through_ends_its_update(error: type[BaseException]
     gradients_are(*([X[:4]] if cleared else [X[4:], X[:2], X[:4]]))
 
 
-def test_a_step_of_a_loader_and_an_idle_one() -> None:
+def test_a_step_of_a_loader_an_idle_one_and_a_sample_that_does_not_fit_alone() -> None:
     model, backward = linear(limit=2)
     step = Step(X, range(5), Share(5, 5), Share(5, 5), loss_scale=2.0, ends_update=False)
     backward.step(lambda x: model(x).mean(), step)
     idle = Step(X, (), Share(0, 5), Share(0, 5), loss_scale=0.0, ends_update=True, idle=True)
     assert backward.step(lambda x: model(x).mean(), idle).num_parts == 0
     torch.testing.assert_close(model.weight.grad, 2 * X.mean(0))
+    model, backward = linear(limit=0)
+    with pytest.raises(BudgetError, match=r"sample 42 \(2 tokens\) does not fit on rank 0 even alone; truncate"):
+        backward(lambda x: model(x).mean(), X[:2], indices=[42, 43])
+    assert model.weight.grad is None
+    model.allocator.limit = 9
+    backward(lambda x: model(x).mean(), X)  # the next update is none the worse
+    torch.testing.assert_close(model.weight.grad, X.mean(0))
 
 
-def test_tokens_of_a_model_of_ones_own_are_counted_as_loaders_count_them() -> None:
-    """The first label of a sample is not predicted: lengths 9 and 4 have 8 and 3 tokens in the mean."""
+def test_weights_come_from_the_user_the_loss_or_the_tokens_as_loaders_count_them() -> None:
+    model = Linear(Allocator(2))
+    backward = OomSafeBackward(model, weigh="sum", backward=lambda loss: (8 * loss).backward())  # as scalers do
+    result = backward(lambda x: model(x).sum() / 5, X)
+    torch.testing.assert_close(model.weight.grad, 8 * X.mean(0))
+    assert result.num_parts == 3
+    model = Linear(Allocator(1))
+    backward = OomSafeBackward(model, weigh=lambda batch: float(batch["w"].sum()))
+    batch = {"x": X[:2], "w": torch.tensor([1.0, 3.0])}
+    result = backward(lambda b: (model(b["x"] + 1) * b["w"]).sum() / b["w"].sum(), batch, loss_scale=0.1)
+    torch.testing.assert_close(model.weight.grad, (X[0] + 1 + 3 * (X[1] + 1)) / 40)
+    assert result.loss.item() == 0  # its own, without the scale
+    # The first label of a sample is not predicted: lengths 9 and 4 have 8 and 3 tokens in the mean.
     model = torch.nn.Sequential(torch.nn.Embedding(30, 6), torch.nn.Linear(6, 30)).double()
     ids = torch.nn.utils.rnn.pad_sequence([torch.arange(1, 10), torch.arange(3, 7)], batch_first=True)
     batch = {"input_ids": ids, "labels": ids.masked_fill(ids == 0, -100)}
@@ -151,47 +247,20 @@ def test_tokens_of_a_model_of_ones_own_are_counted_as_loaders_count_them() -> No
     torch.testing.assert_close([p.grad for p in model.parameters()], [*whole], rtol=1e-12, atol=1e-15)
 
 
-def test_weights_may_come_from_the_user_or_from_the_loss() -> None:
-    model = Linear(Allocator(2))
-    backward = OomSafeBackward(model, weigh="sum", backward=lambda loss: (8 * loss).backward())  # as scalers do
-    result = backward(lambda x: model(x).sum() / 5, X)
-    torch.testing.assert_close(model.weight.grad, 8 * X.mean(0))
-    assert result.num_parts == 3
-    model = Linear(Allocator(1))
-    backward = OomSafeBackward(model, weigh=lambda batch: float(batch["w"].sum()))
-    batch = {"x": X[:2], "w": torch.tensor([1.0, 3.0])}
-    result = backward(lambda b: (model(b["x"] + 1) * b["w"]).sum() / b["w"].sum(), batch, loss_scale=0.1)
-    torch.testing.assert_close(model.weight.grad, (X[0] + 1 + 3 * (X[1] + 1)) / 40)
-    assert result.loss.item() == 0  # its own, without the scale
-
-
-def test_a_sample_that_does_not_fit_alone_ends_the_update_with_clean_gradients() -> None:
-    model, backward = linear(limit=0)
-    with pytest.raises(BudgetError, match=r"sample 42 \(2 tokens\) does not fit on rank 0 even alone; truncate"):
-        backward(lambda x: model(x).mean(), X[:2], indices=[42, 43])
-    assert model.weight.grad is None
-    model.allocator.limit = 9
-    backward(lambda x: model(x).mean(), X)  # the next update is none the worse
-    torch.testing.assert_close(model.weight.grad, X.mean(0))
-
-
 class FSDPModule(torch.nn.Linear):
     """Named like those that share their parameters among ranks."""
 
 
-@pytest.mark.parametrize(
-    ("model", "options", "message"),
-    [
-        (Linear(Allocator(1)), {"weigh": "bytes"}, "`weigh` must be 'tokens', 'samples' or a function .*'bytes'"),
-        (Linear(Allocator(2)), {}, "weigh='tokens' counts a batch's 'labels', but this Tensor has none"),
-        (FSDPModule(1, 1), {}, "`model` contains FSDPModule, whose ranks exchange parameters"),
-        (
-            Linear(Allocator(9), features=3),
-            {},
-            "mat1 and mat2|size mismatch|inconsistent",
-        ),  # not ours: it passes through
-    ],
-)
+@pytest.mark.parametrize(("model", "options", "message"), [
+    (Linear(Allocator(1)), {"weigh": "bytes"}, "`weigh` must be 'tokens', 'samples' or a function .*'bytes'"),
+    (Linear(Allocator(2)), {}, "weigh='tokens' counts a batch's 'labels', but this Tensor has none"),
+    (FSDPModule(1, 1), {}, "`model` contains FSDPModule, whose ranks exchange parameters"),
+    (
+        Linear(Allocator(9), features=3),
+        {},
+        "mat1 and mat2|size mismatch|inconsistent",
+    ),  # not ours: it passes through
+])  # fmt: skip
 def test_what_cannot_be_is_refused(model: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(RuntimeError if "size" in message else ConfigError, match=message):
         OomSafeBackward(model, **options)(lambda x: model(x).mean(), X)

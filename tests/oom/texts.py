@@ -23,12 +23,7 @@ def small_llama() -> Any:
 
     torch.manual_seed(6)
     config = models.llama(vocab=30, layers=3, inner=16, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-    model = LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(8)
-    return model
+    return models.sharp(LlamaForCausalLM(config).eval())
 
 
 def save_encoder(folder: Path, *, max_seq_length: int = 256, pooling: str = "pooling_mode_mean_tokens") -> Any:

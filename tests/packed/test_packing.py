@@ -1,13 +1,16 @@
-"""Packed collation: what a model needs, and what it would get wrong is refused before training."""
+"""Packed collation: what a model needs, what it would get wrong is refused before training, and what `dynagroup check` says."""
+
+from __future__ import annotations
 
 from functools import partial
 from typing import Any
 
 import pytest
 import transformers
+from transformers import Mamba2Config
 
-from dynagroup import TokenBudget, text_dataloader
-from dynagroup.errors import ConfigError
+from dynagroup import ConfigError, TokenBudget, text_dataloader
+from dynagroup.integrations.check import QUESTIONS, check_model
 from dynagroup.integrations.packing import packing_collator
 from dynagroup.integrations.varlen import use_varlen_attention
 from dynagroup.oom.split import packed_borders
@@ -25,7 +28,7 @@ def roberta() -> Any:
     return use_varlen_attention(transformers.RobertaForMaskedLM(config))
 
 
-def test_a_model_that_keeps_samples_apart_is_given_its_collator() -> None:
+def test_a_model_that_keeps_samples_apart_is_given_its_collator_and_positions_begin_where_it_lets_them() -> None:
     model = llama().train()
     batch = packing_collator(model)([{"input_ids": [5, 6]}, {"input_ids": [7]}])
     assert batch["position_ids"].tolist() == [[0, 1, 0]]
@@ -33,6 +36,7 @@ def test_a_model_that_keeps_samples_apart_is_given_its_collator() -> None:
     assert "cu_seq_lens_q" not in batch
     assert model.training
     assert packing_collator(use_varlen_attention(llama()))([{"input_ids": [5, 6]}])["cu_seq_lens_q"].tolist() == [0, 2]
+    assert packing_collator(roberta())([{"input_ids": [5, 6]}])["position_ids"].tolist() == [[2, 3]]
 
 
 def mamba() -> Any:
@@ -68,10 +72,6 @@ def test_what_cannot_be_packed_is_refused_with_the_ways_out(name: str) -> None:
     assert str(model.config) == before
 
 
-def test_positions_begin_where_the_model_lets_them() -> None:
-    assert packing_collator(roberta())([{"input_ids": [5, 6]}])["position_ids"].tolist() == [[2, 3]]
-
-
 def test_the_one_liner_packs(tokenizer) -> None:
     texts = numbered([7, 3, 9, 1, 4, 4, 0])
     loader = text_dataloader(texts, tokenizer, TokenBudget(16, layout="packed"), labels=True)
@@ -87,3 +87,30 @@ def test_the_one_liner_packs(tokenizer) -> None:
     assert len(loader) == 2
     batch = next(iter(text_dataloader(["", ""], tokenizer, TokenBudget(16, layout="packed"))))
     assert (batch["input_ids"].tolist(), "labels" in batch) == ([[0]], False)
+
+
+APART, PACK = "samples are kept apart with ", ": use layout='packed'"
+NONE = "not possible for encoder-decoders: use the padded layout, with both lengths"
+
+
+@pytest.mark.parametrize(("config", "answers"), [
+    (models.llama(), {"loss": "the mean over label tokens", "packed": f"{APART}sdpa or use_varlen_attention{PACK}"}),
+    (models.bert(), {"padding": "changes no answer", "packed": f"{APART}use_varlen_attention{PACK}"}),
+    (models.t5(), {"loss": "the mean over label tokens", "packed": NONE}),
+], ids=["llama", "bert", "t5"])  # fmt: skip
+def test_answers_of_architectures_that_are_known(config, answers):
+    found = check_model(config)
+    assert answers.items() <= found.items()
+    assert found["memory"].startswith("can be traced")
+
+
+def test_layers_that_run_along_the_row_are_told_their_kernels_and_no_text_model_is_refused(monkeypatch):
+    """State-space models: flash attention would change nothing."""
+    monkeypatch.setitem(QUESTIONS, "memory", lambda model: "not asked")
+    config = Mamba2Config(
+        hidden_size=32, num_heads=4, head_dim=16, state_size=8, n_groups=1, num_hidden_layers=2, vocab_size=64
+    )
+    found = check_model(config)
+    assert "flash-linear-attention and causal_conv1d" in found["packed"]
+    with pytest.raises(ConfigError, match="no config found for 'no/such'"):
+        check_model("no/such")

@@ -5,39 +5,102 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from transformers import DataCollatorWithFlattening, LlamaForCausalLM
 
-from dynagroup import ConfigError, OnlineDataLoader, TokenBudget
+from benchmarks.data import lengths_of
+from dynagroup import ConfigError, OnlineDataLoader, PlannedDataLoader, TokenBudget
+from dynagroup.integrations.varlen import use_varlen_attention
 from dynagroup.testing import run_ranks
+from tests import models
 from tests.integrations import toys
 from tests.integrations.jobs import parameters, trainer
 from tests.online.helpers import Tokens
-from tests.packed import training
-from tests.plan.test_packed import uneven, window_of
+from tests.plan.test_packed import uneven
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
 
+FLAT = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+BUDGET = TokenBudget(90, layout="packed")
+LEARNING_RATE = 0.05
+
+
+def llama(attention: str) -> Any:
+    torch.manual_seed(0)
+    chosen = "eager" if attention == "varlen" else attention
+    config = models.llama(vocab=toys.VOCAB, inner=24, pad_token_id=0, attn_implementation=chosen)
+    config.use_cache = False  # with a cache transformers masks nothing between packed samples
+    model = LlamaForCausalLM(config).double()
+    return use_varlen_attention(model) if attention == "varlen" else model
+
+
+def summed_loss(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+    """The sum over next-token labels in float64; transformers' own casts logits to float32."""
+    labels = batch["labels"]
+    outputs = model(**{name: value for name, value in batch.items() if name != "labels"})
+    return toys.float64_causal_loss(outputs, labels, 1)
+
+
+def fixed(order: list[list[int]]) -> tuple[torch.Tensor, list[float]]:
+    """One process, padded batches: each update the mean over all its label tokens."""
+    model, rows = llama("sdpa"), toys.samples("causal", 48)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    losses = []
+    for update in order:
+        batch = toys.collate([rows[i] for i in update])
+        loss = summed_loss(model, batch) / (batch["labels"][:, 1:] != -100).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return parameters(model), losses
+
+
+def packed(kind: str, attention: str) -> tuple[torch.Tensor, list[float], list[list[int]], float]:
+    """A plain loop over packed steps: parameters, losses, which samples made up each update, padding as counted."""
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    model, rows = llama(attention), toys.samples("causal", 48)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    how: dict[str, Any] = {"samples_per_update": 16, "collate_fn": FLAT}
+    loader: Any = PlannedDataLoader(rows, toys.lengths(rows), BUDGET, **how)
+    if kind == "online":
+        loader = OnlineDataLoader(rows, BUDGET, shuffle=True, **how)
+    losses, updates = [], []
+    for update in loader.updates():
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        total, seen = torch.zeros((), dtype=torch.float64), torch.zeros(len(rows))
+        for step in update:
+            assert step.batch["input_ids"].shape[0] == 1
+            assert step.batch["input_ids"].numel() <= BUDGET.max_tokens
+            if step.weight.local:
+                loss = summed_loss(model, step.batch) / step.weight.local * step.loss_scale / size
+                loss.backward()
+                total += loss.detach()
+                seen[step.indices] += 1
+        for value in (total, seen, *(p.grad for p in model.parameters())) if size > 1 else ():
+            dist.all_reduce(value)
+        optimizer.step()
+        losses.append(total.item())
+        updates.append(seen.nonzero().flatten().tolist())
+        assert seen.sum() == len(updates[-1])
+    return parameters(model), losses, updates, loader.stats.padding
+
+
 @pytest.mark.parametrize(("kind", "attention"), [("planned", "eager"), ("planned", "varlen"), ("online", "sdpa")])
 def test_a_plain_loop_on_packed_batches_makes_the_updates_of_fixed_ones(kind: str, attention: str) -> None:
-    ours, losses, updates, padding = training.packed(kind, attention)
+    ours, losses, updates, padding = packed(kind, attention)
     assert sorted(i for update in updates for i in update) == list(range(48))
     assert [len(update) for update in updates] == [16, 16, 16]
-    theirs, fixed_losses = training.fixed(updates, "sdpa")
+    theirs, fixed_losses = fixed(updates)
     assert losses == pytest.approx(fixed_losses, rel=1e-9)
     assert (ours - theirs).abs().max() < 1e-8
     assert padding == 0
 
 
-def test_the_trainer_on_packed_batches_ends_with_the_parameters_of_fixed_ones(tmp_path) -> None:
-    (theirs, fixed_logs), (ours, logs) = training.trained_both(tmp_path)
-    assert (ours - theirs).abs().max() < 1e-8
-    [fixed_loss], [logged] = ([entry for entry in log if "loss" in entry] for log in (fixed_logs, logs))
-    assert logged["loss"] == pytest.approx(fixed_loss["loss"], abs=1e-8)
-    assert logged["padding"] == 0
-
-
-def packed_trainer(folder: Any, collate: Any = training.FLAT, **config: Any) -> Any:
-    how = {"max_steps": 2, "model": training.llama("sdpa"), "config": {"budget": training.BUDGET, **config}}
+def packed_trainer(folder: Any, collate: Any = FLAT, **config: Any) -> Any:
+    how = {"max_steps": 2, "model": llama("sdpa"), "config": {"budget": BUDGET, **config}}
     run = trainer("causal", folder, fits=True, **how)
     run.data_collator = collate
     return run
@@ -60,13 +123,12 @@ def test_the_trainer_asks_a_model_before_it_trains_on_packed_samples(tmp_path) -
 def test_rows_of_learned_epochs_are_equal_work_on_eight_ranks(options: dict[str, Any]) -> None:
     """Law 9 where lengths were seen in the first epoch. A batch of one long sample and one of many short ones may hold as
     many tokens: they must not change places on one rank alone."""
-    tokens, cap = window_of("python_files", 1024), 65_536
+    tokens, cap = lengths_of("python_files", 1024), 65_536
     budget = TokenBudget(cap, layout="packed")
 
     def run(world: Any) -> list[list[np.ndarray]]:
-        loader = OnlineDataLoader(
-            Tokens(tokens), budget, collate_fn=len, shuffle=True, window=128, weigh="samples", world=world, **options
-        )
+        how: dict[str, Any] = {"collate_fn": len, "shuffle": True, "window": 128, "weigh": "samples", **options}
+        loader = OnlineDataLoader(Tokens(tokens), budget, world=world, **how)
         return [[np.asarray(step.indices) for step in loader] for _ in range(2)]
 
     rows = zip(*(epochs[1] for epochs in run_ranks(8, run)), strict=True)

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import warnings
-from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
 
@@ -13,38 +12,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import (
-    AutoModelForCausalLM,
-    CLIPVisionConfig,
-    CLIPVisionModel,
-    GPT2Config,
-    LlamaConfig,
-    LlavaConfig,
-    PretrainedConfig,
-)
+from transformers import AutoModelForCausalLM, CLIPVisionConfig, CLIPVisionModel, GPT2Config, LlamaConfig, LlavaConfig
 
-from dynagroup import (
-    AdditiveCap,
-    ConfigError,
-    LearningBudget,
-    LengthAwareBatchSampler,
-    OnlineDataLoader,
-    PlannedDataLoader,
-    Price,
-    ShapeLadder,
-    TokenBudget,
-    Work,
-)
-from dynagroup.plan.batches import Batches, shapes_of
-from dynagroup.plan.cost import CPU_PER_STEP
-from dynagroup.plan.padded import in_order
-from dynagroup.plan.ranks import cut
+from dynagroup import AdditiveCap, ConfigError, LearningBudget, LengthAwareBatchSampler, OnlineDataLoader, TokenBudget
+from dynagroup.plan.batches import Batches
+from dynagroup.plan.cost import CPU_PER_STEP, Price, Work
+from dynagroup.plan.static_shapes import ShapeLadder
 from dynagroup.shapes import BatchShape
 from dynagroup.testing import assert_budget_law
+from dynagroup.update.planned import PlannedDataLoader
 from tests import models
 
 
-def test_literal_work() -> None:
+def test_literal_work_prices_and_where_ranks_meet() -> None:
     work, budget = Work(per_step=10, crossover=100), TokenBudget(1000, pad_to_multiple_of=8)
     lengths = {"tokens": np.array([10, 3, 20], np.int32)}
     batches = Batches(np.array([0, 1, 2]), np.array([0, 2, 3]))
@@ -53,6 +33,20 @@ def test_literal_work() -> None:
     assert packed.tolist() == pytest.approx([11 + 3.09, 24])
     assert work.of_rows(np.array([[5.0, 7.0], [1.0, 0.0]])) == 2 * 10 + 7 + 1
     assert Work(per_step=0, crossover=math.inf).of_lengths([7]).tolist() == [7]
+    lengths = {"tokens": np.array([10, 30, 20], np.int32), "patches": np.array([0, 8, 40], np.int32)}
+    prices = {"patches": Price(unit=0.5, crossover=40)}
+    work, budget = Work(per_step=7, crossover=math.inf, streams=prices), TokenBudget(99) & AdditiveCap("patches", 99)
+    batches = Batches(np.array([0, 1, 2]), np.array([0, 2, 3]))
+    found = work.by_stream(batches, lengths, budget)
+    assert found.tolist() == [[2 * 30, 0.5 * (8 + 1.6)], [20, 0.5 * (40 + 40)]]
+    assert work.of_batches(batches, lengths, budget).tolist() == pytest.approx([64.8, 60])
+    assert work.of_rows(found[None]) == pytest.approx(7 + 64.8)
+    assert dataclasses.replace(work, meet="stream").of_rows(found[None]) == pytest.approx(7 + 60 + 40)
+    unpriced = Work(crossover=math.inf).of_batches(batches, lengths, budget)
+    assert unpriced.tolist() == [60, 20], "without a price, no time"
+    assert work.of_batches(batches, {"tokens": lengths["tokens"]}, TokenBudget(99)).tolist() == [60, 20]
+    with pytest.raises(ConfigError, match="`work` prices 'patches', but lengths have"):
+        work.of_batches(batches, {"tokens": lengths["tokens"], "frames": lengths["patches"]}, TokenBudget(99))
 
 
 LLAMA = models.llama(vocab=512, width=256, inner=688, heads=4, num_key_value_heads=2)
@@ -75,31 +69,8 @@ def test_the_crossover_is_what_a_traced_model_multiplies(config: object) -> None
     assert Work.of(config).crossover == pytest.approx(linear / quadratic, rel=0.05)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: Work(per_step=-1), "`per_step` must be greater than 0 and finite, but is -1"),
-        (lambda: Work(streams={"patches": 0.5}), "`streams` must hold prices by name"),  # type: ignore[dict-item]
-        (lambda: Work(streams=[Price()]), "`streams` must hold prices by name"),  # type: ignore[arg-type]
-        (lambda: Work(meet="layer"), "`meet` must be one of"),  # type: ignore[arg-type]
-        (lambda: Price(unit=0), "`unit` must be"),
-        (lambda: Work.fit([(1, 8, 0.1)] * 2), "at least 3 different shapes, but was given 2 rows of 1 shapes"),
-        (lambda: Work.of(object()), "does not state hidden_size"),
-        (lambda: ShapeLadder([5], TokenBudget(100, layout="packed")), "needs a padded budget"),
-        (lambda: ShapeLadder([5], 100).shape_for(2, 9), r"none of the shapes .* holds 2 samples of \(9,\) tokens"),
-        (lambda: ShapeLadder([], 100), "needs lengths to be fitted to"),
-        (lambda: ShapeLadder([5, 200], 100, 1), "must be at least 2: samples that do not fit even alone"),
-        (lambda: ShapeLadder([5], 100) & TokenBudget(9), "a ShapeLadder must be outside of `&`"),
-        (lambda: LearningBudget(ShapeLadder([5], 100)), "cannot be inside a LearningBudget"),
-    ],
-)
-def test_mistakes_are_named(call: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        call()
-
-
 @pytest.mark.parametrize(("name", "config"), [("GPT-2", GPT2Config()), ("Llama-2-7B", LlamaConfig())])
-def test_the_planning_page_shows_what_configs_say(name: str, config: PretrainedConfig) -> None:
+def test_the_planning_page_shows_what_configs_say(name: str, config: Any) -> None:
     work = Work.of(config)
     row = f"| {name} | {config.hidden_size:,}, {config.num_hidden_layers} | {work.per_step:,.0f} | {work.crossover:,.0f} |"
     assert row in (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
@@ -136,39 +107,29 @@ def test_planned_batches_have_few_shapes_that_fit(values, two, most, multiple, r
         assert plan.padded[number] == samples * sum(wide)
         assert samples * sum(wide) <= 400 or bool(np.isin(plan.oversize, batch).any())
         least = min(n * sum(w) for n, *w in holds)
-        assert samples * sum(wide) <= 1.1 * least or samples * sum(wide) > 400, (
-            "the cheapest holds it, attention counted"
-        )
+        assert samples * sum(wide) <= 1.1 * least or samples * sum(wide) > 400, "the cheapest, attention counted"
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(1, 20), min_size=1, max_size=7), st.booleans(), st.sampled_from([0.0, 30.0, 1024.0]))
-def test_no_cut_into_rungs_takes_less_time(values: list[int], two: bool, per_step: float) -> None:
-    work, lengths = Work(per_step=per_step), {"tokens": np.asarray(values, np.int32)}
-    lengths |= {"target": np.asarray(sorted(values), np.int32)} if two else {}
-    ladder = ShapeLadder(lengths, TokenBudget(90), 3, window=3, work=work)
-    order = in_order(lengths, ladder, work, None)[0]
-    time = lambda batches: work.of_rows(work.of_batches(batches, lengths, ladder)[:, None])  # noqa: E731
-    inner = chain.from_iterable(combinations(range(1, len(order)), number) for number in range(len(order)))
-    found = [Batches(order, np.array([0, *offsets, len(order)])) for offsets in inner]
-    best = min(time(batches) for batches in found if ladder.fits(shapes_of(batches, lengths)).all())
-    assert time(cut(lengths, ladder, work=work)) == pytest.approx(best)
-
-
-def test_literal_ladders() -> None:
+def test_literal_ladders_and_what_was_learned_rules_rungs_out() -> None:
     lengths = [100] * 50 + [300] * 50 + [290] * 20 + [900] * 2
     assert ShapeLadder(lengths, 1800, num_shapes=3, window=122, work=Work()).shapes == [(18, 100), (6, 300), (2, 900)]
     pairs = {"tokens": [10, 10, 50], "target": [5, 5, 40], "patches": [900, 900, 900]}
-    pair, dear = (
-        {"tokens": [9, 2, 2, 9], "target": [1, 2, 2, 2]},
-        Work(per_step=9, streams={"target": Price(unit=50.0)}),
-    )
-    for work, shape in ((Work(per_step=9), (1, 2, 2)), (dear, (1, 9, 1))):  # what is dear is padded least
-        found = ShapeLadder(pair, TokenBudget(40), 2, window=1, work=work)
+    pair, prices = {"tokens": [9, 2, 2, 9], "target": [1, 2, 2, 2]}, {"target": Price(unit=50.0)}
+    for streams, shape in (({}, (1, 2, 2)), (prices, (1, 9, 1))):  # what is dear is padded least
+        found = ShapeLadder(pair, TokenBudget(40), 2, window=1, work=Work(per_step=9, streams=streams))
         assert {*found.shapes} == {shape, (1, 9, 2)}
     ladder = ShapeLadder(pairs, TokenBudget(180) & AdditiveCap("patches", 2000), num_shapes=2, window=3, work=Work())
     assert ladder.shapes == [(3, 10, 5), (2, 50, 40)]
     assert ladder.fits(BatchShape.of(2, {"tokens": 9, "target": 5, "patches": [900, 1100]})).tolist() == [True, False]
+    budget = LearningBudget(TokenBudget(1000))
+    ladder = ShapeLadder([10] * 90 + [100] * 9, budget, 4, window=20, work=Work())
+    before = ladder.largest(np.array([10, 100])).tolist()
+    budget.record_failed_cost(before[1] * 100.0)
+    budget.apply()
+    after = ladder.largest(np.array([10, 100]))
+    assert after[1] < before[1]
+    assert ladder.learner is not None
+    assert after[0] == before[0]
 
 
 @pytest.mark.parametrize(("values", "most"), [("narrow", 1.12), ("wide", 1.35)])
@@ -183,18 +144,6 @@ def test_few_shapes_cost_little_more_than_free_ones(values: str, most: float) ->
     assert few <= most * free
 
 
-def test_what_was_learned_rules_rungs_out() -> None:
-    budget = LearningBudget(TokenBudget(1000))
-    ladder = ShapeLadder([10] * 90 + [100] * 9, budget, 4, window=20, work=Work())
-    before = ladder.largest(np.array([10, 100])).tolist()
-    budget.record_failed_cost(before[1] * 100.0)
-    budget.apply()
-    after = ladder.largest(np.array([10, 100]))
-    assert after[1] < before[1]
-    assert ladder.learner is not None
-    assert after[0] == before[0]
-
-
 @pytest.mark.parametrize(("device", "price"), [("cpu", CPU_PER_STEP), ("cuda", 1024)])
 def test_the_default_is_that_of_the_device_that_torch_has(device: str, price: float, monkeypatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: device == "cuda")
@@ -205,23 +154,6 @@ def test_the_default_is_that_of_the_device_that_torch_has(device: str, price: fl
         OnlineDataLoader(data, 8).config.work,
     ]
     assert [work.per_step for work in found] == [price] * 3
-
-
-def test_literal_prices_and_where_ranks_meet() -> None:
-    lengths = {"tokens": np.array([10, 30, 20], np.int32), "patches": np.array([0, 8, 40], np.int32)}
-    prices = {"patches": Price(unit=0.5, crossover=40)}
-    work, budget = Work(per_step=7, crossover=math.inf, streams=prices), TokenBudget(99) & AdditiveCap("patches", 99)
-    batches = Batches(np.array([0, 1, 2]), np.array([0, 2, 3]))
-    found = work.by_stream(batches, lengths, budget)
-    assert found.tolist() == [[2 * 30, 0.5 * (8 + 1.6)], [20, 0.5 * (40 + 40)]]
-    assert work.of_batches(batches, lengths, budget).tolist() == pytest.approx([64.8, 60])
-    assert work.of_rows(found[None]) == pytest.approx(7 + 64.8)
-    assert dataclasses.replace(work, meet="stream").of_rows(found[None]) == pytest.approx(7 + 60 + 40)
-    unpriced = Work(crossover=math.inf).of_batches(batches, lengths, budget)
-    assert unpriced.tolist() == [60, 20], "without a price, no time"
-    assert work.of_batches(batches, {"tokens": lengths["tokens"]}, TokenBudget(99)).tolist() == [60, 20]
-    with pytest.raises(ConfigError, match="`work` prices 'patches', but lengths have"):
-        work.of_batches(batches, {"tokens": lengths["tokens"], "frames": lengths["patches"]}, TokenBudget(99))
 
 
 @settings(max_examples=40, deadline=None)

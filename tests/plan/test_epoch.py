@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from dynagroup import LengthAwareBatchSampler, PlannedDataLoader, TokenBudget
-from dynagroup.errors import ConfigError
+from dynagroup import ConfigError, LengthAwareBatchSampler, PlannedDataLoader, TokenBudget
 from dynagroup.plan.epoch import EpochOrder, GroupedOrder, Mixture, OrderSource, epoch_order, windows_of
 
 COUNT = 20
@@ -68,15 +67,9 @@ def test_is_a_permutation_that_can_be_read_anywhere(num_samples: int, seed: int,
         assert EpochOrder(num_samples, seed=seed, epoch=epoch).position_of(int(order[place])) == place
 
 
-def test_literal_orders_stay_what_they_are() -> None:
-    with pytest.raises(ConfigError, match="`seed` must be an int of at least 0"):
-        epoch_order(3, seed=-1, epoch=0)
-    # a change here changes every user's runs: a resumed job would see other batches
+def test_literal_orders_and_every_sample_equally_likely_everywhere_with_unrelated_neighbours() -> None:
     assert epoch_order(8, seed=0, epoch=0).tolist() == LITERAL[0]
     assert epoch_order(8, seed=0, epoch=1).tolist() == LITERAL[1]
-
-
-def test_every_sample_is_equally_likely_everywhere_and_neighbours_are_unrelated() -> None:
     counts = np.zeros((6, 6))
     for epoch in range(2000):
         counts[np.arange(6), epoch_order(6, seed=3, epoch=epoch)] += 1
@@ -121,12 +114,6 @@ def test_a_mixture_gives_shares_and_each_source_pass_after_pass(sizes, weights, 
         assert np.ptp(times) <= 1
 
 
-@pytest.mark.parametrize("shares", [{"a": 1}, {"a": 1, "b": -1}, {"a": 0, "b": 0}, {"a": 1, "b": float("nan")}])
-def test_wrong_shares_are_refused(shares):
-    with pytest.raises(ConfigError, match=r"`shares` of epoch 0 must give each of \['a', 'b'\]"):
-        Mixture({"a": [0], "b": [1]}, shares)
-
-
 def test_a_loader_over_a_mixture_resumes_and_keeps_the_size_of_updates():
     make = lambda: PlannedDataLoader(  # noqa: E731
         range(50), np.arange(1, 51), TokenBudget(100), samples_per_update=8, weigh="samples",
@@ -146,7 +133,6 @@ def test_a_loader_over_a_mixture_resumes_and_keeps_the_size_of_updates():
 
 
 # Grouped updates: of exactly the size that was asked, of samples that were drawn together, of similar length.
-
 LENGTHS = np.random.default_rng(0).lognormal(4, 0.8, 2000).astype(np.int32) + 1
 
 
@@ -177,14 +163,11 @@ def test_small_updates_hardly_pad_and_are_as_many_as_before():
     assert padding[50] < padding[None] / 4
 
 
-def test_a_sampler_and_a_planned_loader_group_alike():
+def test_samplers_and_planned_loaders_group_alike_and_a_schedule_by_its_epochs_first_size():
     how = {"samples_per_update": 16, "grouping": 10, "seed": 3}
     sampler = LengthAwareBatchSampler(LENGTHS, 4000, rank=0, world_size=1, shuffle=True, **how)
     loader = PlannedDataLoader(range(len(LENGTHS)), LENGTHS, 4000, collate_fn=list, weigh="samples", **how)
     assert list(sampler) == [step.indices for step in loader]
-
-
-def test_a_schedule_is_grouped_by_its_epochs_first_size_and_keeps_its_sizes():
     schedule = lambda update, current: 4 + update  # noqa: E731
     how = {"samples_per_update": schedule, "grouping": 3, "collate_fn": list, "weigh": "samples"}
     loader = PlannedDataLoader(range(50), LENGTHS[:50], 4000, **how)

@@ -4,7 +4,6 @@ those of commit bbc3155, which cut by many more mechanisms."""
 import json
 import warnings
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,18 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynagroup.budget.base import AdditiveCap
-from dynagroup.budget.tokens import TokenBudget
-from dynagroup.errors import BudgetError, ConfigError
+from benchmarks.data import LENGTHS
+from dynagroup import AdditiveCap, BatchPlan, BudgetError, LengthAwareBatchSampler, PlannedDataLoader, TokenBudget
 from dynagroup.plan.batches import Batches
 from dynagroup.plan.cursor import Cursor
 from dynagroup.plan.epoch import epoch_order
-from dynagroup.plan.plan import BatchPlan
 from dynagroup.plan.planner import PlanConfig, Planner
 from dynagroup.plan.ranks import prove
-from dynagroup.plan.sampler import LengthAwareBatchSampler
+from dynagroup.plan.report import compare
 from dynagroup.shapes import BatchShape
-from dynagroup.testing import assert_conserves
+from dynagroup.testing import assert_conserves, run_ranks
 from tests import strategies
 from tests.plan.test_packed import CAPS
 
@@ -47,9 +44,8 @@ def test_laws_of_a_plan(values, budget, config, ranks, number, epoch):
     # equal steps
     assert all(len(row) == ranks and all(row) for row in plan.rows)
     # one kind (law 10)
-    assert [[{labels[i] for i in batch} for batch in row] for row in plan.rows] == [
-        [{k} for k in row] for row in plan.kinds
-    ]
+    kinds = [[{labels[i] for i in batch} for batch in row] for row in plan.rows]
+    assert kinds == [[{kind} for kind in row] for row in plan.kinds]
     assert config.one_kind == "batch" or all(len(set(row)) == 1 for row in plan.kinds)
     # fit
     for batch in emitted:
@@ -63,10 +59,8 @@ def test_laws_of_a_plan(values, budget, config, ranks, number, epoch):
     if windows == 1 and number < 2 and not config.round_batch and budget.layout == "padded" and len(plan.repeated):
         assert (plan.batches.sizes == 1).all()
     # determinism
-    assert (
-        Planner(planner.lengths, budget, planner.config, planner.kinds).plan(epoch, ranks).fingerprint
-        == plan.fingerprint
-    )
+    again = Planner(planner.lengths, budget, planner.config, planner.kinds).plan(epoch, ranks)
+    assert again.fingerprint == plan.fingerprint
     # the samples of each update are those without kinds
     if config.samples_per_update and number:
         plain = Planner.of(values, budget, replace(config, one_kind="step")).plan(epoch, ranks)
@@ -96,25 +90,26 @@ def test_an_update_holds_the_samples_that_fixed_batches_would(values, budget, si
         first = stop
 
 
-def test_literal_rectangle() -> None:
+def test_literal_rectangles_and_rows_that_cannot_be_filled() -> None:
     plan = planner_of([1, 9, 2, 8, 3, 7], TokenBudget(18)).plan(0, 2)
     assert list(plan.rows) == [[[1], [4, 2, 0]], [[3], [5]]]  # four batches, mates of equal work: 9 with 9, 8 with 7
     assert plan.statistics["efficiency"] == 30 / (9 + 8 + 7 + 9)
     assert planner_of([], TokenBudget(9)).plan(0, 3).num_steps == 0
-    with pytest.raises(ConfigError, match="must be at least the number of ranks"):
-        planner_of([1] * 9, TokenBudget(9), samples_per_update=3).plan(0, 4)
+    repeated = planner_of([9, 9, 8, 9, 9], TokenBudget(9)).plan(0, 4)
+    assert (repeated.num_steps, len(repeated.repeated), repeated.repeated[0]) == (2, 3, 2)  # the smallest first
+    assert repeated.loss_scale[1].tolist() == [4.0, 0.0, 0.0, 0.0]
+    dropped = planner_of([9, 9, 8, 9, 9], TokenBudget(9), uneven="drop").plan(0, 4)
+    assert (dropped.num_steps, dropped.dropped.tolist()) == (1, [2])
+    assert list(planner_of([4], TokenBudget(9)).plan(0, 3).rows) == [[[0], [0], [0]]]
 
 
-def test_shuffled_epochs_share_hardly_a_batch_and_lead_with_the_longest() -> None:
+def test_shuffled_epochs_share_hardly_a_batch_lead_with_the_longest_and_windows_stay_windows() -> None:
     values = np.random.default_rng(0).lognormal(5, 1, 3000).astype(np.int32) + 1
     plans = [planner_of(values, TokenBudget(8192), shuffle=True).plan(epoch, 2) for epoch in range(2)]
     assert all(any(int(values.argmax()) in batch for batch in plan.rows[0]) for plan in plans)
     groups = [{tuple(sorted(b)) for row in plan.rows for b in row if len(b) > 3} for plan in plans]
     assert len(groups[0] & groups[1]) <= 1  # two long samples may meet again
     assert plans[0].statistics["efficiency"] > 0.9
-
-
-def test_hardest_first_counts_rows_and_windows_stay_windows() -> None:
     values = np.arange(1, 401)
     plan = planner_of(values, TokenBudget(1000), shuffle=True, window=400, hardest_first=3).plan(1, 2)
     longest = [max(values[i] for batch in row for i in batch) for row in plan.rows]
@@ -133,8 +128,6 @@ def test_oversize_samples() -> None:
     dropping = planner_of([5, 50, 3, 60], TokenBudget(10), oversize="drop")
     assert dropping.plan().dropped.tolist() == dropping.left_out.tolist() == [1, 3]
     assert (dropping.num_samples, dropping.num_planned) == (4, 2)
-    with pytest.raises(BudgetError, match=r"sample 1 \(50 tokens\) does not fit even alone, nor do 1 others"):
-        planner_of([5, 50, 3, 60], TokenBudget(10), oversize="error")
     how = {"oversize": "drop", "rank": 0, "world_size": 1}
     for order in ([1, 0, 1, 2], [2, 0]):
         drawn = LengthAwareBatchSampler([5, 50, 3, 60], TokenBudget(10), order=order, **how).plan
@@ -143,16 +136,7 @@ def test_oversize_samples() -> None:
     assert Planner(several, TokenBudget(55) & AdditiveCap("patches", 9), PlanConfig()).oversize.tolist() == [2, 3]
 
 
-def test_rows_that_cannot_be_filled() -> None:
-    repeated = planner_of([9, 9, 8, 9, 9], TokenBudget(9)).plan(0, 4)
-    assert (repeated.num_steps, len(repeated.repeated), repeated.repeated[0]) == (2, 3, 2)  # the smallest first
-    assert repeated.loss_scale[1].tolist() == [4.0, 0.0, 0.0, 0.0]
-    dropped = planner_of([9, 9, 8, 9, 9], TokenBudget(9), uneven="drop").plan(0, 4)
-    assert (dropped.num_steps, dropped.dropped.tolist()) == (1, [2])
-    assert list(planner_of([4], TokenBudget(9)).plan(0, 3).rows) == [[[0], [0], [0]]]
-
-
-def test_samples_that_fill_no_row_of_their_window_go_on_to_the_next() -> None:
+def test_samples_that_fill_no_row_go_on_to_the_next_and_the_proof_catches_what_a_plan_must_never_be() -> None:
     planner = planner_of([9, 9, 9, 9, 9, 9, 1, 1, 1, 1], TokenBudget(10), window=4, hardest_first=0)
     first, second = planner.steps_from(planner.start_of(0, 4), 4)
     assert (len(first.table), first.end.carried, len(first.dropped)) == (1, (4, 5), 0)
@@ -160,9 +144,6 @@ def test_samples_that_fill_no_row_of_their_window_go_on_to_the_next() -> None:
     assert second.end.carried == ()
     resumed = list(planner.steps_from(Cursor.of(json.loads(json.dumps(first.end.state()))), 4))
     assert resumed[0].batches.order.tolist() == second.batches.order.tolist()
-
-
-def test_the_proof_catches_what_a_plan_must_never_be() -> None:
     lengths, normal, order = {"tokens": np.ones(14, np.int32)}, np.zeros(14, np.bool_), np.arange(14)
     prove(Batches(order, np.array([0, 7, 14])), 14, lengths, TokenBudget(7), normal)
     with pytest.raises(BudgetError, match="a batch of 7 samples, longest 1 tokens, does not fit"):
@@ -172,23 +153,6 @@ def test_the_proof_catches_what_a_plan_must_never_be() -> None:
             prove(Batches(wrong, np.array([0, 7, len(wrong)])), 14, lengths, TokenBudget(7), normal)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"window": 0}, "`window` must be an int of at least 1, but is 0 (or None)"),
-        ({"window": 8, "samples_per_update": 8}, "exclude each other"),
-        ({"grouping": 4}, "`grouping` needs `samples_per_update`"),
-        ({"oversize": "keep"}, "`oversize` must be one of"),
-        ({"round_batch": 8}, "`round_batch` must be a function"),
-    ],
-)
-def test_bad_settings_name_themselves(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        PlanConfig(**options)
-    assert message in str(caught.value)
-
-
-LENGTHS = Path(__file__).parents[2] / "benchmarks" / "lengths"
 SAMPLES = 2048
 UPDATES: dict[str, dict[str, Any]] = {
     **{str(size): {"samples_per_update": size} for size in (64, 256, 1024)},
@@ -244,3 +208,77 @@ def test_plans_take_about_the_time_that_they_took() -> None:
     more = {case: predicted_time(*case) / time - 1 for case, time in BEFORE.items()}
     assert np.mean(list(more.values())) <= 0.006
     assert max(more.values()) <= 0.03, max(more, key=lambda case: more[case])
+
+
+# Kinds: all batches of a step, on all ranks, are of one kind (law 10), and nothing else changes.
+RNG = np.random.default_rng(0)
+MANY = np.clip(RNG.lognormal(4, 0.8, 6000), 4, 2000).astype(np.int32)
+SHARES = RNG.choice(["text", "image", None], 6000, p=[0.75, 0.2, 0.05])
+
+
+def plan(lengths: Any, ranks: int, kinds: Any = None, budget: Any = 60, **how: Any) -> Any:
+    return LengthAwareBatchSampler(lengths, budget, kinds=kinds, rank=0, world_size=ranks, **how).plan
+
+
+def test_rows_by_hand_and_one_kind_is_none():
+    """Two ranks: one kind fills its row, a single sample idles beside itself, None is a kind."""
+    made = plan([5, 4, 3, 2, 9], 2, ["a", None, "a", None, ("b", 1)], samples_per_update=5)
+    assert made.rows == [[[0], [2]], [[1], [3]], [[4], [4]]]
+    assert made.kinds == [["a", "a"], [None, None], [("b", 1), ("b", 1)]]
+    assert made.loss_scale[2].tolist() == [2 / 5, 0]
+    assert made.repeated.tolist() == [4]
+    dropped = plan([5, 4, 3, 2, 9], 2, ["a", None, "a", None, ("b", 1)], samples_per_update=5, uneven="drop")
+    assert (dropped.num_steps, dropped.dropped.tolist()) == (2, [4])
+    assert plan([5, 4, 3], 8, [1, 1, 2], samples_per_update=8).num_steps == 2, "fewer samples of a kind than ranks"
+    apart = plan([5, 4, 3, 2], 2, [*"aabb"], one_kind="batch")
+    assert apart.kinds == [["a", "b"]], "ranks may run different kinds at a time"
+    for how in ({"shuffle": True}, {"samples_per_update": 64}):
+        one, same = plan(MANY, 4, budget=4000, **how), plan(MANY, 4, ["x"] * 6000, budget=4000, **how)
+        assert one.fingerprint == same.fingerprint
+        assert (one.kinds[0], same.kinds[0]) == ([None] * 4, ["x"] * 4)
+
+
+@pytest.mark.parametrize("how", [{"shuffle": True}, {"samples_per_update": 500}, {"one_kind": "batch"}], ids=str)
+def test_a_thousand_kinds(how):
+    labels = RNG.integers(0, 1000, 6000)
+    made = plan(MANY, 8, labels, budget=8000, **how)
+    assert_conserves(made.batches, [*range(6000), *made.repeated.tolist()])
+    assert len({kind for row in made.kinds for kind in row}) == len(set(labels.tolist()))
+
+
+def test_without_updates_kinds_come_throughout_an_epoch_in_full_batches():
+    free = [plan(MANY, 4, SHARES, budget=4000, shuffle=True, seed=seed) for seed in range(3)]
+    for made in free:
+        first = [row[0] for row in made.kinds]
+        quarters = np.array_split(np.arange(len(first)), 4)
+        assert all({first[row] for row in quarter} >= {"text", "image"} for quarter in quarters)
+        assert not len(made.repeated)
+        assert made.statistics["padding"] < 0.07
+        assert made.predicted_time < 1.06 * plan(MANY, 4, budget=4000, shuffle=True).predicted_time
+        longest = max(max(MANY[i] for i in batch) for batch in made.rows[0])
+        assert longest == MANY.max(), "the hardest lead"
+    assert free[0].rows != free[1].rows
+    done = plan(MANY, 4, SHARES, budget=4000)
+    tokens = [max(MANY[i] for batch in row for i in batch) for row in done.rows]
+    assert tokens == sorted(tokens, reverse=True), "without shuffle the longest come first, whatever their kind"
+
+
+def test_what_kinds_cost_is_told():
+    made = plan(MANY, 8, SHARES, budget=4000, samples_per_update=64)
+    report = made.report()
+    assert "steps of each of 3 kinds" in report
+    plain = plan(MANY, 8, budget=4000, samples_per_update=64)
+    [line] = [line for line in report.splitlines() if "(kinds ignored)" in line]
+    cost = f"{plain.num_steps - made.num_steps:+,} steps, {plain.predicted_time / made.predicted_time:.1%}"
+    assert cost in line
+    found = compare(MANY, 8, world_size=8, kinds=SHARES).figures()["ways"]
+    assert found["fixed 8, shuffled"]["mixed_steps"] > 80
+    assert all(way["mixed_steps"] == 0 for name, way in found.items() if name.startswith("dynagroup"))
+    how = {"kinds": ["a", "a", "b"], "collate_fn": list, "weigh": "samples"}
+
+    def stats_of(world: Any) -> str:
+        loader = PlannedDataLoader(range(3), [5, 4, 3], 60, world=world, **how)
+        list(loader)
+        return str(loader.stats)
+
+    assert "(1 idle, of 3 tokens)" in run_ranks(2, stats_of)[1]

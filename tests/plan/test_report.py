@@ -10,16 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynagroup.budget.base import AdditiveCap
-from dynagroup.budget.memory import MemoryBudget
-from dynagroup.budget.tokens import TokenBudget
-from dynagroup.errors import ConfigError
+from dynagroup import AdditiveCap, BatchPlan, LengthAwareBatchSampler, MemoryBudget, TokenBudget, Work
 from dynagroup.memory.protocols import PaddedTokens
 from dynagroup.plan import plots
-from dynagroup.plan.cost import Work
-from dynagroup.plan.plan import BatchPlan
 from dynagroup.plan.report import compare, format_table, most_of_the_longest
-from dynagroup.plan.sampler import LengthAwareBatchSampler
 
 LENGTHS = np.random.default_rng(0).integers(1, 200, 300)
 VARIED = np.random.default_rng(0).lognormal(4, 1, 2000).astype(int) + 1
@@ -34,7 +28,7 @@ def row_of(text: str, name: str) -> list[str]:
     return next(line for line in text.splitlines() if name in line).split()
 
 
-def test_a_report_shows_the_plans_own_figures() -> None:
+def test_reports_and_plots_show_the_plans_own_figures_with_units_and_leave_pyplot_alone() -> None:
     made = plan()
     text, stats = made.report(), made.statistics
     assert text.startswith("epoch 0: 300 samples for 2 ranks, padded layout")
@@ -44,6 +38,16 @@ def test_a_report_shows_the_plans_own_figures() -> None:
     assert not any(line != line.rstrip() for line in text.splitlines())
     assert float(row_of(text, "shuffled batches of")[-4].rstrip("%")) > 30
     assert format_table(["a", "b"], [["long", "1"], ["x", "10"]]) == "a      b\nlong   1\nx     10"
+    before = "matplotlib.pyplot" in sys.modules
+    figure = made.plot()
+    first, second = (axes.get_title() for axes in figure.axes)
+    assert first.startswith("fixed ")
+    assert second == f"this plan: {made.statistics['padding']:.0%} padding, {made.num_steps} steps"
+    assert figure.axes[0].get_ylim() == figure.axes[1].get_ylim()
+    assert all(axes.get_xlabel() and axes.get_ylabel() for axes in figure.axes)
+    assert figure._repr_png_().startswith(b"\x89PNG")
+    assert ("matplotlib.pyplot" in sys.modules) == before
+    assert plots.draw_padding([np.arange(1, 11)] * 5000).get_xlim()[1] <= 2000  # of a long run few samples
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
@@ -87,13 +91,6 @@ def test_a_plan_is_one_static_page_with_its_own_figures(budget: Any, tmp_path: A
     )
 
 
-def test_predicted_memory_is_that_of_batches_as_padded_by_any_part_of_the_budget() -> None:
-    """100 % are 4 samples of 100: batches of 3 of 65 tokens, padded to 128 for the other part, take 384 of 400."""
-    memory = MemoryBudget(4, longest=100, model=PaddedTokens(), headroom=1.0)
-    both = plan(memory & TokenBudget(10_000, pad_to_multiple_of=64), [65] * 21, 1)
-    assert row_of(both.report(), "predicted peak memory, share of the limit")[-1] == "96.0%"
-
-
 def test_the_fixed_batch_that_a_plan_is_held_against_fits_at_its_hardest() -> None:
     lengths = {"tokens": np.array([100, 10, 10, 10, 900]), "labels": np.array([10, 10, 10, 100, 900])}
     with pytest.warns(UserWarning, match="do not fit"):
@@ -107,7 +104,7 @@ def test_the_fixed_batch_that_a_plan_is_held_against_fits_at_its_hardest() -> No
     assert most_of_the_longest(capped.lengths, budget) == 2  # 9 + 8 patches; a third sample may have 4
 
 
-def test_every_padded_stream_is_counted_and_told_apart() -> None:
+def test_every_padded_stream_is_counted_and_predicted_memory_is_that_of_batches_as_padded_by_any_part() -> None:
     lengths = {"tokens": np.array([10, 8]), "labels": np.array([1, 5]), "patches": np.array([7, 9])}
     made = plan(TokenBudget(1000) & AdditiveCap("patches", 100), lengths, 1)
     assert made.statistics["real_tokens"] == 24
@@ -116,6 +113,10 @@ def test_every_padded_stream_is_counted_and_told_apart() -> None:
     assert "sample length in 'tokens', median" in text
     assert "sample length in 'labels', median" in text
     assert "length in 'patches'" not in text
+    # 100 % are 4 samples of 100: batches of 3 of 65 tokens, padded to 128 for the other part, take 384 of 400.
+    memory = MemoryBudget(4, longest=100, model=PaddedTokens(), headroom=1.0)
+    both = plan(memory & TokenBudget(10_000, pad_to_multiple_of=64), [65] * 21, 1)
+    assert row_of(both.report(), "predicted peak memory, share of the limit")[-1] == "96.0%"
 
 
 @settings(max_examples=25, deadline=None)
@@ -134,7 +135,7 @@ def test_every_way_has_every_sample_and_counts_its_padding(lengths, batch_size, 
     assert found.ways[0].plan.num_steps == -(-len(lengths) // (batch_size * world_size))
 
 
-def test_literal_comparisons() -> None:
+def test_literal_comparisons_and_fixed_batches_of_varied_lengths_are_slower_and_it_shows() -> None:
     found = compare([4, 2, 4, 2], 2, budget=TokenBudget(8), work=Work(per_step=10, crossover=float("inf")))
     ordered = found.ways[5]
     assert (ordered.padding, ordered.plan.num_steps, ordered.time) == (0, 2, 2 * 10 + 8 + 4)
@@ -142,11 +143,6 @@ def test_literal_comparisons() -> None:
     first = compare([8, 1, 8, 1, 8], 1, world_size=2, work=Work(per_step=0, crossover=float("inf"))).ways[0]
     assert first.time == first.plan.work_by_row.max(axis=1).sum()  # a step takes as long as its slowest rank
     assert first.waiting == pytest.approx(1 - 26 / (2 * first.time))
-    with pytest.raises(ConfigError, match="`accumulation` must be an int"):
-        compare(LENGTHS, 8, accumulation=0)
-
-
-def test_fixed_batches_of_varied_lengths_are_slower_than_ours_and_it_shows() -> None:
     alone, many = compare(VARIED, 8), compare(VARIED, 8, world_size=4)
     today, _, same, grouping, free = many.ways[:5]
     assert free.time < 0.7 * today.time
@@ -155,17 +151,3 @@ def test_fixed_batches_of_varied_lengths_are_slower_than_ours_and_it_shows() -> 
     assert alone.ways[0].waiting == 0
     assert many.report().splitlines()[1].split()[-1] == "1.00"
     assert len(many.plot().axes) == 3
-
-
-def test_a_plot_has_its_pictures_with_units_and_leaves_pyplot_alone() -> None:
-    before = "matplotlib.pyplot" in sys.modules
-    made = plan()
-    figure = made.plot()
-    first, second = (axes.get_title() for axes in figure.axes)
-    assert first.startswith("fixed ")
-    assert second == f"this plan: {made.statistics['padding']:.0%} padding, {made.num_steps} steps"
-    assert figure.axes[0].get_ylim() == figure.axes[1].get_ylim()
-    assert all(axes.get_xlabel() and axes.get_ylabel() for axes in figure.axes)
-    assert figure._repr_png_().startswith(b"\x89PNG")
-    assert ("matplotlib.pyplot" in sys.modules) == before
-    assert plots.draw_padding([np.arange(1, 11)] * 5000).get_xlim()[1] <= 2000  # of a long run few samples

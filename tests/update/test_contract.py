@@ -6,33 +6,30 @@ import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import transformers as hf
 
-from dynagroup import ConfigError, OnlineDataLoader, PlannedDataLoader, StateError, StepLoader, TokenBudget
+from dynagroup import ConfigError, OnlineDataLoader, StateError, StepLoader
 from dynagroup.testing import assert_conserves, run_ranks
+from dynagroup.update.loss_weight import count_label_tokens, mean_items, predicts_next_token, weigher
 from dynagroup.update.schedule import linear_ramp
 from dynagroup.update.step import LoaderStats
+from tests import models
+from tests.laws import loaders
 from tests.online.helpers import Tokens, collate, lengths_of
+from tests.online.helpers import used as samples_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*do not fit the budget even alone")
 LENGTHS = lengths_of(37, seed=2, top=40)
 Make = Callable[..., StepLoader[Any]]
 
 
-def planned(world: Any = None, lengths: Any = LENGTHS, *, data: Any = None, **options: Any) -> StepLoader[Any]:
-    budget, options = TokenBudget(options.pop("max_tokens", 80)), {"collate_fn": collate, **options}
-    return PlannedDataLoader(data or Tokens(lengths), lengths, budget, world=world, **options)
-
-
-def online(world: Any = None, lengths: Any = LENGTHS, *, data: Any = None, **options: Any) -> StepLoader[Any]:
-    budget = TokenBudget(options.pop("max_tokens", 80))
-    options = {"collate_fn": collate, "shuffle": "sampler" not in options, "window": 8, **options}
-    return OnlineDataLoader(data or Tokens(lengths), budget, world=world, **options)
-
-
+planned, online = (partial(make, lengths=LENGTHS, max_tokens=80) for make in (loaders.planned, loaders.online))
 SIZES: dict[str, dict[str, Any]] = {
     "fixed": {"samples_per_update": 7},
     "ramp": {"samples_per_update": linear_ramp(3, 11, num_updates=6)},
@@ -48,16 +45,6 @@ def make(request: pytest.FixtureRequest) -> Make:
 @pytest.fixture(params=SIZES)
 def sizes(request: pytest.FixtureRequest) -> dict[str, Any]:
     return SIZES[request.param]
-
-
-def samples_of(step: Any) -> list[int]:
-    """What the batch really holds: a sample's tokens are its index."""
-    found = [] if step.idle else step.batch["input_ids"][:, 0].tolist()
-    assert step.idle or found == list(step.indices)
-    return found
-
-
-# Epochs and iterations.
 
 
 def epochs_of(loader: StepLoader[Any], number: int) -> list[list[list[int]]]:
@@ -144,9 +131,6 @@ def test_iterating_leaves_the_global_random_state_alone(make):
     assert given.initial_seed() == 3, "the user's generator is drawn from, never seeded"
 
 
-# Books.
-
-
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("name", ["fixed", "ramp"])
 def test_updates_are_counted_exactly(make, name, drop_last):
@@ -196,7 +180,7 @@ def test_a_planned_loader_has_a_length_and_an_online_one_has_none(sizes):
 
 @pytest.mark.parametrize("lengths", [[], [3, 4]])
 def test_what_is_never_reached_is_an_error(make, lengths):
-    loader = make(None, lengths, samples_per_update=5, drop_last=True)
+    loader = make(lengths=lengths, samples_per_update=5, drop_last=True)
     assert loader.num_updates == 0
     assert list(loader) == []
     with pytest.raises(ConfigError, match="epoch 0 has no update"):
@@ -249,9 +233,6 @@ def test_statistics_add_up_subtract_and_merge(make, sizes):
     merged = by_rank[0][2]
     assert (merged.samples, merged.real_tokens) == (2 * 37, 2 * sum(LENGTHS))
     assert merged.batch_sizes == sum((s.batch_sizes for run in by_rank for s in run[:2]), Counter())
-
-
-# What goes wrong is told.
 
 
 class Counting:
@@ -321,3 +302,48 @@ WRONG = [
 def test_wrong_arguments_are_refused_at_once(make, wrong, said):
     with pytest.raises(ConfigError, match=said):
         make(**wrong)
+
+
+# What a batch weighs: label tokens, samples, or what the user says.
+ROWS = [[-100, 5, 6], [7, 8, -100]]
+
+
+@pytest.mark.parametrize(("batch", "shifted", "expected"), [
+    ({"labels": torch.tensor(ROWS)}, True, 3),
+    ({"labels": np.array(ROWS)}, False, 4),
+    ({"labels": ROWS}, True, 3),
+    ({"shift_labels": torch.tensor(ROWS), "labels": torch.tensor(ROWS)}, True, 4),
+    ({"labels": torch.tensor([0, 2, 1])}, True, 3),
+    ({"labels": torch.full((2, 3), -100)}, True, 0),
+    ({"labels": torch.tensor([[0.5, -100.0], [1.0, 2.0]])}, True, 4),
+])  # fmt: skip
+def test_label_tokens_are_those_that_are_predicted(batch, shifted, expected):
+    assert count_label_tokens(batch, shifted=shifted) == mean_items(batch, shifted=shifted) == expected
+
+
+def test_a_batch_without_labels_is_a_mean_over_its_samples_and_a_function_must_give_a_number():
+    assert mean_items({"name": "a", "input_ids": torch.ones(4, 7)}) == 4
+    assert mean_items(torch.ones(3, 2)) == 3
+    assert mean_items({"labels": None, "input_ids": torch.ones(4, 7)}) == 4
+    with pytest.raises(ConfigError, match="cannot see how many samples a batch has: this dict holds no tensors"):
+        mean_items({"name": "a"})
+    with pytest.raises(ConfigError, match="weigh='tokens' counts a batch's 'labels', but this dict has none"):
+        weigher("tokens")({"input_ids": torch.ones(4, 7)}, 4)
+    for weight in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match="`weigh` must give a weight from 0 to 1e\\+30, but gives"):
+            weigher(lambda batch, weight=weight: weight)(None, 1)
+
+
+TINY = {"vocab": 16, "width": 8, "layers": 1, "heads": 1}
+
+
+def test_models_say_whether_their_loss_shifts():
+    gpt2 = hf.GPT2LMHeadModel(models.gpt2(**TINY))
+    t5 = hf.T5ForConditionalGeneration(models.t5(**TINY))
+    assert predicts_next_token(gpt2)
+    assert predicts_next_token(torch.nn.DataParallel(gpt2))
+    assert predicts_next_token(hf.LlamaForCausalLM(models.llama(**TINY)))
+    assert not predicts_next_token(t5)
+    assert not predicts_next_token(hf.BertForMaskedLM(models.bert(**TINY)))
+    assert not predicts_next_token(hf.BertForSequenceClassification(models.bert(**TINY)))
+    assert not predicts_next_token(torch.nn.Linear(2, 2))

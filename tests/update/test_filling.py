@@ -1,6 +1,7 @@
 """Batches filled to few shapes: gradients are those of the samples alone, and what cannot be filled is refused."""
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -72,21 +73,17 @@ def test_gradients_are_those_of_the_samples_alone(ranks: int, num_shapes: int) -
         torch.testing.assert_close(averaged, gradient(model), rtol=1e-8, atol=1e-12)
 
 
-class Tokenizer:
-    pad_token_id = 9
-
-
 class Named:
-    tokenizer = Tokenizer()
+    """A collate function that gives this batch."""
 
     def __init__(self, batch: Any) -> None:
-        self.batch = batch
+        self.batch, self.tokenizer = batch, SimpleNamespace(pad_token_id=9)
 
     def __call__(self, samples: list[Any]) -> Any:
         return self.batch
 
 
-def test_a_literal_filled_batch() -> None:
+def test_literal_filled_batches_also_of_sources_and_targets() -> None:
     ids = torch.tensor([[1, 2, 3], [4, 5, 9]])
     batch = {"input_ids": ids, "attention_mask": (ids < 9).long(), "labels": ids, "label": torch.tensor([1, 0])}
     batch |= {"names": ["a", "b"], "speed": 3, "x": torch.ones(2, 3)}
@@ -97,44 +94,23 @@ def test_a_literal_filled_batch() -> None:
     assert made["labels"].tolist() == [[1, 2, 3, -100, -100], [4, 5, 9, -100, -100], [-100] * 5]
     assert made["label"].tolist() == [1, 0, -100]
     assert (made["names"], made["speed"], tuple(made["x"].shape)) == (["a", "b", "a"], 3, (3, 3))
-    own = FillingCollator(
-        Named(ids), ladder, lambda batch, count, ladder: (count, ladder.shape_for(count, batch.shape[1]))
-    )
-    assert own([0, 1]) == (2, (3, 5))
-
-
-def test_sources_and_targets_are_filled_to_their_own_lengths() -> None:
+    pad = lambda batch, count, ladder: (count, ladder.shape_for(count, batch.shape[1]))  # noqa: E731
+    assert FillingCollator(Named(ids), ladder, pad)([0, 1]) == (2, (3, 5))
     ladder = ShapeLadder({"tokens": [5, 5], "target": [3, 3]}, 16, 1)
-    batch = {
-        "input_ids": torch.ones(1, 4),
-        "labels": torch.ones(1, 2, dtype=torch.long),
-        "decoder_input_ids": torch.ones(1, 2),
-    }
+    targets = torch.ones(1, 2, dtype=torch.long)
+    batch = {"input_ids": torch.ones(1, 4), "labels": targets, "decoder_input_ids": targets}
     made = FillingCollator(Named(batch), ladder)([0])
-    assert {name: tuple(value.shape) for name, value in made.items()} == {
-        "input_ids": (2, 5),
-        "labels": (2, 3),
-        "decoder_input_ids": (2, 3),
-    }
+    assert [tuple(made[name].shape) for name in batch] == [(2, 5), (2, 3), (2, 3)]
 
 
-@pytest.mark.parametrize(
-    ("batch", "message"),
-    [
-        (torch.ones(2, 3), "it is not known how to pad a Tensor to one of few shapes; give `pad`"),
-        ({"input_ids": torch.ones(2, 3), "seen": torch.ones(2, 3)}, "not known how to pad 'seen', which is as wide as"),
-        (
-            {"input_ids": torch.ones(2, 3), "labels": torch.ones(2)},
-            "'labels' .2,. of 2 samples cannot be filled with rows",
-        ),
-        (
-            {"input_ids": torch.ones(2, 3), "pixel_values": torch.ones(5, 3)},
-            "'pixel_values' .5, 3. of 2 samples cannot",
-        ),
-        ({"ids": torch.ones(2, 3)}, "no field of a batch is as wide as its padded 'tokens'"),
-        ({"input_ids": torch.ones(2, 6)}, r"came out \[6\] tokens wide, which none of \[\(3, 5\)\] holds"),
-    ],
-)
+@pytest.mark.parametrize(("batch", "message"), [
+    (torch.ones(2, 3), "it is not known how to pad a Tensor to one of few shapes; give `pad`"),
+    ({"input_ids": torch.ones(2, 3), "seen": torch.ones(2, 3)}, "not known how to pad 'seen', which is as wide as"),
+    ({"input_ids": torch.ones(2, 3), "labels": torch.ones(2)}, "'labels' .2,. of 2 samples cannot be filled with rows"),
+    ({"input_ids": torch.ones(2, 3), "pixel_values": torch.ones(5, 3)}, "'pixel_values' .5, 3. of 2 samples cannot"),
+    ({"ids": torch.ones(2, 3)}, "no field of a batch is as wide as its padded 'tokens'"),
+    ({"input_ids": torch.ones(2, 6)}, r"came out \[6\] tokens wide, which none of \[\(3, 5\)\] holds"),
+])  # fmt: skip
 def test_what_cannot_be_filled_is_refused(batch: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         FillingCollator(Named(batch), ShapeLadder([5, 5, 5], 15, 1))([0, 1])
@@ -152,9 +128,8 @@ def test_filling_counts_as_padding() -> None:
 @pytest.mark.parametrize("make", ["planned", "online"])
 def test_each_shape_is_run_beforehand_and_nothing_has_changed(shapes: int | None, make: str) -> None:
     how: dict[str, Any] = {"collate_fn": collate, "samples_per_update": 16, "shapes": shapes}
-    if make == "planned":
-        loader: Any = PlannedDataLoader(Texts(), LENGTHS, TokenBudget(90), **how)
-    else:
+    loader: Any = PlannedDataLoader(Texts(), LENGTHS, TokenBudget(90), **how)
+    if make == "online":
         loader = OnlineDataLoader(Texts(), TokenBudget(90), length_of=len, length_hint=LENGTHS, **how)
     model, met = Model(), []
     model.register_buffer("seen", torch.zeros(1))

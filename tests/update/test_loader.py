@@ -10,23 +10,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynagroup import AlignmentError, BudgetError, ConfigError, ShapeLadder, TokenBudget
+from dynagroup import AlignmentError, BudgetError, ConfigError, PlannedDataLoader, ShapeLadder, TokenBudget
 from dynagroup.testing import run_ranks
-from dynagroup.update.planned import PlannedDataLoader
 from dynagroup.update.schedule import UpdateSizes, linear_ramp, scale_learning_rate
 
 LENGTHS = np.random.default_rng(0).integers(1, 40, 53).tolist()
 BUDGET = TokenBudget(80)
 
 
-def loader_of(lengths=LENGTHS, budget=BUDGET, data=None, collate=list, **settings):
-    return PlannedDataLoader(
-        range(len(lengths)) if data is None else data,
-        lengths,
-        budget,
-        collate_fn=collate,
-        **{"weigh": "samples", **settings},
-    )
+def loader_of(lengths=LENGTHS, budget=BUDGET, data=None, **settings):
+    data = range(len(lengths)) if data is None else data
+    return PlannedDataLoader(data, lengths, budget, **{"weigh": "samples", "collate_fn": list, **settings})
 
 
 def samples(update):
@@ -41,13 +35,17 @@ class Noise(torch.utils.data.Dataset):
         return float(torch.rand(()))
 
 
-def test_samples_too_large_even_alone_are_counted_and_a_setting_of_the_plan_is_said_by_its_name():
+def test_samples_too_large_even_alone_are_counted_and_mistakes_are_named():
     with pytest.warns(UserWarning, match="1 samples do not fit the budget even alone and are emitted alone"):
         loader = loader_of([5, 90, 6], samples_per_update=3)
     list(loader)
     assert loader.stats.oversize == 1
     with pytest.raises(BudgetError, match="sample 1 .90 tokens. does not fit even alone"):
         loader_of([5, 90, 6], oversize="error")
+    with pytest.raises(ConfigError, match="`sampler` needs `samples_per_update`"):
+        loader_of(sampler=range(53))
+    with pytest.raises(ConfigError, match="`lengths` has 53 entries, but the dataset has 60"):
+        loader_of(data=range(60))
 
 
 def test_stats_tell_the_seconds_spent_on_samples(monkeypatch):
@@ -67,12 +65,11 @@ def test_workers_process_a_resumed_run_alike():
     def run(loader):
         return [[step.batch for step in update] for update in loader.updates()]
 
-    whole = run(loader_of(data=Noise(), samples_per_update=12, num_workers=2))
-    first = loader_of(data=Noise(), samples_per_update=12, num_workers=1)
-    for number, _ in enumerate(first.updates()):
-        if number == 1:
-            break
-    resumed = loader_of(data=Noise(), samples_per_update=12, num_workers=1)
+    def made(num_workers):
+        return loader_of(data=Noise(), samples_per_update=12, num_workers=num_workers)
+
+    whole, first, resumed = run(made(2)), made(1), made(1)
+    assert len(list(islice(first.updates(), 2))) == 2
     resumed.load_state_dict(first.state_dict())
     assert run(resumed) == whole[2:]
 
@@ -84,22 +81,6 @@ def test_ranks_with_another_order_are_told():
 
     with pytest.raises(AlignmentError, match="ranks differ in order of samples"):
         run_ranks(2, one)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"sampler": range(53)}, "`sampler` needs `samples_per_update`"),
-        ({"windows": 3}, "torch's DataLoader refuses .*windows"),
-        ({"data": range(60)}, "`lengths` has 53 entries, but the dataset has 60"),
-    ],
-)
-def test_mistakes_are_named(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        loader_of(**settings)
-
-
-# What goes wrong is told.
 
 
 @pytest.mark.filterwarnings("ignore:.*do not fit the budget even alone")
@@ -129,7 +110,7 @@ def test_a_rank_that_fails_ends_the_others_at_once(where, how):
 
     def one(world):
         weigh = lambda rows: len(fail("weigh", rows))  # noqa: E731
-        loader = loader_of(world=world, collate=lambda rows: fail("load", rows), weigh=weigh, **how)
+        loader = loader_of(world=world, collate_fn=lambda rows: fail("load", rows), weigh=weigh, **how)
         with pytest.raises((OSError, AlignmentError)) as found:
             list(loader)
         return str(found.value)
@@ -142,7 +123,7 @@ def test_a_rank_that_fails_ends_the_others_at_once(where, how):
 def warned_by(lengths, budget, collate, data):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        list(loader_of(lengths, budget, data, collate, samples_per_update=10))
+        list(loader_of(lengths, budget, data, collate_fn=collate, samples_per_update=10))
     return [str(w.message) for w in caught]
 
 
@@ -150,7 +131,18 @@ def padded_to(multiple):
     return lambda rows: {"input_ids": torch.zeros(len(rows), -(-max(rows) // multiple) * multiple)}
 
 
-def test_batches_that_are_not_what_was_planned_are_noticed_once():
+def test_batches_that_are_not_what_was_planned_are_noticed_once_packed_labels_by_their_own_stream():
+    """Sources are as planned, targets were measured in another order: only their field shows it."""
+    targets = [min(n, 20) for n in LENGTHS[::-1]]
+
+    def both(rows):
+        sources, labels = zip(*rows, strict=True)
+        return {"input_ids": torch.zeros(1, sum(sources)), "labels": torch.zeros(1, sum(labels))}
+
+    data, budget = list(zip(LENGTHS, targets, strict=True)), TokenBudget(160, layout="packed")
+    assert warned_by({"source": LENGTHS, "target": targets}, budget, both, data) == []
+    [text] = warned_by({"source": LENGTHS, "target": targets[::-1]}, budget, both, data)
+    assert re.search(r"\d+ target tokens long, but", text)
     [text] = warned_by(LENGTHS[::-1], BUDGET, padded_to(1), LENGTHS)
     assert re.search(r"\d+ samples came out \d+ tokens wide, but the longest of them was planned with \d+", text)
     assert "another order than the dataset" in text
@@ -163,29 +155,8 @@ def test_batches_that_are_not_what_was_planned_are_noticed_once():
     assert warned_by(LENGTHS, BUDGET, torch.tensor, LENGTHS) == [], "a batch without names shows nothing"
 
 
-def test_packed_labels_are_compared_with_their_own_stream():
-    """Sources are as planned, targets were measured in another order: only their field shows it."""
-    targets = [min(n, 20) for n in LENGTHS[::-1]]
-
-    def both(rows):
-        sources, labels = zip(*rows, strict=True)
-        return {"input_ids": torch.zeros(1, sum(sources)), "labels": torch.zeros(1, sum(labels))}
-
-    data, budget = list(zip(LENGTHS, targets, strict=True)), TokenBudget(160, layout="packed")
-    assert warned_by({"source": LENGTHS, "target": targets}, budget, both, data) == []
-    [text] = warned_by({"source": LENGTHS, "target": targets[::-1]}, budget, both, data)
-    assert re.search(r"\d+ target tokens long, but", text)
-
-
-# Plans.
-
-
-MODES = [
-    {"samples_per_update": 9},
-    {"samples_per_update": linear_ramp(5, 20, num_updates=4)},
-    {},
-    {"accumulation": 3, "window": 16},
-]
+RAMP = linear_ramp(5, 20, num_updates=4)
+MODES = [{"samples_per_update": 9}, {"samples_per_update": RAMP}, {}, {"accumulation": 3, "window": 16}]
 
 
 @settings(max_examples=40)
@@ -242,31 +213,12 @@ def test_a_sampler_that_draws_what_is_left_out_more_often_in_some_epoch_is_refus
         list(loader)
 
 
-# Sizes of updates.
-
-
-@pytest.mark.parametrize(("rule", "expected"), [("linear", 0.4), ("sqrt", 0.2), ("none", 0.1)])
-def test_rules_of_the_learning_rate(rule, expected):
-    found = scale_learning_rate(0.1, samples_per_update=64, base_samples_per_update=16, rule=rule)
-    assert found == pytest.approx(expected)
-
-
-def test_a_ramp_keeps_to_its_multiple_and_goes_down_too():
+def test_literal_rules_of_the_learning_rate_ramps_and_changes_that_hold_in_later_epochs():
+    for rule, expected in (("linear", 0.4), ("sqrt", 0.2), ("none", 0.1)):
+        found = scale_learning_rate(0.1, samples_per_update=64, base_samples_per_update=16, rule=rule)
+        assert found == pytest.approx(expected)
     assert [linear_ramp(8, 32, num_updates=4, multiple_of=8)(u, None) for u in range(5)] == [8, 8, 16, 24, 32]
     assert [linear_ramp(32, 8, num_updates=3)(u, None) for u in range(5)] == [32, 24, 16, 8, 8]
-
-
-@settings(max_examples=50)
-@given(st.integers(1, 40), st.integers(0, 60), st.booleans())
-def test_epochs_of_one_size_are_counted_as_if_they_were_walked(samples, count, drop_last):
-    counted = UpdateSizes(samples, lambda: count, drop_last=drop_last)
-    walked = UpdateSizes(lambda update, current: samples, lambda: count, drop_last=drop_last)
-    for epoch in range(8):
-        assert counted.start(epoch) == walked.start(epoch)
-        assert counted.num_updates(epoch) == walked.num_updates(epoch) == len(list(walked.cursors(walked.start(epoch))))
-
-
-def test_a_change_holds_from_its_update_on_in_later_epochs_too():
     sizes = UpdateSizes(4, lambda: 10)
     assert sizes.change(next(sizes.cursors(sizes.start(0))), 5) == 1
     assert [stop - start for epoch in (0, 1) for start, stop, _ in sizes.spans(sizes.start(epoch))] == [4, 5, 1, 5, 5]

@@ -1,0 +1,85 @@
+"""What cannot be planned is refused by name, with its value and a way out."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from dynagroup import BudgetError, ConfigError, LearningBudget, LengthAwareBatchSampler, ShapeLadder, TokenBudget
+from dynagroup.plan.batches import multiple_of
+from dynagroup.plan.cost import Price, Work
+from dynagroup.plan.epoch import Mixture, epoch_order
+from dynagroup.plan.partition import balanced_partitions, shard_micro_batches
+from dynagroup.plan.planner import PlanConfig
+from dynagroup.plan.report import compare
+
+
+def plan(lengths: Any = (1, 2, 3), budget: Any = 60, *, rank: Any = 0, world_size: Any = 1, **how: Any) -> Any:
+    return list(LengthAwareBatchSampler(lengths, budget, rank=rank, world_size=world_size, **how))
+
+
+class Falling(TokenBudget):
+    def largest(self, longest: Any, /) -> Any:
+        return longest
+
+
+HARD, HARD_LIMIT = [5, 3, 2, 10, 5, 9, 12], 23  # 12 + 9 + 2 and 10 + 5 + 5 + 3, which none of the heuristics finds
+SHARES = [{"a": 1}, {"a": 1, "b": -1}, {"a": 0, "b": 0}, {"a": 1, "b": float("nan")}]
+PACKED = TokenBudget(100, layout="packed")
+WRONG: list[tuple[Any, str]] = [
+    (lambda: Work(per_step=-1), "`per_step` must be greater than 0 and finite, but is -1"),
+    (lambda: Work(streams={"patches": 0.5}), "`streams` must hold prices by name"),
+    (lambda: Work(streams=[Price()]), "`streams` must hold prices by name"),
+    (lambda: Work(meet="layer"), "`meet` must be one of"),
+    (lambda: Price(unit=0), "`unit` must be"),
+    (lambda: Work.fit([(1, 8, 0.1)] * 2), "at least 3 different shapes, but was given 2 rows of 1 shapes"),
+    (lambda: Work.of(object()), "does not state hidden_size"),
+    (lambda: ShapeLadder([5], PACKED), "needs a padded budget"),
+    (lambda: ShapeLadder([5], 100).shape_for(2, 9), r"none of the shapes .* holds 2 samples of \(9,\) tokens"),
+    (lambda: ShapeLadder([], 100), "needs lengths to be fitted to"),
+    (lambda: ShapeLadder([5, 200], 100, 1), "must be at least 2: samples that do not fit even alone"),
+    (lambda: ShapeLadder([5], 100) & TokenBudget(9), "a ShapeLadder must be outside of `&`"),
+    (lambda: LearningBudget(ShapeLadder([5], 100)), "cannot be inside a LearningBudget"),
+    (lambda: PlanConfig(window=0), r"`window` must be an int of at least 1, but is 0 \(or None\)"),
+    (lambda: PlanConfig(window=8, samples_per_update=8), "exclude each other"),
+    (lambda: PlanConfig(grouping=4), "`grouping` needs `samples_per_update`"),
+    (lambda: PlanConfig(oversize="keep"), "`oversize` must be one of"),
+    (lambda: PlanConfig(round_batch=8), "`round_batch` must be a function"),
+    (lambda: PlanConfig(one_kind="row"), "`one_kind` must be one of 'step', 'batch'"),
+    (lambda: plan(one_kind="batch"), r"`one_kind` \('batch'\) needs `kinds`"),
+    (lambda: plan(kinds=["a", "b"]), "`kinds` has 2 labels, but there are lengths for 3 samples"),
+    (lambda: plan(kinds=["a", ["b"], "c"]), r"kinds\[1\] must be a label that can be told from others, .* but is \['b'\]"),
+    (lambda: plan(kinds=[0.5, 1.0, float("nan")]), r"kinds\[2\] must be .* but is nan"),
+    (lambda: plan(kinds=list(torch.tensor([1, 1, 2]))), r"kinds\[0\] must be .* but is tensor\(1\)"),
+    (lambda: plan(kinds=["a", ("b", object()), "c"]), r"kinds\[1\] must be .* but is \('b', <object"),
+    (lambda: plan(kinds="abc"), "`kinds` must be one label a sample, but is 'abc'"),
+    (lambda: plan(order=[2, 3]), "gives index 3, but there are lengths for 3 samples"),
+    (lambda: plan(order=[0.5]), "must give integer indices, but gives float64"),
+    (lambda: plan(rank=1, world_size=None), r"`rank` \(1\) needs `world_size`"),
+    (lambda: plan(rank=4, world_size=4), "`rank` must be an int of at most 3, but is 4"),
+    (lambda: plan(rank=None, world_size=0), "`world_size` must be an int of at least 1, but is 0"),
+    (lambda: plan([1] * 9, samples_per_update=3, world_size=4), "must be at least the number of ranks"),
+    (lambda: multiple_of(0), "`number` must be an int of at least 1, but is 0"),
+    *((lambda n=n: plan(round_batch=lambda size: n), "`round_batch` must return an int of at least 1, but returned")
+      for n in (0, 2.5, True, None)),
+    (lambda: epoch_order(3, seed=-1, epoch=0), "`seed` must be an int of at least 0"),
+    *((lambda shares=shares: Mixture({"a": [0], "b": [1]}, shares), r"`shares` of epoch 0 must give each of \['a', 'b'\]")
+      for shares in SHARES),
+    (lambda: balanced_partitions([1, -1], 2), "`costs` must be one finite number"),
+    (lambda: shard_micro_batches([3, 3, 3], 4, 10), "num_ranks x multiple_of = 4; collect 1 more"),
+    (lambda: compare([3, 4], 8, accumulation=0), "`accumulation` must be an int"),
+]  # fmt: skip
+TOO_LARGE: list[tuple[Any, str]] = [
+    (lambda: balanced_partitions(HARD, 2, limit=HARD_LIMIT), "first fit found none; allow more parts"),
+    (lambda: balanced_partitions([3, 3, 3], 2, limit=4), "into 2 parts .* they need at least 3;"),
+    (lambda: shard_micro_batches([3, 12], 1, 10, oversize="error"), "sample 1 .12 tokens."),
+    (lambda: plan([5, 50, 3, 60], 10, oversize="error"), r"sample 1 \(50 tokens\) does not fit even alone, nor do 1 others"),
+    (lambda: plan([1, 5], Falling(9)), "falls for shorter samples"),
+]  # fmt: skip
+CASES = [*((ConfigError, *row) for row in WRONG), *((BudgetError, *row) for row in TOO_LARGE)]
+
+
+@pytest.mark.parametrize(("error", "call", "message"), CASES)
+def test_what_cannot_be_planned_is_refused(error: type[Exception], call: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
