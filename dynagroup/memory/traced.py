@@ -149,11 +149,7 @@ class TracedMemory:
 
 def line_above(predicted: FloatArray, taken: FloatArray) -> tuple[float, float]:
     """The line ``factor * predicted + constant`` (factor >= 1, constant >= 0) above all ``taken``, of least mean
-    relative excess: piecewise linear in the factor, so the best line goes through two rows or lies at an end.
-
-    >>> [round(number, 6) for number in line_above(np.array([10.0, 20.0, 40.0]), np.array([19.0, 35.0, 65.0]))]
-    [1.6, 3.0]
-    """
+    relative excess: piecewise linear in the factor, so the best line goes through two rows or lies at an end."""
     with np.errstate(divide="ignore", invalid="ignore"):
         slopes = np.subtract.outer(taken, taken) / np.subtract.outer(predicted, predicted)
     ends = [1.0, float((taken / predicted).max())]

@@ -98,6 +98,7 @@ class RefinementCollator:
         for name, what in {"collate_fn": batch, "length_of": f"{sample} tokens", "kind_of": f"{sample} label"}.items():
             if getattr(self, name) is not None:
                 check_function(name, getattr(self, name), what)
+        self.has_kinds = self.kind_of is not None or self.kinds is not None
         if self.kinds is not None and self.kind_of is not None:
             raise ConfigError("`kinds` and `kind_of` both label the samples: pass only one of them")
         if check_choice("one_kind", self.one_kind, ("step", "batch")) == "batch" and not self.has_kinds:
@@ -107,10 +108,6 @@ class RefinementCollator:
         self._weight_of = weigher(self.weigh)
         self.filling = FillingCollator(self.collate_fn, self.budget.ladder, self.pad)
         self._warned_wide = self._collates_to_measure = False
-
-    @property
-    def has_kinds(self) -> bool:
-        return self.kind_of is not None or self.kinds is not None
 
     def __call__(self, window: WindowSamples | Sequence[Any]) -> RefinedWindow:
         if not isinstance(window, WindowSamples):

@@ -46,6 +46,7 @@ class Workers(Inner):
         super().__init__(kwargs)
         self.queue, self.collator, self._dataset, self._config = RequestQueue(), collator, dataset, config
         self.iterable, self.num_workers = is_stream(dataset), self.kwargs.setdefault("num_workers", 0)
+        self.persistent = bool(self.kwargs.get("persistent_workers"))
         if self.num_workers:
             self.kwargs.setdefault("prefetch_factor", 1)  # in windows: a worker prepares one while another is used
         self.depth = self.num_workers * (self.kwargs.get("prefetch_factor") or 2)  # torch's default
@@ -58,10 +59,6 @@ class Workers(Inner):
         asked = {"oversize": collator.oversize, "kind_of": collator.kind_of and described(collator.kind_of)}
         num_workers = self.num_workers if self.iterable else None
         return {**asked, "budget": collator.budget.fingerprint, "num_workers": num_workers}
-
-    @property
-    def persistent(self) -> bool:
-        return bool(self.kwargs.get("persistent_workers"))
 
     def tell_of_sharing(self, who: str) -> None:
         """Warn, once for all epochs, that an iterable dataset does not divide itself."""

@@ -65,11 +65,7 @@ def spread(groups: Sequence[Sequence[T]]) -> list[T]:
 
 def even_parts(sizes: Sequence[int], steps: int) -> list[int]:
     """Into how many parts to split each batch of ``sizes`` samples (1: not at all), so that ``steps`` batches result,
-    or as many as there are samples. Greedy: one part at a time, for the batch with the largest parts.
-
-    >>> even_parts([4, 1], 4)
-    [3, 1]
-    """
+    or as many as there are samples. Greedy: one part at a time, for the batch with the largest parts."""
     parts = [1] * len(sizes)
     for _ in range(min(steps, sum(sizes)) - len(sizes)):
         largest = max(range(len(sizes)), key=lambda i: (sizes[i] / parts[i] if parts[i] < sizes[i] else 0, -i))

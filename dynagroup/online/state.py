@@ -14,11 +14,7 @@ from dynagroup.shapes import IntArray, Streams
 
 
 def pack(values: Iterable[int] | NDArray[np.integer]) -> str:
-    """Integers as compressed text; runs and small steps cost little.
-
-    >>> unpack(pack([5, 6, 1000])).tolist()
-    [5, 6, 1000]
-    """
+    """Integers as compressed text; runs and small steps cost little."""
     array = np.asarray(values if isinstance(values, np.ndarray) else list(values), np.int64)
     steps = np.diff(array, prepend=0).astype("<i8")
     planes = steps.view(np.uint8).reshape(-1, 8).T.tobytes()  # bytes of equal significance side by side compress better
@@ -32,11 +28,7 @@ def unpack(text: str) -> IntArray:
 
 
 def pack_groups(groups: Iterable[Sequence[int]]) -> list[Any]:
-    """Lists of integers as their sizes and their joined members.
-
-    >>> unpack_groups(pack_groups([[3, 1], [], [2]]))
-    [[3, 1], [], [2]]
-    """
+    """Lists of integers as their sizes and their joined members."""
     groups = [list(group) for group in groups]
     return [[len(group) for group in groups], pack([i for group in groups for i in group])]
 
