@@ -72,7 +72,15 @@ class DistributedWorld:
         if not dist.is_initialized():
             raise ConfigError("torch.distributed is not initialised; call init_process_group first")
         self._timeout_s = check_number("timeout_s", timeout_s)
-        self._group = _group_beside(group, self._timeout_s)
+        parent = group if group is not None else dist.group.WORLD
+        ranks = dist.get_process_group_ranks(parent)
+        if dist.get_rank() not in ranks:
+            raise ConfigError(f"`group` has the ranks {ranks}, but this process is rank {dist.get_rank()}")
+        beside = _BESIDE.setdefault(parent, {})
+        if self._timeout_s not in beside:
+            how: Any = {"timeout": timedelta(seconds=self._timeout_s), "use_local_synchronization": group is not None}
+            beside[self._timeout_s] = dist.new_group(ranks, backend="gloo", **how)
+        self._group = beside[self._timeout_s]
         self.rank, self.size = dist.get_rank(self._group), dist.get_world_size(self._group)
 
     def all_max(self, values: Sequence[int], /) -> list[int]:
@@ -83,9 +91,8 @@ class DistributedWorld:
 
     def _reduce(self, values: NDArray[Any], op: str) -> list[Any]:
         import torch
-        import torch.distributed as dist
 
-        vector = torch.from_numpy(values.copy())
+        dist, vector = torch.distributed, torch.from_numpy(values.copy())
         try:
             dist.all_reduce(vector, op=getattr(dist.ReduceOp, op), group=self._group)
         except (RuntimeError, ValueError) as error:  # ValueError: the group was destroyed
@@ -99,21 +106,6 @@ class DistributedWorld:
 # One gloo group costs five file descriptors and three threads, and nobody closes it before the job ends. So each group
 # of the job has one, found by that group's identity. The reference is weak, so that it goes when the job's group goes.
 _BESIDE: WeakKeyDictionary[Any, dict[float, Any]] = WeakKeyDictionary()
-
-
-def _group_beside(group: dist.ProcessGroup | None, timeout_s: float) -> dist.ProcessGroup:
-    import torch.distributed as dist
-
-    parent = group if group is not None else dist.group.WORLD
-    ranks = dist.get_process_group_ranks(parent)
-    if dist.get_rank() not in ranks:
-        raise ConfigError(f"`group` has the ranks {ranks}, but this process is rank {dist.get_rank()}")
-    made = _BESIDE.setdefault(parent, {})
-    if timeout_s not in made:
-        made[timeout_s] = dist.new_group(
-            ranks, backend="gloo", timeout=timedelta(seconds=timeout_s), use_local_synchronization=group is not None
-        )
-    return made[timeout_s]
 
 
 def rank_and_size() -> tuple[int, int]:

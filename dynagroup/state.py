@@ -8,7 +8,6 @@ from dynagroup.errors import StateError
 from dynagroup.fingerprint import hashed
 
 VERSION = 3
-ENVELOPE = {"kind", "version", "identity", "seal"}
 
 
 def sealed(kind: str, identity: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,7 +37,7 @@ def opened(states: Any, kind: str, identity: Mapping[str, Any]) -> list[Mapping[
     """
     found = listed(states)
     for state in found:
-        if not isinstance(state, Mapping) or not state.keys() >= ENVELOPE:
+        if not isinstance(state, Mapping) or not state.keys() >= {"kind", "version", "identity", "seal"}:
             raise StateError(f"this is no state of {kind}: {state!r:.80}")
         if state["kind"] != kind:
             raise StateError(f"this is a state of {state['kind']!r}, not of {kind}")
@@ -47,8 +46,11 @@ def opened(states: Any, kind: str, identity: Mapping[str, Any]) -> list[Mapping[
         if state["seal"] != seal_of(state):
             told = "the state is damaged: it is not what was saved, its seal differs"
             raise StateError(f"{told}; load an earlier checkpoint")
-        if differing := _differences(state["identity"], identity):
-            raise StateError(f"the state belongs to another run; {'; '.join(differing)}")
+        theirs, missing = state["identity"], object()
+        names = [k for k in {*theirs, *identity} if theirs.get(k, missing) != identity.get(k, missing)]
+        if names:
+            told = [f"{name}: {theirs.get(name)!r} then, {identity.get(name)!r} now" for name in sorted(names, key=str)]
+            raise StateError(f"the state belongs to another run; {'; '.join(told)}")
     return found
 
 
@@ -62,13 +64,6 @@ def agreed(states: Sequence[Mapping[str, Any]], *, besides: Sequence[str] = ("le
     if any({**other, **own} != {**states[0], **own} for other in states[1:]):
         raise StateError("the ranks' states differ: they were not saved after the same step")
     return states[0]
-
-
-def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
-    missing = object()
-    names = sorted({*theirs, *ours}, key=str)
-    differing = [name for name in names if theirs.get(name, missing) != ours.get(name, missing)]
-    return [f"{name}: {theirs.get(name)!r} then, {ours.get(name)!r} now" for name in differing]
 
 
 def seal_of(state: Mapping[str, Any]) -> str:

@@ -70,10 +70,8 @@ def check_function(name: str, value: Any, what: str) -> Any:
     return value
 
 
-def check_number(
-    name: str, value: Any, *, above: float = 0.0, most: float = math.inf, or_zero: bool = False, finite: bool = True
-) -> float:
-    """``value`` as a float greater than ``above`` and at most ``most``, or 0 with ``or_zero``; infinite if not ``finite``.
+def check_number(name: str, value: Any, *, most: float = math.inf, or_zero: bool = False, finite: bool = True) -> float:
+    """``value`` as a float greater than 0 and at most ``most``, or 0 with ``or_zero``; infinite if not ``finite``.
 
     Raises:
         ConfigError: it is no such number.
@@ -82,12 +80,12 @@ def check_number(
     1.0
     """
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise ConfigError(f"`{name}` must be a number greater than {above:g}, but is {value!r}")
+        raise ConfigError(f"`{name}` must be a number greater than 0, but is {value!r}")
     if or_zero and value == 0:
         return 0.0
-    if not (above < value <= most) or (finite and math.isinf(value)):
+    if not (0 < value <= most) or (finite and math.isinf(value)):
         upper = "finite" if math.isinf(most) else f"at most {most:g}"
-        raise ConfigError(f"`{name}` must be greater than {above:g} and {upper}, but is {value!r}")
+        raise ConfigError(f"`{name}` must be greater than 0 and {upper}, but is {value!r}")
     return float(value)
 
 

@@ -151,10 +151,6 @@ class MemoryBudget(Budget):
         return self._multiple
 
     @property
-    def _workload(self) -> Workload:
-        return getattr(self.model, "workload", None) or Workload()
-
-    @property
     def layout(self) -> Layout:
         known = self.model, getattr(self.model, "workload", None)  # a model of the user's may say it itself
         return next(filter(None, (getattr(part, "layout", None) for part in known)), "padded")
@@ -238,7 +234,8 @@ class MemoryBudget(Budget):
     @property
     def _new_tokens(self) -> int:
         """Tokens that are generated for each sample, in addition to its own."""
-        return self._workload.max_new_tokens or 0 if self._workload.mode == "generate" else 0
+        workload = getattr(self.model, "workload", None)
+        return workload.max_new_tokens or 0 if workload and workload.mode == "generate" else 0
 
     @property
     def fingerprint(self) -> str:

@@ -208,7 +208,6 @@ def _embedding(model: Any, pooling: Pooling, normalize: bool) -> Task:
     inner = _without_head(model)
     if getattr(getattr(inner, "config", None), "is_encoder_decoder", False) and hasattr(inner, "decoder"):
         raise ConfigError(f"the hidden states of a {type(model).__name__} are its decoder's: use model.get_encoder()")
-
     rows_of = lambda states, mask: _pool(states, mask, pooling, normalize)  # noqa: E731
     wanted = "without its head, as AutoModel loads it"
     return _forward(inner, "last_hidden_state", wanted, rows_of, task=f"embed {pooling}", normalize=int(normalize))

@@ -117,6 +117,7 @@ class BatchSplitter:
         if fields is None or _holds_samples(batch):
             return batch[start:stop]
         borders = packed_borders(fields)
+        images = {key for key, (kind, _) in _VISION_KEYS.items() if fields.get(f"{kind}_grid_thw") is not None}
         parts: Fields = {}
         for key, value in fields.items():
             if key in self.rules:
@@ -125,9 +126,7 @@ class BatchSplitter:
                 parts[key] = value
             elif borders is not None:
                 parts[key] = _take_packed(key, value, borders, start, stop)
-            elif (
-                key in _VISION_KEYS and fields.get(f"{_VISION_KEYS[key][0]}_grid_thw") is not None and value is not None
-            ):
+            elif key in images and value is not None:
                 parts[key] = _take_vision(fields, key, start, stop, self.vision)
             else:
                 parts[key] = _take_padded(key, value, num_samples, start, stop)

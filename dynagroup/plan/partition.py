@@ -13,7 +13,7 @@ from dynagroup.lengths import as_streams
 from dynagroup.plan.cost import Work, check_work
 from dynagroup.plan.cursor import MOST_RANKS
 from dynagroup.plan.multistream import costs_of_rows
-from dynagroup.plan.packed import Bin, Room, best_fit, fill_empty, least_loaded
+from dynagroup.plan.packed import Room, best_fit, fill_empty, least_loaded
 from dynagroup.plan.planner import Oversize, PlanConfig, Planner
 from dynagroup.plan.ranks import cut
 from dynagroup.validation import check_flag, check_int, check_number
@@ -68,24 +68,18 @@ def _divided(cost: NDArray[np.float64], size: NDArray[np.float64], slots: list[i
         found = best_fit(np.argsort(-size, kind="stable").tolist(), costs, lambda: room.bin(slots=next(fresh)), room)
         if len(found) <= len(slots):
             return [bin.members for bin in found] + [[] for _ in slots[len(found) :]]
-        if _first_fit(bins := [room.bin(slots=items) for items in slots], room):
+        bins = [room.bin(slots=items) for items in slots]
+        for item in range(len(cost)):  # first fit: callers may have counted the parts this way
+            number = next((number for number, bin in enumerate(bins) if room.admits(bin, item)), None)
+            if number is None:
+                break
+            room.add(bins[number], item, 0.0)
+        else:
             return [bin.members for bin in bins]
     least = max(math.ceil(size.sum() / most * (1 - 1e-12)), int((size > most / 2).sum()))
     why = f"they need at least {least}" if least > len(slots) else "list scheduling, best fit and first fit found none"
-    raise BudgetError(
-        f"{len(size)} items of size {size.sum():g}, the largest {size.max():g}, are not divided into {len(slots)} parts of at "
-        f"most {most:g} each: {why}; allow more parts or a higher limit"
-    )
-
-
-def _first_fit(bins: list[Bin], room: Room) -> bool:
-    """First fit: each item, in order, into the first part with room. Callers may have counted the parts this way."""
-    for item in range(len(room.sizes)):
-        number = next((number for number, bin in enumerate(bins) if room.admits(bin, item)), None)
-        if number is None:
-            return False
-        room.add(bins[number], item, 0.0)
-    return True
+    found = f"{len(size)} items of size {size.sum():g}, the largest {size.max():g}, are not divided into {len(slots)} parts"
+    raise BudgetError(f"{found} of at most {most:g} each: {why}; allow more parts or a higher limit")
 
 
 def _numbers(name: str, values: Sequence[float] | np.ndarray) -> NDArray[np.float64]:

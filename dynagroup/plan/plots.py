@@ -54,10 +54,8 @@ def page(title: str, text: str, figure: Figure) -> str:
     drawn = _drawn(figure, "svg").decode()
     style = "body{font:15px sans-serif;margin:2em;max-width:75em}pre{font-size:13px}svg{max-width:100%;height:auto}"
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{style}</style>'
-    return (
-        f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>'
-        f"<h1>{escape(title)}</h1>\n<pre>{escape(text)}</pre>\n{drawn[drawn.index('<svg') :]}</body></html>\n"
-    )
+    body = f"<h1>{escape(title)}</h1>\n<pre>{escape(text)}</pre>\n{drawn[drawn.index('<svg') :]}"
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>{body}</body></html>\n'
 
 
 def plot_plan(plan: Any) -> Figure:

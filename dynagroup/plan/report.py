@@ -120,15 +120,9 @@ class Way:
 
     def figures(self, today: float) -> dict[str, Any]:
         """The figures of this way by name. ``today``: predicted time that it is compared with."""
-        return {
-            "steps": self.plan.num_steps,
-            "padding": self.padding,
-            "waiting": self.waiting,
-            "largest_batch_tokens": self.largest_batch,
-            "predicted_time": self.time,
-            "share_of_time": self.time / max(today, 1e-9),
-            "mixed_steps": self.mixed_steps,
-        }
+        found = {"steps": self.plan.num_steps, "padding": self.padding, "waiting": self.waiting}
+        found |= {"largest_batch_tokens": self.largest_batch, "predicted_time": self.time}
+        return {**found, "share_of_time": self.time / max(today, 1e-9), "mixed_steps": self.mixed_steps}
 
 
 def fixed_batches(order: IntArray, batch_size: int) -> Batches:

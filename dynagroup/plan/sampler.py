@@ -5,7 +5,6 @@ import sys
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -104,7 +103,13 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         config = PlanConfig(**how, work=check_work(work), oversize=oversize, uneven=uneven, one_kind=one_kind)
         self._planner = Planner.of(lengths, budget, config, kinds)
         self._order = None if order is None else OrderSource(order, self._planner.num_samples)
-        self._rank, self._world_size = _checked_rank(rank, world_size)
+        if world_size is not None:
+            world_size = check_int("world_size", world_size, most=MOST_RANKS)
+            how = {"most": world_size - 1, "where": " (of `world_size`)"}
+            rank = None if rank is None else check_int("rank", rank, least=0, **how)
+        elif rank is not None:
+            raise ConfigError(f"`rank` ({rank}) needs `world_size`, too")
+        self._rank, self._world_size = rank, world_size
         self._epoch = 0
         self._advance = 0  # epochs to add when the next iteration begins, unless set_epoch chose one
         self._start: Cursor | None = None  # where the running or next iteration begins; None: at the epoch's beginning
@@ -218,11 +223,13 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
             StateError: this iteration has not handed out ``num_steps`` steps; or it is missing while workers run.
         """
         run = self._run
+        by_itself = str(sys._getframe(1).f_globals.get("__name__", "")).startswith("torchdata.")  # its loader counts
         if num_steps is not None:
             num_steps = check_int("num_steps", num_steps, least=0)
-        elif run is not None and run.steps and not run.ended and _workers_fetch_ahead(sys._getframe(1)):
-            said = "worker processes fetch batches ahead of training"
-            raise StateError(f"{said}; call state_dict(num_steps=steps that were used)")
+        elif run is not None and run.steps and not run.ended and not by_itself:
+            if any(child.daemon for child in multiprocessing.active_children()):
+                said = "worker processes fetch batches ahead of training"
+                raise StateError(f"{said}; call state_dict(num_steps=steps that were used)")
         if run is None:
             here = self._here()
             run = _Run([here], here.steps, 1, None)
@@ -271,19 +278,3 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
 
     def _order_of(self, epoch: int) -> IntArray | None:
         return None if self._order is None else self._order.of_epoch(epoch)
-
-
-def _checked_rank(rank: int | None, world_size: int | None) -> tuple[int | None, int | None]:
-    if world_size is None:
-        if rank is not None:
-            raise ConfigError(f"`rank` ({rank}) needs `world_size`, too")
-        return None, None
-    world_size = check_int("world_size", world_size, most=MOST_RANKS)
-    rank = None if rank is None else check_int("rank", rank, least=0, most=world_size - 1, where=" (of `world_size`)")
-    return rank, world_size
-
-
-def _workers_fetch_ahead(caller: FrameType) -> bool:
-    """Whether a state needs ``num_steps``: workers run, and the caller is no loader that counts by itself."""
-    counts_itself = str(caller.f_globals.get("__name__", "")).startswith("torchdata.")
-    return not counts_itself and any(child.daemon for child in multiprocessing.active_children())

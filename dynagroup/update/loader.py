@@ -53,8 +53,6 @@ class StepLoader(ABC, Generic[B]):
         self._begun = False  # whether `_epoch` was begun here; then any epoch that is chosen starts from its beginning
         self._live: Iterator[Step[B]] | None = None  # the steps of the running iteration
 
-    # What each feed defines.
-
     @property
     @abstractmethod
     def budget(self) -> Budget:
@@ -106,8 +104,6 @@ class StepLoader(ABC, Generic[B]):
     @abstractmethod
     def _restore(self, found: Any) -> None:
         """Go on from what :meth:`_checked` found; sets ``self._epoch`` and ``self._next``. What fails changes nothing."""
-
-    # What all loaders share.
 
     @property
     def world(self) -> World:
@@ -257,8 +253,6 @@ def check_updates(samples_per_update: Any, accumulation: int, **of_set_sizes: bo
         raise ConfigError(f"{both} exclude each other: an update has as many steps as its samples need")
     return accumulation
 
-
-# What loaders ask of torch's DataLoader.
 
 ENDED_EARLY = "the dataset, `collate_fn` or `weigh` raised StopIteration while samples were left"
 

@@ -1,7 +1,7 @@
 """The weight of a batch's loss: what the loss is a mean of, and the factor that makes gradients exact."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeAlias
@@ -50,10 +50,8 @@ def count_label_tokens(batch: Any, *, shifted: bool = True) -> int:
     """
     name = _label_name(batch)
     if name is None:
-        raise ConfigError(
-            f"weigh='tokens' counts a batch's 'labels', but this {type(batch).__name__} has none; pass weigh='samples', or a "
-            "function from a batch to its weight"
-        )
+        way_out = "pass weigh='samples', or a function from a batch to its weight"
+        raise ConfigError(f"weigh='tokens' counts a batch's 'labels', but this {type(batch).__name__} has none; {way_out}")
     labels = batch[name] if hasattr(batch[name], "ndim") else np.asarray(batch[name])
     if "float" in str(labels.dtype):  # torch's or numpy's
         return math.prod(labels.shape)
@@ -70,17 +68,14 @@ def mean_items(batch: Any, *, shifted: bool = True) -> float:
     values = batch.values() if hasattr(batch, "keys") else batch if isinstance(batch, (list, tuple)) else [batch]
     sized = [value for value in values if getattr(value, "ndim", 0) > 0]
     if not sized:
-        raise ConfigError(
-            f"cannot see how many samples a batch has: this {type(batch).__name__} holds no tensors; pass `weigh`, a function "
-            "from a batch to its weight"
-        )
+        has = f"cannot see how many samples a batch has: this {type(batch).__name__} holds no tensors"
+        raise ConfigError(f"{has}; pass `weigh`, a function from a batch to its weight")
     return float(len(sized[0]))
 
 
 def _label_name(batch: Any) -> str | None:
-    if not (isinstance(batch, Mapping) or hasattr(batch, "keys")):
-        return None
-    return next((name for name in ("shift_labels", "labels") if name in batch and batch[name] is not None), None)
+    names = ("shift_labels", "labels") if hasattr(batch, "keys") else ()
+    return next((name for name in names if name in batch and batch[name] is not None), None)
 
 
 def predicts_next_token(model: Any, *, unknown: bool = False) -> bool:
@@ -91,10 +86,8 @@ def predicts_next_token(model: Any, *, unknown: bool = False) -> bool:
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return False
     named = getattr(model, "loss_type", "")
-    return unknown if named == "" else named in SHIFTING_LOSSES or (named is None and _is_causal(model))
-
-
-def _is_causal(model: Any) -> bool:
+    if named is not None:
+        return unknown if named == "" else named in SHIFTING_LOSSES
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as causal
 
     return bool({c.__name__ for c in type(model).__mro__} & set(causal.values()))

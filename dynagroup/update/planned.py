@@ -260,7 +260,8 @@ class PlannedDataLoader(StepLoader[B]):
         self._times = StepTimes() if isinstance(self._guess, MeasuredWork) and not measured else None
         walk.on_ranks(self._rank_and_size()[1])
         walk.renew(planner)
-        walk.restore(found["changes"])
+        if self.sizes is not None:
+            self.sizes.restore(found["changes"])
         self._stand(place, resumed=True)
         is_over = not place.begun_rows and next(walk.cursors(place), None) is None
         self._epoch, self._next = place.epoch, place.epoch + is_over

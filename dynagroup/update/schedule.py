@@ -17,6 +17,7 @@ from dynagroup.plan.cursor import Cursor
 from dynagroup.validation import check_choice, check_int, check_number
 
 BatchSizeSchedule: TypeAlias = Callable[[int, "int | None"], int]
+Sizes: TypeAlias = "int | BatchSizeSchedule"
 LARGEST_UPDATE = 1 << 40  # samples; what plans are told if each update has a size of its own
 ScalingRule: TypeAlias = Literal["linear", "sqrt", "none"]
 
@@ -115,9 +116,7 @@ class UpdateSizes(Walk):
     [(0, 2), (2, 6), (6, 9)]
     """
 
-    def __init__(
-        self, schedule: int | BatchSizeSchedule, num_ordered: Callable[[], int], *, drop_last: bool = False
-    ) -> None:
+    def __init__(self, schedule: Sizes, num_ordered: Callable[[], int], *, drop_last: bool = False) -> None:
         super().__init__()
         self.schedule = schedule if callable(schedule) else check_int("samples_per_update", schedule)
         self.num_ordered, self.drop_last = num_ordered, drop_last

@@ -165,11 +165,9 @@ class LoaderStats:
     def __str__(self) -> str:
         sizes, rare = self.batch_sizes or [0], f"; {self.oversize:,} too large even alone" if self.oversize else ""
         idle = f"{self.idle_steps:,} idle" + (f", of {self.idle_tokens:,} tokens" if self.idle_tokens else "")
-        return (
-            f"{self.samples:,} samples in {self.steps:,} steps ({idle}) and {self.updates:,} updates; batches "
-            f"of {min(sizes):,} to {max(sizes):,} samples, {self.padding:.0%} padding; "
-            f"waited {self.wait_s:.1f} s for workers{rare}"
-        )
+        done = f"{self.samples:,} samples in {self.steps:,} steps ({idle}) and {self.updates:,} updates"
+        sized = f"batches of {min(sizes):,} to {max(sizes):,} samples, {self.padding:.0%} padding"
+        return f"{done}; {sized}; waited {self.wait_s:.1f} s for workers{rare}"
 
     def _repr_html_(self) -> str:
         shown = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "batch_sizes"}

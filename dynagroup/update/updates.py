@@ -2,7 +2,7 @@
 
 import zlib
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -18,7 +18,7 @@ from dynagroup.plan.cursor import Cursor
 from dynagroup.plan.epoch import OrderSource
 from dynagroup.plan.plan import BatchPlan
 from dynagroup.plan.planner import Order, Planner
-from dynagroup.update.schedule import BatchSizeSchedule, UpdateSizes, Walk, begun
+from dynagroup.update.schedule import Sizes, UpdateSizes, Walk, begun
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +67,9 @@ def steps_of(window: BatchPlan, planner: Planner, rank: int) -> Iterator[Planned
     samples = np.where(idle, 0, window.batches.sizes[window.table]).sum(axis=1).tolist()
     behind = lambda rows: window.start.after_rows(rows, window.table.shape[1], planner.limit)  # noqa: E731
     for row, (number, counted) in enumerate(zip(own.tolist(), tokens, strict=True)):
-        yield PlannedStep(
-            indices=window.batches[number].tolist(),
-            idle=bool(idle[row, rank]),
-            tokens=counted,
-            row_samples=samples[row],
-            kind=labels[codes[window.batches[number][0]]],
-            cursor=window.end if row + 1 == len(own) else behind(row + 1),
-        )
+        indices, is_idle = window.batches[number].tolist(), bool(idle[row, rank])
+        after = window.end if row + 1 == len(own) else behind(row + 1)
+        yield PlannedStep(indices, is_idle, counted, samples[row], labels[codes[indices[0]]], after)
 
 
 class _Updates(Walk):
@@ -108,9 +103,6 @@ class _Updates(Walk):
     def stand(self, place: Cursor) -> None:
         """The run continues from ``place``."""
 
-    def restore(self, changes: Iterable[Iterable[int]]) -> None:
-        """Take over the changed update sizes of a saved run."""
-
     def order_print(self, epoch: int) -> int | None:
         """Checksum of the user's sampler in an epoch; None: there is no sampler."""
         return None if self.order is None else self.order.checksum(epoch)
@@ -130,9 +122,7 @@ class PreservedUpdates(UpdateSizes, _Updates):
     """Updates of exactly as many samples as ``schedule`` says, drawn as fixed batches would draw them: in the user's
     ``order``, a seeded one, or the dataset's. ``drop_last``: a smaller last one is left out."""
 
-    def __init__(
-        self, planner: Planner, schedule: int | BatchSizeSchedule, order: OrderSource | None, *, drop_last: bool
-    ) -> None:
+    def __init__(self, planner: Planner, schedule: Sizes, order: OrderSource | None, *, drop_last: bool) -> None:
         UpdateSizes.__init__(self, schedule, partial(getattr, self, "num_samples"), drop_last=drop_last)
         self.planner, self.order = planner, order
 
