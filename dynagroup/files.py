@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import IO, Any, TypeAlias
 from zipfile import ZipFile
 
 import numpy as np
@@ -246,12 +246,11 @@ def _kind(names: list[str]) -> Kind:
     return Kind(".npz" if len(names) > 1 else ".npy", pack, unpack, list, partial(_write, names), read)
 
 
-def _write(names: Sequence[str], path: Path, chunks: Sequence[NDArray[np.int32]]) -> None:
+def _write(names: Sequence[str], file: IO[bytes], chunks: Sequence[NDArray[np.int32]]) -> None:
     """Write all lengths with one column in memory at a time: 4 bytes per sample."""
-    with path.open("wb") as file:
-        if len(names) == 1:
-            return np.save(file, np.concatenate([chunk[0] for chunk in chunks]))
-        with ZipFile(file, "w") as archive:  # as numpy's savez does
-            for place, name in enumerate(names):
-                with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-                    np.save(member, np.concatenate([chunk[place] for chunk in chunks]))  # type: ignore[arg-type]
+    if len(names) == 1:
+        return np.save(file, np.concatenate([chunk[0] for chunk in chunks]))
+    with ZipFile(file, "w") as archive:  # as numpy's savez does
+        for place, name in enumerate(names):
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                np.save(member, np.concatenate([chunk[place] for chunk in chunks]))  # type: ignore[arg-type]

@@ -41,14 +41,7 @@ def explained(what: str, *passed: type[BaseException], way_out: str = "", kind: 
 
 
 def check_int(name: str, value: Any, *, least: int = 1, most: int = LARGEST, where: str = "") -> int:
-    """``value`` as a Python int, so that it can be saved as JSON.
-
-    Raises:
-        ConfigError: it is no integer, or outside ``least`` to ``most``.
-
-    >>> check_int("window", np.int64(8))
-    8
-    """
+    """``value`` as a Python int, so that it can be saved as JSON. ConfigError: it is no int from ``least`` to ``most``."""
     is_int = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
     if not is_int or not least <= value <= most:
         bound = f"at most {most}" if is_int and value > most else f"at least {least}"
@@ -72,13 +65,7 @@ def check_function(name: str, value: Any, what: str) -> Any:
 
 def check_number(name: str, value: Any, *, most: float = math.inf, or_zero: bool = False, finite: bool = True) -> float:
     """``value`` as a float greater than 0 and at most ``most``, or 0 with ``or_zero``; infinite if not ``finite``.
-
-    Raises:
-        ConfigError: it is no such number.
-
-    >>> check_number("headroom", 1, most=1.0)
-    1.0
-    """
+    ConfigError: it is no such number."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise ConfigError(f"`{name}` must be a number greater than 0, but is {value!r}")
     if or_zero and value == 0:

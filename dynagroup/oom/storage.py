@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import IO, Any, TypeAlias
 
 import numpy as np
 
@@ -34,7 +34,7 @@ class Kind:
     pack: Callable[[Any], bytes]
     unpack: Callable[[Buffer], Any]
     gather: Callable[[list[Any]], Any]
-    write: Callable[[Path, Any], None]
+    write: Callable[[IO[bytes], Any], None]
     read: Callable[[Path], Any]
 
 
@@ -43,19 +43,14 @@ def _as_json(value: Any) -> str:
     return _ESCAPED.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(value, ensure_ascii=False))
 
 
-def _write_jsonl(path: Path, results: list[Any]) -> None:
-    with path.open("w", encoding="utf-8", newline="\n") as file:
-        file.writelines(_as_json({"index": index, "result": row}) + "\n" for index, row in enumerate(results))
+def _write_jsonl(file: IO[bytes], results: list[Any]) -> None:
+    rows = ({"index": index, "result": result} for index, result in enumerate(results))
+    file.writelines(f"{_as_json(row)}\n".encode() for row in rows)
 
 
 def _read_jsonl(path: Path) -> list[Any]:
     with path.open(encoding="utf-8", newline="\n") as file:
         return [json.loads(line)["result"] for line in file]
-
-
-def _write_npy(path: Path, results: np.ndarray) -> None:
-    with path.open("wb") as file:  # given a name, numpy would add its suffix
-        np.save(file, results)
 
 
 TEXTS = Kind(
@@ -65,7 +60,7 @@ TEXTS = Kind(
 """Texts, or lists of texts."""
 VECTORS = Kind(
     ".npy", lambda vector: np.ascontiguousarray(vector, dtype="<f4").tobytes(), lambda data: np.frombuffer(data, dtype="<f4"),
-    lambda rows: np.stack(rows) if rows else np.zeros((0, 0), np.float32), _write_npy, np.load,
+    lambda rows: np.stack(rows) if rows else np.zeros((0, 0), np.float32), np.save, np.load,
 )  # fmt: skip
 """Float32 vectors of one width: together one array (num_samples, width)."""
 
@@ -171,8 +166,9 @@ class Output:
             raise StateError(f"{missing} of {self.num_samples} samples are not in {self.journal}; run again")
         self.journal.mkdir(exist_ok=True)  # a job without samples has no journal yet
         new = self.journal / f"{uuid.uuid4().hex}.new"  # no other process writes it; it is removed with the journal
-        self._kind.write(new, self._kind.gather([self._kind.unpack(found[i]) for i in range(len(found))]))
-        with new.open("rb") as file:
+        with new.open("wb") as file:
+            self._kind.write(file, self._kind.gather([self._kind.unpack(found[i]) for i in range(len(found))]))
+            file.flush()
             os.fsync(file.fileno())
         self._say(_sum(new))
         os.replace(new, self._path)

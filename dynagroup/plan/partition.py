@@ -78,8 +78,9 @@ def _divided(cost: NDArray[np.float64], size: NDArray[np.float64], slots: list[i
             return [bin.members for bin in bins]
     least = max(math.ceil(size.sum() / most * (1 - 1e-12)), int((size > most / 2).sum()))
     why = f"they need at least {least}" if least > len(slots) else "list scheduling, best fit and first fit found none"
-    found = f"{len(size)} items of size {size.sum():g}, the largest {size.max():g}, are not divided into {len(slots)} parts"
-    raise BudgetError(f"{found} of at most {most:g} each: {why}; allow more parts or a higher limit")
+    items = f"{len(size)} items of size {size.sum():g}, the largest {size.max():g},"
+    way_out = f"{why}; allow more parts or a higher limit"
+    raise BudgetError(f"{items} are not divided into {len(slots)} parts of at most {most:g} each: {way_out}")
 
 
 def _numbers(name: str, values: Sequence[float] | np.ndarray) -> NDArray[np.float64]:

@@ -50,8 +50,8 @@ def count_label_tokens(batch: Any, *, shifted: bool = True) -> int:
     """
     name = _label_name(batch)
     if name is None:
-        way_out = "pass weigh='samples', or a function from a batch to its weight"
-        raise ConfigError(f"weigh='tokens' counts a batch's 'labels', but this {type(batch).__name__} has none; {way_out}")
+        has = f"weigh='tokens' counts a batch's 'labels', but this {type(batch).__name__} has none"
+        raise ConfigError(f"{has}; pass weigh='samples', or a function from a batch to its weight")
     labels = batch[name] if hasattr(batch[name], "ndim") else np.asarray(batch[name])
     if "float" in str(labels.dtype):  # torch's or numpy's
         return math.prod(labels.shape)
