@@ -16,8 +16,7 @@ from dynagroup.errors import ConfigError
 from dynagroup.shapes import TOKENS, Streams, primary
 from dynagroup.validation import check_function, check_int, explained
 
-LONGEST = int(np.iinfo(np.int32).max)
-"""The largest length that a sample may have, in tokens."""
+LONGEST = int(np.iinfo(np.int32).max)  # the largest length that a sample may have, in tokens
 CHAT = "tokenizer.apply_chat_template(messages, tokenize=False) makes a text of a chat"
 Tokenizer: TypeAlias = Callable[..., Any]  # called like a transformers tokenizer
 TEXTS_PER_CALL = 1000  # the default batch of datasets.map; a fast tokenizer runs in parallel inside a call

@@ -14,9 +14,7 @@ import numpy as np
 
 from dynagroup.errors import ConfigError
 
-LARGEST = 1 << 62
-"""Limit of all counts; no real run has larger ones."""
-
+LARGEST = 1 << 62  # limit of all counts; no real run has larger ones
 _NOT_THE_USER = (f"{Path(__file__).parent}{os.sep}", str(Path("torch", "utils", "data")) + os.sep)
 
 

@@ -176,20 +176,14 @@ class Wrapper(Budget):
     layout: Any = property(attrgetter("base.layout"))
     pad_to_multiple_of: Any = property(attrgetter("base.pad_to_multiple_of"))
     learner: Any = property(attrgetter("base.learner"))
-
-    def as_run(self, shape: BatchShape, /) -> BatchShape:
-        return self.base.as_run(shape)
-
-    def pads(self, stream: str, /) -> bool:
-        return self.base.pads(stream)
+    as_run: Any = property(attrgetter("base.as_run"))
+    pads: Any = property(attrgetter("base.pads"))
+    cost: Any = property(attrgetter("base.cost"))
 
     def held(self, limit: float | None, /) -> Budget:
         other = copy.copy(self)
         other.base = self.base.held(limit)
         return other
-
-    def cost(self, shape: BatchShape, /) -> FloatArray:
-        return self.base.cost(shape)
 
 
 @dataclass(frozen=True)

@@ -98,10 +98,9 @@ class MemoryBudget(Budget):
     def from_model(
         cls, model_or_config: Any, memory: str | float | None = None, *,
         mode: Mode = "train", headroom: float = 0.9, layout: Layout | None = None, pad_to_multiple_of: int = 1,
-        dtype: Any = None, autocast: Any = None, attention: Attention | None = None,
-        gradient_checkpointing: bool | None = None, lora: Any = None, optimizer: str | float | None = None,
-        sharding: Sharding | None = None, num_ranks: int | None = None, max_new_tokens: int | None = None,
-        inputs: MakeInputs | None = None, measured: Measurements | None = None, **sizes: Any,
+        dtype: Any = None, autocast: Any = None, attention: Attention | None = None, gradient_checkpointing: bool | None = None,
+        lora: Any = None, optimizer: str | float | None = None, sharding: Sharding | None = None, num_ranks: int | None = None,
+        max_new_tokens: int | None = None, inputs: MakeInputs | None = None, measured: Measurements | None = None, **sizes: Any,
     ) -> "MemoryBudget":  # fmt: skip
         """A budget for a device, from the model alone, traced on the CPU in a few seconds; no weights are read.
 

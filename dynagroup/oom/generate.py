@@ -28,9 +28,8 @@ class Generated(NamedTuple):
 
 
 def generate_with_oom_retry(
-    model: Any, batch: Any, *,
-    min_samples: int = 1, pad_token_id: int | None = None, learned: LearningBudget | None = None,
-    indices: Sequence[int] = (), **generate_kwargs: Any,
+    model: Any, batch: Any, *, min_samples: int = 1, pad_token_id: int | None = None,
+    learned: LearningBudget | None = None, indices: Sequence[int] = (), **generate_kwargs: Any,
 ) -> Generated:  # fmt: skip
     """``model.generate(**batch, **generate_kwargs)``, in parts if the whole does not fit.
 

@@ -65,9 +65,8 @@ def iter_generate(
 
 
 def embed_dataset(
-    model: Any, tokenizer: Any, texts: Sequence[str], *,
-    pooling: Pooling = "mean", normalize: bool = False, output: str | Path | None = None, world: World | None = None,
-    **options: Any,
+    model: Any, tokenizer: Any, texts: Sequence[str], *, pooling: Pooling = "mean", normalize: bool = False,
+    output: str | Path | None = None, world: World | None = None, **options: Any,
 ) -> np.ndarray:  # fmt: skip
     """One vector per text, float32 (num_texts, features): the last hidden states, pooled over the text's tokens.
 

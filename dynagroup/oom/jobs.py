@@ -65,9 +65,8 @@ class Job:
     """Runs texts through a model in planned batches, longest first. A batch that does not fit runs in parts."""
 
     def __init__(
-        self, task: Task, tokenizer: Any, texts: Any, *,
-        batch_size: int | None = None, budget: Budget | None = None, max_length: int | None = None,
-        progress: bool = True, learned: LearningBudget | None = None, shapes: int | None = None,
+        self, task: Task, tokenizer: Any, texts: Any, *, batch_size: int | None = None, budget: Budget | None = None,
+        max_length: int | None = None, progress: bool = True, learned: LearningBudget | None = None, shapes: int | None = None,
     ) -> None:  # fmt: skip
         if getattr(budget, "layout", "padded") == "packed":
             raise ConfigError(f"`budget` is {budget!r}, but these batches are padded: give it layout='padded'")

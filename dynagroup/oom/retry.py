@@ -13,11 +13,10 @@ import torch
 from dynagroup.budget.learning import LearningBudget
 from dynagroup.device import PeakWatch, is_out_of_memory
 from dynagroup.errors import BudgetError
-from dynagroup.oom.split import BatchSplitter, Splitter, describe, shape_of
+from dynagroup.oom.split import B, BatchSplitter, Splitter, describe, shape_of
 from dynagroup.shapes import BatchShape
 from dynagroup.validation import check_int
 
-B = TypeVar("B")
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
@@ -75,9 +74,8 @@ def halves(start: int, stop: int) -> list[tuple[int, int]]:
 
 
 def run_with_oom_retry(
-    fn: Callable[[B], T], batch: B, *,
-    split: Splitter[B] | None = None, min_samples: int = 1, learned: LearningBudget | None = None,
-    indices: Sequence[int] = (),
+    fn: Callable[[B], T], batch: B, *, split: Splitter[B] | None = None, min_samples: int = 1,
+    learned: LearningBudget | None = None, indices: Sequence[int] = (),
 ) -> list[T]:  # fmt: skip
     """``fn(batch)``, in parts if the whole does not fit; returns the results of the parts in input order.
 
@@ -106,9 +104,8 @@ def run_with_oom_retry(
 
 
 def run_parts(
-    fn: Callable[[Any], T], batch: Any, splitter: Splitter[Any], learned: LearningBudget, *,
-    min_samples: int = 1, indices: Sequence[int] = (), shape: Callable[[Any, int], BatchShape] = shape_of,
-    watch: PeakWatch | None = None,
+    fn: Callable[[Any], T], batch: Any, splitter: Splitter[Any], learned: LearningBudget, *, min_samples: int = 1,
+    indices: Sequence[int] = (), shape: Callable[[Any, int], BatchShape] = shape_of, watch: PeakWatch | None = None,
 ) -> list[Any]:  # fmt: skip
     """Like :func:`run_with_oom_retry`; ``shape(part, number of samples)`` is the shape on which its memory depends."""
     num_samples, smallest = splitter.num_samples(batch), 2 * check_int("min_samples", min_samples)

@@ -53,16 +53,14 @@ def _read_jsonl(path: Path) -> list[Any]:
         return [json.loads(line)["result"] for line in file]
 
 
-TEXTS = Kind(
+TEXTS = Kind(  # or lists of texts
     ".jsonl", lambda text: _as_json(text).encode(), lambda data: json.loads(bytes(data)),
     list, _write_jsonl, _read_jsonl,
 )  # fmt: skip
-"""Texts, or lists of texts."""
-VECTORS = Kind(
+VECTORS = Kind(  # float32, of one width: together one array (num_samples, width)
     ".npy", lambda vector: np.ascontiguousarray(vector, dtype="<f4").tobytes(), lambda data: np.frombuffer(data, dtype="<f4"),
     lambda rows: np.stack(rows) if rows else np.zeros((0, 0), np.float32), np.save, np.load,
 )  # fmt: skip
-"""Float32 vectors of one width: together one array (num_samples, width)."""
 
 
 # A write-ahead journal. PATH.job says which job this is, and once the job is done, what the output holds. The one run

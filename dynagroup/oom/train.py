@@ -25,8 +25,7 @@ from dynagroup.update.step import Step
 
 ComputeLoss: TypeAlias = Callable[[Any], torch.Tensor]
 
-BUCKET_BYTES = 2**20
-"""Smaller gradients are exchanged together; a larger one is exchanged in its own tensor, without a copy."""
+BUCKET_BYTES = 2**20  # smaller gradients are exchanged together, a larger one in its own tensor, without a copy
 _SHARDED = {"FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}
 
 
@@ -90,8 +89,7 @@ class Update:
     waiting: list[Part] = field(default_factory=list)
     num_calls: int = 0
     failed_cost: float = math.inf
-    verdict: tuple[int, int] | None = None
-    """The sample that does not fit even alone: (its index in the dataset if known, its tokens)."""
+    verdict: tuple[int, int] | None = None  # sample that does not fit even alone: (dataset index if known, tokens)
 
     def __post_init__(self) -> None:
         self.before = [parameter.grad for parameter in self.parameters]
@@ -151,8 +149,7 @@ class OomSafeBackward:
         self._backward = backward if backward is not None else lambda loss: loss.backward()
         self._device = next(model.parameters()).device
         self._peak = PeakWatch(self._device)
-        self._began = False
-        """Whether the latest attempt reached its backward pass, which may have added to some gradients."""
+        self._began = False  # whether the latest attempt reached its backward pass, which may have added to gradients
         self._update: Update | None = None
         self.learned = learned if learned is not None else LearningBudget()
         """What running out of memory has taught so far, with its report."""

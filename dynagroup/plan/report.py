@@ -199,8 +199,7 @@ class Comparison:
 
 
 def compare(
-    lengths: ArrayLike | Mapping[str, ArrayLike], batch_size: int, *,
-    world_size: int = 1, accumulation: int = 1,
+    lengths: ArrayLike | Mapping[str, ArrayLike], batch_size: int, *, world_size: int = 1, accumulation: int = 1,
     budget: Budget | None = None, work: Work | None = None, kinds: Iterable[Any] | None = None,
 ) -> Comparison:  # fmt: skip
     """Batch the same samples in several ways and predict the cost of each.

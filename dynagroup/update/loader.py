@@ -8,7 +8,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic
 
 import numpy as np
 import torch
@@ -22,10 +22,8 @@ from dynagroup.plan.cursor import Cursor
 from dynagroup.shapes import Streams
 from dynagroup.state import listed, opened, sealed
 from dynagroup.update.schedule import UpdateSizes, Walk
-from dynagroup.update.step import LoaderStats, Step
+from dynagroup.update.step import B, LoaderStats, Step
 from dynagroup.validation import check_flag, check_int
-
-B = TypeVar("B")
 
 
 class StepLoader(ABC, Generic[B]):

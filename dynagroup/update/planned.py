@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import fields, replace
 from itertools import accumulate, islice
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -31,11 +31,10 @@ from dynagroup.update.filling import FillingCollator, Pad
 from dynagroup.update.loader import ENDED_EARLY, Inner, StepLoader, check_updates, seed_of
 from dynagroup.update.loss_weight import Share, Weigh, loss_scale, weigher
 from dynagroup.update.schedule import LARGEST_UPDATE, BatchSizeSchedule
-from dynagroup.update.step import LoaderStats, Step, StepTimes, unplanned
+from dynagroup.update.step import B, LoaderStats, Step, StepTimes, unplanned
 from dynagroup.update.updates import FreeUpdates, PlannedUpdate, PreservedUpdates, Updates, compare_ranks
 from dynagroup.validation import check_int, warn_user
 
-B = TypeVar("B")
 OURS = {"shuffle", "seed", "samples_per_update", "grouping", "uneven"}  # plan settings that this loader sets itself
 
 
