@@ -164,8 +164,9 @@ class Output:
             raise StateError(f"{missing} of {self.num_samples} samples are not in {self.journal}; run again")
         self.journal.mkdir(exist_ok=True)  # a job without samples has no journal yet
         new = self.journal / f"{uuid.uuid4().hex}.new"  # no other process writes it; it is removed with the journal
+        results = self._kind.gather([self._kind.unpack(found[i]) for i in range(len(found))])
         with new.open("wb") as file:
-            self._kind.write(file, self._kind.gather([self._kind.unpack(found[i]) for i in range(len(found))]))
+            self._kind.write(file, results)
             file.flush()
             os.fsync(file.fileno())
         self._say(_sum(new))
