@@ -179,11 +179,15 @@ class Wrapper(Budget):
     as_run: Any = property(attrgetter("base.as_run"))
     pads: Any = property(attrgetter("base.pads"))
     cost: Any = property(attrgetter("base.cost"))
+    fingerprint: Any = property(attrgetter("base.fingerprint"))
+
+    def around(self, base: Budget) -> Any:
+        other = copy.copy(self)
+        other.base = base
+        return other
 
     def held(self, limit: float | None, /) -> Budget:
-        other = copy.copy(self)
-        other.base = self.base.held(limit)
-        return other
+        return self.around(self.base.held(limit))
 
 
 @dataclass(frozen=True)

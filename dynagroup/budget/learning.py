@@ -81,19 +81,10 @@ class LearningBudget(Wrapper):
 
     def bind(self, lengths: Streams, /) -> "LearningBudget":
         """Bind the budget to lengths. The old and the new budget share what they learn."""
-        return self._of(self.base.bind(lengths))
+        return self.around(self.base.bind(lengths))
 
     def with_memory(self, known: Callable[[], Any], /) -> "LearningBudget":
-        return self._of(self.base.with_memory(known))
-
-    def _of(self, base: Budget) -> "LearningBudget":
-        other = copy.copy(self)
-        other.base = base
-        return other
-
-    @property
-    def fingerprint(self) -> str:
-        return self.base.fingerprint
+        return self.around(self.base.with_memory(known))
 
     @property
     def limits(self) -> tuple[float, float]:
@@ -105,7 +96,7 @@ class LearningBudget(Wrapper):
         return float(self._lessons.numbers[2] if self._held is None else self._held)
 
     def held(self, limit: float | None, /) -> "LearningBudget":
-        other = self._of(self.base)
+        other = copy.copy(self)
         other._held = math.inf if limit is None else limit
         return other
 
