@@ -53,8 +53,7 @@ class TokenBudget(Budget):
         ok = shape.num_samples <= min(self.max_tokens, self.max_samples or UNLIMITED)
         if self.layout == "packed":
             return ok & (self._counted(shape) <= self.max_tokens)
-        # a division, because the product may overflow 64 bits
-        return ok & (self._widths(shape) <= self.max_tokens // np.maximum(shape.num_samples, 1))
+        return ok & (self._widths(shape) <= self.max_tokens // np.maximum(shape.num_samples, 1))  # products overflow
 
     def cost(self, shape: BatchShape, /) -> FloatArray:
         return self._counted(shape).astype(np.float64)
@@ -77,11 +76,7 @@ class TokenBudget(Budget):
 
 
 def as_budget(budget: Budget | int) -> Budget:
-    """A budget as it is, or a TokenBudget of a number of tokens. ConfigError: ``budget`` is neither.
-
-    >>> as_budget(4096) == TokenBudget(4096)
-    True
-    """
+    """A budget as it is, or a TokenBudget of a number of tokens. ConfigError: ``budget`` is neither."""
     if isinstance(budget, (int, np.integer)) and not isinstance(budget, bool):
         return TokenBudget(int(budget))
     if not isinstance(budget, Budget):

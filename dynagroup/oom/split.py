@@ -145,8 +145,7 @@ class BatchSplitter:
         kept = min(width, -(-tokens // multiple) * multiple)
         unknown = any(_as_wide(fields[key], num_samples, width) for key in fields.keys() - known)
         kept = width if unknown or "past_key_values" in fields else kept
-        # Of a target side: as wide as the mask by accident.
-        targets = {"labels"} if "decoder_input_ids" in fields else set()
+        targets = {"labels"} if "decoder_input_ids" in fields else set()  # as wide as the mask by accident
         wide = {key: fields[key] for key in parts.keys() & _TOKEN_KEYS - targets if _is_array(fields[key])}
         labels = wide.get("labels", np.empty(0))
         if labels.shape[1:] == (width,) and (labels[start:stop, kept:] != _IGNORED_LABEL).any():
@@ -154,8 +153,7 @@ class BatchSplitter:
         for key, value in wide.items():
             if (key == "position_ids" and value.shape[-1] == width) or tuple(value.shape[:2]) == (num_samples, width):
                 part = parts[key][..., :kept] if key == "position_ids" else parts[key][:, :kept]
-                # Contiguous, because models flatten these with `view`.
-                parts[key] = part.contiguous() if hasattr(part, "contiguous") else part
+                parts[key] = part.contiguous() if hasattr(part, "contiguous") else part  # models flatten it by `view`
 
 
 def _take_padded(key: Any, value: Any, num_samples: int, start: int, stop: int) -> Any:

@@ -94,11 +94,7 @@ def predicts_next_token(model: Any, *, unknown: bool = False) -> bool:
 
 
 def weigher(weigh: Weigh, *, shifted: bool = True) -> Callable[[Any, int], float]:
-    """The function (batch, number of samples) -> weight for ``weigh``. ConfigError: it is invalid, or gives no number.
-
-    >>> weigher("samples")(None, 3)
-    3.0
-    """
+    """The function (batch, number of samples) -> weight for ``weigh``. ConfigError: it is invalid, or gives no number."""
     if not callable(weigh) and weigh not in ("tokens", "samples"):
         known = "'tokens', 'samples' or a function from a batch to its weight"
         raise ConfigError(f"`weigh` must be {known}, but is {weigh!r}")
