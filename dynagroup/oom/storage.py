@@ -97,7 +97,15 @@ class Output:
         whether another process has finished the job meanwhile."""
         self._receipt.parent.mkdir(parents=True, exist_ok=True)
         self._lock = os.fdopen(os.open(self._receipt, os.O_RDWR | os.O_CREAT), "r+b")
-        _lock(self._lock, self._receipt)
+        try:  # two runs of one job would do the work twice
+            import fcntl
+
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            running = "this job is running already; wait for it"
+            raise ConfigError(f"another process holds {self._receipt}: {running}") from None
+        except (ImportError, OSError) as error:  # systems and file systems without locks
+            _log.info("%s cannot be locked: %s", self._receipt, error)
         if self.is_finished():
             return True
         if self._own_files():
@@ -211,15 +219,3 @@ def _sum(path: Path) -> str:
         while block := file.read(2**20):
             checksum = zlib.crc32(block, checksum)
         return f"{file.tell():20} {checksum:10}"
-
-
-def _lock(file: Any, path: Path) -> None:
-    """Two runs of one job would do the work twice."""
-    try:
-        import fcntl
-
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ConfigError(f"another process holds {path}: this job is running already; wait for it") from None
-    except (ImportError, OSError) as error:  # systems and file systems without locks
-        _log.info("%s cannot be locked: %s", path, error)

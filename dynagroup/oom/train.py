@@ -299,10 +299,16 @@ def local_gradients(ddp: DistributedDataParallel | None) -> AbstractContextManag
 # every rank has all its gradients. It does not overlap with the backward pass; but large gradients are not copied.
 def average_gradients(parameters: Sequence[torch.nn.Parameter], group: dist.ProcessGroup | None) -> None:
     """Set every ``.grad`` to its mean over ranks; a missing one counts as zero. All pass the same ``parameters``."""
-    size = dist.get_world_size(group)
+    size, kinds = dist.get_world_size(group), dict[Any, list[torch.Tensor]]()
     with torch.no_grad():
-        buckets = _buckets(parameters)
+        for number, parameter in enumerate(parameters):
+            gradient = parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            if gradient.is_sparse:
+                raise ConfigError("a sparse gradient cannot be exchanged in a bucket; use nn.Embedding(sparse=False)")
+            alone = gradient.nbytes >= BUCKET_BYTES
+            kinds.setdefault(number if alone else (gradient.dtype, gradient.device), []).append(gradient)
         try:
+            buckets = list(kinds.values())
             whole = [len(bucket) == 1 and bucket[0].is_contiguous() for bucket in buckets]
             packed = [b[0] if w else torch.cat([g.reshape(-1) for g in b]) for w, b in zip(whole, buckets, strict=True)]
             works: list[Any] = [dist.all_reduce(flat.div_(size), group=group, async_op=True) for flat in packed]
@@ -316,15 +322,3 @@ def average_gradients(parameters: Sequence[torch.nn.Parameter], group: dist.Proc
                 raise
             lost = "another rank was lost while gradients were exchanged; see its error"
             raise AlignmentError(f"{lost}: {error}") from error
-
-
-def _buckets(parameters: Sequence[torch.nn.Parameter]) -> list[list[torch.Tensor]]:
-    """Buckets of gradients: each large one alone, small ones of one dtype and device together."""
-    kinds: dict[Any, list[torch.Tensor]] = {}
-    for number, parameter in enumerate(parameters):
-        gradient = parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        if gradient.is_sparse:
-            raise ConfigError("a sparse gradient cannot be exchanged in a bucket; use nn.Embedding(sparse=False)")
-        alone = gradient.nbytes >= BUCKET_BYTES
-        kinds.setdefault(number if alone else (gradient.dtype, gradient.device), []).append(gradient)
-    return list(kinds.values())

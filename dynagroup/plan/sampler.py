@@ -189,21 +189,17 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         self._run, start = None, self._here()
         run = self._run = _Run([start], start.steps, size, self._planner.limit)
         for planned in self._planner.steps_from(start, size, order):
-            self._tell_of_repeats(planned)
+            if len(planned.repeated) and not self._said_repeats:
+                self._said_repeats = True
+                told = f"samples {planned.repeated.tolist()!s:.200} are used a second time, with weight 0 in plan.loss_scale"
+                few = "too few samples for an equal number of steps on all ranks"
+                warn_user(f"{few}: {told}; uneven='drop' leaves out samples instead")
             run.borders.append(planned.end)
             for row in planned.table.tolist():
                 run.steps += 1
                 for number in row if rank is None else row[rank : rank + 1]:
                     yield planned.batches[number].tolist()
         run.ended = True
-
-    def _tell_of_repeats(self, planned: BatchPlan) -> None:
-        if len(planned.repeated) and not self._said_repeats:
-            self._said_repeats = True
-            warn_user(
-                f"too few samples for an equal number of steps on all ranks: samples {planned.repeated.tolist()!s:.200} are "
-                "used a second time, with weight 0 in plan.loss_scale; uneven='drop' leaves out samples instead"
-            )
 
     def _here(self) -> Cursor:
         """Where the next iteration begins, or where the running one began."""
