@@ -92,4 +92,4 @@ def test_ranks_agree_on_what_ran_out_of_memory_and_nothing_has_changed(ranks: in
         for message in found["messages"]:
             assert "a batch of 23 samples of 11 tokens, which the budget allows, runs out of memory" in message
             assert "add `& TokenBudget(227)` to the budget. Rank " in message
-            assert "253 tokens, 100 fit" in message
+            assert "253 tokens, but 100 fit" in message

@@ -1,0 +1,74 @@
+"""Embed, classify or generate with Ray Data: a class for ``Dataset.map_batches``. Machines, faults and files are Ray's."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from dynagroup.budget.learning import LearningBudget
+from dynagroup.distributed import SingleProcess
+from dynagroup.errors import ConfigError
+from dynagroup.oom.inference import classify_dataset, embed_dataset, generate_dataset
+from dynagroup.validation import check_choice
+
+# task -> what runs it, and the new column
+TASKS: dict[str, tuple[Callable[..., Any], str]] = {
+    "embed": (embed_dataset, "embedding"), "classify": (classify_dataset, "logits"),
+    "generate": (generate_dataset, "generated_text"),
+}  # fmt: skip
+
+
+class Predictor:
+    """A model that Ray loads once in each actor, and calls with one block of rows after another. Each block is sorted by
+    length and run in batches that fit. A batch that runs out of memory is run in parts, and later blocks are cut by
+    what that taught. Rows keep their order and their columns, and get one column more.
+
+    Args:
+        load: returns (model, tokenizer), the model on its device; called in the actor.
+        task: "embed": column ``embedding``, float32 (num_rows, features). "classify": ``logits``, float32 (num_rows,
+            classes). "generate": ``generated_text``, a text a row.
+        column: the column of texts, or of rows of token ids.
+        output_column: another name for the new column.
+        options: those of :func:`~dynagroup.embed_dataset`, :func:`~dynagroup.classify_dataset` or
+            :func:`~dynagroup.generate_dataset`, such as ``batch_size``, ``budget``, ``pooling``, ``max_new_tokens``.
+
+    Raises:
+        ConfigError: a block is no dict of arrays, or lacks ``column``. BudgetError: a row does not fit even alone.
+
+    ```python
+    how = {"load": load, "task": "embed", "batch_size": 64}
+    rows = rows.map_batches(Predictor, fn_constructor_kwargs=how, batch_size=4096, concurrency=2, num_gpus=1)
+    ```
+    """
+
+    def __init__(
+        self, load: Callable[[], tuple[Any, Any]], task: Literal["embed", "classify", "generate"] = "embed", *,
+        column: str = "text", output_column: str | None = None, **options: Any,
+    ) -> None:  # fmt: skip
+        check_choice("task", task, tuple(TASKS))
+        (self._run, output), (self.model, self.tokenizer) = TASKS[task], load()
+        self.column, self.output_column = column, output_column or output
+        self._options = {"learned": LearningBudget(), **options, "progress": False, "world": SingleProcess()}
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        if not isinstance(batch, dict) or self.column not in batch:
+            wanted = f"a block must be a dict of arrays with {self.column!r}, as batch_format='numpy' gives it"
+            raise ConfigError(f"{wanted}, but is {batch!r:.200}")
+        rows, tokenizer = list(batch[self.column]), self.tokenizer
+        if rows and not isinstance(rows[0], str):
+            rows, tokenizer = [*map(str, range(len(rows)))], _Ids(rows, tokenizer)
+        return {**batch, self.output_column: self._run(self.model, tokenizer, rows, **self._options)}
+
+
+class _Ids:
+    """A tokenizer whose texts are the places of rows that are tokenized already; it pads and decodes as another does."""
+
+    def __init__(self, rows: Sequence[Any], tokenizer: Any) -> None:
+        self._rows, self._tokenizer = [np.asarray(row).tolist() for row in rows], tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, places: Sequence[str], *, max_length: int | None = None, **_: Any) -> dict[str, list[list[int]]]:
+        ids = [self._rows[int(place)][:max_length] for place in places]
+        return {"input_ids": ids, "attention_mask": [[1] * len(row) for row in ids]}
