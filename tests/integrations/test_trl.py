@@ -14,6 +14,7 @@ from transformers import GPT2ForSequenceClassification  # noqa: E402
 from dynagroup import ConfigError, TokenBudget  # noqa: E402
 from dynagroup.integrations.config import COUPLED  # noqa: E402
 from dynagroup.integrations.hf import DynagroupConfig, attach, dynagroup_trainer  # noqa: E402
+from dynagroup.integrations.hf_data import sample_lengths  # noqa: E402
 from tests.integrations import toys  # noqa: E402
 from tests.integrations.jobs import parameters, trainer  # noqa: E402
 from tests.models import gpt2  # noqa: E402
@@ -131,6 +132,8 @@ def test_preferences_are_measured_and_evaluated_within_the_budget(tmp_path) -> N
     assert len(set(seen)) > 1
     figures = [f"eval_{key}" for key in ("loss", *FIGURES)]
     assert [evaluated[k] for k in figures] == pytest.approx([expected[k] for k in figures], rel=1e-4, abs=1e-5)
+    cut = dpo(tmp_path, PADDED, max_length=12)
+    assert sample_lengths(cut, cut.train_dataset, name="pairs")["tokens"].max() == 2 * 12
 
 
 def test_losses_and_trainers_that_need_their_own_batches_are_refused(tmp_path) -> None:

@@ -15,7 +15,7 @@ from dynagroup.memory import Measurement, Measurements, MemoryRegressor, TracedM
 from dynagroup.memory.run import Phases
 from dynagroup.memory.trace import phases
 from dynagroup.memory.trace.model import as_meta_model
-from dynagroup.memory.trace.program import kept_bytes, static_bytes
+from dynagroup.memory.trace.program import REDUCE_BUCKET, kept_bytes, static_bytes
 from dynagroup.memory.traced import line_above, optimizer_bytes
 from dynagroup.shapes import BatchShape
 from tests import models
@@ -232,6 +232,13 @@ def test_what_a_rank_keeps_is_what_the_zero_paper_says():
     known = {"mode": "train", "dtype": "float16", "optimizer_bytes": optimizer_bytes("adamw_master", "float16")}
     for sharding, gb in ((None, 120.0), ("zero1", 31.4), ("zero2", 16.6), ("zero3", 1.9)):
         assert round(kept_bytes(model, Workload(**known, sharding=sharding, num_ranks=64)) / 1e9, 1) == gb
+
+
+def test_a_bucket_of_gradients_is_as_wide_as_the_widest_of_them():
+    wide, exact = torch.nn.Linear(40_000, 30_000, bias=False), torch.nn.Linear(8, 8, bias=False)
+    shared = Workload(mode="train", dtype="bfloat16", optimizer_bytes=0.0, sharding="zero2", num_ranks=10**9)
+    model = torch.nn.Sequential(wide.to("meta", torch.bfloat16), exact.to("meta"))
+    assert static_bytes(model, shared) - kept_bytes(model, shared) == 4 * REDUCE_BUCKET
 
 
 def test_ranks_that_share_parameters_gather_them_as_they_run_and_hold_two_of_the_largest_layers():
