@@ -45,6 +45,20 @@ class Net(torch.nn.Module):
 TRAIN = Workload(mode="train", dtype="float32", optimizer_bytes=8.0)
 
 
+def test_autocast_casts_a_weight_once_a_forward_pass():
+    class Again(Net):
+        def forward(self, input_ids=None, x=None, **kwargs):
+            hidden = self.up(x)
+            return {"loss": sum(self.down(hidden).sum() for _ in range(self.times))}
+
+    def bytes_of(times):
+        (model := Again()).times = times
+        inputs = lambda *_: {"x": torch.zeros(1, 1, 256)}  # noqa: E731
+        return simulate(model, TRAIN.replace(autocast="bfloat16"), [(1, 1)], inputs=inputs).rows[0].batch_bytes
+
+    assert bytes_of(20) - bytes_of(2) < 2 * 2 * 1024 * 256  # not as much as two further copies
+
+
 def test_a_linear_model_and_dropout_without_scores_are_counted_by_hand():
     def inputs(model, num_samples, longest):
         return {"x": torch.zeros(num_samples, longest["tokens"], 256)}
