@@ -52,6 +52,14 @@ def test_wrong_arguments_are_refused(options: dict[str, Any], match: str) -> Non
         next(iter(made())) if late else made()
 
 
+def test_a_sample_that_is_longer_than_every_hint_has_a_shape_too() -> None:
+    """Also where a batch may have fewer samples than tokens."""
+    lengths, budget = [4] * 30 + [50], TokenBudget(64, max_samples=8)
+    how: Any = {"length_hint": [4] * 31, "shapes": 2, "weigh": "samples", "collate_fn": collate}
+    steps = [step for step in OnlineDataLoader(Tokens(lengths), budget, **how) if not step.idle]
+    assert {tuple(step.batch["input_ids"].shape) for step in steps} == {(8, 4), (1, 64)}
+
+
 def test_a_loader_is_let_go_of_at_once_and_one_whose_budget_has_no_limit_is_refused_at_once() -> None:
     """In a circle of objects its workers would take five seconds each to end."""
     loader = make_loader(None, LENGTHS, samples_per_update=16, num_workers=1, persistent_workers=True)
