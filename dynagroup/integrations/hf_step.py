@@ -164,7 +164,7 @@ class UpdateRunner(Trainer if TYPE_CHECKING else object):
             return not self.loss_is_scaled_for_ga
         if num_items_in_batch is None:
             return True
-        if self.label_smoother is not None and self.compute_loss_func is None and not _defines_compute_loss(type(self)):
+        if self.label_smoother is not None and self.compute_loss_func is None and not defines_compute_loss(type(self)):
             return False
         config = self.dynagroup
         for step in update:
@@ -197,7 +197,7 @@ class UpdateRunner(Trainer if TYPE_CHECKING else object):
     def _run_protected(self, model: Any, step: Step[Any], mean: bool, items: Any) -> torch.Tensor:
         config, loader = self.dynagroup, self.update_loader
         if self.guard is None:
-            if _defines_compute_loss(type(self)) and loader.world.size > 1:
+            if defines_compute_loss(type(self)) and loader.world.size > 1:
                 alone = f"`out_of_memory` ({config.out_of_memory!r}) repeats batches on one rank alone"
                 may = f"the compute_loss of {type(self).__name__} may exchange data between ranks"
                 raise ConfigError(f"{alone}, but {may}; leave it None")
@@ -275,7 +275,7 @@ def _counted(inputs: Any) -> list[Any]:
     ]  # fmt: skip
 
 
-def _defines_compute_loss(trainer_class: type) -> bool:
+def defines_compute_loss(trainer_class: type) -> bool:
     """Whether a class of the user or of a library computes the loss itself."""
     return any("compute_loss" in vars(c) and c not in (UpdateRunner, Trainer) for c in trainer_class.__mro__)
 

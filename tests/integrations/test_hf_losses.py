@@ -13,7 +13,7 @@ from dynagroup import ConfigError, TokenBudget
 from dynagroup.distributed import SingleProcess
 from dynagroup.integrations.hf import DynagroupTrainer, DynagroupTrainerMixin, attach, dynagroup_trainer
 from dynagroup.integrations.hf_evaluate import EvaluationRows
-from dynagroup.integrations.hf_step import _defines_compute_loss, is_a_mean
+from dynagroup.integrations.hf_step import defines_compute_loss, is_a_mean
 from tests import models
 from tests.allocator import Allocator
 from tests.integrations import jobs, toys
@@ -84,7 +84,7 @@ class Failing(MeanLoss):
 
 
 def test_a_loss_that_cannot_be_asked_is_refused_with_the_way_out(tmp_path, monkeypatch):
-    assert [_defines_compute_loss(kind) for kind in (DynagroupTrainer, PlainMean, OursMean)] == [False, True, True]
+    assert [defines_compute_loss(kind) for kind in (DynagroupTrainer, PlainMean, OursMean)] == [False, True, True]
     with pytest.raises(ConfigError, match="does not require grad.*`loss_is_scaled_for_ga` to False"):
         trained(type("Mine", (Failing, DynagroupTrainer), {}), tmp_path, monkeypatch)
     told = type("Mine", (Failing, DynagroupTrainer), {"loss_is_scaled_for_ga": False})
