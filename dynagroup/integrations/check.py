@@ -1,6 +1,8 @@
 """How an architecture treats padded and packed batches, tested on a small model of its config on the CPU."""
 
 import copy
+import inspect
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,11 +27,7 @@ SMALL = {
     "eos_token_id": 2, "decoder_start_token_id": 0, "max_position_embeddings": 2048,
 }  # fmt: skip
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers")
-FEWEST = 2
 CLOSE = 1e-4  # relative to the largest number; in float32 two ways to the same answer differ by rounding
-RECURRENT = ("linear_attention", "mamba", "recurrent", "conv")  # kinds of layers that run along the row
-VARLEN = "use_varlen_attention"
-KERNELS = "on a GPU install flash-linear-attention and causal_conv1d, elsewhere use the padded layout"
 
 
 def check_model(model_or_config: Any) -> dict[str, str]:
@@ -64,13 +62,14 @@ def small_model(source: Any) -> Any:
         config = copy.deepcopy(as_config(source))
         for part in _parts(config):
             kinds = getattr(part, "layer_types", None) or ()
-            count = max(FEWEST, *(kinds.index(kind) + 1 for kind in kinds), 0)
+            count = max(2, *(kinds.index(kind) + 1 for kind in kinds), 0)
             for name, size in {**sizes, **dict.fromkeys(LAYERS, count)}.items():
                 value = getattr(part, name, None)
                 if isinstance(value, int) and (value > size or value < 0):
                     setattr(part, name, size)
             if "layer_types" in vars(part) and kinds:
                 part.layer_types = kinds[:count]
+        config.use_cache = False  # with a cache transformers makes no mask between packed samples
         if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
             config.decoder_start_token_id = 0
         try:
@@ -92,19 +91,23 @@ def _parts(config: Any) -> Iterator[Any]:
 def _packed(model: Any) -> str:
     if model.config.is_encoder_decoder:
         return "not possible for encoder-decoders: use the padded layout, with both lengths"
-    kinds = {str(kind) for part in _parts(model.config) for kind in getattr(part, "layer_types", None) or ()}
-    kinds.add(str(getattr(model.config, "model_type", "")))
-    if found := sorted(kind for kind in kinds if any(name in kind for name in RECURRENT)):
-        return f"samples are kept apart only by certain kernels (layers: {', '.join(found)}): {KERNELS}"
-    model.config.use_cache = False  # with a cache transformers makes no mask between packed samples
     apart, refused = [], []
-    for name in (model.config._attn_implementation, VARLEN):
+    for name in (model.config._attn_implementation, "use_varlen_attention"):
         try:
-            packing_collator(use_varlen_attention(model) if name == VARLEN else model)
+            packing_collator(use_varlen_attention(model) if apart or refused else model)
             apart.append(name)
         except ConfigError as error:
-            refused.append(f"samples are not kept apart: use the padded layout ({str(error)[:150]})")
-    return f"samples are kept apart with {' or '.join(apart)}: use layout='packed'" if apart else refused[0]
+            refused.append(str(error))
+    if apart:
+        return f"samples are kept apart with {' or '.join(apart)}: use layout='packed'"
+    try:  # told where samples begin, recurrent layers ask for kernels that keep them apart; Mamba 1 (x_proj) has none
+        packing_collator(model, return_seq_idx=True, return_flash_attn_kwargs=True)
+    except ConfigError as error:
+        if "keep packed sequences apart" in str(error) and not any(hasattr(m, "x_proj") for m in model.modules()):
+            found = re.findall(r'_with_fallback\("\w+", "(\w+)"', inspect.getsource(inspect.getmodule(type(model))))
+            needed = " and ".join(sorted(set(found)))
+            return f"samples are kept apart only by kernels: on a GPU install {needed}, elsewhere use the padded layout"
+    return f"samples are not kept apart: use the padded layout ({refused[0].partition(';')[0][:150]})"
 
 
 def _answer(model: Any, ids: torch.Tensor, **more: Any) -> torch.Tensor:

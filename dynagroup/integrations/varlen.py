@@ -1,6 +1,5 @@
 """Attention of packed batches with torch alone: each sample attends only to itself, and memory grows linearly with the
-tokens. It uses ``torch.nn.attention.varlen`` on CUDA in half precision (torch 2.11 or later), else a loop over
-samples."""
+tokens. ``torch.nn.attention.varlen`` does it on CUDA in half precision (torch 2.11 or later), else a loop."""
 
 import contextlib
 import inspect
@@ -40,8 +39,7 @@ def use_varlen_attention(model: Any) -> Any:
     ``DataCollatorWithFlattening(return_flash_attn_kwargs=True)``. Parts without tokens (vision) keep their attention.
 
     Raises:
-        ConfigError: :func:`check_own_attention` refuses the model. Later: a batch has a mask, no borders, or images whose
-            tokens look ahead.
+        ConfigError: :func:`check_own_attention` refuses the model. Later: a batch has a mask, no borders, or images.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> small = LlamaConfig(vocab_size=16, hidden_size=8, num_attention_heads=2, num_hidden_layers=1, intermediate_size=8)

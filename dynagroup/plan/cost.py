@@ -278,8 +278,8 @@ DEFAULT_WORK = Work()
 
 
 def check_work(work: Work | Literal["measure"] | None = None, *, times: bool = False) -> Work:
-    """``work``; if None, the default for this machine's device. ConfigError: it is something else, or "measure" where
-    no step is timed."""
+    """``work``; if None, the default for this device. ConfigError: something else, or "measure" where nothing is
+    timed."""
     if isinstance(work, Work):
         return work
     if work is not None and not (times and work == "measure"):

@@ -140,8 +140,7 @@ class UpdateSizes(Walk):
         self._starts = [Cursor()]
 
     def spans(self, cursor: Cursor) -> Iterator[tuple[int, int, Cursor]]:
-        """(start, stop, cursor after) of each remaining update of an epoch. A size is looked up just before its update,
-        so that changes apply."""
+        """(start, stop, cursor after) of each remaining update of an epoch. A size is looked up only when needed."""
         count = self.num_ordered()
         while cursor.samples_used < count:
             samples, start = self._samples_of(cursor), cursor.samples_used

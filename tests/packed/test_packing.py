@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import transformers
-from transformers import Mamba2Config
+from transformers import FalconH1Config, Mamba2Config
 
 from dynagroup import ConfigError, TokenBudget, text_dataloader
 from dynagroup.integrations.check import QUESTIONS, check_model
@@ -105,12 +105,14 @@ def test_answers_of_architectures_that_are_known(config, answers):
 
 
 def test_layers_that_run_along_the_row_are_told_their_kernels_and_no_text_model_is_refused(monkeypatch):
-    """State-space models: flash attention would change nothing."""
-    monkeypatch.setitem(QUESTIONS, "memory", lambda model: "not asked")
-    config = Mamba2Config(
-        hidden_size=32, num_heads=4, head_dim=16, state_size=8, n_groups=1, num_hidden_layers=2, vocab_size=64
-    )
-    found = check_model(config)
-    assert "flash-linear-attention and causal_conv1d" in found["packed"]
+    """Where transformers hands the borders of samples to such layers; Mamba 2's head drops them: no kernel helps there."""
+    for name in ("padding", "loss", "memory"):
+        monkeypatch.setitem(QUESTIONS, name, lambda model: "not asked")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64, "mamba_d_state": 8, "mamba_n_groups": 1}
+    found = check_model(FalconH1Config(**sizes, **heads, intermediate_size=32))
+    assert "only by kernels: on a GPU install causal_conv1d and mamba_ssm" in found["packed"]
+    found = check_model(Mamba2Config(**sizes, num_heads=4, head_dim=16, state_size=8, n_groups=1))
+    assert "not kept apart: use the padded layout" in found["packed"]
     with pytest.raises(ConfigError, match="no config found for 'no/such'"):
         check_model("no/such")
