@@ -38,7 +38,7 @@ def described(value: Any, *, ask: bool = True) -> str:
     if describer.unseen:
         what = f"the contents of {', '.join(sorted(describer.unseen))} in {text}"
         way_out = "give the object a text `fingerprint` that changes with what it does"
-        warnings.warn(f"cannot compare {what}, so a state of another one would be accepted; {way_out}", stacklevel=3)
+        warnings.warn(f"cannot compare {what}: a state with others would be accepted; {way_out}", stacklevel=3)
     return text
 
 

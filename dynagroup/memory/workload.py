@@ -79,7 +79,7 @@ class Workload:
         if self.layout == "packed" and self.mode == "generate":
             raise ConfigError("`layout` 'packed' is for training and forward passes; generate() pads its prompts")
         if self.layout == "packed" and self.encoder_decoder:
-            raise ConfigError("`layout` 'packed' is for models of one stack; leave it out, and group by both lengths")
+            raise ConfigError("`layout` 'packed' is not for encoder-decoders: leave it out, and group by both lengths")
         if self.sharding not in (None, "ddp") and not self.num_ranks:
             raise ConfigError(f"`sharding` {self.sharding!r} divides memory over ranks; pass their number: num_ranks=8")
 

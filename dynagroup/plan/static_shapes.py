@@ -62,7 +62,7 @@ class ShapeLadder(Wrapper):
         fit = self._most(units) > 0
         oversize = int(not fit.all())
         if num_shapes == oversize and fit.any():
-            raise ConfigError("`num_shapes` must be at least 2: samples that do not fit even alone need one")
+            raise ConfigError("`num_shapes` must be at least 2: samples that do not fit even alone need a shape")
         rungs = np.array([[1, *units.max(axis=1)]])  # of samples that do not fit even alone; last, to hold no others
         if fit.any():
             window = None if window is None else check_int("window", window)
