@@ -57,22 +57,22 @@ def check_model(model_or_config: Any) -> dict[str, str]:
 def small_model(source: Any) -> Any:
     """Build a small model of a config: the fewest layers that include every kind of layer, a small vocabulary, and
     small widths if the model's code allows them. ConfigError: no small model can be built."""
-    failed = None
+    failed, given = None, as_config(source)
     for sizes in ({**SMALL, **NARROW}, {n: v for n, v in {**SMALL, **NARROW}.items() if n != "head_dim"}, SMALL):
-        config = copy.deepcopy(as_config(source))
-        for part in _parts(config):
-            kinds = getattr(part, "layer_types", None) or ()
-            count = max(2, *(kinds.index(kind) + 1 for kind in kinds), 0)
-            for name, size in {**sizes, **dict.fromkeys(LAYERS, count)}.items():
-                value = getattr(part, name, None)
-                if isinstance(value, int) and (value > size or value < 0):
-                    setattr(part, name, size)
-            if "layer_types" in vars(part) and kinds:
-                part.layer_types = kinds[:count]
-        config.use_cache = False  # with a cache transformers makes no mask between packed samples
-        if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
-            config.decoder_start_token_id = 0
         try:
+            config = copy.deepcopy(given)
+            for part in _parts(config):
+                kinds = getattr(part, "layer_types", None) or ()
+                count = max(2, *(kinds.index(kind) + 1 for kind in kinds), 0)
+                for name, size in {**sizes, **dict.fromkeys(LAYERS, count)}.items():
+                    value = getattr(part, name, None)
+                    if isinstance(value, int) and (value > size or value < 0):
+                        setattr(part, name, size)
+                if "layer_types" in vars(part) and kinds:
+                    part.layer_types = kinds[:count]
+            config.use_cache = False  # with a cache transformers makes no mask between packed samples
+            if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+                config.decoder_start_token_id = 0
             model: Any = as_random_model(config, Workload(dtype="float32"), torch.device("cpu"))
             _answer(model, torch.tensor([PROBES[0]]))
             return model
