@@ -13,7 +13,7 @@ KINDS = (
     "FalconH1 FalconMamba Gemma Gemma2 Gemma3Text Glm4 Glm4Moe GPT2 GPTNeoX GptOss Granite GraniteMoeHybrid Jamba "
     "Llama Llama4Text M2M100 Mamba Mamba2 MBart MiniMax Mistral Mixtral ModernBert MT5 Nemotron Olmo2 Olmo3 Olmoe OPT "
     "Phi3 Phimoe Qwen2 Qwen2Moe Qwen3 Qwen3Moe Qwen3Next Qwen3_5Text RecurrentGemma Roberta SmolLM3 Starcoder2 T5 "
-    "XLMRoberta XLNet Zamba2"
+    "XLMRoberta XLNet"
 ).split()
 
 
