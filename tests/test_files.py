@@ -17,7 +17,7 @@ import dynagroup
 from dynagroup import ConfigError, LengthAwareBatchSampler, StateError, files, measure_files, measure_lengths
 from dynagroup.cli import main
 from dynagroup.lengths import as_streams
-from tests.oom.texts import TEXTS, small_tokenizer
+from tests.models import TEXTS, small_tokenizer
 
 LENGTHS = [1 + (7 * i) % 13 for i in range(40)]
 ROWS = 6

@@ -14,7 +14,7 @@ import pytest
 
 import dynagroup
 from dynagroup import LengthAwareBatchSampler, OnlineDataLoader, PlannedDataLoader, TokenBudget, embed_dataset
-from tests.oom.texts import TEXTS, small_llama, small_tokenizer
+from tests.models import TEXTS, small_llama, small_tokenizer
 
 PACKAGE = Path(dynagroup.__file__).parent
 LENGTHS = [3 + (7 * i) % 40 for i in range(64)]

@@ -29,7 +29,7 @@ from dynagroup.demo import docstrings, train_tokenizer
 from dynagroup.integrations.config import DynagroupConfig
 from dynagroup.text import TokenizingCollator
 from tests import models
-from tests.oom.texts import TEXTS, save_encoder, small_llama, small_tokenizer
+from tests.models import TEXTS, save_encoder, small_llama, small_tokenizer
 from tests.torchrun import ROOT
 
 DOCS = ROOT / "docs"

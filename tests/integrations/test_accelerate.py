@@ -18,7 +18,7 @@ from dynagroup.integrations.accelerate import prepare
 from dynagroup.integrations.sentence_transformers import batches_that_fit
 from dynagroup.testing import assert_conserves
 from tests.integrations import toys
-from tests.integrations.jobs import arguments, parameters
+from tests.integrations.toys import arguments, parameters
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
 ROWS = toys.samples("classifier", 48)

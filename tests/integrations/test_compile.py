@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
 from dynagroup import PlannedDataLoader, TokenBudget
-from tests.integrations.jobs import trainer
+from tests.integrations.toys import trainer
 from tests.torchrun import on_ranks
 from tests.update.test_filling import LENGTHS, WORDS, Model, Texts, collate
 

@@ -21,8 +21,8 @@ from dynagroup import PlannedDataLoader, TokenBudget, balanced_partitions, measu
 from dynagroup.integrations.hf_data import UpdateItems
 from tests import models
 from tests.integrations import toys
-from tests.integrations.jobs import parameters
-from tests.oom.texts import TEXTS, small_tokenizer
+from tests.integrations.toys import parameters
+from tests.models import TEXTS, small_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ROOT = Path(__file__).parents[2]

@@ -15,9 +15,9 @@ from dynagroup.integrations.hf import DynagroupTrainer, DynagroupTrainerMixin, a
 from dynagroup.integrations.hf_evaluate import EvaluationRows
 from dynagroup.integrations.hf_step import defines_compute_loss, is_a_mean
 from tests import models
-from tests.allocator import Allocator
-from tests.integrations import jobs, toys
-from tests.integrations.jobs import arguments, parameters, trainer
+from tests.models import Allocator
+from tests.integrations import toys
+from tests.integrations.toys import arguments, parameters, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 ONLINE: dict[str, Any] = {"mode": "online", "lengths": None}
@@ -55,7 +55,7 @@ class MeanOurs(MeanLoss, DynagroupTrainer):
 
 def trained(cls, tmp_path, monkeypatch, mean=False, **changes):
     name = "DynagroupTrainer" if issubclass(cls, DynagroupTrainerMixin) else "Trainer"
-    monkeypatch.setattr(jobs, name, cls)
+    monkeypatch.setattr(toys, name, cls)
     run = trainer("causal", tmp_path, fits=name != "Trainer", **{**ONCE, **changes})
     if mean:
         run.compute_loss_func = lambda outputs, labels, num_items_in_batch=None: mean_of_tokens(outputs.logits, labels)

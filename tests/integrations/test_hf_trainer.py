@@ -16,7 +16,7 @@ from dynagroup.memory import MemoryRegressor
 from dynagroup.testing import Allocator
 from tests import models
 from tests.integrations import toys
-from tests.integrations.jobs import MODELS, arguments, parameters, trained_on, trainer
+from tests.integrations.toys import MODELS, arguments, parameters, trained_on, trainer
 from tests.packed.test_training import BUDGET, FLAT, llama
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")

@@ -11,7 +11,7 @@ from dynagroup.integrations.lightning import LightningSteps, update_loss  # noqa
 from dynagroup.testing import assert_conserves  # noqa: E402
 from dynagroup.update.planned import PlannedDataLoader  # noqa: E402
 from tests.integrations import toys  # noqa: E402
-from tests.integrations.jobs import parameters  # noqa: E402
+from tests.integrations.toys import parameters  # noqa: E402
 from tests.torchrun import on_ranks  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")

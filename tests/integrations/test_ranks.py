@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 from dynagroup import ConfigError, LengthAwareBatchSampler, OnlineDataLoader, TokenBudget
 from dynagroup.testing import assert_conserves
 from tests.integrations import test_accelerate, toys
-from tests.integrations.jobs import parameters, train, train_both, trainer
 from tests.integrations.test_hf_losses import with_and_without_failures
+from tests.integrations.toys import parameters, train, train_both, trainer
 from tests.packed import test_training as training
 from tests.torchrun import on_ranks
 from tests.update.test_filling import Model, Texts, collate

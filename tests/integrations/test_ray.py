@@ -15,7 +15,7 @@ from dynagroup import ConfigError, classify_dataset, embed_dataset, generate_dat
 from dynagroup.integrations.ray import Predictor
 from dynagroup.testing import Allocator
 from tests import models
-from tests.oom.texts import TEXTS, small_llama, small_tokenizer
+from tests.models import TEXTS, small_llama, small_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 HELD = 60  # tokens

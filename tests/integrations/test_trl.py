@@ -16,7 +16,7 @@ from dynagroup.integrations.config import COUPLED  # noqa: E402
 from dynagroup.integrations.hf import DynagroupConfig, attach, dynagroup_trainer  # noqa: E402
 from dynagroup.integrations.hf_data import sample_lengths  # noqa: E402
 from tests.integrations import toys  # noqa: E402
-from tests.integrations.jobs import parameters, trainer  # noqa: E402
+from tests.integrations.toys import parameters, trainer  # noqa: E402
 from tests.models import gpt2  # noqa: E402
 from tests.torchrun import on_ranks  # noqa: E402
 

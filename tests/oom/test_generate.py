@@ -11,7 +11,7 @@ import transformers
 
 from dynagroup import BudgetError, ConfigError, LearningBudget, generate_with_oom_retry, run_with_oom_retry
 from tests import models
-from tests.allocator import Allocator
+from tests.models import Allocator
 
 VOCAB, PAD, EOS = 31, 0, 2
 SMALL: Any = {"vocab": VOCAB, "layers": 3, "inner": 16, "pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": 1}

@@ -11,9 +11,9 @@ from transformers import BatchEncoding, DataCollatorWithFlattening, DynamicCache
 from dynagroup.errors import ConfigError
 from dynagroup.oom import BatchSplitter, LearningBudget, OomSafeBackward, VisionTokens
 from dynagroup.oom.split import packed_borders, shape_of
-from tests.allocator import Allocator
+from tests.models import Allocator
 from tests.integrations import toys
-from tests.oom.texts import small_tokenizer
+from tests.models import small_tokenizer
 from tests.packed import test_training as training
 
 take = BatchSplitter().take

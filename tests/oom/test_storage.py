@@ -18,7 +18,7 @@ from dynagroup.errors import ConfigError, StateError
 from dynagroup.oom.jobs import identity_of
 from dynagroup.oom.storage import TEXTS as LINES
 from dynagroup.oom.storage import VECTORS, Output
-from tests.oom.texts import TEXTS, adapted, small_llama, small_tokenizer
+from tests.models import TEXTS, adapted, small_llama, small_tokenizer
 
 JOB = {"task": "test", "texts": 4}
 RESULTS = ["zero", "eins\u2028", "", ["\0", "\n"]]

@@ -14,7 +14,7 @@ from dynagroup.integrations.varlen import use_varlen_attention
 from dynagroup.testing import run_ranks
 from tests import models
 from tests.integrations import toys
-from tests.integrations.jobs import parameters, trainer
+from tests.integrations.toys import parameters, trainer
 from tests.online.helpers import Tokens
 from tests.plan.test_packed import uneven
 
