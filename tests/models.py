@@ -1,8 +1,11 @@
 """Configurations of small models: every family described by one set of words; a tokenizer of a few words, and texts of many
 lengths. What a test compares must not differ by chance, so nothing is dropped out unless asked."""
 
+from __future__ import annotations
+
 import json
 import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import BartConfig, BertConfig, GPT2Config, LlamaConfig, PretrainedConfig, T5Config
+
+from dynagroup import testing
 
 # What families call the words; a word of several names sets them all.
 USUAL = {
@@ -126,3 +131,34 @@ def adapted(model: Any, config: Any, *names: str) -> Any:
             model.add_adapter(name, config)
         model.set_adapter((names or ("default",))[0])
     return model.eval()
+
+
+class _FailInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, allocator: Allocator, size: int) -> torch.Tensor:
+        ctx.allocator, ctx.size = allocator, size
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        ctx.allocator.claim(ctx.size)
+        return gradients[0], None, None
+
+
+def fails_in_backward(x: torch.Tensor, allocator: Allocator, size: int) -> torch.Tensor:
+    """``x``; its backward pass claims ``size``."""
+    return _FailInBackward.apply(x, allocator, size)  # type: ignore[return-value]
+
+
+class Allocator(testing.Allocator):
+    def in_backward(self, module: torch.nn.Module) -> Callable[[], None]:
+        """Fail when the gradient of ``module``'s output arrives: later layers have theirs already."""
+
+        def hook(_module: torch.nn.Module, _args: Any, output: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return output
+            hidden = output[0] if isinstance(output, tuple) else output
+            marked = fails_in_backward(hidden, self, hidden.shape[0] * hidden.shape[1])
+            return (marked, *output[1:]) if isinstance(output, tuple) else marked
+
+        return module.register_forward_hook(hook).remove

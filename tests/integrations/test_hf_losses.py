@@ -15,9 +15,9 @@ from dynagroup.integrations.hf import DynagroupTrainer, DynagroupTrainerMixin, a
 from dynagroup.integrations.hf_evaluate import EvaluationRows
 from dynagroup.integrations.hf_step import defines_compute_loss, is_a_mean
 from tests import models
-from tests.models import Allocator
 from tests.integrations import toys
 from tests.integrations.toys import arguments, parameters, trainer
+from tests.models import Allocator
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 ONLINE: dict[str, Any] = {"mode": "online", "lengths": None}

@@ -1,19 +1,32 @@
-"""The simulator against what is known: hand counts, CUDA's kernel choices, errors; every architecture that transformers builds
-from a small config is predicted at least as large; and the GPU's measuring script runs without a GPU."""
+"""The simulator, the closed form, the profile and the regressor against what is known: hand counts, CUDA's kernel choices,
+errors, monotone predictions, artifacts that belong together; and every architecture is predicted at least as large as it is simulated."""
 
+import hashlib
+import json
 import signal
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers as hf
 
-from dynagroup.errors import ConfigError
-from dynagroup.memory import TracedMemory, Workload, measure, simulate
+from dynagroup import ConfigError, MemoryBudget, StateError
+from dynagroup.memory import ClosedForm, MemoryRegressor, ProfiledMemory, TracedMemory, Workload
+from dynagroup.memory.measurements import Measurement, Measurements, measure, simulate
+from dynagroup.memory.regressor import Plausible
+from dynagroup.memory.run import Phases
 from dynagroup.shapes import BatchShape
-from regressor import measure_gpu
-from regressor.measure_gpu import DRY, DryDevice, measure_all, report
+from dynagroup.state import seal_of
+from regressor import measure_gpu, report
+from regressor.measure_gpu import DRY, DryDevice, measure_all
+from regressor.measure_gpu import report as shown_of
+from regressor.rows import load_groups
+from regressor.train import Recipe, member, train
 from tests import models
 
 SMALL = models.llama(vocab=500, width=64, heads=4, num_key_value_heads=2)
@@ -122,7 +135,7 @@ def test_what_fails_or_has_no_time_left_is_written_down_and_the_others_are_measu
     assert {(row["model"], row["mode"]) for row in rows} == {("qwen2", "train"), ("qwen2", "generate")}
     assert all(row["error"] == row["simulated_peak_bytes"] / row["peak_bytes"] - 1 for row in rows)
     full = {**rows[0], "peak_bytes": None, "reserved_bytes": None, "error": None, "oom": True}
-    shown = report([{**rows[0], "error": 0.06}, full])
+    shown = shown_of([{**rows[0], "error": 0.06}, full])
     assert "out of memory" in shown
     assert "1 of 2 shapes measured; further off than 5%: qwen2 train (1)" in shown
 
@@ -194,3 +207,238 @@ def test_no_architecture_is_predicted_smaller_than_it_is_simulated(shard, mode, 
     known = {name: values for name, values in found.items() if values is not None}
     assert {name: values for name, values in known.items() if min(values) < LEAST} == {}
     assert len(known) > len(KINDS) / SHARDS / 2
+
+
+ROOT = Path(__file__).parent.parent.parent
+DATA = ROOT / "regressor" / "data" / "simulated.parquet"
+SHIPPED = ROOT / "dynagroup" / "memory" / "artifacts" / "pretrained.ubj"
+KNOWN = Workload(
+    mode="train", num_layers=24, num_encoder_layers=0, hidden_size=896, num_heads=14, num_kv_heads=2, head_size=64,
+    intermediate_size=4864, experts_per_token=1, gated_mlp=True, dropout=False, vocabulary_size=151936, lm_head=True,
+    encoder_decoder=False, fixed_tokens=0, num_parameters=494032768, trainable_share=1.0,
+    dtype="bfloat16", attention="sdpa", score_bias=False, gradient_checkpointing=False, optimizer_bytes=4.0,
+    max_new_tokens=0,
+)  # fmt: skip
+WORKLOADS = {
+    "unknown": Workload(),
+    "train": KNOWN,
+    "eager": KNOWN.replace(attention="eager", gradient_checkpointing=True),
+    "generate": KNOWN.replace(mode="generate", max_new_tokens=256, trainable_share=0.0, optimizer_bytes=0.0),
+    "mode": Workload(mode="generate"),
+    "strange": KNOWN.replace(hidden_size=20480, num_heads=320, num_layers=200),
+}
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_shipped_artifact_is_monotone_on_a_dense_grid_and_budgets_say_what_it_says(name):
+    regressor = MemoryRegressor.pretrained(WORKLOADS[name])
+    if regressor.sharp:
+        form = ClosedForm.of(WORKLOADS[name], regressor.card["constants"])
+        assert (form.phases >= 0).all()
+        assert form.shares(BatchShape.of(4, 100))[0, :-1].sum() == pytest.approx(1.0)
+    n = np.unique(np.geomspace(1, 4096, 30).astype(int))
+    length = np.unique(np.geomspace(4, 16384, 30).astype(int))
+    mesh_n, mesh_length = np.meshgrid(n, length, indexing="ij")
+    for baseline in (BatchShape.of(1, 64), BatchShape.of(16, 2048), BatchShape.of(512, 128)):
+        ratio = regressor.relative(BatchShape.of(mesh_n.ravel(), mesh_length.ravel()), baseline).reshape(mesh_n.shape)
+        assert (np.diff(ratio, axis=0) >= -1e-9 * ratio[1:]).all()
+        assert (np.diff(ratio, axis=1) >= -1e-9 * ratio[:, 1:]).all()
+    budget = MemoryBudget(16, longest=2048, model=regressor)
+    most = budget.largest(lengths := np.unique(np.geomspace(1, 4096, 12).astype(np.int64)))
+    assert budget.fits(BatchShape.of(np.maximum(most, 1), lengths))[most > 0].all()
+    assert not budget.fits(BatchShape.of(most + 1, lengths)).any()
+    assert (most[lengths <= 2048] >= 16).all()
+
+
+def test_batch_size_alone_is_enough_knowing_more_is_bolder_and_the_regressor_is_asked_once():
+    """Nothing known must allow for generation; training known need not."""
+    budget = MemoryBudget(32).bind({"tokens": np.array([10, 500], np.int32)})
+    training = MemoryRegressor.pretrained(Workload(mode="train"))
+    assert budget.largest(np.array([500, 50])).tolist()[0] >= 32
+    bolder = MemoryBudget(32, longest=500, model=training).largest(np.array([50]))[0]
+    assert 48 < budget.largest(np.array([50]))[0] < bolder
+    pairs = MemoryBudget(8, longest={"tokens": 1280, "target": 640}, model=training)
+    shape = BatchShape.of([8, 9, 16], {"tokens": [1280, 1280, 8], "target": [640, 640, 4]})
+    assert pairs.fits(shape).tolist() == [True, False, True]
+
+    class Counting(MemoryRegressor):
+        calls = 0
+
+        def relative(self, shape, baseline, /):
+            type(self).calls += 1
+            return super().relative(shape, baseline)
+
+    shipped = MemoryRegressor.pretrained()
+    budget = MemoryBudget(8, longest=512, model=Counting(shipped.trees, shipped.card))
+    budget.fits(BatchShape.of([1, 9], 100))
+    asked = Counting.calls
+    for length in range(1, 512):
+        budget.fits(BatchShape.of([8, 16, 32], length))
+    assert Counting.calls == asked
+
+
+def rows(form, static=1000, shapes=None):
+    shapes = shapes or [(n, length) for n in (1, 2, 4, 8) for length in (64, 128, 512, 1024)]
+    return tuple(Measurement(n, {"tokens": length}, static, int(form(n, length))) for n, length in shapes)
+
+
+def test_a_profile_finds_the_phases_and_says_once_when_it_guesses():
+    def truth(n, length):
+        return max(1e6 + 50 * n * length, 900 * n * length, 300 * n * length + 2 * n * length**2)
+
+    profile = ProfiledMemory.fit(Measurements(rows(truth), Workload()))
+    for n, length in ((3, 100), (16, 2048), (1, 16)):
+        assert profile.batch_bytes(BatchShape.of(n, length))[0] == pytest.approx(truth(n, length), rel=0.05)
+    assert profile.error < 0.02
+    with pytest.warns(UserWarning, match="up to 1024 tokens, but a batch has one of 4096"):
+        profile.batch_bytes(BatchShape.of(1, 4096))
+    profile.batch_bytes(BatchShape.of(1, 4096))
+
+
+FULL = Measurement(9, {"tokens": 4}, 0, None, oom=True)
+
+
+def test_measurements_survive_parquet_absurd_ones_name_their_row_and_those_without_a_size_do_not_count(tmp_path):
+    for size, oom in ((float("nan"), False), (-1, False), (float("inf"), False), (5, True)):
+        with pytest.raises(
+            ConfigError, match="row 0: .* has a size below 0 or not finite, or one where memory ran out"
+        ):
+            Measurements((Measurement(1, {"tokens": 4}, 0, size, oom),), Workload())
+    three = rows(lambda n, length: n * length, shapes=[(1, 8), (2, 8), (3, 8)])
+    few = Measurements((*three, FULL), Workload(mode="train"))
+    with pytest.raises(ConfigError, match="at least 4 rows"):
+        ProfiledMemory.fit(few)
+    with pytest.raises(ConfigError, match="at least 8 measurements"):
+        MemoryRegressor.fit(few)
+    kept = Measurements((*rows(lambda n, length: n * length), FULL), KNOWN, "measured", {"gpu": "x"})
+    kept.to_parquet(tmp_path / "rows.parquet")
+    assert Measurements.from_parquet(tmp_path / "rows.parquet") == kept
+
+
+def truth(n, length):
+    return 1e7 + 900 * n * length + n * length**2
+
+
+@pytest.fixture(scope="module")
+def fitted(tmp_path_factory):
+    regressor = MemoryRegressor.fit(Measurements(rows(truth), KNOWN))
+    path = tmp_path_factory.mktemp("artifact") / "mine.ubj"
+    regressor.save(path)
+    return regressor, path
+
+
+def test_a_regressor_learns_a_workload_of_your_own_and_says_the_same_after_loading(fitted):
+    regressor, path = fitted
+    shape, baseline = BatchShape.of([8, 4, 2], [512, 1024, 128]), BatchShape.of(8, 1024)
+    true = np.array([truth(8, 512), truth(4, 1024), truth(2, 128)]) / truth(8, 1024)
+    assert regressor.relative(shape, baseline) == pytest.approx(true, abs=0.1)
+    again = MemoryRegressor.load(path)
+    assert (again.relative(shape, baseline) == regressor.relative(shape, baseline)).all()
+    assert (again.workload, again.fingerprint) == (KNOWN, regressor.fingerprint)
+    other = MemoryRegressor.fit(Measurements(rows(lambda n, length: 2 * truth(n, length) + n**2), KNOWN))
+    assert other.fingerprint != regressor.fingerprint
+
+
+def test_fitted_to_a_traced_workload_it_only_raises_the_trace():
+    traced = Phases(((5000.0, *[0.0] * 11), (0, 0, 0, 100, 0, 1, *[0] * 6)))  # type: ignore[arg-type]
+    shapes = [(n, length) for n in (1, 3, 20) for length in (16, 100, 900)]
+    taken = rows(lambda n, length: max(5000, 100 * n * length + n * length**2) + 40_000, shapes=shapes)
+    regressor = MemoryRegressor.fit(Measurements(taken, Workload(mode="train", phases=traced)))
+    unseen, first = BatchShape.of([1, 2, 30], [50, 700, 300]), BatchShape.of(20, 900)
+    said, plain = regressor.relative(unseen, first), traced.bytes(unseen) / traced.bytes(first)
+    assert (said >= plain * (1 - 1e-6)).all()
+    assert said[0] > 1.2 * plain[0]  # the constant weighs on small batches
+
+
+def edit(path, sealed=True, **changes):
+    """Change the card, and seal it as if it had been saved so."""
+    card = path.with_suffix(".json")
+    changed = {**json.loads(card.read_text()), **changes}
+    card.write_text(json.dumps({**changed, "seal": seal_of(changed)} if sealed else changed))
+
+
+@pytest.mark.parametrize(("damage", "message"), [
+    (lambda p: p.write_bytes(p.read_bytes()[:-9] + b"123456789"), "describes: hashes differ"),
+    (lambda p: p.with_suffix(".json").write_text("{"), "is damaged"),
+    (lambda p: edit(p, features=["other"]), "describes: features differ"),
+    (lambda p: edit(p, format=99), "describes: format differ"),
+    (lambda p: edit(p, sealed=False, constants={"keep_hidden": 0.1}), "describes: seal differ"),
+])  # fmt: skip
+def test_damaged_artifacts_are_refused(fitted, tmp_path, damage, message):
+    for file in (fitted[1], fitted[1].with_suffix(".json")):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    damage(tmp_path / "mine.ubj")
+    with pytest.raises(StateError, match=message):
+        MemoryRegressor.load(tmp_path / "mine.ubj")
+
+
+def test_xgboost_is_needed_for_trees_alone():
+    code = """
+import sys
+for name in ("xgboost", "scipy", "datasets", "pyarrow", "matplotlib", "pandas"):
+    sys.modules[name] = None
+import regressor.measure_gpu
+from dynagroup import LengthAwareBatchSampler, MemoryBudget, TokenBudget
+from dynagroup.memory import MemoryRegressor, Workload
+from dynagroup.shapes import BatchShape
+for budget in (TokenBudget(200), 200, MemoryBudget(2)):
+    assert len(LengthAwareBatchSampler([3, 9, 4, 100], budget, rank=0, world_size=1)) >= 1
+try:
+    MemoryRegressor.pretrained(Workload.from_json(sys.argv[1])).relative(BatchShape.of(2, 8), BatchShape.of(4, 8))
+except ConfigError as error:
+    assert "pip install dynagroup[memory]" in str(error)
+else:
+    raise AssertionError("trees were asked without xgboost")
+"""
+    done = subprocess.run([sys.executable, "-c", code, KNOWN.to_json()], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+def test_outside_the_trained_range_it_is_careful_and_says_so_once():
+    regressor = MemoryRegressor.pretrained(WORKLOADS["strange"])
+    with pytest.warns(UserWarning, match="not trained on a workload"):
+        ratio = regressor.relative(BatchShape.of([8, 16], 512), BatchShape.of(8, 512))
+    assert ratio[1] >= 1.9
+    regressor.relative(BatchShape.of([8, 16], 512), BatchShape.of(8, 512))
+
+
+def test_models_that_disagree_with_what_is_known_do_not_count_and_the_nearest_sizes_do():
+    def one(mode, per_token, per_sample=0.0, **known):
+        return member(Workload(mode=mode, **known), False, [[0.0, per_sample, 0.0, per_token, *[0.0] * 8]])
+
+    generates = one("generate", 1.0, 1000.0, max_new_tokens=100)
+    members = [one("train", 10.0), generates, one("train", 1.0, 99.0, fixed_tokens=99)]
+    shape = BatchShape.of([2, 4], 100)
+    assert Plausible(Workload(mode="train"), members, False).batch_bytes(shape).tolist() == [[2000.0], [4000.0]]
+    assert Plausible(Workload(), members, False).batch_bytes(shape).tolist() == [[2000.0, 2200.0], [4000.0, 4400.0]]
+    whisper = Workload(mode="train", fixed_tokens=50)
+    assert Plausible(whisper, members, False).batch_bytes(shape).tolist() == [[398.0], [796.0]]
+    many = [one("generate", 1.0, 10.0 * new, max_new_tokens=new) for new in range(1, 101)]
+    near = Plausible(Workload(mode="generate", max_new_tokens=80), many, False).batch_bytes(BatchShape.of(1, 1))
+    assert (near.shape, near.min() > 600) == ((1, 33), True)
+
+
+def test_data_figures_and_report_belong_to_the_artifact_and_give_its_first_trees():
+    """All its trees: below."""
+    xgboost = pytest.importorskip("xgboost")
+    card, result = MemoryRegressor.pretrained().card, json.loads(report.RESULTS.read_text())
+    assert card["data_sha256"] == result["data_sha256"] == hashlib.sha256(DATA.read_bytes()).hexdigest()
+    assert card["recipe"] == result["recipe"]
+    assert report.REPORT.read_text() == report.write(result)
+    few = Recipe(sharp=tuple((name, 20 if name == "rounds" else value) for name, value in Recipe().sharp))
+    again = train(load_groups(DATA), few, constants=card["constants"])
+    boosters = [xgboost.Booster(model_file=bytearray(trees)) for trees in (again.trees, SHIPPED.read_bytes())]
+    made, shipped = (booster.get_dump() for booster in boosters)
+    assert made == shipped[:20]
+    said = json.loads(json.dumps(again.card))
+    del said["hashes"]
+    assert {name: card.get(name) for name in said} == said
+
+
+@pytest.mark.slow  # half a minute, nearly all of it for the constants
+def test_the_committed_data_gives_the_artifact_bit_for_bit(tmp_path):
+    again = tmp_path / "pretrained.ubj"
+    command = [sys.executable, "-m", "regressor.train", "--no-evaluation", "--artifact", str(again)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    assert again.read_bytes() == SHIPPED.read_bytes()
+    assert again.with_suffix(".json").read_text() == SHIPPED.with_suffix(".json").read_text()

@@ -19,8 +19,7 @@ from dynagroup.oom import classify_dataset, embed_dataset, generate_dataset, ite
 from dynagroup.oom.storage import Output
 from dynagroup.testing import run_ranks
 from tests import models
-from tests.models import Allocator
-from tests.models import TEXTS, adapted, save_encoder, small_llama, small_tokenizer
+from tests.models import TEXTS, Allocator, adapted, save_encoder, small_llama, small_tokenizer
 
 SMALL: Any = {"budget": TokenBudget(40), "progress": False}
 NEW: Any = {"max_new_tokens": 4, **SMALL}

@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from dynagroup import BudgetError, ConfigError, LearningBudget, OomSafeBackward, Share, Step
 from dynagroup.testing import run_ranks
 from tests import models
-from tests.models import Allocator, fails_in_backward
 from tests.integrations.toys import parameters
+from tests.models import Allocator, fails_in_backward
 
 
 class Forgetful(LearningBudget):
