@@ -1,5 +1,5 @@
-"""The simulator, the closed form, the profile and the regressor against what is known: hand counts, CUDA's kernel choices,
-errors, monotone predictions, artifacts that belong together; and every architecture is predicted at least as large as it is simulated."""
+"""The simulator, the closed form, the profile and the regressor against what is known: hand counts, errors, monotone predictions,
+artifacts that belong together; and every architecture is predicted at least as large as it is simulated."""
 
 import hashlib
 import json

@@ -5,7 +5,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Iterator
-from itertools import groupby, islice, permutations
+from itertools import groupby, islice
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from dynagroup import LengthAwareBatchSampler, OnlineDataLoader, TokenBudget, Work
 from dynagroup.distributed import DistributedWorld
 from dynagroup.online.messages import number_of
-from dynagroup.online.protocol import placed
 from dynagroup.testing import assert_loader_laws, run_ranks
 from tests.online.helpers import Jittered, Stream, Tokens, collate, ids_in, legs, lengths_of, make_loader
 from tests.torchrun import on_ranks
@@ -204,23 +203,6 @@ def test_once_a_planned_batch_is_split_batches_of_like_work_meet_again(options: 
 
     times = np.array(run_ranks(2, rank))
     assert times.max(0).sum() / times.mean(0).sum() - 1 < 0.08
-
-
-@settings(max_examples=50)
-@given(
-    st.lists(st.lists(st.integers(0, 9), min_size=4, max_size=4), min_size=2, max_size=3),
-    st.permutations([0.1, 0.4, 0.4, 0.8]),
-)
-def test_no_other_order_of_what_ranks_have_picked_waits_less(ranks: Any, at: Any) -> None:
-    def total(rows: Any) -> int:
-        return sum(map(max, zip(*rows, strict=True)))
-
-    ours = [placed(sorted(works, reverse=True), at) for works in ranks]
-    assert [sorted(works) for works in ours] == [sorted(works) for works in ranks]
-    others = [[ranks[0]]]
-    for works in ranks[1:]:
-        others = [[*rows, list(order)] for rows in others for order in permutations(works)]
-    assert total(ours) == min(map(total, others))
 
 
 LABEL = st.sampled_from([("rare", 1), 4, 5, 6, 7])

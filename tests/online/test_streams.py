@@ -5,10 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from dynagroup.online.datasets import OPENING, opening_of
 from dynagroup.testing import run_ranks
 from tests.online.helpers import Stream, collate, ids_in, legs, lengths_of, make_loader, sample_of
 
@@ -57,14 +54,6 @@ def test_a_stream_that_every_rank_reads_wholly_is_told_of_on_every_rank() -> Non
     own = said(lambda: run_ranks(2, lambda world: counted(lambda n: Stream(n, world.rank, world.size), world)))
     assert own[0] == []
     assert [sum(epoch) for epoch in zip(*own[1], strict=True)] == [len(LENGTHS)] * 2
-
-
-@settings(max_examples=60)
-@given(st.lists(st.integers(0, 5), min_size=OPENING, max_size=40), st.integers(2, 4))
-def test_only_shares_that_begin_alike_are_taken_for_one(values: list[int], workers: int) -> None:
-    shares = [values[worker::workers] for worker in range(workers)]
-    pairs = [(opening_of(share), tuple(share[:OPENING])) for share in shares]
-    assert all((a == b) <= (x == y or a == 0) for a, x in pairs for b, y in pairs)
 
 
 def resumed_once(make: Any, size: int, stops: Any) -> None:

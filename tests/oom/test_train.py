@@ -231,6 +231,10 @@ def test_weights_come_from_the_user_the_loss_or_the_tokens_as_loaders_count_them
     result = backward(lambda b: (model(b["x"] + 1) * b["w"]).sum() / b["w"].sum(), batch, loss_scale=0.1)
     torch.testing.assert_close(model.weight.grad, (X[0] + 1 + 3 * (X[1] + 1)) / 40)
     assert result.loss.item() == 0  # its own, without the scale
+    model, batch = Linear(Allocator(1)), {"x": X[:3], "labels": torch.tensor([-100, 4, -100])}
+    result = OomSafeBackward(model)(lambda b: model(b["x"])[b["labels"] != -100].mean(), batch)
+    assert model.weight.grad.tolist() == X[1].tolist(), "a part without labels adds nothing instead of NaN"
+    assert result.num_parts == 1
     # The first label of a sample is not predicted: lengths 9 and 4 have 8 and 3 tokens in the mean.
     model = torch.nn.Sequential(torch.nn.Embedding(30, 6), torch.nn.Linear(6, 30)).double()
     ids = torch.nn.utils.rnn.pad_sequence([torch.arange(1, 10), torch.arange(3, 7)], batch_first=True)

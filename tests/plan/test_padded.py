@@ -65,15 +65,6 @@ class WithoutTable(TokenBudget):
         return None
 
 
-@settings(max_examples=60)
-@given(strategies.lengths, st.integers(1, 300))
-def test_table_and_search_cut_alike(values: list[int], max_tokens: int) -> None:
-    for lengths, most in ((values, max_tokens), (np.random.default_rng(0).integers(0, 9, 3000).tolist(), 3000)):
-        table, search = cut(streams(lengths), TokenBudget(most)), cut(streams(lengths), WithoutTable(most))
-        assert table.offsets.tolist() == search.offsets.tolist()
-        assert table.order.tolist() == search.order.tolist()
-
-
 def cuts(order: IntArray, lengths: Streams, budget: Budget, rounding: Any) -> Iterator[Batches]:
     """Every cut of an ordered window into runs that fit and have allowed sizes."""
     for number in range(len(order)):
@@ -84,10 +75,12 @@ def cuts(order: IntArray, lengths: Streams, budget: Budget, rounding: Any) -> It
 
 
 @settings(max_examples=60, deadline=None)
-@given(FEW, st.booleans(), st.integers(5, 120), strategies.ROUNDINGS, WORKS, st.booleans())
-def test_no_cut_into_runs_takes_less_time(values, two, most, rounding, work, few_shapes) -> None:
+@given(FEW, st.booleans(), st.integers(5, 120), strategies.ROUNDINGS, WORKS, st.booleans(), st.booleans())
+def test_no_cut_into_runs_takes_less_time(values, two, most, rounding, work, few_shapes, table) -> None:
     """Nor one into batches of few shapes."""
     lengths, budget = streams(values, **({"labels": sorted(values)} if two else {})), TokenBudget(most)
+    if not table:
+        budget = WithoutTable(most)
     if few_shapes:
         budget, rounding = ShapeLadder(lengths, TokenBudget(90), 3, window=3, work=work), None
     order = in_order(lengths, budget, work, None)[0]
