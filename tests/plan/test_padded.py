@@ -78,9 +78,8 @@ def cuts(order: IntArray, lengths: Streams, budget: Budget, rounding: Any) -> It
 @given(FEW, st.booleans(), st.integers(5, 120), strategies.ROUNDINGS, WORKS, st.booleans(), st.booleans())
 def test_no_cut_into_runs_takes_less_time(values, two, most, rounding, work, few_shapes, table) -> None:
     """Nor one into batches of few shapes."""
-    lengths, budget = streams(values, **({"labels": sorted(values)} if two else {})), TokenBudget(most)
-    if not table:
-        budget = WithoutTable(most)
+    budget = (TokenBudget if table else WithoutTable)(most)
+    lengths = streams(values, **({"labels": sorted(values)} if two else {}))
     if few_shapes:
         budget, rounding = ShapeLadder(lengths, TokenBudget(90), 3, window=3, work=work), None
     order = in_order(lengths, budget, work, None)[0]
