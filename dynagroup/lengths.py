@@ -110,18 +110,24 @@ class Kinds:
             return cls(np.zeros(num_samples, np.int32), (None,))
         if isinstance(given, (str, Mapping)) or not isinstance(given, Iterable):
             raise ConfigError(f"`kinds` must be one label a sample, but is {given!r:.80}")
-        labels, numbers = getattr(given, "tolist", lambda: list(given))(), dict[Any, int]()
+        labels = getattr(given, "tolist", lambda: list(given))()
         if len(labels) != num_samples:
             raise ConfigError(f"`kinds` has {len(labels)} labels, but there are lengths for {num_samples} samples")
-        for index, label in enumerate(labels):
+        try:
+            distinct: Iterable[Any] = dict.fromkeys(labels)
+        except TypeError:  # one of them cannot be hashed
+            distinct = labels
+        for label in distinct:
             try:
-                known = numbers.setdefault(label, new := len(numbers)) < new or deepcopy(label) in numbers
-                told_apart = known and bool(label == label)  # noqa: PLR0124  by value, not by identity
+                copied = deepcopy(label)
+                told_apart = hash(copied) == hash(label) and bool(copied == label)  # by value, not by identity
             except (TypeError, ValueError):
                 told_apart = False
             if not told_apart:
                 wanted = "a label that can be told from others, a number, a text or None, or a tuple of such"
+                index = next(index for index, other in enumerate(labels) if other is label)
                 raise ConfigError(f"kinds[{index}] must be {wanted}, but is {label!r:.80}")
+        numbers = {label: number for number, label in enumerate(distinct)}
         return cls(np.fromiter(map(numbers.__getitem__, labels), np.int32, num_samples), tuple(numbers) or (None,))
 
 

@@ -35,7 +35,7 @@ class DynagroupConfig:
             None: per_device_train_batch_size x gradient_accumulation_steps x data-parallel ranks. Not with "free".
         grouping: the samples of this many updates are sorted by length and dealt into as many updates of the same size,
             so that even small updates have little padding. Only with mode="offline" and updates="preserved".
-        kinds: a label for each training sample, or the name of the column with labels. Not for evaluation.
+        kinds: the name of the column with labels, also for evaluation; or a label for each training sample.
         kind_of: with mode="online", instead of ``kinds``: processed sample -> label.
         one_kind: with either, all batches of a "step", on all ranks, are of one kind; or each "batch" is.
         shapes: most shapes (samples, tokens) that a compiled model sees in training: batches are filled to them with

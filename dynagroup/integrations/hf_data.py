@@ -121,14 +121,14 @@ def sample_lengths(trainer: Any, dataset: Any, *, name: str) -> dict[str, IntArr
     return {stream: np.asarray(values, np.int64) for stream, values in streams.items()}
 
 
-def sample_kinds(dataset: Any, kinds: Any) -> Any:
+def sample_kinds(dataset: Any, kinds: Any, *, name: str = "train_dataset") -> Any:
     """Labels of the samples, as given or from the named column."""
     if not isinstance(kinds, str):
         return kinds
     try:
         return list(dataset[kinds]) if hasattr(dataset, "column_names") else [row[kinds] for row in dataset]
     except (KeyError, TypeError, IndexError) as error:
-        raise ConfigError(f"`kinds` names the column {kinds!r}, but train_dataset has none of that name") from error
+        raise ConfigError(f"`kinds` names the column {kinds!r}, but {name} has none of that name") from error
 
 
 def _row_by_row(trainer: Any, dataset: Any, column: str, both: bool, name: str) -> Any:

@@ -12,8 +12,9 @@ from transformers import EvalPrediction
 
 from dynagroup.budget.base import Budget
 from dynagroup.errors import ConfigError
-from dynagroup.integrations.hf_data import loader_kwargs, sample_lengths, work_of
+from dynagroup.integrations.hf_data import loader_kwargs, sample_kinds, sample_lengths, work_of
 from dynagroup.integrations.hf_step import UpdateRunner, trl_figures
+from dynagroup.lengths import Kinds
 from dynagroup.online.datasets import is_stream
 from dynagroup.plan.cost import DEFAULT_WORK, Work
 from dynagroup.plan.sampler import LengthAwareBatchSampler
@@ -22,11 +23,12 @@ from dynagroup.validation import warn_user
 
 
 # What: batches for W ranks, row by row, with equally many samples on every rank, as the Trainer gathers results of one
-#   shape. Samples sorted by length are grouped by W; groups, each as long as its longest, are cut into batches; a rank
-#   takes its own sample of each group. At most W - 1 samples are left, the shortest: they are a row of their own.
+#   shape; and of one kind. Samples of a kind, sorted by length, are grouped by W; groups, each as long as its longest,
+#   are cut into batches; a rank takes its own sample of each group. At most W - 1 samples of a kind are left, the
+#   shortest: they are a row of their own.
 # Why right: a rank's batch is no larger than the groups the budget was asked about, so by its law it fits.
 class EvaluationRows:
-    """A batch sampler for accelerate, which gives batch ``k`` to rank ``k % num_ranks``.
+    """A batch sampler for accelerate, which gives batch ``k`` to rank ``k % num_ranks``. ``kinds``: labels.
 
     >>> from dynagroup import TokenBudget
     >>> rows = EvaluationRows({"tokens": np.array([3, 9, 2, 8, 1])}, TokenBudget(18), num_ranks=2)
@@ -34,18 +36,25 @@ class EvaluationRows:
     ([[1, 0], [3, 2], [4], [4]], [1, 0, 3, 2, 4])
     """
 
-    def __init__(self, lengths: Mapping[str, Any], budget: Budget, num_ranks: int, work: Work = DEFAULT_WORK) -> None:
-        order = np.argsort(-lengths[primary(lengths)], kind="stable")
-        num_groups, self.num_left = divmod(len(order), num_ranks)
-        self.num_ranks = num_ranks
-        groups = order[: num_groups * num_ranks].reshape(num_groups, num_ranks)
+    def __init__(
+        self, lengths: Mapping[str, Any], budget: Budget, num_ranks: int, work: Work = DEFAULT_WORK, kinds: Any = None
+    ) -> None:
+        of = Kinds.read(kinds, len(lengths[primary(lengths)])).codes
+        order = np.lexsort([-lengths[primary(lengths)], of])
+        of_kind = np.split(order, np.flatnonzero(np.diff(of[order])) + 1)
+        ends = [len(own) - len(own) % num_ranks for own in of_kind]
+        groups = np.concatenate([own[:end] for own, end in zip(of_kind, ends, strict=True)]).reshape(-1, num_ranks)
         of_groups = {name: values[groups].max(axis=1).astype(np.int32) for name, values in lengths.items()}
-        sampler = LengthAwareBatchSampler(of_groups, budget, work=work, rank=0, world_size=1)
+        sampler = LengthAwareBatchSampler(of_groups, budget, work=work, kinds=of[groups[:, 0]], rank=0, world_size=1)
+        left = [own[end:] for own, end in zip(of_kind, ends, strict=True) if end < len(own)]
+        self.num_ranks = num_ranks
         self.rows: list[IntArray] = [groups[batch] for batch in sampler]
         """One array per row, (samples of a rank, ranks): dataset indices."""
-        if self.num_left:
-            self.rows.append(np.resize(order[num_groups * num_ranks :], (1, num_ranks)))
-        self.order: IntArray = np.concatenate([row.T.reshape(-1) for row in self.rows] or [order])[: len(order)]
+        self.num_real = [num_ranks] * len(self.rows) + [*map(len, left)]
+        """For each row, the rank from which on ranks only repeat a sample."""
+        self.rows += [np.resize(few, (1, num_ranks)) for few in left]
+        dealt = [row.T[:real].reshape(-1) for row, real in zip(self.rows, self.num_real, strict=True)]
+        self.order: IntArray = np.concatenate([order[:0], *dealt])
         """The dataset index of each result, in the order of gathering."""
 
     def __len__(self) -> int:
@@ -54,10 +63,6 @@ class EvaluationRows:
     def __iter__(self) -> Iterator[list[int]]:
         for row in self.rows:
             yield from row.T.tolist()
-
-    def num_real(self, row: int) -> int:
-        """The number of ranks with samples of their own in a row. The other ranks repeat a sample."""
-        return self.num_left or self.num_ranks if row == len(self.rows) - 1 else self.num_ranks
 
 
 class _Pass:
@@ -71,7 +76,7 @@ class _Pass:
 
     def gather(self, tensors: Any) -> Any:
         """Gathered from all ranks, without repeats."""
-        found, real = self.accelerator.gather(tensors), self.rows.num_real(self.row)
+        found, real = self.accelerator.gather(tensors), self.rows.num_real[self.row]
         if real == self.rows.num_ranks:
             return found
         return _mapped(lambda values: values[:real] if values.ndim else values, found)
@@ -122,7 +127,8 @@ class Evaluator(UpdateRunner):
             rows: Any = None
             try:
                 lengths = sample_lengths(self, dataset, name="eval_dataset")
-                rows = EvaluationRows(lengths, budget, self.accelerator.num_processes, work_of(self))
+                labels = self._labels(dataset, host.dataset)
+                rows = EvaluationRows(lengths, budget, self.accelerator.num_processes, work_of(self), labels)
             except ConfigError as error:
                 size = f"per_device_eval_batch_size={self.args.per_device_eval_batch_size}"
                 way_out = "or give eval_dataset a length column; dynagroup_eval=False says that they are wanted"
@@ -133,6 +139,17 @@ class Evaluator(UpdateRunner):
             return host
         kept = {name: value for name, value in loader_kwargs(host).items() if name != "persistent_workers"}
         return self.accelerator.prepare(DataLoader(host.dataset, batch_sampler=rows, **kept))
+
+    def _labels(self, dataset: Any, processed: Any) -> Any:
+        """The kind of each sample. Labels of the training samples say nothing of others, which may then share a step."""
+        config, own = self.dynagroup, dataset is self.train_dataset
+        if config.kind_of is not None:
+            return [config.kind_of(sample) for sample in processed]
+        if config.kinds is None or isinstance(config.kinds, str) or own:
+            return sample_kinds(dataset, config.kinds, name="eval_dataset")
+        if self.accelerator.num_processes > 1 and config.one_kind == "step":
+            warn_user("`kinds` are labels of the training samples, so evaluation mixes kinds; name a column of labels")
+        return None
 
     def evaluation_loop(self, dataloader: Any, description: str, *args: Any, **kwargs: Any) -> Any:
         rows: Any = getattr(dataloader, "batch_sampler", None)
@@ -163,7 +180,7 @@ class Evaluator(UpdateRunner):
         if run is None:
             return super().prediction_step(model, inputs, *args, **kwargs)
         run.row += 1
-        repeats = self.accelerator.process_index >= run.rows.num_real(run.row)
+        repeats = self.accelerator.process_index >= run.rows.num_real[run.row]
         weight = 0.0 if repeats else self._evaluation_weight(inputs)
         with trl_figures(self, idle=repeats):
             found = super().prediction_step(model, inputs, *args, **kwargs)

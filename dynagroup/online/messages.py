@@ -109,10 +109,18 @@ class Refined:
             return replace(self, samples=None)
 
 
-@lru_cache(maxsize=4096, typed=True)  # typed: 1.0 and True are equal keys otherwise
+@lru_cache(maxsize=4096)
 def number_of(label: Any) -> int:
     """A 63-bit hash of a label, the same in every process and epoch, to tell kinds apart. TypeError: not hashable."""
-    return (int(hashed(described(label)), 16) >> 1) or 1
+    return (int(hashed(described(_plain(label))), 16) >> 1) or 1
+
+
+def _plain(label: Any) -> Any:
+    """The same for labels that are equal: 1 for True, 1.0 and members of an enum that equal it."""
+    value = label.item() if isinstance(label, np.generic) else label
+    if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
+        return int(value)
+    return tuple(map(_plain, value)) if isinstance(value, tuple) else value
 
 
 def by_kind(batches: Iterable[Refined]) -> dict[int, list[Refined]]:

@@ -6,8 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynagroup.budget.base import Budget, padded_streams
+from dynagroup.plan.batches import longest_first
 from dynagroup.plan.cost import Work
-from dynagroup.shapes import IntArray, Streams
+from dynagroup.shapes import TOKENS, IntArray, Streams
 
 LEAST, SHARE, MOST = 128, 4096, 2048  # padded tokens that a division must save: 1/SHARE, within bounds
 
@@ -63,7 +64,7 @@ def _divided(box: IntArray, units: IntArray, worth: int) -> list[IntArray]:
     most, best = len(box) * int(units.max(axis=1).sum()) - worth, []
     before = np.arange(1, len(box))
     for stream in units:
-        order = np.argsort(-stream, kind="stable")
+        order = longest_first({TOKENS: stream})
         wide = units[:, order]
         front = np.add.reduce(np.maximum.accumulate(wide, axis=1))[:-1]
         back = np.add.reduce(np.maximum.accumulate(wide[:, ::-1], axis=1))[-2::-1]

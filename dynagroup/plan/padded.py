@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from dynagroup.budget.base import BoolArray, Budget, padded_streams
@@ -165,23 +166,24 @@ def most_by_start(ordered: Streams, budget: Budget) -> IntArray:
 
 def _by_search(ordered: Streams, budget: Budget) -> IntArray:
     """Most samples of a batch from each start, where the longest sample alone does not decide. Bisection for all starts
-    at once, up to a reach that is doubled while it is too short."""
+    at once, up to a reach that is doubled for those for which it is too short."""
     num, reach = len(ordered[primary(ordered)]), 64
     begin, sums = np.arange(num), {name: offsets_of(values) for name, values in ordered.items()}
-    while True:
+    found = np.zeros(num, np.int64)
+    while len(begin):
         maxima = {name: RunMaxima(of, reach - 1) for name, of in ordered.items()}
         most = np.minimum(reach - 1, num - begin)
 
-        def fits(asked: IntArray, maxima: Any = maxima, most: IntArray = most) -> BoolArray:
+        def fits(asked: IntArray, begin: IntArray = begin, maxima: Any = maxima, most: IntArray = most) -> BoolArray:
             size = np.minimum(asked, most)
             longest = {name: table.of(begin, size).astype(np.int64) for name, table in maxima.items()}
             total = {name: values[begin + size] - values[begin] for name, values in sums.items()}
             return budget.fits(BatchShape(size, longest, total))
 
-        found = largest_within(fits, num, most)
-        if not ((found == reach - 1) & (begin + found < num)).any():
-            return found
+        found[begin] = largest_within(fits, len(begin), most)
+        begin = begin[(found[begin] == reach - 1) & (begin + reach - 1 < num)]
         reach *= 2
+    return found
 
 
 # Dynamic programming over the places where runs may end: best[stop] = min over start of best[start] + price + work of
@@ -194,23 +196,27 @@ def by_places(window: OrderedWindow, price: float) -> IntArray:
     reach = np.searchsorted(places, places[:-1] + window.most[places[:-1]], side="right") - 1
     last = len(places) - 1
     starts = np.arange(1, last + 1) - np.searchsorted(reach, np.arange(1, last + 1))  # starts that reach a stop
-    behind = np.full(last + 1, np.inf)  # `best`, stored from the last place to the first
-    behind[last], came_from = 0.0, np.zeros(last + 1, np.int64)
+    beyond = np.zeros(int(starts.max()))
+    # largest work between neighbouring places, in each stream; and `best`: both from the last place to the first
+    parts = [np.append(np.maximum.reduceat(of, places[:-1])[::-1], beyond) for of in window.streams or (window.work,)]
+    behind, came_from = np.full(last + 1 + len(beyond), np.inf), [0]
+    behind[last] = 0.0
     for first in range(0, last, TILE):
         counts = starts[first : first + TILE]
-        stops = np.arange(first + 1, first + 1 + len(counts))
-        begin = places[np.maximum(stops[:, None] - 1 - np.arange(counts.max()), 0)]
-        sizes = np.minimum(places[stops][:, None] - begin, window.most[begin])
-        work = window.work_of(begin, sizes) + price
+        stops, wide = np.arange(first + 1, first + 1 + len(counts)), int(counts.max())
+        tiles = (sliding_window_view(of[last - stops[-1] : last - first - 1 + wide], wide)[::-1] for of in parts)
+        work = np.sum([np.maximum.accumulate(tile, axis=1) for tile in tiles], axis=0)
+        sizes = places[stops][:, None] - places[np.maximum(stops[:, None] - 1 - np.arange(wide), 0)]
+        work = sizes * work + price
+        work[np.arange(wide) >= counts[:, None]] = np.inf
         if window.allowed is not None:
             work[np.isin(sizes, window.allowed, invert=True)] = np.inf
-        for stop, row, count in zip(stops.tolist(), work, counts.tolist(), strict=True):
-            here = last - stop
-            time = row[:count] + behind[here + 1 : here + 1 + count]
-            back = int(time.argmin())
-            behind[here] = time[back]
-            came_from[stop] = stop - 1 - back
-    return places[offsets_of_path(came_from.tolist())]
+        for here, row in zip(range(last - first - 1, last - first - 1 - len(work), -1), work, strict=True):
+            row += behind[here + 1 : here + 1 + wide]
+            back = int(row.argmin())
+            behind[here] = row[back]
+            came_from.append(last - here - 1 - back)
+    return places[offsets_of_path(came_from)]
 
 
 def _places(most: IntArray) -> IntArray:

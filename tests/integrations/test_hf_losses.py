@@ -329,18 +329,40 @@ def test_unknown_lengths_are_said_once_and_evaluated_as_ever(tmp_path):
     assert run.evaluate(data)["eval_loss"] > 0
 
 
+def evaluated_by_kind(folder: Any, config: dict[str, Any]) -> tuple[dict[str, float], list[set[str]]]:
+    """Metrics, and the kinds in each batch of this rank."""
+    run, seen = evaluated("classifier", folder, fits=True, config=config), []
+    for number, row in enumerate(run.eval_dataset):
+        row["kind"] = "text" if number % 5 else "image"
+    run.data_collator = lambda rows: seen.append({row["kind"] for row in rows}) or toys.collate(rows)
+    return run.evaluate(), seen
+
+
+BY_KIND = [{"kinds": "kind"}, {"mode": "online", "kind_of": lambda row: row["kind"]}]
+
+
+@pytest.mark.parametrize("config", BY_KIND, ids=["column", "kind_of"])
+def test_evaluation_follows_kinds(config, tmp_path):
+    found, seen = evaluated_by_kind(tmp_path, config)
+    assert {frozenset(kinds) for kinds in seen} == {frozenset({"text"}), frozenset({"image"})}
+    plain = evaluated("classifier", tmp_path, fits=False).evaluate()
+    assert figures(found) == pytest.approx(figures(plain), abs=1e-6)
+
+
 @pytest.mark.parametrize("num_ranks", [1, 3, 50])
-def test_rows_hold_every_sample_once_and_fit(num_ranks):
+@pytest.mark.parametrize("kinds", [1, 2, 30])
+def test_rows_hold_every_sample_once_and_fit(num_ranks, kinds):
     rng = np.random.default_rng(num_ranks)
-    lengths = rng.integers(1, 40, COUNT)
-    rows = EvaluationRows({"tokens": lengths}, TokenBudget(120), num_ranks)
+    lengths, labels = rng.integers(1, 40, COUNT), rng.integers(0, kinds, COUNT)
+    rows = EvaluationRows({"tokens": lengths}, TokenBudget(120), num_ranks, kinds=labels)
     batches = list(rows)
     assert len(batches) == len(rows) == num_ranks * len(rows.rows)
     gathered = []
     for row in range(len(rows.rows)):
         dealt = batches[row * num_ranks : (row + 1) * num_ranks]
         assert len({len(batch) for batch in dealt}) == 1
+        assert len({label for batch in dealt for label in labels[batch]}) == 1, "a row of two kinds"
         assert all(len(b) == 1 or len(b) * max(lengths[b]) <= 120 for b in dealt)
-        gathered += [i for batch in dealt[: rows.num_real(row)] for i in batch]
+        gathered += [i for batch in dealt[: rows.num_real[row]] for i in batch]
     assert gathered == rows.order.tolist()
     assert sorted(gathered) == list(range(COUNT))
