@@ -5,8 +5,6 @@ rivals run in the same process, in turns, where they are installed. The parts of
 and save every row as it comes; ``--dry`` tries them on the CPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging
@@ -27,11 +25,12 @@ COMMANDS: dict[str, dict[str, tuple[str, str, str]]] = {
     "plan": {
         "speed": ("plan", "speed", "plan_speed"),
         "growth": ("plan", "growth", "growth"),
+        "scale": ("plan", "scale", "scale"),
         "padding": ("predicted", "padding", "plan_padding"),
         "pack": ("predicted", "packs", "pack"),
         "shards": ("predicted", "shards", "shards"),
     },
-    "shapes": {"few": ("shapes", "few", "shapes")},
+    "shapes": {"few": ("shapes", "few", "shapes"), "compiled": ("shapes", "compiled", "compiled")},
     "kinds": {"rows": ("kinds", "rows", "kinds")},
     "check": {"architectures": ("check", "architectures", "check")},
     "ablation": {"ablation": ("ablation", "ablation", "ablation")},

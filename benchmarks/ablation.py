@@ -4,8 +4,6 @@ A mechanism earns its lines by 1 % of predicted time on some length file, by a l
 pages. All is counted or predicted but the CPU time of planning.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from functools import partial

@@ -3,8 +3,6 @@
 Nothing here is of the library, so that who judges what it did may use it.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Mapping, Sequence

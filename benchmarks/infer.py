@@ -2,8 +2,6 @@
 made from its config, on the CPU or on a GPU. Every method holds at most as many padded tokens as a fixed batch of the longest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial

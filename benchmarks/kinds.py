@@ -1,7 +1,5 @@
 """What kinds buy and cost: vision-language samples, of which rows mix ranks with and without images where kinds are ignored."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

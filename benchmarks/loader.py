@@ -1,8 +1,7 @@
 """The online loader on one machine, and a peer in the same run; and the rows of four ranks."""
 
-from __future__ import annotations
-
 import gc
+import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from operator import itemgetter
@@ -21,7 +20,7 @@ BUDGET = 16_384
 RIVAL = "online-dynamic-batching"
 
 
-def light_loader(lengths: np.ndarray, budget: TokenBudget, **options: Any) -> OnlineDataLoader[Any]:
+def light_loader(lengths: np.ndarray, budget: TokenBudget, **options: Any) -> OnlineDataLoader:
     """Samples that cost nothing to make, for they are their lengths: what is left is the loader."""
     how: dict[str, Any] = {"collate_fn": itemgetter(0), "length_of": int, "weigh": "samples", "shuffle": True}
     return OnlineDataLoader(lengths.tolist(), budget, **how, **options)
@@ -38,9 +37,10 @@ def filled(loader: Iterable[Any]) -> dict[str, float]:
 
 
 def speed(machine: Machine, samples: int = 8_000, repeats: int = 3) -> dict[str, Any]:
-    """The same samples of CV 1.0 for all, two workers, three int64 tensors; the loaders take turns. Samples a CPU second. As many
-    samples wait in each of a pair: ours sorts a window in each worker, the rival what both have sent."""
-    lengths, found = lengths_of(CV_ONE, samples), {}
+    """The same samples of CV 1.0 for all, two workers, three int64 tensors; the loaders take turns. Samples a CPU second,
+    and ratios also on the wall. As many samples wait in each of a pair: ours sorts a window in each worker, the rival what both
+    have sent."""
+    lengths, found, walls = lengths_of(CV_ONE, samples), {}, {}
     how: dict[str, Any] = {"shuffle": True, "num_workers": 2, "collate_fn": collate}
     ours = partial(OnlineDataLoader, Numbered(lengths), TokenBudget(BUDGET), seed=1, **how)
     loaders: dict[str, Callable[[], Iterable[Any]]] = {
@@ -52,7 +52,9 @@ def speed(machine: Machine, samples: int = 8_000, repeats: int = 3) -> dict[str,
         loaders[f"{RIVAL}, {name}"] = partial(online_dynamic_batching, lengths, BUDGET, waiting)
 
     def run(name: str) -> None:
+        began = time.perf_counter()
         found[name] = filled(loaders[name]())
+        walls.setdefault(name, []).append(time.perf_counter() - began)
         gc.collect()  # the loader's workers end, and what they took is known
 
     taken = machine.in_turns({name: partial(run, name) for name in loaders}, repeats)
@@ -63,6 +65,11 @@ def speed(machine: Machine, samples: int = 8_000, repeats: int = 3) -> dict[str,
             "samples_per_cpu_s": sorted(map(round, each)),
             "real_share": found[name]["real_share"],
             **{f"over_{short}": paired(each, rates[peer]) for short, peer in peers[name].items() if peer != name},
+            **{
+                f"wall_over_{short}": paired(walls[peer], walls[name])
+                for short, peer in peers[name].items()
+                if peer != name
+            },
         }
         for name, each in rates.items()
     }

@@ -4,8 +4,6 @@
 this process, so that other work does not count. Dry: a GPU's parts on the CPU with sizes that mean nothing, to try them.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import resource

@@ -1,7 +1,5 @@
 """Memory on a GPU: peaks, simulated and measured; largest batches, predicted and found."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any

@@ -5,8 +5,6 @@ padded batch holds at most ``tokens`` tokens, a packed one at most as many; fixe
 fit. All that draw samples at random draw the job's permutation, so that the same updates are the same sets of samples.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ A page says ``<!-- figures: NAME -->`` and ``<!-- end -->``; what stands between
 or the sentence below.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping

@@ -1,14 +1,18 @@
 """Planning: how fast, how little memory, and how costs grow; a peer in the same run."""
 
-from __future__ import annotations
-
+import re
+import tempfile
+import threading
+import time
 import tracemalloc
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from benchmarks.data import lognormal
 from benchmarks.loader import light_loader
@@ -19,6 +23,16 @@ from dynagroup import Budget, LengthAwareBatchSampler, MemoryBudget, TokenBudget
 BUDGET = TokenBudget(16_384)
 SAMPLES = (10_000, 100_000, 1_000_000, 10_000_000)
 RANKS = (1, 8, 64, 512, 1024)
+PACKED, CHUNK = TokenBudget(16_384, layout="packed"), 1_000_000
+SCALES: dict[str, tuple[int, Budget, dict[str, Any]]] = {
+    "padded": (64, BUDGET, {}),
+    "padded, updates of 4,096": (64, BUDGET, {"samples_per_update": 4096}),
+    "packed": (64, PACKED, {}),
+    "packed, updates of 4,096": (64, PACKED, {"samples_per_update": 4096}),
+    "two padded streams": (64, BUDGET, {}),
+    "padded, 1,024 ranks": (1024, BUDGET, {}),
+    "padded, 4,096 ranks": (4096, BUDGET, {}),
+}
 
 
 def plan(lengths: Any, budget: Budget = BUDGET, ranks: int = 8, **options: Any) -> None:
@@ -91,3 +105,59 @@ def growth(_machine: Machine, samples: tuple[int, ...] = SAMPLES) -> dict[str, A
         about = {"over": over, "unit": unit, "sizes": list(sizes), "costs": each}
         found[name] = {**about, "exponent": float(np.polyfit(np.log(sizes), np.log(each), 1)[0])}
     return found
+
+
+def scale(_machine: Machine, samples: tuple[int, ...] = (10**6, 10**7, 10**8, 10**9)) -> Iterator[dict[str, Any]]:
+    """Lengths in memory-mapped int32 files: seconds on the wall until a sampler made of them gives its first batch, until it does
+    in another epoch and after a state was loaded into a new one; and most anonymous memory beyond that of the imports. Each case
+    is a process of its own."""
+    found: dict[str, Any] = {}
+    for count in samples:
+        with tempfile.TemporaryDirectory() as folder:
+            for name in ("tokens", "target"):
+                file = np.lib.format.open_memmap(f"{folder}/{name}.npy", "w+", np.int32, (count,))
+                for start in range(0, count, CHUNK):
+                    file[start : start + CHUNK] = lognormal(CHUNK, longest=8192, seed=start // CHUNK % 8)
+            for way in SCALES:
+                torch.multiprocessing.spawn(_scaled, (folder, way))
+                found.setdefault(way, {})[f"{count:.0e}"] = torch.load(f"{folder}/found.pt")
+                yield found
+
+
+def _scaled(_rank: int, folder: str, way: str) -> None:
+    ranks, budget, options = SCALES[way]
+    names = ("tokens", "target") if "two" in way else ("tokens",)
+    before, peak, over = _anonymous_mb(), [0.0], threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.002):
+            peak[0] = max(peak[0], _anonymous_mb())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    at, taken = [time.perf_counter()], []
+
+    def first_of(sampler: LengthAwareBatchSampler) -> LengthAwareBatchSampler:
+        next(iter(sampler))
+        taken.append(time.perf_counter() - at[0])
+        at[0] = time.perf_counter()
+        return sampler
+
+    def made() -> LengthAwareBatchSampler:
+        lengths = {name: np.load(f"{folder}/{name}.npy", mmap_mode="r") for name in names}
+        return LengthAwareBatchSampler(lengths, budget, shuffle=True, rank=0, world_size=ranks, **options)
+
+    sampler = first_of(made())
+    sampler.set_epoch(1)
+    first_of(sampler)
+    state, again = sampler.state_dict(1), made()
+    again.load_state_dict(state)
+    first_of(again)
+    over.set()
+    thread.join()
+    found = dict(zip(("first_batch_s", "set_epoch_s", "resume_s"), taken, strict=True))
+    torch.save({**found, "anonymous_mb": peak[0] - before}, f"{folder}/found.pt")
+
+
+def _anonymous_mb() -> float:
+    return int(re.findall(r"RssAnon:\s*(\d+)", Path("/proc/self/status").read_text())[0]) / 1e3

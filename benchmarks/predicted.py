@@ -4,8 +4,6 @@ A method turns lengths into rows: ``rows[step][rank]`` is a batch; a row takes i
 packing and transformers' sampler are their own code; the other rules are written from their descriptions.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 from collections.abc import Callable

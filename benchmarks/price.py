@@ -1,7 +1,5 @@
 """Seconds of a training step over (samples, length): what the price of a step and the crossover of attention are."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The online loader on up to 1,024 ranks, simulated on counts alone with the loader's own decisions; and four that train."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext

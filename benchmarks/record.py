@@ -1,7 +1,5 @@
 """A result: figures with the hardware, versions, date and load they were made under, written whole or not at all; and tables."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

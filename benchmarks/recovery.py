@@ -4,8 +4,6 @@ On the CPU a stand-in raises the real error when a batch holds more tokens than 
 device is lowered until the batch fails.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext

@@ -1,16 +1,17 @@
 """What few shapes cost, counted and not run: predicted time and padding of ladders beside other choices of as many shapes."""
 
-from __future__ import annotations
-
 import time
+from itertools import product
 from typing import Any
 
 import numpy as np
+import torch
+import torch._inductor.config
 
-from benchmarks.data import FILES, lengths_of
-from benchmarks.machine import Machine
+from benchmarks.data import FILES, Numbered, collate, lengths_of
+from benchmarks.machine import Machine, build, cpu_seconds, paired
 from benchmarks.methods import planned
-from dynagroup import ShapeLadder, TokenBudget, Work
+from dynagroup import PlannedDataLoader, ShapeLadder, TokenBudget, Work
 
 COUNTS, UPDATE, WORK = (4, 8, 16, 32), 64, Work()
 
@@ -71,3 +72,42 @@ def cost_of(window: np.ndarray, shapes: np.ndarray) -> tuple[float, int]:
         shape = int(taken.argmin())
         best[start], padded[start] = taken[shape], padded[stops[shape]] + samples[shape] * wide[shape]
     return float(best[0]), int(padded[0])
+
+
+WAYS = {"not compiled": None, "one dynamic graph": True, "a graph a shape": False}
+"""What torch.compile is told of shapes; None: it is not called."""
+
+
+def compiled(_machine: Machine, updates: int = 6, passes: int = 4) -> dict[str, Any]:
+    """A decoder of three layers of width 96 on gsm8k's lengths, with and without torch.compile: CPU seconds of each further pass
+    over the same samples, and how much longer the first one took, which compiles."""
+    lengths = lengths_of("gsm8k", UPDATE * updates)
+    data, budget = Numbered(lengths), TokenBudget(8 * int(lengths.max()))
+    work = Work.of_known(build("small"), device="cpu")
+    batches = {"fixed 8": [collate([data[i] for i in range(start, start + 8)]) for start in range(0, len(data), 8)]}
+    for name, shapes in ("same updates", None), ("same updates, 8 shapes", 8):
+        how: dict[str, Any] = {"samples_per_update": UPDATE, "shapes": shapes, "work": work, "collate_fn": collate}
+        batches[name] = [step.batch for step in PlannedDataLoader(data, lengths, budget, **how)]
+    torch._dynamo.config.recompile_limit, inductor = 64, torch._inductor.config
+    inductor.compile_threads, inductor.force_disable_caches = 1, True
+    runs: dict[str, tuple[str, Any]] = {}
+    for name, way in product(batches, WAYS):
+        if way != "a graph a shape" or name.endswith("shapes"):
+            model = build("small")
+            runs[f"{name}, {way}"] = name, model if WAYS[way] is None else torch.compile(model, dynamic=WAYS[way])
+    taken: dict[str, list[float]] = {way: [] for way in runs}
+    for way, (name, model) in list(runs.items()) * passes:
+        began = cpu_seconds()
+        for batch in batches[name]:
+            model(**batch).loss.backward()
+        taken[way].append(cpu_seconds() - began)
+    return {
+        way: {
+            "compiling_s": seconds[0] - seconds[1],
+            "seconds": seconds[1:],
+            "over_fixed": paired(taken["fixed 8, not compiled"][1:], seconds[1:]),
+            "batches": len(batches[runs[way][0]]),
+            "shapes": len({batch["input_ids"].shape for batch in batches[runs[way][0]]}),
+        }
+        for way, seconds in taken.items()
+    }

@@ -5,8 +5,6 @@ and held-out loss is taken after equal samples. On a GPU models of real sizes ru
 at each turn. Forming batches is not timed: see ``plan speed``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial

@@ -1,7 +1,5 @@
 """What the Trainer adapter costs on equal batches, and what it gains on the lengths that texts have."""
 
-from __future__ import annotations
-
 import ctypes
 import platform
 import tempfile

@@ -107,7 +107,7 @@ class Kinds:
         [0, 1, 0]
         """
         if given is None:
-            return cls(np.zeros(num_samples, np.int32), (None,))
+            return cls(np.broadcast_to(np.int32(0), num_samples), (None,))
         if isinstance(given, (str, Mapping)) or not isinstance(given, Iterable):
             raise ConfigError(f"`kinds` must be one label a sample, but is {given!r:.80}")
         labels = getattr(given, "tolist", lambda: list(given))()

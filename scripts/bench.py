@@ -1,7 +1,5 @@
 """Figures that need no GPU, see :mod:`benchmarks.__main__`. usage: python scripts/bench.py COMMAND [PART...]"""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 With `demo` it runs the demo on the CPU instead (two minutes): its picture, and benchmarks/results/demo_cpu.json.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

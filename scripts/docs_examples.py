@@ -1,7 +1,5 @@
 """For the documentation site: examples in docstrings become blocks of code, and roles such as :func:`x` plain code."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

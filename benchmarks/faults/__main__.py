@@ -1,7 +1,5 @@
 """``python -m benchmarks.faults [--cases N] [--first SEED] [--seed SEED] [--save]``: see :mod:`benchmarks.faults`."""
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

@@ -1,7 +1,5 @@
 """A random configuration of a loader, from a seed alone."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Iterable, Sequence

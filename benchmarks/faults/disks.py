@@ -1,7 +1,5 @@
 """Jobs that write results: the disk is full, the process is killed, what it left behind is cut or damaged."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

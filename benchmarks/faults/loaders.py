@@ -1,7 +1,5 @@
 """Faults of loops and data, on ranks that are threads: early breaks, broken items, lies, restarts."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

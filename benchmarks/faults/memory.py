@@ -1,7 +1,5 @@
 """Storms of out-of-memory errors, whatever a batch's size: results complete and in order, gradients those of one process."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """What is wrong with what came, in words; it knows the true lengths, and nothing of the library."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -26,7 +24,7 @@ class Seen:
     ends: bool
 
     @classmethod
-    def of(cls, step: Any) -> Seen:
+    def of(cls, step: Any) -> "Seen":
         samples = [] if step.idle else numbers_of(step.batch)
         counts = [] if step.idle else (step.batch["labels"][:, 1:] != -100).sum(dim=1).tolist()
         total = sum(counts)

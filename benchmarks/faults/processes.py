@@ -1,7 +1,5 @@
 """Real ranks, each a process of its own on gloo: killed, or told to end, and resumed by others."""
 
-from __future__ import annotations
-
 import gc
 import json
 import multiprocessing

@@ -140,9 +140,9 @@ def is_packed(budget: Budget, names: Collection[str]) -> bool:
 
 def padded_tokens(shape: BatchShape, budget: Budget) -> IntArray:
     """Tokens that a device computes for each shape, over all padded streams, with padding unless packed: int64 (K,)."""
-    if is_packed(budget, shape.longest):
-        return real_tokens(shape, budget)
     run = budget.as_run(shape)
+    if is_packed(budget, shape.longest):
+        return real_tokens(run, budget)
     return run.num_samples * sum(run.longest[name] for name in padded_streams(budget, run.longest))
 
 

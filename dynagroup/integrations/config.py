@@ -52,7 +52,7 @@ class DynagroupConfig:
         splitter: how such a batch is cut; it knows the batch dimension of inputs that are not text.
         plan: further settings of the loader, e.g. ``{"oversize": "error"}`` (refuse samples that do not fit even
             alone); ``{"work": Work(...)}``: predicted time of a batch, otherwise ``Work.of`` the Trainer's model on its
-            device; ``{"work": "measure"}`` times the first epoch's steps, and plans the next epochs by them.
+            device.
         world: the data-parallel ranks, if these are not all ranks; needed with tensor, context or sequence parallelism.
 
     Raises:
@@ -91,8 +91,6 @@ class DynagroupConfig:
             raise ConfigError("`samples_per_update` needs updates='preserved': the size of free updates is not fixed")
         if self.kind_of is not None and self.mode == "offline":
             raise ConfigError("`kind_of` needs mode='online': with mode='offline' pass the labels as `kinds`")
-        if self.plan.get("work") == "measure" and self.mode == "online":
-            raise ConfigError("`work`='measure' needs mode='offline': lengths known beforehand")
         if self.grouping is not None and (self.mode, self.updates) != ("offline", "preserved"):
             known = "lengths and updates known beforehand"
             raise ConfigError(f"`grouping` needs mode='offline' and updates='preserved': {known}")

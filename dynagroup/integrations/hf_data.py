@@ -14,7 +14,7 @@ from dynagroup.errors import ConfigError, StateError
 from dynagroup.lengths import count_ids, measure_lengths
 from dynagroup.memory import MemoryRegressor
 from dynagroup.memory.run import Mode
-from dynagroup.plan.cost import MeasuredWork, Work
+from dynagroup.plan.cost import Work
 from dynagroup.shapes import TARGET, TOKENS, IntArray
 from dynagroup.update.loader import StepLoader
 from dynagroup.update.step import Step
@@ -64,8 +64,7 @@ def loader_kwargs(loader: Any) -> dict[str, Any]:
 def work_of(trainer: Any) -> Work:
     """Predicted time of this Trainer's steps: ``plan["work"]``, or else by its model's config and device."""
     own = trainer.dynagroup.plan.get("work")
-    guess = MeasuredWork if own == "measure" else Work
-    return own if isinstance(own, Work) else guess.of_known(trainer.model, device=trainer.args.device)
+    return own if isinstance(own, Work) else Work.of_known(trainer.model, device=trainer.args.device)
 
 
 def memory_of(trainer: Any, mode: Mode) -> MemoryRegressor:

@@ -150,11 +150,10 @@ class UpdateRunner(Trainer if TYPE_CHECKING else object):
             if number:
                 self.control = self.callback_handler.on_substep_end(self.args, self.state, self.control)
             if self.dynagroup.out_of_memory is not None:
-                with self.update_loader.timed(step):
-                    total = total + self._run_protected(model, step, mean, items)
+                total = total + self._run_protected(model, step, mean, items)
                 continue
             weighed, figures = self._weighed(step, mean, len(inputs)), trl_figures(self, idle=step.idle)
-            with self._local_gradients(model, step), self.update_loader.timed(step), weighed, figures:
+            with self._local_gradients(model, step), weighed, figures:
                 total = total + super().training_step(model, step.batch, items)
         return total
 

@@ -6,8 +6,8 @@ square of the sample's length, and every step has a fixed cost.
 
 import math
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from itertools import chain, combinations
 from typing import Any, Literal, TypeAlias
 
@@ -22,8 +22,6 @@ from dynagroup.validation import check_choice, check_number
 
 CPU_PER_STEP = 128.0
 """Fixed cost of a step on a CPU, in linear tokens; a CPU launches no kernels. Measured, see ``docs/benchmarks.md``."""
-FEWEST_STEPS = 16
-"""Fewest timed steps that :meth:`MeasuredWork.fitted` needs."""
 
 Meet: TypeAlias = Literal["step", "stream"]
 PATCHES = "patches"
@@ -255,37 +253,16 @@ def _non_negative(products: NDArray[np.float64], targets: NDArray[np.float64]) -
     return (found / scale).tolist()
 
 
-class MeasuredWork(Work):
-    """``work="measure"``: a first guess, replaced after a planned loader has timed its first epoch's steps."""
-
-    __slots__ = ()
-
-    def sums(self, batches: Batches, seconds: ArrayLike, lengths: Streams, budget: Budget) -> list[float]:
-        """The sums over some steps that :meth:`fitted` needs, float64 (13,). Add up those of all ranks."""
-        linear, both = (replace(self, crossover=c).of_batches(batches, lengths, budget) for c in (math.inf, 1.0))
-        columns = np.stack([np.ones(len(batches)), linear, both - linear], axis=1) / np.asarray(seconds)[:, None]
-        return [float(len(batches)), *(columns.T @ columns).ravel(), *columns.sum(axis=0)]
-
-    def fitted(self, sums: Sequence[float]) -> "MeasuredWork | None":
-        """Work by the steps behind these sums: least squares of relative errors. None: too few steps."""
-        if sums[0] < FEWEST_STEPS:
-            return None
-        start, linear, squared = _non_negative(np.reshape(sums[1:10], (3, 3)), np.asarray(sums[10:]))
-        return replace(self, per_step=start / linear, crossover=linear / squared if squared else math.inf)
-
-
 DEFAULT_WORK = Work()
 
 
-def check_work(work: Work | Literal["measure"] | None = None, *, times: bool = False) -> Work:
-    """``work``; if None, the default for this device. ConfigError: something else, or "measure" where nothing is
-    timed."""
+def check_work(work: Work | None = None) -> Work:
+    """``work``; if None, the default for this machine's device. ConfigError: it is something else."""
     if isinstance(work, Work):
         return work
-    if work is not None and not (times and work == "measure"):
-        measured = "; 'measure' is for PlannedDataLoader and mode='offline' of the Trainer" * (work == "measure")
-        raise ConfigError(f"`work` must be a Work, such as Work.of(model), but is {work!r}{measured}")
+    if work is not None:
+        raise ConfigError(f"`work` must be a Work, such as Work.of(model), but is {work!r}")
     import torch  # heavy
 
     on_cpu = not any(getattr(torch, name).is_available() for name in ("cuda", "xpu", "mps"))
-    return (Work if work is None else MeasuredWork).of_known(None, device="cpu" if on_cpu else "")
+    return Work.of_known(None, device="cpu" if on_cpu else "")

@@ -34,15 +34,25 @@ def epoch_order(num_samples: int, *, seed: int, epoch: int) -> IntArray:
 
 
 class EpochOrder:
-    """A permutation of ``range(num_samples)`` that can be read at any position without being stored.
+    """A permutation of ``num_samples`` dataset indices that can be read at any position without being stored.
 
     An alternating Feistel network over a grid of about sqrt(n) by sqrt(n) cells, with cycle walking past cells that are
     no sample (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002; rounds: MurmurHash3's finaliser).
+
+    Args:
+        shuffle: False: the dataset's own order.
+        left_out: sorted dataset indices that are not counted in ``num_samples`` and do not occur.
+
+    >>> EpochOrder(3, seed=0, epoch=0, shuffle=False, left_out=np.array([0, 2]))[:].tolist()
+    [1, 3, 4]
     """
 
-    def __init__(self, num_samples: int, *, seed: int, epoch: int) -> None:
+    def __init__(
+        self, num_samples: int, *, seed: int, epoch: int, shuffle: bool = True, left_out: IntArray = NONE
+    ) -> None:
         seed, epoch = check_int("seed", seed, least=0), check_int("epoch", epoch, least=0)
-        self.num_samples = num_samples
+        self.num_samples, self._shuffle, self._left_out = num_samples, shuffle, left_out
+        self._kept_before = left_out - np.arange(len(left_out))  # samples kept before each one that is left out
         self._width = max(math.isqrt(max(num_samples - 1, 0)) + 1, 1)
         self._height = max(-(-num_samples // self._width), 1)
         self._keys = np.random.SeedSequence((seed, epoch)).generate_state(ROUNDS, np.uint32)
@@ -62,11 +72,13 @@ class EpochOrder:
         return self._block[start - self._block_at : stop - self._block_at]
 
     def index_at(self, positions: IntArray) -> IntArray:
-        return self._walk(positions, range(ROUNDS), sign=1)
+        kept = self._walk(positions, range(ROUNDS), sign=1) if self._shuffle else positions
+        return kept + self._kept_before.searchsorted(kept, side="right") if len(self._left_out) else kept
 
     def position_of(self, index: int) -> int:
         """The position of a sample in the order: the inverse of :meth:`index_at`."""
-        return int(self._walk(np.asarray([index], np.int64), range(ROUNDS - 1, -1, -1), sign=-1)[0])
+        kept = np.asarray([index - self._left_out.searchsorted(index)], np.int64)
+        return int((self._walk(kept, range(ROUNDS - 1, -1, -1), sign=-1) if self._shuffle else kept)[0])
 
     def _walk(self, values: IntArray, rounds: range, sign: int) -> IntArray:
         values = self._mix(values, rounds, sign)
@@ -109,14 +121,16 @@ class GroupedOrder:
     Any slice costs one sort of each pool that it touches; the last pool is cached.
 
     Args:
-        order: dataset indices, read in slices. lengths: of all samples, by dataset index. size: samples an update.
+        order: dataset indices, read in slices. lengths_of: function from dataset indices to lengths. size: samples an update.
 
-    >>> GroupedOrder(np.arange(6), np.array([5, 1, 4, 2, 9, 3]), size=2, pool=2, seed=0)[:].tolist()
+    >>> GroupedOrder(np.arange(6), np.array([5, 1, 4, 2, 9, 3]).take, size=2, pool=2, seed=0)[:].tolist()
     [1, 3, 2, 0, 5, 4]
     """
 
-    def __init__(self, order: Any, lengths: IntArray, *, size: int, pool: int, seed: int, epoch: int = 0) -> None:
-        self._order, self._lengths, self._size, self._span = order, lengths, size, size * pool
+    def __init__(
+        self, order: Any, lengths_of: Callable[[IntArray], NDArray], *, size: int, pool: int, seed: int, epoch: int = 0
+    ) -> None:
+        self._order, self._lengths_of, self._size, self._span = order, lengths_of, size, size * pool
         self._seeds, self._pool, self._number = (seed, epoch), NONE, -1
 
     def __len__(self) -> int:
@@ -132,7 +146,7 @@ class GroupedOrder:
         if number != self._number:
             rng = np.random.default_rng((*self._seeds, number))
             drawn = rng.permutation(self._order[number * self._span : (number + 1) * self._span])
-            ranked = drawn[np.argsort(self._lengths[drawn], kind="stable")]
+            ranked = drawn[np.argsort(self._lengths_of(drawn), kind="stable")]
             whole, rest = divmod(len(ranked), self._size)
             short = int(rng.integers(whole + 1)) * self._size + np.arange(rest)
             updates = np.delete(ranked, short).reshape(whole, self._size)
@@ -140,21 +154,35 @@ class GroupedOrder:
         return self._pool
 
 
-def windows_of(count: int, size: int, *, longest: Callable[[], int] | None = None) -> list[tuple[int, int]]:
-    """(start, stop) of each window in the epoch's order, listed in the order in which windows are used.
+class Windows:
+    """(start, stop) of each window in the epoch's order, in the order in which windows are used; they are not stored.
 
     The window with the longest sample is used first, so that running out of memory shows at once. It also takes what
-    the division leaves over, so that all others hold a multiple of the ranks. ``longest`` finds the position of the
-    longest sample; None: the first window is used first.
+    the division leaves over, so that all others hold a multiple of the ranks.
 
-    >>> windows_of(7, 2, longest=lambda: 3)
-    [(2, 5), (0, 2), (5, 7)]
+    Args:
+        count, size: samples of the epoch, and of a window.
+        first: the number of the window that is used first. None: windows are used in order, and the last may be smaller.
+
+    >>> list(Windows(7, 2, first=1)), list(Windows(7, 2))
+    ([(2, 5), (0, 2), (5, 7)], [(0, 2), (2, 4), (4, 6), (6, 7)])
     """
-    whole = max(count // size, min(count, 1))
-    lead = min(longest() // size, whole - 1) if longest is not None and whole > 1 else 0
-    starts = [number * size + (count - whole * size) * (number > lead) for number in range(whole)]
-    found = list(zip(starts, [*starts[1:], count], strict=True)) if whole else []
-    return [*found[lead : lead + 1], *found[:lead], *found[lead + 1 :]]
+
+    def __init__(self, count: int, size: int, first: int | None = None) -> None:
+        self._count, self._size = count, size
+        self._number = -(-count // size) if first is None else max(count // size, min(count, 1))
+        self._first = min(first or 0, self._number - 1)
+        self._rest = 0 if first is None else count - self._number * size
+
+    def __len__(self) -> int:
+        return self._number
+
+    def __getitem__(self, number: int) -> tuple[int, int]:
+        if not 0 <= number < self._number:
+            raise IndexError(number)
+        place = number if number > self._first else (number - 1) % (self._first + 1)
+        start = place * self._size + self._rest * (place > self._first)
+        return start, min(start + self._size + self._rest * (place == self._first), self._count)
 
 
 def windows_of_kinds(

@@ -8,9 +8,9 @@ import copy
 import json
 import zlib
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
@@ -23,9 +23,9 @@ from dynagroup.errors import BudgetError, ConfigError, StateError
 from dynagroup.fingerprint import described, hashed
 from dynagroup.lengths import Kinds, as_streams
 from dynagroup.plan.batches import Batches, RoundBatch
-from dynagroup.plan.cost import MeasuredWork, Work, check_work
+from dynagroup.plan.cost import Work, check_work
 from dynagroup.plan.cursor import Cursor
-from dynagroup.plan.epoch import NONE, EpochOrder, GroupedOrder, windows_of, windows_of_kinds
+from dynagroup.plan.epoch import NONE, EpochOrder, GroupedOrder, Windows, windows_of_kinds
 from dynagroup.plan.padded import FEWEST
 from dynagroup.plan.plan import BatchPlan
 from dynagroup.plan.ranks import cut, cut_kinds, filled, prove
@@ -41,6 +41,7 @@ Rows: TypeAlias = tuple[Batches, NDArray[np.bool_]]  # batches row after row; wh
 
 LEFT_OUT = "learned limits leave out other samples than this epoch did (oversize='drop'): set_epoch to the next"
 BATCHES_PER_WINDOW = 100
+CHUNK = 1 << 18  # samples looked at together in one pass over a dataset's lengths
 SAMPLED = 4096  # lengths from which the size of a window is estimated
 LEAST_SHARE = 8  # a rare kind has windows of at least 1/8 of the usual size, so that its batches vary, too
 
@@ -75,7 +76,7 @@ class PlanConfig:
             raise ConfigError("`grouping` needs `samples_per_update`: free batches are grouped in a `window`")
         for name, choices in (("oversize", Oversize), ("uneven", Uneven), ("one_kind", OneKind)):
             check_choice(name, getattr(self, name), get_args(choices))
-        object.__setattr__(self, "work", check_work(self.work, times=True))
+        object.__setattr__(self, "work", check_work(self.work))
         if self.round_batch is not None:
             check_function("round_batch", self.round_batch, "from int to int")
 
@@ -86,14 +87,31 @@ def tokens_of(lengths: Streams, budget: Budget) -> NDArray[Any]:
     return np.add.reduce([first, *others], axis=0, dtype=np.int64) if others else first
 
 
-def oversize_mask(lengths: Streams, budget: Budget) -> NDArray[np.bool_]:
-    """Which samples do not fit even alone: bool (N,). Also checks once the answers of a user's own budget."""
-    tokens = lengths[primary(lengths)]
-    if len(lengths) == 1 and len(tokens) and largest_of(budget, tokens[:1].astype(np.int64)) is not None:
-        unfit = lambda length: budget.largest(np.asarray([length]))[0] < 1  # type: ignore[index]  # noqa: E731
-        return tokens >= bisect_left(range(int(tokens.max()) + 1), True, key=unfit)
-    wide = {name: values.astype(np.int64) for name, values in lengths.items()}
-    return ~fits_of(budget, BatchShape(np.ones(len(tokens), np.int64), wide, wide))
+def oversize_of(lengths: Streams, budget: Budget) -> IntArray:
+    """Dataset indices of the samples that do not fit even alone, sorted. Also checks once the answers of a user's own
+    budget. One pass over the lengths, in chunks; a second one if not even a sample of the greatest lengths fits."""
+    first, longest = primary(lengths), {name: int(values.max(initial=0)) for name, values in lengths.items()}
+    fits = lambda units: fits_of(budget, BatchShape.of(1, units))[0]  # noqa: E731
+    if len(lengths) == 1:
+        largest_of(budget, np.asarray([longest[first]]))
+    if fits(longest):
+        return NONE
+    if len(lengths) == 1:
+        least = bisect_left(range(longest[first] + 1), True, key=lambda units: not fits({first: units}))
+        unfit: Any = lambda part: part[first] >= least  # noqa: E731
+    else:
+        unfit = lambda part: ~fits_of(budget, BatchShape(np.ones(len(part[first]), np.int64), part, part))  # noqa: E731
+    found = [NONE]
+    for start in range(0, len(lengths[first]), CHUNK):
+        part = {name: values[start : start + CHUNK].astype(np.int64) for name, values in lengths.items()}
+        found.append(start + np.flatnonzero(unfit(part)))
+    return np.concatenate(found)
+
+
+def _checksum(values: NDArray[Any]) -> int:
+    """Of an array that need not be in one piece."""
+    chunks = (values[start : start + CHUNK] for start in range(0, len(values), CHUNK))
+    return reduce(lambda found, chunk: zlib.crc32(np.ascontiguousarray(chunk).data, found), chunks, 0)
 
 
 class Planner:
@@ -106,13 +124,36 @@ class Planner:
         self.budget = bound.held(self.limit)  # a plan does not change while it is carried out
         self.config = config
         self.num_samples = len(lengths[primary(lengths)])
-        self.unfit = oversize_mask(lengths, self.budget)
-        self.oversize = np.flatnonzero(self.unfit)
+        self.oversize = oversize_of(lengths, self.budget)
+        """Dataset indices of the samples that do not fit even alone, sorted."""
         self.left_out = self.oversize if config.oversize == "drop" else NONE
         """Dataset indices of the samples that take no part."""
         self.left_print = zlib.crc32(self.left_out.astype(np.int64).data)
         if config.oversize == "error":
             self.warn_of_oversize()
+
+    def unfit(self, indices: Sequence[int] | IntArray) -> NDArray[np.bool_]:
+        """Which of these samples do not fit even alone."""
+        left, right = (np.searchsorted(self.oversize, indices, side=side) for side in ("left", "right"))
+        return left < right
+
+    def tokens_of(self, indices: IntArray | slice) -> NDArray[Any]:
+        """Tokens of these samples of the dataset, summed over padded streams."""
+        return tokens_of({name: values[indices] for name, values in self.lengths.items()}, self.budget)
+
+    @cached_property
+    def _longest(self) -> int:
+        """Dataset index of the longest sample that takes part. One pass over the lengths."""
+        found, most = 0, -1
+        for start in range(0, self.num_samples, CHUNK):
+            tokens = self.tokens_of(slice(start, start + CHUNK))
+            out = self.left_out[slice(*np.searchsorted(self.left_out, [start, start + CHUNK]))]
+            if len(out):
+                tokens = tokens.copy()
+                tokens[out - start] = -1
+            if tokens.max() > most:
+                found, most = start + int(tokens.argmax()), int(tokens.max())
+        return found
 
     @classmethod
     def of(cls, lengths: Any, budget: Budget | int, config: PlanConfig, kinds: Any = None) -> "Planner":
@@ -137,22 +178,19 @@ class Planner:
             "truncate them, raise the budget, or pass oversize='error'"
         )
 
-    def renewed(self, world: World | None = None, work: Work | None = None, *, apply: bool = True) -> "Planner":
+    def renewed(self, world: World | None = None, *, apply: bool = True) -> "Planner":
         """The planner of the next epoch, which uses what its budget has learned (with ``apply`` all of it: collective
-        over ``world``), and ``work``. This planner, if neither changes anything."""
+        over ``world``). This planner, if that changes nothing."""
         learner = self.budget.learner
         if learner is not None and apply:
             learner.apply(world)
-        elif learner is None and work is None:
-            return self
-        after = self.rebuilt(work)
-        return self if (after.limit, after.config) == (self.limit, self.config) else after
+        return self if self.budget.applied == self.limit else self.rebuilt()
 
     def in_mid_epoch(self) -> "Planner":
         """A planner for the rest of an epoch that uses the limit applied since it began; this one if none was applied.
         StateError: the limit would change which samples take part."""
         after = self.by(self.budget.applied)
-        if self.config.oversize == "drop" and not np.array_equal(after.unfit, self.unfit):
+        if self.config.oversize == "drop" and not np.array_equal(after.oversize, self.oversize):
             raise StateError(LEFT_OUT)
         return after
 
@@ -168,13 +206,14 @@ class Planner:
         other = copy.copy(self)
         vars(other).pop("_batch_size", None)
         other.limit, other.budget = limit, self.budget.held(limit)
-        other.unfit = oversize_mask(self.lengths, other.budget)
-        other.oversize = np.flatnonzero(other.unfit)
+        other.oversize = oversize_of(self.lengths, other.budget)
         return other
 
-    def rebuilt(self, work: Work | None = None) -> "Planner":
-        """A new planner from the same facts and settings, with the budget as it is now, and ``work`` if given."""
-        return Planner(self.lengths, self.budget, replace(self.config, work=work or self.config.work), self.kinds)
+    def rebuilt(self) -> "Planner":
+        """A new planner from the same facts and settings, with the budget as it is now."""
+        other = Planner(self.lengths, self.budget, self.config, self.kinds)
+        vars(other).update((name, value) for name, value in vars(self).items() if name == "_checksums")
+        return other
 
     @property
     def num_planned(self) -> int:
@@ -219,36 +258,35 @@ class Planner:
         """The epoch's order: dataset indices without those left out. ``grouping`` groups updates of ``size``.
 
         ``given``: the user's order; None: shuffled, or the dataset's."""
-        config, everything = self.config, not len(self.left_out)
+        config, how = self.config, {"seed": self.config.seed, "epoch": epoch}
         if given is not None:
-            order: Any = given if everything else given[~self.unfit[given]]
+            order: Any = given[~self.unfit(given)] if len(self.left_out) else given
         else:
-            kept = np.arange(self.num_samples) if everything else np.flatnonzero(~self.unfit)
-            drawn = EpochOrder(len(kept), seed=config.seed, epoch=epoch)
-            order = kept if not shuffle else drawn if everything else kept[drawn[:]]
+            order = EpochOrder(self.num_planned, shuffle=shuffle, left_out=self.left_out, **how)
         if config.grouping is None:
             return order
-        how = {"size": size, "pool": config.grouping, "seed": config.seed, "epoch": epoch}
-        return GroupedOrder(order, tokens_of(self.lengths, self.budget), **how)
+        return GroupedOrder(order, self.tokens_of, size=size, pool=config.grouping, **how)
 
-    def _windows(self, cursor: Cursor, given: IntArray | None) -> tuple[Order, list[tuple[int, int]], IntArray]:
+    def _windows(
+        self, cursor: Cursor, given: IntArray | None
+    ) -> tuple[Order, Windows | list[tuple[int, int]], IntArray]:
         """The order of the cursor's epoch, (start, stop) of its windows in it, and the last window of each kind."""
         config, size = self.config, cursor.window_size or self.window_size(1)
         order = self.order_of(cursor.epoch, given, shuffle=config.shuffle or self.has_updates, size=size)
         if self.has_updates:
-            updates = [(start, min(start + size, len(order))) for start in range(0, len(order), size)]
-            return order, updates, np.zeros(len(self.kinds.labels), np.int64)
-        tokens = tokens_of(self.lengths, self.budget) if config.hardest_first else None
+            return order, Windows(len(order), size), np.zeros(len(self.kinds.labels), np.int64)
         if len(self.kinds.labels) > 1:
             least = -(-size // LEAST_SHARE) if config.shuffle and config.window is None else size
             rng = np.random.default_rng((config.seed, cursor.epoch)) if config.shuffle else None
+            tokens = self.tokens_of(slice(None)) if config.hardest_first else None
             how: dict[str, Any] = {"least": least, "rng": rng, "tokens": tokens}
             ordered, found, last = windows_of_kinds(order[:], self.kinds.codes, size, **how)
             return ordered, found, np.full_like(last, len(found) - 1) if config.one_kind == "batch" else last
-        longest: Any = None if tokens is None else lambda: int(np.argmax(tokens[order[:]]))
-        if isinstance(order, EpochOrder) and tokens is not None:
-            longest = lambda: order.position_of(int(np.argmax(tokens)))  # noqa: E731
-        windows = windows_of(len(order), size, longest=longest)
+        first = 0
+        if config.hardest_first and len(order) >= 2 * size:
+            computed = isinstance(order, EpochOrder)
+            first = order.position_of(self._longest) if computed else int(self.tokens_of(order[:]).argmax())
+        windows = Windows(len(order), size, first // size)
         return order, windows, np.asarray([len(windows) - 1])
 
     def steps_from(self, cursor: Cursor, world_size: int = 1, order: IntArray | None = None) -> Iterator[BatchPlan]:
@@ -299,12 +337,15 @@ class Planner:
         """Everything that a plan depends on, except epoch and world size; states are compared by it. JSON-able."""
         knobs = {knob.name: getattr(self.config, knob.name) for knob in fields(self.config)}
         knobs |= {name: described(knobs[name]) for name in ("round_batch", "work")}
-        if isinstance(self.config.work, MeasuredWork):
-            knobs["work"] = "measure"  # measured values belong to a run and are in its state
-        lengths = {name: zlib.crc32(np.ascontiguousarray(v).data) for name, v in self.lengths.items()}
-        facts = {"num_samples": self.num_samples, "lengths": lengths}
-        facts["kinds"] = [zlib.crc32(self.kinds.codes.data), described(self.kinds.labels)]
+        facts = {"num_samples": self.num_samples, **self._checksums}
         return {**facts, "budget": self.budget.fingerprint, **knobs}
+
+    @cached_property
+    def _checksums(self) -> dict[str, Any]:
+        """Checksums of the lengths and kinds. One pass."""
+        codes = self.kinds.codes if len(self.kinds.labels) > 1 else NONE
+        lengths = {name: _checksum(values) for name, values in self.lengths.items()}
+        return {"lengths": lengths, "kinds": [_checksum(codes), described(self.kinds.labels)]}
 
     @property
     def fingerprint(self) -> str:
@@ -344,7 +385,7 @@ class _Window:
         kinds, together = planner.kinds.codes[chosen], config.one_kind == "batch"
         how: dict[str, Any] = {"work": config.work, "round_batch": config.round_batch, "together": together}
         cuts = cut_kinds(lengths, kinds, planner.budget, world_size, **how)
-        prove(Batches.concatenate(cuts), len(chosen), lengths, planner.budget, planner.unfit[chosen])
+        prove(Batches.concatenate(cuts), len(chosen), lengths, planner.budget, planner.unfit(chosen))
         tokens = tokens_of(lengths, planner.budget)
         ends = self.is_last[kinds] & (config.uneven == "repeat")
         made = [filled(part, tokens, world_size, bool(ends[part.order[:1]].all())) for part in cuts]

@@ -17,7 +17,7 @@ from dynagroup.plan.batches import Batches
 from dynagroup.plan.cost import Work, check_work
 from dynagroup.plan.epoch import epoch_order
 from dynagroup.plan.plan import BatchPlan
-from dynagroup.plan.planner import PlanConfig, Planner, oversize_mask
+from dynagroup.plan.planner import PlanConfig, Planner, oversize_of
 from dynagroup.plan.ranks import cut, time_of_rows
 from dynagroup.shapes import BatchShape, IntArray, Streams, primary
 from dynagroup.validation import check_int
@@ -153,10 +153,10 @@ def shuffled_way(plan: BatchPlan, batch_size: int | None) -> tuple[Way, int, int
 
 def most_of_the_longest(lengths: Streams, budget: Budget) -> int:
     """Samples that fit one batch even if they are the longest in every stream. Oversize samples do not count."""
-    alone = ~oversize_mask(lengths, budget)
-    falling = {name: np.sort(values[alone])[::-1] for name, values in lengths.items()}
+    oversize = oversize_of(lengths, budget)
+    falling = {name: np.sort(np.delete(values, oversize))[::-1] for name, values in lengths.items()}
     unfit = lambda size: not budget.fits(BatchShape.of_samples({n: v[:size] for n, v in falling.items()}))[0]  # noqa: E731
-    return bisect_left(range(1, int(alone.sum()) + 1), True, key=unfit)
+    return bisect_left(range(1, len(falling[primary(lengths)]) + 1), True, key=unfit)
 
 
 @dataclass(frozen=True)

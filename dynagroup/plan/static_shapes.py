@@ -13,6 +13,7 @@ from dynagroup.fingerprint import described
 from dynagroup.lengths import as_streams
 from dynagroup.plan.batches import Batches, shapes_of
 from dynagroup.plan.cost import Work, check_work
+from dynagroup.plan.packed import pack
 from dynagroup.plan.padded import OrderedWindow, in_order
 from dynagroup.shapes import BatchShape, IntArray, Streams, largest_within, primary, round_up
 from dynagroup.validation import check_int
@@ -55,7 +56,8 @@ class ShapeLadder(Wrapper):
         if not len(streams[primary(streams)]):
             raise ConfigError("a ShapeLadder needs lengths to be fitted to, but there are none")
         if is_packed(self.base, streams):
-            raise ConfigError(f"a ShapeLadder needs a padded budget, but has {self.base.fingerprint}")
+            way_out = "shapes= of a loader gives packed batches few totals"
+            raise ConfigError(f"a ShapeLadder needs a padded budget, but has {self.base.fingerprint}; {way_out}")
         self._names, self._capped = padded_streams(self.base, streams), [*streams]
         units = np.stack([streams[name].astype(np.int64) for name in self._names])
         units = np.maximum(round_up(units, self.pad_to_multiple_of), 1)
@@ -254,6 +256,74 @@ def _exceeded_by_none(units: IntArray) -> IntArray:
     return np.concatenate(found, axis=1)
 
 
+class PackedLadder(Wrapper):
+    """A few totals to which packed batches are filled: quantiles of the totals of batches cut as if any were allowed.
+
+    All batches also have one number of samples and one longest sample, for which attention kernels are compiled: the tail
+    of a batch is divided into samples of weight 0, and further samples have no tokens. Arguments and errors are those of
+    :class:`ShapeLadder`; only one stream is allowed.
+
+    >>> from dynagroup.budget.tokens import TokenBudget
+    >>> ladder = PackedLadder([3, 4, 5, 6, 7, 8], TokenBudget(12, layout="packed"), 2, window=3, grouping=1, work=None)
+    >>> ladder.shapes, ladder.shape_for(2, 9)
+    ([(4, 8), (4, 12)], (4, 12))
+    """
+
+    layout: Any = "packed"
+
+    def __init__(
+        self, lengths: Any, budget: Budget, num_shapes: int, *, window: int | None, grouping: int, work: Work | None
+    ) -> None:
+        streams = as_streams(lengths)
+        (name, given), *others = streams.items()
+        if others or not len(given):
+            has = f"{len(given)} of {[*streams]}"
+            raise ConfigError(f"few shapes of packed batches need lengths of one stream, but have {has}")
+        self.base, self.streams = budget.bind(streams), (name,)
+        tokens, multiple, rng = np.maximum(given.astype(np.int64), 1), self.pad_to_multiple_of, np.random.default_rng(0)
+        self.longest, fit = int(tokens.max()), self.base.fits(BatchShape.of(1, {name: tokens}))
+        beyond, rest = int(not fit.all()), tokens[fit]
+        number = check_int("num_shapes", num_shapes, least=1 + (beyond and len(rest) > 0)) - beyond if len(rest) else 0
+        found, size = [int(rest.max(initial=0))], min((window or SAMPLES) * grouping, len(rest))
+        for _ in range(max(SAMPLES // size, 1) if size else 0):
+            drawn = {name: rng.choice(rest, size)}
+            found += shapes_of(pack(drawn, self.base, work=check_work(work)), drawn).total[name].tolist()
+        quantiles = np.quantile(found, np.arange(1, number + 1) / max(number, 1), method="higher")
+        totals = round_up(np.unique(np.append(quantiles, [self.longest] * beyond)).astype(np.int64), multiple)
+        self._totals, self._most = totals, int(totals[-1 - beyond]) if len(rest) else 0
+        tail = -(-int(np.diff(self._totals, prepend=0).max()) // self.longest)
+        self.num_samples = int(np.searchsorted(np.cumsum(np.sort(given)), self._totals[-1], side="right")) + tail
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """(samples, tokens) of each total, smallest first; the number of samples includes those of the tail."""
+        return [(self.num_samples, total) for total in self._totals.tolist()]
+
+    def shape_for(self, num_samples: int, total: int) -> tuple[int, int]:
+        """The shape that a batch of ``total`` tokens is filled to. ConfigError: none holds it."""
+        place = int(np.searchsorted(self._totals, total))
+        if place == len(self._totals):
+            known = f"none of the totals {self._totals.tolist()}"
+            raise ConfigError(f"{known} holds {num_samples} samples of {total} tokens")
+        return self.shapes[place]
+
+    @property
+    def ladder(self) -> "PackedLadder":
+        return self
+
+    @property
+    def fingerprint(self) -> str:
+        return f"PackedLadder({described(self.shapes)}, {self.base.fingerprint})"
+
+    def as_run(self, shape: BatchShape, /) -> BatchShape:
+        total = shape.total[self.streams[0]]
+        place = np.searchsorted(self._totals, total).clip(max=len(self._totals) - 1)
+        return BatchShape(shape.num_samples, shape.longest, {self.streams[0]: np.maximum(self._totals[place], total)})
+
+    def fits(self, shape: BatchShape, /) -> BoolArray:
+        return self.base.fits(self.as_run(shape)) & (shape.total[self.streams[0]] <= self._most)
+
+
 def few_shapes(
     shapes: int | None, lengths: Any, budget: Budget | int, samples_per_update: Any = None, window: int | None = None,
     grouping: int | None = None, work: Work | None = None,
@@ -262,4 +332,5 @@ def few_shapes(
     if shapes is None:
         return as_budget(budget)
     size: Any = samples_per_update(0, None) if callable(samples_per_update) else samples_per_update
-    return ShapeLadder(lengths, budget, shapes, window=size or window, grouping=grouping or 1, work=work)
+    kind = PackedLadder if is_packed(as_budget(budget), as_streams(lengths)) else ShapeLadder
+    return kind(lengths, as_budget(budget), shapes, window=size or window, grouping=grouping or 1, work=work)

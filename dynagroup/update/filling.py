@@ -11,7 +11,7 @@ from torch.utils.data import default_collate
 from dynagroup.errors import ConfigError
 from dynagroup.shapes import BatchShape, primary
 from dynagroup.update.loss_weight import IGNORED
-from dynagroup.update.step import SHOWN_IN, width_of
+from dynagroup.update.step import SHOWN_IN, total_of, width_of
 
 Shape: TypeAlias = tuple[int, ...]
 Pad: TypeAlias = Mapping[str, float | None] | Callable[[Any, int, Any], Any]
@@ -55,6 +55,8 @@ class FillingCollator:
             return self.pad(batch, num_samples, ladder)
         if not hasattr(batch, "keys"):
             raise ConfigError(f"it is not known how to pad a {type(batch).__name__} to one of few shapes; {WAY_OUT}")
+        if ladder.layout == "packed":
+            return self._with_tail(batch, num_samples, shape)
         now = {name: width_of(batch, num_samples, name, ladder.streams) for name in ladder.streams}
         missing = [name for name, width in now.items() if width is None]
         if missing:
@@ -74,6 +76,30 @@ class FillingCollator:
         for key in batch:
             stream = _stream_of(key, ladder.streams)
             made[key] = _grown(key, batch[key], num_samples, rows, (now[stream], to[stream]), pad)
+        return made
+
+    def _with_tail(self, batch: Any, num_samples: int, shape: Shape | None) -> Any:
+        """Fill a packed batch with a tail of samples of weight 0, none longer than the dataset's longest, and then with
+        samples of no tokens, up to the ladder's number."""
+        [stream], longest, pad, made = self.ladder.streams, self.ladder.longest, self._pad(), copy.copy(batch)
+        now = total_of(batch, stream, self.ladder.streams)
+        if now is None:
+            raise ConfigError(f"no field of a batch shows its packed {stream!r} ({num_samples} samples); {WAY_OUT}")
+        samples, total = shape or self.ladder.shape_for(num_samples, now)
+        tail = torch.arange(total - now)
+        for key, value in batch.items():
+            if key.startswith("max_length"):
+                made[key] = longest
+            elif key.startswith("cu_seq_lens"):
+                borders = [*value.tolist(), *range(now + longest, total, longest), total]
+                made[key] = value.new_tensor(borders + [total] * (samples + 1 - len(borders)))
+            elif isinstance(value, torch.Tensor) and value.ndim and value.shape[-1] == now:
+                start = value.flatten()[:1] if key == "position_ids" else value.flatten()[-1:] + 1
+                counted = {"position_ids": start + tail % longest, "seq_idx": start + tail // longest}
+                if key not in counted and pad.get(key, None) is None:
+                    raise ConfigError(f"it is not known how to pad {key!r}, which is as long as the tokens; {WAY_OUT}")
+                more = counted.get(key, torch.full_like(tail, pad.get(key) or 0))
+                made[key] = torch.cat([value, more.to(value.dtype).expand(*value.shape[:-1], -1)], dim=-1)
         return made
 
     def _pad(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing
 from typing import Any, ClassVar, Generic
 
 import numpy as np
@@ -160,23 +160,14 @@ class StepLoader(ABC, Generic[B]):
             raise ConfigError("set_samples_per_update needs a loader with samples_per_update: this one is free-running")
         return self.sizes.change(self._asked(), samples)
 
-    def timed(self, step: Step[B]) -> AbstractContextManager[Any]:
-        """Times what a loop does with a step, for ``work="measure"``. ``for step in loader`` is timed by itself; a loop
-        over :meth:`updates` needs ``with loader.timed(step)``."""
-        return nullcontext(step)
-
     def __iter__(self) -> Iterator[Step[B]]:
-        return self._iterate(self.timed)
-
-    def _iterate(self, around: Callable[[Step[B]], AbstractContextManager[Any]]) -> Iterator[Step[B]]:
         self._stop()
         self._choose()
         self._next, self._begun = self._epoch + 1, True
         live = self._live = self._run()
         try:
             for step in live:
-                with around(step):
-                    yield step
+                yield step
                 if self._live is not live:
                     raise ConfigError("this iteration of the loader has ended: another iteration has begun")
         finally:
@@ -196,7 +187,7 @@ class StepLoader(ABC, Generic[B]):
     def updates(self) -> Iterator[list[Step[B]]]:
         """The same steps as iteration gives, in one list for each update."""
         update: list[Step[B]] = []
-        with closing(self._iterate(nullcontext)) as steps:  # pyright: ignore[reportArgumentType] - a generator
+        with closing(iter(self)) as steps:  # pyright: ignore[reportArgumentType] - a generator
             for step in steps:
                 update.append(step)
                 if step.ends_update:

@@ -5,10 +5,10 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, suppress
-from dataclasses import fields, replace
+from contextlib import suppress
+from dataclasses import fields
 from itertools import accumulate, islice
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from dynagroup.distributed import World
 from dynagroup.errors import AlignmentError, ConfigError, StateError
 from dynagroup.fingerprint import described
 from dynagroup.plan.batches import Batches, shapes_of
-from dynagroup.plan.cost import MeasuredWork, Work, check_work
+from dynagroup.plan.cost import check_work
 from dynagroup.plan.cursor import Cursor
 from dynagroup.plan.epoch import OrderSource
 from dynagroup.plan.plan import BatchPlan
@@ -31,7 +31,7 @@ from dynagroup.update.filling import FillingCollator, Pad
 from dynagroup.update.loader import ENDED_EARLY, Inner, StepLoader, check_updates, seed_of
 from dynagroup.update.loss_weight import Share, Weigh, loss_scale, weigher
 from dynagroup.update.schedule import LARGEST_UPDATE, BatchSizeSchedule
-from dynagroup.update.step import B, LoaderStats, Step, StepTimes, unplanned
+from dynagroup.update.step import B, LoaderStats, Step, unplanned
 from dynagroup.update.updates import FreeUpdates, PlannedUpdate, PreservedUpdates, Updates, compare_ranks
 from dynagroup.validation import check_int, warn_user
 
@@ -67,8 +67,7 @@ class PlannedDataLoader(StepLoader[B]):
         pad: field -> its padding value, for fields not of transformers; or a function, see :class:`FillingCollator`.
         world: ranks that share the data; default: all of ``torch.distributed``.
         further: settings of :class:`~dynagroup.LengthAwareBatchSampler` (``window``, ``oversize``, ``work`` ...) and of
-            the inner ``DataLoader``: ``collate_fn``, ``num_workers``, ``pin_memory`` and so on. Here ``work="measure"``
-            times the first epoch's steps to plan later epochs; a loop over :meth:`updates` needs :meth:`timed`.
+            the inner ``DataLoader``: ``collate_fn``, ``num_workers``, ``pin_memory`` and so on.
 
     Raises:
         ConfigError: an argument is wrong. BudgetError: a sample does not fit and ``oversize="error"``.
@@ -84,7 +83,6 @@ class PlannedDataLoader(StepLoader[B]):
 
     KIND = "PlannedDataLoader"
     _said_unplanned = False
-    _work: Work | None = None  # measured; later epochs are planned by it
 
     def __init__(
         self, dataset: Any, lengths: Any, budget: Budget | int, *,
@@ -98,11 +96,11 @@ class PlannedDataLoader(StepLoader[B]):
         of_set_sizes = {"sampler": sampler is not None, "drop_last": drop_last, "grouping": grouping is not None}
         accumulation = check_updates(samples_per_update, accumulation, **of_set_sizes)
         settings = {name: further.pop(name) for name in ({f.name for f in fields(PlanConfig)} - OURS) & further.keys()}
-        self._guess = settings["work"] = check_work(settings.get("work"), times=True)
+        settings["work"] = check_work(settings.get("work"))
         how |= {} if free else {"samples_per_update": LARGEST_UPDATE, "grouping": grouping}
         if shapes is not None:
             window = settings.get("window")
-            budget = few_shapes(shapes, lengths, budget, samples_per_update, window, grouping, self._guess)
+            budget = few_shapes(shapes, lengths, budget, samples_per_update, window, grouping, settings["work"])
         planner = Planner.of(lengths, budget, PlanConfig(**how, **settings), kinds)
         if planner.num_samples != len(dataset):
             raise ConfigError(f"`lengths` has {planner.num_samples} entries, but the dataset has {len(dataset)}")
@@ -116,7 +114,6 @@ class PlannedDataLoader(StepLoader[B]):
         self._feed = _Feed(dataset, planner.config.seed, weigh, self.stats, further)
         self._place = Cursor()  # the place after the steps that were handed out
         self._resumed: Cursor | None = None  # a loaded place; while it is `_place`, the next iteration continues there
-        self._times = StepTimes() if isinstance(self._guess, MeasuredWork) else None  # until enough steps are timed
         planner.warn_of_oversize()
 
     @property
@@ -178,13 +175,12 @@ class PlannedDataLoader(StepLoader[B]):
     def _run(self) -> Iterator[Step[B]]:
         world, plan = self.world, self._walk()
         if self._place is not self._resumed:
-            planner = plan.planner.renewed(world, self._work)
+            planner = plan.planner.renewed(world)
             if planner is not plan.planner:  # by what was learned, some samples may no longer fit
                 planner.warn_of_oversize()
             plan.renew(planner)
             self._stand(plan.start_of(self._epoch, self._place))
-        in_force = plan.planner.config.work, plan.planner.limit
-        compare_ranks(world, plan, {**self._identity(), "in force": in_force}, self._place)
+        compare_ranks(world, plan, {**self._identity(), "limit": plan.planner.limit}, self._place)
         feed = self._feed.open(plan.updates(self._place, world.rank), self._epoch, world)
         for update, batches, weights, summed in feed:
             for number, batch in enumerate(batches):
@@ -194,23 +190,6 @@ class PlannedDataLoader(StepLoader[B]):
                 samples = Share(0 if step.idle else len(step.indices), update.num_samples)
                 scale, ends = loss_scale(weight, world.size), number == len(batches) - 1
                 yield Step(batch, step.indices, samples, weight, scale, ends, step.idle, step.kind)
-        if self._times is not None:
-            self._measure(world, self._times)
-
-    def timed(self, step: Step[B]) -> AbstractContextManager[Any]:
-        return super().timed(step) if self._times is None else self._times.of(step)
-
-    def _measure(self, world: World, times: StepTimes) -> None:
-        """Fit ``work`` to the timed steps of all ranks at an epoch's end, once they are enough. Collective."""
-        planner, guess = self._plan.planner, cast("Any", self._guess)
-        (indices, seconds), sums = times.read(), [0.0] * 13
-        if seconds:
-            sums = guess.sums(Batches.of(indices), seconds, planner.lengths, planner.budget)
-        else:
-            way_out = "a loop over updates() says `with loader.timed(step):` around each step"
-            warn_user(f"work='measure' has timed no step: {way_out}")
-        self._work = guess.fitted(world.all_sum(sums))
-        self._times = times if self._work is None else None
 
     def _look(self, update: PlannedUpdate, number: int, batch: Any) -> None:
         """Count a step as used, and warn once if a batch differs from the plan."""
@@ -220,7 +199,7 @@ class PlannedDataLoader(StepLoader[B]):
             stats.count_update(update.num_samples)
         if step.idle:
             return
-        stats.oversize += len(step.indices) == 1 and bool(self._plan.planner.unfit[step.indices[0]])
+        stats.oversize += len(step.indices) == 1 and bool(self._plan.planner.unfit(step.indices[:1])[0])
         if self._said_unplanned:
             return
         shape = shapes_of(Batches.of([np.asarray(step.indices)]), self._plan.planner.lengths)
@@ -237,9 +216,8 @@ class PlannedDataLoader(StepLoader[B]):
 
     def _state(self) -> dict[str, Any]:
         changes, order = list(map(list, self._plan.changes)), self._plan.order_print(self._place.epoch)
-        measured = {} if self._work is None else {"work": [self._work.per_step, self._work.crossover]}
         left_out = self._plan.planner.left_print
-        return {"cursor": self._place.state(), "changes": changes, "order": order, "left_out": left_out, **measured}
+        return {"cursor": self._place.state(), "changes": changes, "order": order, "left_out": left_out}
 
     def _checked(self, states: list[Mapping[str, Any]]) -> Mapping[str, Any]:
         """Any rank's state is complete; the states of several ranks must agree."""
@@ -251,12 +229,8 @@ class PlannedDataLoader(StepLoader[B]):
 
     def _restore(self, found: Mapping[str, Any]) -> None:
         place, walk = Cursor.of(found["cursor"]), self._plan
-        measured = dict(zip(("per_step", "crossover"), found.get("work", ()), strict=False))
-        work = replace(self._guess, **measured) if measured else None
-        planner = walk.planner.rebuilt(work or self._guess)
+        planner = walk.planner.rebuilt()
         planner.check_left_out(found)
-        self._work = work
-        self._times = StepTimes() if isinstance(self._guess, MeasuredWork) and not measured else None
         walk.on_ranks(self._rank_and_size()[1])
         walk.renew(planner)
         if self.sizes is not None:

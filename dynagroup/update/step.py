@@ -1,22 +1,18 @@
 """What a training loop receives: one batch with its exact loss weight; and counts of what a loader has done."""
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Generic, TypeVar
 
 import numpy as np
-import torch
 
 from dynagroup.budget.base import Budget, is_packed, padded_streams
 from dynagroup.distributed import World
-from dynagroup.shapes import TOKENS, BatchShape, IntArray, primary, round_up
+from dynagroup.shapes import TOKENS, BatchShape, primary, round_up
 from dynagroup.update.loss_weight import Share
 
 B = TypeVar("B")
-MOST_TIMED = 1 << 14  # steps
 SHOWN_IN = {"source": "input_ids", "target": "labels", TOKENS: "input_ids"}  # stream -> field of transformers
 
 
@@ -53,45 +49,6 @@ class Step(Generic[B]):
     def map(self, fn: Callable[[B], Any]) -> "Step[Any]":
         """This step with ``fn`` applied to its batch, e.g. to move the batch to a device."""
         return replace(self, batch=fn(self.batch))
-
-
-class StepTimes:
-    """Times how long a loop takes with each step, until it asks for the next one. With CUDA it records events, so that
-    nothing waits for the device until :meth:`read`."""
-
-    def __init__(self) -> None:
-        self._timed: list[tuple[bool, Sequence[int], Any, Any]] = []
-
-    @contextmanager
-    def of(self, step: Step[Any]) -> Iterator[None]:
-        began = mark()
-        yield
-        if not step.idle and len(self._timed) < MOST_TIMED:
-            self._timed.append((step.ends_update, step.indices, began, mark()))
-
-    def read(self) -> tuple[list[IntArray], list[float]]:
-        """Dataset indices and seconds of each step. The optimizer's time must not count, so if updates have several
-        steps, the last step of each is left out."""
-        within = [timed for timed in self._timed if not timed[0]] or self._timed
-        found = [(indices, taken) for _, indices, *marks in within if (taken := _seconds(*marks)) > 0]
-        return [np.asarray(indices, np.int64) for indices, _ in found], [taken for _, taken in found]
-
-
-def mark() -> Any:
-    """The current time: a CUDA event, or seconds while CUDA is not in use."""
-    if not torch.cuda.is_initialized():
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _seconds(began: Any, ended: Any) -> float:
-    """Seconds between two marks; 0 if CUDA was first used between them."""
-    if isinstance(began, float):
-        return ended - began if isinstance(ended, float) else 0.0
-    ended.synchronize()
-    return began.elapsed_time(ended) / 1e3
 
 
 def width_of(batch: Any, num_samples: int, stream: str, streams: Iterable[str] = (TOKENS,)) -> int | None:
@@ -131,7 +88,7 @@ def unplanned(batch: Any, shape: BatchShape, budget: Budget) -> str | None:
     run, names = budget.as_run(shape), padded_streams(budget, shape.longest)
     for stream, tokens in shown(batch, int(run.num_samples[0]), names, packed=packed).items():
         least = shape.total[stream] if packed else shape.longest[stream]
-        most = round_up(least, multiple) if packed else run.longest[stream]
+        most = np.maximum(round_up(least, multiple), run.total[stream]) if packed else run.longest[stream]
         if not least[0] <= tokens <= most[0]:
             name = "" if stream == TOKENS else f"{stream} "
             return f"{shape.num_samples[0]} samples came out {tokens} {name}{form} {least[0]}"

@@ -4,6 +4,7 @@ order of an epoch, seeded or a user's: it has one, whenever it is asked for, and
 import copy
 import json
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
@@ -23,7 +24,7 @@ from dynagroup.plan import epoch as epoch_module
 from dynagroup.plan import planner as planner_module
 from dynagroup.plan import sampler as sampler_module
 from dynagroup.plan.cursor import Cursor
-from dynagroup.plan.epoch import EpochOrder, GroupedOrder, Mixture, OrderSource, epoch_order, windows_of
+from dynagroup.plan.epoch import EpochOrder, GroupedOrder, Mixture, OrderSource, Windows, epoch_order
 from dynagroup.plan.ranks import cut_kinds
 from dynagroup.testing import assert_conserves, run_ranks
 from tests import strategies
@@ -292,11 +293,23 @@ def test_literal_orders_and_every_sample_equally_likely_everywhere_with_unrelate
 @given(st.integers(0, 300), st.integers(1, 60), st.integers(0, 299))
 def test_windows_hold_every_sample_once_and_the_one_with_the_longest_comes_first(count, size, longest):
     at = min(longest, count - 1)
-    windows = windows_of(count, size, longest=lambda: at)
+    windows = list(Windows(count, size, max(at, 0) // size))
     assert sorted(place for start, stop in windows for place in range(start, stop)) == list(range(count))
     held = [stop - start for start, stop in windows]
     assert held[1:] == [size] * (len(held) - 1)
     assert not count or (windows[0][0] <= at < windows[0][1] and held[0] < 2 * size)
+    assert list(Windows(count, size)) == [(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+@given(st.lists(st.booleans(), max_size=60), st.booleans(), st.data())
+def test_an_order_without_samples_is_never_stored_and_is_that_of_those_kept(out, shuffle, data):
+    kept, left_out = np.flatnonzero(~np.array(out, bool)), np.flatnonzero(out)
+    drawn = epoch_order(len(kept), seed=1, epoch=2) if shuffle else np.arange(len(kept))
+    order = EpochOrder(len(kept), seed=1, epoch=2, shuffle=shuffle, left_out=left_out)
+    wanted = kept[drawn].tolist()
+    start, stop = sorted(data.draw(st.tuples(st.integers(0, len(kept)), st.integers(0, len(kept)))))
+    assert order[start:stop].tolist() == wanted[start:stop]
+    assert [order.position_of(index) for index in wanted] == list(range(len(order)))
 
 
 @given(
@@ -350,7 +363,7 @@ GROUPED = np.random.default_rng(0).lognormal(4, 0.8, 2000).astype(np.int32) + 1
 def test_pools_keep_their_samples_and_updates_are_neighbours(count, size, pool, seed, data):
     lengths = np.array(data.draw(st.lists(st.integers(1, 9), min_size=count, max_size=count)), np.int32)
     drawn = epoch_order(count, seed=seed, epoch=1)
-    order = GroupedOrder(EpochOrder(count, seed=seed, epoch=1), lengths, size=size, pool=pool, seed=seed, epoch=1)
+    order = GroupedOrder(EpochOrder(count, seed=seed, epoch=1), lengths.take, size=size, pool=pool, seed=seed, epoch=1)
     whole, span = order[:], size * pool
     for start in range(0, count, span):
         here = whole[start : start + span]
@@ -384,3 +397,22 @@ def test_samplers_and_planned_loaders_group_alike_and_a_schedule_by_its_epochs_f
     updates = [sum(step.samples.local for step in update) for update in loader.updates()]
     assert updates[:5] == [4, 5, 6, 7, 8]
     assert sum(updates) == 50
+
+
+@pytest.mark.parametrize(("streams", "layout", "options"), [
+    (1, "padded", {}),
+    (1, "packed", {"shuffle": True}),
+    (2, "padded", {"shuffle": True}),
+    (2, "packed", {"samples_per_update": 4096, "grouping": 4}),
+])  # fmt: skip
+def test_the_first_batch_of_many_samples_needs_no_memory_in_proportion_to_them(streams, layout, options):
+    """Of 20 million lengths, which are not stored either: no array has an entry a sample, not even a byte."""
+    lengths = {name: np.broadcast_to(np.int32(9), 20_000_000) for name in ("tokens", "target")[:streams]}
+    how = {"window": None if options else 4096, "rank": 0, "world_size": 8, **options}
+    tracemalloc.start()
+    sampler = LengthAwareBatchSampler(lengths, TokenBudget(1024, layout=layout), **how)
+    assert 0 < 9 * streams * len(next(iter(sampler))) <= 1024
+    sampler.load_state_dict(sampler.state_dict(1))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 18e6
