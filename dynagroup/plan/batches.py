@@ -1,17 +1,22 @@
 """Batches of samples as flat arrays; and functions that round batch sizes to sizes on which kernels run well."""
 
+import zlib
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dynagroup.budget.base import Budget, fits_of, largest_of, padded_streams
 from dynagroup.errors import ConfigError
 from dynagroup.shapes import BatchShape, IntArray, Streams, primary
 from dynagroup.validation import LARGEST, check_int
 
 RoundBatch: TypeAlias = Callable[[int], int]
+CHUNK = 1 << 18  # samples that are looked at together
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -156,3 +161,53 @@ def _rounded(size: int, round_batch: RoundBatch) -> int:
     if isinstance(rounded, bool) or not isinstance(rounded, (int, np.integer)) or rounded < 1:
         raise ConfigError(f"`round_batch` must return an int of at least 1, but returned {rounded!r} for {size}")
     return min(int(rounded), LARGEST)
+
+
+# Facts of all samples, found in one pass over their lengths, in chunks: a billion of them may lie in a memory map.
+
+
+def tokens_of(lengths: Streams, budget: Budget) -> NDArray[Any]:
+    """The tokens of each sample, added up over its padded streams: int (N,)."""
+    first, *others = (lengths[name] for name in padded_streams(budget, lengths))
+    return np.add.reduce([first, *others], axis=0, dtype=np.int64) if others else first
+
+
+def oversize_of(lengths: Streams, budget: Budget) -> IntArray:
+    """Dataset indices of the samples that do not fit even alone, sorted. Also checks once the answers of a user's own
+    budget. One pass over the lengths, in chunks; a second one if not even a sample of the greatest lengths fits."""
+    first, longest = primary(lengths), {name: int(values.max(initial=0)) for name, values in lengths.items()}
+    fits = lambda units: fits_of(budget, BatchShape.of(1, units))[0]  # noqa: E731
+    if len(lengths) == 1:
+        largest_of(budget, np.asarray([longest[first]]))
+    if fits(longest):
+        return np.zeros(0, np.int64)
+    if len(lengths) == 1:
+        least = bisect_left(range(longest[first] + 1), True, key=lambda units: not fits({first: units}))
+        unfit: Any = lambda part: part[first] >= least  # noqa: E731
+    else:
+        unfit = lambda part: ~fits_of(budget, BatchShape(np.ones(len(part[first]), np.int64), part, part))  # noqa: E731
+    found = [np.zeros(0, np.int64)]
+    for start in range(0, len(lengths[first]), CHUNK):
+        part = {name: values[start : start + CHUNK].astype(np.int64) for name, values in lengths.items()}
+        found.append(start + np.flatnonzero(unfit(part)))
+    return np.concatenate(found)
+
+
+def checksum(values: NDArray[Any]) -> int:
+    """Of an array that need not be in one piece."""
+    chunks = (values[start : start + CHUNK] for start in range(0, len(values), CHUNK))
+    return reduce(lambda found, chunk: zlib.crc32(np.ascontiguousarray(chunk).data, found), chunks, 0)
+
+
+def longest_of(lengths: Streams, budget: Budget, left_out: IntArray) -> int:
+    """Dataset index of the sample with most tokens, but for those that are left out (sorted dataset indices)."""
+    found, most = 0, -1
+    for start in range(0, len(lengths[primary(lengths)]), CHUNK):
+        tokens = tokens_of({name: values[start : start + CHUNK] for name, values in lengths.items()}, budget)
+        out = left_out[slice(*left_out.searchsorted([start, start + CHUNK]))]
+        if len(out):
+            tokens = tokens.copy()
+            tokens[out - start] = -1
+        if tokens.max() > most:
+            found, most = start + int(tokens.argmax()), int(tokens.max())
+    return found

@@ -7,29 +7,28 @@ first batch of any dataset is there at once and a run resumes, also on another n
 import copy
 import json
 import zlib
-from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property, reduce
+from functools import cached_property
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dynagroup.budget.base import Budget, fits_of, largest_of, padded_streams
+from dynagroup.budget.base import Budget
 from dynagroup.budget.tokens import as_budget
 from dynagroup.distributed import World
 from dynagroup.errors import BudgetError, ConfigError, StateError
 from dynagroup.fingerprint import described, hashed
 from dynagroup.lengths import Kinds, as_streams
-from dynagroup.plan.batches import Batches, RoundBatch
+from dynagroup.plan.batches import Batches, RoundBatch, checksum, longest_of, oversize_of, tokens_of
 from dynagroup.plan.cost import Work, check_work
 from dynagroup.plan.cursor import Cursor
 from dynagroup.plan.epoch import NONE, EpochOrder, GroupedOrder, Windows, windows_of_kinds
 from dynagroup.plan.padded import FEWEST
 from dynagroup.plan.plan import BatchPlan
 from dynagroup.plan.ranks import cut, cut_kinds, filled, prove
-from dynagroup.shapes import BatchShape, IntArray, Streams, primary, units_of
+from dynagroup.shapes import IntArray, Streams, primary, units_of
 from dynagroup.validation import check_choice, check_flag, check_function, check_int, warn_user
 
 Oversize: TypeAlias = Literal["alone", "error", "drop"]
@@ -41,7 +40,6 @@ Rows: TypeAlias = tuple[Batches, NDArray[np.bool_]]  # batches row after row; wh
 
 LEFT_OUT = "learned limits leave out other samples than this epoch did (oversize='drop'): set_epoch to the next"
 BATCHES_PER_WINDOW = 100
-CHUNK = 1 << 18  # samples looked at together in one pass over a dataset's lengths
 SAMPLED = 4096  # lengths from which the size of a window is estimated
 LEAST_SHARE = 8  # a rare kind has windows of at least 1/8 of the usual size, so that its batches vary, too
 
@@ -81,39 +79,6 @@ class PlanConfig:
             check_function("round_batch", self.round_batch, "from int to int")
 
 
-def tokens_of(lengths: Streams, budget: Budget) -> NDArray[Any]:
-    """The tokens of each sample, added up over its padded streams: int (N,)."""
-    first, *others = (lengths[name] for name in padded_streams(budget, lengths))
-    return np.add.reduce([first, *others], axis=0, dtype=np.int64) if others else first
-
-
-def oversize_of(lengths: Streams, budget: Budget) -> IntArray:
-    """Dataset indices of the samples that do not fit even alone, sorted. Also checks once the answers of a user's own
-    budget. One pass over the lengths, in chunks; a second one if not even a sample of the greatest lengths fits."""
-    first, longest = primary(lengths), {name: int(values.max(initial=0)) for name, values in lengths.items()}
-    fits = lambda units: fits_of(budget, BatchShape.of(1, units))[0]  # noqa: E731
-    if len(lengths) == 1:
-        largest_of(budget, np.asarray([longest[first]]))
-    if fits(longest):
-        return NONE
-    if len(lengths) == 1:
-        least = bisect_left(range(longest[first] + 1), True, key=lambda units: not fits({first: units}))
-        unfit: Any = lambda part: part[first] >= least  # noqa: E731
-    else:
-        unfit = lambda part: ~fits_of(budget, BatchShape(np.ones(len(part[first]), np.int64), part, part))  # noqa: E731
-    found = [NONE]
-    for start in range(0, len(lengths[first]), CHUNK):
-        part = {name: values[start : start + CHUNK].astype(np.int64) for name, values in lengths.items()}
-        found.append(start + np.flatnonzero(unfit(part)))
-    return np.concatenate(found)
-
-
-def _checksum(values: NDArray[Any]) -> int:
-    """Of an array that need not be in one piece."""
-    chunks = (values[start : start + CHUNK] for start in range(0, len(values), CHUNK))
-    return reduce(lambda found, chunk: zlib.crc32(np.ascontiguousarray(chunk).data, found), chunks, 0)
-
-
 class Planner:
     """Makes plans from facts (lengths, kinds, the budget bound to them) and settings. It has no state."""
 
@@ -143,17 +108,7 @@ class Planner:
 
     @cached_property
     def _longest(self) -> int:
-        """Dataset index of the longest sample that takes part. One pass over the lengths."""
-        found, most = 0, -1
-        for start in range(0, self.num_samples, CHUNK):
-            tokens = self.tokens_of(slice(start, start + CHUNK))
-            out = self.left_out[slice(*np.searchsorted(self.left_out, [start, start + CHUNK]))]
-            if len(out):
-                tokens = tokens.copy()
-                tokens[out - start] = -1
-            if tokens.max() > most:
-                found, most = start + int(tokens.argmax()), int(tokens.max())
-        return found
+        return longest_of(self.lengths, self.budget, self.left_out)
 
     @classmethod
     def of(cls, lengths: Any, budget: Budget | int, config: PlanConfig, kinds: Any = None) -> "Planner":
@@ -344,8 +299,8 @@ class Planner:
     def _checksums(self) -> dict[str, Any]:
         """Checksums of the lengths and kinds. One pass."""
         codes = self.kinds.codes if len(self.kinds.labels) > 1 else NONE
-        lengths = {name: _checksum(values) for name, values in self.lengths.items()}
-        return {"lengths": lengths, "kinds": [_checksum(codes), described(self.kinds.labels)]}
+        lengths = {name: checksum(values) for name, values in self.lengths.items()}
+        return {"lengths": lengths, "kinds": [checksum(codes), described(self.kinds.labels)]}
 
     @property
     def fingerprint(self) -> str:

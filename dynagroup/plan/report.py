@@ -13,11 +13,11 @@ from numpy.typing import ArrayLike, NDArray
 from dynagroup.budget.base import UNLIMITED, AdditiveCap, AllOf, Budget, is_packed
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.lengths import as_streams
-from dynagroup.plan.batches import Batches
+from dynagroup.plan.batches import Batches, oversize_of
 from dynagroup.plan.cost import Work, check_work
 from dynagroup.plan.epoch import epoch_order
 from dynagroup.plan.plan import BatchPlan
-from dynagroup.plan.planner import PlanConfig, Planner, oversize_of
+from dynagroup.plan.planner import PlanConfig, Planner
 from dynagroup.plan.ranks import cut, time_of_rows
 from dynagroup.shapes import BatchShape, IntArray, Streams, primary
 from dynagroup.validation import check_int
