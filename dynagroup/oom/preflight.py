@@ -62,7 +62,7 @@ def preflight(model: Any, loader: StepLoader[Any], compute_loss: Callable[[Any, 
 
     def run() -> None:
         with local_gradients(ddp):
-            compute_loss(model, collate([read(sample)] * shape[0], shape)).backward()
+            compute_loss(model, collate([read(sample)] * int(seen.num_samples[0]), shape)).backward()
 
     waiting = _shapes_to_run(lengths, loader)
     with _unchanged(model):
@@ -70,7 +70,7 @@ def preflight(model: Any, loader: StepLoader[Any], compute_loss: Callable[[Any, 
             sample, shape, seen = waiting.pop(0)
             if not few and any(np.less_equal(shape, passed).all() for passed in shown):
                 continue  # it needs no more memory than one that passed
-            failure = _failure(run, loader.world, _told(sample, shape, loader.budget))
+            failure = _failure(run, loader.world, _told(sample, seen, loader.budget))
             model.zero_grad(set_to_none=True)
             if failure is None:
                 shown.append(shape)
@@ -78,7 +78,7 @@ def preflight(model: Any, loader: StepLoader[Any], compute_loss: Callable[[Any, 
             if learner is not None:
                 learner.record_oom(seen, num_retries=0)
                 learner.apply(loader.world)
-            if final or shape[0] == 1:
+            if final or seen.num_samples[0] == 1:
                 raise BudgetError(failure)
             waiting = _shapes_to_run(lengths, loader)
     return shown
@@ -99,17 +99,24 @@ def _shapes_to_run(lengths: Streams, loader: StepLoader[Any]) -> list[tuple[int,
         shape = lambda count: BatchShape.of(count, {name: values[chosen] for name, values in lengths.items()})  # noqa: E731
         most = largest_within(lambda count: budget.fits(shape(count)), len(chosen), upper).clip(1)
         shapes = [*dict.fromkeys(zip(most.tolist(), *units[:, chosen].tolist(), strict=True))]
-    seen = lambda shape: BatchShape.of(shape[0], dict(zip(names, shape[1:], strict=True)))  # noqa: E731
     held = ((shape, np.all(units.T <= shape[1:], axis=1)) for shape in shapes)
-    found = [(int(np.where(by, tokens, -1).argmax()), shape, seen(shape)) for shape, by in held if by.any()]
+    longest = [(int(np.where(by, tokens, -1).argmax()), shape) for shape, by in held if by.any()]
+    if ladder is not None and ladder.layout == "packed":  # shapes are totals
+        seen = lambda sample, shape: BatchShape.of(
+            max(shape[1] // max(tokens[sample], 1), 1), {names[0]: tokens[sample]}
+        )  # noqa: E731
+    else:
+        seen = lambda _, shape: BatchShape.of(shape[0], dict(zip(names, shape[1:], strict=True)))  # noqa: E731
+    found = [(sample, shape, seen(sample, shape)) for sample, shape in longest]
     return sorted(found, key=lambda run: (-budget.cost(run[2])[0], -run[1][0]))
 
 
-def _told(sample: int, shape: Shape, budget: Budget) -> str:
+def _told(sample: int, seen: BatchShape, budget: Budget) -> str:
+    [count], units = seen.num_samples.tolist(), [int(values[0]) for values in seen.longest.values()]
     layout = "" if budget.layout == "padded" else ', layout="packed"'
-    smaller = f"add `& TokenBudget({int(BACKOFF * shape[0] * sum(shape[1:]))}{layout})` to the budget"
-    way_out = smaller if shape[0] > 1 else f"truncate or filter out samples as long as sample {sample}"
-    what = f"a batch of {shape[0]} samples of {' + '.join(map(str, shape[1:]))} tokens, which the budget allows"
+    smaller = f"add `& TokenBudget({int(BACKOFF * count * sum(units))}{layout})` to the budget"
+    way_out = smaller if count > 1 else f"truncate or filter out samples as long as sample {sample}"
+    what = f"a batch of {count} samples of {' + '.join(map(str, units))} tokens, which the budget allows"
     return f"{what}, runs out of memory; {way_out}"
 
 
