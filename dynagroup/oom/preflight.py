@@ -99,15 +99,12 @@ def _shapes_to_run(lengths: Streams, loader: StepLoader[Any]) -> list[tuple[int,
         shape = lambda count: BatchShape.of(count, {name: values[chosen] for name, values in lengths.items()})  # noqa: E731
         most = largest_within(lambda count: budget.fits(shape(count)), len(chosen), upper).clip(1)
         shapes = [*dict.fromkeys(zip(most.tolist(), *units[:, chosen].tolist(), strict=True))]
-    held = ((shape, np.all(units.T <= shape[1:], axis=1)) for shape in shapes)
-    longest = [(int(np.where(by, tokens, -1).argmax()), shape) for shape, by in held if by.any()]
-    if ladder is not None and ladder.layout == "packed":  # shapes are totals
-        seen = lambda sample, shape: BatchShape.of(
-            max(shape[1] // max(tokens[sample], 1), 1), {names[0]: tokens[sample]}
-        )  # noqa: E731
-    else:
-        seen = lambda _, shape: BatchShape.of(shape[0], dict(zip(names, shape[1:], strict=True)))  # noqa: E731
-    found = [(sample, shape, seen(sample, shape)) for sample, shape in longest]
+    totals, found = ladder is not None and ladder.layout == "packed", []
+    for shape in shapes:
+        if (held := np.all(units.T <= shape[1:], axis=1)).any():
+            sample = int(np.where(held, tokens, -1).argmax())
+            copies, wide = (shape[1] // max(tokens[sample], 1), units[:, sample]) if totals else (shape[0], shape[1:])
+            found.append((sample, shape, BatchShape.of(max(copies, 1), dict(zip(names, wide, strict=True)))))
     return sorted(found, key=lambda run: (-budget.cost(run[2])[0], -run[1][0]))
 
 
