@@ -379,6 +379,7 @@ for name in ("xgboost", "scipy", "datasets", "pyarrow", "matplotlib", "pandas"):
     sys.modules[name] = None
 import regressor.measure_gpu
 from dynagroup import LengthAwareBatchSampler, MemoryBudget, TokenBudget
+from dynagroup.errors import ConfigError
 from dynagroup.memory import MemoryRegressor, Workload
 from dynagroup.shapes import BatchShape
 for budget in (TokenBudget(200), 200, MemoryBudget(2)):
