@@ -102,9 +102,6 @@ class Kinds:
         """Read one label per sample, any value that can be hashed and equals itself. None: all are of the kind None.
 
         ConfigError: a label cannot be told from others, or the number of labels is not the number of samples.
-
-        >>> Kinds.read(["image", None, "image"], 3).codes.tolist()
-        [0, 1, 0]
         """
         if given is None:
             return cls(np.broadcast_to(np.int32(0), num_samples), (None,))

@@ -65,10 +65,6 @@ LONGER = 4  # the table goes up to this many times the first batch's lengths; lo
 class LargestTable:
     """Most samples of a batch by its longest sample, computed once, because trees are slow: on a grid of lengths in
     geometric steps of 1 % (7 % with two streams). A length is rounded up to the grid.
-
-    >>> table = LargestTable.of(PaddedTokens(), BatchShape.of(8, 100), headroom=1.0)
-    >>> table.largest({"tokens": np.array([100, 50, 10, 5000])}).tolist()
-    [8, 16, 80, 0]
     """
 
     grids: Mapping[str, IntArray]

@@ -54,11 +54,7 @@ def agree(highest: Sequence[int]) -> Agreement:
 
 
 def spread(groups: Sequence[Sequence[T]]) -> list[T]:
-    """All members in one order, in which the members of each group are spread evenly.
-
-    >>> "".join(spread(["aaaa", "b", "cc"]))
-    'acabaca'
-    """
+    """All members in one order, in which the members of each group are spread evenly."""
     shares = (((n + 0.5) / len(group), number, n) for number, group in enumerate(groups) for n in range(len(group)))
     return [groups[number][n] for _, number, n in sorted(shares)]
 

@@ -42,9 +42,6 @@ class EpochOrder:
     Args:
         shuffle: False: the dataset's own order.
         left_out: sorted dataset indices that are not counted in ``num_samples`` and do not occur.
-
-    >>> EpochOrder(3, seed=0, epoch=0, shuffle=False, left_out=np.array([0, 2]))[:].tolist()
-    [1, 3, 4]
     """
 
     def __init__(

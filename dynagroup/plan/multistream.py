@@ -14,11 +14,7 @@ LEAST, SHARE, MOST = 128, 4096, 2048  # padded tokens that a division must save:
 
 
 class RunMaxima:
-    """Sparse table: the largest value of any run of up to ``reach`` values, in O(1); O(N log reach) memory.
-
-    >>> RunMaxima(np.array([3, 9, 2, 8]), reach=3).of(np.array([0, 2]), np.array([3, 2])).tolist()
-    [9, 8]
-    """
+    """Sparse table: the largest value of any run of up to ``reach`` values, in O(1); O(N log reach) memory."""
 
     def __init__(self, values: NDArray, reach: int) -> None:
         levels, width = [values], 1

@@ -293,11 +293,7 @@ class Packing:
 
 
 def _paces(dearest: NDArray[np.float64], rows: int, multiple: int) -> list[float]:
-    """Work that each batch of a row should hold. While a sample exceeds the mean of what is left, it sets a row's pace.
-
-    >>> _paces(np.array([9.0, 1.0, 1.0, 1.0]), 2, 2)
-    [9.0, 1.0]
-    """
+    """Work that each batch of a row should hold. While a sample exceeds the mean of what is left, it sets a row's pace."""
     rest, paces = float(dearest.sum()), []
     for row in range(rows):
         mean, first = rest / ((rows - row) * multiple), row * multiple
