@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from dynagroup import ConfigError, LengthAwareBatchSampler, OnlineDataLoader, TokenBudget
 from dynagroup.testing import assert_conserves
-from tests.integrations import test_accelerate, toys
+from tests.integrations import test_accelerate, test_hf_losses, toys
 from tests.integrations.test_hf_losses import with_and_without_failures
 from tests.integrations.toys import parameters, train, train_both, trainer
 from tests.packed import test_training as training
@@ -147,7 +147,7 @@ def test_two_ranks_make_the_updates_of_fixed_batches_also_of_packed_ones(ranks):
         rates = [[row.get("learning_rate") for row in logs] for logs in (fixed_logs, our_logs)]
         assert rates[0] == rates[1], "a scheduler counts updates, not ranks"
     assert torch.equal(ranks[0]["trainers"]["same"][1][0], ranks[1]["trainers"]["same"][1][0])
-    for (ours, losses, updates, _), (others, *_) in zip(*(rank["trainers"]["packed"] for rank in ranks), strict=True):
+    for (ours, losses, updates, *_), (others, *_) in zip(*(rank["trainers"]["packed"] for rank in ranks), strict=True):
         assert torch.equal(ours, others)
         theirs, fixed_losses = training.fixed(updates)
         assert losses == pytest.approx(fixed_losses, rel=1e-9)
@@ -224,6 +224,7 @@ def everything(folder: Any) -> dict[str, Any]:
         "agreeing": {**agreeing(folder), **test_accelerate.agreeing()},
         "resumed": [resumed_and_whole(f"{folder}/{number}", config) for number, config in enumerate(MODES)],
         "idle": with_idle_steps(folder),
+        "evaluated": test_hf_losses.evaluated_by_kind(f"{folder}/kinds", {"kinds": "kind"}),
         **{name: with_and_without_failures(folder, limits) for name, limits in LIMITS.items()},
     }
 
@@ -231,6 +232,16 @@ def everything(folder: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def at_length(tmp_path_factory):
     return on_ranks(2, everything, tmp_path_factory.mktemp("at_length"))
+
+
+@pytest.mark.slow
+def test_evaluation_on_two_ranks_runs_steps_of_one_kind(at_length, tmp_path):
+    (ours, kinds), (others, beside) = (rank["evaluated"] for rank in at_length)
+    assert kinds == beside
+    assert {len(both) for both in kinds} == {1}
+    alone, _ = test_hf_losses.evaluated_by_kind(tmp_path, {"kinds": "kind"})
+    for found in (ours, others):
+        assert test_hf_losses.figures(found) == pytest.approx(test_hf_losses.figures(alone), abs=1e-6)
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from dynagroup import LengthAwareBatchSampler, OnlineDataLoader, TokenBudget, Work
 from dynagroup.distributed import DistributedWorld
+from dynagroup.lengths import Kinds
 from dynagroup.online.messages import number_of
 from dynagroup.testing import assert_loader_laws, run_ranks
 from tests.online.helpers import Jittered, Stream, Tokens, collate, ids_in, legs, lengths_of, make_loader
@@ -311,13 +312,21 @@ def test_kinds_interleave_and_once_known_fill_their_rows():
     assert not any(step.idle for row in second for step in row)
 
 
-@pytest.mark.parametrize("before", [True, 1, 1.0, (1, 8)])
-def test_the_number_of_a_label_is_the_same_whatever_was_asked_before(before):
-    number_of.cache_clear()
-    alone = number_of(1.0), number_of.cache_clear(), number_of(torch.Size([1, 8]))
-    number_of.cache_clear()
-    number_of(before)
-    assert (number_of(1.0), None, number_of(torch.Size([1, 8]))) == alone
+ALIKE = [
+    (True, 1, 1.0, np.int64(1), np.float32(1)),
+    ((1, "a"), (True, "a"), (1.0, np.str_("a"))),
+    ((1, 8), torch.Size([1, 8])),
+]
+
+
+@pytest.mark.parametrize("labels", [*ALIKE, (0.5, np.float64(0.5)), (None,)], ids=str)
+def test_labels_that_are_equal_are_one_kind_whatever_was_asked_before(labels):
+    """Offline as keys of a dict, online by a number that all processes give them."""
+    assert len(Kinds.read(labels, len(labels)).labels) == 1
+    alone = [(number_of.cache_clear(), number_of(label))[1] for label in labels]
+    assert {*alone, *map(number_of, labels)} == {alone[0]}
+    others = [1, 0.5, (1, 8), (1, "a"), None, "1", "None", (1,), 2**70, float("inf")]
+    assert len({*map(number_of, others)}) == len(others)
 
 
 def of_two_towers():

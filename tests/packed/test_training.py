@@ -58,7 +58,7 @@ def fixed(order: list[list[int]]) -> tuple[torch.Tensor, list[float]]:
 
 
 def packed(
-    kind: str, attention: str, shapes: int | None
+    kind: str, attention: str, shapes: int | None = None
 ) -> tuple[torch.Tensor, list[float], list[list[int]], float, set[Any]]:
     """A plain loop over packed steps: parameters, losses, which samples made up each update, padding as counted, and what
     a compiled model would be specialised on."""
