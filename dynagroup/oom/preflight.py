@@ -96,8 +96,8 @@ def _shapes_to_run(lengths: Streams, loader: StepLoader[Any]) -> list[tuple[int,
         chosen = np.argsort(tokens, kind="stable")[(np.arange(1, LENGTHS + 1) * num - 1) // LENGTHS]
         sizes, upper = loader.sizes, loader.num_samples or num
         upper = min(upper, sizes.schedule) if sizes is not None and sizes.is_constant else upper
-        shape = lambda count: BatchShape.of(count, {name: values[chosen] for name, values in lengths.items()})  # noqa: E731
-        most = largest_within(lambda count: budget.fits(shape(count)), len(chosen), upper).clip(1)
+        asked = lambda count: BatchShape.of(count, {name: values[chosen] for name, values in lengths.items()})  # noqa: E731
+        most = largest_within(lambda count: budget.fits(asked(count)), len(chosen), upper).clip(1)
         shapes = [*dict.fromkeys(zip(most.tolist(), *units[:, chosen].tolist(), strict=True))]
     totals, found = ladder is not None and ladder.layout == "packed", []
     for shape in shapes:
