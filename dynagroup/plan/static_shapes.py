@@ -270,6 +270,7 @@ class PackedLadder(Wrapper):
     """
 
     layout: Any = "packed"
+    ladder: Any = property(lambda self: self)
 
     def __init__(
         self, lengths: Any, budget: Budget, num_shapes: int, *, window: int | None, grouping: int, work: Work | None
@@ -306,10 +307,6 @@ class PackedLadder(Wrapper):
             known = f"none of the totals {self._totals.tolist()}"
             raise ConfigError(f"{known} holds {num_samples} samples of {total} tokens")
         return self.shapes[place]
-
-    @property
-    def ladder(self) -> "PackedLadder":
-        return self
 
     @property
     def fingerprint(self) -> str:

@@ -85,11 +85,13 @@ class FillingCollator:
         now = total_of(batch, stream, self.ladder.streams)
         if now is None:
             raise ConfigError(f"no field of a batch shows its packed {stream!r} ({num_samples} samples); {WAY_OUT}")
+        if num_samples == 1 and now > self.ladder.shapes[-1][1]:
+            return batch  # a sample that does not fit even alone, and was not known when totals were chosen
         samples, total = shape or self.ladder.shape_for(num_samples, now)
         tail = torch.arange(total - now)
         for key, value in batch.items():
             if key.startswith("max_length"):
-                made[key] = longest
+                made[key] = max(int(value), longest)
             elif key.startswith("cu_seq_lens"):
                 borders = [*value.tolist(), *range(now + longest, total, longest), total]
                 made[key] = value.new_tensor(borders + [total] * (samples + 1 - len(borders)))

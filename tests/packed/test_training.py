@@ -109,6 +109,17 @@ def test_a_plain_loop_on_packed_batches_makes_the_updates_of_fixed_ones(
     assert (0 < padding < 0.3 and len(met) <= shapes) if shapes else padding == 0
 
 
+def test_a_sample_beyond_every_total_comes_alone_and_as_it_is():
+    """The hint of an online loader may be wrong: then nothing is lost, and no kernel is told a maximum that is too small."""
+    lengths = [5, 9, 3, 200, 7, 8, 120, 4]
+    rows = [{"input_ids": [1] * n, "labels": [1] * n} for n in lengths]
+    how: dict[str, Any] = {"shapes": 3, "length_hint": [6] * len(rows), "collate_fn": FLAT, "window": 5}
+    steps = list(OnlineDataLoader(rows, BUDGET, **how))
+    assert sorted(index for step in steps for index in step.indices) == list(range(len(rows)))
+    assert {tuple(step.batch["input_ids"].shape) for step in steps if 3 in step.indices} == {(1, 200)}
+    assert all(step.batch["cu_seq_lens_q"].diff().max() <= step.batch["max_length_q"] for step in steps)
+
+
 def packed_trainer(folder: Any, collate: Any = FLAT, **config: Any) -> Any:
     how = {"max_steps": 2, "model": llama("sdpa"), "config": {"budget": BUDGET, **config}}
     run = trainer("causal", folder, fits=True, **how)
