@@ -85,9 +85,10 @@ def compiled(_machine: Machine, updates: int = 6, passes: int = 4) -> dict[str, 
     data, budget = Numbered(lengths), TokenBudget(8 * int(lengths.max()))
     work = Work.of_known(build("small"), device="cpu")
     batches = {"fixed 8": [collate([data[i] for i in range(start, start + 8)]) for start in range(0, len(data), 8)]}
-    for name, shapes in ("same updates", None), ("same updates, 8 shapes", 8):
-        how: dict[str, Any] = {"samples_per_update": UPDATE, "shapes": shapes, "work": work, "collate_fn": collate}
-        batches[name] = [step.batch for step in PlannedDataLoader(data, lengths, budget, **how)]
+    same: dict[str, Any] = {"samples_per_update": UPDATE}
+    for name, how in ("free", {}), ("same updates", same), ("same updates, 8 shapes", {**same, "shapes": 8}):
+        loader = PlannedDataLoader(data, lengths, budget, shuffle=True, work=work, collate_fn=collate, **how)
+        batches[name] = [step.batch for step in loader]
     torch._dynamo.config.recompile_limit, inductor = 64, torch._inductor.config
     inductor.compile_threads, inductor.force_disable_caches = 1, True
     runs: dict[str, tuple[str, Any]] = {}
