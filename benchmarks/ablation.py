@@ -20,7 +20,8 @@ from benchmarks.machine import Machine, config_of
 from benchmarks.methods import planned
 from benchmarks.predicted import PACKED
 from benchmarks.recovery import asked_of_a_model
-from dynagroup import LearningBudget, MemoryBudget, TokenBudget
+from benchmarks.shapes import WORK, cost_of, rivals, windows_of
+from dynagroup import LearningBudget, MemoryBudget, ShapeLadder, TokenBudget
 from dynagroup.memory import MemoryRegressor, Workload
 from dynagroup.plan import packed, padded, ranks
 from dynagroup.plan.batches import longest_first
@@ -48,7 +49,7 @@ MECHANISMS: dict[str, tuple[str, Any, str, Any]] = {
     "rows by dynamic programming (ranks)": ("padded", ranks, "_cheapest", without_rows),
     "uneven rows cut again (ranks)": ("padded", ranks, "_levelled", lambda row, *_: row),
     "the exact cut by a convex hull trick (padded)": ("padded", padded, "by_queue", padded.one_by_one),
-    "greedy runs in large windows (padded)": ("large", padded, "EXACT_UP_TO", 1 << 30),
+    "greedy runs in large windows (padded)": ("large", padded, "one_by_one", padded.by_queue),
     "an order alike in all streams (multistream)": ("pairs", padded, "alike_order", without_order),
     "rows by dynamic programming, two streams (ranks)": ("pairs", ranks, "_cheapest", without_rows),
     "rows filled up to their longest sample (packed)": ("packed", packed, "_paces", lambda _, rows, __: [1.0] * rows),
@@ -115,6 +116,30 @@ def _compared(unit: str, now: float, without: float, instead: str) -> dict[str, 
     return {"unit": unit, "with": round(now, 4), "without": round(without, 4), "instead": instead}
 
 
+def few_shapes() -> dict[str, Any]:
+    """Mean over the length files: updates of 64 samples, 16 shapes, a budget of four of the longest."""
+    shares = []
+    for tokens in (lengths_of(name, SAMPLES) for name in FILES):
+        longest = int(tokens.max())
+        budget, how = TokenBudget(4 * longest), {"samples_per_update": 64, "work": WORK}
+        free = planned(tokens, budget, **how)
+        windows = [np.sort(tokens[window])[::-1] for window in windows_of(free, "updates of 64")]
+        ways = ShapeLadder(tokens, budget, 16, window=64, work=WORK).shapes, rivals(longest, 16, 4 * longest)["uniform"]
+        shares.append([sum(cost_of(w, np.asarray(way))[0] for w in windows) / free.predicted_time for way in ways])
+    unit = "predicted time with 16 shapes, of that with free shapes"
+    return _compared(unit, *np.mean(shares, axis=0), "16 uniform lengths")
+
+
+def preflight() -> dict[str, Any]:
+    """Mean over the length files of where the dearest batch is in a shuffled epoch."""
+    steps = []
+    for name in FILES:
+        tokens = lengths_of(name, 20_000)
+        plan = planned(tokens, TokenBudget(4 * int(tokens.max())), shuffle=True)
+        steps.append(int(np.argmax([len(batch) * tokens[batch].max() for batch in plan.batches])))
+    return _compared("steps before the batch of most tokens runs", 0, np.mean(steps), "it runs when it is drawn")
+
+
 def learned_plans() -> dict[str, Any]:
     windows, learned = (float(costs.max(axis=0).sum()) for costs in row_costs())
     return _compared("predicted time of an epoch, 4 ranks", 1.0, windows / learned, "windows as in the first epoch")
@@ -147,6 +172,8 @@ def tracing() -> dict[str, Any]:
 
 
 MEASURED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
+    "shapes chosen for least work": ("plan/static_shapes update/filling", few_shapes),
+    "pre-flight": ("oom/preflight", preflight),
     "plans from lengths that were learned": ("online/plans", learned_plans),
     "what does not fit is learned": ("budget/learning", learned_limits),
     "a model's program is traced": ("memory/trace/* memory/traced", tracing),
