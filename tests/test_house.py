@@ -68,6 +68,8 @@ def test_the_guide_names_rooms_and_files_that_are_there():
     page = (PACKAGE.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
     named = re.findall(r"`((?:[a-z_]+/)+(?:[a-z_]+\.py)?|[a-z_]+\.py)`", page)
     assert [name for name in named if not (PACKAGE / name).exists()] == []
+    files = {name_of(path) for path in MODULES}
+    assert {name for name in files if name not in named and not name.endswith("__init__.py")} == set()
     rooms = {name.split("/")[0].removesuffix(".py") for name in named}
     assert {layer_of(path) for path in MODULES} - {"", "__main__"} <= rooms
     for way in page.split("## The way of one sample")[1:]:
