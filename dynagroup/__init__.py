@@ -1,4 +1,4 @@
-"""dynagroup: batches that fit. Importing it is light; names are loaded when first used."""
+"""dynagroup forms batches that fit in memory. Importing it is fast: each name is loaded when it is first used."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _NAMES = {
 }  # fmt: skip
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 _ROOMS = ("integrations", "memory", "oom", "testing")
-"""Rooms that users visit: `dynagroup.memory` works without importing it by name."""
+"""Subpackages that ``import dynagroup`` alone makes available, for example as ``dynagroup.memory``."""
 
 __all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
 

@@ -1,4 +1,4 @@
-"""``python -m dynagroup``."""
+"""Runs the command line: ``python -m dynagroup``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The demo: one small model, the same updates from fixed batches and from dynagroup, side by side."""
+"""The demo: trains a small model twice on the same updates, with fixed batches and with dynagroup's, and compares."""
 
 import ast
 import sysconfig
@@ -23,21 +23,21 @@ from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.text import IGNORED, TokenizingCollator
 from dynagroup.validation import check_int
 
-HELD_OUT = 256  # texts
-FEWEST_UPDATES = 5  # fewer give no useful median
-LARGEST_FILE = 100_000  # bytes; parsing larger, mostly generated, files costs more than their texts are worth
+HELD_OUT = 256  # texts that are only evaluated
+FEWEST_UPDATES = 5  # the median of fewer updates would mean little
+LARGEST_FILE = 100_000  # bytes; larger files are mostly generated, and take long to parse
 SKIPPED = {"site-packages", "__pycache__", "test", "tests"}
 Tensors: TypeAlias = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoConfig:
-    """Settings of the demo: texts, tokenizer, model and sizes; the options of ``dynagroup demo``."""
+    """Settings of the demo: texts, tokenizer, model and sizes; the same as the options of ``dynagroup demo``."""
 
-    texts: str | None = None  # a file, one text a line; default: docstrings found on this machine
-    tokenizer: str | None = None  # default: that of the model, or one trained on the texts
-    model: str | None = None  # default: a small Llama with fresh weights
-    device: str | None = None  # default: cuda if there is one
+    texts: str | None = None  # path of a file with one text per line; None: docstrings found on this machine
+    tokenizer: str | None = None  # name or path; None: the model's tokenizer, or one trained on the texts
+    model: str | None = None  # name or path; None: a small Llama with random weights
+    device: str | None = None  # None: cuda if available, else cpu
     budget: int = 8192
     max_length: int = 512
     samples: int = 4096
@@ -47,8 +47,8 @@ class DemoConfig:
 
 @dataclass
 class Run:
-    """One training of the demo: the batches of each optimizer update, as lists of sample indices; the seconds of each
-    update (CPU time on a CPU, which other programs do not lengthen); and the final mean loss of a held-out token."""
+    """One of the demo's two trainings: the batches of each update (lists of sample indices), the seconds of each update
+    (CPU time on a CPU, so that other programs do not count), and the final mean loss per held-out token."""
 
     name: str
     updates: Sequence[Sequence[Sequence[int]]]
@@ -56,7 +56,7 @@ class Run:
     loss: float = float("nan")
 
     def figures(self, lengths: NDArray[np.int32]) -> dict[str, float]:
-        """The figures of the table, counted over the updates that were made."""
+        """Returns one column of the table, by row name, counted over the updates that were run."""
         batches = [batch for update in self.updates for batch in update]
         samples, seconds = sum(map(len, batches)), sum(self.seconds)
         real = sum(int(lengths[batch].sum()) for batch in batches)
@@ -69,7 +69,7 @@ class Run:
 
 
 def run_demo(config: DemoConfig) -> tuple[list[Run], NDArray[np.int32]]:
-    """Run the comparison: prints progress and a table; returns both runs, and the texts' lengths, truncated: int32 (N,).
+    """Trains with fixed and with dynagroup's batches, prints a table; returns both runs, and the lengths, int32 (N,).
     ConfigError: a setting is wrong."""
     from transformers import AutoTokenizer
 
@@ -79,7 +79,7 @@ def run_demo(config: DemoConfig) -> tuple[list[Run], NDArray[np.int32]]:
     lines = docstrings() if config.texts is None else Path(config.texts).read_text(encoding="utf-8-sig").split("\n")
     texts = [line for line in lines if line.strip()]
     if len(texts) < 4:
-        raise ConfigError(f"the demo needs at least 4 texts, but found {len(texts)}")
+        raise ConfigError(f"the demo needs at least 4 texts, but got {len(texts)}; give a larger file as `texts`")
     name = config.tokenizer or config.model
     tokenizer = train_tokenizer(texts) if name is None else AutoTokenizer.from_pretrained(name)
     if tokenizer.pad_token_id is None:
@@ -94,14 +94,13 @@ def run_demo(config: DemoConfig) -> tuple[list[Run], NDArray[np.int32]]:
     return runs, lengths
 
 
-# Texts: real, varied, and already on every machine that runs Python
+# The texts: docstrings, which vary in length and are on every machine that runs Python
 
 
 def docstrings(at_least: int = 12_000) -> list[str]:
-    """Different docstrings of the standard library and of installed packages: ``at_least`` so many, or all there are.
+    """Returns ``at_least`` or more distinct docstrings of the standard library and installed packages (or all).
 
-    Files are taken in an order that mixes packages and is the same wherever the same packages are installed.
-    """
+    The order of files mixes packages, and is the same wherever the same packages are installed."""
     roots = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib")]
     named = {path.relative_to(root).as_posix(): path for root in roots for path in root.rglob("*.py")}
     found: dict[str, None] = {}
@@ -117,7 +116,7 @@ def _docstrings_of(path: Path) -> Iterator[str]:
     try:
         source = path.read_bytes()
         tree = ast.parse(source) if b'"""' in source and len(source) <= LARGEST_FILE else ast.parse("")
-    except (OSError, SyntaxError, ValueError):  # broken links, and files that are broken on purpose
+    except (OSError, SyntaxError, ValueError):  # broken links, and files with deliberate syntax errors
         return
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     found = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, documented))
@@ -125,7 +124,7 @@ def _docstrings_of(path: Path) -> Iterator[str]:
 
 
 def train_tokenizer(texts: Sequence[str], vocabulary: int = 1536) -> Any:
-    """A byte-level BPE tokenizer of these texts, with begin, end and padding tokens: a ``PreTrainedTokenizerFast``.
+    """Trains a byte-level BPE tokenizer with BOS, EOS and padding tokens; returns a ``PreTrainedTokenizerFast``.
 
     >>> tokenizer = train_tokenizer(["some text"], vocabulary=300)
     >>> tokenizer.decode(tokenizer("some text")["input_ids"])
@@ -145,15 +144,15 @@ def train_tokenizer(texts: Sequence[str], vocabulary: int = 1536) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="[PAD]", bos_token="[BOS]", eos_token="[EOS]")
 
 
-# Two runs over the same updates
+# The two runs
 
 
 def make_runs(config: DemoConfig, lengths: NDArray, chosen: NDArray[np.int64], device: torch.device) -> list[Run]:
-    """The same samples in the same updates, divided into fixed batches and into batches that fill the budget."""
+    """Returns two runs with the same samples in the same updates: fixed batches, and batches that fill the budget."""
     per_update = min(config.samples_per_update, len(chosen))
     batch_size = config.budget // int(lengths[chosen].max())
     if batch_size < 1:
-        raise ConfigError(f"`budget` ({config.budget}) must hold the longest text ({lengths[chosen].max()} tokens)")
+        raise ConfigError(f"`budget` ({config.budget}) must be at least the longest text ({lengths[chosen].max()})")
     fixed = [_slices(update, batch_size) for update in _slices(chosen.tolist(), per_update)]
     work = Work.of_known(None, device=device)
     options = {"order": chosen, "samples_per_update": per_update, "work": work, "rank": 0, "world_size": 1}
@@ -168,7 +167,7 @@ def _slices(values: list[Any], size: int) -> list[list[Any]]:
 
 
 def _train(config: DemoConfig, runs: Sequence[Run], held_out: Any, texts: Any, tokenizer: Any, device: Any) -> None:
-    """Train the runs in turns, update by update, so that other work on the machine slows both alike."""
+    """Trains both runs in turns, update by update, so that other programs on the machine slow both equally."""
     collate = TokenizingCollator(tokenizer, config.max_length, 1, labels=True)
     load = lambda batch: collate([texts[i] for i in batch])  # noqa: E731
     rate = 3e-3 if config.model is None else 2e-5
@@ -186,9 +185,9 @@ def _train(config: DemoConfig, runs: Sequence[Run], held_out: Any, texts: Any, t
 
 
 def _updates(run: Run, model: Any, load: Callable[..., Tensors], rate: float, device: torch.device) -> Iterator[None]:
-    """Each update is one step on the mean loss over *all its label tokens*, however its batches divide them."""
+    """Trains one update per iteration, on the mean loss over all the update's label tokens, whatever the batches."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
-    ids = torch.zeros(2, 8, dtype=torch.int64)  # first calls set up threads and kernels; no run pays for them
+    ids = torch.zeros(2, 8, dtype=torch.int64)  # a first call starts threads and compiles kernels; no run is charged
     next(_losses(model, [{"input_ids": ids, "labels": ids}], device)).backward()
     optimizer.zero_grad(set_to_none=True)
     for update in run.updates:
@@ -214,7 +213,7 @@ def _model(config: DemoConfig, tokenizer: Any) -> torch.nn.Module:
 
 
 def _losses(model: torch.nn.Module, batches: Sequence[Tensors], device: torch.device) -> Iterator[torch.Tensor]:
-    """Each batch's part of the mean loss over the label tokens of them all; a causal model predicts all but the first."""
+    """Yields each batch's part of the mean loss over all label tokens (a causal model does not predict the first)."""
     total = sum(int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in batches)
     for batch in batches:
         on_device = {name: tensor.to(device) for name, tensor in batch.items()}
@@ -228,7 +227,7 @@ def _now(device: torch.device) -> float:
 
 
 def speedup(runs: Sequence[Run]) -> NDArray[np.float64]:
-    """Quartiles of the speedup of the second run's updates."""
+    """Returns the quartiles, over the updates, of how many times faster the second run is."""
     fixed, ours = (np.array(run.seconds) for run in runs)
     return np.quantile(fixed / ours, (0.25, 0.5, 0.75))
 

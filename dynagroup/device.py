@@ -1,4 +1,4 @@
-"""Memory of a device: which errors mean that it ran out, how much there is, and the counters of its allocator."""
+"""The memory of a device: which errors mean that it ran out, how much is free, and the counters of its allocator."""
 
 import errno
 import gc
@@ -12,32 +12,32 @@ from dynagroup.errors import BudgetError, ConfigError
 
 _DEVICES = "CUDA|HIP|XPU|MPS|NPU|HPU|MUSA|MLU"
 
-# What each allocator or library says, as source and bug reports show it. A smaller batch helps against all of them.
+# Out-of-memory messages of allocators and libraries, as their source and bug reports show them.
 _MESSAGES = (
-    rf"\b(?:{_DEVICES})\b[^\n]{{0,40}}out of memory",  # caching allocators; "CUDA error", "CUDA driver error"; MPS
+    rf"\b(?:{_DEVICES})\b[^\n]{{0,40}}out of memory",  # PyTorch's caching allocators; "CUDA error", "CUDA driver error"
     r"\b(?:CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|hipErrorOutOfMemory)\b",
     r"\b(?:CUBLAS|CUBLASLT|CUSPARSE|CUSOLVER|CUDNN|HIPBLAS|HIPSOLVER|HIPSPARSE)_STATUS_ALLOC_FAILED\b",
     r"\bCUDNN_STATUS_INTERNAL_ERROR_(?:DEVICE|HOST)_ALLOCATION_FAILED\b",  # cuDNN 9
     r"\b(?:CUFFT|HIPFFT)_ALLOC_FAILED\b|\brocblas_status_memory_error\b|\bmiopenStatusAllocFailed\b",
-    r"(?i)\b(?:cuda|hip) failure\b[^\n]{0,20}'out of memory'",  # NCCL and RCCL, with and without the number
-    r"\b(?:cuda|hip)(?:Host)?(?:Malloc|Alloc)\w*\b[^\n]{0,40}out of memory",  # libraries that allocate by themselves
+    r"(?i)\b(?:cuda|hip) failure\b[^\n]{0,20}'out of memory'",  # NCCL and RCCL, with and without an error number
+    r"\b(?:cuda|hip)(?:Host)?(?:Malloc|Alloc)\w*\b[^\n]{0,40}out of memory",  # libraries with their own allocator
     r"DefaultCPUAllocator: (?:can't allocate|not enough) memory",  # Linux, Windows
     r"\[enforce fail at alloc_cpu\.cpp",
     r"std::bad_alloc",
     r"Cannot allocate memory",  # strerror(ENOMEM), e.g. from mmap of shared memory
-    r"(?i)\bRESOURCE[_ ]EXHAUSTED\b[^\n]*(?:out of memory|allocat|reserve|hbm)",  # XLA; gRPC has other quotas
+    r"(?i)\bRESOURCE[_ ]EXHAUSTED\b[^\n]*(?:out of memory|allocat|reserve|hbm)",  # XLA; gRPC reports quotas with it too
 )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that a device or the host had too little memory, so that a smaller batch may succeed.
+    """Returns whether an error means that a device or the host ran out of memory, so that a smaller batch may succeed.
 
-    The errors it was raised from (``raise ... from``) are asked too. ``torch.OutOfMemoryError`` and ``MemoryError`` count by
-    class; ``RuntimeError`` and its subclasses (torch's, NCCL's, XLA's) by message; ``OSError`` by ``ENOMEM``.
+    The errors that it was raised from (``raise ... from``) are checked as well. ``torch.OutOfMemoryError`` and
+    ``MemoryError`` are recognised by class, ``RuntimeError`` and its subclasses by message, ``OSError`` by ``ENOMEM``.
 
-    Not out of memory: cuDNN's ``NOT_SUPPORTED`` and cuFFT's ``INTERNAL_ERROR`` (both also say "this shape never works",
-    which a retry would hide), Triton's ``OutOfResources`` (a kernel's shared memory: the batch does not matter), a
-    killed worker (nothing is left to retry in), and a :class:`~dynagroup.BudgetError` (dynagroup has tried already).
+    Not recognised: cuDNN's ``NOT_SUPPORTED`` and cuFFT's ``INTERNAL_ERROR`` (they can also mean that a shape never
+    works, which a retry would hide), Triton's ``OutOfResources`` (a kernel lacks shared memory, whatever the batch
+    size), a killed worker (no process is left to retry), and :class:`~dynagroup.BudgetError`.
 
     >>> is_out_of_memory(RuntimeError("CUDA error: out of memory"))
     True
@@ -48,7 +48,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error, and the errors it was explicitly raised from, up to one that dynagroup has decided on."""
+    """Yields the error and the errors that it was explicitly raised from, up to the first BudgetError."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen and not isinstance(error, BudgetError):
         seen.add(id(error))
@@ -64,13 +64,13 @@ def _speaks_for_itself(error: BaseException) -> bool:
 
 
 def free_bytes(device: torch.device | str | int | None = None) -> int:
-    """Bytes that this process can use on a device: the free bytes, and those that the process already holds.
+    """Returns the bytes that this process can use on a device: free ones, and those that it has already reserved.
 
-    A model that is on the device already counts as available: budgets charge for it themselves. Default: the current CUDA
-    device, else another accelerator.
+    Bytes of a model that is already on the device count as usable, because budgets subtract the model themselves. None
+    as device: the current CUDA device, else another accelerator.
 
     Raises:
-        ConfigError: there is no such device, or it does not tell; a CPU, where processes are killed before they fail.
+        ConfigError: no such device is available, or it does not report its memory (such as a CPU).
     """
     if device is None:
         device = next((name for name in ("cuda", "xpu", "mps") if getattr(torch, name).is_available()), "cpu")
@@ -78,7 +78,7 @@ def free_bytes(device: torch.device | str | int | None = None) -> int:
     backend: Any = getattr(torch, wanted.type, None)
     asked = "recommended_max_memory" if wanted.type == "mps" else "mem_get_info"
     if not hasattr(backend, asked) or not backend.is_available():
-        raise ConfigError(f"no device {str(wanted)!r} was found that reports its memory; write it, e.g. memory='24GB'")
+        raise ConfigError(f"device {str(wanted)!r} does not report its memory; give the memory, e.g. memory='24GB'")
     if wanted.type == "mps":
         return int(backend.recommended_max_memory())
     at = torch.device(wanted.type, backend.current_device()) if wanted.index is None else wanted
@@ -87,13 +87,13 @@ def free_bytes(device: torch.device | str | int | None = None) -> int:
 
 
 def _allowed_share(device: torch.device) -> float:
-    """The share of memory that ``set_per_process_memory_fraction`` allows this process; torch 2.8 and later tell it."""
+    """Returns the fraction that ``set_per_process_memory_fraction`` allows; 1.0 before torch 2.8, which reports it."""
     read = getattr(torch.cuda, "get_per_process_memory_fraction", None)
     return 1.0 if read is None or device.type != "cuda" else read(device)
 
 
 class Device(Protocol):
-    """Counters of a device's allocator, in bytes: allocated now; most allocated and most reserved since the reset."""
+    """Counters of a device's allocator, in bytes: allocated now; most allocated and most reserved since ``reset``."""
 
     @property
     def device(self) -> torch.device: ...
@@ -103,7 +103,7 @@ class Device(Protocol):
 
 
 class CudaDevice:
-    """PyTorch's caching allocator on the current CUDA device, for measuring: its statistics are reset.
+    """PyTorch's caching allocator on the current CUDA device; measuring resets its statistics.
 
     Raises:
         ConfigError: there is no CUDA device.
@@ -111,7 +111,7 @@ class CudaDevice:
 
     def __init__(self) -> None:
         if not torch.cuda.is_available():
-            raise ConfigError("measure() needs a CUDA device, and there is none here; simulate() needs none")
+            raise ConfigError("measure() needs a CUDA device, but none is available; use simulate(), which needs none")
         self.device = torch.device("cuda", torch.cuda.current_device())
 
     def reset(self) -> None:
@@ -128,28 +128,27 @@ class CudaDevice:
         return torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
 
     def about(self) -> dict[str, str]:
-        """What the measurements ran on: device, CUDA, torch."""
+        """Returns what the measurements ran on: device name, CUDA version, torch version."""
         found = {"device": torch.cuda.get_device_name(self.device), "cuda": torch.version.cuda or ""}
         return {**found, "torch": torch.__version__}
 
 
 def watch_of(model: Any) -> "PeakWatch | None":
-    """A watch on the memory of the model's device; None: the device has no counters."""
+    """Returns a ``PeakWatch`` for the model's device, or None if CUDA is not in use."""
     return PeakWatch(next(model.parameters()).device) if torch.cuda.is_initialized() else None
 
 
 class PeakWatch:
-    """Reads the allocator's peak without resetting it, because the statistics belong to the user.
+    """Reads the allocator's peak memory without resetting the user's statistics.
 
-    A peak counts only if it is higher than all before, since an older one belongs to an earlier batch.
-    """
+    A peak is reported only when it exceeds all earlier ones, because an older peak belongs to an earlier batch."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._highest = self._peak()
 
     def new_peak(self) -> tuple[int | None, int | None]:
-        """(peak bytes since the process started, bytes the device has) if the peak is new; else (None, None)."""
+        """Returns (peak bytes since the process started, bytes of the device) after a new peak, else (None, None)."""
         peak = self._peak()
         if peak <= self._highest:
             return None, None

@@ -1,4 +1,4 @@
-"""The few collectives that dynagroup needs, behind an interface that tests can replace."""
+"""The few collectives that dynagroup uses, behind an interface that tests can replace."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ if TYPE_CHECKING:
 
 
 class World(Protocol):
-    """The ranks that run one job together. Every method is collective: all ranks call it, with vectors of equal length.
+    """The ranks that run one job together. All ranks must call each method, with vectors of equal length.
 
-    Maxima are exact int64; sums are float64, exact for integers up to 2**53. All ranks get the same bits.
-    """
+    Maxima are computed in int64; sums in float64, exact for integers up to 2**53. All ranks get identical results."""
 
     @property
     def rank(self) -> int: ...
@@ -33,13 +32,13 @@ class World(Protocol):
 
 
 def as_int64(values: Sequence[int]) -> NDArray[np.int64]:
-    """An int64 array for a maximum. OverflowError: a value does not fit; TypeError: it is not an integer."""
+    """Returns ``values`` as int64. OverflowError: a value is too large for int64; TypeError: a value is no integer."""
     array = np.asarray(values)
     return array.astype(np.int64) if array.dtype.kind in "bi" else np.array([index(v) for v in values], np.int64)
 
 
 class SingleProcess:
-    """A world of one rank."""
+    """The ``World`` of a job with one rank: every exchange returns the given values."""
 
     rank = 0
     size = 1
@@ -52,15 +51,16 @@ class SingleProcess:
 
 
 class DistributedWorld:
-    """Ranks of ``torch.distributed``. They exchange small CPU vectors in a gloo group beside the job's group.
+    """The ``World`` of a ``torch.distributed`` job: ranks exchange small CPU vectors through a gloo group of their own.
 
-    This second group keeps these vectors apart from the job's collectives, works for NCCL-only jobs, and has its own
-    timeout: if a rank ends, others raise :class:`AlignmentError` and do not hang. Each group of ranks has one: the
-    first world makes it, which is collective, all others share it, and ``destroy_process_group`` closes it.
+    The own group keeps these vectors apart from the job's collectives, works when the job uses NCCL only, and has its
+    own timeout: if one rank stops, the others raise :class:`AlignmentError` instead of hanging. The first
+    DistributedWorld of a process group creates the gloo group, so all ranks must create it together. Later ones share
+    the group; ``destroy_process_group`` closes it.
 
     Args:
-        group: the ranks that take part (say, the data-parallel group of a device mesh); default: all.
-        timeout_s: seconds after which a rank that does not answer counts as gone.
+        group: the ranks that take part, e.g. the data-parallel group of a device mesh. None: all ranks.
+        timeout_s: float, seconds until a rank that does not answer counts as lost.
 
     Raises:
         ConfigError: ``torch.distributed`` is not initialised, or this process is not in ``group``.
@@ -75,7 +75,7 @@ class DistributedWorld:
         parent = group if group is not None else dist.group.WORLD
         ranks = dist.get_process_group_ranks(parent)
         if dist.get_rank() not in ranks:
-            raise ConfigError(f"`group` has the ranks {ranks}, but this process is rank {dist.get_rank()}")
+            raise ConfigError(f"`group` must include this process (rank {dist.get_rank()}), but has the ranks {ranks}")
         beside = _BESIDE.setdefault(parent, {})
         if self._timeout_s not in beside:
             how: Any = {"timeout": timedelta(seconds=self._timeout_s), "use_local_synchronization": group is not None}
@@ -95,21 +95,21 @@ class DistributedWorld:
         dist, vector = torch.distributed, torch.from_numpy(values.copy())
         try:
             dist.all_reduce(vector, op=getattr(dist.ReduceOp, op), group=self._group)
-        except (RuntimeError, ValueError) as error:  # ValueError: the group was destroyed
+        except (RuntimeError, ValueError) as error:  # ValueError: the process group was destroyed
             raise AlignmentError(
-                f"rank {self.rank} of {self.size} lost contact with the other ranks during an exchange: a rank was killed, "
-                f"raised an error, stopped iterating early, or did not answer within {self._timeout_s:g} s ({error})"
+                f"rank {self.rank} of {self.size} lost contact with the others: one was killed, failed, left its "
+                f"loop early, or did not answer within {self._timeout_s:g} s; see the other ranks' logs ({error})"
             ) from error
         return vector.tolist()
 
 
-# One gloo group costs five file descriptors and three threads, and nobody closes it before the job ends. So each group
-# of the job has one, found by that group's identity. The reference is weak, so that it goes when the job's group goes.
+# A gloo group takes five file descriptors and three threads until the job ends. So each process group of the job has
+# only # one, found by the process group's identity. The weak reference frees the gloo group with the process group.
 _BESIDE: WeakKeyDictionary[Any, dict[float, Any]] = WeakKeyDictionary()
 
 
 def rank_and_size() -> tuple[int, int]:
-    """This process's rank and the number of ranks: from ``torch.distributed`` once initialised, else (0, 1)."""
+    """Returns this process's rank and the number of ranks from ``torch.distributed``; (0, 1) without it."""
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
@@ -118,7 +118,7 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def current_world(*, timeout_s: float = 600.0) -> World:
-    """The world of this process: ``torch.distributed`` if it is initialised with several ranks, else a world of one."""
+    """Returns the ``World`` of this process: of ``torch.distributed`` if it runs several ranks, else of one rank."""
     if rank_and_size()[1] > 1:
         return DistributedWorld(timeout_s=timeout_s)
     warn_if_launched()
@@ -126,7 +126,7 @@ def current_world(*, timeout_s: float = 600.0) -> World:
 
 
 def warn_if_launched() -> None:
-    """Warn that every rank uses all samples, if ``torchrun`` started them without torch.distributed set up."""
+    """Warns that every rank uses all samples, if ``torchrun`` is used but torch.distributed is not set up."""
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_torchelastic_launched() and not dist.is_initialized():

@@ -1,19 +1,19 @@
-"""The four errors that dynagroup raises for its users."""
+"""The four exception classes that dynagroup raises for mistakes of the user and of the data."""
 
 __all__ = ["AlignmentError", "BudgetError", "ConfigError", "StateError"]
 
 
 class ConfigError(ValueError):
-    """An argument is wrong. The message names the argument, its value and the way out."""
+    """Raised when an argument is wrong. The message names the argument, its value and what to do."""
 
 
 class BudgetError(ValueError):
-    """A sample or batch does not fit the budget, or a budget breaks its law."""
+    """Raised when a sample or batch does not fit the budget, or when a budget accepts a batch but not a smaller one."""
 
 
 class StateError(ValueError):
-    """A saved state does not belong to this run, or is damaged."""
+    """Raised when a saved state is damaged, or was saved by a run with other data or settings."""
 
 
 class AlignmentError(RuntimeError):
-    """Ranks disagree: their data, seeds or settings differ, or one of them has ended."""
+    """Raised when the ranks have different data, seeds or settings, or when a rank has stopped."""

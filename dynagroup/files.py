@@ -1,4 +1,4 @@
-"""Measures lengths in files, by row group or chunk, on all cores. A killed run continues from its journal."""
+"""Measures the lengths of samples in files on all CPU cores. A killed measurement continues from its journal."""
 
 import glob
 import os
@@ -22,11 +22,11 @@ from dynagroup.shapes import TOKENS, primary
 from dynagroup.validation import check_int, explained
 
 KINDS = "npy, npz, txt, csv, tsv, jsonl, json, parquet, or a folder of them, of a Hub dataset or saved by datasets"
-USUAL = ("length", "lengths", "num_tokens", "tokens", "input_ids")  # usual names of a column of lengths or ids
+USUAL = ("length", "lengths", "num_tokens", "tokens", "input_ids")  # usual names of columns of lengths or token ids
 UTF8 = "utf-8-sig"  # with or without the byte order mark that Windows writes
-ROWS = 10_000  # rows of a chunk, where files have no row groups
+ROWS = 10_000  # rows in a chunk, for files without row groups
 Chunk: TypeAlias = "tuple[int, tuple[Path, list[str], Any]]"
-"""(number, (file, column names, table)). A table may be a function of columns, called in the process that measures."""
+"""(number, (file, column names, table)). The table may be a function of column names that a worker process calls."""
 
 
 def measure_files(
@@ -34,21 +34,25 @@ def measure_files(
     column: str | Sequence[str] | None = None, max_length: int | None = None, num_proc: int | None = None,
     *, output: str | Path | None = None, kinds: str | None = None, progress: bool = True,
 ) -> Any:  # fmt: skip
-    """Measure the tokens of every row of files, in their order: int32 (N,), or a dict of arrays by column.
+    """Measures the tokens of every row of files; returns int32 (N,) in file order, or a dict of such arrays by column.
 
     Args:
         data: a file (csv, tsv, jsonl, json, parquet, txt), a pattern such as "data/*.parquet", a folder of a Hub
-            dataset or one saved by ``datasets`` (its ``train`` split is read); or a list of these, read in this order.
-        tokenizer: called like a transformers tokenizer; not needed for columns of lengths or ids.
-        column: of texts, ids or lengths; several ("source,target", or a list) are streams. Default: a usual name.
-        max_length: longer samples count as this many tokens; it applies to ``tokens``, or else to the first column.
-        num_proc: number of processes, each with a parquet row group or 10,000 rows at a time; default: one per core.
-        output: a ``.npy`` file (``.npz`` for several columns) to write; the result is then a memory map of it. Finished
-            chunks are kept beside it: after a crash the same call measures only the rest. A finished file is only read.
-        kinds: a column of labels; it is not measured by default.
+            dataset or one saved by ``datasets`` (only its ``train`` split is read); or a list of these, read in order.
+        tokenizer: called like a transformers tokenizer; not needed for columns of lengths or of token ids.
+        column: name of a column of texts, token ids or lengths; several columns ("source,target", or a list) are
+            measured as separate streams. None: the only column, or one with a usual name.
+        max_length: int, tokens: longer samples count as this many. The limit applies to the column ``tokens``, or
+            without such a column to the first.
+        num_proc: int, number of processes; each reads a parquet row group or 10,000 rows at a time. None: one per core.
+        output: path of the ``.npy`` file (``.npz`` for several columns) to write; the result is then a memory map of
+            the file. Finished chunks are saved beside the file: after a crash, the same call measures only the rest. If
+            the file is complete, the call only reads it.
+        kinds: name of a column of labels, which is not measured unless ``column`` names it.
 
-    A ConfigError names a file that is missing, is not what its name says, or has rows that are not texts, ids or
-    lengths. A StateError says that ``output``, or the journal beside it, belongs to other files or another tokenizer.
+    Raises:
+        ConfigError: a file is missing, cannot be read in its format, or has rows that are not texts, ids or lengths.
+        StateError: ``output``, or the journal beside it, was made from other files or with another tokenizer.
 
     >>> measure_files("data/*.parquet", tokenizer, "text", output="lengths.npy").dtype  # doctest: +SKIP
     dtype('int32')
@@ -57,7 +61,7 @@ def measure_files(
     cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1  # cores that this process may use
     chunks = _chunks(paths)
     if (first := next(chunks, None)) is None:
-        raise ConfigError(f"{str(data)!r} holds no samples")
+        raise ConfigError(f"{str(data)!r} has no samples; give files with at least one row")
     columns, limit = _chosen(first, column, kinds, texts=tokenizer is not None), limit_of(max_length) or LONGEST
     work = _Measure(columns, tokenizer, limit)
     found = partial(_measured, chain([first], chunks), work, check_int("num_proc", num_proc or cores), progress)
@@ -69,7 +73,7 @@ def measure_files(
     out = Output(Path(output), {**identity, "tokenizer": described(tokenizer)}, 0, _kind(columns))
     if not out.is_finished():
         with closing(out):
-            if not out.claim():  # no other process has finished it meanwhile
+            if not out.claim():  # claim() is true if another process has finished the file meanwhile
                 numbers: list[int] = []
                 for number, lengths in found(out.finished().keys(), numbers):
                     out.append([number], [lengths])
@@ -85,7 +89,7 @@ def _by_name(names: Sequence[str], rows: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Measure:
-    """Measures one chunk in a worker: returns its number and its lengths, int32 (columns, rows), or a ConfigError."""
+    """Measures one chunk in a worker; returns its number and its lengths, int32 (columns, rows), or a ConfigError."""
 
     columns: list[str]
     tokenizer: Callable[..., Any] | None
@@ -101,19 +105,19 @@ class _Measure:
             streams = as_streams({name: self._lengths(table, name) for name in self.columns})
             found = np.stack([streams[name] for name in self.columns])
         except ConfigError as error:
-            return number, ConfigError(f"{error} (in {str(path)!r}, chunk {number} of all)")
+            return number, ConfigError(f"{error} (in {str(path)!r}, chunk {number} of all files)")
         limits = [self.limit if name == primary(self.columns) else LONGEST for name in self.columns]
         return number, np.minimum(found, np.array(limits, np.int32)[:, None])
 
     def _lengths(self, table: Any, name: str) -> NDArray[np.int32]:
         if (ndim := getattr(table[name], "ndim", 1)) != 1:
-            raise ConfigError(f"it holds an array of {ndim} dimensions; give one number a sample, an array (N,)")
+            raise ConfigError(f"column {name!r} has {ndim} dimensions; give one number per sample, an array (N,)")
         first = next(iter(by_position(table[name][:1])), 0)
         if isinstance(first, str):
             if self.tokenizer is None:
-                raise ConfigError("it holds texts; name the `--tokenizer` that measures them")
+                raise ConfigError(f"column {name!r} contains texts; name the `--tokenizer` that measures them")
             return measure_lengths(by_position(table[name]), self.tokenizer, progress=False)
-        if hasattr(first, "__len__") and hasattr(table, "column_names"):  # pyarrow counts ids without reading them
+        if hasattr(first, "__len__") and hasattr(table, "column_names"):  # pyarrow counts ids without decoding them
             from datasets import Dataset
 
             return measure_lengths(Dataset(table), column=name)
@@ -121,12 +125,12 @@ class _Measure:
         return measure_lengths(values, progress=False) if hasattr(first, "__len__") else as_streams(values)[TOKENS]
 
 
-# A DataLoader over chunks: its sampler reads files that one process must read in order (csv, jsonl), its workers read
-# row groups and measure, two chunks at a time each. Results come back in order, and a killed worker is noticed.
+# A DataLoader measures the chunks: its sampler reads files that one process must read in order (csv, jsonl), and its
+# workers read row groups and measure, two chunks each. Results come back in order, and a killed worker raises an error.
 def _measured(
     chunks: Iterator[Chunk], work: Any, processes: int, progress: bool, done: Collection[int], numbers: list[int]
 ) -> Iterator[tuple[int, NDArray[np.int32]]]:
-    """Yield (number, lengths) of each chunk that is not ``done``; append the number of every chunk to ``numbers``."""
+    """Yields (number, lengths) of each chunk that is not ``done``; appends the number of every chunk to ``numbers``."""
     from torch.utils.data import DataLoader
     from tqdm.auto import tqdm
 
@@ -141,18 +145,18 @@ def _measured(
 
 
 def _reading(path: Path) -> AbstractContextManager[None]:
-    return explained(f"{str(path)!r} cannot be read as what its name says", ConfigError, ModuleNotFoundError)
+    return explained(f"{str(path)!r} cannot be read in the format of its ending", ConfigError, ModuleNotFoundError)
 
 
 def _paths(data: Any) -> list[Path]:
-    """The files that ``data`` names; a folder saved by datasets counts as one file."""
+    """Returns the files that ``data`` names; a folder saved by ``datasets`` counts as one file."""
     if not isinstance(data, (str, Path)):
         return [path for one in data for path in _paths(one)]
     path = Path(data)
     if path.is_dir() and not any((path / name).exists() for name in ("state.json", "dataset_dict.json")):
         from datasets import load_dataset_builder
 
-        with _reading(path):  # datasets finds the files of a split by the folder's README, or by their names
+        with _reading(path):  # datasets finds the files of a split by the folder's README, or by the files' names
             return [Path(name) for name in (load_dataset_builder(str(path)).config.data_files or {})["train"]]
     found = [path] if path.exists() else [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
     if not found:
@@ -165,13 +169,13 @@ def _chunks(data: Any) -> Iterator[Chunk]:
 
 
 def _parts(path: Path) -> Iterator[tuple[list[str], Any]]:
-    """Yield (column names, table) for each chunk of a file."""
+    """Yields (column names, table) for each chunk of a file."""
     with _reading(path):
         if path.is_dir():
             from datasets import DatasetDict, load_from_disk
 
             saved: Any = load_from_disk(str(path))
-            data = saved["train"] if isinstance(saved, DatasetDict) else saved  # for another split, give its own folder
+            data = saved["train"] if isinstance(saved, DatasetDict) else saved  # to read another split, give its folder
             yield from ((data.column_names, partial(_rows, data, first)) for first in range(0, len(data), ROWS))
         elif path.suffix.lower() == ".parquet":
             import pyarrow.dataset
@@ -187,11 +191,11 @@ def _rows(data: Any, first: int, columns: list[str]) -> Any:
 
 
 def _tables(path: Path, kind: str) -> Iterator[Any]:
-    """Chunks of a file without row groups, read by pandas. First rows decide if a column holds texts or numbers."""
+    """Yields the chunks of a file without row groups. The first rows decide whether a column is text or numbers."""
     import pandas
 
     if kind in (".npy", ".npz"):
-        with path.open("rb") as file:  # np.load(path) would leave a broken file open
+        with path.open("rb") as file:  # np.load(path) would not close a file that it cannot read
             found: Any = np.load(file)
             yield {"tokens": found} if kind == ".npy" else dict(found)
     elif kind == ".txt":
@@ -212,34 +216,34 @@ def _tables(path: Path, kind: str) -> Iterator[Any]:
         found = pandas.read_json(path, encoding=UTF8, **{"dtype": False, **by_line})
         yield from found if by_line else [found]
     else:
-        raise ConfigError(f"{str(path)!r} has an unknown ending; give {KINDS}")
+        raise ConfigError(f"{str(path)!r} has an unknown file ending; give {KINDS}")
 
 
 def read_column(data: Any, name: str, option: str) -> list[Any]:
-    """All values of a column of files, in their order."""
+    """Returns all values of one column of the files, in file order."""
     found: list[Any] = []
     for _, (path, names, table) in _chunks(data):
         if name not in names:
             raise ConfigError(f"`{option}` must be one of {names} in {str(path)!r}, but is {name!r}")
         with _reading(path):
             read: Any = table(columns=[name]) if callable(table) else table
-            found.extend(by_position(read[name]))  # `+=` would add arrays
+            found.extend(by_position(read[name]))  # `+=` would add arrays elementwise
     return found
 
 
 def _chosen(chunk: Chunk, column: str | Sequence[str] | None, kinds: str | None, *, texts: bool) -> list[str]:
-    """The columns to measure: the named ones, the only one, or one with a usual name."""
+    """Returns the columns to measure: the named ones, else the only one, else one with a usual name."""
     path, names, _ = chunk[1]
     names = [name for name in names if name != kinds]
     usual = [name for name in (["text"] if texts else USUAL) if name in names][:1]
-    usual = names if path.suffix.lower() == ".npz" else usual  # streams, all of them
+    usual = names if path.suffix.lower() == ".npz" else usual  # every array of an .npz file is a stream
     if column is None and len(names) > 1 and not usual:
-        raise ConfigError(f"{str(path)!r} has the columns {names}; choose with `--column A`, or streams with `A,B`")
+        raise ConfigError(f"{str(path)!r} has the columns {names}; choose one with `--column A`, or streams with `A,B`")
     return (usual or names) if column is None else column.split(",") if isinstance(column, str) else list(column)
 
 
 def _kind(names: list[str]) -> Kind:
-    """How lengths are stored: by chunk in the journal, all together in the output."""
+    """Returns how lengths are stored: chunk by chunk in the journal, and all together in the output file."""
     pack = lambda lengths: np.ascontiguousarray(lengths, "<i4").tobytes()  # noqa: E731
     unpack = lambda data: np.frombuffer(data, "<i4").reshape(len(names), -1)  # noqa: E731
     read = lambda path: _by_name(names, [*as_streams(path).values()])  # noqa: E731
@@ -247,10 +251,10 @@ def _kind(names: list[str]) -> Kind:
 
 
 def _write(names: Sequence[str], file: IO[bytes], chunks: Sequence[NDArray[np.int32]]) -> None:
-    """Write all lengths with one column in memory at a time: 4 bytes per sample."""
+    """Writes all lengths to ``file``, one column at a time, so that memory use is 4 bytes per sample."""
     if len(names) == 1:
         return np.save(file, np.concatenate([chunk[0] for chunk in chunks]))
-    with ZipFile(file, "w") as archive:  # as numpy's savez does
+    with ZipFile(file, "w") as archive:  # an .npz file is a zip archive of .npy files
         for place, name in enumerate(names):
             with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
                 np.save(member, np.concatenate([chunk[place] for chunk in chunks]))  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
-"""A setting as text: the same in every process, and different if the setting would have another effect.
+"""Describes settings as text, so that a saved state can be compared with the run that loads the state.
 
-Saved states are compared by it. Values are described by their content, objects by what a pickle of them would hold,
-functions and classes of the user by their code with its constants and closures, installed code by its name. Globals of
-a module that code reads are not followed: a setting that depends on one needs an attribute ``fingerprint``.
+The text is the same in every process, and changes when a setting changes what it does. Values are described by their
+content, objects by what a pickle of them would contain, the user's functions and classes by their code, constants and
+closures, installed code by its name. Module globals are not: give objects that use one a text ``fingerprint``.
 """
 
 import copyreg
@@ -17,16 +17,17 @@ from typing import Any
 
 import numpy as np
 
-LONGEST = 240  # characters of a description; a longer one is cut and ends in a hash of the whole
+LONGEST = 240  # characters of a description; the end of a longer one is replaced by a hash of the whole
 PLAIN = (type(None), type(...), bool, int, float, complex, str, bytes)
 MEMBERS = (*PLAIN, list, tuple, dict, set, functools.partial, types.FunctionType)
 
 
 def described(value: Any, *, ask: bool = True) -> str:
-    """Text for comparing settings between processes. It holds no address, and does not depend on the order of sets.
+    """Returns text that describes a setting: without memory addresses, and independent of the order of sets.
 
-    An object with a ``fingerprint`` (text) is described by it (without ``ask`` this is not done for ``value`` itself),
-    functions by compiled code, which Pythons may change. What cannot be seen (locks, handles) is equal, with a warning.
+    An object with a text attribute ``fingerprint`` is described by that text; ``ask=False`` ignores the attribute of
+    ``value`` itself. Functions are described by compiled code, which depends on the Python version. Objects that cannot
+    be pickled (locks, file handles) all get the same text, with a warning.
 
     >>> described({"window": np.int64(3)}), described((1, None))
     ("{'window': 3}", '(1, None)')
@@ -37,19 +38,19 @@ def described(value: Any, *, ask: bool = True) -> str:
     text = describer.text(value) if ask else describer.pickled(value)
     if describer.unseen:
         what = f"the contents of {', '.join(sorted(describer.unseen))} in {text}"
-        way_out = "give the object a text `fingerprint` that changes with what it does"
-        warnings.warn(f"cannot compare {what}: a state with others would be accepted; {way_out}", stacklevel=3)
+        way_out = "give the object a text attribute `fingerprint` that changes when its behaviour changes"
+        warnings.warn(f"cannot compare {what}, so a state with other contents would load; {way_out}", stacklevel=3)
     return text
 
 
 def hashed(text: str | bytes, digits: int = 16) -> str:
-    """The first hexadecimal digits of a text's hash."""
+    """Returns the first ``digits`` hexadecimal digits of the hash of a text."""
     return hashlib.blake2b(text.encode() if isinstance(text, str) else text, digest_size=digits // 2).hexdigest()
 
 
 class _Describer:
-    """One description under way. ``names``: the attributes that the code which holds an object reads. If given, only
-    these count as settings of the object; the others may change as a program runs."""
+    """Builds one description. ``names``, if given, are the attributes of an object that the described code reads: only
+    these are described, because other attributes may change while a program runs."""
 
     def __init__(self) -> None:
         self.unseen: set[str] = set()
@@ -96,7 +97,7 @@ class _Describer:
         return f"{self._class(type(value))}({self._parts({k: v for k, v in vars(value).items() if k in names}, names)})"
 
     def pickled(self, value: Any) -> str:
-        """An object: its class, and what a pickle of it would hold."""
+        """Describes an object by its class and by what a pickle of the object would contain."""
         kind = type(value)
         try:
             if _is_tensor(value):
@@ -106,13 +107,13 @@ class _Describer:
                 return f"{value.dtype}{list(value.shape)}#{hashed(value.tobytes())}"
             reduce = copyreg.dispatch_table.get(kind)
             reduced: Any = value.__reduce_ex__(2) if reduce is None else reduce(value)
-        except Exception:  # noqa: BLE001 - whatever its class raises, it cannot be seen
+        except Exception:  # noqa: BLE001 - a user's class may raise anything here
             self.unseen.add(_named(kind))
             return f"{_named(kind)}, which cannot be compared"
-        if isinstance(reduced, str):  # the name under which its module holds it
+        if isinstance(reduced, str):  # the pickle would contain only the object's name in its module
             return _named(value) if hasattr(value, "__qualname__") else f"{_named(kind)}.{reduced}"
         make, arguments, state, *rest = (*reduced, None)[:5]
-        if isinstance(state, dict):  # without cached values
+        if isinstance(state, dict):  # cached values are left out
             kept = functools.cached_property
             state = {k: v for k, v in state.items() if not isinstance(getattr(kind, k, None), kept)}
             if getattr(make, "__name__", "") == "__newobj__":
@@ -127,7 +128,7 @@ class _Describer:
         return ", ".join(f"{name}={self.text(part, names)}" for name, part in sorted(parts.items()))
 
     def _class(self, kind: type) -> str:
-        """A class of the user by its members, without those that Python writes into every class."""
+        """Describes a user's class by its members, without the members that Python adds to every class."""
         if not _is_own(kind):
             return kind.__qualname__
         own = [item for base in kind.__mro__ if _is_own(base) for item in sorted(vars(base).items())]
@@ -135,7 +136,7 @@ class _Describer:
         return f"{kind.__qualname__}#{hashed('; '.join(f'{k}={self._member(v)}' for k, v in own), 8)}"
 
     def _member(self, member: Any) -> str:
-        for name in ("fget", "func", "__func__"):  # of properties, cached ones, class methods
+        for name in ("fget", "func", "__func__"):  # unwraps properties, cached properties and class methods
             member = member if isinstance(member, MEMBERS) else getattr(member, name, member)
         return self.text(member) if isinstance(member, MEMBERS) else ""
 
@@ -166,13 +167,13 @@ def _named(thing: Any) -> str:
 
 
 def _names_in(code: types.CodeType) -> frozenset[str]:
-    """Names of attributes and globals that code reads, including nested functions."""
+    """Returns the names of all attributes and globals that code reads, nested functions included."""
     nested = (_names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
     return frozenset(code.co_names).union(*nested)
 
 
 def _is_own(thing: Any) -> bool:
-    """Whether code is the user's: not built in, not of this library, and not installed."""
+    """Returns whether code is the user's own: not built in, not part of dynagroup, and not an installed package."""
     name = getattr(thing, "__module__", None) or "builtins"
     file = getattr(sys.modules.get(name), "__file__", None) or ""
     known = name.partition(".")[0] in ("dynagroup", *sys.stdlib_module_names)

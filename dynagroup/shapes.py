@@ -1,8 +1,8 @@
-"""The shape of a batch, about which budgets and memory models are asked.
+"""Describes the shapes of batches, which budgets and memory models are asked about.
 
-A *stream* is one named count per sample. One is *primary* (``tokens``, or else what the user names first): it always counts as
-tokens. Others (``target``, ``patches``, ``edges``) may stand beside it. Lengths travel through dynagroup as ``Streams``: a dict
-from stream name to an int32 array of shape (num_samples,).
+A *stream* is one named count per sample, such as ``tokens``, ``target``, ``patches`` or ``edges``. The *primary* stream
+is ``tokens``, or without that name the first; its units are treated as tokens. Lengths are passed as ``Streams``: a
+dict from stream name to an int32 array of shape (num_samples,).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TARGET = "target"
 
 
 def primary(streams: Iterable[str]) -> str:
-    """The primary one of these streams: ``tokens``, or if none has that name the first.
+    """Returns the name of the primary stream: ``tokens``, or without that name the first.
 
     >>> primary(["nodes", "edges"]), primary(["patches", "tokens"])
     ('nodes', 'tokens')
@@ -31,18 +31,18 @@ def primary(streams: Iterable[str]) -> str:
 
 
 def units_of(lengths: Streams, sample: int) -> str:
-    """The lengths of a sample as text for messages: "9 source, 2 target"."""
+    """Returns the lengths of one sample as text for messages: "9 source, 2 target"."""
     return ", ".join(f"{values[sample]} {name}" for name, values in lengths.items())
 
 
 Streams: TypeAlias = Mapping[str, NDArray[np.int32]]
 IntArray: TypeAlias = NDArray[np.int64]
 Units: TypeAlias = "ArrayLike | Mapping[str, ArrayLike]"
-"""Numbers of tokens, or of units by the names of streams."""
+"""Either one array of token counts, or a dict from stream names to arrays of counts."""
 
 
 def round_up(values: IntArray, multiple: int) -> IntArray:
-    """``values`` rounded up to a multiple.
+    """Returns ``values`` rounded up to a multiple of ``multiple``.
 
     >>> round_up(np.array([0, 1, 8, 9]), 8).tolist()
     [0, 8, 8, 16]
@@ -51,9 +51,9 @@ def round_up(values: IntArray, multiple: int) -> IntArray:
 
 
 def largest_within(fits: Callable[[IntArray], NDArray[np.bool_]], size: int, most: int | IntArray = 2**40) -> IntArray:
-    """For each of ``size`` questions, the most samples, up to ``most``, that fit: int64 (size,). 0: not one fits.
+    """Returns the largest count (up to ``most``) that fits, for each of ``size`` questions: int64 (size,). 0: none.
 
-    Bisection over a monotone ``fits``, which is asked about all questions at once; at most 41 times.
+    Bisects ``fits``, a monotone function of one count per question, with at most 41 calls.
 
     >>> largest_within(lambda count: count * np.array([10, 50]) <= 100, 2).tolist()
     [10, 2]
@@ -68,12 +68,12 @@ def largest_within(fits: Callable[[IntArray], NDArray[np.bool_]], size: int, mos
 
 @dataclass(frozen=True, slots=True)
 class BatchShape:
-    """The shapes of K candidate batches, one array entry a batch.
+    """The shapes of K possible batches; each array has one entry per batch.
 
     Args:
-        num_samples: int64 (K,), samples in each batch.
-        longest: stream -> int64 (K,), longest sample of each batch, before any rounding for padding.
-        total: stream -> int64 (K,), sum over the samples of each batch.
+        num_samples: int64 (K,), number of samples in each batch.
+        longest: stream name -> int64 (K,), length of the longest sample in each batch, before padding is rounded up.
+        total: stream name -> int64 (K,), sum of the lengths in each batch.
 
     >>> shape = BatchShape.of(num_samples=[2, 4], longest=10)
     >>> shape.total["tokens"].tolist()
@@ -86,10 +86,9 @@ class BatchShape:
 
     @classmethod
     def of(cls, num_samples: ArrayLike, longest: Units, total: Units | None = None) -> BatchShape:
-        """Shapes from numbers or arrays, broadcast together; a number or array without a name is the stream ``tokens``.
+        """Makes shapes from numbers or arrays, which are broadcast; those without a name are the stream ``tokens``.
 
-        Without ``total``, every sample of a batch is assumed to be as long as its longest.
-        """
+        Without ``total``, every sample of a batch counts as long as the longest."""
         count = np.asarray(num_samples, dtype=np.int64)
         longest_by = _by_stream(longest)
         total_by = {k: count * v for k, v in longest_by.items()} if total is None else _by_stream(total)
@@ -99,7 +98,7 @@ class BatchShape:
 
     @classmethod
     def of_samples(cls, lengths: Streams) -> BatchShape:
-        """The shape (K = 1) of one batch that holds exactly these samples."""
+        """Returns the shape (K = 1) of the batch that consists of exactly these samples."""
         count = len(next(iter(lengths.values())))
         longest = {name: int(values.max(initial=0)) for name, values in lengths.items()}
         return cls.of(count, longest, {name: int(values.sum(dtype=np.int64)) for name, values in lengths.items()})
@@ -108,15 +107,15 @@ class BatchShape:
         return len(self.num_samples)
 
     def without(self, streams: Collection[str]) -> BatchShape:
-        """The same batches without some of their streams; the primary stream always stays."""
+        """Returns the same shapes without the given streams; the primary stream is always kept."""
         apart = set(streams) - {primary(self.longest)}
         longest = {name: values for name, values in self.longest.items() if name not in apart}
         return BatchShape(self.num_samples, longest, {name: self.total[name] for name in longest})
 
 
 def target_tokens(shape: BatchShape) -> IntArray:
-    """The most tokens that a decoder beside an encoder reads: the stream ``target``, or else the sum of all streams
-    except the primary one. If there is no other stream, the primary one. int64 (K,).
+    """Returns the most tokens that a decoder reads in an encoder-decoder model, int64 (K,): the stream ``target``, else
+    the sum of all streams except the primary one, or without such streams the primary stream itself.
 
     >>> target_tokens(BatchShape.of(2, {"tokens": 9, "labels": 4})).tolist()
     [4]

@@ -1,6 +1,6 @@
-"""Test your own budgets, samplers and loaders by the same laws that dynagroup is tested by.
+"""Tests your own budgets, samplers and loaders with the same checks that dynagroup's tests use.
 
-Ranks are threads with a true all-reduce, so a test of eight ranks takes milliseconds and needs no launcher.
+Ranks are threads that really exchange data, so a test of eight ranks takes milliseconds and needs no launcher.
 """
 
 import json
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class ThreadWorld:
-    """A rank as a thread, made by :func:`run_ranks`. Ranks share a table of vectors, and wait before and after reading it."""
+    """The ``World`` of a rank that is a thread of :func:`run_ranks`; ranks exchange vectors in a shared list."""
 
     def __init__(self, rank: int, size: int, barrier: threading.Barrier, vectors: list[Any]) -> None:
         self.rank, self.size, self.num_exchanges = rank, size, 0
@@ -46,18 +46,18 @@ class ThreadWorld:
             self._barrier.wait()
             gathered = list(self._vectors)
         except threading.BrokenBarrierError as error:
-            raise AlignmentError(f"rank {self.rank} of {self.size} waits for a rank that has gone") from error
-        with suppress(threading.BrokenBarrierError):  # of a rank that fails behind this exchange: the next one tells
+            raise AlignmentError(f"rank {self.rank} of {self.size} waited for a rank that has stopped") from error
+        with suppress(threading.BrokenBarrierError):  # a rank failed after this exchange: the next exchange raises
             self._barrier.wait()
         if len({len(vector) for vector in gathered}) > 1:
-            raise AlignmentError(f"ranks exchange vectors of different lengths: {[len(v) for v in gathered]}")
+            raise AlignmentError(f"ranks must exchange vectors of equal length, but have {[len(v) for v in gathered]}")
         return combine.reduce(gathered).tolist()
 
 
 def run_ranks(size: int, function: Callable[[ThreadWorld], T], *, timeout_s: float = 300.0) -> list[T]:
-    """Run ``function`` on ``size`` ranks at once and return what each returned.
+    """Runs ``function`` on ``size`` ranks at the same time; returns the list of their results.
 
-    If a rank raises, the others' exchanges end with AlignmentError, and the rank's own error is raised here.
+    If a rank raises an error, the other ranks get AlignmentError, and the first rank's error is raised here.
 
     >>> run_ranks(3, lambda world: world.all_sum([world.rank, 1]))
     [[3.0, 3.0], [3.0, 3.0], [3.0, 3.0]]
@@ -68,7 +68,7 @@ def run_ranks(size: int, function: Callable[[ThreadWorld], T], *, timeout_s: flo
     def run(rank: int) -> None:
         try:
             results[rank] = function(ThreadWorld(rank, size, barrier, vectors))
-        except BaseException as error:  # noqa: BLE001 - handed to the caller's thread
+        except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
             errors.append(error)
             barrier.abort()
 
@@ -83,30 +83,31 @@ def run_ranks(size: int, function: Callable[[ThreadWorld], T], *, timeout_s: flo
 
 
 def assert_conserves(batches: Iterable[Iterable[int]], expected: Iterable[int]) -> None:
-    """Assert that the batches of all ranks together hold exactly the expected samples, each as often as expected.
+    """Asserts that the batches of all ranks together contain exactly the expected samples, each as often as expected.
 
     >>> assert_conserves([[0, 2], [1]], range(3))
     """
     found, wanted = Counter(int(i) for i in chain.from_iterable(batches)), Counter(int(i) for i in expected)
     lost, extra = wanted - found, found - wanted
-    assert not lost, f"{lost.total()} samples are lost, the first are {sorted(lost)[:10]}"
-    assert not extra, f"{extra.total()} samples are repeated or foreign, the first are {sorted(extra)[:10]}"
+    assert not lost, f"{lost.total()} samples are missing from the batches, the first are {sorted(lost)[:10]}"
+    assert not extra, f"{extra.total()} samples are repeated or unexpected, the first are {sorted(extra)[:10]}"
 
 
 def assert_resumes_exactly(
     make: Callable[[World], Any], *, world_size: int = 1, resume_world_size: int | None = None,
     steps: Iterable[int] | None = None, indices_of: Callable[[Any], Iterable[int]] = list,
 ) -> None:  # fmt: skip
-    """Assert that an epoch that stops after a step and resumes from JSON emits exactly what remained.
+    """Asserts that a stopped epoch, resumed from its saved state, gives exactly the batches that remained.
 
     Args:
-        make: builds the sampler or loader of one rank, always the same: iterable per epoch, with ``state_dict``.
-        world_size: ranks before the stop.
-        resume_world_size: ranks after it. The same number (default): every rank's batches must equal those of an
-            unbroken epoch. Another number: the ranks together must emit exactly the samples that remained, and
-            ``load_state_dict`` gets the list of all ranks' states.
-        steps: where to stop; default: before every step of the epoch.
-        indices_of: emitted item -> its dataset indices, e.g. ``lambda step: () if step.idle else step.indices``.
+        make: function from a ``World`` to one rank's new sampler or loader with ``state_dict``, always the same.
+        world_size: int, number of ranks before the stop.
+        resume_world_size: int, number of ranks after the stop. None, or the same number: each rank's batches must equal
+            those of an epoch without a stop. Another number: all ranks together must give exactly the samples that
+            remained, and ``load_state_dict`` gets the list of all ranks' states.
+        steps: numbers of steps after which to stop. None: tries every step of the epoch.
+        indices_of: function from an item of the loader to its dataset indices, e.g.
+            ``lambda step: () if step.idle else step.indices``.
     """
     after = resume_world_size or world_size
     whole = run_ranks(world_size, lambda world: [list(indices_of(item)) for item in make(world)])
@@ -126,7 +127,7 @@ def assert_resumes_exactly(
         rest = run_ranks(after, lambda world, states=states: resumed(world, states))
         remained = [batches[stop:] for batches in whole]
         if after == world_size:
-            assert rest == remained, f"after {stop} steps the resumed epoch differs from what remained"
+            assert rest == remained, f"resumed after {stop} steps, the epoch gives other batches than without a stop"
         else:
             assert_conserves(chain.from_iterable(rest), chain.from_iterable(chain.from_iterable(remained)))
 
@@ -137,19 +138,20 @@ def assert_loader_laws(
     epochs: int = 2, resume_at: Iterable[int] | None = (0, 1, 3),
     kinds: Sequence[Any] | None = None, one_kind: Literal["step", "batch"] = "step",
 ) -> None:  # fmt: skip
-    """Assert the promises on which training relies, for a loader over your dataset with your collate function.
+    """Asserts what training needs from a loader; run it on your dataset with your collate function.
 
-    Every sample comes once per epoch. All ranks take equally many steps, and end updates at the same ones. The samples
-    and weights of an update's batches add up to its totals, and its loss scales to the number of ranks. A run that
-    stops continues with exactly what remained. With ``kinds``, all batches of a step are of one kind.
+    Every sample comes once per epoch. All ranks take the same number of steps and end updates at the same steps. The
+    samples and weights of an update's batches add up to its totals; its loss scales add up to the number of ranks. A
+    stopped run resumes with exactly the samples that remained. With ``kinds``, all batches of a step have one kind.
 
     Args:
-        make: builds the loader of one rank, always the same.
-        num_samples: samples that an epoch should have; None: those of the loader.
-        world_size, resume_world_size: ranks before and after a stop, see :func:`assert_resumes_exactly`.
-        epochs: number of epochs that are checked.
-        resume_at: steps after which to stop; None: after every step of an epoch.
-        kinds: the kind of each sample; idle batches are checked too. ``one_kind="batch"``: each batch is of one kind.
+        make: function from a ``World`` to the loader of one rank, always the same.
+        num_samples: int, expected samples of an epoch. None: the loader's ``num_samples``.
+        world_size, resume_world_size: int, number of ranks before and after a stop, see :func:`assert_resumes_exactly`.
+        epochs: int, number of epochs to check.
+        resume_at: numbers of steps after which to stop. None: after every step of an epoch.
+        kinds: the kind of each sample; batches of idle ranks are checked too. With ``one_kind="batch"`` only the
+            samples of one batch must have one kind.
 
     >>> from dynagroup import PlannedDataLoader, TokenBudget
     >>> options = {"samples_per_update": 3, "weigh": "samples", "collate_fn": list}
@@ -165,7 +167,7 @@ def assert_loader_laws(
     for epoch in range(epochs):
         ranks = [found[epoch] for _, found in by_rank]
         lengths = [[len(update) for update in updates] for updates in ranks]
-        assert all(found == lengths[0] for found in lengths), f"ranks take other steps in epoch {epoch}: {lengths}"
+        assert all(found == lengths[0] for found in lengths), f"ranks take unequal steps in epoch {epoch}: {lengths}"
         for parts in zip(*ranks, strict=True):
             _assert_update_adds_up([step for steps in parts for step in steps], world_size)
             for row in zip(*parts, strict=True) if kinds is not None else ():
@@ -181,28 +183,28 @@ def assert_loader_laws(
 def _assert_one_kind(row: Sequence[Step[Any]], kinds: Sequence[Any], one_kind: str) -> None:
     found = [{kinds[index] for index in step.indices} for step in row]
     said = [{step.kind} for step in row]
-    assert found == said, f"the batches of a step hold samples of the kinds {found}, but say {said}"
-    assert one_kind == "batch" or len(set.union(*found)) == 1, f"the batches of a step are of the kinds {found}"
+    assert found == said, f"the samples of a step's batches have the kinds {found}, but `step.kind` is {said}"
+    assert one_kind == "batch" or len(set.union(*found)) == 1, f"a step needs one kind, but its batches have {found}"
 
 
 def _assert_update_adds_up(steps: Sequence[Step[Any]], world_size: int) -> None:
     samples = sum(0 if step.idle else len(step.indices) for step in steps)
     weight = math.fsum(step.weight.local for step in steps)
     for step in steps:
-        assert step.samples.total == samples, f"an update of {samples} samples says it has {step.samples.total}"
+        assert step.samples.total == samples, f"an update has {samples} samples, but says {step.samples.total}"
         assert math.isclose(step.weight.total, weight, rel_tol=1e-9), f"batches weigh {weight}, not {step.weight.total}"
-        assert not step.idle or step.loss_scale == 0.0, "an idle step counts in the loss"
+        assert not step.idle or step.loss_scale == 0.0, "`loss_scale` of an idle step must be 0"
         scale = step.weight.local * world_size / weight if weight else 0.0
-        assert math.isclose(step.loss_scale, scale, rel_tol=1e-9), f"a loss is scaled by {step.loss_scale}, not {scale}"
+        assert math.isclose(step.loss_scale, scale, rel_tol=1e-9), f"`loss_scale` {step.loss_scale} is not {scale}"
 
 
 def assert_budget_law(budget: Budget, lengths: Streams, *, num_shapes: int = 2000) -> None:
-    """Assert that a budget never turns from no to yes when a sample is added or lengthened, and that its ``largest`` agrees.
+    """Asserts that a batch that does not fit never fits after a sample grows or is added; checks ``largest``, too.
 
     Args:
-        budget: yours; it is bound to ``lengths`` first.
-        lengths: stream -> int32 (N,), realistic lengths; shapes are drawn from them.
-        num_shapes: how many pairs of shapes to compare.
+        budget: the budget to test; ``bind`` is called with ``lengths`` first.
+        lengths: stream name -> int32 (N,), realistic lengths, from which batch shapes are drawn.
+        num_shapes: int, number of pairs of shapes to compare.
 
     >>> from dynagroup.budget.tokens import TokenBudget
     >>> assert_budget_law(TokenBudget(64), {"tokens": np.arange(50, dtype=np.int32)})
@@ -221,19 +223,19 @@ def assert_budget_law(budget: Budget, lengths: Streams, *, num_shapes: int = 200
         for k in np.flatnonzero(~fits & fits_of(bound, larger))[:1]:
             before, units = ({name: int(v[k]) for name, v in found.items()} for found in (longest, more))
             shape = f"{count[k]} samples with longest {before}"
-            raise AssertionError(f"{bound.fingerprint} refuses {shape}, but accepts it after {what}: {units}")
+            raise AssertionError(f"{bound.fingerprint} refuses {shape}, but accepts the batch after {what}: {units}")
     tokens = longest[primary(longest)]
     table = largest_of(bound, tokens) if len(lengths) == 1 else None
     if table is not None:
         most = np.minimum(table, UNLIMITED)
         fitting = bound.fits(BatchShape.of(np.maximum(most, 1), tokens)) == (most >= 1)
         for k in np.flatnonzero(~fitting | bound.fits(BatchShape.of(most + 1, tokens)))[:1]:
-            raise AssertionError(f"`largest` says {table[k]} samples of {tokens[k]} tokens, `fits` another number")
+            raise AssertionError(f"`largest` allows {table[k]} samples of {tokens[k]} tokens, but `fits` disagrees")
 
 
 @dataclass
 class Allocator:
-    """Stands in for a device's allocator, to test what recovers: ``claim(size)`` runs out of memory above ``limit``.
+    """Imitates a device's allocator in tests: ``claim(size)`` raises ``torch.OutOfMemoryError`` above ``limit``.
 
     >>> from dynagroup import run_with_oom_retry
     >>> embed, allocator = torch.nn.Embedding(9, 2), Allocator(limit=8)
@@ -251,10 +253,10 @@ class Allocator:
         self.claims.append(size)
         if size > self.limit:
             self.failures.append(size)
-            raise torch.OutOfMemoryError(f"simulated out of memory: a batch of {size} tokens, but {self.limit} fit")
+            raise torch.OutOfMemoryError(f"simulated out of memory: a batch of {size} tokens; {self.limit} fit")
 
     def in_forward(self, module: torch.nn.Module) -> Callable[[], None]:
-        """Before each call of ``module``, claim the padded tokens of its inputs; returns a function that ends this."""
+        """Makes every call of ``module`` claim its inputs' padded tokens; returns a function that stops this."""
 
         def hook(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor) and v.ndim > 1]

@@ -1,4 +1,4 @@
-"""One call from texts and a tokenizer to a ``DataLoader`` of batches that fit."""
+"""Makes a PyTorch ``DataLoader`` from texts and a tokenizer in one call; all batches fit the budget."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dynagroup.plan.static_shapes import few_shapes
 from dynagroup.update.filling import FillingCollator
 from dynagroup.update.loader import checked_kwargs
 
-IGNORED = -100  # torch.nn.functional.cross_entropy ignores such labels
+IGNORED = -100  # the label that torch.nn.functional.cross_entropy ignores by default
 
 
 def text_dataloader(
@@ -27,29 +27,30 @@ def text_dataloader(
     max_length: int | None = None, labels: bool = False, lengths: ArrayLike | Mapping[str, ArrayLike] | None = None,
     shuffle: bool = False, shapes: int | None = None, **options: Any,
 ) -> DataLoader[str]:  # fmt: skip
-    """A ``DataLoader`` of batches that fit ``budget``. Measures, plans, and tokenizes in its collate function.
+    """Returns a PyTorch ``DataLoader`` of tokenized batches that fit ``budget``, after measuring all texts.
 
     Args:
-        texts: a sequence of strings; of a ``datasets.Dataset`` pass the column, ``dataset["text"]``.
-        tokenizer: a transformers tokenizer with a padding token. If all texts begin with its BOS token, as chat
-            templates write them, it adds no second one.
-        budget: limit of a batch, e.g. ``TokenBudget(16384)``; its ``pad_to_multiple_of`` is applied. With
-            ``layout="packed"`` a batch is one row without padding, from transformers' ``DataCollatorWithFlattening``
-            (``position_ids``, ``cu_seq_lens_q``). Not every model keeps samples apart: see ``integrations.packing``.
-        max_length: longer texts are truncated to this many tokens.
-        labels: add ``labels`` for a causal language model: the input ids, with -100 on padding, or on the first token
-            of each packed sample.
-        lengths: lengths of the texts, if you measured them before with the same ``max_length``.
-        shuffle: form other batches in every epoch; False: longest first, for inference.
-        shapes: most shapes (samples, tokens) that a compiled model sees. Batches are filled up to a shape with padding,
-            and with rows after the texts that repeat the first text, with all ``labels`` -100.
-        options: any further argument of :class:`LengthAwareBatchSampler` (``samples_per_update``, ``seed``, ``window``,
+        texts: sequence of str; for a ``datasets.Dataset``, its text column (``dataset["text"]``).
+        tokenizer: a transformers tokenizer that has a padding token. If every text starts with the tokenizer's BOS
+            token, as texts from a chat template do, the tokenizer adds no second BOS token.
+        budget: limit of a batch, e.g. ``TokenBudget(16384)``. Lengths are padded to the budget's
+            ``pad_to_multiple_of``. With ``layout="packed"`` a batch is one row without padding, made by transformers'
+            ``DataCollatorWithFlattening`` (with ``position_ids`` and ``cu_seq_lens_q``). Only some models then keep the
+            samples' attention apart: see ``integrations.packing``.
+        max_length: int, tokens: longer texts are truncated. None: no limit.
+        labels: True adds ``labels`` of a causal model: input ids, with -100 on padding or a packed sample's first
+            token.
+        lengths: int array (N,), tokens of each text, if you measured them before with the same ``max_length``.
+        shuffle: True forms new batches in every epoch; False gives the longest batches first, for inference.
+        shapes: int, largest number of batch shapes (samples, tokens) that a compiled model sees. Batches are padded to
+            one of these shapes. Added rows repeat the first text; their ``labels`` are -100.
+        options: other arguments of :class:`LengthAwareBatchSampler` (``samples_per_update``, ``seed``, ``window``,
             ``rank``, ...) or of ``DataLoader`` (``num_workers``, ``pin_memory``, ...).
 
-    The sampler is ``loader.batch_sampler``: it has the ``plan``, and ``set_epoch``.
+    The returned loader's ``batch_sampler`` has the ``plan`` and ``set_epoch``.
 
     Raises:
-        ConfigError: a text is not a string, or the tokenizer cannot pad.
+        ConfigError: a text is not a string, or the tokenizer has no padding token.
 
     >>> loader = text_dataloader(texts, tokenizer, TokenBudget(16384), max_length=512)  # doctest: +SKIP
     """
@@ -73,7 +74,7 @@ def text_dataloader(
 
 
 class TokenizingCollator:
-    """Texts -> padded ``input_ids`` and ``attention_mask`` (and ``labels``), int64 (num_samples, longest)."""
+    """Collates texts to padded ``input_ids``, ``attention_mask`` (and ``labels``), int64 (num_samples, longest)."""
 
     def __init__(self, tokens: Callable[..., Any], max_length: int | None, multiple: int, labels: bool) -> None:
         self._tokens, self._max_length, self._multiple, self._labels = tokens, max_length, multiple, labels
@@ -86,8 +87,8 @@ class TokenizingCollator:
 
 
 class PackingCollator(TokenizingCollator):
-    """Texts -> one row of ``input_ids`` (and ``labels``), with ``position_ids`` and the borders of the texts. A text
-    without tokens adds nothing; if no text has tokens, the row is one padding token."""
+    """Collates texts to one unpadded row of ``input_ids`` (and ``labels``), ``position_ids`` and the texts' borders.
+    Texts without tokens are left out; if no text has tokens, the row is one padding token."""
 
     def __call__(self, texts: Sequence[str]) -> dict[str, torch.Tensor]:
         from transformers import DataCollatorWithFlattening
@@ -109,4 +110,4 @@ class _Texts(Dataset[str]):
         return len(self._texts)
 
     def __getitem__(self, index: int) -> str:
-        return check_text(self._texts[index], index)  # not checked yet, if `lengths` were measured elsewhere
+        return check_text(self._texts[index], index)  # measure_lengths checks texts, but `lengths` may be the user's

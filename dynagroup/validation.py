@@ -1,4 +1,4 @@
-"""Checks of arguments, made once and with the same messages."""
+"""Checks arguments, so that the same mistake gives the same error message everywhere."""
 
 import difflib
 import inspect
@@ -14,12 +14,12 @@ import numpy as np
 
 from dynagroup.errors import ConfigError
 
-LARGEST = 1 << 62  # limit of all counts; no real run has larger ones
+LARGEST = 1 << 62  # largest count that arguments accept; no real run needs more
 _NOT_THE_USER = (f"{Path(__file__).parent}{os.sep}", str(Path("torch", "utils", "data")) + os.sep)
 
 
 def warn_user(message: str) -> None:
-    """Warn at the user's line of code that led here, however many frames of dynagroup and DataLoader lie between."""
+    """Warns at the user's line of code: frames of dynagroup and of torch's DataLoader are skipped."""
     frame, level = inspect.currentframe(), 1
     while frame is not None and any(part in frame.f_code.co_filename for part in _NOT_THE_USER):
         frame, level = frame.f_back, level + 1
@@ -28,18 +28,18 @@ def warn_user(message: str) -> None:
 
 @contextmanager
 def explained(what: str, *passed: type[BaseException], way_out: str = "", kind: Any = ConfigError) -> Iterator[None]:
-    """Context: errors inside become one of ``kind``: ``what`` they mean, and their first line. Raises ``passed``."""
+    """Context manager that turns errors into ``kind`` with the text ``what``; errors of type ``passed`` stay as is."""
     try:
         yield
     except passed:
         raise
-    except Exception as error:  # of code that may not be ours
+    except Exception as error:  # the code inside may belong to the user or another library
         reason = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0][:200]
         raise kind(f"{what} ({reason}){way_out}") from error
 
 
 def check_int(name: str, value: Any, *, least: int = 1, most: int = LARGEST, where: str = "") -> int:
-    """``value`` as a Python int, so that it can be saved as JSON. ConfigError: it is no int from ``least`` to ``most``."""
+    """Returns ``value`` as a Python int, which JSON can save. ConfigError: not an int from ``least`` to ``most``."""
     is_int = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
     if not is_int or not least <= value <= most:
         bound = f"at most {most}" if is_int and value > most else f"at least {least}"
@@ -48,22 +48,22 @@ def check_int(name: str, value: Any, *, least: int = 1, most: int = LARGEST, whe
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """``value`` as a Python bool. "no", 0 and None are refused, and do not count as False."""
+    """Returns ``value`` as a Python bool. ConfigError: not True or False; "no", 0 and None are refused as well."""
     if not isinstance(value, (bool, np.bool_)):
         raise ConfigError(f"`{name}` must be True or False, but is {value!r}")
     return bool(value)
 
 
 def check_function(name: str, value: Any, what: str) -> Any:
-    """``value``, if it can be called. ``what`` says what function is needed, such as "from samples to a batch"."""
+    """Returns ``value`` if it is callable, else raises ConfigError with ``what``, e.g. "from samples to a batch"."""
     if not callable(value):
         raise ConfigError(f"`{name}` must be a function {what}, but is {value!r}")
     return value
 
 
 def check_number(name: str, value: Any, *, most: float = math.inf, or_zero: bool = False, finite: bool = True) -> float:
-    """``value`` as a float greater than 0 and at most ``most``, or 0 with ``or_zero``; infinite if not ``finite``.
-    ConfigError: it is no such number."""
+    """Returns ``value`` as a float greater than 0 (with ``or_zero``: or 0) and at most ``most``; unless ``finite``,
+    infinity is allowed too. ConfigError: ``value`` is no such number."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise ConfigError(f"`{name}` must be a number greater than 0, but is {value!r}")
     if or_zero and value == 0:
@@ -75,7 +75,7 @@ def check_number(name: str, value: Any, *, most: float = math.inf, or_zero: bool
 
 
 def check_names(where: str, given: Iterable[str], known: Collection[str]) -> None:
-    """ConfigError if a name is not among ``known``; the message suggests the closest (Ratcliff-Obershelp, difflib)."""
+    """Raises ConfigError if a name is not in ``known``, and suggests the most similar known name."""
     for name in given:
         if name not in known:
             close = [f"; did you mean `{other}`?" for other in difflib.get_close_matches(name, known, 1)]
@@ -83,7 +83,7 @@ def check_names(where: str, given: Iterable[str], known: Collection[str]) -> Non
 
 
 def check_choice(name: str, value: Any, choices: Sequence[Any]) -> Any:
-    """``value``, if it is one of ``choices``, of the same type."""
+    """Returns ``value`` if it equals one of ``choices`` and has the same type, else raises ConfigError."""
     if not any(value is choice or (type(value) is type(choice) and value == choice) for choice in choices):
         shown = ", ".join(map(repr, choices))
         raise ConfigError(f"`{name}` must be one of {shown}, but is {value!r}")

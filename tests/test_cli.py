@@ -139,23 +139,23 @@ def zipped(**arrays) -> bytes:
 
 
 @pytest.mark.parametrize(("name", "content", "arguments", "message"), [
-    ("x.npy", b"no array", [], "cannot be read as what its name says"),
+    ("x.npy", b"no array", [], "cannot be read in the format of its ending"),
     ("x.npy", npy([[3, 4], [5, 6]]), [], "an array of 2 dimensions"),
-    ("x.npy", npy(5), [], "an array of 0 dimensions; give one number a sample, an array (N,) (in 'x.npy', chunk 0"),
+    ("x.npy", npy(5), [], "has 0 dimensions; give one number per sample, an array (N,) (in 'x.npy', chunk 0"),
     ("x.npz", zipped(a=[3, 4], b=[5]), [], "{'a': 2, 'b': 1} samples"),
-    ("x.npz", zipped(a=[3, 4], b=5), ["--column", "a", "--kinds", "b"], "'x.npz' cannot be read as what its name says"),
-    ("x.npz", zipped(), [], "`lengths` must be a number for each sample, or a dict of streams, but has []"),
-    ("x.txt", b"\xff\xfe\x00", [], "cannot be read as what its name says"),
-    ("x.txt", b"", [], "holds no samples"),
+    ("x.npz", zipped(a=[3, 4], b=5), ["--column", "a", "--kinds", "b"], "'x.npz' cannot be read in the format of its ending"),
+    ("x.npz", zipped(), [], "`lengths` must be one number per sample, or a dict by stream name, but has []"),
+    ("x.txt", b"\xff\xfe\x00", [], "cannot be read in the format of its ending"),
+    ("x.txt", b"", [], "has no samples"),
     ("x.txt", b"3\n-4\n", [], "must be a whole number from 0"),
     ("x.txt", b"some text", ["--tokenizer", "no/such/tokenizer/here"], "no/such/tokenizer/here"),
-    ("x.csv", b"a,b\n1,2\n", [], "columns ['a', 'b']; choose with `--column A`"),
+    ("x.csv", b"a,b\n1,2\n", [], "columns ['a', 'b']; choose one with `--column A`"),
     ("x.csv", b"a,length\n1,2\n3,4,5\n", [], "saw 3"),
     ("x.csv", b'a,length\n1,"2\n3,4\n', [], "EOF inside string"),
     ("x.jsonl", CHATS, ["--column", "c", *TOKENIZED], "apply_chat_template(messages, tokenize=False)"),
-    ("x.jsonl", b'{"length": 3}\n{"length": \n', [], "cannot be read as what its name says"),
+    ("x.jsonl", b'{"length": 3}\n{"length": \n', [], "cannot be read in the format of its ending"),
     ("x.docx", b"", [], "has an unknown ending"),
-    ("empty", None, [], "cannot be read as what its name says"),
+    ("empty", None, [], "cannot be read in the format of its ending"),
 ])  # fmt: skip
 def test_a_wrong_file_is_one_line(folder, name, content, arguments, message):
     if content is not None:
@@ -202,18 +202,18 @@ def test_doctor_says_what_is_wrong_and_what_to_change_and_advises_nothing_that_d
     assert f"{found.ways[0].waiting:.0%} of their time" in ranks
     assert f"TokenBudget({8 * LENGTHS.max()}), samples_per_update=32" in change
     (folder / "equal.txt").write_text("64\n" * 200)
-    assert "nothing: lengths vary too little" in answer("doctor", "equal.txt", "--batch-size", "8")
+    assert "nothing: lengths are so similar" in answer("doctor", "equal.txt", "--batch-size", "8")
     (folder / "two.txt").write_text("10\n1000\n" * 200)
     shown = answer("doctor", "two.txt", "--batch-size", "2")
     assert shown.endswith("samples_per_update=2, grouping=50\n")
-    assert "2 samples an update are too few to sort" in shown
+    assert "2 samples per update are too few to sort" in shown
     arguments = ["doctor", "lengths.npy", "--batch-size", "8", "--max-length", "96", "--model", "model", "--gpu-memory"]
     shown = answer(*arguments, "1.36MB")
     safe = int(shown.split("a budget that is safe: ")[1].split(" tokens")[0].replace(",", ""))
     assert "do not fit 1.36MB: 0 do" in shown
     assert f"TokenBudget({max(safe, 1)})" in shown
     assert "fit 80GB, and" in (shown := answer(*arguments, "80GB"))
-    assert "(train, float32, sdpa attention, no checkpointing, AdamW of 8 bytes a trained parameter)" in shown
+    assert "(train, float32, sdpa attention, no checkpointing, AdamW of 8 bytes per trained parameter)" in shown
 
 
 def test_doctor_asks_about_all_streams(folder):
@@ -231,7 +231,7 @@ def test_doctor_asks_about_all_streams(folder):
     assert budget.fits(BatchShape.of(counts, {"tokens": source, "target": target})).all()
 
 
-@pytest.mark.filterwarnings("ignore:fan_in_fan_out", "ignore:the memory of this model is fitted")
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out", "ignore:the memory of this model was fitted")
 @pytest.mark.parametrize(("line", "told"), [
     ("fit model --fsdp 8 --layout packed", {"layout": "packed", "sharding": "fsdp", "num_ranks": 8}),
     ("profile model --mode generate --max-new-tokens 8", {"mode": "generate", "max_new_tokens": 8}),
@@ -280,14 +280,14 @@ NO_MODELS = ["unknown", "cut_off", "empty", "no/such/model", "lengths.npy", "", 
     ("plan lengths.npy --max-tokens -8", "`max_tokens` must be"),
     ("plan lengths.npy --max-tokens 800 --picture a.nothing", "cannot be a picture"),
     ("fit model --gpu-memory 2GB --for trl --mode forward", "needs `--mode train`, not forward"),
-    ("fit model --gpu-memory 6MB --for trl --max-length 2k", "`--max-length 2048` is more than fits"),
+    ("fit model --gpu-memory 6MB --for trl --max-length 2k", "`--max-length` is 2048, but a packed batch may have only"),
     ("profile model --gpu-memory lots", "80GB or 24GiB, or a number of bytes, but is 'lots'"),
     ("profile model --gpu-memory 24GB --measure", "needs a CUDA device"),
     ("doctor lengths.npy --batch-size 8 --gpu-memory 24GB", "`--gpu-memory` needs `--model`"),
     ("doctor lengths.npy --batch-size 8 --model nosuch", "no config found for 'nosuch'"),
     ("demo --texts nowhere.txt", "No such file"),
     ("demo --texts bytes.txt", "can't decode byte"),
-    ("demo --texts texts.txt", "at least 4 texts, but found 2"),
+    ("demo --texts texts.txt", "at least 4 texts, but got 2"),
     ("demo --texts many.txt --model nosuch", "We couldn't connect"),
     ("demo --texts many.txt --samples 0", "`samples` must be"),
     *((f"fit {model} --gpu-memory 24GB", f"dynagroup fit: no config found for {model!r}") for model in NO_MODELS),

@@ -54,5 +54,5 @@ def test_time_ends_both_runs_of_ones_own_model_after_the_same_update(small, text
     GPT2LMHeadModel(models.gpt2(vocab=300, layers=1, n_positions=64)).save_pretrained(tmp_path / "mine")
     runs, _ = run_demo(small(model=str(tmp_path / "mine"), samples_per_update=8, seconds=1e-9))
     assert [len(run.updates) for run in runs] == [5, 5]  # of fewer a median says nothing
-    with pytest.raises(ConfigError, match=r"`budget` \(10\) must hold the longest text"):
+    with pytest.raises(ConfigError, match=r"`budget` \(10\) must be at least the longest text"):
         run_demo(small(budget=10, device=None))

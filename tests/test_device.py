@@ -117,7 +117,7 @@ def test_a_new_peak_and_what_is_free_or_held_say_what_a_process_can_have(cuda: S
 
 
 def test_without_an_accelerator_the_memory_must_be_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="no device 'cpu' was found .*; write it, e.g. memory='24GB'"):
+    with pytest.raises(ConfigError, match="device 'cpu' does not report its memory; .* e.g. memory='24GB'"):
         free_bytes("cpu")
     for name in ("cuda", "xpu", "mps"):
         monkeypatch.setattr(getattr(torch, name), "is_available", lambda: False)

@@ -86,5 +86,5 @@ def test_what_does_not_fit_overflows_alike_everywhere_and_other_lengths_are_told
     largest(SingleProcess())
     largest(DistributedWorld())
     run_ranks(2, largest)
-    with pytest.raises(AlignmentError, match="vectors of different lengths"):
+    with pytest.raises(AlignmentError, match="vectors of equal length"):
         run_ranks(2, lambda world: world.all_sum([1.0] * (1 + world.rank)))

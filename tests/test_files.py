@@ -122,7 +122,7 @@ def test_a_wrong_row_column_or_file_is_named(tmp_path, capfd):
     with pytest.raises(ConfigError, match=r"must be one of \['other'\] in .*b.csv', but is 'text'"):
         measure_files(data, small_tokenizer(), "text", **how)
     assert measure_files(tmp_path / "a.csv", small_tokenizer(), "text", **how).tolist() == [2] + [1] * 9
-    with pytest.raises(ConfigError, match=r"holds texts; name the `--tokenizer` .*\(in .*a.csv', chunk 0 of all\)"):
+    with pytest.raises(ConfigError, match=r"name the `--tokenizer` .*\(in .*a.csv', chunk 0 of all files\)"):
         measure_files(tmp_path / "a.csv", None, "text", **how)
     with pytest.raises(ConfigError, match="no file .*nothing"):
         measure_files([data, tmp_path / "nothing*"], None, "n", **how)
@@ -156,5 +156,5 @@ def test_a_path_or_a_memory_map_is_taken_for_lengths_and_not_copied(tmp_path):
     np.save(tmp_path / "rows.npy", [LENGTHS] * 2)
     np.savez(tmp_path / "uneven.npz", a=LENGTHS, b=LENGTHS[1:])
     for wrong in ("lengths.npy", tmp_path / "x.txt", *(tmp_path / f for f in ("one.npy", "rows.npy", "uneven.npz"))):
-        with pytest.raises(ConfigError, match=f"'{wrong}' cannot be read as lengths, .npy or .npz"):
+        with pytest.raises(ConfigError, match=f"'{wrong}' cannot be read as lengths in a .npy or .npz file"):
             as_streams(wrong)

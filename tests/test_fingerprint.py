@@ -140,11 +140,11 @@ STATE = sealed("Loader", IDENTITY, {"epoch": 2, "segments": [[2, 3]], "order": N
 
 
 @pytest.mark.parametrize(("change", "said"), [
-    ({"epoch": 3}, "damaged: it is not what was saved"),
-    ({"more": 1}, "its seal differs"),
-    ({3: 1}, "its seal differs"),
-    ({"identity": 3}, "its seal differs"),
-    ({"version": 1}, "has version 1, this dynagroup reads version 3"),
+    ({"epoch": 3}, "damaged: its content does not match its checksum"),
+    ({"more": 1}, "not match its checksum"),
+    ({3: 1}, "not match its checksum"),
+    ({"identity": 3}, "not match its checksum"),
+    ({"version": 1}, "has version 1, but this dynagroup reads version 3"),
     ({"kind": "Other"}, "a state of 'Other', not of Loader"),
 ])  # fmt: skip
 def test_what_is_damaged_is_named(change, said):
@@ -160,7 +160,7 @@ def test_a_state_of_another_run_says_what_differs_and_ranks_agree_but_for_what_e
         with pytest.raises(StateError, match="a state, or the list of all ranks' states"):
             listed(no_states)
     assert agreed([{**STATE, "learned": 2}, {**STATE, "learned": 3, "seal": "x"}])["learned"] == 2
-    with pytest.raises(StateError, match="not saved after the same step"):
+    with pytest.raises(StateError, match="after different steps"):
         agreed([STATE, {**STATE, "epoch": 3}])
 
 

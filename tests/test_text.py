@@ -259,7 +259,7 @@ CHAT = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "tw
 @pytest.mark.parametrize(("bad", "said"), [
     (None, "text 1005 must be a string, but is None"),
     ("one \ud800 two", r"text 1005 has a lone surrogate at character 4; .*encode\('utf-8', 'replace'\)"),
-    (CHAT, r"sample 1005 is a chat .*apply_chat_template\(messages, tokenize=False\) makes a text"),
+    (CHAT, r"sample 1005 must be .*is a chat .*turn a chat into a text with .*apply_chat_template\(messages, tokenize=False\)"),
 ])  # fmt: skip
 def test_what_is_no_text_is_named(counting, bad, said):
     texts: list[Any] = [*["one"] * 1005, bad, "two"]
@@ -294,12 +294,12 @@ NO_IDS = [[CHAT], [["a"]], [[[5, 6]]], ["x"], [[1], None]]
 @pytest.mark.parametrize(("call", "message"), [
     *((lambda t, bad=bad: as_streams({"tokens": [1, 2, 3], "patches": np.array([1, 2, bad], object)}),
        r"lengths\['patches'\]\[2\] must be a whole number from 0 to") for bad in (None, "7", True, b"7", 1j, 2**70)),
-    *((lambda t, values=values: as_streams(values), "one number a sample.*measure_lengths") for values in NO_LENGTHS),
+    *((lambda t, values=values: as_streams(values), "one number per sample.*measure_lengths") for values in NO_LENGTHS),
     (lambda t: as_streams({"tokens": [1, 2, 3], "patches": [1, 2]}),
-     r"{'tokens': 3, 'patches': 2} samples; each needs a length in every stream"),
+     r"{'tokens': 3, 'patches': 2} samples; each sample needs a length in all"),
     (lambda t: as_streams({}), "or a dict of streams"),
     *((lambda t, values=values: measure_lengths(Dataset.from_dict({"a": values}), column="a"),
-       r"not lists of ids; .*apply_chat_template|\[1\] must be .* is nan") for values in NO_IDS),
+       r"lists of token ids, but .*apply_chat_template|\[1\] must be .* is nan") for values in NO_IDS),
     (lambda t: measure_lengths([CHAT]), "sample 0 is a chat .*apply_chat_template"),
     (lambda t: measure_lengths("one text", t), "must be a list or one column, but is a whole str"),
     (lambda t: measure_lengths((x for x in SPOKEN), t), "but is a whole generator.*OnlineDataLoader"),

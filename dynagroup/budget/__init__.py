@@ -1,1 +1,1 @@
-"""Budgets, which answer one question: does a batch fit?"""
+"""Budgets, which decide whether a batch fits."""

@@ -1,6 +1,6 @@
-"""Budgets answer one monotone question: *does a batch of this shape fit?*
+"""Budgets decide whether a batch of a given shape fits. All code that forms batches asks a budget.
 
-Law: a shape that fits still fits after a sample is removed or shortened. Everything that forms batches relies on it.
+The rule for every budget: a shape that fits must still fit after a sample is removed or shortened.
 """
 
 import copy
@@ -27,10 +27,10 @@ UNLIMITED = np.iinfo(np.int64).max // 4
 
 
 class Budget(ABC):
-    """Decides which batch shapes fit. Subclass it and write :meth:`fits`; all other methods have defaults.
+    """Decides which batch shapes fit. To make your own budget, subclass it and write :meth:`fits`.
 
-    ``fits`` must be monotone: never from False to True when a sample is added or lengthened.
-    ``dynagroup.testing.assert_budget_law`` checks a budget of your own.
+    A shape that does not fit must not fit after a sample is added or lengthened either; check your own budget with
+    ``dynagroup.testing.assert_budget_law``. All other methods have defaults.
 
     >>> from dynagroup.budget.tokens import TokenBudget
     >>> class AtMostFour(Budget):
@@ -41,37 +41,37 @@ class Budget(ABC):
     """
 
     counts_every_stream: ClassVar[bool] = False
-    """Whether ``fits`` counts every stream in a shape as padded. Streams with an :class:`AdditiveCap` are left out."""
+    """True: ``fits`` counts every stream of a shape as padded, so streams with an :class:`AdditiveCap` are left out."""
     knows_memory: ClassVar[bool] = False
-    """Whether it predicts memory. The cost of a combination is that of the part that predicts memory."""
+    """True: the budget predicts memory. Budgets joined by ``&`` take their cost from the part that predicts memory."""
 
     @property
     def layout(self) -> Layout:
-        """ "padded": a batch costs samples times longest; "packed": it costs the sum of its tokens."""
+        """ "padded": a batch costs samples times the longest length; "packed": the sum of its tokens."""
         return "padded"
 
     @property
     def pad_to_multiple_of(self) -> int:
-        """Multiple to which the collate function rounds up the longest sample of a batch, in tokens."""
+        """Multiple, in tokens, to which the collate function rounds up the longest length of a batch."""
         return 1
 
     @property
     def learner(self) -> Any:
-        """The part of the budget that learns from running out of memory: a :class:`LearningBudget`, or None."""
+        """The part of the budget that learns from out-of-memory errors: a :class:`LearningBudget`, or None."""
         return None
 
     @property
     def applied(self) -> float | None:
-        """The learned limit for new plans, as an argument of :meth:`held`; None: no limit."""
+        """The learned limit that new plans use, an argument of :meth:`held`; None: no limit was learned."""
         return None if self.learner is None else self.learner.applied
 
     @property
     def ladder(self) -> Any:
-        """The few shapes that batches are padded to: a :class:`ShapeLadder`, or None."""
+        """The few shapes to which batches are padded: a :class:`ShapeLadder`, or None."""
         return None
 
     def as_run(self, shape: BatchShape, /) -> BatchShape:
-        """The shapes of these K batches as the model receives them: padded batches with their padding."""
+        """Returns the shapes of these K batches after padding, as the model receives them."""
         if is_packed(self, shape.longest):
             return shape
         names, multiple = padded_streams(self, shape.longest), self.pad_to_multiple_of
@@ -80,37 +80,37 @@ class Budget(ABC):
 
     @abstractmethod
     def fits(self, shape: BatchShape, /) -> BoolArray:
-        """Answer for each of K shapes whether it fits: bool (K,). ``shape`` holds arrays with one entry per batch."""
+        """Returns, for each of K shapes, whether a batch of this shape fits: bool (K,)."""
 
     def pads(self, stream: str, /) -> bool:
-        """Whether a stream is padded. Orders and reports ignore unpadded streams, except the primary one."""
+        """Returns whether a stream is padded. Orders and reports ignore unpadded streams, except the primary one."""
         return True
 
     def bind(self, lengths: Streams, /) -> "Budget":
-        """This budget, with its limit computed from the lengths of a whole dataset, if it needs that."""
+        """Returns this budget with limits that depend on a dataset computed from the dataset's lengths."""
         return self
 
     def with_memory(self, known: Callable[[], Any], /) -> "Budget":
-        """This budget. If it predicts memory and has no memory model, it gets the one that ``known`` finds."""
+        """Returns this budget; if it predicts memory but was made without a model, with the model from ``known()``."""
         return self
 
     def held(self, limit: float | None, /) -> "Budget":
-        """This budget with one fixed learned limit, so that a plan does not change in its epoch. None: no limit."""
+        """Returns this budget with a fixed learned limit, so that a plan is the same all epoch. None: no limit."""
         return self
 
     def largest(self, longest: IntArray, /) -> IntArray | None:
-        """Most samples of a batch whose longest sample has this many tokens, if tokens are the only stream: int64 (K,).
-        0: not even one fits, as :meth:`fits` says. None (the default): the longest sample alone does not decide."""
+        """Returns the most samples that fit if the longest has this length, int64 (K,); only for a single stream. 0:
+        not even one sample fits. None (the default): the longest length alone does not decide."""
         return None
 
     def cost(self, shape: BatchShape, /) -> FloatArray:
-        """The quantity that this budget limits, without the part that all batches have in common: float64 (K,),
-        monotone like :meth:`fits`. Default: padded tokens."""
+        """Returns the quantity that the budget limits, without what is the same for all batches: float64 (K,). The cost
+        must never fall when a sample is added or lengthened. Default: padded tokens."""
         return np.asarray(padded_tokens(shape, self), dtype=np.float64)
 
     @property
     def fingerprint(self) -> str:
-        """Text that changes with the class, your code and its settings, but not with what was learned."""
+        """Text that changes with the class, its code and its settings, but not with what was learned."""
         return described(self, ask=False)
 
     def __and__(self, other: "Budget") -> "Budget":
@@ -118,7 +118,7 @@ class Budget(ABC):
 
 
 def padded_streams(budget: Budget, names: Collection[str]) -> tuple[str, ...]:
-    """The streams that count as tokens: the primary one, and every other one that no :class:`AdditiveCap` names.
+    """Returns the streams that count as padded: the primary one, and all others without an :class:`AdditiveCap`.
 
     >>> padded_streams(AdditiveCap("patches", 9), ["tokens", "target", "patches"])
     ('tokens', 'target')
@@ -128,7 +128,7 @@ def padded_streams(budget: Budget, names: Collection[str]) -> tuple[str, ...]:
 
 
 def is_packed(budget: Budget, names: Collection[str]) -> bool:
-    """Whether samples are laid end to end: by the layout, or if the budget has only caps, one on the primary stream.
+    """Returns whether samples are packed: by the layout, or because all parts are caps, also of the primary stream.
 
     >>> is_packed(AdditiveCap("nodes", 9) & AdditiveCap("edges", 30), ["nodes", "edges"])
     True
@@ -139,7 +139,7 @@ def is_packed(budget: Budget, names: Collection[str]) -> bool:
 
 
 def padded_tokens(shape: BatchShape, budget: Budget) -> IntArray:
-    """Tokens that a device computes for each shape, over all padded streams, with padding unless packed: int64 (K,)."""
+    """Returns the tokens that a device computes for each shape, over all padded streams: int64 (K,)."""
     run = budget.as_run(shape)
     if is_packed(budget, shape.longest):
         return real_tokens(run, budget)
@@ -147,17 +147,17 @@ def padded_tokens(shape: BatchShape, budget: Budget) -> IntArray:
 
 
 def real_tokens(shape: BatchShape, budget: Budget) -> IntArray:
-    """Tokens of each shape's samples without padding, summed over padded streams: int64 (K,)."""
+    """Returns the tokens of each shape's samples, without padding, over all padded streams: int64 (K,)."""
     return np.sum([shape.total[name] for name in padded_streams(budget, shape.longest)], axis=0)
 
 
 def fits_of(budget: Budget, shape: BatchShape) -> BoolArray:
-    """Ask ``budget.fits``, which may be a user's code, about K shapes; check the answer: bool (K,), or ConfigError."""
+    """Calls ``budget.fits`` (possibly the user's) on K shapes; returns bool (K,). ConfigError: a wrong result."""
     return _checked(budget.fits(shape), len(shape), "b", f"{type(budget).__name__}.fits")
 
 
 def largest_of(budget: Budget, longest: IntArray) -> IntArray | None:
-    """Call ``budget.largest`` on K lengths and check the answer, like :func:`fits_of`: int64 (K,), or None."""
+    """Calls ``budget.largest`` on K lengths; returns int64 (K,) or None. ConfigError: a wrong result."""
     answer = budget.largest(longest)
     return None if answer is None else _checked(answer, len(longest), "iu", f"{type(budget).__name__}.largest")
 
@@ -165,12 +165,12 @@ def largest_of(budget: Budget, longest: IntArray) -> IntArray | None:
 def _checked(answer: Any, size: int, kinds: str, asked: str) -> Any:
     if getattr(answer, "shape", None) != (size,) or answer.dtype.kind not in kinds:
         wanted = f"an array with one {'bool' if kinds == 'b' else 'number'} for each of {size} batches"
-        raise ConfigError(f"{asked} must give {wanted}, but gives {answer!r}")
+        raise ConfigError(f"`{asked}` must return {wanted}, but returned {answer!r}")
     return answer
 
 
 class Wrapper(Budget):
-    """A budget around another budget, ``base``. What the wrapper does not define, ``base`` answers."""
+    """A budget around another one, ``base``, which answers what the wrapper does not define."""
 
     base: Budget
     layout: Any = property(attrgetter("base.layout"))
@@ -192,14 +192,14 @@ class Wrapper(Budget):
 
 @dataclass(frozen=True)
 class AdditiveCap(Budget):
-    """At most ``limit`` units of a stream per batch, summed over its samples; padding does not count.
+    """Limits the sum of one stream over a batch's samples, without padding.
 
-    For streams that are concatenated instead of padded, such as vision patches. Combine it with a token budget, which
-    then ignores that stream: ``TokenBudget(16384) & AdditiveCap("patches", 40000)``.
+    Use it for streams that are concatenated, not padded, such as vision patches. A token budget joined by ``&`` then
+    ignores the stream: ``TokenBudget(16384) & AdditiveCap("patches", 40000)``.
 
     Args:
-        stream: name of the stream in ``lengths`` or ``length_of``. ConfigError: there is no such stream.
-        limit: most units of the stream in a batch.
+        stream: str, name of the stream in ``lengths`` or ``length_of``. ConfigError: there is no such stream.
+        limit: int, most units of the stream in a batch.
 
     >>> AdditiveCap("patches", 100).fits(BatchShape.of(2, {"tokens": 9, "patches": [50, 51]})).tolist()
     [True, False]
@@ -216,26 +216,26 @@ class AdditiveCap(Budget):
 
     def fits(self, shape: BatchShape, /) -> BoolArray:
         if self.stream not in shape.total:
-            known = f"lengths have {sorted(shape.total)}; add it to `lengths`"
+            known = f"`lengths` has only {sorted(shape.total)}; add the stream to `lengths`"
             raise ConfigError(f"AdditiveCap needs the stream {self.stream!r}, but {known}")
         return shape.total[self.stream] <= self.limit
 
 
 @dataclass(frozen=True)
 class AllOf(Budget):
-    """Budgets joined by ``&``: a batch fits if it fits each of them."""
+    """Budgets joined by ``&``: a batch fits if all of them accept it."""
 
     parts: tuple[Budget, ...]
 
     @classmethod
     def of(cls, *budgets: Budget) -> "AllOf":
         if foreign := [budget for budget in budgets if not isinstance(budget, Budget)]:
-            raise ConfigError(f"`&` combines budgets, such as TokenBudget(4096) & AdditiveCap(...), not {foreign[0]!r}")
+            raise ConfigError(f"`&` joins budgets, e.g. TokenBudget(4096) & AdditiveCap(...), but got {foreign[0]!r}")
         combined = cls(tuple(p for b in budgets for p in (b.parts if isinstance(b, AllOf) else (b,))))
         if any(p.ladder is not None for p in combined.parts):
-            raise ConfigError("a ShapeLadder must be outside of `&`: write ShapeLadder(lengths, budget & other)")
+            raise ConfigError("a ShapeLadder cannot be a part of `&`; write ShapeLadder(lengths, budget & other)")
         if len({p.layout for p in combined._others}) > 1:
-            raise ConfigError("a batch is either padded or packed: budgets of both layouts cannot be combined with `&`")
+            raise ConfigError("`&` cannot join padded and packed budgets; give all of them the same `layout`")
         return combined
 
     @property
@@ -269,8 +269,8 @@ class AllOf(Budget):
         return np.logical_and.reduce([fits_of(p, self.seen_by(p, shape)) for p in self.parts])
 
     def seen_by(self, part: Budget, shape: BatchShape) -> BatchShape:
-        """The shape that one of the joined budgets is asked about: without streams under a cap, if it counts all
-        streams as padded; with rounded lengths, if others round up further. But a cap counts without padding."""
+        """Returns the shape that one part is asked about. Capped streams are left out if the part counts all streams as
+        padded. Lengths are rounded up if another part rounds up further (not for caps, which do not count padding)."""
         if part.pad_to_multiple_of != self.pad_to_multiple_of and not isinstance(part, AdditiveCap):
             shape = self._packed(shape) if self.layout == "packed" else self.as_run(shape)
         return shape.without(self._end_to_end) if part.counts_every_stream else shape
@@ -281,7 +281,7 @@ class AllOf(Budget):
         return BatchShape(shape.num_samples, shape.longest, {**shape.total, first: shape.total[first] + more})
 
     def cost(self, shape: BatchShape, /) -> FloatArray:
-        """Cost of the part that predicts memory, or else of the first part that is not a cap."""
+        """Returns the cost by the part that predicts memory, else by the first part that is not a cap."""
         parts = sorted(self._others, key=lambda p: not p.knows_memory)
         return parts[0].cost(self.seen_by(parts[0], shape)) if parts else super().cost(shape)
 

@@ -1,4 +1,4 @@
-"""What a run learns from running out of memory: a correction to a budget, saved with the run's state."""
+"""A budget that learns from out-of-memory errors; what it learned is saved with the run's state."""
 
 import copy
 import math
@@ -18,19 +18,19 @@ from dynagroup.state import opened, sealed
 
 COST_UNIT = 2**20  # ranks exchange costs as integers, in units of 1 / COST_UNIT
 NO_COST = 2**62
-BACKOFF = 0.9  # share of a failed cost that is allowed afterwards
-GROWTH = 1.01  # factor by which the limit grows after so many batches near it have passed in a row:
+BACKOFF = 0.9  # after a failure, the limit is this share of the failed cost
+GROWTH = 1.01  # factor that raises the limit after PATIENCE batches near the limit have passed in a row
 PATIENCE = 32
-FULL = 0.95  # a measured peak above this share of a device's memory counts as full
+FULL = 0.95  # a measured peak above this share of the device's memory counts as full
 
 
 @dataclass(slots=True)
 class OomReport:
-    """What out-of-memory errors have cost a run so far."""
+    """Counts of a run's out-of-memory errors, and the time they cost."""
 
-    num_ooms: int = 0  # attempts that failed
+    num_ooms: int = 0  # attempts that ran out of memory
     num_retries: int = 0  # parts of failed batches that were run again
-    wasted_s: float = 0.0  # seconds spent in attempts that failed
+    wasted_s: float = 0.0  # seconds spent in attempts that ran out of memory
 
     def __str__(self) -> str:
         return f"{self.num_ooms} out-of-memory errors, {self.num_retries} parts run again, {self.wasted_s:.1f} s wasted"
@@ -38,23 +38,23 @@ class OomReport:
 
 @dataclass
 class _Lessons:
-    """What has been learned. A budget shares it with the copies of it that are bound to lengths."""
+    """What was learned; shared by a budget and the copies of it that are bound to lengths."""
 
     numbers: MutableSequence[float] = field(default_factory=lambda: [math.inf] * 3)
-    """[highest allowed cost, lowest failed cost (higher than that), limit that plans follow]; inf: none."""
-    calm: int = 0  # batches near the limit that have passed since the limit changed
+    """[largest allowed cost, smallest failed cost (larger than that), limit in current plans]; inf: none."""
+    calm: int = 0  # batches near the limit that have passed since the limit last changed
     report: OomReport = field(default_factory=OomReport)
 
 
-# A failure at cost c sets a wall: no batch of cost c or more is tried again. Costs are predictions, so the limit falls
-# to a share of c. Batches that pass near the limit raise it again in small steps, but never up to the wall.
+# Batches of a cost that once failed, or more, are never tried again. Costs are predictions, so a failure also sets the
+# limit to a share of the failed cost. Batches near the limit that pass raise the limit in small steps, below that cost.
 class LearningBudget(Wrapper):
-    """A budget that refuses batches as large as those that ran out of memory. Without ``budget``, others fit.
+    """Wraps a budget and refuses batches as large as those that ran out of memory. Without ``budget`` all others fit.
 
-    The cost of a batch is what ``budget`` predicts for it. ``allows`` uses each failure at once:
-    :class:`~dynagroup.oom.OomSafeBackward` and generation ask it and split a batch before it fails. ``fits``, which
-    plans use, changes only after :meth:`apply`: loaders call it when an epoch begins, and save this state in theirs. So
-    does a :class:`LengthAwareBatchSampler` on one rank; on several, call it yourself, with equal records on all.
+    A batch's cost is what ``budget`` predicts. :meth:`allows` uses each failure at once: generation and
+    :class:`~dynagroup.oom.OomSafeBackward` ask it, and split a batch that would fail. :meth:`fits`, which plans use,
+    changes only in :meth:`apply`. Loaders call ``apply`` when an epoch begins and save what was learned; so does a
+    :class:`LengthAwareBatchSampler` on one rank. With several ranks call ``apply`` yourself, with the same records.
 
     >>> budget = LearningBudget(TokenBudget(1000))
     >>> budget.record_oom(BatchShape.of(8, longest=100))
@@ -71,7 +71,7 @@ class LearningBudget(Wrapper):
         self.base = TokenBudget(UNLIMITED) if budget is None else budget
         if self.base.ladder is not None:
             way_out = "ShapeLadder(lengths, LearningBudget(budget))"
-            raise ConfigError(f"a ShapeLadder cannot be inside a LearningBudget; write {way_out}")
+            raise ConfigError(f"a LearningBudget cannot contain a ShapeLadder; write {way_out}")
         self._lessons = _Lessons()
         self._held: float | None = None
 
@@ -80,7 +80,7 @@ class LearningBudget(Wrapper):
         return self
 
     def bind(self, lengths: Streams, /) -> "LearningBudget":
-        """Bind the budget to lengths. The old and the new budget share what they learn."""
+        """Returns the budget bound to lengths; the old and the new budget share what they learn."""
         return self.around(self.base.bind(lengths))
 
     def with_memory(self, known: Callable[[], Any], /) -> "LearningBudget":
@@ -88,7 +88,7 @@ class LearningBudget(Wrapper):
 
     @property
     def limits(self) -> tuple[float, float]:
-        """What has been learned so far: the highest allowed cost, and the lowest cost that has failed; inf: none."""
+        """The largest allowed cost, and the smallest cost that has failed; inf: none was learned."""
         return float(self._lessons.numbers[0]), float(self._lessons.numbers[1])
 
     @property
@@ -106,14 +106,14 @@ class LearningBudget(Wrapper):
 
     @property
     def has_learned(self) -> bool:
-        """Whether a limit has been learned."""
+        """Whether a limit was learned."""
         return not math.isinf(self.limits[0])
 
     def fits(self, shape: BatchShape, /) -> BoolArray:
         return fits_of(self.base, shape) & self._within(self._followed, shape)
 
     def allows(self, shape: BatchShape, /) -> BoolArray:
-        """Which shapes are within the learned limit, whatever ``budget`` says: bool (K,)."""
+        """Returns which of K shapes the learned limit allows, whatever ``budget`` decides: bool (K,)."""
         return self._within(self.limits[0], shape)
 
     def _within(self, limit: float, shape: BatchShape) -> BoolArray:
@@ -126,7 +126,7 @@ class LearningBudget(Wrapper):
         return largest_within(lambda n: self._within(followed, BatchShape.of(n, longest)), len(longest), most)
 
     def apply(self, world: World | None = None) -> None:
-        """Make ``fits`` use what was learned; call it between epochs. Ranks get the lowest limits. Collective."""
+        """Makes ``fits`` use what was learned, the lowest limits of all ranks; call it between epochs, on all ranks."""
         numbers = self._lessons.numbers
         if world is not None and world.size > 1:
             lowest = world.all_max([-int(min(limit * COST_UNIT, NO_COST)) for limit in self.limits])
@@ -134,22 +134,22 @@ class LearningBudget(Wrapper):
         numbers[2] = numbers[0]
 
     def record_oom(self, shape: BatchShape, *, wasted_s: float = 0.0, num_retries: int = 2) -> None:
-        """Record that a batch of this shape (one row) ran out of memory and was run in ``num_retries`` parts."""
+        """Records that a batch of this shape (K = 1) ran out of memory and was run again in ``num_retries`` parts."""
         self.record_failed_cost(float(self.cost(shape)[0]))
         self.record_waste(num_ooms=1, wasted_s=wasted_s, num_retries=num_retries)
 
     def record_failed_cost(self, cost: float) -> None:
-        """Record the cost of a batch that failed; all ranks pass the same cost."""
+        """Records the cost of a batch that ran out of memory; all ranks must pass the same cost."""
         limit, wall = self.limits
         self._move(min(limit, BACKOFF * cost), min(wall, cost))
 
     def record_waste(self, **more: float) -> None:
-        """Add what recovery cost to the report: ``num_ooms``, ``num_retries``, ``wasted_s``."""
+        """Adds to the report: ``num_ooms``, ``num_retries``, ``wasted_s``."""
         for name, value in more.items():
             setattr(self._lessons.report, name, getattr(self._lessons.report, name) + value)
 
     def record_pass(self, shape: BatchShape, *, peak_bytes: int | None = None, device_bytes: int | None = None) -> None:
-        """Record that a batch of this shape (one row) succeeded; ``peak_bytes``: measured peak, if known."""
+        """Records that a batch of this shape (K = 1) succeeded; ``peak_bytes``: its measured peak, if known."""
         share = 0.0 if peak_bytes is None or not device_bytes else peak_bytes / device_bytes
         limit, wall = self.limits
         if share <= FULL and math.isinf(limit):
@@ -172,7 +172,7 @@ class LearningBudget(Wrapper):
         return self._lessons.report
 
     def share_memory(self) -> "LearningBudget":
-        """Keep what is learned in shared memory: worker processes that start from now on use it at once."""
+        """Puts what is learned into shared memory, so that worker processes started from now on use it at once."""
         import torch
 
         if isinstance(self._lessons.numbers, list):
@@ -181,26 +181,26 @@ class LearningBudget(Wrapper):
         return self
 
     def state_dict(self) -> dict[str, Any]:
-        """What has been learned, for a checkpoint."""
-        numbers = [None if math.isinf(n) else float(n) for n in self._lessons.numbers]  # JSON knows no infinity
+        """Returns what was learned, to save in a checkpoint."""
+        numbers = [None if math.isinf(n) else float(n) for n in self._lessons.numbers]  # JSON has no infinity
         fields = {"numbers": numbers, "calm": self._lessons.calm, "report": asdict(self._lessons.report)}
         return sealed("LearningBudget", {"budget": self.base.fingerprint}, fields)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what a run with the same budget has learned. StateError: another budget; nothing has changed."""
+        """Loads what a run with the same budget learned. StateError: another budget; nothing is changed then."""
         [found], lessons = opened(state, "LearningBudget", {"budget": self.base.fingerprint}), self._lessons
-        for place, number in enumerate(found["numbers"]):  # in place, because they may be in shared memory
+        for place, number in enumerate(found["numbers"]):  # changed in place: the numbers may be in shared memory
             lessons.numbers[place] = math.inf if number is None else number
         lessons.calm, lessons.report = found["calm"], OomReport(**found["report"])
 
     @staticmethod
     @contextmanager
     def taken_up(budget: Budget, state: Mapping[str, Any]) -> Iterator[None]:
-        """Context: a budget knows what it had :meth:`saved` in a loader's state. An error inside changes nothing."""
+        """Context manager: a budget loads what :meth:`saved` put into a loader's state, and undoes that on an error."""
         learner, learned = budget.learner, state["learned"]
         before = None if learner is None else learner.state_dict()
         if learner is None and learned is not None and learned["numbers"][2] is not None:
-            raise StateError("the saved plan uses limits of a LearningBudget; give this loader a LearningBudget, too")
+            raise StateError("the state was saved with limits of a LearningBudget; give this loader a LearningBudget")
         try:
             if learner is not None and learned is not None:
                 learner.load_state_dict(learned)
@@ -212,5 +212,5 @@ class LearningBudget(Wrapper):
 
     @staticmethod
     def saved(budget: Budget) -> dict[str, Any] | None:
-        """State of the learning part of a budget, for a loader's checkpoint; None: no part learns."""
+        """Returns the state of a budget's learning part, for a loader's checkpoint; None: the budget does not learn."""
         return None if budget.learner is None else budget.learner.state_dict()

@@ -1,4 +1,4 @@
-"""Budgets that predict memory: relative to a first batch that is known to fit, or in bytes of a device."""
+"""Budgets that predict memory, relative to a batch that is known to fit, or in bytes of a device."""
 
 import copy
 import re
@@ -21,12 +21,12 @@ from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, largest_with
 from dynagroup.validation import check_int, check_names, check_number
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-LENGTHS = [2**k for k in range(7, 16)]  # 128 to 32,768: rows of printed tables, up to the positions that a model has
+LENGTHS = [2**k for k in range(7, 16)]  # lengths in printed tables: 128 to 32,768 tokens, or as many as a model accepts
 WAY_OUT = "use checkpointing, a leaner optimizer, LoRA, sharding, a smaller model, or more memory"
 
 
 def parsed_bytes(memory: str | float) -> int:
-    """Bytes from "80GB", "24 GiB" or a number.
+    """Returns a number of bytes, from text such as "80GB" or "24 GiB", or from a number.
 
     >>> parsed_bytes("80GB"), parsed_bytes("1.5 GiB"), parsed_bytes(24e9)
     (80000000000, 1610612736, 24000000000)
@@ -35,23 +35,23 @@ def parsed_bytes(memory: str | float) -> int:
     if found is None or found[2] not in UNITS or float(found[1]) == 0:
         raise ConfigError(f"`memory` must be a size such as 80GB or 24GiB, or a number of bytes, but is {memory!r}")
     if not found[2] and float(found[1]) < 1e6:
-        raise ConfigError(f"`memory` is {memory!r}, which is a number of bytes; for gigabytes write {found[1]}GB")
+        raise ConfigError(f"`memory` is {memory!r} bytes, which is too few; for gigabytes write {found[1]}GB")
     return int(float(found[1]) * UNITS[found[2]])
 
 
 class MemoryBudget(Budget):
-    """Batches that need no more memory than the ``batch_size`` longest samples, which you know to fit.
+    """Allows batches that need no more memory than the ``batch_size`` longest samples, which you know to fit.
 
-    A later batch may have more samples, while its predicted memory stays within ``headroom`` of the hardest batch's. A
-    shape no larger than the hardest one always fits. :meth:`from_model` and :meth:`from_bytes` compare with a device's
-    bytes instead. Streams beside ``tokens`` count as padded, except those that an ``AdditiveCap`` names.
+    A batch of shorter samples may have more samples, as long as its predicted memory is at most ``headroom`` of the
+    hardest batch's. A shape no larger than the hardest one always fits. :meth:`from_model` and :meth:`from_bytes`
+    compare with bytes of a device instead. All streams count as padded, except those with an :class:`AdditiveCap`.
 
     Args:
-        batch_size: samples of the hardest batch.
-        longest: tokens of its longest sample (or stream -> units); default: taken from the dataset's lengths.
-        model: any :class:`~dynagroup.memory.MemoryModel`; default: the Trainer's or job's, else a cautious one.
-        headroom: share of the limit that the predicted memory of a batch may reach, in (0, 1].
-        pad_to_multiple_of: the longest sample is rounded up to a multiple of this before the check, in every stream.
+        batch_size: int, samples in the hardest batch.
+        longest: int, tokens of the longest sample (or a dict by stream). None: taken from the dataset's lengths.
+        model: a :class:`~dynagroup.memory.MemoryModel`. None: that of the Trainer or job, else a cautious one.
+        headroom: float in (0, 1], share of the limit that a batch's predicted memory may use.
+        pad_to_multiple_of: int, tokens: the longest length of each stream is rounded up to a multiple before the check.
 
     >>> from dynagroup.memory.protocols import PaddedTokens
     >>> budget = MemoryBudget(4, longest=100, model=PaddedTokens(), headroom=0.9)
@@ -62,9 +62,9 @@ class MemoryBudget(Budget):
     counts_every_stream: ClassVar[bool] = True
     knows_memory: ClassVar[bool] = True
     model: Any
-    """Predicts memory: a :class:`~dynagroup.memory.MemoryModel`."""
+    """The :class:`~dynagroup.memory.MemoryModel` that predicts memory."""
     _lengths: Sequence[int] = ()
-    _assumed = False  # whether no memory model was given
+    _assumed = False  # True: no memory model was given
 
     def __init__(
         self, batch_size: int, *, longest: int | Mapping[str, int] | None = None, model: MemoryModel | None = None,
@@ -77,7 +77,7 @@ class MemoryBudget(Budget):
             check_int(name if named else "longest", value)
         if model is not None and not hasattr(model, "relative"):
             way_out = "MemoryBudget.from_model(model), or MemoryRegressor.pretrained(Workload.from_model(model))"
-            told = f"`model` must predict memory, but is {type(model).__name__}"
+            told = f"`model` must be a memory model, but is {type(model).__name__}"
             raise ConfigError(f"{told}; for a model of transformers: {way_out}")
         self._assumed = model is None
         self._set(model or MemoryRegressor.pretrained(), headroom, pad_to_multiple_of)
@@ -91,7 +91,7 @@ class MemoryBudget(Budget):
     def from_bytes(
         cls, limit_bytes: str | float, *, model: BytesMemoryModel, headroom: float = 0.9, pad_to_multiple_of: int = 1
     ) -> "MemoryBudget":
-        """A budget in bytes, such as a device's. BudgetError: static memory alone exceeds ``headroom`` of the limit."""
+        """Returns a budget with a limit in bytes. BudgetError: static memory alone is above ``headroom`` of it."""
         return _DeviceBudget(limit_bytes, model, headroom, pad_to_multiple_of)
 
     @classmethod
@@ -102,28 +102,28 @@ class MemoryBudget(Budget):
         lora: Any = None, optimizer: str | float | None = None, sharding: Sharding | None = None, num_ranks: int | None = None,
         max_new_tokens: int | None = None, inputs: MakeInputs | None = None, measured: Measurements | None = None, **sizes: Any,
     ) -> "MemoryBudget":  # fmt: skip
-        """A budget for a device, from the model alone, traced on the CPU in a few seconds; no weights are read.
+        """Returns a budget for a device, from a model traced on the CPU in a few seconds; no weights are read.
 
         Args:
-            model_or_config: a torch model, a transformers config or its name.
-            memory: memory of the device: "24GB", 24e9 bytes, or None: what this process can have of the device here.
+            model_or_config: a torch model, a transformers config, or a model's name.
+            memory: memory of the device: "24GB", or 24e9 bytes. None: what this process can use of the local device.
             mode: "train", "forward" or "generate".
-            headroom: share of ``memory`` that may be used; the rest is for the CUDA context and fragmentation.
-            layout: "padded" (the default) or "packed": samples end to end in one row.
-            pad_to_multiple_of: lengths are rounded up to it. With 16, 32 ... masks need no padding, and more fits.
-            dtype: of the parameters, such as "bf16"; default: the model's. ``autocast``: that of ``torch.autocast``.
-            attention: "eager", "sdpa" or "flash"; default: the model's.
-            gradient_checkpointing: whether activations are computed again; default: the model's setting.
-            lora: train adapters only: True, a rank, or a peft config.
-            optimizer: "adamw" (the default), "adamw_8bit", "sgd", ... or its bytes of state per parameter.
-            sharding: what is divided among ``num_ranks`` ranks: "ddp" (nothing), "zero1", "zero2", "zero3" or "fsdp".
-            max_new_tokens: tokens generated for each prompt with mode "generate"; default: the generation config's.
-            inputs: ``(model, num_samples, longest) -> arguments of model.forward``, for models of more than text.
-            measured: rows of :func:`~dynagroup.memory.measure` on a device; they correct the trace.
-            sizes: further fields of :class:`~dynagroup.memory.Workload`. ``print`` the budget to see assumptions.
+            headroom: float, share of ``memory`` to use; the rest is for the CUDA context and fragmentation.
+            layout: "padded" (default) or "packed": samples are joined in one row.
+            pad_to_multiple_of: int, tokens: lengths are rounded up to it. With 16 or 32 masks need no padding.
+            dtype: dtype of the parameters, such as "bf16"; None: the model's. ``autocast``: that of ``torch.autocast``.
+            attention: "eager", "sdpa" or "flash"; None: the model's.
+            gradient_checkpointing: bool; None: the model's setting.
+            lora: True, an int (rank of the adapters), or a peft config: only adapters are trained.
+            optimizer: "adamw" (default), "adamw_8bit", "sgd", ..., or float: bytes of state per parameter.
+            sharding: what is sharded over ``num_ranks`` ranks: "ddp" (nothing), "zero1", "zero2", "zero3" or "fsdp".
+            max_new_tokens: int, tokens generated per prompt in mode "generate"; None: the generation config's.
+            inputs: ``(model, num_samples, longest) -> arguments of model.forward``, if the model reads not only text.
+            measured: rows of :func:`~dynagroup.memory.measure` from a device; they correct the trace.
+            sizes: other fields of :class:`~dynagroup.memory.Workload`. Printing the budget shows all assumptions.
 
         Raises:
-            ConfigError: the model can neither be traced nor simulated, or an option is unknown (names the closest one).
+            ConfigError: the model can neither be traced nor simulated, or an option does not exist.
             BudgetError: static memory alone does not fit.
 
         >>> from transformers import GPT2Config
@@ -139,7 +139,7 @@ class MemoryBudget(Budget):
                "gradient_checkpointing": gradient_checkpointing, "optimizer": optimizer, "sharding": sharding,
                "num_ranks": num_ranks, "max_new_tokens": max_new_tokens, "inputs": inputs, "measured": measured}  # fmt: skip
         check_names("MemoryBudget.from_model", sizes, [*how, *padding, "mode", *(f.name for f in fields(Workload))])
-        MemoryBudget(1, model=PaddedTokens(), **padding)  # refuses wrong settings before the model is traced
+        MemoryBudget(1, model=PaddedTokens(), **padding)  # refuses wrong settings before the slow trace
         limit = free_bytes() if memory is None else parsed_bytes(memory)
         said = {name: value for name, value in (how | sizes).items() if value is not None}
         masks = {"pads_masks": pad_to_multiple_of % MASK_ALIGNMENT != 0}
@@ -151,7 +151,7 @@ class MemoryBudget(Budget):
 
     @property
     def layout(self) -> Layout:
-        known = self.model, getattr(self.model, "workload", None)  # a model of the user's may say it itself
+        known = self.model, getattr(self.model, "workload", None)  # a user's memory model may have its own `layout`
         return next(filter(None, (getattr(part, "layout", None) for part in known)), "padded")
 
     def bind(self, lengths: Streams, /) -> "MemoryBudget":
@@ -170,11 +170,11 @@ class MemoryBudget(Budget):
         return changed
 
     def predicted(self, shape: BatchShape, /) -> FloatArray:
-        """Predicted memory as a share of the limit (a device's bytes, or what the hardest batch takes): float64 (K,)."""
+        """Returns predicted memory as a share of the limit (a device's bytes, or the hardest batch): float64 (K,)."""
         return self.cost(shape)
 
     def cost(self, shape: BatchShape, /) -> FloatArray:
-        """Predicted memory that grows with the batch, as a share of the limit: float64 (K,)."""
+        """Returns the predicted memory that depends on the batch, as a share of the limit: float64 (K,)."""
         padded = self._padded(shape)
         return self.model.relative(padded, self._first(padded))
 
@@ -186,7 +186,7 @@ class MemoryBudget(Budget):
         return np.logical_and.reduce(inside) | self._grown(padded, first)
 
     def _grown(self, padded: BatchShape, first: BatchShape) -> BoolArray:
-        """Which shapes are predicted to fit. A regressor makes a table once; a formula is called directly."""
+        """Returns which shapes are predicted to fit. A regressor is slow, so its predictions become a table first."""
         if not isinstance(self.model, MemoryRegressor) or self.layout == "packed" or len(padded.longest) > 2:
             return self.model.relative(padded, first) <= self.headroom
         key = tuple(padded.longest)
@@ -198,18 +198,17 @@ class MemoryBudget(Budget):
         return None if self.layout == "packed" or len(self._longest) > 1 else self.most_samples(longest)
 
     def most_samples(self, longest: Any) -> IntArray:
-        """The most samples that fit if each has this length (K lengths: tokens, or stream -> units): int64 (K,)."""
+        """Returns the most samples that fit if all have this length (K lengths, tokens or by stream): int64 (K,)."""
         size = len(BatchShape.of(1, longest))
         return largest_within(lambda count: self.fits(BatchShape.of(count, longest)), size)
 
     def max_tokens(self, longest: int) -> int:
-        """The largest token budget under which every batch of samples of up to ``longest`` tokens fits. For generation,
-        this token budget also counts the new tokens of each prompt.
+        """Returns the largest token budget with which every batch of samples of up to ``longest`` tokens fits. For
+        generation, the token budget also counts the new tokens of each prompt.
 
-        A budget of T tokens allows T // C(L) samples of L tokens, where C(L) is L with its new tokens and rounding. If
-        at most M(L) samples fit in memory, then T // C(L) <= M(L) for all L exactly if T < (M(L) + 1) * C(L) for all L.
-        """
-        if self.layout == "packed":  # only the sum of tokens counts
+        T tokens allow T // C(L) samples of L tokens, where C(L) is L with new tokens and rounding. If at most M(L)
+        samples fit in memory, then T // C(L) <= M(L) for all L exactly if T < (M(L) + 1) * C(L) for all L."""
+        if self.layout == "packed":  # only the sum of tokens matters
             total = largest_within(lambda count: self.fits(BatchShape.of(1, count, count)), 1)
             return int(total[0]) // self._multiple * self._multiple
         lengths = np.arange(1, longest + 1)
@@ -217,11 +216,11 @@ class MemoryBudget(Budget):
         return int(((self.most_samples(lengths) + 1) * counted).min() - 1)
 
     def figures(self, lengths: Sequence[int] | None = None) -> dict[str, Any]:
-        """For each length (default: powers of two up to the model's positions): how many ``samples`` fit, ``tokens``,
-        ``share`` of the limit; ``reach``: the longest length that fits; ``max_tokens`` up to it. 0: none."""
+        """Returns the table that ``print`` shows: per length the ``samples`` that fit, their ``tokens`` and ``share``
+        of the limit; also ``reach`` (the longest length that fits, 0: none) and ``max_tokens`` for it."""
         longest = np.array(sorted(self._lengths if lengths is None else lengths), np.int64)
         if not longest.size or longest[0] < 1:
-            raise ConfigError(f"`lengths` must be positive numbers of tokens, but is {lengths!r}")
+            raise ConfigError(f"`lengths` must be numbers of tokens of at least 1, but is {lengths!r}")
         samples = self.most_samples(longest)
         tokens = samples * (round_up(longest, self._multiple) + self._new_tokens)
         share = np.where(samples, self.predicted(BatchShape.of(np.maximum(samples, 1), longest)), 0.0).round(4)
@@ -232,7 +231,7 @@ class MemoryBudget(Budget):
 
     @property
     def _new_tokens(self) -> int:
-        """Tokens that are generated for each sample, in addition to its own."""
+        """Tokens that are generated for each sample, besides its own."""
         workload = getattr(self.model, "workload", None)
         return workload.max_new_tokens or 0 if workload and workload.mode == "generate" else 0
 
@@ -249,7 +248,7 @@ class MemoryBudget(Budget):
         return f"MemoryBudget({self._about}, headroom={self.headroom!r})"
 
     def __str__(self) -> str:
-        """:attr:`about`, the table of :meth:`figures`, and a token budget that is safe up to the longest that fits."""
+        """Returns :attr:`about`, the table of :meth:`figures`, and a token budget for all lengths that fit."""
         if not self._lengths:
             return self.about
         found, new = self.figures(), self._new_tokens
@@ -267,13 +266,13 @@ class MemoryBudget(Budget):
 
     @property
     def about(self) -> str:
-        """The limit that batches are compared with, and what was assumed about the model."""
+        """The limit, and what is assumed about the model, as text."""
         return f"MemoryBudget: {self.headroom:g} of {self._limit_told}\nmodel: {self.model}"
 
     @property
     def _limit_told(self) -> str:
         units = " and ".join(f"{value:,} {name}" for name, value in self._longest.items())
-        long = f" of {units}" if units else ", however long the longest prove to be"
+        long = f" of {units}" if units else ", with the longest lengths of the dataset"
         return f"the memory of the hardest batch, {self._batch_size:,} samples{long}"
 
     def __eq__(self, other: object) -> bool:
@@ -289,16 +288,16 @@ class MemoryBudget(Budget):
     def _first(self, padded: BatchShape) -> BatchShape:
         given = _of_first_batch(self._longest, padded.longest)
         for name in sorted(set(padded.longest) - set(given)):
-            which = "`longest`" if not self._longest else f"how long the first batch is in {name!r}"
+            which = "`longest`" if not self._longest else f"the longest length of {name!r}"
             way_out = f"give MemoryBudget(..., longest={{{name!r}: units of your longest sample}})"
-            cap = f"where a stream is not padded, & AdditiveCap({name!r}, limit)"
-            raise ConfigError(f"{which} is not known; {way_out}, or, {cap}")
+            cap = f"if the stream is not padded, & AdditiveCap({name!r}, limit)"
+            raise ConfigError(f"{which} is missing; {way_out}, or, {cap}")
         known = {name: round_up(np.array([given[name]]), self._multiple) for name in padded.longest}
         return BatchShape.of(self._batch_size, known)
 
 
 def _of_first_batch(longest: Mapping[str, int], names: Collection[str]) -> dict[str, int]:
-    """The longest sample of the first batch in these streams, as far as given; the primary stream may have any name."""
+    """Returns the given longest lengths under the names of these streams; the primary stream may have another name."""
     given, first = dict(longest), primary(names)
     if given and first not in given and primary(given) not in names:
         given[first] = given.pop(primary(given))
@@ -306,7 +305,7 @@ def _of_first_batch(longest: Mapping[str, int], names: Collection[str]) -> dict[
 
 
 class _DeviceBudget(MemoryBudget):
-    """A memory budget whose limit is the bytes of a device."""
+    """A memory budget whose limit is a number of bytes."""
 
     model: BytesMemoryModel
 

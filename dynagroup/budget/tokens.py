@@ -14,16 +14,16 @@ from dynagroup.validation import check_choice, check_int
 
 @dataclass(frozen=True)
 class TokenBudget(Budget):
-    """At most ``max_tokens`` tokens per batch, padding included. With several lengths, their tokens add up.
+    """Allows at most ``max_tokens`` tokens per batch, padding included, summed over all streams.
 
     Args:
-        max_tokens: tokens. Padded layout: ``num_samples * longest`` of each stream; packed: the sum over samples.
-        max_samples: most samples per batch; None: no limit.
-        pad_to_multiple_of: tokens are rounded up to a multiple of this before the check: in padded batches the longest
-            sample of every stream; in packed batches the sum over all streams, as they are padded as a whole.
-        layout: "padded" (a batch costs samples x longest) or "packed" (the sum of its tokens).
+        max_tokens: int. Padded layout: counts ``num_samples * longest`` of each stream; packed: the sum of all lengths.
+        max_samples: int, most samples per batch; None: no limit.
+        pad_to_multiple_of: int, tokens: rounded up before the check are, in padded batches, the longest length of each
+            stream; in packed batches, the sum over all streams.
+        layout: "padded" (a batch costs samples times longest) or "packed" (the sum of its tokens).
 
-    A stream that an :class:`AdditiveCap` joined by ``&`` limits does not count. A sample of length 0 counts as one token.
+    A stream with an :class:`AdditiveCap` joined by ``&`` does not count. A sample of length 0 counts as one token.
 
     >>> TokenBudget(1024).fits(BatchShape.of([4, 5], longest=256)).tolist()
     [True, False]
@@ -45,15 +45,15 @@ class TokenBudget(Budget):
 
     @classmethod
     def from_sequence_length(cls, sequence_length: int, micro_batch_size: int) -> "TokenBudget":
-        """The budget of a run sized by hand: ``sequence_length * 2 * micro_batch_size`` tokens. This is the rule of
-        thumb of online-dynamic-batching: a typical batch of fixed size is about half padding."""
+        """Returns a budget of ``sequence_length * 2 * micro_batch_size`` tokens, the rule of thumb of
+        online-dynamic-batching: about half of a usual batch of fixed size is padding."""
         return cls(check_int("sequence_length", sequence_length) * 2 * check_int("micro_batch_size", micro_batch_size))
 
     def fits(self, shape: BatchShape, /) -> BoolArray:
         ok = shape.num_samples <= min(self.max_tokens, self.max_samples or UNLIMITED)
         if self.layout == "packed":
             return ok & (self._counted(shape) <= self.max_tokens)
-        return ok & (self._widths(shape) <= self.max_tokens // np.maximum(shape.num_samples, 1))  # products overflow
+        return ok & (self._widths(shape) <= self.max_tokens // np.maximum(shape.num_samples, 1))  # a product overflows
 
     def cost(self, shape: BatchShape, /) -> FloatArray:
         return self._counted(shape).astype(np.float64)
@@ -70,16 +70,16 @@ class TokenBudget(Budget):
         return round_up(np.sum(list(shape.total.values()), axis=0), self.pad_to_multiple_of)
 
     def _widths(self, shape: BatchShape) -> IntArray:
-        """Padded tokens of one sample, summed over all streams."""
+        """Returns the padded tokens of one sample, over all streams."""
         padded = np.sum([round_up(longest, self.pad_to_multiple_of) for longest in shape.longest.values()], axis=0)
-        return np.maximum(padded, self.pad_to_multiple_of)  # a batch of empty samples is padded, too
+        return np.maximum(padded, self.pad_to_multiple_of)  # batches of empty samples are padded as well
 
 
 def as_budget(budget: Budget | int) -> Budget:
-    """A budget as it is, or a TokenBudget of a number of tokens. ConfigError: ``budget`` is neither."""
+    """Returns a budget as it is, or a number of tokens as a TokenBudget. ConfigError: ``budget`` is neither."""
     if isinstance(budget, (int, np.integer)) and not isinstance(budget, bool):
         return TokenBudget(int(budget))
     if not isinstance(budget, Budget):
-        wanted = "a Budget such as TokenBudget(4096), or a number of tokens"
+        wanted = "a budget such as TokenBudget(4096), or an int (tokens per batch)"
         raise ConfigError(f"`budget` must be {wanted}, but is {budget!r}")
     return budget

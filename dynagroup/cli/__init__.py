@@ -1,4 +1,4 @@
-"""The command line: its commands and options. The module ``commands`` runs them."""
+"""The command line: its commands and their options. The module ``commands`` runs them."""
 
 import argparse
 import logging
@@ -9,12 +9,12 @@ from typing import Any, NoReturn
 
 import dynagroup
 
-# A hub that cannot be reached is told once, by our own error; a text too long for a model is no news where lengths are asked.
+# Loggers whose warnings would repeat our own errors, or do not matter when only lengths are asked for.
 QUIET = ("huggingface_hub.utils._http", "transformers.tokenization_utils_base")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the process's exit status. A user's mistake is printed as one line, with status 2."""
+    """Runs one command; returns the exit status. A user's mistake is printed in one line, and gives status 2."""
     args = _parser().parse_args(arguments)
     for name in QUIET:
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -32,8 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except ModuleNotFoundError as error:
             if not error.name or error.name.startswith("dynagroup"):
                 raise
-            return say(f"the package {error.name} is missing: install dynagroup[hf,viz,parquet]")
-        except (ValueError, OSError) as error:  # a mistake; a file or a model that cannot be read
+            return say(f"the package {error.name} is missing; install it with: pip install dynagroup[hf,viz,parquet]")
+        except (ValueError, OSError) as error:  # a user's mistake, or a file or model that cannot be read
             return say(str(error).strip() or repr(error))
         except KeyboardInterrupt:
             return 130
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def tokens(text: str) -> int:
-    """A number of tokens; ``k`` is 1,024.
+    """Returns a number of tokens from text; ``k`` means 1,024.
 
     >>> tokens("4096"), tokens("16k"), tokens("1.5k")
     (4096, 16384, 1536)
@@ -65,61 +65,61 @@ FIT = (
     "model --gpu-memory! --headroom --mode --max-new-tokens --dtype --autocast --attention --gradient-checkpointing --lora "
     "--fsdp --layout --pad-to-multiple-of --for --max-length --picture --json"
 )
-COMMANDS = {  # command -> what it finds, and its options; those with ! must be given
-    "lengths": ("measure files on all cores, once", MEASURE),
-    "plan": ("plan an epoch and show its figures", PLAN),
-    "compare": ("fixed batches, group_by_length and dynagroup on your lengths", f"{TODAY} --picture --html"),
-    "doctor": ("what your batches waste, and what to change, in five lines", DOCTOR),
-    "fit": ("how much of a model fits a device, and the line of code for it", FIT),
-    "profile": ("the same, or measured on a device", f"{FIT} --measure"),
-    "check": ("what a model makes of padding and of packed samples, whether its loss is a mean over tokens", "model --json"),
-    "demo": ("train a small model with fixed batches and with dynagroup", DEMO),
+COMMANDS = {  # command -> what it does, and its options; those with ! are required
+    "lengths": ("measure the lengths of samples in files, once, on all cores", MEASURE),
+    "plan": ("plan the batches of an epoch and show a table", PLAN),
+    "compare": ("compare fixed batches, group_by_length and dynagroup on your lengths", f"{TODAY} --picture --html"),
+    "doctor": ("show in five lines what your batches waste and what to change", DOCTOR),
+    "fit": ("show which batches of a model fit a device, and the code for that budget", FIT),
+    "profile": ("do the same as fit, or measure on the local device", f"{FIT} --measure"),
+    "check": ("test how a model treats padding and packed samples, and what its loss is a mean of", "model --json"),
+    "demo": ("train a small model with fixed batches and with dynagroup's", DEMO),
 }  # fmt: skip
-OPTIONS: dict[str, tuple[Any, ...]] = {  # name -> what stands for its value, what it means, and its default
-    "data": ("DATA", f"lengths, ids or texts: {FILES}"),
-    "--column": ("C[,C]", "of a table or .npz: lengths, ids or (with --tokenizer) texts; several are streams"),
-    "--kinds": ("C", "column of labels: all batches of a step are of one kind"),
-    "--tokenizer": ("NAME", "transformers tokenizer: DATA then holds texts"),
-    "--max-length": ("T", "tokens that longer samples are truncated to"),
-    "--max-tokens": ("T", "tokens a batch may have, padding counted: 16k; default: --batch-size times the longest"),
-    "--batch-size": ("N", "samples of a batch on one rank today"),
-    "--layout": ("padded|packed", "of dynagroup's batches", "padded"),
+OPTIONS: dict[str, tuple[Any, ...]] = {  # name -> placeholder of its value, meaning, default
+    "data": ("DATA", f"lengths, token ids or texts: {FILES}"),
+    "--column": ("C[,C]", "column of lengths, ids or (with --tokenizer) texts; several columns are several streams"),
+    "--kinds": ("C", "column of labels; all batches of a step then have samples of one kind"),
+    "--tokenizer": ("NAME", "transformers tokenizer, if DATA contains texts"),
+    "--max-length": ("T", "truncate longer samples to this many tokens"),
+    "--max-tokens": ("T", "most tokens of a batch with padding, e.g. 16k; default: --batch-size times the longest"),
+    "--batch-size": ("N", "samples in a batch of one rank today"),
+    "--layout": ("padded|packed", "layout of dynagroup's batches", "padded"),
     "--headroom": ("H", "share of the memory to use", 0.9),
-    "--pad-to-multiple-of": ("N", "tokens", 1),
-    "--accumulation": ("N", "such batches of an update", 1),
-    "--world-size": ("R", "ranks", 1),
-    "--shuffle": ("", "other batches every epoch"),
-    "--window": ("N", "samples sorted together"),
-    "--samples-per-update": ("N", "exactly so many samples in each update"),
-    "model": ("MODEL", "a model's name, or a folder with a config.json; no weights are read"),
-    "--model": ("NAME", "a model's name or folder: predicts time for its sizes; in demo: is trained"),
-    "--gpu-memory": ("SIZE", "such as 80GB or 24GiB; in doctor with --model: does it fit?"),
+    "--pad-to-multiple-of": ("N", "pad lengths to a multiple of this many tokens", 1),
+    "--accumulation": ("N", "batches in one update today", 1),
+    "--world-size": ("R", "number of ranks", 1),
+    "--shuffle": ("", "form new batches in every epoch"),
+    "--window": ("N", "samples that are planned together"),
+    "--samples-per-update": ("N", "exact number of samples in each update"),
+    "model": ("MODEL", "a model's name, or a folder with a config.json; weights are not read"),
+    "--model": ("NAME", "a model's name or folder, to predict its time; in demo: the model to train"),
+    "--gpu-memory": ("SIZE", "device memory, e.g. 80GB or 24GiB; doctor needs it and --model to check memory"),
     "--mode": ("train|forward|generate", "what the model is run for", "train"),
-    "--dtype": ("TYPE", "of the parameters, e.g. bfloat16; default: the model's"),
+    "--dtype": ("TYPE", "dtype of the parameters, e.g. bfloat16; default: the model's"),
     "--autocast": ("TYPE", "lower precision of torch.autocast, e.g. bfloat16; default: not used"),
-    "--attention": ("eager|sdpa|flash", "what the model is run with; default: the model's"),
-    "--for": (FOR, "also the setting of this framework; packed with flash attention, if you do not say"),
-    "--max-new-tokens": ("N", "with --mode generate", 256),
-    "--gradient-checkpointing": ("", "activations are computed again"),
-    "--lora": ("", "adapters are trained, the model is frozen"),
-    "--fsdp": ("R", "parameters, gradients and optimizer spread over R ranks"),
-    "--measure": ("", "run random weights on the CUDA device here; default: simulate"),
+    "--attention": ("eager|sdpa|flash", "attention of the model; default: the model's own"),
+    "--for": (FOR, "also print the setting of this framework (sets packed layout, and flash attention by default)"),
+    "--max-new-tokens": ("N", "tokens to generate per prompt, with --mode generate", 256),
+    "--gradient-checkpointing": ("", "use gradient checkpointing"),
+    "--lora": ("", "train LoRA adapters only"),
+    "--fsdp": ("R", "shard parameters, gradients and optimizer state over R ranks"),
+    "--measure": ("", "run random weights on the local CUDA device; default: simulate"),
     "--picture": ("PNG", "also save a picture"),
-    "--html": ("FILE", "also save a page with the table and pictures"),
-    "--json": ("", "print the figures as JSON"),
-    "--output": ("FILE", "lengths.npy, or .npz for several columns; a run that was killed goes on"),
-    "--processes": ("N", "that measure; default: one a core"),
-    "--texts": ("FILE", "one text a line; default: docstrings found on this machine"),
-    "--budget": ("T", "tokens a batch may have, padding counted"),
-    "--device": ("NAME", "cpu, cuda, ...; default: cuda if there is one"),
-    "--samples": ("N", "texts to train on, if there is time"),
-    "--seconds": ("S", "training stops after so long"),
+    "--html": ("FILE", "also save a web page with the table and pictures"),
+    "--json": ("", "print the results as JSON"),
+    "--output": ("FILE", "lengths.npy, or .npz for several columns; a killed run continues"),
+    "--processes": ("N", "number of processes; default: one per core"),
+    "--texts": ("FILE", "file with one text per line; default: docstrings found on this machine"),
+    "--budget": ("T", "most tokens of a batch, with padding"),
+    "--device": ("NAME", "cpu, cuda, ...; default: cuda if available"),
+    "--samples": ("N", "most texts to train on"),
+    "--seconds": ("S", "stop training after this many seconds"),
 }
 TYPES: dict[str, Callable[[str], Any]] = {"T": tokens, "N": int, "R": int, "H": float, "S": float}
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong with the arguments in one line."""
+    """Prints what is wrong with the arguments in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")

@@ -1,4 +1,4 @@
-"""The functions that run the commands. The package's ``__init__`` holds the commands' names and options."""
+"""The functions that run the commands. Names and options of the commands are in the package's ``__init__``."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from dynagroup.shapes import Streams
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-WORTH = 0.95  # predicted time, as a share of today's, above which no change is worth while
-FEW = 32  # with fewer samples per update, there is little to sort
+WORTH = 0.95  # a change is proposed if it takes at most this share of today's predicted time
+FEW = 32  # fewer samples per update leave little to sort
 Found: TypeAlias = "tuple[Mapping[str, Any], object, Callable[[], Figure]]"
-"""Figures for machines, a text for people, and a function that draws a picture."""
+"""Results for JSON, text to print, and a function that draws a picture."""
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run a command and print what it found."""
-    if args.command == "demo":  # prints as it goes
+    """Runs a command and prints its result."""
+    if args.command == "demo":  # prints while it runs
         return demo(args)
     known = {"lengths": lengths, "plan": plan, "compare": compare, "doctor": doctor, "check": check}
     figures, text, draw = known.get(args.command, fit)(args)
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def lengths(args: argparse.Namespace) -> Found:
-    """Measure lengths on all cores and write them to a file."""
+    """Measures lengths on all cores and writes them to a file."""
     found = _lengths(args, num_proc=args.processes, output=args.output).items()
     sums = lambda n: {"num_samples": len(n), "sum": int(n.sum(dtype="int64")), "longest": int(n.max())}  # noqa: E731
     told = {name: sums(lengths) for name, lengths in found}
@@ -73,10 +73,10 @@ def kinds_of(args: argparse.Namespace) -> list[Any] | None:
 
 
 def lengths_of(args: argparse.Namespace) -> Streams:
-    """The lengths by stream: read from a file, counted from token ids, or measured with a tokenizer."""
+    """Returns the lengths by stream: read from a file, counted from token ids, or measured with a tokenizer."""
     streams = _lengths(args, num_proc=1, progress=False)
-    if len(streams) > 1:  # beside the output where machines read that
-        line = f"streams: {', '.join(streams)} (a batch holds the tokens of all; to take others: --column A[,B])"
+    if len(streams) > 1:  # printed to stderr if stdout must be JSON
+        line = f"streams: {', '.join(streams)} (their tokens in a batch are added; choose others with --column A[,B])"
         print(line, file=sys.stderr if args.json else sys.stdout)
     return streams
 
@@ -105,14 +105,14 @@ def _comparison(args: argparse.Namespace) -> Comparison:
 
 
 def doctor(args: argparse.Namespace) -> Found:
-    """Report padding, waiting ranks and memory, the predicted time of each way of batching, and what to change."""
+    """Reports padding, waiting ranks, memory, the predicted time of each way to form batches, and what to change."""
     found = _comparison(args)
     memory, safe = _memory(args, found)
     today, grouped = found.ways[:2]
     multiplied = f"of the tokens of {today.name} batches are padding"
     waits = f"{found.world_size} ranks wait {today.waiting:.0%} of their time for the slowest of a step"
     waste = f"{today.padding:.0%} {multiplied} (group_by_length: {grouped.padding:.0%})"
-    ranks = waits if found.world_size > 1 else "one rank: nobody waits"
+    ranks = waits if found.world_size > 1 else "one rank, so no rank waits"
     change = _change(found, args.layout, safe)
     findings = {"waste": waste, "ranks": ranks, "memory": memory, "change": change}
     *first, last = (f"{name:6}  {text}" for name, text in findings.items())
@@ -122,29 +122,29 @@ def doctor(args: argparse.Namespace) -> Found:
 def _change(found: Comparison, layout: str, safe: int | None) -> str:
     today, _, same, grouping, free = found.ways[:5]
     if min(same.time, grouping.time, free.time) > WORTH * today.time:
-        return "nothing: lengths vary too little for other batches to pay"
+        return "nothing: lengths are so similar that other batches would save little time"
     most, samples = getattr(found.budget, "max_tokens", today.largest_batch), found.samples_per_update
     packed = ', layout="packed"' if layout == "packed" else ""
     budget = f"TokenBudget({most if safe is None else min(most, max(safe, 1))}{packed})"
     loader = f"PlannedDataLoader(dataset, lengths, {budget}"
     if same.time > WORTH * today.time:
-        few = f"{samples} samples an update are too few to sort: more of them, or updates as they come, {loader}), or"
-        return f"{few} as many of similar samples, samples_per_update={samples}, grouping={MEGA_BATCHES}"
-    few = f"; {samples} samples an update are few to sort, see grouping" if samples < FEW else ""
+        few = f"{samples} samples per update are too few to sort; use more, or updates of any size, {loader}), or"
+        return f"{few} updates of similar samples, samples_per_update={samples}, grouping={MEGA_BATCHES}"
+    few = f"; {samples} samples per update are few to sort, see grouping" if samples < FEW else ""
     return f"{loader}, samples_per_update={samples}); with the Trainer: dynagroup={budget}{few}"
 
 
 def _memory(args: argparse.Namespace, found: Comparison) -> tuple[str, int | None]:
-    """Whether today's number of samples fits the device if all are the longest in every stream; how many would fit; and
-    a safe token budget over all streams, if samples are in every stream as long as the longest of any."""
+    """Returns a text that says whether today's batch fits the device if all samples are the longest, and how many would
+    fit; and a token budget that is safe for all lengths (None: memory is not known)."""
     if args.gpu_memory is None:
         today = found.ways[0]
         middle = int(sorted(today.plan.padded)[len(today.plan.padded) // 2])
         share = f"{middle / max(today.largest_batch, 1):.0%} of it"
         told = f"the largest batch has {today.largest_batch:,} tokens, a typical one {middle:,} ({share})"
-        return f"{told}; name --model and --gpu-memory to see whether it fits", None
+        return f"{told}; give --model and --gpu-memory to see whether it fits", None
     if args.model is None:
-        raise ConfigError("`--gpu-memory` needs `--model`, to predict the memory of a batch")
+        raise ConfigError("`--gpu-memory` needs `--model`, whose memory is predicted; give both")
     longest = {name: max(int(values.max()), 1) for name, values in found.lengths.items()}
     budget = MemoryBudget.from_model(args.model, args.gpu_memory, **{**_workload(args), "layout": "padded"})
     most, safe = int(budget.most_samples(longest)[0]), budget.max_tokens(max(longest.values()))
@@ -155,7 +155,7 @@ def _memory(args: argparse.Namespace, found: Comparison) -> tuple[str, int | Non
 
 
 def _workload(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings of the workload that differ from usual, as arguments of ``MemoryBudget.from_model``."""
+    """Returns the settings of the workload that are not defaults, as arguments of ``MemoryBudget.from_model``."""
     usual = {"mode": "train", "headroom": 0.9, "pad_to_multiple_of": 1, "layout": "padded"}
     names = (*usual, "dtype", "autocast", "attention", "gradient_checkpointing", "lora")
     told = {name: value for name in names if (value := vars(args).get(name)) and value != usual.get(name)}
@@ -164,8 +164,8 @@ def _workload(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def fit(args: argparse.Namespace) -> Found:
-    """Report which batches fit, from a trace of the model or from measured rows."""
-    if vars(args)["for"] is not None:  # these frameworks pack, which needs attention that keeps samples apart
+    """Reports which batches fit, from a trace of the model or from measurements."""
+    if vars(args)["for"] is not None:  # these frameworks pack samples, so attention must keep them apart
         args.layout, args.attention = "packed", args.attention or "flash"
     if vars(args).get("measure"):
         budget, code = _measured(args)
@@ -180,9 +180,9 @@ def fit(args: argparse.Namespace) -> Found:
     return {**found, **told}, "\n".join([str(budget), *told.values()]), lambda: _curve(found, budget)
 
 
-# What caps the tokens of a packed micro-batch, T, when a framework trains or runs forward (log-probabilities). L: the longest
-# sample; N: samples of L tokens that T holds, where a framework counts those. As verl, TRL 1.16, LLaMA-Factory, NeMo-RL and
-# Megatron Core call them in 2026.
+# Settings that limit the tokens of a packed micro-batch, for training or forward passes (log-probabilities), as verl,
+# TRL 1.16, LLaMA-Factory, NeMo-RL and Megatron Core name them in 2026. T: most tokens of a micro-batch; L: longest
+# sample; N: samples of L tokens in T tokens, for frameworks that count samples.
 SETTINGS = {
     ("verl", "train"): "actor_rollout_ref.model.use_remove_padding=True actor_rollout_ref.actor.use_dynamic_bsz=True "
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu={T}",
@@ -198,20 +198,20 @@ SETTINGS = {
 
 
 def setting_for(args: argparse.Namespace, most: int, positions: int) -> str:
-    """The framework's setting that limits packed batches to ``most`` tokens."""
+    """Returns the framework's setting that limits packed batches to ``most`` tokens."""
     framework = vars(args)["for"]
     if (framework, args.mode) not in SETTINGS:
         modes = " or ".join(mode for name, mode in SETTINGS if name == framework)
-        raise ConfigError(f"`--for {framework}` needs `--mode {modes}`, not {args.mode}")
+        raise ConfigError(f"`--for {framework}` needs `--mode {modes}`, but `--mode` is {args.mode}")
     longest = limit_of(args.max_length) or min(most, positions)
     if not 0 < longest <= most:
-        told = f"`--max-length {longest}` is more than fits" if longest else "not one token fits"
-        raise BudgetError(f"{told}: a packed batch may have {most:,} tokens; {WAY_OUT}")
+        told = f"`--max-length` is {longest}" if longest else "not even one token fits"
+        raise BudgetError(f"{told}, but a packed batch may have only {most:,} tokens; {WAY_OUT}")
     return SETTINGS[framework, args.mode].format(T=most, L=longest, N=most // longest)
 
 
 def _curve(found: Mapping[str, Any], budget: MemoryBudget) -> Figure:
-    """Most samples over length, on log scales."""
+    """Returns a plot of the most samples that fit by length, on log scales."""
     figure = new_figure(6, 4)
     axes = figure.subplots()
     axes.loglog(found["longest"], found["samples"], marker="o", nonpositive="mask")
@@ -225,8 +225,8 @@ def _curve(found: Mapping[str, Any], budget: MemoryBudget) -> Figure:
 
 
 def _measured(args: argparse.Namespace) -> tuple[MemoryBudget, str]:
-    """What fits by rows measured on the CUDA device here."""
-    device, limit = CudaDevice(), parsed_bytes(args.gpu_memory)  # refuses before a model is built
+    """Returns the budget, and the code that makes it, from measurements on the local CUDA device."""
+    device, limit = CudaDevice(), parsed_bytes(args.gpu_memory)  # raises for wrong values before a model is built
     config, about_plans = as_config(args.model), ("mode", "headroom", "pad_to_multiple_of")
     how = {name: value for name, value in _workload(args).items() if name not in about_plans}
     workload = Workload.from_model(config, args.mode, **how)

@@ -1,4 +1,4 @@
-"""Steps under Accelerate: ``prepare`` a loader of dynagroup, and write the training loop by hand."""
+"""Runs dynagroup's steps with Accelerate, in a training loop that you write yourself."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -14,7 +14,7 @@ from dynagroup.update.step import Step
 
 
 class AcceleratedSteps:
-    """A loader's steps on the accelerator's device, made by :func:`prepare`. Its state is part of ``accelerator.save_state``."""
+    """Yields a loader's steps with batches on the accelerator's device. Made, and saved, by :func:`prepare`."""
 
     def __init__(self, accelerator: Accelerator, loader: StepLoader[Any]) -> None:
         self.accelerator, self.loader, self.dataset = accelerator, loader, loader.dataset
@@ -22,7 +22,7 @@ class AcceleratedSteps:
 
     @property
     def num_updates(self) -> int:
-        """Updates of an epoch, if known before it runs: the unit of a learning-rate scheduler."""
+        """Number of updates in an epoch, as learning-rate schedulers need it. ConfigError: not known in advance."""
         return self.loader.num_updates
 
     def __iter__(self) -> Iterator[Step[Any]]:
@@ -31,39 +31,39 @@ class AcceleratedSteps:
             yield step.map(lambda batch: send_to_device(batch, device, non_blocking=non_blocking))
 
     def local_until_update(self, model: Any, step: Step[Any]) -> contextlib.AbstractContextManager[Any]:
-        """Context for forward and backward: ranks exchange gradients only on an update's last step."""
+        """Returns a context for forward and backward pass in which ranks exchange gradients only at an update's end."""
         return contextlib.nullcontext() if step.ends_update else self.accelerator.no_sync(model)
 
     def state_dict(self) -> dict[str, Any]:
-        """State of all ranks. Collective: each rank has its own state, and one rank writes the checkpoint."""
+        """Returns the states of all ranks; all ranks must call it, because one rank writes the checkpoint."""
         return {"ranks": gather_object([self.loader.state_dict()])}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a saved state, on any number of ranks."""
+        """Resumes from a saved state, on any number of ranks."""
         self.loader.load_state_dict(state_dict["ranks"])
 
 
 def prepare(accelerator: Accelerator, loader: Any) -> Any:
-    """Prepare a loader for a training loop of your own. A loader of dynagroup becomes :class:`AcceleratedSteps`,
-    registered for checkpointing. A ``DataLoader`` with a :class:`LengthAwareBatchSampler` goes through
-    ``accelerator.prepare``, after a check that this loses no sample.
+    """Prepares a loader for your own training loop with Accelerate. A loader of dynagroup becomes
+    :class:`AcceleratedSteps`, which ``accelerator.save_state`` saves. A ``DataLoader`` with a
+    :class:`LengthAwareBatchSampler` is passed to ``accelerator.prepare``, after a check that no sample would be lost.
 
     Raises:
-        ConfigError: the accelerator or the sampler would shard, split or scale a second time.
+        ConfigError: the accelerator or the sampler is set to shard, split or scale, which dynagroup does already.
     """
     if accelerator.gradient_accumulation_steps != 1:
-        raise ConfigError("leave Accelerator's `gradient_accumulation_steps` at 1: `loss_scale` already weighs losses")
+        raise ConfigError("Accelerator's `gradient_accumulation_steps` must be 1, because `loss_scale` weighs losses")
     if isinstance(loader, StepLoader):
         steps = AcceleratedSteps(accelerator, loader)
         accelerator.register_for_checkpointing(steps)
         return steps
     sampler = getattr(loader, "batch_sampler", None)
     if not isinstance(sampler, LengthAwareBatchSampler):
-        raise ConfigError(f"`loader` must be of dynagroup, or have a LengthAwareBatchSampler, but is {loader!r}")
+        raise ConfigError(f"`loader` must be dynagroup's, or have a LengthAwareBatchSampler, but is {loader!r}")
     for setting in ("split_batches", "dispatch_batches"):
         if getattr(accelerator.dataloader_config, setting):
-            raise ConfigError(f"{setting}=True cuts batches of one fixed size; set it to False")
+            raise ConfigError(f"`{setting}` must be False, because True splits batches of one fixed size")
     if len(sampler) % (size := accelerator.num_processes):
-        way_out = f"build the sampler with world_size={size}, rank=None"
-        raise ConfigError(f"{len(sampler)} batches for {size} ranks: {way_out}")
+        way_out = f"make the sampler with world_size={size}, rank=None"
+        raise ConfigError(f"{len(sampler)} batches cannot be divided evenly over {size} ranks; {way_out}")
     return accelerator.prepare(loader)

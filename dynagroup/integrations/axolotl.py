@@ -1,4 +1,4 @@
-"""Axolotl's Trainer with batches that fit, as a plugin.
+"""A plugin that gives Axolotl's Trainer batches that fit.
 
 In Axolotl's YAML::
 
@@ -20,30 +20,30 @@ from dynagroup.errors import ConfigError
 from dynagroup.integrations.hf import DynagroupTrainerMixin
 
 EXCLUDED = ("sample_packing", "rl", "reward_model", "pretraining_dataset", "pad_to_sequence_len")
-"""Settings that conflict: they make the batches, or use other trainers or samples."""
+"""Options of Axolotl that form batches themselves, or use other trainers or samples."""
 
 
 class DynagroupArgs(BaseModel):
     """The keys that the plugin adds to Axolotl's configuration."""
 
     dynagroup_max_tokens: int | None = None
-    """Tokens of a batch, padding included; None: the plugin does nothing."""
+    """Most tokens of a batch, padding included; None: the plugin does nothing."""
 
 
 class DynagroupPlugin(BasePlugin):  # type: ignore[misc]
-    """Gives AxolotlTrainer batches of at most ``dynagroup_max_tokens`` tokens."""
+    """Makes AxolotlTrainer form batches of at most ``dynagroup_max_tokens`` tokens."""
 
     def get_input_args(self) -> str:
         return "dynagroup.integrations.axolotl.DynagroupArgs"
 
     def get_trainer_cls(self, cfg: Any) -> type | None:
-        """The Trainer class; None: no ``dynagroup_max_tokens``. ConfigError: another option forms the batches."""
+        """Returns the Trainer class; None: no ``dynagroup_max_tokens``. ConfigError: another option forms batches."""
         if not cfg.dynagroup_max_tokens:
             return None
         for name in EXCLUDED:
             if getattr(cfg, name, None):
-                raise ConfigError(f"dynagroup_max_tokens excludes {name}: leave {name} unset, or false")
-        # Axolotl pads to a multiple of 64 unless `pad_to_sequence_len` says otherwise.
+                raise ConfigError(f"`{name}` must be unset or false, because `dynagroup_max_tokens` forms batches")
+        # Axolotl pads to a multiple of 64 unless `pad_to_sequence_len` is set.
         multiple = 64 if getattr(cfg, "pad_to_sequence_len", None) is None else 1
         budget = TokenBudget(cfg.dynagroup_max_tokens, pad_to_multiple_of=multiple)
         init = partialmethod(DynagroupTrainerMixin.__init__, dynagroup=budget)

@@ -1,4 +1,4 @@
-"""How an architecture treats padded and packed batches, tested on a small model of its config on the CPU."""
+"""Tests how a model architecture treats padded and packed batches, on a small random model on the CPU."""
 
 import copy
 import inspect
@@ -28,18 +28,18 @@ SMALL = {
     "eos_token_id": 2, "decoder_start_token_id": 0, "max_position_embeddings": 2048,
 }  # fmt: skip
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers")
-CLOSE = 1e-4  # relative to the largest number; in float32 two ways to the same answer differ by rounding
+CLOSE = 1e-4  # largest difference by rounding in float32, relative to the largest number
 
 
 def check_model(model_or_config: Any) -> dict[str, str]:
-    """Test an architecture, one line per answer: ``packed``, ``padding``, ``loss`` and ``memory``.
+    """Tests an architecture; returns one line of text for each of ``padding``, ``loss``, ``packed`` and ``memory``.
 
     Args:
-        model_or_config: a transformers config or its name; of a model its config. No weights are read: a model with the
-            same kinds of layers, but few of them and a small vocabulary, gets random weights in float32.
+        model_or_config: a transformers config, its name, or a model, whose config is used. No weights are read: the
+            test builds a model with the same kinds of layers, but few of them, a small vocabulary, and random weights.
 
     Raises:
-        ConfigError: no such config, or no model can be built from it.
+        ConfigError: there is no such config, or no model can be built from it.
 
     >>> from transformers import LlamaConfig
     >>> check_model(LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2))["loss"]
@@ -50,14 +50,14 @@ def check_model(model_or_config: Any) -> dict[str, str]:
     for name, ask in QUESTIONS.items():
         try:
             found[name] = ask(model)
-        except Exception as error:  # whatever the model's own code raises
+        except Exception as error:  # the model's own code may raise anything
             found[name] = f"not known ({type(error).__name__}: {error})".splitlines()[0][:200]
     return found
 
 
 def small_model(source: Any) -> Any:
-    """Build a small model of a config: the fewest layers that include every kind of layer, a small vocabulary, and
-    small widths if the model's code allows them. ConfigError: no small model can be built."""
+    """Builds a small model from a config: few layers, but every kind; a small vocabulary; small widths if the model's
+    code allows them. ConfigError: no small model can be built."""
     failed, given = None, as_config(source)
     for sizes in ({**SMALL, **NARROW}, {n: v for n, v in {**SMALL, **NARROW}.items() if n != "head_dim"}, SMALL):
         try:
@@ -71,15 +71,15 @@ def small_model(source: Any) -> Any:
                         setattr(part, name, size)
                 if "layer_types" in vars(part) and kinds:
                     part.layer_types = kinds[:count]
-            config.use_cache = False  # with a cache transformers makes no mask between packed samples
+            config.use_cache = False  # with a cache, transformers makes no mask between packed samples
             if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
                 config.decoder_start_token_id = 0
             model: Any = as_random_model(config, Workload(dtype="float32"), torch.device("cpu"))
             _answer(model, torch.tensor([PROBES[0]]))
             return model
-        except Exception as error:  # whatever the model's own code raises: other sizes may do
+        except Exception as error:  # the model's own code may raise anything; other sizes are tried next
             failed = error
-    raise ConfigError(f"no small model of this config runs on a row of tokens ({failed!r:.200})") from failed
+    raise ConfigError(f"cannot build a small model from this config that runs on tokens ({failed!r:.200})") from failed
 
 
 def _parts(config: Any) -> Iterator[Any]:
@@ -101,7 +101,7 @@ def _packed(model: Any) -> str:
             refused.append(str(error))
     if apart:
         return f"samples are kept apart with {' or '.join(apart)}: use layout='packed'"
-    try:  # told where samples begin, recurrent layers ask for kernels that keep them apart; Mamba 1 (x_proj) has none
+    try:  # recurrent layers need kernels to keep samples apart, and raise without them; Mamba 1 (x_proj) has none
         packing_collator(model, return_seq_idx=True, return_flash_attn_kwargs=True)
     except ConfigError as error:
         if "keep packed sequences apart" in str(error) and not any(hasattr(m, "x_proj") for m in model.modules()):
@@ -119,7 +119,7 @@ def _answer(model: Any, ids: torch.Tensor, **more: Any) -> torch.Tensor:
 
 
 def _padding(model: Any) -> str:
-    """Whether a short sample gets the same answer alone as padded on the right beside a long one."""
+    """Returns whether a short sample gives the same result alone as when padded beside a longer one."""
     long, short = (torch.tensor([probe]) for probe in PROBES)
     width, missing = short.shape[1], long.shape[1] - short.shape[1]
     padded = torch.nn.functional.pad(short, (0, missing), value=model.config.pad_token_id or 0)
@@ -130,7 +130,7 @@ def _padding(model: Any) -> str:
 
 
 def _loss(model: Any) -> str:
-    """Whether the loss of two samples is the mean over their labels. The first token has none."""
+    """Returns whether the loss of two samples is the mean over their labels (the first token has no label)."""
     ids = torch.tensor([PROBES[0], PROBES[0][::-1]])
     labels, counts = ids.clone(), (4, 2)
     for row, count in zip(labels, counts, strict=True):

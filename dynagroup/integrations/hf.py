@@ -1,5 +1,5 @@
-"""Hugging Face ``Trainer`` with batches that fit: one loader item is one optimizer update, of any number of batches. So
-the loader's length, ``max_steps``, schedulers, logs and checkpoints stay exact."""
+"""Gives Hugging Face's ``Trainer`` batches that fit. One item of the loader is one update with any number of batches,
+so the loader's length, ``max_steps``, schedulers, logs and checkpoints stay exact."""
 
 import copy
 from dataclasses import replace
@@ -33,9 +33,9 @@ Settings: TypeAlias = Budget | int | DynagroupConfig
 
 
 class DynagroupTrainerMixin(Evaluator):
-    """Put this mixin before a Trainer class: ``class MyTrainer(DynagroupTrainerMixin, Seq2SeqTrainer): ...``. Its
-    arguments are those of :func:`dynagroup_trainer`. ``trainer.args`` is a copy with ``gradient_accumulation_steps=1``.
-    """
+    """Gives a Trainer class batches that fit: ``class MyTrainer(DynagroupTrainerMixin, Seq2SeqTrainer): ...``.
+    Arguments are those of :func:`dynagroup_trainer`. ``trainer.args`` is a copy with
+    ``gradient_accumulation_steps=1``."""
 
     def __init__(
         self, *args: Any, dynagroup: Settings, dynagroup_eval: Budget | int | bool = True, **kwargs: Any
@@ -44,7 +44,7 @@ class DynagroupTrainerMixin(Evaluator):
         self._take_over(dynagroup, dynagroup_eval)
 
     def _take_over(self, dynagroup: Settings, dynagroup_eval: Budget | int | bool) -> None:
-        """Set up a Trainer for batches that fit. If a setting is refused, nothing has changed."""
+        """Sets up a Trainer for batches that fit; if a setting is refused, nothing is changed."""
         config = dynagroup if isinstance(dynagroup, DynagroupConfig) else DynagroupConfig(budget=as_budget(dynagroup))
         evaluation = dynagroup_eval if isinstance(dynagroup_eval, bool) else as_budget(dynagroup_eval)
         refuse_unsupported(self, config)
@@ -67,7 +67,7 @@ class DynagroupTrainerMixin(Evaluator):
         return self.samples_per_update
 
     def get_train_dataloader(self) -> Any:
-        """dynagroup's loader, made from the Trainer's, whose sampler may group by the size of an update."""
+        """Returns dynagroup's loader, made from the Trainer's, whose sampler may depend on the size of an update."""
         self.args.gradient_accumulation_steps = self.accumulation
         try:
             host = super().get_train_dataloader()
@@ -78,11 +78,11 @@ class DynagroupTrainerMixin(Evaluator):
     def _loader_of(self, host: Any) -> StepLoader[Any]:
         config, args, dataset = self.dynagroup, self.args, host.dataset
         if isinstance(dataset, IterableDatasetShard):
-            dataset = dataset.dataset  # the online loader shards a stream itself
+            dataset = dataset.dataset  # the online loader shards it
         free, stream = config.updates == "free", is_stream(dataset)
         if stream and not (free and config.mode == "online"):
-            way_out = "pass DynagroupConfig(mode='online', updates='free'), and max_steps in the arguments"
-            raise ConfigError(f"the lengths and order of a stream are not known beforehand: {way_out}")
+            way_out = "pass DynagroupConfig(mode='online', updates='free'), and max_steps in the TrainingArguments"
+            raise ConfigError(f"lengths and order of an iterable dataset are not known in advance; {way_out}")
         ids = getattr(self.processing_class, "pad_token_id", None)
         settings: dict[str, Any] = {
             "kinds": config.kinds if stream else hf_data.sample_kinds(self.train_dataset, config.kinds),
@@ -109,7 +109,7 @@ class DynagroupTrainerMixin(Evaluator):
         settings.setdefault("grouping", config.grouping)
         return PlannedDataLoader(dataset, lengths, config.budget, sampler=order, **settings)
 
-    # No public way says where a loader resumes (transformers#26289 is open): these two arguments of `_run_epoch` come from here.
+    # The Trainer has no public way to tell a loader where to resume (transformers#26289 is open), so it is done here.
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         resumed = super()._init_training_state(*args, **kwargs)
         checkpoint = kwargs.get("resume_from_checkpoint", args[3] if len(args) > 3 else None)
@@ -124,11 +124,11 @@ class DynagroupTrainerMixin(Evaluator):
         states, anew = hf_data.read_states(checkpoint), self.args.ignore_data_skip
         if states:
             loader.load_state_dict(states)
-            self.state.max_steps = self.updates_of_run(loader)  # free updates depend on the number of ranks
+            self.state.max_steps = self.updates_of_run(loader)  # with updates="free" they depend on the number of ranks
         elif anew:
             loader.set_epoch(self.state.global_step // loader.num_updates)
         else:
-            way_out = "TrainingArguments(ignore_data_skip=True) continues with its model, and restarts the epoch"
+            way_out = "TrainingArguments(ignore_data_skip=True) resumes with its model, at the beginning of the epoch"
             unsaid = "saved by a Trainer without dynagroup, so it does not say which samples were used"
             raise StateError(f"{checkpoint} was {unsaid}; {way_out}")
         if anew:
@@ -136,8 +136,8 @@ class DynagroupTrainerMixin(Evaluator):
         self.just_resumed = True
         return loader.epoch, 0
 
-    # Called on every rank in `_save_checkpoint`, before the file that completes a checkpoint is written. It gets the
-    # folder, which callbacks do not (a hyperparameter search has folders of its own).
+    # Called on every rank in `_save_checkpoint`, before the file that completes a checkpoint is written. The method
+    # gets the checkpoint's folder, which callbacks do not get (a hyperparameter search has its own folders).
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
         if self.update_loader is not None:
@@ -146,18 +146,18 @@ class DynagroupTrainerMixin(Evaluator):
 
 @cache
 def dynagroup_trainer(trainer_class: type) -> type:
-    """Make a Trainer class with batches that fit, from yours, transformers' or TRL's (SFT, DPO, Reward). New arguments:
+    """Makes a Trainer class with batches that fit from yours, transformers' or TRL's (SFT, DPO, Reward). New arguments:
 
-    * ``dynagroup``: limit of a batch: tokens, padding counted (an int, or ``TokenBudget(16_384)``), any budget, or
-      a :class:`DynagroupConfig` with more settings. Required.
-    * ``dynagroup_eval``: the same for ``evaluate()`` and ``predict()``: another budget, True (default) for that of
-      training, or False for the Trainer's own batches of ``per_device_eval_batch_size`` samples.
+    * ``dynagroup``: limit of a batch: tokens with padding (int, or ``TokenBudget(16_384)``), any other budget, or a
+      :class:`DynagroupConfig` with more settings. Required.
+    * ``dynagroup_eval``: the limit for ``evaluate()`` and ``predict()``: a budget, True (default) for that of training,
+      or False for the Trainer's own batches of ``per_device_eval_batch_size`` samples.
 
-    An update holds ``per_device_train_batch_size * gradient_accumulation_steps * ranks`` samples, as before; the budget
-    decides how many batches that takes. ``update_loader`` is the loader of the running training, with its ``stats``.
+    An update has ``per_device_train_batch_size * gradient_accumulation_steps * ranks`` samples, as before; the budget
+    decides into how many batches they are divided. ``trainer.update_loader`` is the running loader, with its ``stats``.
 
     Raises:
-        ConfigError: from the new class: ``TrainingArguments``, or a trainer of TRL, need batches of their own.
+        ConfigError: (by the new class) the ``TrainingArguments``, or a TRL trainer, need batches of their own.
 
     >>> from transformers import Seq2SeqTrainer
     >>> dynagroup_trainer(Seq2SeqTrainer).__name__
@@ -167,12 +167,12 @@ def dynagroup_trainer(trainer_class: type) -> type:
 
 
 def attach(trainer: Any, budget: Settings, *, dynagroup_eval: Budget | int | bool = True) -> None:
-    """Give batches that fit to an existing Trainer before it trains: ``attach(trainer, 16_384)``. Its class becomes
-    ``dynagroup_trainer(type(trainer))``, with these arguments. After a ConfigError the Trainer is as before."""
+    """Gives an existing Trainer batches that fit, before it trains: ``attach(trainer, 16_384)``. Its class becomes
+    ``dynagroup_trainer(type(trainer))``, with the same arguments. After a ConfigError the Trainer is unchanged."""
     if not isinstance(trainer, Trainer) or isinstance(trainer, DynagroupTrainerMixin):
         raise ConfigError(f"`trainer` must be a Trainer without dynagroup, but is a {type(trainer).__name__}")
     if trainer.is_in_train or trainer.state.global_step:
-        raise ConfigError(f"`trainer` has made {trainer.state.global_step} updates: attach to it before it trains")
+        raise ConfigError(f"`trainer` has made {trainer.state.global_step} updates already; attach before training")
     ours: Any = trainer
     original, ours.__class__ = ours.__class__, dynagroup_trainer(ours.__class__)
     try:
@@ -183,4 +183,4 @@ def attach(trainer: Any, budget: Settings, *, dynagroup_eval: Budget | int | boo
 
 
 class DynagroupTrainer(DynagroupTrainerMixin, Trainer):
-    """``transformers.Trainer`` with the argument ``dynagroup``."""
+    """``transformers.Trainer`` with the arguments of :func:`dynagroup_trainer`."""

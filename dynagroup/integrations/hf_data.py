@@ -1,4 +1,4 @@
-"""A Trainer's data for a loader: order and lengths of samples, updates as items, and the place in a checkpoint."""
+"""Reads a Trainer's data for a loader: order and lengths of samples, updates as items, and saved states."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -22,22 +22,22 @@ from dynagroup.update.step import Step
 KEPT = "collate_fn num_workers persistent_workers prefetch_factor multiprocessing_context worker_init_fn timeout"
 STATES = "dynagroup.json"
 PAIRS, PROMPT = (("chosen_ids", "rejected_ids"), ("chosen_input_ids", "rejected_input_ids")), "prompt_ids"
-"""Columns of preference data, of TRL and of LLaMA-Factory. Both answers are rows of a batch padded to the longest; in
-TRL's DPO each follows the prompt."""
+"""Columns of preference data in TRL and LLaMA-Factory. A batch has both answers as rows, padded to the longest; in
+TRL's DPO each answer comes after the prompt."""
 
 
 class UpdateItems:
-    """A loader for a Trainer, which counts items: one item is one update, a list of steps. Callbacks get it too."""
+    """A loader whose items are updates (lists of steps), because a Trainer counts items. Callbacks get it as well."""
 
     def __init__(self, loader: StepLoader[Any]) -> None:
         self.loader, self.dataset = loader, loader.dataset
         self.set_epoch, self.set_samples_per_update = loader.set_epoch, loader.set_samples_per_update
 
     def __len__(self) -> int:
-        """Updates of the epoch."""
+        """Returns the number of updates in the epoch."""
         try:
             return self.loader.num_updates
-        except ConfigError as error:  # what has no length says so by a TypeError
+        except ConfigError as error:  # Python's protocol: an object without a length raises TypeError
             raise TypeError(str(error)) from error
 
     def __iter__(self) -> Iterator[list[Step[Any]]]:
@@ -45,30 +45,30 @@ class UpdateItems:
 
 
 def host_order(loader: Any) -> Iterable[int]:
-    """The sampler of indices inside a Trainer's loader, however many times accelerate has wrapped it."""
+    """Returns the sampler of indices inside a Trainer's loader, which accelerate may have wrapped several times."""
     batch_sampler = loader.batch_sampler
     while hasattr(batch_sampler, "batch_sampler"):
         batch_sampler = batch_sampler.batch_sampler
     sampler = getattr(batch_sampler, "sampler", None)
     if sampler is None:
-        raise ConfigError("the training DataLoader has no sampler of indices; use a map-style dataset")
+        raise ConfigError("the Trainer's DataLoader has no sampler of indices; use a map-style dataset")
     return sampler
 
 
 def loader_kwargs(loader: Any) -> dict[str, Any]:
-    """Settings that dynagroup's DataLoader copies from the Trainer's."""
+    """Returns the settings that dynagroup's DataLoader takes from the Trainer's."""
     kept = {name: getattr(loader, name) for name in KEPT.split()}
     return {**kept, "pin_memory": bool(loader.pin_memory) and torch.cuda.is_available()}
 
 
 def work_of(trainer: Any) -> Work:
-    """Predicted time of this Trainer's steps: ``plan["work"]``, or else by its model's config and device."""
+    """Returns the predicted time of this Trainer's steps: ``plan["work"]``, else from its model's config and device."""
     own = trainer.dynagroup.plan.get("work")
     return own if isinstance(own, Work) else Work.of_known(trainer.model, device=trainer.args.device)
 
 
 def memory_of(trainer: Any, mode: Mode) -> MemoryRegressor:
-    """What is known about the memory of this Trainer's model, as the Trainer runs it."""
+    """Returns a memory model for this Trainer's model, as the Trainer runs it."""
     args = trainer.args
     lower = "bfloat16" if args.bf16 else "float16" if args.fp16 else None
     how = {"autocast": lower, "gradient_checkpointing": args.gradient_checkpointing and mode == "train"}
@@ -76,7 +76,7 @@ def memory_of(trainer: Any, mode: Mode) -> MemoryRegressor:
 
 
 def write_states(folder: str, loader: StepLoader[Any]) -> None:
-    """Write the places of all ranks into a checkpoint. Collective: every rank gives its own, the first writes."""
+    """Writes the states of all ranks into a checkpoint; all ranks must call it, and the first rank writes."""
     states = dict(gather_object([(loader.world.rank, loader.state_dict())]))
     if loader.world.rank == 0:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -84,21 +84,21 @@ def write_states(folder: str, loader: StepLoader[Any]) -> None:
 
 
 def read_states(folder: str) -> list[Any]:
-    """Read the places of all ranks from a checkpoint, in the order of ranks; none if there is no file. Collective: the
-    file may be on the disk of one node. If one rank cannot read it, all raise StateError, so that none waits."""
+    """Reads the states of all ranks from a checkpoint, in order of ranks; none if the file does not exist. All ranks
+    must call it, because only one node's disk may have the file. If a rank cannot read it, all raise StateError."""
     path, own = Path(folder, STATES), None  # None: damaged
     is_there = path.exists()
     with suppress(OSError, ValueError, RecursionError):
         own = json.loads(path.read_text(encoding="utf-8")) if is_there else []
     found = gather_object([own if isinstance(own, list) and bool(own) == is_there else None])
     if None in found:
-        raise StateError(f"{path} is damaged; resume from the checkpoint before it")
+        raise StateError(f"{path} is damaged; resume from an earlier checkpoint")
     return next((states for states in found if states), [])
 
 
 def sample_lengths(trainer: Any, dataset: Any, *, name: str) -> dict[str, IntArray]:
-    """Tokens of each sample; of an encoder-decoder also those of its labels, as the stream ``target``. From the length
-    column (which the Trainer removes for its samplers), else from the columns that are padded, else row by row."""
+    """Returns the tokens of each sample; for encoder-decoder models also of its labels, as the stream ``target``. They
+    are read from the length column, else from columns that the collator pads, else counted row by row."""
     columns = getattr(dataset, "column_names", None)
     columns = {*columns} if isinstance(columns, (list, tuple)) else set()
     known = trainer.args.length_column_name
@@ -121,13 +121,13 @@ def sample_lengths(trainer: Any, dataset: Any, *, name: str) -> dict[str, IntArr
 
 
 def sample_kinds(dataset: Any, kinds: Any, *, name: str = "train_dataset") -> Any:
-    """Labels of the samples, as given or from the named column."""
+    """Returns the labels of the samples, as given or from the named column."""
     if not isinstance(kinds, str):
         return kinds
     try:
         return list(dataset[kinds]) if hasattr(dataset, "column_names") else [row[kinds] for row in dataset]
     except (KeyError, TypeError, IndexError) as error:
-        raise ConfigError(f"`kinds` names the column {kinds!r}, but {name} has none of that name") from error
+        raise ConfigError(f"`kinds` is {kinds!r}, but {name} has no column of that name") from error
 
 
 def _row_by_row(trainer: Any, dataset: Any, column: str, both: bool, name: str) -> Any:
@@ -142,6 +142,6 @@ def _row_by_row(trainer: Any, dataset: Any, column: str, both: bool, name: str) 
     try:
         return measure_lengths(dataset, length_of=lengths_of, progress=not trainer.args.disable_tqdm)
     except (KeyError, TypeError, IndexError, AttributeError) as error:
-        has = f"it has no column {trainer.args.length_column_name!r} and no {column!r}"
+        has = f"its rows have neither {trainer.args.length_column_name!r} nor {column!r}"
         way_out = "pass DynagroupConfig(budget=..., lengths=...), e.g. measure_lengths(texts, tokenizer)"
-        raise ConfigError(f"the lengths of {name} are not known: {has}; {way_out}") from error
+        raise ConfigError(f"cannot read the lengths of {name}: {has}; {way_out}") from error

@@ -1,5 +1,5 @@
-"""Evaluation and prediction with batches that fit: planned once, with the same number of samples on every rank, results
-in dataset order, and a loss that does not depend on how samples are batched."""
+"""Evaluates and predicts with batches that fit: planned once, with equally many samples on every rank, results in
+dataset order, and a loss that does not depend on the batches."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +13,7 @@ from transformers import EvalPrediction
 from dynagroup.budget.base import Budget
 from dynagroup.errors import ConfigError
 from dynagroup.integrations.hf_data import loader_kwargs, sample_kinds, sample_lengths, work_of
-from dynagroup.integrations.hf_step import UpdateRunner, trl_figures
+from dynagroup.integrations.hf_step import TrainerSteps, trl_figures
 from dynagroup.lengths import Kinds
 from dynagroup.online.datasets import is_stream
 from dynagroup.plan.cost import DEFAULT_WORK, Work
@@ -22,13 +22,13 @@ from dynagroup.shapes import IntArray, primary
 from dynagroup.validation import warn_user
 
 
-# What: batches for W ranks, row by row, with equally many samples on every rank, as the Trainer gathers results of one
-#   shape; and of one kind. Samples of a kind, sorted by length, are grouped by W; groups, each as long as its longest,
-#   are cut into batches; a rank takes its own sample of each group. At most W - 1 samples of a kind are left, the
-#   shortest: they are a row of their own.
-# Why right: a rank's batch is no larger than the groups the budget was asked about, so by its law it fits.
+# Forms rows (one batch for each of W ranks) in which all batches have equally many samples, because the Trainer gathers
+# results of one shape, and one kind. The samples of each kind are sorted by length and grouped by W; groups are cut
+# into batches as if each were one sample, as long as its longest; each rank takes its own sample of each group. At most
+# W - 1 samples of a kind remain, the shortest ones, which become a row of their own.
+# Every rank's batch fits, because it is no larger than the groups that the budget accepted.
 class EvaluationRows:
-    """A batch sampler for accelerate, which gives batch ``k`` to rank ``k % num_ranks``. ``kinds``: labels.
+    """A batch sampler for accelerate, which runs batch ``k`` on rank ``k % num_ranks``. ``kinds``: labels of samples.
 
     >>> from dynagroup import TokenBudget
     >>> rows = EvaluationRows({"tokens": np.array([3, 9, 2, 8, 1])}, TokenBudget(18), num_ranks=2)
@@ -49,13 +49,13 @@ class EvaluationRows:
         left = [own[end:] for own, end in zip(of_kind, ends, strict=True) if end < len(own)]
         self.num_ranks = num_ranks
         self.rows: list[IntArray] = [groups[batch] for batch in sampler]
-        """One array per row, (samples of a rank, ranks): dataset indices."""
+        """Dataset indices: one array per row, (samples of a rank, ranks)."""
         self.num_real = [num_ranks] * len(self.rows) + [*map(len, left)]
-        """For each row, the rank from which on ranks only repeat a sample."""
+        """Per row: number of ranks with own samples; the other ranks repeat one."""
         self.rows += [np.resize(few, (1, num_ranks)) for few in left]
         dealt = [row.T[:real].reshape(-1) for row, real in zip(self.rows, self.num_real, strict=True)]
         self.order: IntArray = np.concatenate([order[:0], *dealt])
-        """The dataset index of each result, in the order of gathering."""
+        """The dataset index of each result, in the order in which results are gathered."""
 
     def __len__(self) -> int:
         return len(self.rows) * self.num_ranks
@@ -66,38 +66,38 @@ class EvaluationRows:
 
 
 class _Pass:
-    """One pass over the rows."""
+    """One evaluation over all rows."""
 
     def __init__(self, rows: EvaluationRows, accelerator: Any) -> None:
         self.rows, self.accelerator = rows, accelerator
         self.row = -1
         self.losses: list[tuple[float, float]] = []
-        """(mean loss, weight) of this rank's batches."""
+        """(mean loss, weight) of each of this rank's batches."""
 
     def gather(self, tensors: Any) -> Any:
-        """Gathered from all ranks, without repeats."""
+        """Returns tensors gathered from all ranks, without those of repeated samples."""
         found, real = self.accelerator.gather(tensors), self.rows.num_real[self.row]
         if real == self.rows.num_ranks:
             return found
         return _mapped(lambda values: values[:real] if values.ndim else values, found)
 
     def mean_loss(self) -> float | None:
-        """Mean loss over all ranks; None: there was none."""
+        """Returns the mean loss over all ranks; None: no batch has a loss."""
         found = [(loss, weight) for loss, weight in gather_object(self.losses) if weight > 0]
         return math.fsum(loss * weight for loss, weight in found) / math.fsum(w for _, w in found) if found else None
 
     def in_order(self, found: Any) -> Any:
-        """Gathered results of all samples, in dataset order."""
+        """Returns gathered results of all samples in dataset order."""
         places = np.argsort(self.rows.order)
         return _mapped(lambda values: values[places] if values.ndim and len(values) == len(places) else values, found)
 
 
 def _mapped(fn: Callable[[Any], Any], values: Any) -> Any:
-    """Apply ``fn`` to every array or tensor inside tuples, lists and mappings."""
+    """Applies ``fn`` to every array or tensor inside tuples, lists and mappings."""
     return recursively_apply(fn, values, test_type=lambda value: hasattr(value, "ndim"))
 
 
-class Evaluator(UpdateRunner):
+class Evaluator(TrainerSteps):
     """The part of :class:`~dynagroup.integrations.hf.DynagroupTrainerMixin` that evaluates and predicts."""
 
     dynagroup_eval: Budget | bool
@@ -113,15 +113,15 @@ class Evaluator(UpdateRunner):
         return self._fitted(super().get_test_dataloader(test_dataset), test_dataset)
 
     def _fitted(self, host: Any, dataset: Any) -> Any:
-        """The host's loader, with batches that fit if lengths are known; planned once per dataset and budget."""
+        """Returns a loader with batches that fit, or without lengths the Trainer's own; planned once per dataset."""
         if self.dynagroup_eval is False or is_stream(dataset) or not len(dataset):
             return host
-        # Losses for metrics are those of batches, repeated for each of their samples.
+        # Metrics that include losses need the Trainer's own batches, whose loss is repeated for each sample.
         whole = self.args.eval_do_concat_batches and "loss" not in self.args.include_for_metrics
         if not whole or self.get_tp_size() * self.get_cp_size() * self.get_sp_size() > 1:
             return host
         budget = (self.update_loader or self.dynagroup).budget if self.dynagroup_eval is True else self.dynagroup_eval
-        budget = budget if budget.ladder is None else budget.ladder.base  # shapes are training's
+        budget = budget if budget.ladder is None else budget.ladder.base  # few shapes are for training only
         key = (id(dataset), budget.fingerprint, budget.applied)
         if key not in self._planned_rows:
             rows: Any = None
@@ -131,8 +131,8 @@ class Evaluator(UpdateRunner):
                 rows = EvaluationRows(lengths, budget, self.accelerator.num_processes, work_of(self), labels)
             except ConfigError as error:
                 size = f"per_device_eval_batch_size={self.args.per_device_eval_batch_size}"
-                way_out = "or give eval_dataset a length column; dynagroup_eval=False says that they are wanted"
-                warn_user(f"evaluation runs batches of {size} samples: {error} {way_out}")
+                way_out = "or give eval_dataset a length column; dynagroup_eval=False silences this warning"
+                warn_user(f"evaluation runs batches of {size} samples, because {error} {way_out}")
             self._planned_rows[key] = dataset, rows
         rows = self._planned_rows[key][1]
         if rows is None:
@@ -141,26 +141,26 @@ class Evaluator(UpdateRunner):
         return self.accelerator.prepare(DataLoader(host.dataset, batch_sampler=rows, **kept))
 
     def _labels(self, dataset: Any, processed: Any) -> Any:
-        """The kind of each sample. Labels of the training samples say nothing of others, which may then share a step."""
+        """Returns each sample's label; None (kinds may mix) if labels are known only for the training samples."""
         config, own = self.dynagroup, dataset is self.train_dataset
         if config.kind_of is not None:
             return [config.kind_of(sample) for sample in processed]
         if config.kinds is None or isinstance(config.kinds, str) or own:
             return sample_kinds(dataset, config.kinds, name="eval_dataset")
         if self.accelerator.num_processes > 1 and config.one_kind == "step":
-            warn_user("`kinds` are labels of the training samples, so evaluation mixes kinds; name a column of labels")
+            warn_user("evaluation mixes kinds, because `kinds` labels only training samples; name a column instead")
         return None
 
     def evaluation_loop(self, dataloader: Any, description: str, *args: Any, **kwargs: Any) -> Any:
         rows: Any = getattr(dataloader, "batch_sampler", None)
-        while hasattr(rows, "batch_sampler"):  # accelerate wraps it on several ranks
+        while hasattr(rows, "batch_sampler"):  # accelerate wraps the sampler on several ranks
             rows = rows.batch_sampler
         if not isinstance(rows, EvaluationRows):
             return super().evaluation_loop(dataloader, description, *args, **kwargs)
         run = self._evaluation = _Pass(rows, self.accelerator)
         compute, before = self.compute_metrics, self.args.average_tokens_across_devices
         self.gather_function = run.gather
-        self.args.average_tokens_across_devices = False  # each rank's loss is then a mean over its own batch
+        self.args.average_tokens_across_devices = False  # so that each rank's loss is the mean over its own batch
         if compute is not None and not self.args.batch_eval_metrics:
             parts = lambda found: (found.predictions, found.label_ids, found.inputs)  # noqa: E731
             self.compute_metrics = lambda found: compute(EvalPrediction(*map(run.in_order, parts(found))))
@@ -189,7 +189,7 @@ class Evaluator(UpdateRunner):
         return found
 
     def _evaluation_weight(self, inputs: Any) -> float:
-        """The weight of a batch: the number of items that its mean loss is over."""
+        """Returns the weight of a batch: the number of items that its loss is a mean of."""
         if self.dynagroup.weigh == "samples" and self._found_mean is not False:
             return float(len(next(iter(inputs.values()))))
         mean = self.loss_is_scaled_for_ga is False or self._found_mean

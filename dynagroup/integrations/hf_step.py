@@ -1,4 +1,4 @@
-"""Runs the updates of a Trainer: their steps in turn, with exact weights; and counts progress by samples."""
+"""Runs a Trainer's updates step by step, with exact weights, and counts progress in samples."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from dynagroup.update.loss_weight import mean_items, predicts_next_token
 from dynagroup.update.step import LoaderStats, Step
 
 
-# What: while TRL computes a loss, it gathers values of all ranks' batches as tensors of one shape, notes their mean,
-# and logs the mean of its notes. Batches that fit differ in size: so each rank gives what it has, an idle one
-# nothing, and a mean is noted once for each value behind it.
+# While TRL computes a loss, it gathers values of all ranks' batches as tensors of one shape, appends their mean to
+# lists, and logs the means of these lists. Batches that fit have different sizes, so here each rank gives as many
+# values as it has (an idle rank none), and a mean is appended once per value in it.
 @contextlib.contextmanager
 def trl_figures(trainer: Any, *, idle: bool = False, probe: bool = False) -> Iterator[None]:
-    """Context for the loss of a batch in a TRL trainer. ``probe``: use this rank's values alone and log nothing."""
+    """Context manager for computing the loss of a TRL trainer. ``probe``: uses this rank's values only, no logs."""
     if not (trl_classes(trainer) and hasattr(trainer, "_metrics")):
         yield
         return
@@ -60,57 +60,57 @@ def trl_figures(trainer: Any, *, idle: bool = False, probe: bool = False) -> Ite
                 del figures[key]
 
 
-class UpdateRunner(Trainer if TYPE_CHECKING else object):
-    """The part of :class:`~dynagroup.integrations.hf.DynagroupTrainerMixin` that runs and counts updates. An epoch ends
-    when its samples are used, after any number of updates."""
+class TrainerSteps(Trainer if TYPE_CHECKING else object):
+    """Replaces ``Trainer.training_step``: several micro-batches make one optimizer step. An epoch ends when its samples
+    are used, after any number of optimizer steps."""
 
     dynagroup: DynagroupConfig
-    update_loader: Any  # of the training that runs: a StepLoader; None before
+    update_loader: Any  # the running training's StepLoader; None before training
     guard: OomSafeBackward | None
     fixed_samples: int
     just_resumed = False
     changes_known = 0
-    _num_epochs = 0  # that the run begins, as far as that is known when it begins
+    _num_epochs = 0  # epochs that the run begins, as far as known at its start
     _logged_at = 0.0
     _stats_logged: LoaderStats
     _ooms_logged = 0
     _idle_step = False
-    _found_mean: bool | None = None  # whether the loss is a mean, once it was asked
+    _found_mean: bool | None = None  # whether the loss is a mean; None: not tested yet
 
     @property
     def samples_per_update(self) -> int:
-        """Samples per update over all ranks; of the first update, if a schedule changes the size."""
+        """Samples per update over all ranks; with a schedule, those of the first update."""
         wanted = self.dynagroup.samples_per_update
         return self.fixed_samples if wanted is None else wanted(0, None) if callable(wanted) else wanted
 
-    # Only the loader of a training that begins comes here; a callback that looks at the data has a loader of its own.
+    # Only the training loader is passed here; a callback that reads the data makes a loader of its own.
     def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
         items: Any = dataloader
         loader = items.loader if isinstance(items, UpdateItems) else None
         if loader is not None:
-            self.update_loader, self.guard = loader, None  # the model may be new, too
+            self.update_loader, self.guard = loader, None  # a new guard, because the model may be new
             self._stats_logged, self.changes_known = loader.stats.copy(), loader.num_changes
             self._logged_at, self._num_epochs = time.perf_counter(), 0
         if loader is None or loader.num_samples is None or not has_length(dataloader):
             return super().set_initial_training_values(args, dataloader)
         num_samples, max_steps = loader.num_samples, self.updates_of_run(loader)
-        most_updates = max(num_samples, len(dataloader), 1)  # a bound; the loader's end ends the epoch
-        # Growing updates make an epoch shorter, so a number of steps then takes more epochs.
+        most_updates = max(num_samples, len(dataloader), 1)  # an upper bound; an epoch ends with its loader
+        # If updates grow, later epochs have fewer of them, so a given number of updates takes more epochs.
         num_epochs = sys.maxsize if args.max_steps > 0 else math.ceil(args.num_train_epochs)
         train_samples = loader.samples_after(max_steps)
         self._num_epochs = math.ceil(train_samples / max(num_samples, 1))
         return num_epochs, most_updates, num_samples, train_samples, self.samples_per_update, most_updates, max_steps
 
     def updates_of_run(self, loader: StepLoader[Any]) -> int:
-        """Updates of the whole run, including the epochs before this one."""
+        """Returns the number of updates in the whole run, earlier epochs included."""
         if self.args.max_steps > 0:
             return self.args.max_steps
         if not (updates := loader.updates_in(self.args.num_train_epochs)):
-            none = f"no update of {self.samples_per_update} samples can be made of {loader.num_samples}"
-            raise ConfigError(f"{none}; use smaller updates or dataloader_drop_last=False")
+            none = f"{loader.num_samples} samples are too few for one update of {self.samples_per_update}"
+            raise ConfigError(f"{none}; use smaller updates, or dataloader_drop_last=False")
         return updates
 
-    # Collective: for "loss" and "learning_rate" the Trainer itself calls it on all ranks.
+    # Exchanges data: for "loss" and "learning_rate" the Trainer itself calls it on all ranks.
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         loader = self.update_loader
         if loader is not None and {"loss", "learning_rate"} <= logs.keys():
@@ -128,7 +128,7 @@ class UpdateRunner(Trainer if TYPE_CHECKING else object):
 
     @property
     def _weigh(self) -> Any:
-        """Weight of a batch if its loss is a mean: with "auto" its predicted label tokens, else its samples."""
+        """The weight of a batch whose loss is a mean: with "auto" its predicted labels, else its samples."""
         shifted = self._loss_shifts_labels or predicts_next_token(self.accelerator.unwrap_model(self.model))
         return partial(mean_items, shifted=bool(shifted)) if self.dynagroup.weigh == "auto" else self.dynagroup.weigh
 
@@ -158,7 +158,7 @@ class UpdateRunner(Trainer if TYPE_CHECKING else object):
         return total
 
     def _loss_is_a_mean(self, model: Any, update: list[Step[Any]], num_items_in_batch: Any) -> bool:
-        """Whether the loss is a mean over its batch, and not a sum divided by the items of the whole update."""
+        """Returns whether the loss is a mean over its batch, and not a sum divided by the items of the whole update."""
         if self.loss_is_scaled_for_ga is not None:
             return not self.loss_is_scaled_for_ga
         if num_items_in_batch is None:
@@ -167,14 +167,14 @@ class UpdateRunner(Trainer if TYPE_CHECKING else object):
             return False
         config = self.dynagroup
         for step in update:
-            if self._found_mean is None:  # one sample fits where a batch may not
+            if self._found_mean is None:  # tested on one sample, which needs less memory than a batch
                 one = (config.splitter or BatchSplitter()).take if config.out_of_memory else lambda batch, *_: batch
                 self._found_mean = is_a_mean(self, model, one(step.batch, 0, 1), self.update_loader.world)
         return bool(self._found_mean)
 
     @contextlib.contextmanager
     def _weighed(self, step: Step[Any], mean: bool, num_steps: int) -> Iterator[None]:
-        """Weigh a loss that is a mean: the Trainer divides it by a number of batches, which is set to 1 / scale."""
+        """Weighs a mean loss: the Trainer divides it by a number of batches, which is set to 1 / scale."""
         stated, scale = self.loss_is_scaled_for_ga, step.loss_scale if mean else 1.0
         nothing = step.idle or scale == 0.0
         self._idle_step = nothing
@@ -190,16 +190,16 @@ class UpdateRunner(Trainer if TYPE_CHECKING else object):
         if not self._idle_step:
             return found
         loss = found[0] if return_outputs else found
-        nothing = loss.nan_to_num(0.0, 0.0, 0.0) * 0.0  # keeps the collectives of a backward pass matched
+        nothing = loss.nan_to_num(0.0, 0.0, 0.0) * 0.0  # keeps the graph, whose backward pass runs collectives
         return (nothing, found[1]) if return_outputs else nothing
 
     def _run_protected(self, model: Any, step: Step[Any], mean: bool, items: Any) -> torch.Tensor:
         config, loader = self.dynagroup, self.update_loader
         if self.guard is None:
             if defines_compute_loss(type(self)) and loader.world.size > 1:
-                alone = f"`out_of_memory` ({config.out_of_memory!r}) repeats batches on one rank alone"
+                alone = f"`out_of_memory` ({config.out_of_memory!r}) must be None, as retries run on one rank alone"
                 may = f"the compute_loss of {type(self).__name__} may exchange data between ranks"
-                raise ConfigError(f"{alone}, but {may}; leave it None")
+                raise ConfigError(f"{alone}, and {may}")
             weigh, learned = self._weigh if mean else "sum", loader.budget.learner
             how: Any = {"splitter": config.splitter, "world": loader.world, "backward": self.accelerator.backward}
             self.guard = OomSafeBackward(model, weigh=weigh, learned=learned, **how)
@@ -228,9 +228,9 @@ class UpdateRunner(Trainer if TYPE_CHECKING else object):
 
 
 class DynagroupCallback(TrainerCallback):
-    """Counts for an :class:`UpdateRunner`, before all other callbacks, so that these read the right ``state.epoch``."""
+    """Updates a Trainer's progress, before all other callbacks, so that these read the right ``state.epoch``."""
 
-    def __init__(self, trainer: UpdateRunner) -> None:
+    def __init__(self, trainer: TrainerSteps) -> None:
         self.trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -251,11 +251,11 @@ class DynagroupCallback(TrainerCallback):
         trainer, loader = self.trainer, self.trainer.update_loader
         if loader is not None and loader.num_samples is not None:
             state.epoch = loader.cursor.epoch + loader.cursor.samples_used / max(loader.num_samples, 1)
-        if loader is not None and loader.num_changes != trainer.changes_known:  # the run's length may have changed
+        if loader is not None and loader.num_changes != trainer.changes_known:  # the run may have become longer
             trainer.changes_known = loader.num_changes
             state.max_steps = trainer.updates_of_run(loader)
 
-    # A free-running loader may find out only now that nothing remained of the epoch that it was resumed into. The
+    # Without updates of a set size, a loader may find out only here that no samples remained of a resumed epoch. The
     # Trainer would then end the training (as ``step < 0``).
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.trainer.just_resumed:
@@ -264,7 +264,7 @@ class DynagroupCallback(TrainerCallback):
 
 
 def _counted(inputs: Any) -> list[Any]:
-    """The batches of an update, or the one batch, in the form that is counted; idle ones are empty."""
+    """Returns the batches of an update, or the one batch, as the Trainer counts them; idle ones are empty."""
     if not isinstance(inputs, list):
         return [inputs]
     return [
@@ -275,17 +275,17 @@ def _counted(inputs: Any) -> list[Any]:
 
 
 def defines_compute_loss(trainer_class: type) -> bool:
-    """Whether a class of the user or of a library computes the loss itself."""
-    return any("compute_loss" in vars(c) and c not in (UpdateRunner, Trainer) for c in trainer_class.__mro__)
+    """Returns whether a class of the user or of a library computes the loss itself."""
+    return any("compute_loss" in vars(c) and c not in (TrainerSteps, Trainer) for c in trainer_class.__mro__)
 
 
-# What: compute the loss for one item and for two, on the same batch, without gradients, dropout or other randomness.
-# Why right: a sum divided by the number of items halves, a mean stays; auxiliary terms are small beside a sum over one.
-#   Heads that take ``**kwargs`` and drop the number (transformers#47688, open), and a subclass whose ``compute_loss``
-#   returns a mean, look alike from outside: the Trainer takes both for sums, so they would count once per batch.
-# Cost: two forward passes, once per run. Collective: all ranks take the same answer, or all raise.
+# Computes the loss with an item count of one and of two, on the same batch, without gradients, dropout or randomness. A
+# sum divided by the count is halved, a mean is not; auxiliary terms are small compared with a sum divided by one.
+# The Trainer cannot see it: heads that ignore the count (transformers#47688, open), and subclasses whose
+# ``compute_loss`` returns a mean, look like sums, so their losses would be added once per batch.
+# Cost: two forward passes, once per run. All ranks must call it; all return the same result, or all raise.
 def is_a_mean(trainer: Any, model: Any, batch: Any, world: World) -> bool | None:
-    """Whether the loss is a mean over its batch even if it gets the number of items; None: this batch cannot tell."""
+    """Returns whether the loss is a mean over its batch, whatever item count it gets; None: this batch cannot tell."""
     error: Exception | None = None
     ratio = math.nan
     try:
@@ -293,7 +293,7 @@ def is_a_mean(trainer: Any, model: Any, batch: Any, world: World) -> bool | None
             inputs = trainer._prepare_inputs(batch)
             one, two = (_loss(trainer, model, inputs, count) for count in (1, 2))
         ratio = one / two if two else math.nan
-    except Exception as caught:  # noqa: BLE001 - the other ranks must hear of it before it is raised
+    except Exception as caught:  # noqa: BLE001 - the other ranks must know before it is raised
         error = caught
     here = 1.5 < ratio < math.inf, abs(ratio - 1.0) < 0.1
     neither = not any(here) and 0 < abs(ratio) < math.inf
@@ -301,14 +301,14 @@ def is_a_mean(trainer: Any, model: Any, batch: Any, world: World) -> bool | None
     if error is not None and is_out_of_memory(error):
         raise error
     if failed or (neither and not halves):
-        unclear = f"does not show whether its loss is a mean ({error or 'it neither halves nor stays'})"
+        unclear = f"returns a loss of unknown kind ({error or 'twice the items neither halve nor keep it'})"
         way_out = "`loss_is_scaled_for_ga` to False (a mean over its batch) or True (divided by num_items_in_batch)"
         raise ConfigError(f"{type(trainer).__name__} {unclear}; set {way_out}") from error
     return not halves if halves or stays else None
 
 
 def _loss(trainer: Any, model: Any, inputs: Any, count: int) -> float:
-    # Both losses draw the same random numbers, and training later draws those that it would have drawn.
+    # Both losses use the same random numbers, and training later continues with its own.
     device = trainer.args.device
     same_numbers = torch.random.fork_rng([device] if device.type == "cuda" else [])
     with same_numbers, torch.no_grad(), trainer.compute_loss_context_manager():

@@ -1,4 +1,4 @@
-"""A budget as the ``constraint`` of lhotse's ``DynamicBucketingSampler``: a cap that no batch exceeds."""
+"""Uses a budget as ``constraint`` of lhotse's ``DynamicBucketingSampler``, so that no batch exceeds the budget."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -13,15 +13,15 @@ from dynagroup.shapes import BatchShape
 
 
 class BudgetConstraint(SamplingConstraint):  # type: ignore[misc]
-    """Ends a batch before the next sample of its bucket could exceed the budget.
+    """Ends a batch before another sample of its bucket could exceed the budget.
 
-    lhotse adds a sample before it asks whether the batch is full. So the longest sample of the bucket decides: a batch
-    never exceeds the budget, in whatever order its samples come.
+    lhotse adds a sample before it asks whether the batch is full. So each sample counts as long as the longest of its
+    bucket, and batches never exceed the budget, in whatever order samples come.
 
     Args:
-        budget: limit of a batch, in the units of ``length_of``; a number means that many, padding included.
-        bounds: the longest sample of each bucket; give ``DynamicBucketingSampler(duration_bins=bounds[:-1])``.
-        length_of: a cut -> its frames, tokens ...; default: its ``num_frames``.
+        budget: limit of a batch, in units of ``length_of``; an int means that many units, padding included.
+        bounds: longest sample of each bucket; pass ``DynamicBucketingSampler(duration_bins=bounds[:-1])``.
+        length_of: function from a cut to its length (frames, tokens). None: ``num_frames``.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class BudgetConstraint(SamplingConstraint):  # type: ignore[misc]
         self.budget, self.bounds = as_budget(budget), sorted(bounds)
         self.length_of = length_of or _num_frames
         if not self._fits(1, longest := self.bounds[-1]):
-            raise BudgetError(f"a sample of {longest} does not fit even alone; raise the budget or lower `bounds`")
+            raise BudgetError(f"a sample of {longest} does not fit even alone; raise the budget, or lower `bounds`")
         self.reset()
 
     def _fits(self, count: int, longest: int) -> bool:
@@ -42,7 +42,7 @@ class BudgetConstraint(SamplingConstraint):  # type: ignore[misc]
     def add(self, example: Any) -> None:
         length = self.measure_length(example)
         if length > (longest := self.bounds[-1]):
-            raise ConfigError(f"a sample has the length {length:g}, but `bounds` end at {longest}; filter it out")
+            raise ConfigError(f"a sample has length {length:g}, but `bounds` end at {longest}; filter it out")
         self.count, self.bucket = self.count + 1, max(self.bucket, bisect_left(self.bounds, length))
 
     def exceeded(self) -> bool:
@@ -57,6 +57,6 @@ class BudgetConstraint(SamplingConstraint):  # type: ignore[misc]
 
 def _num_frames(cut: Any) -> float:
     if cut.num_frames is None:
-        way_out = "give length_of=lambda cut: cut.num_samples"
-        raise ConfigError(f"cut {cut.id!r} has no features, so no `num_frames`; {way_out}")
+        way_out = "pass length_of=lambda cut: cut.num_samples"
+        raise ConfigError(f"cut {cut.id!r} has no `num_frames`, because it has no features; {way_out}")
     return cut.num_frames

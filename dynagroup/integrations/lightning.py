@@ -1,4 +1,4 @@
-"""Steps under Lightning: a loader that Lightning leaves alone, and the callback that tells it where updates end."""
+"""Runs dynagroup's steps with Lightning: a loader that is also a callback, which tells Lightning where updates end."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from dynagroup.errors import ConfigError, StateError
 from dynagroup.update.loader import StepLoader
 
 NEVER = 1 << 20
-"""An accumulation larger than any epoch's number of batches: the update goes on."""
+"""A number of accumulated batches that no epoch has, so that Lightning does not run the optimizer."""
 
 
 class LightningStep(NamedTuple):
@@ -23,7 +23,7 @@ class LightningStep(NamedTuple):
 
     batch: Any
     indices: list[int]
-    num_samples: int  # 0 on an idle step
+    num_samples: int  # 0 in an idle step
     loss_scale: float
     ends_update: bool
     idle: bool
@@ -31,30 +31,30 @@ class LightningStep(NamedTuple):
 
 
 class LightningSteps(Callback):
-    """The value for ``train_dataloader``: each item is a step. It is also a callback of the same Trainer and makes
-    Lightning step its optimizers where updates end: ``Trainer(callbacks=[steps]).fit(module, steps)``.
+    """The ``train_dataloader`` for Lightning, which yields steps. It is also a callback of the same Trainer, and makes
+    Lightning run its optimizers where updates end: ``Trainer(callbacks=[steps]).fit(module, steps)``.
 
-    It is no ``DataLoader``, so Lightning adds no sampler. It has no ``len()``: an epoch is as long as its samples need.
-    It counts what training has used, not what Lightning has fetched ahead, so its state, which is in every checkpoint,
-    is exact. With automatic optimization, return ``update_loss(self, step, loss)`` from ``training_step``.
+    The object is no ``DataLoader``, so Lightning adds no sampler; and has no ``len()``, because an epoch is as long as
+    its samples need. Its state is saved in every checkpoint, and counts what training has used, not what Lightning has
+    fetched. With automatic optimization, return ``update_loss(self, step, loss)`` from ``training_step``.
 
     Raises:
-        ConfigError: it is not a callback of the Trainer, or the Trainer accumulates or limits batches itself.
-        StateError: Lightning had begun to read before it restored a checkpoint's place.
+        ConfigError: the object is not a callback of the Trainer, or the Trainer accumulates or limits batches itself.
+        StateError: Lightning read batches before it restored a checkpoint.
     """
 
     def __init__(self, loader: StepLoader[Any]) -> None:
         self.loader, self.dataset = loader, loader.dataset
         self.sampler, self._offset = SimpleNamespace(set_epoch=self._set_epoch), 0
         self.begun_epoch: int | None = None
-        """An epoch that was begun, while none of its updates is used yet."""
+        """Number of an epoch that has begun, until its first update is used; else None."""
         self._ahead: deque[dict[str, Any]] = deque()
         self._state: dict[str, Any] | None = None
-        """This rank's place after the last update that training has used."""
+        """This rank's state after the last update that training has used."""
         self._restored: Sequence[Mapping[str, Any]] | None = None
         self._listens, self._first = False, True
 
-    # Lightning fetches from a run's first epoch before it announces it, and may announce a wrong number after a resume.
+    # Lightning reads from a run's first epoch before it calls set_epoch, and may pass a wrong number after a resume.
     def _set_epoch(self, epoch: int) -> None:
         if self.begun_epoch is not None:
             self._offset = self.begun_epoch - epoch
@@ -63,7 +63,7 @@ class LightningSteps(Callback):
 
     def __iter__(self) -> Iterator[LightningStep]:
         if not self._listens:
-            raise ConfigError("LightningSteps is a callback too: make the Trainer with callbacks=[steps]")
+            raise ConfigError("LightningSteps must also be a callback; make the Trainer with callbacks=[steps]")
         self._ahead.clear()
         self.begun_epoch = self.loader.epoch
         for update in self.loader.updates():
@@ -71,28 +71,28 @@ class LightningSteps(Callback):
             for step in update:
                 weighed = step.loss_scale, step.ends_update, step.idle, step.kind
                 yield LightningStep(step.batch, list(step.indices), int(step.samples.local), *weighed)
-        if self._ahead:  # training has yet to use the last update: after it comes the next epoch
+        if self._ahead:  # training has not used the last update yet; the next epoch comes after it
             self._ahead[-1] = self.loader.state_dict()
         else:
             self._state = self.loader.state_dict()
 
     def state_dict(self) -> dict[str, Any]:
-        """State of all ranks. Lightning asks every rank, but saves only rank 0's answer."""
+        """Returns the states of all ranks. Lightning calls it on every rank, but saves only the result of rank 0."""
         state = self._state if self._state is not None else self.loader.state_dict()
         states = [state] * rank_and_size()[1]
         if len(states) > 1:
             dist.all_gather_object(states, state)
         return {"ranks": states}
 
-    # Lightning restores callbacks before it makes a loader, and loaders only in mid-epoch; both get this state.
+    # Lightning restores callbacks before it makes a loader, and loaders only in mid-epoch; both get this same state.
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         states = state_dict["ranks"]
         if states == self._restored:
             return
         if self.begun_epoch is not None:
-            early = "as `trainer.estimated_stepping_batches` can make it do (pytorch-lightning#20550): batches would come again"
-            way_out = "Count steps by `trainer.max_steps` or `loader.num_updates`"
-            raise StateError(f"Lightning read the loader before it restored its place, {early}. {way_out}")
+            early = "as `trainer.estimated_stepping_batches` can do (pytorch-lightning#20550): batches would repeat"
+            way_out = "use `trainer.max_steps` or `loader.num_updates` instead"
+            raise StateError(f"Lightning read batches before it restored the checkpoint, {early}; {way_out}")
         self.loader.load_state_dict(states)
         rank = rank_and_size()[0]
         self._restored, self._state = states, states[rank if rank < len(states) else 0]
@@ -104,14 +104,14 @@ class LightningSteps(Callback):
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         limit = trainer.limit_train_batches
         if trainer.accumulate_grad_batches != 1:
-            raise ConfigError("leave `accumulate_grad_batches` at 1, and set samples_per_update of the loader")
+            raise ConfigError("`accumulate_grad_batches` must be 1; set the loader's `samples_per_update` instead")
         if not trainer.fast_dev_run and (isinstance(limit, int) or limit != 1.0):
-            raise ConfigError(f"`limit_train_batches` ({limit}) ends epochs in the middle of an update; use max_steps")
+            raise ConfigError(f"`limit_train_batches` must be 1.0, as {limit} may end inside an update; use max_steps")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if not pl_module.automatic_optimization:
             return
-        # Lightning steps when (batch_idx + 1) % n == 0 and clears gradients when batch_idx % n == 0.
+        # Lightning runs optimizers when (batch_idx + 1) % n == 0, and clears gradients when batch_idx % n == 0.
         stepping = 1 if self._first else batch_idx + 1
         trainer.accumulate_grad_batches = stepping if batch.ends_update else NEVER
         for optimizer in trainer.optimizers if self._first else ():
@@ -129,6 +129,6 @@ class LightningSteps(Callback):
 
 
 def update_loss(module: LightningModule, step: LightningStep, mean_loss: torch.Tensor) -> torch.Tensor:
-    """The loss to return from ``training_step`` under automatic optimization, weighed within its update. Lightning
-    divides it by ``trainer.accumulate_grad_batches``, so this function first multiplies by that number."""
+    """Returns the loss for ``training_step`` with automatic optimization, weighed within its update. It is multiplied
+    by ``trainer.accumulate_grad_batches``, because Lightning divides it by that number."""
     return mean_loss * (step.loss_scale * module.trainer.accumulate_grad_batches)

@@ -1,7 +1,7 @@
-"""Batches that fit in LLaMA-Factory's SFT, PT, DPO and RM stages.
+"""Gives LLaMA-Factory batches that fit, in its stages SFT, PT, DPO and RM.
 
-A LLaMA-Factory workflow builds its own Trainer. Inside :func:`dynamic_batching` the workflows build ours instead;
-nothing else changes, and on exit everything is as before.
+A LLaMA-Factory workflow makes its own Trainer. Inside :func:`dynamic_batching` workflows make dynagroup's Trainer
+instead; nothing else is changed, and everything is restored on exit.
 """
 
 import contextlib
@@ -15,15 +15,15 @@ from dynagroup.integrations.config import DynagroupConfig
 from dynagroup.integrations.hf import dynagroup_trainer
 
 STAGES = {"sft": "CustomSeq2SeqTrainer", "pt": "CustomTrainer", "dpo": "CustomDPOTrainer", "rm": "PairwiseTrainer"}
-"""KTO compares the samples of a batch with each other, and PPO makes its own batches."""
+"""Trainer class of each stage. KTO is left out (it compares samples of a batch), and PPO (it makes its own batches)."""
 
 
 @contextlib.contextmanager
 def dynamic_batching(dynagroup: Budget | DynagroupConfig) -> Iterator[None]:
-    """Context: LLaMA-Factory's workflows train with batches that fit: ``with dynamic_batching(budget): run_exp(args)``.
+    """Context manager in which LLaMA-Factory's batches fit: ``with dynamic_batching(budget): run_exp(args)``.
 
     Args:
-        dynagroup: a budget, or a whole configuration. In the DPO and RM stages the budget counts the tokens of both answers.
+        dynagroup: a budget, or a :class:`DynagroupConfig`. In stages DPO and RM the budget counts both answers' tokens.
     """
     config = dynagroup if isinstance(dynagroup, DynagroupConfig) else DynagroupConfig(budget=dynagroup)
     pairs = replace(config, weigh="samples") if config.weigh == "auto" else config
@@ -31,7 +31,7 @@ def dynamic_batching(dynagroup: Budget | DynagroupConfig) -> Iterator[None]:
         for stage, name in STAGES.items():
             original = getattr(import_module(f"llamafactory.train.{stage}.trainer"), name)
             ours = partial(dynagroup_trainer(original), dynagroup=pairs if stage in ("dpo", "rm") else config)
-            for part in ("trainer", "workflow"):  # some workflows import their Trainer when they run, others before
+            for part in ("trainer", "workflow"):  # some workflows import their Trainer early, others when they run
                 module = import_module(f"llamafactory.train.{stage}.{part}")
                 if hasattr(module, name):
                     stack.callback(setattr, module, name, getattr(module, name))

@@ -1,7 +1,7 @@
-"""Packed batches on a transformers model: the collator it needs, and a test that the model keeps the samples apart.
+"""Makes the collator for packed batches of a transformers model, and tests that the model keeps the samples apart.
 
-If a model cannot take packed batches, transformers does not say so: samples attend to each other or get wrong
-positions, and the loss looks healthy. So the model itself is tested, on two samples of a few tokens.
+If a model cannot process packed batches, transformers raises no error: samples attend to each other or get wrong
+positions, while the loss looks normal. So the model itself is tested, on two samples of a few tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,24 +15,24 @@ from dynagroup.integrations.varlen import NAME, check_own_attention
 from dynagroup.oom.jobs import evaluating
 from dynagroup.validation import explained, warn_user
 
-LINEAR = ("flash_attention", "flex_attention", NAME)  # keep samples apart without a mask
+LINEAR = ("flash_attention", "flex_attention", NAME)  # attention that keeps samples apart without a mask
 Collate: TypeAlias = Callable[[Sequence[Any]], dict[str, Any]]
 PROBES = ((7, 5, 6, 9, 8), (6, 8, 5))
 SIZES = [len(probe) for probe in PROBES]
 WAYS_OUT = (
-    "set model.config.use_cache = False (with a cache transformers builds no mask between packed samples), "
+    "set model.config.use_cache = False (with a cache, transformers makes no mask between packed samples), "
     "call dynagroup.integrations.varlen.use_varlen_attention(model), or use the padded layout"
 )
 
 
 def packing_collator(model: Any, **options: Any) -> Collate:
-    """``transformers.DataCollatorWithFlattening`` set for this model: its first position, borders for its kernels.
+    """Returns a ``transformers.DataCollatorWithFlattening`` for this model, after a test that its packed batches work.
 
     Args:
         model: a transformers model as it will be trained, with its attention implementation. See :func:`check_packing`.
-        options: of the collator, such as ``return_seq_idx=True`` for state-space models.
+        options: arguments of the collator, such as ``return_seq_idx=True`` for state-space models.
     """
-    # RoBERTa-like models count positions from the one after their padding token's.
+    # Models like RoBERTa count positions from one above their padding token's index.
     layers = [module for module in model.modules() if type(module).__name__.endswith("Embeddings")]
     padding = [getattr(getattr(layer, "position_embeddings", None), "padding_idx", None) for layer in layers]
     first = next(({"position_ids_start": int(index) + 1} for index in padding if index is not None), {})
@@ -42,61 +42,61 @@ def packing_collator(model: Any, **options: Any) -> Collate:
 
 
 class NotAskedError(ConfigError):
-    """A model or collator cannot be tested, because it needs more than rows of tokens."""
+    """Raised when a model or collator cannot be tested, because it needs more than rows of tokens."""
 
 
 def check_packing(model: Any, collate_fn: Collate) -> None:
-    """Run two short samples packed and one by one: the model, which is not changed, must give the same answers. After
-    ``use_varlen_attention`` they are also compared with the model's own attention: both runs might be wrong.
+    """Runs two short samples packed and one by one, and checks that the model gives equal results. The model is not
+    changed. After ``use_varlen_attention`` its results are also compared with the model's own attention.
 
     Raises:
-        ConfigError: the model cannot be run on them, or answers differ (attention that mixes samples, a cache, other positions).
+        ConfigError: the model cannot run these samples, or results are unequal (attention mixes samples, or a cache).
     """
     name, attention = type(model).__name__, getattr(model.config, "_attn_implementation", None) or "eager"
-    if attention == NAME:  # it may have been set by its name
+    if attention == NAME:  # may have been set by name, without a test
         check_own_attention(model)
-    tried = f"{name} could not be run on two packed samples of `input_ids`"
-    can = "; decoders and encoders that read one row of tokens can be packed; use the padded layout"
+    tried = f"{name} cannot run two packed samples of `input_ids`"
+    can = "; only models that read one row of tokens can be packed, so use the padded layout"
     with explained(tried, ConfigError, way_out=can, kind=NotAskedError):
         together, alone = _answers(model, collate_fn)
     apart = float((together - alone).abs().max() / alone.abs().max().clamp(min=1e-12))
     if apart > _rounding(model, alone):
-        why = f"its attention {attention!r} does not keep them apart"
+        why = f"its attention {attention!r} mixes them"
         if _is_linear(model):
-            why = "its positions or layers that run along the row do not start anew with each sample"
-        found = f"{name} answers otherwise on packed samples than on each alone (by {apart:.1%})"
-        raise ConfigError(f"{found}: {why}; {WAYS_OUT}")
+            why = "its positions, or layers that run along the row, do not restart at each sample"
+        found = f"{name} gives other results for packed samples than for each alone (by {apart:.1%})"
+        raise ConfigError(f"{found}, because {why}; {WAYS_OUT}")
 
 
 def check_packed_training(trainer: Any) -> None:
-    """:func:`check_packing` of what a Trainer is about to train. Warns if a model or collator cannot be tested."""
-    why = "the model is sharded or not on its device yet"
+    """Runs :func:`check_packing` on what a Trainer will train; warns if a model or collator cannot be tested."""
+    why = "the model is sharded, or not on its device yet"
     if not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
         try:
             with trainer.accelerator.autocast():
                 return check_packing(trainer.model, trainer.data_collator)
         except NotAskedError as error:
             why = str(error)
-    way_out = "try dynagroup.integrations.packing.check_packing(model, collate_fn) yourself"
-    warn_user(f"whether the model keeps the samples of a packed batch apart could not be checked; {way_out} ({why})")
+    way_out = "call dynagroup.integrations.packing.check_packing(model, collate_fn) yourself"
+    warn_user(f"cannot test whether the model keeps packed samples apart; {way_out} ({why})")
 
 
 def _answers(model: Any, collate_fn: Collate) -> tuple[torch.Tensor, torch.Tensor]:
-    """The model's answers to two samples packed, and to each alone."""
+    """Returns the model's results for two samples packed, and for each alone."""
     batch = collate_fn([{"input_ids": list(ids), "labels": list(ids)} for ids in PROBES])
     shape = tuple(batch["input_ids"].shape)
     if shape != (1, sum(SIZES)):
-        raise ConfigError(f"`collate_fn` does not pack: of 8 tokens it made {shape}; use packing_collator(model)")
+        raise ConfigError(f"`collate_fn` must pack 8 tokens in one row, but made {shape}; use packing_collator(model)")
     together = answer(model, batch)
-    parts = batch["input_ids"].split(SIZES, dim=1)  # as they were collated: a collator may have masked some
+    parts = batch["input_ids"].split(SIZES, dim=1)  # taken from the packed row, because a collator may mask tokens
     alone = torch.cat([answer(model, {"input_ids": part}) for part in parts], dim=1)
     if together.shape != alone.shape:
-        raise ConfigError(f"{type(model).__name__} gives no output for each token; use the padded layout")
+        raise ConfigError(f"{type(model).__name__} has no output per token and cannot be packed; use padded layout")
     return together, alone
 
 
 def answer(model: Any, batch: dict[str, Any]) -> torch.Tensor:
-    """A model's logits, or else its first output."""
+    """Returns a model's logits, or without logits its first output."""
     device = next(model.parameters()).device
     inputs = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items() if k != "labels"}
     with evaluating(model), torch.no_grad():
@@ -105,7 +105,7 @@ def answer(model: Any, batch: dict[str, Any]) -> torch.Tensor:
 
 
 def _rounding(model: Any, answer: Any) -> float:
-    """Largest difference by rounding between two ways to the same answer, relative to the largest number in it."""
+    """Returns the largest difference that rounding may cause, relative to the largest number in a result."""
     widths = [answer.dtype.itemsize, next(model.parameters()).dtype.itemsize]
     if min(widths) < 4 or torch.is_autocast_enabled(answer.device.type):
         return 5e-2

@@ -1,4 +1,4 @@
-"""Embed, classify or generate with Ray Data: a class for ``Dataset.map_batches``. Machines, faults and files are Ray's."""
+"""Embeds, classifies or generates with Ray Data: a class for ``Dataset.map_batches``."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -11,7 +11,7 @@ from dynagroup.errors import ConfigError
 from dynagroup.oom.inference import classify_dataset, embed_dataset, generate_dataset
 from dynagroup.validation import check_choice
 
-# task -> what runs it, and the new column
+# task -> (function that runs it, name of the new column)
 TASKS: dict[str, tuple[Callable[..., Any], str]] = {
     "embed": (embed_dataset, "embedding"), "classify": (classify_dataset, "logits"),
     "generate": (generate_dataset, "generated_text"),
@@ -19,21 +19,21 @@ TASKS: dict[str, tuple[Callable[..., Any], str]] = {
 
 
 class Predictor:
-    """A model that Ray loads once in each actor, and calls with one block of rows after another. Each block is sorted by
-    length and run in batches that fit. A batch that runs out of memory is run in parts, and later blocks are cut by
-    what that taught. Rows keep their order and their columns, and get one column more.
+    """Runs a model in Ray actors on one block of rows after another. Each block is sorted by length and run in batches
+    that fit. A batch that runs out of memory is run in parts, and later blocks use what was learned. Rows keep their
+    order and columns, and get one new column.
 
     Args:
-        load: returns (model, tokenizer), the model on its device; called in the actor.
-        task: "embed": column ``embedding``, float32 (num_rows, features). "classify": ``logits``, float32 (num_rows,
-            classes). "generate": ``generated_text``, a text a row.
-        column: the column of texts, or of rows of token ids.
+        load: function that returns (model, tokenizer), with the model on its device; called once in each actor.
+        task: "embed": new column ``embedding``, float32 (num_rows, features). "classify": ``logits``, float32
+            (num_rows, classes). "generate": ``generated_text``, one text per row.
+        column: name of the column of texts, or of token ids.
         output_column: another name for the new column.
-        options: those of :func:`~dynagroup.embed_dataset`, :func:`~dynagroup.classify_dataset` or
+        options: arguments of :func:`~dynagroup.embed_dataset`, :func:`~dynagroup.classify_dataset` or
             :func:`~dynagroup.generate_dataset`, such as ``batch_size``, ``budget``, ``pooling``, ``max_new_tokens``.
 
     Raises:
-        ConfigError: a block is no dict of arrays, or lacks ``column``. BudgetError: a row does not fit even alone.
+        ConfigError: a block is no dict of arrays, or has no ``column``. BudgetError: a row does not fit even alone.
 
     ```python
     how = {"load": load, "task": "embed", "batch_size": 64}
@@ -52,7 +52,7 @@ class Predictor:
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(batch, dict) or self.column not in batch:
-            wanted = f"a block must be a dict of arrays with {self.column!r}, as batch_format='numpy' gives it"
+            wanted = f"a block must be a dict of arrays with {self.column!r}, as from batch_format='numpy'"
             raise ConfigError(f"{wanted}, but is {batch!r:.200}")
         rows, tokenizer = list(batch[self.column]), self.tokenizer
         if rows and not isinstance(rows[0], str):
@@ -61,7 +61,7 @@ class Predictor:
 
 
 class _Ids:
-    """A tokenizer whose texts are the places of rows that are tokenized already; it pads and decodes as another does."""
+    """A tokenizer of rows of token ids, given by their number as text; pads and decodes like ``tokenizer``."""
 
     def __init__(self, rows: Sequence[Any], tokenizer: Any) -> None:
         self._rows, self._tokenizer = [np.asarray(row).tolist() for row in rows], tokenizer

@@ -1,7 +1,7 @@
-"""Batches that fit for ``SentenceTransformerTrainer``: a callable for its ``args.batch_sampler``.
+"""Makes ``batch_sampler`` of ``SentenceTransformerTrainingArguments`` from a budget, for batches that fit.
 
-Only for losses of single samples or pairs (cosine similarity, mean squared error, softmax, margins). A contrastive loss (multiple
-negatives ranking, CoSENT) compares the samples of a batch with each other: keep fixed batches for it.
+Use it only for losses of single samples or pairs (cosine similarity, mean squared error, softmax, margins). A
+contrastive loss (multiple negatives ranking, CoSENT) compares the samples of a batch, so keep fixed batches for it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,27 +17,27 @@ from dynagroup.plan.sampler import LengthAwareBatchSampler
 def batches_that_fit(
     budget: Budget | int, tokenizer: Callable[..., Any], *, max_length: int | None = None, **settings: Any
 ) -> Callable[..., LengthAwareBatchSampler]:
-    """The value of ``SentenceTransformerTrainingArguments(batch_sampler=...)``.
+    """Returns the value for ``SentenceTransformerTrainingArguments(batch_sampler=...)``.
 
     Args:
-        budget: limit of a batch. Every text column is padded by itself and counts.
-        tokenizer: the model's, e.g. ``model.tokenizer``; texts over ``max_length`` are truncated, as by the model.
+        budget: limit of a batch. Every text column is padded separately, and counts.
+        tokenizer: the model's, e.g. ``model.tokenizer``; texts are truncated to ``max_length`` tokens, as by the model.
         settings: further settings of :class:`~dynagroup.LengthAwareBatchSampler`, e.g. ``window``.
     """
 
     def sampler(dataset: Any, valid_label_columns: Sequence[str] | None = None, seed: int = 0, **_: Any) -> Any:
-        """``**_``: batch size, dropping of the last batch, and generator, which are not needed."""
+        """Makes the sampler; ``**_`` are batch size, drop_last and generator, which it does not need."""
         kinds = {name: getattr(kind, "dtype", None) for name, kind in dataset.features.items()}
         unread = {*(valid_label_columns or ()), "dataset_name"}
         columns = [name for name, kind in kinds.items() if kind in ("string", "large_string") and name not in unread]
         if not columns:
-            raise ConfigError(f"the dataset has no text column among {list(kinds)}")
-        # The first column is the stream that every budget knows.
+            raise ConfigError(f"the dataset must have a text column, but has only {list(kinds)}")
+        # The first column is named "tokens", which every budget knows.
         lengths: Mapping[str, Any] = {
             name if number else "tokens": measure_lengths(dataset, tokenizer, name, max_length)
             for number, name in enumerate(columns)
         }
-        # accelerate gives batch k to rank k % W; it needs the batches of all ranks.
+        # accelerate runs batch k on rank k % W, so the sampler yields the batches of all ranks.
         how: Any = {"shuffle": True, "seed": seed, **settings, "rank": None, "world_size": rank_and_size()[1]}
         return LengthAwareBatchSampler(lengths, budget, **how)
 

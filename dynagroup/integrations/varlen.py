@@ -1,5 +1,5 @@
-"""Attention of packed batches with torch alone: each sample attends only to itself, and memory grows linearly with the
-tokens. ``torch.nn.attention.varlen`` does it on CUDA in half precision (torch 2.11 or later), else a loop."""
+"""Attention for packed batches in plain torch: a sample attends only to itself, and memory is linear in tokens. It uses
+``torch.nn.attention.varlen`` on CUDA in half precision (torch 2.11 or later), else one call per sample."""
 
 import contextlib
 import inspect
@@ -28,18 +28,19 @@ NO_MATTER = frozenset(
     "position_ids position_embeddings cache_position seq_idx cu_seq_lens_k max_length_k num_items_in_batch use_cache "
     "output_hidden_states output_router_logits return_dict logits_to_keep".split()
 )
-"""Arguments that models give to their attention, and that attention does not use."""
+"""Arguments that models pass to their attention function, and that do not change its result."""
 PROBE_TOKENS = 13
 COLLATE = "collate with DataCollatorWithFlattening(return_flash_attn_kwargs=True)"
-INSTEAD = "use attn_implementation='flash_attention_2' where the model has it, or the padded layout"
+INSTEAD = "use attn_implementation='flash_attention_2' if the model has it, or the padded layout"
 
 
 def use_varlen_attention(model: Any) -> Any:
-    """Give a transformers model attention for packed batches; returns the model. Batches must be packed by
+    """Gives a transformers model attention for packed batches; returns the model. Batches must be packed by
     ``DataCollatorWithFlattening(return_flash_attn_kwargs=True)``. Parts without tokens (vision) keep their attention.
 
     Raises:
-        ConfigError: :func:`check_own_attention` refuses the model. Later: a batch has a mask, no borders, or images.
+        ConfigError: the model needs other attention, see :func:`check_own_attention`. In forward passes: a batch has a
+            mask, images, or no borders of samples.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> small = LlamaConfig(vocab_size=16, hidden_size=8, num_attention_heads=2, num_hidden_layers=1, intermediate_size=8)
@@ -55,32 +56,32 @@ def use_varlen_attention(model: Any) -> Any:
     return model
 
 
-# What: one forward pass of a few tokens. Each layer's attention is computed twice from the same queries, keys, values:
-#   by the model's own function (the "eager" one of its file, with its masks), and by ours.
-# Why right: these are random and large instead of the layer's, so that soft caps and sinks show. Windows and chunks are
-#   longer than a few tokens, but masks are functions of two places: they are asked about places far apart.
+# Runs a few tokens once. Each layer's attention is computed twice from the same queries, keys and values: by the
+# model's own "eager" function with its masks, and by this module. The values are large random numbers and not the
+# layer's, so that soft caps and sinks show. Windows and chunks are longer than a few tokens, but masks are functions of
+# two positions, so they are evaluated at positions that are far apart.
 def check_own_attention(model: Any) -> set[Any]:
-    """Compare packed attention with the model's own, layer by layer; returns the attention modules. ConfigError: they
-    differ (soft caps, sinks, chunks, biases, ...), or cannot be compared."""
+    """Compares packed attention with the model's own, layer by layer; returns the attention modules. ConfigError:
+    results are unequal (soft caps, sinks, chunks, biases), or cannot be compared."""
     name, asked = type(model).__name__, set()
     AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(NAME, _no_mask)
     AttentionInterface.register(PROBE, partial(_attend_both, asked))
     AttentionMaskInterface.register(PROBE, _probe_mask)
-    tried = f"packed attention could not be compared with {name}'s own on {PROBE_TOKENS} tokens"
+    tried = f"cannot compare packed attention with {name}'s own on {PROBE_TOKENS} tokens"
     told = explained(tried, ConfigError, way_out=f"; {INSTEAD}")
     with told, settings_kept(model), evaluating(model), torch.no_grad():
         model.set_attn_implementation(PROBE)
         ids = torch.arange(PROBE_TOKENS, device=next(model.parameters()).device) % 5 + 5
         model(input_ids=ids[None])
     if not asked:
-        raise ConfigError(f"{name} does not choose its attention by transformers' AttentionInterface; {INSTEAD}")
+        raise ConfigError(f"{name} does not use transformers' AttentionInterface, so it cannot be packed; {INSTEAD}")
     return asked
 
 
 @contextlib.contextmanager
 def settings_kept(model: Any) -> Iterator[None]:
-    """Context that restores a model's settings when it ends."""
+    """Context manager that restores a model's settings at its end."""
     configs = [config for part in model.modules() if hasattr(config := getattr(part, "config", None), "to_dict")]
     before = [(vars(config), dict(vars(config))) for config in configs]
     try:
@@ -109,15 +110,15 @@ def _attend_both(
     window = options.get("sliding_window")
     far = _sees_as_far(attention_mask, window, _is_causal(module, options.get("is_causal")))
     if not far or not apart < (1e-2 if wanted.is_cuda else 1e-4):
-        more = f"it adds to the scores, or limits what a token sees by other than a window of {window}"
-        found = f"on {PROBE_TOKENS} tokens the two are {apart:.1%} apart ({more})"
-        raise ConfigError(f"{type(module).__name__} needs what packed attention lacks: {found}; {INSTEAD}")
+        more = f"the model adds to the scores, or limits attention by more than a window of {window}"
+        found = f"results on {PROBE_TOKENS} tokens are unequal by {apart:.1%} ({more})"
+        raise ConfigError(f"{type(module).__name__} cannot use packed attention: {found}; {INSTEAD}")
     asked.add(module)
     return wanted.to(query.dtype), None
 
 
 def _sees_as_far(mask: Any, window: int | None, causal: bool) -> bool:
-    """Whether a mask lets tokens see as far as a window does, tested around the ends of windows and chunks."""
+    """Returns whether a mask allows the same attention as a window, tested around the ends of windows and chunks."""
     function, size = getattr(mask, "sees", (None, None))
     if function is None:
         return window is None
@@ -128,7 +129,7 @@ def _sees_as_far(mask: Any, window: int | None, causal: bool) -> bool:
 
 
 def _near(place: torch.Tensor, window: int | None, causal: bool) -> torch.Tensor:
-    """Which places each place can see."""
+    """Returns which positions each position may attend to, bool (N, N)."""
     back = place[:, None] - place[None]
     near = torch.ones_like(back, dtype=torch.bool) if window is None else back.abs() < window
     return near & (back >= 0) if causal else near
@@ -139,12 +140,12 @@ def _no_mask(
     **kwargs: Any,
 ) -> None:  # fmt: skip
     if attention_mask is not None and not bool(attention_mask.all()):
-        raise ConfigError(f"packed attention was given a padded batch; {COLLATE}, or use the padded layout")
+        raise ConfigError(f"packed attention cannot run a padded batch; {COLLATE}, or use the padded layout")
     if mask_function is not None and q_length > 1:
         places = torch.arange(q_length, device=device)
         ahead = mask_function(torch.arange(batch_size, device=device)[:, None], 0, places[:-1], places[1:])
         if bool(ahead.any()) and not bool(ahead.all()):
-            raise ConfigError("only some tokens attend to later ones, as in images; use the padded layout")
+            raise ConfigError("packed attention cannot let some tokens attend to later ones; use the padded layout")
 
 
 def _is_causal(module: Any, told: bool | None) -> bool:
@@ -156,18 +157,18 @@ def _attend(
     dropout: float = 0.0, sliding_window: int | None = None, is_causal: bool | None = None, cu_seq_lens_q: Any = None,
     max_length_q: int | None = None, **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """Query (B, H, T, D), key and value (B, H_kv, T, D) -> (B, T, H, D), as transformers' attention functions."""
+    """Takes query (B, H, T, D), key and value (B, H_kv, T, D); returns (B, T, H, D), as transformers expects."""
     options = {**kwargs, "attention_mask": attention_mask}
     if unknown := [f"`{k}`" for k, v in options.items() if k not in NO_MATTER and v is not None and v is not False]:
-        given = f"{type(module).__name__} gives its attention {', '.join(unknown)}"
+        given = f"{type(module).__name__} passes {', '.join(unknown)} to its attention"
         raise ConfigError(f"{given}, which packed attention does not support; {INSTEAD}")
     if query.shape[2] != key.shape[2]:
         raise ConfigError("packed attention has no cache of keys; generate with model.set_attn_implementation('sdpa')")
     if cu_seq_lens_q is None:
-        # If the collator gave no borders: a batch that is not packed has one sample per row.
+        # Without borders from the collator, the batch must not be packed: each row is one sample.
         (rows, _, tokens, _), places = query.shape, kwargs.get("position_ids")
         if places is not None and bool((places[:, 1:] <= places[:, :-1]).any()):
-            raise ConfigError(f"the batch is packed, but does not hold where its samples begin; {COLLATE}")
+            raise ConfigError(f"a packed batch must say where its samples begin; {COLLATE}")
         cu_seq_lens_q, max_length_q = torch.arange(rows + 1, device=query.device, dtype=torch.int32) * tokens, tokens
     how: dict[str, Any] = {"causal": _is_causal(module, is_causal), "scale": scaling, "window": sliding_window}
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
@@ -179,7 +180,7 @@ def _attend(
 
 
 def kernel(query: Any, key: Any, value: Any, borders: torch.Tensor, longest: int, **how: Any) -> Any:
-    """The same result as :func:`one_by_one` in one call: on CUDA devices, in half precision."""
+    """Computes the same result as :func:`one_by_one` in one call; only on CUDA devices, in half precision."""
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (key, value))
     near = how["window"] - 1 if how["window"] else -1
@@ -191,11 +192,11 @@ def kernel(query: Any, key: Any, value: Any, borders: torch.Tensor, longest: int
 def one_by_one(
     query: Any, key: Any, value: Any, borders: Any, *, causal: bool, scale: Any, window: int | None, dropout: float = 0.0
 ) -> torch.Tensor:  # fmt: skip
-    """(T, H, D) -> (T, H, D), one sample at a time: exact on any device and dtype, at one call per sample and layer. A
-    query scores only keys before it (``causal``), times ``scale``, fewer than ``window`` tokens away."""
+    """Returns attention (T, H, D) of packed samples, one call per sample: exact on any device and dtype. ``causal``:
+    only to earlier tokens; ``window``: only to tokens fewer than this apart; ``scale``: factor of the scores."""
     parts, sizes = [], borders.diff().tolist()
     grouped = query.shape[1] != key.shape[1]
-    # One split, because the gradient of each slice alone would be as large as the batch.
+    # One split for all samples, because the gradient of each slice would be as large as the batch.
     samples = zip(sizes, *(x.transpose(0, 1)[None].split(sizes, dim=2) for x in (query, key, value)), strict=True)
     for size, q, k, v in samples:
         long = window is not None and size > window

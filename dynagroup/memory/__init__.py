@@ -1,4 +1,4 @@
-"""How much memory a batch takes: simulated, measured, or predicted."""
+"""Finds how many bytes of memory a batch takes: by simulation, by measurement, or by a regressor."""
 
 from dynagroup.memory.formula import ClosedForm, ProfiledMemory
 from dynagroup.memory.measurements import Measurement, Measurements, measure, simulate

@@ -1,8 +1,8 @@
-"""Memory of a batch by a formula: from a workload's sizes alone, or fitted to a handful of simulated or measured shapes.
+"""Computes the memory of a batch by a formula, made from a model's sizes or fitted to a few batches.
 
-Either is the largest of a few phases, each a sum of what is alive in it. A phase is a polynomial in the batch shape with
-non-negative coefficients, so the form is monotone. The constants of the first (how many copies of the hidden states a
-layer keeps, and so on) are fitted to simulations by ``regressor/train.py``.
+A batch passes through a few phases; its memory is that of the largest phase. The memory of a phase is a polynomial in
+the batch shape with coefficients of 0 or more, so memory never falls when a batch grows. ``regressor/train.py`` fits
+the constants for models known by sizes (such as the copies of the hidden states that a layer keeps) to simulations.
 """
 
 import hashlib
@@ -21,12 +21,12 @@ from dynagroup.validation import warn_user
 
 COMPONENTS = ("weights", "activations", "attention", "logits", "cache")
 
-# Columns of a phase: a byte for each monomial of this name.
+# One column per monomial; each of these vectors stands for one byte per unit of its monomial.
 ONE, N, NL, NL2, NT, T2, NT2, NLT = (np.eye(12)[MONOMIALS.index(name)] for name in "1 n nL nL2 nT T2 nT2 nLT".split())
 NOTHING = np.zeros(len(MONOMIALS))
 QUADRATIC = [MONOMIALS.index(name) for name in ("L2", "nL2", "T2", "nT2", "LT", "nLT")]
 
-# Assumed values of fields that are not known; the sizes must be known.
+# Values assumed for fields of a workload that are None. Sizes have no such value and must be given.
 USUAL: dict[str, Any] = {
     "num_encoder_layers": 0, "experts_per_token": 1, "gated_mlp": True, "dropout": False, "lm_head": True, "causal": True,
     "fixed_tokens": 0, "trainable_share": 1.0, "score_bias": False,
@@ -35,18 +35,18 @@ USUAL: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class ClosedForm:
-    """Memory of one workload by components: the largest of its phases."""
+    """The memory of a batch of one workload: that of its largest phase, divided into ``COMPONENTS``."""
 
     phases: FloatArray
     """float64 (phases, components, monomials), bytes."""
     traced: Phases | None = None
-    """Phases that were traced or fitted, which are then used. All their components count as activations."""
+    """Phases that tracing or fitting found. Without a division into components, all bytes count as activations."""
     packed: bool = False
-    """Whether a batch is one row with all its tokens."""
+    """True: samples are packed, so that a batch is one row with all its tokens."""
 
     @classmethod
     def of(cls, workload: Workload, constants: Mapping[str, float]) -> "ClosedForm":
-        """The closed form from the model's trace, or else from its sizes."""
+        """Makes the formula from the phases in ``workload``, or without these from its sizes and ``constants``."""
         packed = workload.layout == "packed"
         if workload.phases is not None:
             return cls.of_phases(workload.phases, packed)
@@ -59,13 +59,13 @@ class ClosedForm:
         return cls(phases, traced, packed)
 
     def batch_bytes(self, shape: BatchShape) -> FloatArray:
-        """The bytes of each batch, at least one, without static memory: float64 (K,)."""
+        """Returns the bytes of each batch (1 or more), without static memory: float64 (K,)."""
         if self.traced is not None:
             return self.traced.bytes(shape, self.packed)
         return np.maximum((columns(shape, self.packed) @ self.phases.sum(axis=1).T).max(axis=1), 1.0)
 
     def shares(self, shape: BatchShape) -> FloatArray:
-        """The shares of the components, and of the part quadratic in length, in each shape's largest phase: (K, 6)."""
+        """Returns the shares of components and of terms quadratic in length in the largest phase: float64 (K, 6)."""
         values, phases = columns(shape, self.packed), self.phases
         largest = (values @ phases.sum(axis=1).T).argmax(axis=1)
         terms = phases[largest] * values[:, None, :]
@@ -80,7 +80,7 @@ def _phase(weights: Any = 0.0, **parts: Any) -> FloatArray:
 
 
 class _Builder:
-    """Writes the phases down from a workload's fields."""
+    """Builds the phases of a workload from its sizes."""
 
     def __init__(self, workload: Workload, constants: Mapping[str, float]) -> None:
         known = {name: getattr(workload, name) for name in Workload.__slots__}
@@ -92,14 +92,14 @@ class _Builder:
         self.ffn = w["intermediate_size"] * w["experts_per_token"]
         fixed, two_stacks = float(w["fixed_tokens"]), w["encoder_decoder"]
         speech = two_stacks and fixed > 0
-        # Tokens, tokens squared, of the decoder (or only stack, whose samples have fixed tokens more) and of the encoder.
+        # Tokens and squared tokens of the decoder or only stack (plus fixed tokens of each sample), and of the encoder.
         alone = NL + fixed * N, NL2 + 2 * fixed * NL + fixed**2 * N
         self.words, self.words2 = (NT, NT2) if two_stacks else alone
         self.read, self.read2 = (fixed * N, fixed**2 * N) if speech else (NL, NL2)
         self.cross = fixed * self.words if speech else NLT
-        # Models without dropout normalise their scores in float32.
+        # Models without dropout compute the softmax of attention scores in float32.
         self.wide_scores = self.element < 4 and not w["dropout"] and not two_stacks
-        # BART and its relatives drop hidden states only.
+        # BART and similar models apply dropout to hidden states only, not to attention scores.
         self.dropped_scores = w["mode"] == "train" and w["dropout"] and (not two_stacks or w["score_bias"])
         self.layers = float(w["num_layers"])
         self.encoders = float(w["num_encoder_layers"] or (w["num_layers"] if two_stacks else 0))
@@ -108,21 +108,21 @@ class _Builder:
         return {"train": self._training, "generate": self._generation, "forward": self._forward}[self.w["mode"]]()
 
     def _layer_keeps(self) -> float:
-        """Bytes that a layer keeps for its backward pass, per token."""
+        """Returns the bytes per token that a layer keeps for its backward pass."""
         w, c, e = self.w, self.c, self.element
         kept = c["keep_hidden"] * w["hidden_size"] + c["keep_query"] * self.query + c["keep_kv"] * self.kv
         kept += (c["keep_ffn"] + (c["keep_gate"] if w["gated_mlp"] else 0.0)) * self.ffn
         kept = e * kept + (c["keep_dropout"] * w["hidden_size"] * e if w["dropout"] else 0.0)
-        if e < 4:  # norms lift to float32
+        if e < 4:  # normalisation layers compute in float32
             kept += 4 * c["keep_wide"] * w["hidden_size"]
         return kept * (c["keep_lora"] if w["trainable_share"] < 0.5 else 1.0)
 
     def _scores(self, squared: FloatArray, per_score: float, per_mask: float) -> FloatArray:
-        """Score matrices and masks of one attention layer over ``squared`` pairs."""
+        """Returns the bytes of attention scores and masks of one layer over ``squared`` pairs of tokens."""
         w, c = self.w, self.c
         if w["attention"] == "eager":
             copies = per_score * (c["score_wide"] if self.wide_scores else 1.0)
-            if self.dropped_scores:  # kept before and after dropout, and its mask of one byte
+            if self.dropped_scores:  # scores before and after dropout, and the dropout mask with one byte per score
                 copies = per_score * (2 + 1 / self.element)
             return self.element * (copies * w["num_heads"] + per_mask) * squared
         if w["score_bias"]:
@@ -130,7 +130,7 @@ class _Builder:
         return self.element * per_mask * self._shared(squared) if w["attention"] == "sdpa" else NOTHING
 
     def _shared(self, squared: FloatArray) -> FloatArray:
-        """Pairs with one entry each in a mask or bias; a decoder beside an encoder has one mask for all samples."""
+        """Returns the pairs that have an entry in a mask or bias; in an encoder-decoder all samples share one mask."""
         return T2 if self.w["encoder_decoder"] and squared @ NT2 > 0 else squared
 
     def _training(self) -> list[FloatArray]:
@@ -147,9 +147,9 @@ class _Builder:
         table = c["weight_grad"] * w["vocabulary_size"] * w["hidden_size"] * self.parameter if trains_all else 0.0
         cast = self._cast_weights()
         head = w["vocabulary_size"] * self.words if w["lm_head"] else NOTHING
-        copies = c["logits_train"] * self.element  # and in causal models a copy in float32
+        copies = c["logits_train"] * self.element  # causal models also make a copy in float32
         copies += 4 * c["logits_wide"] if w["causal"] and self.element < 4 else 0.0
-        output = self.element * head  # the model's output lives as long as its caller holds it
+        output = self.element * head  # the caller keeps the model's output alive
         first = self.element * w["hidden_size"] * (self.words + (self.read if self.encoders else 0.0))
         kept = {"activations": activations, "attention": scores}
         phases = [
@@ -168,13 +168,13 @@ class _Builder:
         return phases
 
     def _stored(self, layer: Any, count: float, tokens: FloatArray, squared: FloatArray) -> tuple[FloatArray, ...]:
-        """What a stack keeps for its backward pass: everything of each layer, or with checkpointing its input."""
+        """Returns what a stack of layers keeps for its backward pass; with checkpointing only each layer's input."""
         if not self.w["gradient_checkpointing"]:
             return count * layer[0], count * layer[1]
         return self.element * self.w["hidden_size"] * count * tokens, self._scores(squared, 0.0, self.c["mask_keep"])
 
     def _cast_weights(self) -> float:
-        """Copies in the lower precision that autocast keeps of each matrix, from its forward to its backward pass."""
+        """Returns the bytes of matrices in lower precision that autocast keeps until the backward pass."""
         if self.element == self.parameter:
             return 0.0
         w = self.w
@@ -184,7 +184,7 @@ class _Builder:
         return self.c["cast_weights"] * self.element * ((self.layers + self.encoders) * matrices + head)
 
     def _running(self, tokens: FloatArray, squared: FloatArray, **held: FloatArray) -> list[FloatArray]:
-        """Two phases of a layer without gradients, in addition to ``held``: attention, and what follows it."""
+        """Returns two phases of a layer without gradients, on top of ``held``: attention, and the rest of the layer."""
         w, c, e = self.w, self.c, self.element
         fused, masked = w["attention"] != "eager", w["attention"] == "sdpa"
         wide = c["run_hidden"] * w["hidden_size"] + c["run_ffn"] * self.ffn + c["run_query"] * self.query
@@ -192,7 +192,7 @@ class _Builder:
             wide += c["run_expert"] * w["experts_per_token"] * w["hidden_size"]
         narrow = c["bias_hidden"] * w["hidden_size"] + c["bias_query"] * self.query + c["bias_kv"] * self.kv
         if masked and self.kv < self.query:
-            narrow += 2 * self.query  # the kernel that takes a mask has no grouped heads
+            narrow += 2 * self.query  # the kernel that takes a mask needs the key and value heads repeated
         scores = (c["bias_scores"] * w["num_heads"] if w["score_bias"] else c["bias_mask"]) if masked else 0.0
         left = c["mask_pass"] if masked else 0.0
         if not fused:
@@ -207,7 +207,7 @@ class _Builder:
     def _forward(self) -> list[FloatArray]:
         w, c, hidden = self.w, self.c, self.element * self.w["hidden_size"]
         head = self.element * (w["vocabulary_size"] if w["lm_head"] else 0) * self.words
-        per_layer = c["cache"] * 2 * self.kv * self.element * self.layers  # models return it unless told otherwise
+        per_layer = c["cache"] * 2 * self.kv * self.element * self.layers  # models return the cache by default
         cache = per_layer * self.words if w["causal"] or w["encoder_decoder"] else NOTHING
         phases, encoded = [], NOTHING
         if self.encoders:
@@ -229,7 +229,7 @@ class _Builder:
         last = c["last_logits"] * 4.0 * w["vocabulary_size"] * N
         step = self.element * self.ffn * 2.0 * N
         grown = self.layers * held + c["cache_layer"] * held
-        eager = w["attention"] == "eager"  # fused kernels need no mask of one new token
+        eager = w["attention"] == "eager"  # fused kernels need no mask for one new token
         mask = self._scores(N + prompt, c["score_pass"], c["mask_pass"]) if eager else NOTHING
         return [
             *self._running(prompt, squared, cache=NOTHING if two_stacks else filled),
@@ -243,21 +243,21 @@ FACTORS = [MONOMIALS.index(name) for name in ("1", "n", "nL", "nL2", "nT", "nT2"
 
 @dataclass(frozen=True)
 class ProfiledMemory:
-    """Bytes of any batch: the largest of a few phases, each a sum of ``(1, n, n*L, n*L^2)`` with non-negative factors.
+    """Predicts the bytes of any batch with a formula that was fitted to measured or simulated batches by :meth:`fit`.
 
-    If asked about more than twice the longest row, it warns once that its answer is a guess. Made by :meth:`fit`.
-    """
+    The formula is the largest of a few phases, each a sum of ``(1, n, n*L, n*L^2)`` with factors of 0 or more. Samples
+    more than twice as long as the longest fitted one give one warning that the prediction may be wrong."""
 
     static_bytes: int
     phases: Phases
     error: float
-    """Largest relative error on the rows that it was fitted to."""
+    """Largest relative error of the formula on the rows that it was fitted to."""
     reach: Mapping[str, int]
-    """The longest length that was measured in each stream."""
+    """Length of the longest fitted sample, by stream."""
 
     @classmethod
     def fit(cls, measurements: Measurements) -> "ProfiledMemory":
-        """Fit the formula to these rows, at least 4 (with two streams 8), without rows that ran out of memory.
+        """Fits the formula to at least 4 rows (8 with two streams); rows that ran out of memory do not count.
 
         >>> from dynagroup.memory import Measurement, Workload
         >>> rows = [Measurement(n, {"tokens": L}, 1000, 64 * n * L) for n in (1, 2, 4) for L in (64, 128, 256)]
@@ -269,7 +269,8 @@ class ProfiledMemory:
         streams = sorted({name for row in rows for name in row.longest}, key=lambda name: (name != TOKENS, name))
         least = 4 if len(streams) < 2 else 8
         if len(rows) < least:
-            raise ConfigError(f"ProfiledMemory.fit needs at least {least} rows of batches that ran but got {len(rows)}")
+            wanted = f"ProfiledMemory.fit needs at least {least} rows that did not run out of memory"
+            raise ConfigError(f"{wanted}, but got {len(rows)}; add shapes")
         factors = FACTORS[: 4 if len(streams) < 2 else None]
         shapes, sizes = columns(measurements.shapes())[:, factors], np.maximum(measurements.batch_bytes(), 1.0)
         found, error = max_affine(shapes, sizes)
@@ -279,7 +280,7 @@ class ProfiledMemory:
 
     def __str__(self) -> str:
         units = " and ".join(f"{most:,} {name}" for name, most in self.reach.items())
-        return f"a profile of rows of up to {units}, off by {self.error:.1%} of one at most"
+        return f"a profile of rows of up to {units}, wrong by at most {self.error:.1%} on each"
 
     @property
     def fingerprint(self) -> str:
@@ -293,8 +294,8 @@ class ProfiledMemory:
             if asked > 2 * reach and not self.__dict__.get("_warned"):
                 self.__dict__["_warned"] = True
                 warn_user(
-                    f"this profile was fitted to samples of up to {reach} {name}, but a batch has one of {asked}: the prediction "
-                    "may be wrong by several times; measure longer shapes, or use MemoryBudget.from_model, which traces the model"
+                    f"the profile was fitted to samples of up to {reach} {name}, but a batch has one of {asked}; the "
+                    "prediction may be far too low: measure longer shapes, or use MemoryBudget.from_model"
                 )
         return self.phases.bytes(shape)
 

@@ -1,4 +1,4 @@
-"""Rows of "this shape took that much memory": simulated on tensors that have shapes but no data, or measured on a device."""
+"""Records how much memory batches of given shapes take: simulated without data, or measured on a device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Shape: TypeAlias = "tuple[int, int | Mapping[str, int]]"
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Peak memory of one batch. If the run ran out of memory, ``batch_bytes`` is None and ``oom`` is True."""
+    """The peak memory of one batch, in bytes. If it ran out of memory, ``batch_bytes`` is None and ``oom`` is True."""
 
     num_samples: int
     longest: Mapping[str, int]
@@ -36,7 +36,7 @@ class Measurement:
     batch_bytes: int | None
     oom: bool = False
     reserved_bytes: int | None = None
-    """The most memory that the allocator had reserved on the device; only if measured."""
+    """Most bytes that the allocator had reserved on the device; None unless measured."""
 
     @property
     def peak_bytes(self) -> int | None:
@@ -48,7 +48,7 @@ _FIELDS = ("num_samples", "static_bytes", "batch_bytes", "oom", "reserved_bytes"
 
 @dataclass(frozen=True, slots=True)
 class Measurements:
-    """One row per shape, for one workload.
+    """The memory of several batch shapes for one workload, one row per shape.
 
     >>> [row.peak_bytes for row in Measurements((Measurement(2, {"tokens": 64}, 100, batch_bytes=50),), Workload())]
     [150]
@@ -57,16 +57,17 @@ class Measurements:
     rows: tuple[Measurement, ...]
     workload: Workload
     source: str = "simulated"
-    """"simulated" or "measured"."""
+    """Either "simulated" or "measured"."""
     about: Mapping[str, str] = field(default_factory=dict)
-    """Hardware, versions, date."""
+    """Hardware, versions and date, as text by name."""
 
     def __post_init__(self) -> None:
         for number, row in enumerate(self.rows):
             sizes = [row.num_samples - 1, row.static_bytes, *row.longest.values()]
             sizes += [] if row.batch_bytes is None else [row.batch_bytes]
             if row.oom != (row.batch_bytes is None) or not all(0 <= size < float("inf") for size in sizes):
-                raise ConfigError(f"row {number}: {row} has a size below 0 or not finite, or one where memory ran out")
+                wanted = "sizes must be finite and at least 0, and `batch_bytes` None exactly if `oom` is True"
+                raise ConfigError(f"row {number}: {wanted}, but it is {row}")
 
     def __iter__(self) -> Iterator[Measurement]:
         return iter(self.rows)
@@ -79,17 +80,17 @@ class Measurements:
         return tuple(row for row in self.rows if row.batch_bytes is not None)
 
     def shapes(self) -> BatchShape:
-        """The shapes of the rows that did not run out of memory."""
+        """Returns the shapes of the rows that did not run out of memory."""
         rows = self.complete
         names = rows[0].longest if rows else {TOKENS: 0}
         return BatchShape.of([r.num_samples for r in rows], {k: [r.longest[k] for r in rows] for k in names})
 
     def batch_bytes(self) -> FloatArray:
-        """Peak bytes without static memory, of the rows that did not run out of memory: float64 (K,)."""
+        """Returns the peak bytes, without static memory, of the rows that did not run out of memory: float64 (K,)."""
         return np.array([row.batch_bytes for row in self.complete], dtype=np.float64)
 
     def to_parquet(self, path: str | Path) -> None:
-        """Write the rows, with workload, source and hardware in the file's metadata. Needs pyarrow."""
+        """Writes the rows to a file, with workload, source and hardware in its metadata. Needs pyarrow."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -106,10 +107,10 @@ class Measurements:
 
     @classmethod
     def from_parquet(cls, path: str | Path) -> Measurements:
-        """Read a file that :meth:`to_parquet` wrote. StateError: it is damaged, or of another kind."""
+        """Reads a file that :meth:`to_parquet` wrote. StateError: the file is damaged or has other content."""
         import pyarrow.parquet as pq
 
-        told = f"{path} is damaged or no file of measurements"
+        told = f"{path} is damaged, or was not written by Measurements.to_parquet"
         with explained(told, OSError, MemoryError, way_out="; measure again", kind=StateError):
             table = pq.read_table(path)
             metadata = table.schema.metadata or {}
@@ -125,17 +126,20 @@ class Measurements:
 def simulate(
     model_or_config: Any, workload: Workload | None, shapes: Iterable[Shape], *, inputs: MakeInputs | None = None
 ) -> Measurements:
-    """Peak memory of a ``transformers`` model for each shape, as a CUDA allocator would count it. The model runs on
-    tensors without data, with CUDA's kernels and a padding mask. In training, older gradients count as static memory.
+    """Returns the peak memory of a ``transformers`` model for each shape, as on a CUDA device, without using one.
+
+    The model runs on tensors without data, with CUDA's kernels, a padding mask, and the rounding of CUDA's allocator.
+    For training, the gradients of earlier micro-batches count as static memory.
 
     Args:
-        model_or_config: a torch model (left untouched), a transformers config, or its name.
+        model_or_config: a torch model (which is not changed), a transformers config, or its name.
         workload: from :meth:`Workload.from_model`; None: training.
-        shapes: ``(num_samples, longest)``; ``longest`` in tokens, or by stream: ``{"tokens": 512, "target": 64}``.
-        inputs: ``(model, num_samples, longest) -> arguments of model.forward``, for models that take other inputs.
+        shapes: pairs ``(num_samples, longest)``; ``longest`` is int (tokens), or a dict by stream:
+            ``{"tokens": 512, "target": 64}``.
+        inputs: ``(model, num_samples, longest) -> arguments of model.forward``, for models with other inputs.
 
     Raises:
-        ConfigError: the model cannot be run without data.
+        ConfigError: the model cannot run on tensors without data.
 
     >>> from transformers import GPT2Config
     >>> config = GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=1000)
@@ -152,12 +156,12 @@ def simulate(
     model_or_config = model_or_config if is_model else as_config(model_or_config)
     workload = _checked_workload(model_or_config, workload)
     rows = []
-    with torch.inference_mode(False), torch.enable_grad():  # whatever mode the caller is in
+    with torch.inference_mode(False), torch.enable_grad():  # whatever mode the caller has set
         model = prepare(as_meta_model(model_or_config, workload), workload)
         static = static_bytes(model, workload)
         model = as_gathered(model, workload)
-        told = f"this model cannot be simulated in mode {workload.mode!r}: it needs more than shapes"
-        way_out = ". measure() on a device and MemoryRegressor still work"
+        told = f"the model cannot run without data in mode {workload.mode!r}, so simulate() cannot be used"
+        way_out = "; use measure() on a device, or MemoryRegressor"
         with explained(told, ConfigError, MemoryError, way_out=way_out):
             for num_samples, longest in wanted:
                 peak = trace(model, workload, num_samples, longest, inputs=inputs).peak
@@ -187,13 +191,11 @@ def measure(
     model: torch.nn.Module, workload: Workload | None, shapes: Iterable[Shape], *,
     inputs: MakeInputs | None = None, device: Device | None = None,
 ) -> Measurements:  # fmt: skip
-    """Peak memory of each shape on a real device: what :func:`simulate` predicts, measured.
+    """Returns the peak memory of each shape, measured on a real device (:func:`simulate` predicts the same numbers).
 
-    The model is moved to the device. Training is measured with gradients present; the optimizer's state is added by its
-    size. Every shape runs twice and the second run counts. A shape that runs out of memory is a row without a size.
-
-    ``device``: counters of another allocator; default: CUDA's. ConfigError: there is no device.
-    """
+    The model is moved to the device. Training is measured with gradients present, and the optimizer state is added by
+    calculation. Each shape runs twice, and the second run is recorded. A shape that runs out of memory has no
+    ``batch_bytes``. ``device``: counters of another allocator; None: CUDA's. ConfigError: there is no CUDA device."""
     from dynagroup.device import CudaDevice
 
     wanted = _checked_shapes(shapes)
@@ -212,12 +214,12 @@ def measure(
 
 
 def _passes(run: Callable[[], None], counters: Device) -> bool:
-    """Whether a batch runs twice without running out of memory. The first run pays for workspaces and caches."""
+    """Returns whether a batch runs twice without running out of memory; the first run also fills caches."""
     from dynagroup.device import is_out_of_memory
 
     passed = True
     for _ in range(2):
-        counters.reset()  # outside the except block, whose traceback keeps the batch's tensors alive
+        counters.reset()  # outside the except block: its traceback would keep the batch's tensors alive
         try:
             passed = passed and run() is None
         except Exception as error:
@@ -230,7 +232,7 @@ def _passes(run: Callable[[], None], counters: Device) -> bool:
 
 
 def _prepared(model: Any, workload: Workload, device: torch.device) -> tuple[torch.nn.Module, int]:
-    """The model as the workload runs it, with gradients; and the bytes of optimizer and DDP, not allocated here."""
+    """Returns the model as the workload runs it, with gradients; and the bytes that optimizer and DDP would add."""
     import torch
 
     from dynagroup.memory.trace.model import checkpoint_layers
@@ -259,7 +261,7 @@ def _run(model: Any, workload: Workload, num_samples: int, longest: Any, inputs:
         made = None if inputs is None else inputs(model, num_samples, longest)
     batch = made or make_inputs(model, num_samples, longest, with_labels=training, device=str(device))
     if "attention_mask" in batch and num_samples > 1:
-        batch["attention_mask"][0, 0] = 0  # padding, as real batches have
+        batch["attention_mask"][0, 0] = 0  # one padding token, because real batches are padded
     lower = getattr(torch, workload.autocast) if workload.autocast else None
     with torch.autocast(device.type, dtype=lower, enabled=lower is not None), torch.set_grad_enabled(training):
         if workload.mode == "generate":

@@ -1,4 +1,4 @@
-"""The interface of a memory model; the simplest such model; and a table of any model's answers by length."""
+"""Defines what a memory model must offer, the simplest memory model, and a table of the most samples by length."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,21 +11,21 @@ from dynagroup.shapes import BatchShape, IntArray, largest_within, primary
 
 
 class MemoryModel(Protocol):
-    """Predicts the memory of a batch relative to another: never less for one more sample, or for a longer one."""
+    """Predicts the memory of a batch relative to another one; it never falls when a sample is added or grows."""
 
     def relative(self, shape: BatchShape, baseline: BatchShape, /) -> FloatArray:
-        """Memory of K shapes that grows with the batch, as a share of the one-row ``baseline``: float64 (K,)."""
+        """Returns the memory of K shapes that depends on the batch, divided by that of ``baseline``: float64 (K,)."""
         ...
 
     @property
     def fingerprint(self) -> str:
-        """Text that changes whenever predictions may change."""
+        """Text that changes whenever a prediction could change."""
         ...
 
 
 @runtime_checkable
 class BytesMemoryModel(MemoryModel, Protocol):
-    """A memory model that also knows absolute sizes, so that they can be compared with a device's bytes."""
+    """A memory model that also predicts bytes, which can be compared with the memory of a device."""
 
     @property
     def static_bytes(self) -> int:
@@ -33,12 +33,12 @@ class BytesMemoryModel(MemoryModel, Protocol):
         ...
 
     def batch_bytes(self, shape: BatchShape, /) -> FloatArray:
-        """The bytes of each batch at its peak, without ``static_bytes``: float64 (K,)."""
+        """Returns the peak bytes of each batch, without ``static_bytes``: float64 (K,)."""
         ...
 
 
 class PaddedTokens:
-    """Memory proportional to padded tokens, summed over streams: right for models of linear memory, low for others.
+    """Predicts memory proportional to padded tokens, summed over streams; too low for models with quadratic memory.
 
     >>> PaddedTokens().relative(BatchShape.of([8], 64), BatchShape.of(4, 256)).tolist()
     [0.5]
@@ -57,15 +57,14 @@ class PaddedTokens:
         return shape.num_samples * np.maximum(np.sum(list(shape.longest.values()), axis=0), 1.0)
 
 
-REACH = 64  # limit of the table, times the first batch's padded tokens: as far as the regressor was trained
-LONGER = 4  # the table goes up to this many times the first batch's lengths; longer samples fit none
+REACH = 64  # the table ends at this many times the first batch's padded tokens, the largest ratio in training
+LONGER = 4  # the table ends at this many times the first batch's lengths; 0 longer samples fit
 
 
 @dataclass(frozen=True)
 class LargestTable:
-    """Most samples of a batch by its longest sample, computed once, because trees are slow: on a grid of lengths in
-    geometric steps of 1 % (7 % with two streams). A length is rounded up to the grid.
-    """
+    """Table of the most samples that fit, by the length of the longest sample; computed once, because trees are slow.
+    Lengths are rounded up to a grid with steps of 1 % (7 % with two streams)."""
 
     grids: Mapping[str, IntArray]
     counts: IntArray
@@ -81,7 +80,7 @@ class LargestTable:
         return cls(grids, largest_within(fits, mesh[0].size, reach).reshape(mesh[0].shape))
 
     def largest(self, longest: Mapping[str, IntArray]) -> IntArray:
-        """Most samples for these lengths: int64 (K,); 0 if a length is beyond the table."""
+        """Returns the most samples that fit with these lengths: int64 (K,); 0 for lengths beyond the table."""
         places = [np.searchsorted(grid, longest[name]) for name, grid in self.grids.items()]
         inside = np.logical_and.reduce([p < n for p, n in zip(places, self.counts.shape, strict=True)])
         clipped = tuple(np.minimum(p, n - 1) for p, n in zip(places, self.counts.shape, strict=True))
@@ -89,7 +88,7 @@ class LargestTable:
 
 
 def _grid(most: int, step: float, exact: int) -> IntArray:
-    """Whole numbers, then geometric steps of ``step``; ``exact`` is one of them."""
+    """Returns the grid of lengths: all small whole numbers, then steps of the factor 1 + ``step``, and ``exact``."""
     whole = np.arange(1, min(most, round(1 / step)) + 1)
     steps = np.exp(np.arange(np.log(whole[-1]), np.log(max(most, whole[-1])) + step, step))
     return np.unique(np.concatenate([whole, np.floor(steps).astype(np.int64), [exact]]))

@@ -1,4 +1,4 @@
-"""XGBoost on top of a closed form: predicts the memory of a batch relative to another batch."""
+"""Predicts the memory of a batch relative to another batch: a formula, corrected by XGBoost's trees."""
 
 import hashlib
 import json
@@ -25,19 +25,19 @@ from dynagroup.validation import explained, warn_user
 PRETRAINED = Path(__file__).parent / "artifacts" / "pretrained.ubj"
 FORMAT = 2
 MIN_ROWS = 8
-MOST_LIFT = 5.0  # of a log ratio; so high that it limits nothing
-# If all of these are known, the closed form describes this workload and not an average one.
+MOST_LIFT = 5.0  # largest correction of a log ratio; so large that it never limits a real one
+# If all of these fields are known, the formula describes the user's own model and not an average one.
 ESSENTIAL = ("mode", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_size", "intermediate_size",
              "vocabulary_size", "encoder_decoder", "dtype", "attention", "gradient_checkpointing")  # fmt: skip
 _known: "WeakKeyDictionary[Any, dict[Any, MemoryRegressor]]" = WeakKeyDictionary()
 
-# These grow when a sample is added to the candidate or lengthened; the prediction may grow with them, but never fall.
+# Features that grow when the candidate batch gets another or a longer sample; predictions never fall when these grow.
 CANDIDATE = ("closed_form", "samples", "padded_tokens", "squared_tokens", "target_tokens")
 BASELINE = ("base_samples", "base_longest", "base_tokens", *(f"base_{name}" for name in COMPONENTS), "base_quadratic")
 
 
 def _workload_values(w: Workload) -> dict[str, float]:
-    """NaN: not known."""
+    """Returns the workload's features as numbers by name; NaN means unknown."""
     told = lambda value, answer: None if value is None else answer  # noqa: E731
     log = lambda value: None if value is None else np.log1p(value)  # noqa: E731
     share = lambda part, whole: None if part is None or not whole else part / whole  # noqa: E731
@@ -63,8 +63,8 @@ MONOTONE = tuple(1 if name in CANDIDATE else 0 for name in FEATURES)
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """``margin``: log ratio of the closed form, where the trees start. ``values``: (K, features), NaN if unknown. And
-    for rows to train on, the true log ratio."""
+    """Input of the trees for K pairs of batches. ``margin``: float64 (K,), the formula's log ratio, which the trees
+    correct. ``values``: float64 (K, features), NaN if unknown. ``log_ratio``: float64 (K,), the truth, for training."""
 
     margin: FloatArray
     values: FloatArray
@@ -72,7 +72,7 @@ class Features:
 
 
 def features(shape: BatchShape, baseline: BatchShape, workload: Workload, form: ClosedForm) -> Features:
-    """Features of K batches relative to one baseline, or K. No means or spreads: they may fall as samples are added."""
+    """Returns features of K batches relative to one baseline or K. No means: they could fall as samples are added."""
     ratio = np.log(form.batch_bytes(shape)) - np.log(form.batch_bytes(baseline))
     n, length, target = _logs(shape)
     n_b, length_b, target_b = _logs(baseline)
@@ -90,11 +90,11 @@ def _logs(shape: BatchShape) -> list[FloatArray]:
 
 @dataclass(frozen=True)
 class MemoryRegressor:
-    """Predicts memory relative to a baseline batch: a closed form of the workload, corrected by trees.
+    """Predicts the memory of a batch relative to a baseline batch. Make one with :meth:`pretrained` or :meth:`fit`.
 
-    A traced workload (:meth:`Workload.from_model`): by its trace. A workload known by its sizes: by their closed form,
-    raised by trees; beyond the trained range never below padded tokens. A workload with unknowns: a high quantile of
-    what similar traced models need. Make one with :meth:`pretrained`, :meth:`load` or :meth:`fit`.
+    If the workload was traced (:meth:`Workload.from_model`), its trace predicts. If only its sizes are known, a formula
+    predicts and trees correct it; outside the range of the training data the result is at least the ratio of padded
+    tokens. If sizes are unknown, the result is a high quantile of what similar traced models need.
 
     >>> regressor = MemoryRegressor.pretrained()
     >>> half, same = regressor.relative(BatchShape.of([4, 8], 512), BatchShape.of(8, 512))
@@ -103,20 +103,20 @@ class MemoryRegressor:
     """
 
     trees: bytes = field(repr=False)
-    """XGBoost's UBJSON, read when trees are first used."""
+    """XGBoost's UBJSON; read when trees are first used."""
     card: Mapping[str, Any] = field(repr=False)
-    """What the artifact was trained on: features, ranges, constants, metrics, versions, data hash."""
+    """Facts about the training: features and their ranges, constants, metrics, versions, hash of the data."""
     workload: Workload = Workload()
 
     @classmethod
     def pretrained(cls, workload: Workload | None = None) -> "MemoryRegressor":
-        """The regressor that comes with the package, for this workload; None: unknown, so predictions are cautious."""
+        """Returns dynagroup's own regressor for ``workload``; None: unknown, so predictions are cautious."""
         return replace(_pretrained(), workload=workload) if workload else _pretrained()
 
     @classmethod
     def of_model(cls, model: Any, mode: Mode, **known: Any) -> "MemoryRegressor":
-        """The pretrained regressor for this torch model as it is run. Each model is examined once, which takes seconds.
-        Of a model without a config only the mode is known. ``known``: fields of a :class:`Workload`."""
+        """Returns the pretrained regressor for a torch model. Each model is traced once, which takes seconds; without a
+        config, only the mode is known. ``known``: values of :class:`Workload` fields."""
         found, key = _known.setdefault(model, {}), (mode, *sorted(known.items()))
         if key not in found:
             tells = getattr(model, "config", None) is not None
@@ -125,36 +125,36 @@ class MemoryRegressor:
 
     @classmethod
     def load(cls, path: str | Path, workload: Workload | None = None) -> "MemoryRegressor":
-        """Load what :meth:`save` wrote, by default with its workload. Its trees need XGBoost when they are used.
+        """Loads a file that :meth:`save` wrote; None as workload: the saved one. Predicting by trees needs XGBoost.
 
-        StateError: the file does not match its sealed card, or is of another version.
-        """
+        StateError: the file does not match the JSON card beside it, or has another version."""
         path = Path(path)
         trees, text = path.read_bytes(), path.with_suffix(".json").read_bytes()
-        with explained(f"the card beside {path} is damaged", way_out="; save the regressor again", kind=StateError):
+        with explained(f"the JSON card of {path} is damaged", way_out="; save the regressor again", kind=StateError):
             card = json.loads(text)
             hashes = {"sharp": hashlib.sha256(trees).hexdigest()}
             right = {"format": FORMAT, "features": list(FEATURES), "seal": seal_of(card), "hashes": hashes}
             wrong = [name for name, value in right.items() if card.get(name) != value]
         if wrong:
-            raise StateError(f"{path} is not what its card describes: {', '.join(wrong)} differ; save it again")
+            raise StateError(f"{path} does not match the JSON card beside it in {', '.join(wrong)}; save it again")
         return cls(trees, card, workload or Workload(**card.get("workload", {})))
 
     @classmethod
     def fit(cls, measurements: Measurements | Sequence[Measurements]) -> "MemoryRegressor":
-        """Fit a regressor for your own workload (or several) to simulated or measured rows.
+        """Fits a regressor to simulated or measured rows of your own workload, or of several.
 
-        It needs at least 8 rows that ran. If their workload was traced, trees only raise the trace (``measured=rows``
-        of ``MemoryBudget.from_model`` is the safer answer); else they correct a form fitted to the rows.
+        At least 8 rows of each workload must not have run out of memory. If the workload was traced, trees only raise
+        the trace (:meth:`MemoryBudget.from_model` with ``measured=rows`` is safer); else they correct a fitted formula.
         """
         tables = [measurements] if isinstance(measurements, Measurements) else list(measurements)
         least = min((len(t.complete) for t in tables), default=0)
         if least < MIN_ROWS:
-            raise ConfigError(f"fit needs at least {MIN_ROWS} measurements of each workload that ran, but got {least}")
+            wanted = f"fit needs at least {MIN_ROWS} rows of each workload that did not run out of memory"
+            raise ConfigError(f"{wanted}, but got {least}; add shapes")
         fitted = lambda table: ClosedForm.of_phases(ProfiledMemory.fit(table).phases)  # noqa: E731
         forms = [ClosedForm.of(t.workload, {}) if t.workload.phases else fitted(t) for t in tables]
         parts = [*map(pairs_of, tables, forms)]
-        # small trees, for hundreds of rows
+        # Trees are small, because there are only hundreds of rows.
         booster = train_booster(parts, rounds=120, max_depth=3, least_weight=1.0, regularisation=1.0)
         workload = tables[0].workload
         about: dict[str, Any] = {"workload": json.loads(workload.to_json())}
@@ -166,13 +166,13 @@ class MemoryRegressor:
 
     @classmethod
     def of(cls, booster: Any, card: Mapping[str, Any], workload: Workload | None = None) -> "MemoryRegressor":
-        """A regressor of XGBoost's trees. The card stores the hash of the trees."""
+        """Makes a regressor from XGBoost's trees; the card gets the trees' hash."""
         trees = bytes(booster.save_raw("ubj"))
         about = {"format": FORMAT, "hashes": {"sharp": hashlib.sha256(trees).hexdigest()}}
         return cls(trees, {**card, **about}, workload or Workload())
 
     def save(self, path: str | Path) -> None:
-        """Write XGBoost's UBJSON (``path``) and a JSON card beside it."""
+        """Writes XGBoost's UBJSON to ``path``, and a JSON card beside it."""
         path = Path(path)
         path.write_bytes(self.trees)
         card = json.loads(json.dumps(dict(self.card)))
@@ -180,13 +180,13 @@ class MemoryRegressor:
         path.with_suffix(".json").write_text(json.dumps(card, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
     def __str__(self) -> str:
-        how = "known by its sizes" if self.sharp else "not known in full, so taken for a hungry one"
+        how = "known by its sizes" if self.sharp else "not fully known, so assumed to need much"
         told = f"a regressor of a model that is {how if self._traced is None else 'traced'} ({assumed(self.workload)})"
         return told.removesuffix(" ()")
 
     @property
     def sharp(self) -> bool:
-        """Whether enough of the workload is known to predict its memory, and not only an upper bound."""
+        """Whether enough of the workload is known to predict its memory; False: only an upper bound is predicted."""
         w, asked = self.workload, ESSENTIAL + (("max_new_tokens",) if self.workload.mode == "generate" else ())
         known = all(getattr(w, name) is not None for name in asked)
         return known or self._traced is not None or "plausible" not in self.card
@@ -216,7 +216,7 @@ class MemoryRegressor:
 
     @cached_property
     def _plausible(self) -> "list[Plausible]":
-        """Traced models that this one may be like, of one stream and of two."""
+        """Similar traced models, of one stream and of two."""
         return [Plausible(self.workload, self.card["plausible"], two_streams) for two_streams in (False, True)]
 
     @cached_property
@@ -226,7 +226,7 @@ class MemoryRegressor:
         return ClosedForm.of(self.workload, self.card["constants"])
 
     def _clamped(self, predicted: FloatArray, found: Features) -> FloatArray:
-        """Not below the closed form for an unusual workload or first batch, nor padded tokens beyond the range."""
+        """Raises predictions for unusual input to the formula, and out of range to the ratio of padded tokens."""
         lowest, highest = (np.array(self.card["ranges"][k], dtype=np.float64) for k in ("lowest", "highest"))
         values, count = found.values, len(CANDIDATE)
         with np.errstate(invalid="ignore"):
@@ -237,25 +237,25 @@ class MemoryRegressor:
             self.__dict__["_warned"] = True
             feature = FEATURES[count + int(outside[:, count:].any(axis=0).argmax())]
             warn_user(
-                f"the regressor was not trained on a workload or first batch like this one ({feature} is "
-                "outside its training range); it predicts with caution. MemoryRegressor.fit(simulate(...)) fits your model"
+                f"the regressor was not trained on workloads or first batches like this one ({feature} is outside its "
+                "training range), so it may predict too much memory; MemoryRegressor.fit(simulate(...)) fits your model"
             )
         floored = np.where(strange | beyond, np.maximum(predicted, np.exp(found.margin)), predicted)
         padded = np.exp(values[:, CANDIDATE.index("padded_tokens")])
         return np.where(beyond, np.maximum(floored, padded), floored)
 
 
-# Fields that change how memory depends on the batch. If too few models agree, the later fields are ignored first.
+# Fields that change how memory depends on the batch. If too few models agree in all, later fields are ignored first.
 LIKE = ("mode", "gradient_checkpointing", "attention", "encoder_decoder", "causal", "lm_head", "score_bias", "autocast", "dtype",
         "dropout")  # fmt: skip
-# Sizes, by which the nearest models are chosen.
+# Sizes by which the most similar models are chosen.
 NEAR = ("max_new_tokens", "vocabulary_size", "hidden_size", "num_layers", "num_kv_heads", "intermediate_size")
 FEWEST = 24
 
 
 class Plausible:
-    """Bytes that several traced models would need for a batch: those that agree with what is known of a workload.
-    Lengths are assumed to count everything that is read, unless ``fixed_tokens`` say otherwise."""
+    """Memory of a batch in several traced models that agree with what is known of a workload. Unless the workload has
+    ``fixed_tokens``, lengths are assumed to count everything that the model reads."""
 
     def __init__(self, workload: Workload, members: Sequence[Mapping[str, Any]], two_streams: bool) -> None:
         phases = [member["phases"] for member in _like(workload, members, two_streams)]
@@ -263,12 +263,12 @@ class Plausible:
         self._starts = np.cumsum([0, *map(len, phases[:-1])])
 
     def batch_bytes(self, shape: BatchShape) -> FloatArray:
-        """Peak bytes without static memory, of each of K batches in each of M models: float64 (K, M)."""
+        """Returns the peak bytes, without static memory, of K batches in M models: float64 (K, M)."""
         return np.maximum(np.maximum.reduceat(columns(shape) @ self._phases.T, self._starts, axis=1), 1.0)
 
 
 def _like(workload: Workload, members: Sequence[Mapping[str, Any]], two_streams: bool) -> list[Mapping[str, Any]]:
-    """Members that agree in the fields ``LIKE``, while enough do; and of these the third with the nearest sizes."""
+    """Returns models that agree in as many fields of ``LIKE`` as possible; of these the third nearest in size."""
     found = [m for m in members if m["two_streams"] == two_streams]
     apart = bool(workload.fixed_tokens)
     found = [m for m in found if bool(m["workload"]["fixed_tokens"]) == apart] or list(members)
@@ -285,7 +285,7 @@ def _like(workload: Workload, members: Sequence[Mapping[str, Any]], two_streams:
 
 
 def pairs_of(measurements: Measurements, form: ClosedForm) -> Features:
-    """Pairs of each complete row with each other complete row as its baseline."""
+    """Returns features of all pairs of rows that did not run out of memory; one row of a pair is the baseline."""
     shapes, size = measurements.shapes(), np.maximum(measurements.batch_bytes(), 1.0)
     first, second = (a.ravel() for a in np.meshgrid(np.arange(len(size)), np.arange(len(size)), indexing="ij"))
     candidate, baseline = (
@@ -300,15 +300,14 @@ def train_booster(
     parts: Sequence[Features], *, rounds: int, max_depth: int, quantile: float | None = None,
     learning_rate: float = 0.05, regularisation: float = 20.0, least_weight: float = 30.0,
 ) -> Any:  # fmt: skip
-    """XGBoost's trees that correct the closed form. They start at its log ratio, and rise with candidate features.
+    """Trains XGBoost's trees that correct the log ratio of the formula; predictions never fall as candidates grow.
 
-    ``quantile``: the share of rows that should be below the prediction, if it is an upper bound.
-    """
+    ``quantile``: the share of rows that must be below the prediction, if it is to be an upper bound."""
     xgboost = needed("xgboost", "fitting a regressor")
     values = np.concatenate([p.values for p in parts]).astype(np.float32)
     margin = np.concatenate([p.margin for p in parts])
     target = np.concatenate([p.log_ratio for p in parts if p.log_ratio is not None])
-    weight = np.exp(-0.5 * (target / 0.5) ** 2) + 0.05  # decisions are made near ratio 1
+    weight = np.exp(-0.5 * (target / 0.5) ** 2) + 0.05  # ratios near 1 decide whether a batch fits
     data = xgboost.QuantileDMatrix(values, label=target, base_margin=margin, weight=weight, max_bin=128, nthread=1)
     settings: dict[str, Any] = {
         "tree_method": "hist", "max_depth": max_depth, "eta": learning_rate, "lambda": regularisation, "seed": 0,
@@ -321,15 +320,15 @@ def train_booster(
 
 
 def describe(parts: Sequence[Features], constants: Mapping[str, float]) -> dict[str, Any]:
-    """The card of a regressor trained on these rows: data, and ranges of the features."""
+    """Returns the card of a regressor that was trained on these rows: data hash, ranges of features, versions."""
     xgboost = needed("xgboost", "fitting a regressor")
     values = np.concatenate([p.values for p in parts])
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # a feature that no row knows has no range
+        warnings.simplefilter("ignore", RuntimeWarning)  # for features that are NaN in all rows
         lowest, highest = np.nanmin(values, axis=0), np.nanmax(values, axis=0)
     ends = {"lowest": np.nan_to_num(lowest, nan=-1e30), "highest": np.nan_to_num(highest, nan=1e30)}
     digest = hashlib.sha256(np.ascontiguousarray(np.nan_to_num(values, nan=-1.0).round(6)).tobytes()).hexdigest()
-    ranges = {name: [round(float(v), 9) for v in end] for name, end in ends.items()}  # last bits differ between CPUs
+    ranges = {name: [round(float(v), 9) for v in end] for name, end in ends.items()}  # last bits depend on the CPU
     versions = {"xgboost": xgboost.__version__, "numpy": np.__version__}
     about = {"ranges": ranges, "constants": dict(constants), "rows": len(values), "data_hash": digest}
     return {"features": list(FEATURES), **about, "versions": versions}

@@ -1,4 +1,4 @@
-"""How a model is run, and how its memory depends on the batch shape."""
+"""How a model is run (training, forward pass, generation), and how its memory depends on the batch shape."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,18 +18,18 @@ Dtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
 Layout: TypeAlias = Literal["padded", "packed"]
 Sharding: TypeAlias = Literal["ddp", "zero1", "zero2", "zero3", "fsdp"]
 Run: TypeAlias = Any
-"""A :class:`~dynagroup.memory.Workload`, for annotations in files that it imports itself."""
+"""A :class:`~dynagroup.memory.Workload`; this alias avoids a circular import."""
 MakeInputs: TypeAlias = Callable[[Any, int, Mapping[str, int]], dict[str, Any]]
 """``(model, num_samples, longest) -> arguments of model.forward``: tensors by name."""
 
 ELEMENT_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
-MASK_ALIGNMENT = 16  # the memory-efficient kernel pads the mask's last dimension to this (attention.cpp, pad_bias)
-# The monomials for which a phase has bytes (n: samples, L: tokens of the longest, T: tokens of the longest target).
+MASK_ALIGNMENT = 16  # the memory-efficient kernel pads a mask's last dimension to this (attention.cpp, pad_bias)
+# Monomials in the memory of a phase (n: samples, L: tokens of the longest sample, T: tokens of the longest target).
 MONOMIALS = ("1", "n", "L", "nL", "L2", "nL2", "T", "nT", "T2", "nT2", "LT", "nLT")
 
 
 def needed(module: str, purpose: str, extra: str = "memory") -> Any:
-    """Import a module of the optional packages. ConfigError: it is missing; the message says how to install it."""
+    """Imports an optional module. ConfigError: the module is missing; the message says how to install it."""
     try:
         return import_module(module)
     except ImportError as error:
@@ -38,13 +38,13 @@ def needed(module: str, purpose: str, extra: str = "memory") -> Any:
 
 
 def monomials(n: NDArray[Any], length: NDArray[Any], target: NDArray[Any]) -> FloatArray:
-    """The monomials of each shape: float64 (K, 12)."""
+    """Returns the monomials of each shape: float64 (K, 12)."""
     n, ln, t = (np.asarray(v, dtype=np.float64) for v in (n, length, target))
     return np.stack([n**0, n, ln, n * ln, ln**2, n * ln**2, t, n * t, t**2, n * t**2, ln * t, n * ln * t], axis=1)
 
 
 def columns(shape: BatchShape, packed: bool = False) -> FloatArray:
-    """The monomials of each shape; if packed, those of one sample with the tokens of all samples. float64 (K, 12)."""
+    """Returns the monomials of each shape, float64 (K, 12); if packed, of one sample with the tokens of all."""
     if packed:
         total = np.maximum(shape.total[primary(shape.total)], 1)
         return monomials(np.ones_like(total), total, total)
@@ -54,36 +54,37 @@ def columns(shape: BatchShape, packed: bool = False) -> FloatArray:
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """Memory of a model by batch shape: the largest of several phases; a phase is given by its bytes per monomial."""
+    """A model's memory by batch shape: that of its largest phase (a moment of a step, in bytes per monomial)."""
 
     rows: tuple[tuple[float, ...], ...]
-    """The bytes of each phase, in the order of ``MONOMIALS``."""
+    """Bytes per monomial of each phase, in the order of ``MONOMIALS``."""
     until: int | None = None
-    """Tokens of the longest sample up to which ``rows`` hold; None: no limit."""
+    """Length of the longest sample up to which ``rows`` are valid, in tokens; None: no limit."""
     after: tuple[tuple[float, ...], ...] = ()
-    """Like ``rows``, beyond ``until``: for sliding attention."""
+    """Like ``rows``, for longer samples than ``until``; only with sliding-window attention."""
     aligned: "Phases | None" = None
-    """The phases for lengths that are multiples of 16, whose masks need no padding; None: the same."""
+    """Phases for lengths that are multiples of 16, for which masks are not padded; None: these same phases."""
 
     def __post_init__(self) -> None:
         for name in ("rows", "after"):
             rows = tuple(tuple(map(float, row)) for row in getattr(self, name))
             right = all(len(row) == len(MONOMIALS) and min(row) >= 0 and sum(row) < np.inf for row in rows)
             if not right or (name == "rows" and not rows):
-                raise ConfigError(f"`phases` needs rows of {len(MONOMIALS)} sizes; make it with Workload.from_model")
+                wanted = f"rows of {len(MONOMIALS)} numbers of at least 0"
+                raise ConfigError(f"`phases` must have {wanted}; make them with Workload.from_model")
             object.__setattr__(self, name, rows)
         if isinstance(self.aligned, Mapping):
             object.__setattr__(self, "aligned", Phases(**self.aligned))
 
     @classmethod
     def of(cls, monomials: Sequence[int], sizes: FloatArray) -> "Phases":
-        """Phases from sizes (P, columns) that are known for these monomials only."""
+        """Makes phases from sizes, float64 (P, columns), for some of the monomials only."""
         rows = np.zeros((len(sizes), len(MONOMIALS)))
         rows[:, monomials] = sizes
         return cls(tuple(map(tuple, rows.tolist())))
 
     def bytes(self, shape: BatchShape, packed: bool = False) -> FloatArray:
-        """The bytes of each batch, at least one: float64 (K,). They rise with the length beyond ``until``, too."""
+        """Returns the bytes of each batch, at least 1: float64 (K,). They do not fall as lengths pass ``until``."""
         if self.until is None:
             return _largest(self.rows, columns(shape, packed))
         first = primary(shape.longest)
@@ -93,7 +94,7 @@ class Phases:
         return np.where(shape.longest[first] > self.until, np.maximum(within, beyond), within)
 
     def baseline_bytes(self, baseline: BatchShape, packed: bool = False) -> FloatArray:
-        """Bytes of batches that others are compared with. Masks that need no padding count without it: float64 (K,)."""
+        """Returns the bytes of baseline batches, float64 (K,), without mask padding if their lengths need none."""
         least = self.bytes(baseline, packed)
         if self.aligned is None:
             return least
@@ -111,12 +112,11 @@ STARTS = 12
 
 
 def max_affine(known: FloatArray, size: FloatArray) -> tuple[FloatArray, float]:
-    """Max-affine regression: phases (P, columns) with non-negative factors whose maximum is close to ``size`` (K,); and
-    their largest relative error.
+    """Max-affine regression: fits phases (P, columns) with factors of at least 0 whose maximum is close to ``size``
+    (K,); returns the phases and their largest relative error.
 
-    Alternating minimisation from several starts: fit each phase to its rows by non-negative least squares of relative
-    errors, assign every row to its largest phase, and repeat. A further phase must reduce the error by a fifth.
-    """
+    Alternates from several starts: fits each phase to its rows (non-negative least squares on relative errors), then
+    assigns each row to its largest phase. Another phase is added only if it reduces the error by a fifth."""
     best, least = np.zeros((1, known.shape[1])), np.inf
     rng = np.random.default_rng(0)
     orders = [known[:, k] for k in range(1, known.shape[1])] + [size]
@@ -139,7 +139,7 @@ def _alternate(known: FloatArray, size: FloatArray, owner: NDArray[np.int64], co
     for _ in range(25):
         for k in range(count):
             mine = owner == k
-            if mine.any():  # relative errors count: small batches matter as much as large ones
+            if mine.any():  # divides by size, so that small batches matter as much as large ones
                 phases[k] = nnls(known[mine] / scale / size[mine, None], np.ones(mine.sum()))[0] / scale
         again = (known @ phases.T).argmax(axis=1)
         if (again == owner).all():

@@ -1,4 +1,4 @@
-"""Memory of any batch of one model, in bytes: its static memory, and the phases that tracing found."""
+"""Predicts the bytes of any batch of one model from a trace: static memory, plus phases that depend on the batch."""
 
 import hashlib
 from collections.abc import Mapping
@@ -14,23 +14,23 @@ from dynagroup.memory.run import ELEMENT_BYTES, FloatArray, MakeInputs, Mode, Ph
 from dynagroup.memory.workload import Workload, assumed
 from dynagroup.shapes import TOKENS, BatchShape, primary
 
-# Bytes of state per trainable parameter, as (multiples of the parameter's size, further bytes). "adamw_master" keeps
-# two states and a copy of the parameter in float32 (DeepSpeed, Megatron).
+# Optimizer state per trainable parameter: (multiples of the parameter's bytes, additional bytes). "adamw_master" has
+# two states and a copy of the parameter, all in float32 (DeepSpeed, Megatron).
 OPTIMIZERS: Mapping[str, tuple[float, float]] = {
     "adamw": (2, 0), "adam": (2, 0), "adamw_8bit": (0, 2), "lion": (1, 0), "lion_8bit": (0, 1), "muon": (1, 0),
     "sgd": (0, 0), "sgd_momentum": (1, 0), "adafactor": (0, 0), "adamw_master": (0, 12),
 }  # fmt: skip
-# If two workloads differ in one of these, measurements of one say nothing about the other's bytes.
+# Measurements can correct a trace only if their workload has the same values in these fields.
 _SAME = ("mode", "num_layers", "hidden_size", "vocabulary_size", "dtype", "autocast", "attention", "layout",
          "gradient_checkpointing", "max_new_tokens")  # fmt: skip
 
 
 def optimizer_bytes(optimizer: str | float, dtype: str) -> float:
-    """Bytes of optimizer state per trainable parameter of this dtype, by a name in ``OPTIMIZERS``, or as given."""
+    """Returns the bytes of optimizer state per trainable parameter of this dtype, for a name in ``OPTIMIZERS``."""
     if isinstance(optimizer, (int, float)):
         return float(optimizer)
     if optimizer not in OPTIMIZERS:
-        wanted = f"bytes a parameter, or one of {', '.join(OPTIMIZERS)}"
+        wanted = f"a number of bytes per trained parameter, or one of {', '.join(OPTIMIZERS)}"
         raise ConfigError(f"`optimizer` must be {wanted}, but is {optimizer!r}")
     times, besides = OPTIMIZERS[optimizer]
     return float(times * ELEMENT_BYTES[dtype] + besides)
@@ -38,7 +38,7 @@ def optimizer_bytes(optimizer: str | float, dtype: str) -> float:
 
 @dataclass(frozen=True)
 class TracedMemory:
-    """Bytes of any batch of one traced model, without static memory. Make it with :meth:`of`.
+    """Predicts the bytes of any batch of one traced model. Make one with :meth:`of`.
 
     >>> from transformers import GPT2Config
     >>> config = GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=1000)
@@ -51,9 +51,9 @@ class TracedMemory:
     static_bytes: int
     workload: Workload
     pads_masks: bool = True
-    """False: every length is a multiple of 16, so masks need no padding for their kernel."""
+    """False: all lengths are multiples of 16, so that attention masks are not padded."""
     factor: float = 1.0
-    """Bytes are ``factor`` times the trace, plus ``constant_bytes``, see :meth:`corrected`."""
+    """Predicted bytes are ``factor`` times the trace plus ``constant_bytes``, see :meth:`corrected`."""
     constant_bytes: float = 0.0
     said: str = field(default="a model", compare=False)
     longest: int | None = field(default=None, compare=False)
@@ -63,14 +63,14 @@ class TracedMemory:
         cls, model_or_config: Any, mode: Mode = "train", *, lora: Any = None, optimizer: str | float | None = None,
         inputs: MakeInputs | None = None, measured: Measurements | None = None, **known: Any,
     ) -> "TracedMemory":  # fmt: skip
-        """Trace a model (a few seconds on the CPU, no weights).
+        """Traces a model, which takes a few seconds on the CPU and loads no weights.
 
         Args:
-            lora: train adapters only: True, a rank, or a peft config. Needs peft.
-            optimizer: one of ``OPTIMIZERS``, or its bytes of state per parameter; default: AdamW.
-            inputs: as in :func:`~dynagroup.memory.simulate`.
-            measured: rows of :func:`~dynagroup.memory.measure` on a device, which correct the trace: :meth:`corrected`.
-            known: fields of a :class:`Workload`.
+            lora: True, an int (rank of the adapters), or a peft config: only adapters are trained. Needs peft.
+            optimizer: a name in ``OPTIMIZERS``, or float: bytes of state per trainable parameter. None: AdamW.
+            inputs: see :func:`~dynagroup.memory.simulate`.
+            measured: rows of :func:`~dynagroup.memory.measure` from a device, which correct the trace.
+            known: values of :class:`Workload` fields.
 
         ConfigError: the model cannot be traced.
         """
@@ -93,24 +93,23 @@ class TracedMemory:
         return found if measured is None else found.corrected(measured)
 
     def corrected(self, measured: Measurements) -> "TracedMemory":
-        """This trace, raised so that no measured row takes more than predicted.
+        """Returns this trace with predictions raised so that no measured row is above its prediction.
 
-        Bytes become ``factor`` times the trace plus a constant: the line above all rows with least excess, never below
-        the trace. Static memory is the larger of both.
-        """
+        Predictions become ``factor`` times the trace plus a constant, never below the trace: the line above all rows
+        with the smallest mean excess. Static memory becomes the larger of traced and measured."""
         if not isinstance(measured, Measurements) or not measured.complete:
             raise ConfigError("`measured` must be Measurements with at least one row that did not run out of memory")
         for name in _SAME:
             theirs, ours = getattr(measured.workload, name), getattr(self.workload, name)
             if None not in (theirs, ours) and theirs != ours:
-                told = f"`measured` has {name}={theirs!r}, but this trace has {name}={ours!r}"
+                told = f"`measured` has {name}={theirs!r}, but the traced workload has {name}={ours!r}"
                 raise ConfigError(f"{told}; measure the workload that you will run")
         factor, constant = line_above(self._bytes(measured.shapes()), measured.batch_bytes())
         static = max(self.static_bytes, *(row.static_bytes for row in measured.complete))
         return replace(self, static_bytes=static, factor=factor, constant_bytes=constant)
 
     def __str__(self) -> str:
-        raised = f", raised by what was measured (x {self.factor:.3g} + {self.constant_bytes / 1e9:.3g} GB)"
+        raised = f", raised to measured rows (x {self.factor:.3g} + {self.constant_bytes / 1e9:.3g} GB)"
         return self.said + (raised if (self.factor, self.constant_bytes) != (1.0, 0.0) else "")
 
     @property
@@ -122,7 +121,7 @@ class TracedMemory:
     def _phases(self) -> Phases:
         found = self.workload.phases
         if found is None:
-            raise ConfigError("`workload` was not traced; make it with TracedMemory.of(model)")
+            raise ConfigError("`workload` was not traced; use TracedMemory.of(model), which traces")
         return found if self.pads_masks else found.aligned or found
 
     def _bytes(self, shape: BatchShape) -> FloatArray:
@@ -134,11 +133,11 @@ class TracedMemory:
         return bool(long > short)
 
     def batch_bytes(self, shape: BatchShape, /) -> FloatArray:
-        """The bytes of each batch at its peak, without static memory: float64 (K,)."""
+        """Returns the peak bytes of each batch, without static memory: float64 (K,)."""
         other = next((name for name in shape.longest if name != primary(shape.longest)), None)
         if other is not None and not self._knows_targets:
-            way_out = f"(the sum of both), or, where {other!r} is not padded, add & AdditiveCap({other!r}, limit)"
-            told = f"the model was traced with one stream of tokens, but batches have {other!r} beside it"
+            way_out = f"(the sum of both), or, if {other!r} is not padded, add & AdditiveCap({other!r}, limit)"
+            told = f"the model was traced with one stream of tokens, but batches also have the stream {other!r}"
             raise ConfigError(f"{told}; give each sample one length {way_out}")
         return self.factor * self._bytes(shape) + self.constant_bytes
 
@@ -148,8 +147,9 @@ class TracedMemory:
 
 
 def line_above(predicted: FloatArray, taken: FloatArray) -> tuple[float, float]:
-    """The line ``factor * predicted + constant`` (factor >= 1, constant >= 0) above all ``taken``, of least mean
-    relative excess: piecewise linear in the factor, so the best line goes through two rows or lies at an end."""
+    """Returns (factor, constant) of the line ``factor * predicted + constant`` above all ``taken`` with the least mean
+    relative excess (factor >= 1, constant >= 0). The excess is piecewise linear in the factor, so only its ends and
+    lines through two rows need to be tried."""
     with np.errstate(divide="ignore", invalid="ignore"):
         slopes = np.subtract.outer(taken, taken) / np.subtract.outer(predicted, predicted)
     ends = [1.0, float((taken / predicted).max())]

@@ -1,4 +1,4 @@
-"""What memory depends on besides the shape of a batch."""
+"""Describes a model and how it is run: everything besides the batch shape that memory depends on."""
 
 from __future__ import annotations  # fields are checked by how their types are written
 
@@ -12,64 +12,64 @@ from dynagroup.memory.run import Attention, Dtype, Layout, MakeInputs, Mode, Pha
 from dynagroup.validation import check_flag, check_int, explained, warn_user
 
 _CHOICES = {"Mode": Mode, "Attention": Attention, "Dtype": Dtype, "Layout": Layout, "Sharding": Sharding}
-# Other usual spellings.
+# Other usual spellings of dtypes.
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """A model and how it is run. None means "not known": predictions then become more cautious.
+    """A model and how it is run. A field of None is unknown, and makes predictions more cautious.
 
     >>> Workload(mode="train", hidden_size=896).hidden_size
     896
     """
 
     mode: Mode | None = None
-    """"train": forward and backward; "forward": without gradients; "generate": prefill and decoding with a cache."""
+    """"train": forward and backward pass; "forward": no gradients; "generate": prefill and decoding with a cache."""
     num_layers: int | None = None
     num_encoder_layers: int | None = None
-    """Layers of the encoder, in addition; 0 without one."""
+    """Layers of the encoder, not counted in ``num_layers``; 0 without an encoder."""
     hidden_size: int | None = None
     num_heads: int | None = None
     num_kv_heads: int | None = None
     head_size: int | None = None
     intermediate_size: int | None = None
-    """Width of the feed-forward layer (of one expert, in a mixture of experts)."""
+    """Width of the feed-forward layer; in a mixture of experts, of one expert."""
     experts_per_token: int | None = None
     gated_mlp: bool | None = None
     dropout: bool | None = None
     vocabulary_size: int | None = None
     lm_head: bool | None = None
-    """Whether the model computes a logit for every word of the vocabulary."""
+    """Whether the model computes logits for the whole vocabulary."""
     encoder_decoder: bool | None = None
     causal: bool | None = None
-    """Whether it is a language model of one stack in which a token attends only to those before it."""
+    """Whether the model is a causal language model without encoder: a token attends only to earlier ones."""
     fixed_tokens: int | None = None
-    """Positions that every sample has in addition, whatever its length, such as Whisper's 1,500 audio frames."""
+    """Positions that every sample has besides its tokens, such as the 1,500 audio frames of Whisper."""
     num_parameters: int | None = None
     trainable_share: float | None = None
-    """Share of the parameters that have gradients: below 1 with LoRA."""
+    """Share of parameters that are trained; below 1 with LoRA."""
     dtype: Dtype | None = None
     autocast: Dtype | None = None
-    """The lower precision of `torch.autocast`; None: not used."""
+    """The lower precision of `torch.autocast`; None: not used, or unknown."""
     attention: Attention | None = None
     score_bias: bool | None = None
-    """Whether attention adds a learnt or computed bias to every score (T5, BLOOM), which materialises the scores."""
+    """Whether attention adds a learnt or computed bias to every score (T5, BLOOM), for which scores must be stored."""
     gradient_checkpointing: bool | None = None
     keeps_outputs: bool | None = None
-    """Whether logits stay alive in the backward pass. After ``outputs = model(**batch)`` they do (None means this), in
-    ``model(**batch).loss.backward()`` they do not."""
+    """Whether logits stay alive during the backward pass: they do after ``outputs = model(**batch)`` (None means so),
+    and do not with ``model(**batch).loss.backward()``."""
     optimizer_bytes: float | None = None
     """Bytes of optimizer state per trainable parameter."""
     sharding: Sharding | None = None
-    """What is divided among ranks. "zero1": the optimizer state; "zero2": also gradients; "zero3" and "fsdp": also
-    parameters; "ddp": nothing, and its buckets are a second copy of the gradients."""
+    """What is sharded over ranks. "zero1": optimizer state; "zero2": also gradients; "zero3", "fsdp": also parameters;
+    "ddp": nothing, and DDP's buckets are a second copy of the gradients."""
     num_ranks: int | None = None
     layout: Layout | None = None
-    """"packed": samples lie end to end in one row, without padding; None: "padded"."""
+    """"packed": samples are joined in one row without padding; "padded" or None: padded to the longest."""
     max_new_tokens: int | None = None
     phases: Phases | None = field(default=None, repr=False)
-    """How memory depends on the batch shape, exactly: found by tracing the model."""
+    """Memory by batch shape, found by tracing the model."""
 
     def __post_init__(self) -> None:
         for known in fields(self):
@@ -77,26 +77,27 @@ class Workload:
                 kind = str(known.type).removesuffix(" | None")
                 object.__setattr__(self, known.name, _checked(known.name, kind, value))
         if self.layout == "packed" and self.mode == "generate":
-            raise ConfigError("`layout` 'packed' is for training and forward passes; generate() pads its prompts")
+            raise ConfigError("`layout` 'packed' needs mode 'train' or 'forward', because generate() pads its prompts")
         if self.layout == "packed" and self.encoder_decoder:
-            raise ConfigError("`layout` 'packed' is not for encoder-decoders: leave it out, and group by both lengths")
+            raise ConfigError("`layout` 'packed' is not available for encoder-decoder models; leave it out")
         if self.sharding not in (None, "ddp") and not self.num_ranks:
-            raise ConfigError(f"`sharding` {self.sharding!r} divides memory over ranks; pass their number: num_ranks=8")
+            raise ConfigError(f"`sharding` {self.sharding!r} needs the number of ranks; pass e.g. num_ranks=8")
 
     @classmethod
     def from_model(
         cls, model_or_config: Any, mode: Mode = "train", *,
         trace: bool = True, inputs: MakeInputs | None = None, **known: Any,
     ) -> Workload:  # fmt: skip
-        """The workload of a ``transformers`` model or config, or of its name.
+        """Returns the workload of a ``transformers`` model, of a config, or of a model's name. No weights are loaded.
 
         Args:
-            model_or_config: a model, a config, or a name that ``AutoConfig.from_pretrained`` takes. No weights are loaded.
+            model_or_config: a model, a config, or a name for ``AutoConfig.from_pretrained``.
             mode: "train", "forward" or "generate".
-            trace: run a few layers without data (seconds on a CPU) to learn exactly how memory depends on the batch.
-                False, or with a warning if tracing fails: memory is estimated from the sizes.
-            inputs: ``(model, num_samples, longest) -> arguments of model.forward``, for models of more than text.
-            known: your own values, such as ``dtype="bfloat16"`` or ``max_new_tokens=256``; default: AdamW's states.
+            trace: True runs a few layers without data (seconds on a CPU) to learn exactly how memory depends on the
+                batch. False, or if tracing fails (with a warning): memory is estimated from the model's sizes.
+            inputs: ``(model, num_samples, longest) -> arguments of model.forward``, for models that read not only text.
+            known: values of fields, such as ``dtype="bfloat16"`` or ``max_new_tokens=256``; the optimizer is AdamW
+                unless ``optimizer_bytes`` is given.
 
         >>> from transformers import GPT2Config
         >>> workload = Workload.from_model(GPT2Config(), mode="generate", max_new_tokens=64)
@@ -105,29 +106,29 @@ class Workload:
         """
         from dynagroup.memory.trace.model import describe
 
-        asked = cls(mode=mode, **known)  # refuses wrong fields before a model is built
+        asked = cls(mode=mode, **known)  # refuses wrong values before a model is built
         said = {name: value for name in known if (value := getattr(asked, name)) is not None}
         workload = cls(**describe(model_or_config, mode, said))
         try:
             return workload.traced(model_or_config, inputs) if trace else workload
         except ConfigError as error:
-            told = f"the memory of this model is estimated from its sizes, because {error}"
-            warn_user(f"{told}; trace=False silences this warning")
+            told = f"the memory of this model is only estimated from its sizes, because {error}"
+            warn_user(f"{told}; pass trace=False to silence this warning")
             return workload
 
     def traced(self, model_or_config: Any, inputs: MakeInputs | None = None) -> Workload:
-        """This workload with the phases of its model. ConfigError: it can neither be traced nor simulated."""
+        """Returns this workload with traced memory. ConfigError: the model can neither be traced nor simulated."""
         from dynagroup.memory.trace.phases import trace_phases
 
         way_out = "MemoryBudget.from_bytes(limit, model=ProfiledMemory.fit(measure(...))), or of simulate(...)"
-        told = f". `inputs=` helps where only the arguments are wrong; else fit batches: {way_out}"
+        told = f"; pass `inputs` if the model needs other arguments, else fit batches with {way_out}"
         with explained("this model cannot be traced", way_out=told):
             if self.fixed_tokens and inputs is None and not self.encoder_decoder:
-                raise ConfigError("it reads images, whose memory does not follow from the text")
+                raise ConfigError("the model reads images, whose memory cannot be computed from the text")
             return self.replace(phases=trace_phases(model_or_config, self, inputs=inputs))
 
     def replace(self, **changes: Any) -> Workload:
-        """This workload with some fields changed. The trace is dropped if it no longer applies."""
+        """Returns this workload with some fields changed; a trace is dropped if any value really changes."""
         changed = replace(self, **{"phases": None, **changes})
         return self if all(getattr(self, name) == getattr(changed, name) for name in changes) else changed
 
@@ -140,14 +141,14 @@ class Workload:
 
 
 def _checked(name: str, kind: str, value: Any) -> Any:
-    """A field's value, checked and converted by its annotation ``kind``."""
+    """Returns a field's value, checked and converted as its annotation ``kind`` says."""
     if kind == "int":
         return check_int(name, value, least=0)
     if kind == "bool":
         return check_flag(name, value)
     if kind == "Phases" and isinstance(value, Mapping):
         return Phases(**value)
-    if kind == "Dtype":  # torch.bfloat16, "bf16" and the like under the name that torch prints
+    if kind == "Dtype":  # torch.bfloat16, "bf16" and so on, under the name that torch prints
         value = _DTYPES.get(name_of := str(value).removeprefix("torch."), name_of)
     allowed = get_args(_CHOICES[kind]) if kind in _CHOICES else None
     if allowed and value not in allowed:
@@ -156,7 +157,7 @@ def _checked(name: str, kind: str, value: Any) -> Any:
 
 
 def assumed(workload: Workload, optimizer: str | None = None) -> str:
-    """How a model is assumed to be run, defaults included.
+    """Returns how a model is assumed to be run as text, defaults included.
 
     >>> assumed(Workload(mode="generate", dtype="float16", max_new_tokens=256))
     'generate, float16, 256 new tokens'
@@ -167,8 +168,8 @@ def assumed(workload: Workload, optimizer: str | None = None) -> str:
     if w.mode == "train":
         told += ["checkpointing" if w.gradient_checkpointing else "no checkpointing"]
         told += [(w.trainable_share or 1) < 1 and f"{w.trainable_share:.2%} of the parameters trained"]
-        state = w.optimizer_bytes is not None and f" of {w.optimizer_bytes:g} bytes a trained parameter"
+        state = w.optimizer_bytes is not None and f" of {w.optimizer_bytes:g} bytes per trained parameter"
         told += [state and f"{optimizer or 'an optimizer'}{state}"]
-        told += [w.keeps_outputs is False and "logits let go before the backward pass"]
+        told += [w.keeps_outputs is False and "logits freed before the backward pass"]
         told += [w.sharding and f"{w.sharding} over {w.num_ranks or 'some'} ranks"]
     return ", ".join(str(part) for part in told if part)

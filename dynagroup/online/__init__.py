@@ -1,1 +1,1 @@
-"""Batches and updates when lengths are known only after processing."""
+"""Forms batches and updates when lengths are known only after processing."""

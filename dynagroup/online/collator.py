@@ -1,4 +1,4 @@
-"""In the workers: measure lengths after the user's processing, cut into batches that fit, collate. No collectives."""
+"""Measures processed samples in the workers, cuts them into batches that fit, and collates. Needs no collectives."""
 
 import copy
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -29,7 +29,7 @@ Oversize: TypeAlias = Literal["alone", "error"]
 
 
 def measure_sample(sample: Any) -> int:
-    """Tokens of one processed sample: its ``input_ids``, or if it is padded those that ``attention_mask`` marks.
+    """Returns the tokens of one processed sample: its ``input_ids``, or if padded, those that ``attention_mask`` marks.
 
     Raises:
         ConfigError: the sample has no ``input_ids``.
@@ -40,7 +40,7 @@ def measure_sample(sample: Any) -> int:
     ids = _ids_of(sample)
     if ids is None:
         found = sorted(sample) if isinstance(sample, Mapping) else type(sample).__name__
-        raise ConfigError(f"a sample has no 'input_ids' to measure (it is {found}); pass length_of=, e.g. len")
+        raise ConfigError(f"a sample has no 'input_ids' to measure (it has {found}); pass `length_of`, e.g. len")
     shape = getattr(ids, "shape", None)
     length = int(shape[-1]) if shape else len(ids)
     mask = sample.get("attention_mask") if isinstance(sample, Mapping) else None
@@ -49,31 +49,33 @@ def measure_sample(sample: Any) -> int:
     mask = mask[0] if getattr(mask, "ndim", 1) > 1 else mask
     if mask[0] and mask[-1]:
         return length
-    warn_user("samples come padded: lengths are taken from attention_mask; pad in collate_fn, or batches stay as wide")
+    warn_user("samples are padded already (lengths are read from attention_mask); pad in collate_fn to save memory")
     return int(sum(mask))
 
 
 @dataclass
 class RefinementCollator:
-    """A ``collate_fn`` that measures samples, cuts them into batches that fit their *true* lengths, and collates each.
+    """A ``collate_fn`` that measures samples, cuts them by *true* lengths into batches that fit, and collates each.
 
-    In a plain ``DataLoader`` it gets the samples of one batch, and returns a :class:`RefinedWindow` to iterate over.
-    Wrap the dataset in :class:`IndexedDataset` to get dataset indices instead of positions in the batch.
+    A plain ``DataLoader`` passes the samples of one batch, and gets a :class:`RefinedWindow` to iterate over. To get
+    dataset indices and not indices into the batch, wrap the dataset in :class:`IndexedDataset`.
 
     Args:
-        collate_fn: the user's function from samples to a batch. Default: ``torch.utils.data.default_collate``.
+        collate_fn: the user's function from samples to a batch. None: ``torch.utils.data.default_collate``.
         budget: limit of a batch.
-        length_of: sample -> tokens, or -> {stream: units}. Default: :func:`measure_sample`; if batches come out wider
-            than that, or samples have no ``input_ids``, the length of what ``collate_fn`` makes of each sample alone.
-        weigh: loss weight of a batch: "tokens" (labels that are predicted), "samples", or batch -> number.
-        oversize: what becomes of a sample that does not fit even alone: "alone" or "error".
+        length_of: function from a sample to its tokens, or to a dict by stream. None: :func:`measure_sample`, or if
+            batches become longer than so measured, the length after ``collate_fn`` on each sample alone.
+        weigh: loss weight of a batch: "tokens" (predicted labels), "samples", or a function of the batch.
+        oversize: what to do with a sample that does not fit even alone: "alone" (a batch of its own) or "error".
         work: predicted time of a batch.
-        pad: padding values for a budget that is a :class:`~dynagroup.ShapeLadder`, see :class:`FillingCollator`.
-        kind_of: sample -> label that can be hashed; a batch then holds samples of one kind. ``kinds``: labels by index.
-        one_kind: "step": ranks take batches of one kind in a step; "batch": each batch may be of any kind.
+        pad: padding values, if the budget is a :class:`~dynagroup.ShapeLadder`; see :class:`FillingCollator`.
+        kind_of: function from a sample to its label: a batch then has samples of one kind. Or ``kinds``: labels by
+            index.
+        one_kind: "step": in one step all ranks have batches of one kind; "batch": each batch may have another kind.
 
     Raises:
-        BudgetError: a batch is wider than measured and does not fit; or a sample does not fit and ``oversize="error"``.
+        BudgetError: a batch is longer than measured and does not fit; or a sample does not fit and
+        ``oversize="error"``.
 
     >>> from dynagroup.budget.tokens import TokenBudget
     >>> collate = RefinementCollator(lambda samples: [s["input_ids"] for s in samples], TokenBudget(8), weigh="samples")
@@ -100,9 +102,9 @@ class RefinementCollator:
                 check_function(name, getattr(self, name), what)
         self.has_kinds = self.kind_of is not None or self.kinds is not None
         if self.kinds is not None and self.kind_of is not None:
-            raise ConfigError("`kinds` and `kind_of` both label the samples: pass only one of them")
+            raise ConfigError("`kinds` and `kind_of` both label the samples; pass only one of them")
         if check_choice("one_kind", self.one_kind, ("step", "batch")) == "batch" and not self.has_kinds:
-            raise ConfigError("`one_kind` ('batch') needs `kind_of`, or `kinds`: a label for each sample")
+            raise ConfigError("`one_kind` ('batch') needs a label for each sample; pass `kind_of` or `kinds`")
         check_choice("oversize", self.oversize, ("alone", "error"))
         self.work = check_work(self.work)
         self._weight_of = weigher(self.weigh)
@@ -117,14 +119,14 @@ class RefinementCollator:
         except _WiderThanMeasured as wider:
             self._collates_to_measure = True
             warn_user(
-                f"{wider}: `collate_fn` changes lengths, so every sample is collated by itself to be measured, which about "
-                "doubles this work; to avoid it, pass `length_of`, or give the budget the collate function's `pad_to_multiple_of`"
+                f"{wider}: `collate_fn` changes lengths, so each sample is also collated alone to measure it, in about "
+                "twice the time; to avoid this, pass `length_of`, or give the budget the right `pad_to_multiple_of`"
             )
             refined = self._refine(window)
         return RefinedWindow(window.request.number, refined, window.place)
 
-    def split(self, refined: Refined, parts: int) -> list[Refined]:
-        """Divide a batch whose samples were kept into ``parts`` batches. Parts of a batch that fits also fit."""
+    def split_for_ranks(self, refined: Refined, parts: int) -> list[Refined]:
+        """Splits a batch into ``parts`` batches that fit as well, to give all ranks the same number of steps."""
         assert refined.samples is not None
         bounds = np.linspace(0, len(refined), parts + 1).astype(int)
         request = Request(np.asarray(refined.positions), indices=refined.indices, keep=parts)
@@ -133,7 +135,7 @@ class RefinementCollator:
         return self._collate_all(_neighbours(np.diff(bounds)), groups, refined.lengths, labels, window)
 
     def measure(self, samples: Sequence[Any], indices: Sequence[int]) -> Streams:
-        """True lengths of these samples: stream -> int32 (N,)."""
+        """Returns the true lengths of these samples: stream -> int32 (N,)."""
         name, length_of = self._measure_by(samples[0])
         measured = [_asked(name, length_of, sample, of=index) for sample, index in zip(samples, indices, strict=True)]
         columns: Mapping[str, Any] = {TOKENS: measured}
@@ -169,12 +171,12 @@ class RefinementCollator:
         try:
             number_of(label)
         except TypeError:
-            way_out = f"but gives {label!r:.80} for sample {index}; give a text, or a tuple"
-            raise ConfigError(f"`kind_of` must give a label that can be hashed, {way_out}") from None
+            way_out = f"but returned {label!r:.80} for sample {index}; return a text, or a tuple"
+            raise ConfigError(f"`kind_of` must return a hashable label, {way_out}") from None
         return label
 
     def _divide(self, lengths: Streams, labels: Sequence[Any], request: Request) -> tuple[Batches, list[int]]:
-        """Keep planned batches that fit and are of one kind, cut the others; and the number of each planned batch."""
+        """Keeps planned batches that fit and have one kind, cuts others; also returns each one's planned number."""
         kinds = np.array([number_of(label) for label in labels]) if self.has_kinds else np.zeros(len(labels), np.int64)
         make = partial(cut_kinds, budget=self.budget, num_ranks=1, together=False, work=self.work)
         if request.groups is None:
@@ -226,36 +228,37 @@ class RefinementCollator:
 
     def _check_alone(self, indices: Sequence[int], lengths: Streams) -> None:
         if len(indices) > 1:
-            raise BudgetError(f"batch of dataset indices {shorten(indices)} does not fit: the budget is not monotone")
+            told = f"the batch of dataset indices {shorten(indices)} must fit, because a larger one does"
+            raise BudgetError(f"{told}; correct the budget's `fits`, see assert_budget_law")
         if self.oversize == "error":
             way_out = "truncate it, filter it out, raise the budget, or pass oversize='alone'"
             raise BudgetError(f"sample {indices[0]} ({units_of(lengths, 0)}) does not fit even alone; {way_out}")
 
     def _check_width(self, batch: Any, indices: Sequence[int], lengths: Streams, widths: Mapping[str, int]) -> None:
-        """Warn or raise if a batch is wider than its longest sample (packed: their sum), as lengths are wrong then."""
+        """Warns or raises BudgetError if a collated batch is longer than its samples were measured."""
         packed, multiple = is_packed(self.budget, lengths), self.budget.pad_to_multiple_of
         found = shown(batch, len(indices), [*widths], packed=packed).items()
         wide = {name: tokens for name, tokens in found if tokens > widths[name] + -widths[name] % multiple}
         if not wide:
             return
         came = " and ".join(f"{tokens} {name}" for name, tokens in wide.items())
-        form, whose = ("long", "which measure") if packed else ("wide", "whose longest sample measures")
+        form, whose = ("in total", "measured as") if packed else ("per row", "whose longest sample was measured as")
         own = " and ".join(str(widths[name]) for name in wide)
-        told = f"collate_fn made a batch {came} {form} of dataset indices {shorten(indices)}, {whose} {own}"
+        told = f"`collate_fn` made a batch of {came} {form} from dataset indices {shorten(indices)}, {whose} {own}"
         if self.length_of is None and not self._collates_to_measure:
             raise _WiderThanMeasured(told)
         shape, form = BatchShape.of_samples(lengths), "total" if packed else "longest"
         true = {**getattr(shape, form), **{name: np.array([tokens]) for name, tokens in wide.items()}}
         way_out = "correct `length_of`, or give the budget the collate function's `pad_to_multiple_of`"
         if not self.budget.fits(replace(shape, **{form: true}))[0]:
-            raise BudgetError(f"{told}: the batch does not fit; {way_out}")
+            raise BudgetError(f"{told}, so the batch does not fit; {way_out}")
         if not self._warned_wide:
             self._warned_wide = True
             warn_user(f"{told}; {way_out}")
 
 
 class _WiderThanMeasured(Exception):
-    """The collate function changes lengths after they were measured."""
+    """Raised inside when the collate function makes samples longer than they were measured."""
 
 
 def _ids_of(sample: Any) -> Any:
@@ -266,17 +269,17 @@ def _ids_of(sample: Any) -> Any:
 
 
 def _collated_length(collate_fn: Callable[[list[Any]], Any], sample: Any) -> int:
-    """Tokens of the batch that the collate function makes of a copy of this sample."""
+    """Returns the tokens of the batch that the collate function makes of a copy of this one sample."""
     try:
         sample = copy.deepcopy(sample)
-    except Exception:  # noqa: BLE001 - what cannot be copied is shared
+    except Exception:  # noqa: BLE001 - a sample that cannot be copied is used itself
         pass
     tokens = total_of(collate_fn([sample]), TOKENS)
     return measure_sample(sample) if tokens is None else tokens
 
 
 def _asked(name: str, function: Callable[..., Any], *args: Any, of: int | list[int]) -> Any:
-    """Call the user's function; errors name it and its samples. A StopIteration must not end the loader's iteration."""
+    """Calls the user's function; errors name it and its samples. A StopIteration must not end the iteration."""
     try:
         return function(*args)
     except ConfigError:
@@ -289,12 +292,12 @@ def _asked(name: str, function: Callable[..., Any], *args: Any, of: int | list[i
 def _whole_numbers(name: str, values: list[Any], indices: Sequence[int]) -> NDArray[np.int32]:
     try:
         array = np.asarray(values)
-    except ValueError:  # ragged
+    except ValueError:  # values of unequal shape
         array = np.empty(0)
     whole = array.ndim == 1 and array.dtype.kind in "iu"
     if not whole or array.min(initial=0) < 0 or array.max(initial=0) > LONGEST:
         found = f"{shorten(values)} for the samples {shorten(indices)}"
-        raise ConfigError(f"`{name}` must give whole numbers from 0 to {LONGEST}, but gives {found}")
+        raise ConfigError(f"`{name}` must return whole numbers from 0 to {LONGEST}, but returned {found}")
     return array.astype(np.int32)
 
 

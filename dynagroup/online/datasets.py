@@ -1,4 +1,4 @@
-"""Datasets in the workers, read a window at a time."""
+"""Reads datasets in the workers, one window of samples at a time."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,12 +13,12 @@ from dynagroup.errors import ConfigError
 from dynagroup.fingerprint import hashed
 from dynagroup.online.messages import Request, WindowSamples, shorten
 
-OPENING = 16  # first samples of a share that are compared; with fewer than a quarter distinct they prove nothing
+OPENING = 16  # first samples of a rank's or worker's part to compare; ignored if fewer than a quarter are distinct
 FETCHED_AT_ONCE = 64  # samples that are read before their bytes are counted for the first time
 
 
 def is_stream(dataset: Any) -> bool:
-    """Whether a dataset is iterable-style. ConfigError: it is neither iterable-style nor map-style."""
+    """Returns whether a dataset is iterable-style. ConfigError: it is neither iterable-style nor map-style."""
     if isinstance(dataset, IterableDataset):
         return True
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
@@ -35,8 +35,8 @@ def set_epoch(holder: Any, epoch: int) -> None:
 
 
 def sample_bytes(sample: Any) -> int:
-    """The approximate number of bytes of a processed sample: its tensors, arrays and texts."""
-    if type(sample) is dict or hasattr(sample, "items"):  # dicts first, because this runs once a sample
+    """Returns the approximate bytes of a processed sample: its tensors, arrays and texts."""
+    if type(sample) is dict or hasattr(sample, "items"):  # dicts first, because the check runs once per sample
         return sum(map(sample_bytes, sample.values()))
     if isinstance(sample, (torch.Tensor, np.ndarray)):
         return sample.nbytes
@@ -49,16 +49,16 @@ def sample_bytes(sample: Any) -> int:
 
 
 def opening_of(samples: Sequence[Any]) -> int:
-    """A hash (63 bits) of a share's first samples, to find equal shares; 0 if these are too few or too similar."""
+    """Returns a hash (63 bits) of the first samples, to notice equal parts; 0 if these are too few or too similar."""
     try:
         shown = [repr(sample) for sample in samples[:OPENING]]
-    except Exception:  # noqa: BLE001 - a sample's own code
+    except Exception:  # noqa: BLE001 - a sample's own code may raise anything
         return 0
     return int(hashed("\n".join(shown)), 16) >> 1 if len(set(shown)) >= OPENING // 4 else 0
 
 
 class _Forwarding:
-    """Reads and sets all but its own attributes on the dataset, as a ``worker_init_fn`` may know only the dataset."""
+    """Reads and sets all other attributes on the dataset, which a ``worker_init_fn`` may expect to get."""
 
     def __init__(self, **own: Any) -> None:
         vars(self).update(own)
@@ -76,8 +76,8 @@ class _Forwarding:
 
 
 class IndexedDataset(_Forwarding):
-    """A map-style dataset whose samples carry their dataset indices, for a RefinementCollator. Workers use the
-    dataset's own ``__getitems__`` and ``set_epoch``.
+    """A map-style dataset that returns samples together with their dataset indices, for a :class:`RefinementCollator`.
+    Workers use the dataset's own ``__getitems__`` and ``set_epoch``.
 
     >>> window = IndexedDataset(["a", "b", "c"]).__getitems__([2, 0])
     >>> window.samples, window.request.indices
@@ -102,8 +102,8 @@ class IndexedDataset(_Forwarding):
         return WindowSamples(request.part(0, len(samples)), samples)
 
     def _fetch_bounded(self, request: Request, max_bytes: int) -> list[Any]:
-        """Read samples until they hold about ``max_bytes``: whole planned batches, at least one. The first read shows
-        how large samples are, the next goes as far as should fit. So a window of small samples takes two reads."""
+        """Reads about ``max_bytes`` of samples: whole planned batches, and at least one. The first read shows how large
+        samples are, and the second one reads the rest, so small samples need two reads."""
         ends = np.cumsum(request.groups) if request.groups is not None else np.arange(1, len(request) + 1)
         samples: list[Any] = []
         size, wanted = 0, FETCHED_AT_ONCE
@@ -128,8 +128,8 @@ def _fetch(dataset: Any, indices: Sequence[int]) -> list[Any]:
     except Exception as error:
         raise RuntimeError(f"dataset items {shorten(asked)} raised {type(error).__name__}: {error}") from error
     if len(samples) != len(indices):
-        told = f"the dataset's __getitems__ gave {len(samples)} samples for {len(indices)} indices {shorten(indices)}"
-        raise RuntimeError(f"{told}; it must give one sample for each index, in order")
+        told = f"the dataset's __getitems__ returned {len(samples)} samples for the indices {shorten(indices)}"
+        raise RuntimeError(f"{told}; it must return one sample per index, in order")
     return samples
 
 
@@ -137,19 +137,19 @@ FRESH: Mapping[str, Any] = {"read": 0, "until": 0, "keep": (), "state": None}
 
 
 class IterableWindows(_Forwarding, IterableDataset):
-    """An iterable dataset, read a window of samples or bytes at a time; it divides itself among ranks and workers. The
-    n-th sample of a worker gets the number ``(n * workers + worker) * size + rank``. After a resume, a worker begins
-    with its first window that has unused samples, and leaves out those that were used."""
+    """Reads an iterable dataset by windows of samples or bytes; the dataset itself must shard its samples over ranks
+    and workers. Sample n of a worker gets the number ``(n * workers + worker) * size + rank``. After a resume, a worker
+    begins with its first window that has unused samples, and leaves out the used ones."""
 
     def __init__(
         self, dataset: Any, window: int, *, max_bytes: int | None = None, rank: int = 0, size: int = 1
     ) -> None:
-        epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # persistent workers see it change
+        epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # so that persistent workers see changes
         how: dict[str, Any] = {"window": window, "max_bytes": max_bytes, "rank": rank, "size": size}
         super().__init__(dataset=dataset, _epoch=epoch, _resume=(0, {}), **how)
 
     def start(self, epoch: int, spots: Mapping[str, Any]) -> None:
-        """Choose the epoch of the next iteration, and the place where each worker resumes it."""
+        """Sets the epoch of the next iteration, and the point from which each worker resumes in it."""
         self._epoch.fill_(epoch)
         self._resume = epoch, spots
         set_epoch(self.dataset, epoch)
@@ -171,7 +171,7 @@ class IterableWindows(_Forwarding, IterableDataset):
             yield WindowSamples(request, chosen, {**place, "worker": worker})
 
     def _windows(self, samples: Iterator[Any], spot: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], list[Any]]]:
-        """Each window's place (the dataset's state before it; its first number, the next, those not used), and its samples."""
+        """Yields each window's resume point (with the dataset's state before the window) and its samples."""
         read, until, keep, state = spot["read"], spot["until"], set(spot["keep"]), spot["state"]
         keeps_state = callable(getattr(self.dataset, "state_dict", None)) and hasattr(self.dataset, "load_state_dict")
         while True:
@@ -188,5 +188,5 @@ class IterableWindows(_Forwarding, IterableDataset):
                 return
             opening = 0 if first else opening_of(chosen)
             yield {"read": first, "until": read, "state": state, "numbers": numbers, "opening": opening}, chosen
-            # Not before the first read, because until then a dataset may report its previous place.
+            # Called after the first read, because before it a dataset may report an older state.
             state = self.dataset.state_dict() if keeps_state else None

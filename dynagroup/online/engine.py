@@ -1,4 +1,4 @@
-"""The alignment engine: it turns one rank's refined windows into steps that all ranks take together, epoch by epoch."""
+"""Turns one rank's collated windows into steps that all ranks take together, epoch by epoch."""
 
 import time
 from abc import ABC, abstractmethod
@@ -20,11 +20,11 @@ from dynagroup.update.loss_weight import Share, loss_scale
 from dynagroup.update.step import LoaderStats, Step
 from dynagroup.validation import warn_user
 
-LOW_WATER, OF_EACH = 32, 2  # batches that a rank queues before an exchange; and how many more per further kind
+LOW_WATER, OF_EACH = 32, 2  # batches in a rank's queue before an exchange; additional ones for each further kind
 
 
 class Take(NamedTuple):
-    """One step on this rank: a batch and its weights. With an empty batch the rank idles."""
+    """One step on this rank: a batch and its weights. The batch is empty if the rank is idle."""
 
     batch: Refined
     samples: Share
@@ -34,9 +34,9 @@ class Take(NamedTuple):
 
 @dataclass(eq=False)
 class Runner(ABC):
-    """Base of both runners: one epoch, new or resumed. ``begun_samples`` and ``begun_weight`` of its cursor are this
-    rank's; ``under_way`` is the number of samples in the current update over all ranks. From a saved place of this rank
-    it continues with exactly the batches that were queued. ``identity``: facts that must be equal on all ranks."""
+    """Base class of both runners, which run one epoch, new or resumed. In ``stands``, ``begun_samples`` and
+    ``begun_weight`` are this rank's; ``under_way`` is the samples of the current update on all ranks. With a saved
+    ``place`` it begins with the batches that were queued. ``identity``: values that must be equal on all ranks."""
 
     source: Source
     workers: Workers
@@ -51,18 +51,18 @@ class Runner(ABC):
         source, place = self.source, self.place
         self.config, self.world, self.exchange = source.config, source.world, Exchange(source.world, self.stands.epoch)
         self.feed: Any = (IterableFeed if source.iterable else MapFeed)(source, self.workers, place and place["feed"])
-        self.queue: list[Refined] = []  # batches that wait for an agreement
-        self.agreed: list[Refined] = []  # steps that wait for the rest of their update; an empty batch idles
-        self.due: deque[Take] = deque()  # steps with known totals of their update
-        self.ended = False  # whether the agreed steps are the epoch's last
-        self.split: bool = place is not None and place["split"]  # whether some rank had to split a planned batch
-        self.kinds = [0]  # kinds that some rank has had, in the same order on all ranks
-        # Batches to idle on: a copy of the smallest batch of each kind, own or lent.
+        self.queue: list[Refined] = []  # batches that are not in an agreed step yet
+        self.agreed: list[Refined] = []  # agreed steps that wait for the rest of their update; empty batches are idle
+        self.due: deque[Take] = deque()  # steps of updates whose totals are known
+        self.ended = False  # True: the agreed steps are the epoch's last
+        self.split: bool = place is not None and place["split"]  # True: some rank had to split a planned batch
+        self.kinds = [0]  # kinds that any rank has had, in the same order on all ranks
+        # Batches for idle steps: a copy of the smallest batch of each kind, this rank's or another's.
         self._smallest: dict[int, Refined] = {}
 
     @abstractmethod
     def _more(self) -> None:
-        """Make further steps due, at first those that were agreed when the place was saved."""
+        """Appends further steps to ``due``; after a resume, first those that were agreed when the state was saved."""
 
     @property
     @abstractmethod
@@ -74,7 +74,7 @@ class Runner(ABC):
         return handed_out(self.stands, self.under_way, self.source.sizes)
 
     def state(self) -> dict[str, Any] | None:
-        """The place of this rank, JSON-able; None after the end of the epoch."""
+        """Returns the point from which this rank can resume, for JSON; None after the end of the epoch."""
         if self.over:
             return None
         base, feed = self.source.order.base, self.feed.state([*(t.batch for t in self.due), *self.agreed], self.queue)
@@ -82,7 +82,7 @@ class Runner(ABC):
         return {**place, "feed": feed, "base": base if base is None else pack(base), "kinds": pack(self.kinds)}
 
     def close(self) -> None:
-        """Release the workers, also if the loop was left early."""
+        """Releases the workers; also called when the loop is left early."""
         self.feed.close()
 
     def __iter__(self) -> Iterator[Step[Any]]:
@@ -90,16 +90,16 @@ class Runner(ABC):
         try:
             self.agreed, self.queue = self.feed.reload()
             self._note([*filter(len, self.agreed), *self.queue])
-        except Exception as error:  # noqa: BLE001 - told to every rank, and raised again
+        except Exception as error:  # noqa: BLE001 - sent to all ranks, and raised again
             failure = error
         self.exchange.compare(self.identity, failure)
         if place is not None:
-            # The saved end is not the end, if a batch had to be split and waits again, or if an iterable is read again.
+            # A saved end is no longer the end if a batch had to be split and waits, or if an iterable is read again.
             waits = len(self.queue) or int(place["ended"] and self.feed.receiving)
             self.kinds, before = unpack(place["kinds"]).tolist(), self.feed.kinds_before
             changed = [batch.kind for batch in self.agreed] != before
             waits, changed, *lacking = self.exchange.highest([waits, int(changed), *self._lacking])
-            if changed and self.source.sizes is None:  # processing changed kinds; a set update is agreed again anyway
+            if changed and self.source.sizes is None:  # processing changed kinds; updates of a set size are agreed anew
                 self.agreed, self.queue = [], [*filter(len, self.agreed), *self.queue]
             self.ended = place["ended"] and not (waits or changed)
             self._lend(lacking, [0 if changed else before.count(kind) for kind in self.kinds])
@@ -112,15 +112,15 @@ class Runner(ABC):
                 self._more()
 
     def _even_out(self, batches: Sequence[Refined], steps: int) -> list[Refined]:
-        """Split batches whose samples were kept, until there are ``steps`` batches or none can be split."""
+        """Splits batches whose samples were kept, until there are ``steps`` batches or none can be split."""
         sizes = [1 if batch.samples is None else len(batch) for batch in batches]
-        split = self.workers.collator.split
+        split = self.workers.collator.split_for_ranks
         pairs = zip(batches, even_parts(sizes, steps), strict=True)
         return [part for batch, parts in pairs for part in ([batch] if parts == 1 else split(batch, parts))]
 
     @property
     def _in_rows(self) -> bool:
-        """Whether batches keep their order: it is the user's, or of planned rows of equal work with no batch split."""
+        """Whether batches keep their order: it is the user's, or that of planned rows of which no batch was split."""
         return self.source.groups is not None or (self.source.lengths is not None and not self.split)
 
     def _loaded(self) -> Sequence[Refined] | None:
@@ -139,11 +139,11 @@ class Runner(ABC):
 
     @property
     def _lacking(self) -> list[int]:
-        """For each kind, whether this rank has no batch of it to idle on."""
+        """For each kind: 1 if this rank has no batch of it for idle steps, else 0."""
         return [int(kind not in self._smallest) for kind in self.kinds]
 
     def _agree(self, batches: Sequence[Refined], receiving: bool, failure: BaseException | None) -> Agreement:
-        """Agree on the steps that all ranks take next, by kind. Kinds new to some rank are exchanged first."""
+        """Agrees with all ranks on the next steps of each kind; kinds that are new to a rank are exchanged first."""
         opening, counts = self.feed.opening, Counter(batch.kind for batch in batches)
         new = sorted(counts.keys() - {*self.kinds})
         flags, offered = [opening, -opening, int(self.split), len(new)], [counts[kind] for kind in self.kinds]
@@ -157,15 +157,15 @@ class Runner(ABC):
         if self.world.size > 1 and first and first == -last:
             if not self.source.iterable:
                 raise AlignmentError(
-                    "every rank's `batch_sampler` gives the same batches, so every sample would be used on every rank; give "
-                    "each rank its own (LengthAwareBatchSampler does), or pass `sampler` and let the loader divide"
+                    "`batch_sampler` gives the same batches on every rank, so each would use every sample; give each "
+                    "its own batches (LengthAwareBatchSampler does), or pass `sampler`, which the loader shards"
                 )
             self.workers.tell_of_sharing(f"all {self.world.size} ranks")
         self._lend(lacking, agreement.steps)
         return agreement
 
     def _lend(self, lacking: Sequence[int], steps: Sequence[int]) -> None:
-        """If a rank that must idle has had no batch of a kind, it gets a copy of another rank's smallest one."""
+        """Gives a rank that must be idle, but has had no batch of the kind, a copy of another rank's smallest one."""
         for kind, lacks, needed in zip(self.kinds, lacking, steps, strict=True):
             if lacks and needed and self.world.size > 1:
                 own = self._smallest.get(kind)
@@ -173,14 +173,14 @@ class Runner(ABC):
                 self._smallest[kind] = own or lent.batches[0]
 
     def _total(self, updates: list[list[Refined]], extra: Sequence[int] = ()) -> list[float]:
-        """Make these updates due, with totals over all ranks; returns the sums of ``extra``."""
+        """Appends the steps of these updates to ``due``, with totals over ranks; returns the sums of ``extra``."""
         weights = [float(sum(batch.weight for batch in update)) for update in updates]
         samples = [sum(map(len, update)) for update in updates]
         if updates:
             weights[0] += self.stands.begun_weight
             samples[0] += self.stands.begun_samples
         values = [*weights, *samples, *extra]
-        found = self.exchange.world.all_sum(values) if values else []  # allowed only after a MAX
+        found = self.exchange.world.all_sum(values) if values else []  # only after a MAX, which checks the ranks
         for number, update in enumerate(updates):
             total, count = found[number], round(found[len(updates) + number])
             for place, batch in enumerate(update):
@@ -189,7 +189,7 @@ class Runner(ABC):
         return found[2 * len(updates) :]
 
     def _emit(self) -> Step[Any]:
-        """The next step. It counts as used before the training loop gets it."""
+        """Returns the next step, counted as used before the training loop gets it."""
         take, cursor = self.due.popleft(), self.stands
         batch, self.under_way = take.batch, round(take.samples.total)
         begun: dict[str, Any] = {"steps": cursor.steps + 1}
@@ -212,8 +212,8 @@ class Runner(ABC):
         self.stats.count_step(len(batch), batch.real, batch.padded)
         if batch.oversize and not self.stats.oversize:
             warn_user(
-                f"sample {batch.indices[0]} ({units_of(batch.lengths, 0)}) does not fit the budget even alone and is emitted "
-                "alone, as others may be (stats.oversize counts them); truncate it, raise the budget, or pass oversize='error'"
+                f"sample {batch.indices[0]} ({units_of(batch.lengths, 0)}) does not fit even alone and is a batch of "
+                "its own (stats.oversize counts such samples); truncate it, raise the budget, or pass oversize='error'"
             )
         self.stats.oversize += batch.oversize
         if self.learned is not None:
@@ -222,10 +222,10 @@ class Runner(ABC):
 
 
 class FreeRunner(Runner):
-    """Steps without updates of a set size: as many as the rank with most batches needs. A rank loads windows until it
-    has ``LOW_WATER`` batches, and ``OF_EACH`` of every further kind. Then all ranks :func:`agree` on numbers of steps
-    and take these from their queues. An update's steps are emitted once all are agreed, because its totals are sums
-    over ranks. Cost: one MAX and one SUM for about ``LOW_WATER`` steps."""
+    """Runs an epoch without updates of a set size: it has as many steps as the rank with the most batches needs. Each
+    rank loads windows until it has ``LOW_WATER`` batches (``OF_EACH`` more per further kind), all ranks :func:`agree`
+    on numbers of steps, and each takes these from its queue. An update's steps are yielded when all are agreed, because
+    its totals are sums over ranks. Cost: one MAX and one SUM per about ``LOW_WATER`` steps."""
 
     @property
     def over(self) -> bool:
@@ -241,7 +241,7 @@ class FreeRunner(Runner):
         try:
             while feed.can_take and len(self.queue) < wanted:
                 self.queue += self._loaded() or ()
-        except Exception as error:  # noqa: BLE001 - told to every rank, and raised again
+        except Exception as error:  # noqa: BLE001 - sent to all ranks, and raised again
             failure = error
         agreement = self._agree(self.queue, feed.receiving, failure)
         self.ended = agreement.last
@@ -250,13 +250,13 @@ class FreeRunner(Runner):
         if not feed.shares:
             self._complete([])
             return
-        loads = [0] * self.world.size  # samples that each rank still has to emit
+        loads = [0] * self.world.size  # samples that each rank has not yielded yet
         loads[self.world.rank] = sum(map(len, self.queue)) + feed.pending_samples
         batches, samples, *loads = self._complete([*held, *loads])
         feed.share([round(load) for load in loads], round(wanted * samples / max(batches, 1)))
 
     def _pick(self, steps: Sequence[int]) -> list[Refined]:
-        """As many batches of each kind as agreed, the kinds spread evenly; missing ones idle."""
+        """Takes as many batches of each kind as agreed, with kinds spread evenly; missing ones become idle batches."""
         queued, number, picked = by_kind(self.queue), self.stands.steps + len(self.agreed), []
         self.queue = []
         for kind, count in zip(self.kinds, steps, strict=True):
@@ -266,8 +266,8 @@ class FreeRunner(Runner):
         return spread(picked)
 
     def _picked(self, batches: Sequence[Refined], steps: int, number: int) -> list[Refined]:
-        """The batches of one kind for ``steps`` steps from ``number`` on; the others return to the queue. Taken in
-        order, or from evenly spread places of the sorted queue, which are the same on all ranks."""
+        """Takes ``steps`` batches of one kind from the queue: in order, or at evenly spread places of the sorted queue,
+        the same places on all ranks."""
         batches = [*batches] if self.feed.receiving else self._even_out(batches, steps)
         count = min(steps, len(batches))
         if self._in_rows:
@@ -290,9 +290,9 @@ class FreeRunner(Runner):
 
 
 class UpdateRunner(Runner):
-    """Updates of a set number of samples: a window is one rank's share of an update. Every rank takes its share's
-    batches, kind after kind, most expensive first. A rank with fewer batches of a kind than another splits some of its
-    own, then idles. Cost: one MAX and one SUM per update."""
+    """Runs an epoch with updates of a set size: a window is one rank's part of an update. Each rank takes its batches
+    kind by kind, those of most work first. A rank with fewer batches of a kind than another splits some of its own, and
+    is idle for the rest. Cost: one MAX and one SUM per update."""
 
     @property
     def over(self) -> bool:
@@ -305,7 +305,7 @@ class UpdateRunner(Runner):
         resumed, self.split, self.agreed, self.queue = bool(batches or self.agreed), False, [], []
         try:
             batches = batches if resumed else self._loaded() or ()
-        except Exception as error:  # noqa: BLE001 - told to every rank, and raised again
+        except Exception as error:  # noqa: BLE001 - sent to all ranks, and raised again
             failure = error
         steps, held, update = self._agree(batches, False, failure).steps, by_kind(batches), list[Refined]()
         for kind, count in zip(self.kinds, steps, strict=True):

@@ -1,4 +1,4 @@
-"""Where an epoch's windows come from: the DataLoader with the workers, and feeds of both kinds of datasets."""
+"""Supplies an epoch's windows: the DataLoader with its workers, and a feed for each kind of dataset."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,8 +27,8 @@ BLANK = Request(np.zeros(0, np.int64))
 
 
 class RequestQueue:
-    """The ``batch_sampler`` of the inner DataLoader: hands out the running feed's requests. If there is none yet, it
-    hands out an empty window, because workers fetch ahead, before ranks agree or an answer proves complete."""
+    """The ``batch_sampler`` of the inner DataLoader: yields the requests of the running feed. While a feed has none, it
+    yields empty windows, because workers ask ahead, before ranks agree or before a window proves to be complete."""
 
     feed: "MapFeed | None" = None
 
@@ -38,7 +38,7 @@ class RequestQueue:
 
 
 class Workers(Inner):
-    """The DataLoader of a loader, kept over epochs if its workers persist."""
+    """The DataLoader of an online loader; kept from epoch to epoch if its workers are persistent."""
 
     def __init__(
         self, dataset: Any, collator: RefinementCollator, config: OnlineConfig, kwargs: Mapping[str, Any]
@@ -48,7 +48,7 @@ class Workers(Inner):
         self.iterable, self.num_workers = is_stream(dataset), self.kwargs.setdefault("num_workers", 0)
         self.persistent = bool(self.kwargs.get("persistent_workers"))
         if self.num_workers:
-            self.kwargs.setdefault("prefetch_factor", 1)  # in windows: a worker prepares one while another is used
+            self.kwargs.setdefault("prefetch_factor", 1)  # windows: a worker prepares one while another one is used
         self.depth = self.num_workers * (self.kwargs.get("prefetch_factor") or 2)  # torch's default
         self._windows: IterableWindows | None = None
         self._told = False
@@ -61,13 +61,13 @@ class Workers(Inner):
         return {**asked, "budget": collator.budget.fingerprint, "num_workers": num_workers}
 
     def tell_of_sharing(self, who: str) -> None:
-        """Warn, once for all epochs, that an iterable dataset does not divide itself."""
+        """Warns, once in all epochs, that an iterable dataset is not sharded."""
         if not self._told:
             self._told = True
             warn_user(
-                f"{who} read the same samples: an iterable dataset must divide itself, or samples come several times; let each "
-                "yield its own part: by torch.utils.data.get_worker_info() of a worker, and by "
-                "dynagroup.distributed.rank_and_size() or datasets' split_dataset_by_node of a rank"
+                f"{who} read the same samples, which are repeated: the iterable dataset is not sharded; make each "
+                "worker and rank yield its own part, by torch.utils.data.get_worker_info() for workers, and by "
+                "dynagroup.distributed.rank_and_size() or datasets' split_dataset_by_node for ranks"
             )
 
     def open_map(self) -> Iterator[Any]:
@@ -86,36 +86,36 @@ class Workers(Inner):
 
 
 class MapFeed:
-    """Windows of a map-style dataset: sent to the workers in one order, and received in the same order. If a worker
-    returns only part of a large window (``window_bytes``), the rest is requested at once and comes before later
-    windows. The saved place holds batches by positions; after a resume they are requested first, in their groups."""
+    """Feeds windows of a map-style dataset: requests are sent to workers in one order, and answers used in that order.
+    If a worker returns only a part of a large window (``window_bytes``), the rest is requested at once and used before
+    later windows. After a resume, batches that were loaded but not used are requested first, grouped as they were."""
 
     def __init__(self, source: Source, workers: Workers, place: Mapping[str, Any] | None) -> None:
         self.source, self.workers, self._place = source, workers, place
         world = source.world
         first = (source.groups or ())[:4]
         self.opening = print_of([first, source.order.at(np.arange(sum(first)))]) if first else 0
-        # Ranks agree on all steps of an update at once.
+        # With updates of a set size, ranks agree on all steps of an update at once, so windows come whole.
         self._max_bytes = None if source.sizes is not None else source.config.window_bytes
         self._plans = source.requests(world.rank, world.size)
-        self._planned = 0  # requests of the plans that were pulled
+        self._planned = 0  # requests taken from the plans so far
         self._upcoming: Request | None = None
         self._start, self._stop = 0, source.order.num_positions * source.shares
         self._iterator: Iterator[RefinedWindow] | None = None
         self._number = 0
-        self._waiting: deque[Request] = deque()  # requests that workers have not pulled yet
-        self._pending: deque[Request] = deque()  # requests whose answers were not taken yet, in order
-        self._early: dict[int, RefinedWindow] = {}  # answers that came before their turn
-        self.kinds_before: list[int] = []  # kinds of the steps that were agreed when the place was saved
+        self._waiting: deque[Request] = deque()  # requests that workers have not taken yet
+        self._pending: deque[Request] = deque()  # requests whose answers were not used yet, in order
+        self._early: dict[int, RefinedWindow] = {}  # answers that arrived before earlier ones
+        self.kinds_before: list[int] = []  # kinds of the agreed steps in the saved state
         workers.queue.feed = self
         if place is not None:
             self._send_again(place)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_plans": iter(())}  # a loader is copied between iterations, when nothing more is asked
+        return {**vars(self), "_plans": iter(())}  # loaders are copied only between iterations, when plans are used up
 
     def _send_again(self, place: Mapping[str, Any]) -> None:
-        """Send one request for all batches that were agreed or queued, then the rest of larger ones."""
+        """Requests all batches that were agreed or queued when the state was saved, then the rest of large windows."""
         self._start = place["start"]
         if self.source.sizes is None:
             self._planned = sum(1 for _ in islice(self._plans, place["next"]))
@@ -143,7 +143,7 @@ class MapFeed:
         return sum(map(len, self._pending))
 
     def share(self, loads: Sequence[int], ahead: int) -> None:
-        """Give positions to ranks by all loads (in samples), so that each has ``ahead`` and its prefetched samples."""
+        """Gives windows to ranks by their loads (samples), so that each has ``ahead`` plus prefetched samples."""
         window, world = self.source.config.window, self.source.world
         target = (self.workers.depth + 1) * window + ahead
         windows, self._start = hand_out(loads, self._start, self._stop, window=window, target=target)
@@ -166,10 +166,10 @@ class MapFeed:
         return self._upcoming
 
     def take(self) -> list[Refined]:
-        """The batches of the next window, in the order in which windows were requested. Raises a worker's error."""
+        """Returns the batches of the next window, in the order of the requests. Raises a worker's error."""
         if self._iterator is None:
             self._iterator = self.workers.open_map()
-        while not self._pending or self._pending[0].number not in self._early:  # it may not have been pulled yet
+        while not self._pending or self._pending[0].number not in self._early:  # may not even be requested yet
             window = next(self._iterator, None)
             if window is None:
                 raise RuntimeError(ENDED_EARLY)
@@ -184,7 +184,7 @@ class MapFeed:
         return window.batches
 
     def close(self) -> None:
-        # A later fork must not inherit workers; if a reference cycle holds them, ending them takes five seconds each.
+        # A later fork must not inherit workers: if a reference cycle keeps them, stopping takes five seconds each.
         self._iterator = self.workers.queue.feed = None
 
     def _send(self, request: Request, **how: Any) -> None:
@@ -198,7 +198,7 @@ class MapFeed:
         return replace(request, indices=indices, epoch=self.source.cursor.epoch, **how)
 
     def state(self, front: Sequence[Refined], pool: Sequence[Refined]) -> dict[str, Any]:
-        """The place to save. ``front``: agreed steps; ``pool``: queued batches; both were loaded but not used yet."""
+        """Returns the state to save. ``front``: agreed steps; ``pool``: queued batches; both are not used yet."""
         batches = [*front, *pool]
         kept = [number for number, batch in enumerate(batches) if number >= len(front) and batch.samples is not None]
         groups = {"kinds": pack(batch.kind for batch in front), "batches": pack_groups(b.positions for b in batches)}
@@ -215,15 +215,15 @@ class MapFeed:
         pieces = (list(alike) for _, alike in groupby(self.take() if any(sizes) else (), lambda batch: batch.group))
         slots = [next(pieces) if size else [] for size in sizes]
         agreed = [slot[0] if slot else Refined.idle(kind) for slot, kind in zip(slots, self.kinds_before, strict=False)]
-        # Processing may have changed lengths, and with them the number of batches.
+        # Processing may have changed lengths, and so the number of batches.
         rest = ((number, batch) for number, slot in enumerate(slots) for batch in slot[number < len(agreed) :])
         kept = set(place["kept"])
         return agreed, [replace(batch, samples=batch.samples if number in kept else None) for number, batch in rest]
 
 
 class IterableFeed:
-    """Windows of an iterable dataset, until it ends. Its place: where each worker continues, and which samples it
-    leaves out. It warns if shares begin with the same samples, because the dataset then does not divide itself."""
+    """Feeds windows of an iterable dataset until it ends. The saved state says, for each worker, where it resumes
+    and which later samples were used. Warns if workers read the same samples, so the dataset is not sharded."""
 
     shares = False
     pending_samples = 0
@@ -234,10 +234,10 @@ class IterableFeed:
         self._spots: Mapping[str, Any] = place["workers"] if place else {}
         self._iterator: Iterator[RefinedWindow] | None = None
         self._openings: dict[int, int] = {}
-        # Worker -> its windows that may not be used up: where each began, and its samples' numbers.
+        # Worker -> its windows that may have unused samples: where each begins, and its samples' numbers.
         self._opened: dict[int, deque[Mapping[str, Any]]] = {}
         self.can_take = self.receiving = True
-        self.opening = 0  # hash of the first samples of this rank's share; 0: not known
+        self.opening = 0  # hash of the first samples that this rank read; 0: not known
 
     def take(self) -> list[Refined] | None:
         if self._iterator is None:
@@ -257,19 +257,19 @@ class IterableFeed:
         self._iterator = None
 
     def state(self, front: Sequence[Refined], pool: Sequence[Refined]) -> dict[str, Any]:
-        """The place: where each worker continues, and the samples it leaves out: all but those of these batches."""
+        """Returns the state to save: each worker's resume point, and which later samples are not used yet."""
         workers, size = max(self._workers.num_workers, 1), self._world.size
         remaining: dict[int, set[int]] = {worker: set() for worker in range(workers)}
         for arrival in (arrival for batch in (*front, *pool) for arrival in batch.indices):
             number, worker = divmod(arrival // size, workers)
             remaining[worker].add(number)
-        spots = dict(self._spots)  # for workers that have returned nothing since
+        spots = dict(self._spots)  # for workers that have not returned anything since
         for worker, opened in self._opened.items():
             while len(opened) > 1 and not remaining[worker].intersection(opened[0]["numbers"]):
                 opened.popleft()
             first, last = opened[0], opened[-1]
             before = spots.get(str(worker), {"until": 0, "keep": ()})
-            keep = remaining[worker].union(n for n in before["keep"] if n >= last["until"])  # those not read again yet
+            keep = remaining[worker].union(n for n in before["keep"] if n >= last["until"])  # not read again yet
             until = max(last["until"], before["until"])
             spots[str(worker)] = {"read": first["read"], "until": until, "keep": sorted(keep), "state": first["state"]}
         return {"workers": spots}
@@ -281,8 +281,8 @@ class IterableFeed:
 def resumed(
     source: Source, states: list[Mapping[str, Any]], learned: LearnedLengths | None, orders: EpochOrders
 ) -> tuple[Source, Mapping[str, Any] | None, Cursor]:
-    """Where an epoch continues from states: (its source, this rank's saved place, its cursor). On another number of
-    ranks, the samples that no rank has emitted become a new order, within the current update."""
+    """Returns what an online epoch resumes with: its source, this rank's saved state, its cursor. On another number of
+    ranks, all samples that no rank has used, the rest of the current update first, become the new order."""
     cursor, sizes = source.cursor, source.sizes
     if not states:
         return source.with_lengths(learned, orders), None, cursor
@@ -293,7 +293,7 @@ def resumed(
     if states[0]["world_size"] == source.world.size:
         return source, place, cursor
     order = order.restricted(left(source, [state["running"]["feed"] for state in states]))
-    # Other ranks may have begun the current update: what was taken of it so far counts on the first rank.
+    # Other ranks may have begun the current update: what they have used of it counts as the first rank's.
     begun = [Cursor.of(state["cursor"]) for state in states] if source.world.rank == 0 else []
     samples, weight = sum(c.begun_samples for c in begun), float(sum(c.begun_weight for c in begun))
     joined = replace(cursor, begun_samples=samples, begun_weight=weight)
@@ -301,12 +301,12 @@ def resumed(
 
 
 def left(source: Source, places: Sequence[Mapping[str, Any]]) -> IntArray:
-    """Positions of samples that no rank has emitted, computed from the places of all ranks."""
+    """Returns the positions of samples that no rank has used, computed from the states of all ranks."""
     size, count = len(places), source.order.num_positions
     if source.iterable or source.groups is not None:
-        what = "an iterable dataset" if source.iterable else "a batch_sampler"
-        on = f"{size} ranks, as before, not on {source.world.size}"
-        raise StateError(f"{what} divides its samples among ranks itself, so it can resume only on {on}")
+        what = "an iterable dataset" if source.iterable else "`batch_sampler`"
+        on = f"on the {size} ranks that saved the state, but there are {source.world.size} ranks"
+        raise StateError(f"with {what}, which shards its samples over ranks itself, a run can resume only {on}")
     parts = [unpack(place["batches"][1]) for place in places]
     parts += [unpack(rest[0]) for place in places for rest in place["rest"]]
     if source.shares:

@@ -1,4 +1,4 @@
-"""The loader that forms batches after processing, when true lengths are known, with equal steps on every rank."""
+"""The loader that forms batches after processing, when true lengths are known, with equal steps on all ranks."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -29,56 +29,55 @@ from dynagroup.update.loss_weight import Weigh
 from dynagroup.update.schedule import BatchSizeSchedule, Walk, begun
 from dynagroup.update.step import Step
 
-EXAMPLES = 256  # samples, spread evenly over the dataset, that show its lengths
+EXAMPLES = 256  # samples, evenly spread over the dataset, from which lengths are learned
 CARRIED = ("dataset", "collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
            "generator", "persistent_workers")  # fmt: skip
 
 
 class OnlineDataLoader(StepLoader[Any]):
-    """A loader that cuts batches after processing, when true lengths are known, and keeps ranks in step.
+    """Forms batches after processing, when true lengths are known; all ranks take the same number of steps.
 
-    Workers process a window of samples, measure it, and cut it into batches that fit; ranks agree on steps. Over all
-    ranks every sample is emitted exactly once per epoch; a rank that has none left repeats a small batch with weight 0.
-    There is no ``len()``; with ``samples_per_update`` the number of updates is exact.
+    Workers process a window of samples, measure them, and cut the window into batches that fit; ranks agree on steps.
+    Over all ranks every sample is used exactly once per epoch; a rank without samples repeats a small batch with weight
+    0. The loader has no ``len()``, but with ``samples_per_update`` an exact ``num_updates``.
 
     Args:
-        dataset: map-style (``__getitems__`` is used if it has one); or iterable: it must divide itself among ranks and
-            workers.
-        budget: limit of a batch, such as ``TokenBudget(16384)``, or 16384 for short. A MemoryBudget needs ``longest``.
-        collate_fn: processed samples -> batch; default: torch's ``default_collate``.
-        length_of: processed sample -> tokens, or -> {stream: units}. Default: length of its ``input_ids``; if the
-            collate function makes or changes these, the length of the batch that it makes of the sample alone.
-        batch_sampler: this rank's batches of dataset indices; each is cut to fit. The loader then forms no windows.
-        sampler: dataset indices of all ranks together, in their order, the same on every rank. Default: 0, 1, 2 ...
-        shuffle: draw samples in an order that depends on ``seed`` and the epoch.
-        length_hint: a number per sample (or a file's path), or index -> number, in any unit that grows with length.
-            Ranks then get windows of similar samples in the first epoch already. Later epochs use the measured lengths.
-        window: samples sorted and grouped together on one rank; each worker holds that many processed samples. With
-            ``samples_per_update`` the window is this rank's share of an update.
-        samples_per_update: samples of every update over all ranks: an int, or a schedule ``(update, current) -> int``,
-            see :mod:`dynagroup.update.schedule`. A rank without samples of an update idles in it.
-        drop_last: leave out an epoch's last update if it is smaller than asked.
-        accumulation: steps per update, if ``samples_per_update`` is None.
-        seed: an int from 0, for the order and for the random numbers in workers.
-        weigh: what the loss is a mean of, for the weight of a batch: "tokens" (labels that a causal model predicts,
-            without -100), "samples", or a function from a batch to a number.
-        oversize: a sample that does not fit even alone: "alone" (warned once, ``stats.oversize``) or "error".
-        work: predicted time of a batch, e.g. ``Work.of(model)``; default: of a small decoder on this machine's device.
-        kind_of: processed sample -> label that can be hashed, such as "image" or None. All batches of a step, on all
-            ranks, are then of one kind (``step.kind``); a rank without samples of that kind idles on a batch of it.
-        kinds: a label for each sample of the dataset, if known beforehand, instead of ``kind_of``.
-        one_kind: with "batch" each batch is of one kind, but the batches of a step may differ.
-        window_bytes: about how many bytes of processed samples a worker hands over at a time. This bounds shared
-            memory, also for images. None: whole windows. An update's share (``samples_per_update``) comes whole.
-        shapes: most shapes (samples, tokens) that a compiled model sees, chosen for ``length_hint``, then in tokens:
-            see :class:`PlannedDataLoader`. A ``ShapeLadder`` as ``budget`` does the same for lengths of your own.
-        pad: field -> its padding value, for fields not of transformers; or a function.
-        world: the ranks; default: all of ``torch.distributed``, once it is initialised.
-        **dataloader_kwargs: to torch's ``DataLoader``: ``num_workers``, ``pin_memory``, ``prefetch_factor`` (windows)
+        dataset: map-style (with ``__getitems__``, if defined); or iterable, sharded over ranks and workers by itself.
+        budget: limit of a batch, such as ``TokenBudget(16384)`` or just 16384. A MemoryBudget needs ``longest``.
+        collate_fn: function from processed samples to a batch. None: torch's ``default_collate``.
+        length_of: function from a processed sample to its tokens, or to a dict by stream. None: length of
+            ``input_ids``; if ``collate_fn`` changes these, the length after ``collate_fn`` on the sample alone.
+        batch_sampler: this rank's batches of dataset indices, which are cut to fit. The loader then forms no windows.
+        sampler: dataset indices for all ranks together, the same on every rank. None: dataset order.
+        shuffle: True draws samples in random order, seeded by ``seed`` and the epoch.
+        length_hint: a number per sample (or a file's path), or a function from index to number, in any unit that grows
+            with length. Ranks then get samples of similar length from the first epoch on; without, from the second.
+        window: int, samples planned together on one rank; each worker has this many processed samples in memory. With
+            ``samples_per_update`` the window is this rank's part of an update.
+        samples_per_update: samples of each update over all ranks: int, or a schedule ``(update, current) -> int``, see
+            :mod:`dynagroup.update.schedule`. A rank that gets no samples of an update is idle in it.
+        drop_last: True leaves out an epoch's last update if it is too small.
+        accumulation: int, steps per update, if ``samples_per_update`` is None.
+        seed: int of at least 0, for the order and for random numbers in workers.
+        weigh: the weight of a batch: "tokens" (labels that a causal model predicts, without -100), "samples", or a
+            function from a batch to a number.
+        oversize: a sample that does not fit even alone: "alone" (a batch of its own, one warning) or "error".
+        work: predicted time of a batch, e.g. ``Work.of(model)``; None: that of a small decoder on this device.
+        kind_of: function from a processed sample to a hashable label, such as "image". All batches of a step, on all
+            ranks, then have samples of one kind (``step.kind``); a rank without such samples runs an idle batch.
+        kinds: the label of each sample of the dataset, instead of ``kind_of``.
+        one_kind: "batch": only each batch has one kind; batches of one step may have different kinds.
+        window_bytes: int, about how many bytes of processed samples a worker returns at a time, which limits shared
+            memory. None: whole windows. With ``samples_per_update`` windows are always whole.
+        shapes: int, largest number of batch shapes (samples, tokens) that a compiled model sees; they are chosen from
+            ``length_hint``, in tokens. Or pass a ``ShapeLadder`` as ``budget``. See :class:`PlannedDataLoader`.
+        pad: dict from field to padding value, for fields that transformers does not have; or a function.
+        world: ranks that share the data; None: all of ``torch.distributed``, if initialised.
+        **dataloader_kwargs: for torch's ``DataLoader``: ``num_workers``, ``pin_memory``, ``prefetch_factor`` (windows).
 
     Raises:
-        ConfigError: an argument is wrong, or two of them exclude each other.
-        AlignmentError: while iterating, ranks differ in data, seed or settings, or a rank failed or is gone.
+        ConfigError: an argument is wrong, or contradicts another.
+        AlignmentError: during iteration, ranks have different data, seeds or settings, or one failed or stopped.
 
     >>> from dynagroup import OnlineDataLoader, TokenBudget
     >>> data = [{"input_ids": [1] * n} for n in (3, 9, 2, 8)]
@@ -110,20 +109,20 @@ class OnlineDataLoader(StepLoader[Any]):
         knobs |= {"oversize": oversize, "pad": pad, "kind_of": kind_of, "kinds": orders.kinds}
         collator = RefinementCollator(collate_fn, budget, length_of, **knobs)
         self._workers = Workers(dataset, collator, config, dataloader_kwargs)
-        learns = batch_sampler is None and not self._workers.iterable  # measured lengths plan later epochs
+        learns = batch_sampler is None and not self._workers.iterable  # measured lengths are used to plan later epochs
         self._learned = LearnedLengths(len(dataset)) if learns else None
-        self._run_of: Runner | None = None  # the epoch that was begun last, until another one is chosen
-        self._resume: list[Mapping[str, Any]] = []  # loaded states, until an iteration continues from them
-        self._cursor = Cursor()  # where the last run of an epoch ended, or the loaded place
+        self._run_of: Runner | None = None  # the epoch that began last, until another one is chosen
+        self._resume: list[Mapping[str, Any]] = []  # loaded states, until an iteration resumes from them
+        self._cursor = Cursor()  # the point where the last epoch ended, or the loaded resume point
         learner = collator.budget.learner
         if learner is not None and self._workers.persistent:
             learner.share_memory()
 
     @classmethod
     def from_dataloader(cls, loader: DataLoader[Any], budget: Budget | int, **options: Any) -> "OnlineDataLoader":
-        """Take over an existing loader's dataset, order, workers and collate function, unless ``options`` say otherwise.
-        A ``RandomSampler`` becomes ``shuffle=True`` with a seed of its own, so that ranks agree and runs resume. ``drop_last``
-        is not taken over: nothing is dropped. The loader is not changed."""
+        """Makes an online loader with an existing loader's dataset, order, workers and collate function, unless
+        ``options`` override them. A ``RandomSampler`` becomes ``shuffle=True`` with a seed, so that ranks agree and
+        runs can resume. ``drop_last`` is ignored: no sample is left out. The existing loader is not changed."""
         taken, sampler = {name: getattr(loader, name) for name in CARRIED}, loader.sampler
         if type(loader.batch_sampler) not in (BatchSampler, type(None)):
             taken["batch_sampler"] = loader.batch_sampler
@@ -146,16 +145,16 @@ class OnlineDataLoader(StepLoader[Any]):
         return self._cursor if self._run_of is None else self._run_of.cursor
 
     def _asked(self) -> Cursor:
-        """The place after the updates that workers prefetch."""
+        """Returns the point after the updates that workers prefetch."""
         ahead = 0 if self._run_of is None else self._workers.depth
         return [self.cursor, *islice(self._walk().cursors(self.cursor), ahead)][-1]
 
     def examples(self) -> tuple[Streams, Callable[[int], Any], Callable[..., Any]]:
         if self._workers.iterable:
-            raise ConfigError("an iterable dataset gives each sample once, so none can be used before training")
+            raise ConfigError("an iterable dataset gives each sample only once, so its samples cannot be tried first")
         places = np.unique(np.linspace(0, len(self.dataset) - 1, EXAMPLES).astype(np.int64)).tolist()
         samples, collator = [self.dataset[place] for place in places], self._workers.collator
-        measured = collator.measure(samples, places).items()  # of all ranks, if processing is random
+        measured = collator.measure(samples, places).items()  # compared over ranks, because processing may be random
         lengths = {name: np.asarray(self.world.all_max(units.tolist()), np.int32) for name, units in measured}
         return lengths, samples.__getitem__, collator.filling
 
@@ -166,7 +165,7 @@ class OnlineDataLoader(StepLoader[Any]):
         rank, size = self._rank_and_size()
         if self._resume:
             if len(self._resume) > 1 or self._resume[0]["world_size"] != size:
-                raise StateError("a state was just loaded on another number of ranks: run a step before saving again")
+                raise StateError("a state was just loaded on another number of ranks; run one step before saving again")
             return dict(self._resume[0])
         run, sizes, learned = self._run_of, self.sizes, self._learned
         running = None if run is None else run.state()
@@ -182,8 +181,8 @@ class OnlineDataLoader(StepLoader[Any]):
         needed = together(states, *self._rank_and_size())
         running, epoch, learned = needed[0]["running"], needed[0]["epoch"], self._learned
         if running is not None and running["order"] != self._orders.fingerprint(epoch):
-            told = f"`{self._orders.decided_by}` gives other indices in epoch {epoch} than when the state was taken"
-            raise StateError(f"{told}: give its generator the same seed, or give it a set_epoch")
+            told = f"`{self._orders.decided_by}` must give the same indices in epoch {epoch} as in the saved run"
+            raise StateError(f"{told}; seed its generator the same, or give it a set_epoch")
         return needed, None if learned is None else learned.restored([state["lengths"] for state in needed])
 
     def _restore(self, found: tuple[list[Mapping[str, Any]], LearnedLengths | None]) -> None:
@@ -205,7 +204,7 @@ class OnlineDataLoader(StepLoader[Any]):
 
     def _walk(self) -> Walk:
         if self.sizes is None:
-            raise ConfigError("the number of updates is known beforehand only with `samples_per_update`")
+            raise ConfigError("the number of updates is known in advance only with `samples_per_update`; set it")
         return self.sizes
 
     def _run(self) -> Iterator[Step[Any]]:
@@ -216,21 +215,21 @@ class OnlineDataLoader(StepLoader[Any]):
             run.close()
 
     def _begin(self) -> Runner:
-        """Begin the epoch that is due. Ranks exchange learned lengths and limits before it."""
+        """Begins the next epoch; ranks first exchange learned lengths and limits."""
         world, epoch, workers, states = self.world, self._epoch, self._workers, self._resume
         cursor = Cursor.of(states[0]["cursor"]) if states else self._cursor
         self._resume = []
         learner = None if states else self.budget.learner
         learned = self._learned if cursor.samples_seen and not states else None
         if learned is not None or learner is not None:
-            Exchange(world, epoch).highest([])  # raises if ranks are at different places of the run
+            Exchange(world, epoch).highest([])  # raises if ranks are at different points of the run
         if learned is not None:
             learned.merge(world)
         if learner is not None:
             learner.apply(world)
         workers.seed(self.config.seed, epoch, world.rank, cursor.steps)
         order, groups = self._orders.of_epoch(epoch), self._orders.groups(epoch)
-        # Plans follow one limit for a whole epoch; workers split what has been learned not to fit since.
+        # Plans use one limit for a whole epoch; workers split batches that later turn out not to fit.
         limit = states[0]["running"]["limit"] if states else self.budget.applied
         facts = world, self.config, self.budget, workers.iterable
         source = Source(*facts, cursor, order, self.sizes, groups, limit)
@@ -241,7 +240,7 @@ class OnlineDataLoader(StepLoader[Any]):
         return make(source, workers, joined, place, under_way, identity, self.stats, self._learned)
 
     def _of_ranks(self, source: Source) -> dict[str, Any]:
-        """Facts that must be equal on all ranks."""
+        """Returns values that must be equal on all ranks."""
         orders, sizes, base, epoch = self._orders, self.sizes, source.order.base, source.cursor.epoch
         varying = None if sizes is None or sizes.is_constant else sizes.spans(sizes.start(epoch))
         told = {
@@ -251,20 +250,20 @@ class OnlineDataLoader(StepLoader[Any]):
             "num_workers": [self._workers.num_workers, self._workers.depth],
             "sizes of updates": varying and [stop for _, stop, _ in varying],
         }
-        own = {"kind_of", *["weigh"] * callable(self.config.weigh)}  # may hold what differs by rank, such as a device
+        own = {"kind_of", *["weigh"] * callable(self.config.weigh)}  # functions may depend on the rank's device
         return {name: value for name, value in {**self._identity(), **told}.items() if name not in own}
 
 
 def _bound(shapes: int | None, budget: Budget, hint: Any, config: OnlineConfig) -> Budget:
-    """The budget, or a ladder of ``shapes`` for lengths like ``hint``; one holds the longest that fits."""
+    """Returns the budget, or a ladder of ``shapes`` for lengths like ``hint`` and the longest that fits."""
     bound = budget.bind({TOKENS: np.ones(1, np.int32)})
     if bound is not budget and bound.fingerprint != budget.fingerprint:
         way_out = "give MemoryBudget(..., longest=tokens of the longest sample), one .from_bytes, or a TokenBudget"
-        raise ConfigError(f"`budget` needs all lengths, which an OnlineDataLoader does not know beforehand; {way_out}")
+        raise ConfigError(f"`budget` needs all lengths, which an OnlineDataLoader does not know in advance; {way_out}")
     if shapes is None:
         return budget
     if hint is None:
-        raise ConfigError("`shapes` needs `length_hint`, about the tokens of a sample; or pass a ShapeLadder")
+        raise ConfigError("`shapes` needs `length_hint` (about the tokens of each sample); give it, or a ShapeLadder")
     tokens = np.ceil(hint).clip(0, LONGEST).astype(np.int64)
     longest = largest_within(lambda count: budget.fits(BatchShape.of(1, count)), 1, LONGEST)
     how = {"samples_per_update": config.samples_per_update, "window": config.window, "work": config.work}

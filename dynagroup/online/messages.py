@@ -1,4 +1,4 @@
-"""Messages between main process and workers, in the order in which a sample passes through them.
+"""Messages between the main process and its workers, in the order in which a sample passes through them.
 
 ::
 
@@ -10,7 +10,7 @@
                                                             | RefinementCollator: measure, cut, collate
     Refined       <-------------------------------------- RefinedWindow
       | ranks agree on steps and totals
-    Step          the user's batch, and what it weighs
+    Step          the user's batch and its weight
 """
 
 import copy
@@ -30,25 +30,25 @@ from dynagroup.shapes import IntArray, Streams
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    positions: IntArray  # places in the epoch's order: int64 (N,)
-    groups: tuple[int, ...] | None = None  # sizes of batches already planned; None: one window to be cut
-    keep: int = 0  # this many of the largest batches come back with their samples, so that they can be split later
-    planned: bool = False  # whether it follows from the plans; a saved place only counts such requests
-    number: int = -1  # number among this rank's requests, repeated in the answer; -1: it asks for nothing
+    positions: IntArray  # int64 (N,), positions in the epoch's order
+    groups: tuple[int, ...] | None = None  # sizes of planned batches; None: one window that the worker cuts
+    keep: int = 0  # this many of the largest batches are returned with their samples, so that they can be split later
+    planned: bool = False  # True: the plans give this request, so that a saved state only needs to count it
+    number: int = -1  # number among this rank's requests, repeated in the answer; -1: an empty request
     indices: Sequence[int] = ()  # dataset indices
-    epoch: int = 0  # handed to the dataset's ``set_epoch`` in the worker, where it has one
-    max_bytes: int | None = None  # about how many bytes of samples an answer holds; the rest is asked again; None: all
+    epoch: int = 0  # passed to the dataset's ``set_epoch`` in the worker, if it has one
+    max_bytes: int | None = None  # about the most bytes of samples in an answer; the rest is requested again; None: all
 
     @classmethod
     def of(cls, indices: Sequence[int]) -> "Request":
-        """A request for one batch of dataset indices that have no positions."""
+        """Makes a request for one batch of dataset indices that have no positions."""
         return cls(np.arange(len(indices)), (len(indices),), number=0, indices=indices)
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def part(self, start: int, stop: int) -> "Request":
-        """The request for a range of these samples, which must consist of whole groups."""
+        """Returns the request for a range of these samples, which must consist of whole groups."""
         groups = self.groups
         if groups is not None:
             first, end = np.searchsorted(np.cumsum(groups), (start, stop), side="right").tolist()
@@ -58,7 +58,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class WindowSamples:
-    """A request with its processed samples; of an iterable, ``place`` is the worker that read them and from where."""
+    """A request with its processed samples. ``place``: for iterable datasets, the worker and its resume point."""
 
     request: Request
     samples: list[Any]
@@ -67,42 +67,42 @@ class WindowSamples:
 
 @dataclass(frozen=True, slots=True)
 class Refined:
-    """One collated batch with what the main process needs to know about it."""
+    """One collated batch, with everything about it that the main process needs."""
 
     batch: Any  # what the user's ``collate_fn`` returned
-    indices: list[int]  # dataset indices; arrival numbers of an iterable; or places in the window, if nothing is known
-    positions: tuple[int, ...]  # the samples' places in the epoch's order
-    lengths: Streams  # true ones, after processing
+    indices: list[int]  # dataset indices; for iterable datasets numbers of arrival; else indices into the window
+    positions: tuple[int, ...]  # the samples' positions in the epoch's order
+    lengths: Streams  # true lengths, after processing
     weight: float  # loss weight, see ``weigh``
     padded: int  # padded tokens
-    work: float  # predicted time without the fixed cost of a step, in linear tokens
+    work: float  # predicted time in linear tokens, without the fixed cost of a step
     real: int  # tokens without padding
-    group: int = 0  # which of the request's batches it came from
-    oversize: bool = False  # a single sample that does not fit even alone
-    label: Any = None  # label of all its samples, with kinds
-    kind: int = 0  # the label's number, if ranks must take batches of one kind together; else 0
-    samples: list[Any] | None = None  # the processed samples, if they were kept so that the batch can be split
+    group: int = 0  # which of the request's planned batches it was made from
+    oversize: bool = False  # True: a single sample that does not fit even alone
+    label: Any = None  # with kinds, the label of all its samples
+    kind: int = 0  # the label's number, if all ranks must have one kind in a step; else 0
+    samples: list[Any] | None = None  # the processed samples, if they are kept so that the batch can be split
 
     def __len__(self) -> int:
         return len(self.indices)
 
     @classmethod
     def idle(cls, kind: int) -> "Refined":
-        """An empty batch, for a step on which other ranks have a batch of this kind."""
+        """Returns an empty batch, for a step in which other ranks have a batch of this kind."""
         return cls(None, [], (), {}, weight=0.0, padded=0, work=0.0, real=0, kind=kind)
 
     @property
     def rank_key(self) -> tuple[float, tuple[int, ...]]:
-        """Sort key: most work first, the same on every run."""
+        """Sort key: most work first, with ties broken the same way in every run."""
         return -self.work, self.positions
 
     @property
     def size_key(self) -> tuple[bool, int]:
-        """Sort key: fewest padded tokens first, batches without weight last."""
+        """Sort key: fewest padded tokens first, batches of weight 0 last."""
         return self.weight <= 0, self.padded
 
     def copied(self) -> "Refined":
-        """A copy that the training loop cannot change; a batch that cannot be copied is shared."""
+        """Returns a copy that the training loop cannot change; a batch that cannot be copied is shared."""
         try:
             return replace(self, batch=copy.deepcopy(self.batch), samples=None)
         except Exception:  # noqa: BLE001
@@ -111,12 +111,12 @@ class Refined:
 
 @lru_cache(maxsize=4096)
 def number_of(label: Any) -> int:
-    """A 63-bit hash of a label, the same in every process and epoch, to tell kinds apart. TypeError: not hashable."""
+    """Returns a 63-bit hash of a label, the same in every process, to compare kinds. TypeError: it is not hashable."""
     return (int(hashed(described(_plain(label))), 16) >> 1) or 1
 
 
 def _plain(label: Any) -> Any:
-    """The same for labels that are equal: 1 for True, 1.0 and members of an enum that equal it."""
+    """Returns the same value for equal labels, e.g. 1 for True, 1.0 and enum members that equal 1."""
     value = label.item() if isinstance(label, np.generic) else label
     if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
         return int(value)
@@ -132,7 +132,7 @@ def by_kind(batches: Iterable[Refined]) -> dict[int, list[Refined]]:
 
 @dataclass(frozen=True, slots=True)
 class RefinedWindow:
-    """The batches made of one request, longest first within each group."""
+    """The batches made from one request, longest first within each group."""
 
     number: int
     batches: list[Refined]
@@ -142,11 +142,11 @@ class RefinedWindow:
         return iter(self.batches)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle with all tensors in a few blocks; if that fails, in torch's usual way."""
+        """Pickles all tensors in a few blocks of memory; if that fails, in torch's usual way."""
         fields = (self.number, self.batches, self.place)
         try:
             packed = pack_tensors(fields)
-        except Exception:  # noqa: BLE001 - torch's own pickler knows more types
+        except Exception:  # noqa: BLE001 - torch's own pickler can handle more types
             return RefinedWindow, fields
         return _unpacked, packed
 
@@ -159,8 +159,8 @@ def _unpacked(*packed: Any) -> RefinedWindow:
 
 
 def pin(batch: Any) -> Any:
-    """A batch with its tensors in pinned memory; containers keep their type (BatchEncoding, named tuples), the batch is
-    not changed. Anything else is passed on."""
+    """Returns a batch with its tensors in pinned memory. Containers keep their type (BatchEncoding, named tuples), and
+    the batch itself is not changed. Values without tensors are returned as they are."""
     if hasattr(batch, "pin_memory"):
         return batch.pin_memory()
     if isinstance(batch, tuple):
@@ -179,12 +179,12 @@ def shorten(indices: Sequence[int], most: int = 16) -> str:
     return f"[{shown}]" if len(indices) <= most else f"[{shown}, ... {len(indices)} in all]"
 
 
-# A window crosses from worker to main process in a few blocks of shared memory. A single tensor costs a file descriptor
-# and a connection, and a window of a hundred batches has hundreds. Without blocks: half the throughput.
+# A window is sent from worker to main process in a few blocks of shared memory. Otherwise each tensor would cost a file
+# descriptor and a connection, and a window of a hundred batches has hundreds. Without blocks: half the speed.
 Location: TypeAlias = tuple[torch.dtype, torch.Size, int, int]  # dtype, shape, number of its block, first byte
 
-ALIGN = 64  # bytes; a cache line, and a multiple of every element size
-BLOCK_BYTES = 8 << 20  # the allocator reuses blocks of this size; larger ones are mapped and page-faulted each time
+ALIGN = 64  # bytes: a cache line, and a multiple of every element size
+BLOCK_BYTES = 8 << 20  # the allocator reuses blocks of this size; larger ones cause page faults each time
 
 
 def _is_plain(value: Any) -> bool:
@@ -194,7 +194,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def pack_tensors(value: Any) -> tuple[bytes, list[Location], list[torch.Tensor]]:
-    """(``value`` with numbers in place of plain CPU tensors, where each tensor is, the blocks: uint8)."""
+    """Returns (pickle of ``value`` with numbers for plain CPU tensors, location of each tensor, blocks of uint8)."""
     file, found = io.BytesIO(), dict[int, tuple[int, torch.Tensor]]()
     packer = pickle.Pickler(file, protocol=pickle.HIGHEST_PROTOCOL)
     packer.persistent_id = lambda obj: found.setdefault(id(obj), (len(found), obj))[0] if _is_plain(obj) else None
@@ -213,7 +213,7 @@ def pack_tensors(value: Any) -> tuple[bytes, list[Location], list[torch.Tensor]]
 
 
 def unpack_tensors(payload: bytes, places: list[Location], blocks: list[torch.Tensor]) -> Any:
-    """The packed value; its tensors are views of the blocks."""
+    """Returns the packed value; its tensors are views of the blocks."""
     unpacker, tensors = pickle.Unpickler(io.BytesIO(payload)), [_view(blocks, place) for place in places]
     unpacker.persistent_load = lambda number: tensors[number]
     return unpacker.load()

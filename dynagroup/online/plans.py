@@ -1,4 +1,4 @@
-"""The order of an epoch's samples, and the requests for them that follow from it. Pure functions of their arguments."""
+"""Plans the order of an epoch's samples, and the requests for them. Results depend on the arguments alone."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -31,13 +31,13 @@ from dynagroup.update.schedule import LARGEST_UPDATE, BatchSizeSchedule, UpdateS
 from dynagroup.validation import check_flag, check_int
 
 ROWS_A_REQUEST = 16
-SORTED = 8  # windows per rank whose samples a hint sorts together
+SORTED = 8  # windows per rank whose samples are sorted together if lengths are known roughly
 WINDOW_BYTES = 1 << 28
 
 
 @dataclass(kw_only=True, slots=True)
 class OnlineConfig:
-    """Arguments of the loader that depend on no data and no ranks."""
+    """Arguments of the online loader that do not depend on data or ranks."""
 
     window: int
     samples_per_update: int | BatchSizeSchedule | None
@@ -66,7 +66,7 @@ class OnlineConfig:
 
 
 class Order(NamedTuple):
-    """The epoch's order: dataset indices by position. ``base``: positions that remain of a resumed epoch; None: all."""
+    """An epoch's order: dataset indices by position. ``base``: positions that remain after a resume; None: all."""
 
     indices: IntArray | EpochOrder
     base: IntArray | None = None
@@ -90,8 +90,8 @@ class Order(NamedTuple):
 
 
 class BatchSource(OrderSource):
-    """A user's batches as an order: their indices one after another, and the size of each batch. To find an epoch, a
-    sampler without ``set_epoch`` is read once for each earlier epoch."""
+    """The order given by a user's batch sampler: the joined indices, and the size of each batch. A sampler without
+    ``set_epoch`` is read once for each earlier epoch, to find the indices of a later one."""
 
     NAME = "batch_sampler"
 
@@ -116,7 +116,7 @@ class BatchSource(OrderSource):
 
 
 class EpochOrders:
-    """The order of each epoch, decided by the user's sampler or batches, by a seeded shuffle, or by the dataset."""
+    """The order of each epoch: that of the user's sampler or batches, a seeded shuffle, or dataset order."""
 
     def __init__(
         self, dataset: Any, config: OnlineConfig, batch_sampler: Any, sampler: Any, length_hint: Any, kinds: Any = None
@@ -125,23 +125,23 @@ class EpochOrders:
         sources = {"batch_sampler": batch_sampler, "sampler": sampler}
         given = [name for name, source in sources.items() if source is not None] + ["shuffle"] * config.shuffle
         if len(given) > 1:
-            raise ConfigError(f"`{given[0]}` and `{given[1]}` exclude each other: both decide the order of samples")
+            raise ConfigError(f"`{given[0]}` and `{given[1]}` both set the order of samples; pass only one of them")
         if iterable and (given or kinds is not None):
-            way_out = "an iterable one brings its own order; its samples are labelled by `kind_of`"
+            way_out = "leave it out for an iterable one, which has its own order, and is labelled by `kind_of`"
             raise ConfigError(f"`{[*given, 'kinds'][0]}` needs a map-style dataset; {way_out}")
         if config.samples_per_update is not None and (iterable or batch_sampler is not None):
-            way_out = "an update's samples are drawn from one order over all ranks; elsewhere set `accumulation`"
-            raise ConfigError(f"`samples_per_update` needs a map-style dataset and no `batch_sampler`: {way_out}")
+            way_out = "else set `accumulation`, because an update's samples are drawn from one order over all ranks"
+            raise ConfigError(f"`samples_per_update` needs a map-style dataset and no `batch_sampler`; {way_out}")
         ranks = getattr(sampler, "num_replicas", 1)
         if isinstance(ranks, int) and ranks > 1:
-            told = f"`sampler` divides its indices among {ranks} ranks already ({type(sampler).__name__})"
-            raise ConfigError(f"{told}; pass the undivided sampler: the loader divides samples among ranks itself")
+            told = f"`sampler` shards its indices over {ranks} ranks already ({type(sampler).__name__})"
+            raise ConfigError(f"{told}; pass one that is not sharded, because the loader shards samples itself")
         self._config, self.size = config, None if iterable else len(dataset)
         self.decided_by = given[0] if given else "dataset"
         self._source = None if sampler is None else OrderSource(sampler, len(dataset))
         if batch_sampler is not None:
             self._source = BatchSource(batch_sampler, len(dataset))
-        self.sizes: UpdateSizes | None = None  # samples of each update, if that is set
+        self.sizes: UpdateSizes | None = None  # sizes of updates, if `samples_per_update` is set
         if config.samples_per_update is not None:
             self.sizes = UpdateSizes(config.samples_per_update, self.num_ordered, drop_last=config.drop_last)
         self.hint = None if length_hint is None else as_hint(length_hint, len(dataset))
@@ -155,7 +155,7 @@ class EpochOrders:
 
     @property
     def num_samples(self) -> int | None:
-        """Samples that an epoch draws over all ranks; None: no order over all ranks exists."""
+        """Samples of one epoch over all ranks; None: there is no order over all ranks."""
         return None if self.size is None or isinstance(self._source, BatchSource) else self.num_ordered()
 
     def num_ordered(self) -> int:
@@ -164,18 +164,18 @@ class EpochOrders:
         return len(self._source) if self.sizes is None else self._source.counted()
 
     def of_epoch(self, epoch: int) -> Order:
-        """Dataset indices by position: those of this rank's batches, if the user gives them; none for an iterable."""
+        """Returns dataset indices by position: those of a user's batches are this rank's; none for an iterable."""
         source, size = self._source, self.size or 0
         if source is not None:
             return Order(source.of_epoch(epoch) if self.sizes is None else source.counted_epoch(epoch))
         return Order(EpochOrder(size, seed=self._config.seed, epoch=epoch) if self._config.shuffle else np.arange(size))
 
     def groups(self, epoch: int) -> tuple[int, ...] | None:
-        """Sizes of this rank's batches, if the user gives them."""
+        """Returns the sizes of this rank's batches, if the user gives batches."""
         return self._source.groups(epoch) if isinstance(self._source, BatchSource) else None
 
     def fingerprint(self, epoch: int) -> int | None:
-        """A number that differs between orders of the user; None: seed and settings decide the order."""
+        """Returns a checksum of the user's order; None: seed and settings determine the order."""
         return None if self._source is None else self._source.checksum(epoch)
 
 
@@ -184,23 +184,23 @@ class Source(NamedTuple):
     config: OnlineConfig
     budget: Budget
     iterable: bool
-    cursor: Cursor  # where the next updates begin
+    cursor: Cursor  # the point where the next updates begin
     order: Order  # empty for an iterable dataset
-    sizes: UpdateSizes | None = None  # samples of each update, if that is set
-    groups: tuple[int, ...] | None = None  # sizes of this rank's batches, if the user gives them
-    limit: float | None = None  # what the budget had learned when the epoch began
-    lengths: Streams | None = None  # exact lengths by position; set is at most one of these two
-    rough: FloatArray | None = None  # rough lengths by position
+    sizes: UpdateSizes | None = None  # sizes of updates, if `samples_per_update` is set
+    groups: tuple[int, ...] | None = None  # sizes of this rank's batches, if the user gives batches
+    limit: float | None = None  # the budget's learned limit when the epoch began
+    lengths: Streams | None = None  # exact lengths by position; None if `rough` is set
+    rough: FloatArray | None = None  # rough lengths by position; None if `lengths` is set
     kinds: IntArray | None = None  # numbers of the kinds by position, if known
 
     @property
     def shares(self) -> bool:
-        """Whether windows are given to ranks only at the exchanges."""
+        """Whether windows are given to ranks during the epoch, by their loads."""
         divided = self.iterable or self.groups is not None or self.sizes is not None
         return not divided and self.lengths is None and self.rough is None
 
     def requests(self, rank: int, size: int) -> Iterator[Request]:
-        """A rank's requests: from the cursor on if updates have a set size, else from the beginning of the order."""
+        """Yields a rank's requests: from the cursor if updates have a set size, else from the order's beginning."""
         if self.groups is not None:
             stops = accumulate(self.groups)
             return (Request(np.arange(stop - n, stop), (n,)) for stop, n in zip(stops, self.groups, strict=True))
@@ -212,7 +212,7 @@ class Source(NamedTuple):
         return iter(()) if self.rough is None else _like(self, self.rough, rank, size)
 
     def with_lengths(self, learned: LearnedLengths | None, orders: EpochOrders) -> "Source":
-        """This source, with what is known of its samples: exact lengths for plans, rough ones for windows; kinds."""
+        """Returns this source with the known lengths (exact ones for plans, rough ones for windows) and kinds."""
         source, count = self._replace(lengths=None, rough=None, kinds=None), self.order.num_positions
         if not count or (orders.hint is None and orders.kinds is None and (learned is None or not learned.seen)):
             return source
@@ -224,7 +224,7 @@ class Source(NamedTuple):
         if known is None or learned is None:
             unknown = None if kinds is None else np.zeros(count)
             return source._replace(rough=unknown if orders.hint is None else orders.hint[at], kinds=kinds)
-        unused = np.zeros(count - used, np.int32)  # samples that an epoch drops are never measured and never requested
+        unused = np.zeros(count - used, np.int32)  # samples that drop_last leaves out, which are never measured
         whole = {name: np.append(values, unused) for name, values in known.items()}
         source = source._replace(kinds=whole.pop(KINDS, kinds))
         if learned.steady:
@@ -234,7 +234,7 @@ class Source(NamedTuple):
 
 
 def _planner(source: Source, lengths: Streams) -> Planner:
-    """The offline sampler's planner over positions. With updates of a set size its windows are these updates."""
+    """Returns the offline sampler's planner over positions; if updates have a set size, its windows are the updates."""
     config, size = source.config, None if source.sizes is None else LARGEST_UPDATE
     how = {name: getattr(config, name) for name in ("shuffle", "seed", "work", "one_kind")}
     kinds = None
@@ -246,7 +246,7 @@ def _planner(source: Source, lengths: Streams) -> Planner:
 
 
 def _own(window: BatchPlan, rank: int) -> list[IntArray]:
-    """A rank's batches of a planned window, one a row, none in a row that it only fills. Ranks take turns with the dearest."""
+    """Returns a rank's batches of a planned window, without idle ones. Ranks take turns with the batch of most work."""
     rows, first = np.arange(window.num_steps), window.start.update + window.start.windows_done
     columns = (rank + first + rows) % window.world_size
     takes = window.loss_scale[rows, columns] > 0
@@ -254,7 +254,7 @@ def _own(window: BatchPlan, rank: int) -> list[IntArray]:
 
 
 def _rows(source: Source, planner: Planner, rank: int, size: int) -> Iterator[Request]:
-    """Batches as the offline sampler plans them, in rows of equal cost over the ranks."""
+    """Yields requests for batches as the offline sampler plans them, in rows of equal work over ranks."""
     order = np.arange(source.order.num_positions)
     for window in planner.steps_from(planner.start_of(source.cursor.epoch, size), size, order):
         mine = _own(window, rank)
@@ -264,8 +264,8 @@ def _rows(source: Source, planner: Planner, rank: int, size: int) -> Iterator[Re
 
 
 def _like(source: Source, rough: FloatArray, rank: int, size: int) -> Iterator[Request]:
-    """Windows of similar samples, if lengths are known roughly: the samples of several windows per rank are sorted and
-    dealt, so that all ranks have similar ones at the same time."""
+    """Yields requests for windows of similar samples, if lengths are known roughly: the samples of several windows per
+    rank are sorted and divided, so that all ranks have similar samples at the same time."""
     config = source.config
     together, rng = config.window * size, np.random.default_rng((config.seed, source.cursor.epoch))
     for span in np.array_split(np.arange(len(rough)), range(SORTED * together, len(rough), SORTED * together)):
@@ -273,14 +273,14 @@ def _like(source: Source, rough: FloatArray, rank: int, size: int) -> Iterator[R
         groups = np.array_split(longest_first, range(together, len(span), together))
         for number in rng.permutation(len(groups)):
             alike = groups[number]
-            if source.kinds is not None:  # so that all ranks get as many of each kind
+            if source.kinds is not None:  # gives all ranks the same number of samples of each kind
                 alike = alike[np.argsort(source.kinds[alike], kind="stable")]
             yield Request(np.sort(alike[rank::size]), keep=size > 1)
 
 
 def _updates(source: Source, sizes: UpdateSizes, planner: Planner | None, rank: int, size: int) -> Iterator[Request]:
-    """One request per update: this rank's share of the samples that fixed batches would draw for it. After a resume on
-    other ranks, used samples have no position, and of the current update only the rest is requested."""
+    """Yields one request per update: this rank's part of the samples that fixed batches would draw. After a resume on
+    other ranks, used samples have no position, and only the rest of the current update is requested."""
     mark, skipped = source.cursor, source.order.skipped
     for begin, stop, after in sizes.spans(mark):
         first, end = max(begin - skipped, 0), stop - skipped
@@ -298,7 +298,7 @@ def _updates(source: Source, sizes: UpdateSizes, planner: Planner | None, rank: 
 
 
 def deal(hint: FloatArray, rank: int, size: int, kinds: IntArray | None = None) -> IntArray:
-    """Snake draft: this rank's places among these samples, kind by kind, longest first; ranks get about equal sums."""
+    """Snake draft: returns this rank's samples (indices), dealt kind by kind, longest first; sums are about equal."""
     order = np.lexsort((-hint,) if kinds is None else (-hint, kinds))
     rounds, column = np.divmod(np.arange(len(order)), size)
     return order[np.where(rounds % 2, size - 1 - column, column) == rank]
@@ -317,7 +317,7 @@ def as_hint(hint: Any, num_samples: int) -> FloatArray:
 
 
 def behind(cursor: Cursor, samples: int, sizes: UpdateSizes | None) -> Cursor:
-    """The place after the next update of ``samples`` samples. The place does not count ``steps``."""
+    """Returns the point after the next update of ``samples`` samples, without counting ``steps``."""
     if sizes is not None:
         return next(sizes.cursors(cursor))
     used, seen = cursor.samples_used + samples, cursor.samples_seen + samples
@@ -325,5 +325,5 @@ def behind(cursor: Cursor, samples: int, sizes: UpdateSizes | None) -> Cursor:
 
 
 def handed_out(cursor: Cursor, samples: int, sizes: UpdateSizes | None) -> Cursor:
-    """The place after all updates that were handed out, with the current one, which has ``samples`` samples."""
+    """Returns the point after all yielded updates, with the current one, which has ``samples`` samples."""
     return behind(cursor, samples, sizes) if cursor.begun_rows else cursor

@@ -1,5 +1,5 @@
-"""The alignment protocol: decisions as pure functions of integers that all ranks share, and their exchange. Proof that
-it ends: ``docs/alignment.md``; the exhaustive model in ``tests/online/test_protocol.py`` runs these functions."""
+"""How ranks agree on their next steps: pure functions of integers that all ranks share, and exchanges of these. See
+``docs/alignment.md`` for a proof that it ends; ``tests/online/test_protocol.py`` checks all cases up to a size."""
 
 import json
 import math
@@ -15,28 +15,28 @@ from dynagroup.errors import AlignmentError
 from dynagroup.fingerprint import hashed
 
 T = TypeVar("T")
-NOTHING = 1 << 40  # stands for "no such rank" in a minimum over ranks
+NOTHING = 1 << 40  # means "no such rank" in a minimum over ranks
 
 
 class Agreement(NamedTuple):
     steps: list[int]  # number of steps of each kind that all ranks take until the next exchange
-    last: bool = False  # whether the epoch, or the update, ends with them
-    further: int = 0  # how many of them are only needed because a step is of one kind
+    last: bool = False  # True: the epoch, or the update, ends after these steps
+    further: int = 0  # how many of these steps are needed only because a step must have one kind
 
 
 def offer(queued: Sequence[int], receiving: bool) -> list[int]:
-    """What one rank reports of its queue: how many batches of each kind it has, and whether more may arrive.
-    :func:`agree` needs only the maximum over ranks."""
+    """Returns what one rank reports of its queue: its batches of each kind, and whether more may come. :func:`agree`
+    needs only the maximum over ranks."""
     counts = [sum(queued), *queued]
     return [*counts, *(-(count if receiving else NOTHING) for count in counts)]
 
 
 def agree(highest: Sequence[int]) -> Agreement:
-    """The numbers of steps that every rank runs next, from the maximum over ranks of what they :func:`offer`.
+    """Returns the numbers of steps that all ranks take next, from the maximum over ranks of what they :func:`offer`.
 
-    For each kind: the smallest number on any rank that still receives; other ranks reach it by splitting batches, then
-    by idling. If that is 0 for every kind: all batches of the kind of which some rank has most. Once no rank receives
-    any more: the largest number of each kind, which is the least possible without moving samples.
+    For each kind: the smallest number of batches on any rank that may still get more; the others split batches, or are
+    idle. If it is 0 for every kind: all batches of the kind of which some rank has the most. When no rank can get more:
+    the largest number of each kind, which is the fewest steps possible without moving samples between ranks.
 
     >>> agree([max(column) for column in zip(offer([5], True), offer([3], True))]).steps
     [3]
@@ -54,14 +54,14 @@ def agree(highest: Sequence[int]) -> Agreement:
 
 
 def spread(groups: Sequence[Sequence[T]]) -> list[T]:
-    """All members in one order, in which the members of each group are spread evenly."""
+    """Returns the members of all groups in one order, with the members of each group spread evenly."""
     shares = (((n + 0.5) / len(group), number, n) for number, group in enumerate(groups) for n in range(len(group)))
     return [groups[number][n] for _, number, n in sorted(shares)]
 
 
 def even_parts(sizes: Sequence[int], steps: int) -> list[int]:
-    """Into how many parts to split each batch of ``sizes`` samples (1: not at all), so that ``steps`` batches result,
-    or as many as there are samples. Greedy: one part at a time, for the batch with the largest parts."""
+    """Returns into how many parts to split each batch of ``sizes`` samples (1: not at all) to get ``steps`` batches, or
+    as many as there are samples. Greedy: one more part at a time, for the batch with the largest parts."""
     parts = [1] * len(sizes)
     for _ in range(min(steps, sum(sizes)) - len(sizes)):
         largest = max(range(len(sizes)), key=lambda i: (sizes[i] / parts[i] if parts[i] < sizes[i] else 0, -i))
@@ -72,9 +72,9 @@ def even_parts(sizes: Sequence[int], steps: int) -> list[int]:
 def hand_out(
     loads: Sequence[int], start: int, stop: int, *, window: int, target: int
 ) -> tuple[list[list[tuple[int, int]]], int]:
-    """The windows of positions from ``start`` to ``stop`` that each rank opens next, and where the rest starts. Greedy:
-    the rank with least to emit (``loads``, in samples) gets the next window, until each has ``target`` samples. When
-    only one window per rank is left, all is handed out in eighths of a window, so that ranks end level.
+    """Returns the windows of positions, from ``start`` to ``stop``, that each rank gets next; and where the rest
+    starts. Greedy: the rank with the fewest samples left (``loads``) gets the next window, until each has ``target``
+    samples. When only one window per rank is left, all is given out in eighths, so that ranks end together.
 
     >>> hand_out([0, 9], 0, 100, window=10, target=20)
     ([[(0, 10), (10, 20)], [(20, 30), (30, 40)]], 40)
@@ -95,24 +95,24 @@ def hand_out(
 
 
 def quantiles(seed: int, epoch: int, steps: Iterable[int]) -> list[float]:
-    """Places in the sorted queue, in [0, 1), from which every rank takes its batches of these steps. Kronecker sequence
-    of the golden ratio: any steps in a row are spread evenly. So an epoch does not get easier or harder."""
+    """Returns places in the sorted queue, in [0, 1), for these steps, the same on every rank. They are a Kronecker
+    sequence of the golden ratio: any consecutive steps are spread evenly, so easy and hard batches mix all epoch."""
     first = float(np.random.default_rng((seed, epoch)).random())
     return [(first + step * (math.sqrt(5) - 1) / 2) % 1 for step in steps]
 
 
 def placed(dearest_first: Sequence[T], at: Sequence[float]) -> list[T]:
-    """Batches ordered like the numbers ``at``: the most expensive at the smallest number. All ranks use the same
-    numbers, so their most expensive batches share a row, their second most expensive another. By the rearrangement
-    inequality no other order makes ranks wait less."""
+    """Returns batches ordered like the numbers ``at``: that of most work at the smallest number. All ranks use the same
+    numbers, so their largest batches are in one step, their second largest in another. By the rearrangement inequality
+    no other order makes ranks wait less."""
     found = list(dearest_first)
     for item, place in zip(dearest_first, np.argsort(at, kind="stable").tolist(), strict=True):
         found[place] = item
     return found
 
 
-# Number of integers of a MAX. It is always the same, so that ranks at different places still understand each other.
-# Further integers (of many kinds) follow in a second MAX.
+# Number of integers in a MAX. It never changes, so that ranks at different points can still compare them. Further
+# integers (for many kinds) are sent in a second MAX.
 WIDTH = 48
 
 
@@ -121,16 +121,16 @@ def print_of(value: Any) -> int:
 
 
 class Exchange:
-    """Counts and carries out the exchanges of one epoch: a MAX of a few integers, then a SUM of a few floats. Every MAX
-    begins with this rank's place, and a flag if it failed, so that all ranks raise instead of waiting."""
+    """Runs and counts the exchanges of one epoch: a MAX of a few integers, then a SUM of a few floats. Each MAX begins
+    with this rank's point in the run and a flag for failures, so that all ranks raise errors instead of waiting."""
 
     def __init__(self, world: World, epoch: int = 0) -> None:
         self.world, self.epoch = world if world.size > 1 else SingleProcess(), epoch
         self.count = 0
 
     def highest(self, values: Sequence[int], failure: BaseException | None = None) -> list[int]:
-        """Element-wise maximum over ranks. If a rank passes a ``failure``, it raises this, and all others an
-        AlignmentError. All ranks raise an AlignmentError if they are at different exchanges."""
+        """Returns the element-wise maximum over ranks. With ``failure`` this rank raises it, and all others an
+        AlignmentError; all raise AlignmentError if ranks are at different exchanges."""
         self.count += 1
         rank, place = self.world.rank, (self.epoch << 32) + self.count
         vector = [place, -place, 0 if failure is None else rank + 1, *values]
@@ -141,40 +141,40 @@ class Exchange:
             raise failure or AlignmentError(f"rank {found[2] - 1} failed while it loaded data: {text}")
         if found[0] != -found[1]:
             raise AlignmentError(
-                f"ranks are at different exchanges: this rank at exchange {self.count} of epoch {self.epoch}, the last at "
+                f"ranks are at different exchanges: this one is at {self.count} of epoch {self.epoch}, the last at "
                 f"{found[0] & 0xFFFFFFFF} of epoch {found[0] >> 32}, the first at {-found[1] & 0xFFFFFFFF} of epoch "
-                f"{-found[1] >> 32}; every rank must iterate as often and as far as the others"
+                f"{-found[1] >> 32}; iterate as often and as far on every rank"
             )
         more = self.world.all_max(vector[WIDTH:]) if len(vector) > len(found) else []
         return [*found[3 : len(vector)], *more]
 
     def gathered(self, values: Sequence[int], most: int) -> list[int]:
-        """The union of all ranks' integers, at most ``most`` per rank and above 0, sorted. Allowed only after a MAX."""
+        """Returns the sorted union of all ranks' integers (positive, at most ``most`` per rank); only after a MAX."""
         start, slots = most * self.world.rank, [0] * (most * self.world.size)
         slots[start : start + len(values)] = values
         return sorted({*self.world.all_max(slots)} - {0})
 
     def lend(self, thing: Any) -> Any:
-        """Send to all ranks the ``thing`` of the highest rank that has one; None if no rank has one."""
+        """Sends to all ranks the ``thing`` of the highest rank that has one; returns it, or None if no rank has one."""
         data, failure = b"", None
         try:
             data = b"" if thing is None else pickle.dumps(thing)
-        except Exception as error:  # noqa: BLE001 - told to every rank, and raised again
+        except Exception as error:  # noqa: BLE001 - sent to all ranks, and raised again
             failure = error
         giver = self.highest([self.world.rank + 1 if data else 0], failure)[0] - 1
         return None if giver < 0 else pickle.loads(self._sent(data if giver == self.world.rank else b""))
 
     def compare(self, identity: Mapping[str, Any], failure: BaseException | None = None) -> None:
-        """Raise an AlignmentError if ranks differ in a value; it names the value and what this rank has."""
+        """Raises AlignmentError if a value is not the same on all ranks; the message shows this rank's value."""
         prints = [print_of(value) for value in identity.values()]
         found = self.highest([*prints, *(-p for p in prints)], failure)
         differing = [name for i, name in enumerate(identity) if found[i] != -found[len(prints) + i]]
         if differing:
             shown = "; ".join(f"{name} (rank {self.world.rank} has {identity[name]!r})" for name in differing)
-            raise AlignmentError(f"ranks differ in {shown}; give every rank the same data, seed and settings")
+            raise AlignmentError(f"ranks have unequal {shown}; give every rank the same data, seed and settings")
 
     def _sent(self, data: bytes) -> bytes:
-        """Send bytes from one rank to all, by a MAX over words (other ranks pass none)."""
+        """Sends bytes from one rank to all, as a MAX over words, of which all other ranks send none."""
         [size] = self.world.all_max([len(data)])
         words = self.world.all_max(np.frombuffer(data.ljust(-(-size // 4) * 4, b"\0"), "<u4").tolist())
         return np.asarray(words, "<u4").tobytes()[:size]

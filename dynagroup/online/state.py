@@ -14,10 +14,10 @@ from dynagroup.shapes import IntArray, Streams
 
 
 def pack(values: Iterable[int] | NDArray[np.integer]) -> str:
-    """Integers as compressed text; runs and small steps cost little."""
+    """Returns integers as compressed text; runs and small steps take little space."""
     array = np.asarray(values if isinstance(values, np.ndarray) else list(values), np.int64)
     steps = np.diff(array, prepend=0).astype("<i8")
-    planes = steps.view(np.uint8).reshape(-1, 8).T.tobytes()  # bytes of equal significance side by side compress better
+    planes = steps.view(np.uint8).reshape(-1, 8).T.tobytes()  # grouping bytes of equal significance compresses better
     return base64.b64encode(zlib.compress(planes, 9)).decode()
 
 
@@ -28,7 +28,7 @@ def unpack(text: str) -> IntArray:
 
 
 def pack_groups(groups: Iterable[Sequence[int]]) -> list[Any]:
-    """Lists of integers as their sizes and their joined members."""
+    """Returns lists of integers as their sizes and their joined members."""
     groups = [list(group) for group in groups]
     return [[len(group) for group in groups], pack([i for group in groups for i in group])]
 
@@ -39,38 +39,38 @@ def unpack_groups(packed: Sequence[Any]) -> list[list[int]]:
 
 
 def together(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> list[Mapping[str, Any]]:
-    """The states needed to continue: on as many ranks as before this rank's own, else those of all ranks, in order."""
+    """Returns the states to resume from: this rank's own, or on another number of ranks those of all, in order."""
     given, ordered = states[0]["world_size"], sorted(states, key=lambda state: state["rank"])
     ranks = [state["rank"] for state in ordered]
     if ranks != list(range(given)) and (given, ranks) != (size, [rank]):
-        told = f"states of ranks {ranks} of {given} were given, and this is rank {rank} of {size}"
-        raise StateError(f"{told}: give each rank its own, or on another number of ranks the list of all ranks' states")
+        told = f"this is rank {rank} of {size}, but states of ranks {ranks} of {given} were given"
+        raise StateError(f"{told}; give each rank its own state, or if the number of ranks changed, the list of all")
     stands = ("epoch", "steps", "samples_seen")
     places = {(s["world_size"], *(s["cursor"][name] for name in stands), str(s["changes"])) for s in ordered}
     if len(places) > 1:
         told = f"(ranks, epoch, step, samples, changes) are {sorted(places)}"
-        raise StateError(f"ranks' states were not saved after the same step: {told}")
+        raise StateError(f"the ranks saved their states after different steps: {told}; load states of one step")
     return [ordered[rank]] if len(ordered) == size else ordered
 
 
-KINDS = "(kinds)"  # name of the kinds beside the streams of lengths
+KINDS = "(kinds)"  # name of the kinds among the streams of lengths
 UNKNOWN = -1
 CHUNK = 1 << 16
-STEADY_SHARE = 0.01  # if at most this share of samples changes length between epochs, exact batches are planned
+STEADY_SHARE = 0.01  # exact batches are planned if at most this share of samples changes length between epochs
 
 
 class LearnedLengths:
-    """Lengths and kinds observed in earlier epochs, equal on all ranks; and what this rank observes in this one."""
+    """Lengths and kinds measured in earlier epochs, equal on all ranks, and by this rank in this epoch."""
 
     def __init__(self, num_samples: int) -> None:
         self.num_samples = num_samples
         self.seen: dict[str, NDArray[Any]] = {}
         self.steady = True
-        """Whether few samples changed a length or their kind between epochs, so that exact batches can be planned."""
+        """Whether so few samples changed length or kind between epochs that exact batches can be planned."""
         self._fresh: dict[str, NDArray[Any]] = {}
 
     def observe(self, indices: Sequence[int], lengths: Streams, kind: int | None = None) -> None:
-        """Record the true lengths of these samples, int32, and the number of their kind."""
+        """Records the true lengths of these samples, int32, and the number of their kind."""
         kinds = {} if kind is None else {KINDS: np.full(len(indices), kind, np.int64)}
         for name, values in {**lengths, **kinds}.items():
             if name not in self._fresh:
@@ -82,7 +82,7 @@ class LearnedLengths:
         return None if not known or any((values == UNKNOWN).any() for values in known.values()) else known
 
     def merge(self, world: World) -> None:
-        """Share what each rank observed in this epoch; collective. Of several observations the largest counts."""
+        """Combines what all ranks measured in this epoch (each sample's largest length); call it on all ranks."""
         fresh, self._fresh = self._fresh, {}
         names = sorted(fresh)
         if world.size > 1:
@@ -106,7 +106,7 @@ class LearnedLengths:
         return {"seen": {n: pack(v) for n, v in self.seen.items()}, "fresh": fresh, "steady": self.steady}
 
     def restored(self, states: Sequence[Mapping[str, Any]]) -> "LearnedLengths":
-        """The knowledge in a state, with the observations in the states of further ranks."""
+        """Returns the lengths in a state, with what other ranks' states have measured since."""
         other = LearnedLengths(self.num_samples)
         other.steady = states[0]["steady"]
         read = lambda name, text: unpack(text).astype(np.int64 if name == KINDS else np.int32)  # noqa: E731

@@ -1,4 +1,4 @@
-"""Recovery when memory runs out: split the batch, run its parts, learn the limit."""
+"""Recovers from out-of-memory errors: splits the batch, runs its parts, and learns the limit."""
 
 from dynagroup.budget.learning import LearningBudget, OomReport
 from dynagroup.device import is_out_of_memory

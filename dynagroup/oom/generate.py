@@ -1,4 +1,4 @@
-"""``model.generate`` that continues in parts when memory runs out, with the same output."""
+"""Runs ``model.generate`` in parts when memory runs out, with the same output."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -21,7 +21,7 @@ _learned_by_model: WeakKeyDictionary[Any, LearningBudget] = WeakKeyDictionary()
 
 
 class Generated(NamedTuple):
-    """The token ids of the whole batch, and how often the batch was split."""
+    """Token ids of the whole batch, and how many times the batch was split."""
 
     output: torch.Tensor
     num_splits: int
@@ -31,21 +31,21 @@ def generate_with_oom_retry(
     model: Any, batch: Any, *, min_samples: int = 1, pad_token_id: int | None = None,
     learned: LearningBudget | None = None, indices: Sequence[int] = (), **generate_kwargs: Any,
 ) -> Generated:  # fmt: skip
-    """``model.generate(**batch, **generate_kwargs)``, in parts if the whole does not fit.
+    """Returns ``model.generate(**batch, **generate_kwargs)``; runs the batch in parts if it does not fit in memory.
 
-    The output is the unsplit one's: samples in input order, padded alike, prompts with their padding. Greedy and beam search
-    give the same tokens, sampling draws other random numbers after a split. What ran out of memory once is split at once.
+    The output is as without splitting: samples in input order, with the same padding. Greedy and beam search give the
+    same tokens; sampling draws other random numbers. Sizes that ran out of memory once are split in advance.
 
     Args:
-        batch: what the tokenizer or processor returned, or input ids (samples, tokens).
-        min_samples: a part with fewer than twice this many samples is not cut.
-        pad_token_id: fills finished samples; default: the model's, else its first end-of-sequence token.
-        learned: the budget that learns; default: one per model, kept as long as the model.
+        batch: what the tokenizer or processor returned, or input ids, int (samples, tokens).
+        min_samples: int: a part with fewer than twice this many samples is not split.
+        pad_token_id: int, fills the end of finished samples. None: the model's, else its first end-of-sequence token.
+        learned: the :class:`LearningBudget` that learns from failures. None: one per model, kept as long as the model.
         indices: dataset indices of the samples, to name them in messages.
 
     Raises:
-        BudgetError: a part that cannot be cut further does not fit; names the samples and their shapes.
-        ConfigError: not possible in parts: a streamer, ``synced_gpus``, ``return_dict_in_generate``, a cache.
+        BudgetError: a part that cannot be split further does not fit; the message names its samples and their shapes.
+        ConfigError: an option does not work in parts: streamer, ``synced_gpus``, ``return_dict_in_generate``, a cache.
 
     >>> output, num_splits = generate_with_oom_retry(model, batch, max_new_tokens=64)  # doctest: +SKIP
     """
@@ -62,11 +62,11 @@ def generated(
     model: Any, batch: Mapping[str, Any], options: Mapping[str, Any], learned: LearningBudget, indices: Sequence[int], *,
     min_samples: int = 1,
 ) -> Generated:  # fmt: skip
-    """The output of the whole batch, joined from the outputs of its parts. ``options`` of ``generate``: checked."""
+    """Returns the output of the whole batch, joined from its parts. ``options``: checked arguments of ``generate``."""
     kwargs = {name: value for name, value in options.items() if not is_data(value)}
     batch = {**batch, **{name: value for name, value in options.items() if name not in kwargs}}
     option = partial(generation_option, model=model, kwargs=kwargs)
-    # Parts stay as wide as the batch: some options look at padding, or count from the left.
+    # # Parts keep the batch's width, because some options of generate depend on padding, or count from the left.
     splitter = BatchSplitter(trim=False, vision=VisionTokens.from_config(model.config))
     shape = partial(_final_shape, option, model.config.is_encoder_decoder)
     run = lambda part: model.generate(**part, **kwargs)  # noqa: E731
@@ -81,7 +81,7 @@ def generated(
 
 
 def _final_shape(option: Callable[[str], Any], is_encoder_decoder: bool, part: Any, num_samples: int) -> BatchShape:
-    """The shape that memory grows with: every beam and returned sequence, at its final length."""
+    """Returns the shape that memory depends on: every beam and returned sequence counts, at its final length."""
     new, total, width = option("max_new_tokens"), option("max_length"), longest_of(part)
     if new is None and total is not None:
         new = total if is_encoder_decoder else max(total - width, 0)
@@ -94,21 +94,21 @@ def _pad_token_id(option: Callable[[str], Any]) -> int:
     pad, eos = option("pad_token_id"), option("eos_token_id")
     first_eos = eos[0] if isinstance(eos, (list, tuple)) else eos
     if pad is None or (pad == 0 and (option("num_beams") or 1) > 1 and first_eos is not None):
-        pad = first_eos  # beam search of transformers treats a padding token 0 as unset
+        pad = first_eos  # in beam search, transformers treats a padding token of 0 as not set
     if pad is None:
-        raise ConfigError("parts end after different numbers of tokens: pass `pad_token_id` to fill the shorter ones")
+        raise ConfigError("parts have outputs of unequal length; pass `pad_token_id`, which fills the shorter ones")
     return int(pad)
 
 
 def check_options(model: Any, given: Mapping[str, Any]) -> None:
-    """Refuse options that do not work in parts, also those in the model's own generation config."""
+    """Raises ConfigError for options that do not work in parts, also those in the model's generation config."""
     for name in _REFUSED:
         if generation_option(name, model, given) not in (None, False):
-            raise ConfigError(f"`{name}` cannot be used if a batch may run in parts; call model.generate instead")
+            raise ConfigError(f"`{name}` does not work when a batch may run in parts; use model.generate instead")
 
 
 def generation_option(name: str, model: Any, kwargs: Mapping[str, Any]) -> Any:
-    """The value of an option in ``generate``: its argument, its ``generation_config``, or the model's; else None."""
+    """Returns the value of an option of ``generate``: argument, ``generation_config``, or the model's; else None."""
     for source in (kwargs, kwargs.get("generation_config"), getattr(model, "generation_config", None)):
         value = source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
         if value is not None:
@@ -117,5 +117,5 @@ def generation_option(name: str, model: Any, kwargs: Mapping[str, Any]) -> Any:
 
 
 def is_data(value: Any) -> bool:
-    """Whether an argument of ``generate`` has an entry per sample, and so belongs to the batch."""
+    """Returns whether an argument of ``generate`` has one entry per sample, and so is a part of the batch."""
     return hasattr(value, "untyped_storage") and value.ndim > 0

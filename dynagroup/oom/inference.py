@@ -1,4 +1,4 @@
-"""Runs a model on a whole dataset: generate, embed or classify. Runs are planned, and continue after crashes."""
+"""Runs a model on a whole dataset (generate, embed, classify) in planned batches; a crashed run continues."""
 
 import copy
 import json
@@ -21,7 +21,7 @@ from dynagroup.validation import check_choice, check_int
 
 Pooling: TypeAlias = Literal["mean", "first", "last"]
 
-# name in sentence-transformers -> name here
+# Name of a pooling in sentence-transformers -> name here.
 _POOLINGS = {"cls_token": "first", "mean_tokens": "mean", "lasttoken": "last", "cls": "first", "mean": "mean"}
 _NEW_TOKENS = 128
 _OF_A_JOB = {"batch_size", "budget", "max_length", "progress", "learned"}
@@ -31,25 +31,26 @@ def generate_dataset(
     model: Any, tokenizer: Any, texts: Sequence[str], *,
     output: str | Path | None = None, max_new_tokens: int | None = None, world: World | None = None, **options: Any,
 ) -> list[Any]:  # fmt: skip
-    """Generate for every text, like a loop over ``model.generate``, in fewer and fuller batches, longest texts first.
+    """Generates for every text, like a loop over ``model.generate``, but in fewer and fuller batches, longest first.
 
-    Results come without the prompts, in input order; each is a list if ``num_return_sequences`` is above 1. A batch
-    that does not fit after all is split. Under ``torchrun`` every rank takes its share; all return all results.
+    Results do not contain the prompts, and are in input order; with ``num_return_sequences`` above 1 each is a list. A
+    batch that does not fit is split. Under ``torchrun`` ranks share the texts, and every rank returns all results.
 
     Args:
-        model: a transformers model that generates, on the device where it is to run.
-        output: a ``.jsonl`` file, one row per text in input order. Finished samples are kept beside it: after a crash
-            the same call does only the rest, and once all is done it only reads the file. Needed on several ranks.
-        max_new_tokens: most tokens generated per text; default: the generation config's, else 128.
-        world: ranks that share the work; default: all of ``torch.distributed``.
-        options: ``batch_size`` (16; samples of the longest kind that fit the device) or ``budget``; ``max_length``
-            (tokens of a text before it is truncated, without new ones, unlike in ``generate``); ``progress`` (True);
-            ``learned``, a :class:`~dynagroup.LearningBudget`; arguments of ``generate`` that suit every batch.
+        model: a transformers model that generates, already on its device.
+        output: path of a ``.jsonl`` file to write, one row per text in input order; required on several ranks. Finished
+            samples are saved beside it: after a crash the same call runs the rest. A complete file is only read.
+        max_new_tokens: int, most tokens generated per text. None: the generation config's, else 128.
+        world: ranks that share the work. None: all of ``torch.distributed``.
+        options: ``batch_size`` (default 16: this many of the longest texts fit the device) or ``budget``;
+            ``max_length`` (tokens to which texts are truncated, without new ones, unlike in ``generate``); ``progress``
+            (default True); ``learned`` (a :class:`~dynagroup.LearningBudget`); arguments of ``generate`` that are not
+            per sample.
 
     Raises:
-        ConfigError: arguments contradict each other, or a text is longer than the model's positions.
-        StateError: ``output``, or what was kept beside it, is damaged or of another job; names what differs.
-        BudgetError: a text does not fit even alone; names it.
+        ConfigError: arguments contradict each other, or a text has more tokens than the model has positions.
+        StateError: ``output``, or what was saved beside it, is damaged or was made with other arguments.
+        BudgetError: a text does not fit even alone; the message names it.
 
     >>> answers = generate_dataset(model, tokenizer, texts, max_new_tokens=64, output="answers.jsonl")  # doctest: +SKIP
     """
@@ -60,7 +61,7 @@ def iter_generate(
     model: Any, tokenizer: Any, texts: Sequence[str], *,
     max_new_tokens: int | None = None, skip: Collection[int] = (), **options: Any,
 ) -> Iterator[tuple[int, Any]]:  # fmt: skip
-    """Yield (index, result) as :func:`generate_dataset` makes them, longest first, except ``skip``; unsaved."""
+    """Yields (index, result) like :func:`generate_dataset`, longest first, except texts in ``skip``; saves nothing."""
     return _generation(model, tokenizer, texts, max_new_tokens, **options).as_they_come(skip)
 
 
@@ -68,15 +69,15 @@ def embed_dataset(
     model: Any, tokenizer: Any, texts: Sequence[str], *, pooling: Pooling = "mean", normalize: bool = False,
     output: str | Path | None = None, world: World | None = None, **options: Any,
 ) -> np.ndarray:  # fmt: skip
-    """One vector per text, float32 (num_texts, features): the last hidden states, pooled over the text's tokens.
+    """Returns one vector per text, float32 (num_texts, features): last hidden states, pooled over the tokens.
 
     Args:
-        model: an encoder or a causal model; of a model with a head only the part before it runs (``model.base_model``).
-        pooling: "mean" over the text's tokens, or the "first" or "last" of them.
-        normalize: scale vectors to length 1.
-        output: a ``.npy`` file. Otherwise ``output``, ``world`` and errors are as for :func:`generate_dataset`.
-        options: as there, but texts are truncated to what model and tokenizer take (how many is logged). Also
-            ``shapes``: most shapes (samples, tokens) that a compiled model sees.
+        model: an encoder or a causal model; only the part before its head is run (``model.base_model``).
+        pooling: "mean" over the text's tokens, or the "first" or "last" token.
+        normalize: True scales vectors to length 1.
+        output: path of a ``.npy`` file. ``output``, ``world`` and errors are as in :func:`generate_dataset`.
+        options: as in :func:`generate_dataset`, but texts are truncated to what model and tokenizer accept (logged).
+            ``shapes``: int, largest number of shapes (samples, tokens) that a compiled model sees.
 
     >>> embed_dataset(model, tokenizer, texts, pooling="mean", normalize=True).shape  # doctest: +SKIP
     (1000, 384)
@@ -88,7 +89,7 @@ def iter_embed(
     model: Any, tokenizer: Any, texts: Sequence[str], *,
     pooling: Pooling = "mean", normalize: bool = False, skip: Collection[int] = (), **options: Any,
 ) -> Iterator[tuple[int, np.ndarray]]:  # fmt: skip
-    """Yield (index, vector) as :func:`embed_dataset` makes them, like :func:`iter_generate`."""
+    """Yields (index, vector) like :func:`embed_dataset`, longest texts first, without those in ``skip``."""
     return Job(_embedding(model, pooling, normalize), tokenizer, texts, **options).as_they_come(skip)
 
 
@@ -96,25 +97,25 @@ def classify_dataset(
     model: Any, tokenizer: Any, texts: Sequence[str], *,
     output: str | Path | None = None, world: World | None = None, **options: Any,
 ) -> np.ndarray:  # fmt: skip
-    """The logits of a sequence classifier, float32 (num_texts, classes). Arguments as for :func:`embed_dataset`."""
+    """Returns a sequence classifier's logits, float32 (num_texts, classes); arguments as in :func:`embed_dataset`."""
     return Job(_classification(model), tokenizer, texts, **options).whole(output, world)
 
 
 def iter_classify(
     model: Any, tokenizer: Any, texts: Sequence[str], *, skip: Collection[int] = (), **options: Any
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield (index, logits) as :func:`classify_dataset` makes them, like :func:`iter_generate`."""
+    """Yields (index, logits) like :func:`classify_dataset`, longest texts first, without those in ``skip``."""
     return Job(_classification(model), tokenizer, texts, **options).as_they_come(skip)
 
 
 def encode(name: str | Path, texts: Sequence[str], *, batch_size: int = 32, **options: Any) -> np.ndarray:
-    """:func:`embed_dataset` for a model's folder or name, on the GPU if there is one, with the folder's own settings.
+    """Returns :func:`embed_dataset` for a model's name or folder, with its own settings, on a GPU if there is one.
 
-    The vectors of a sentence-transformers model equal those of ``SentenceTransformer(name).encode(texts)``; any other
-    model is pooled by "mean". ``options`` are those of :func:`embed_dataset` and override the folder's settings.
+    Vectors of a sentence-transformers model equal those of ``SentenceTransformer(name).encode(texts)``; other models
+    use pooling "mean". ``options`` of :func:`embed_dataset` override the folder's settings.
 
     Raises:
-        ConfigError: the folder asks for more than pooling and normalising.
+        ConfigError: the folder needs more than pooling and normalising.
 
     >>> encode("sentence-transformers/all-MiniLM-L6-v2", texts).shape  # doctest: +SKIP
     (1000, 384)
@@ -127,7 +128,7 @@ def encode(name: str | Path, texts: Sequence[str], *, batch_size: int = 32, **op
 
 
 def _recipe_of(name: str) -> dict[str, Any]:
-    """The settings in a sentence-transformers folder; empty for any other."""
+    """Returns the settings in a sentence-transformers folder; no settings for other models."""
     modules = _read(name, "modules.json")
     if not modules:
         return {}
@@ -137,13 +138,14 @@ def _recipe_of(name: str) -> dict[str, Any]:
     asked = [key.removeprefix("pooling_mode_") for key, on in config.items() if key.startswith("pooling_mode_") and on]
     asked += [mode for mode in [config.get("pooling_mode")] if isinstance(mode, str)]
     if unknown or len(asked) != 1 or asked[0] not in _POOLINGS:
-        raise ConfigError(f"{name!r} pools by {asked} and has the modules {unknown}; use sentence-transformers for it")
+        found = f"{name!r} has the pooling {asked} and the modules {unknown}, which dynagroup does not have"
+        raise ConfigError(f"{found}; use sentence-transformers")
     limit = _read(name, "sentence_bert_config.json").get("max_seq_length")
     return {"pooling": _POOLINGS[asked[0]], "normalize": "Normalize" in kinds, "max_length": limit}
 
 
 def _read(name: str, file: str) -> Any:
-    """The content of a JSON file in a model's folder; empty if there is no such file."""
+    """Returns the content of a JSON file in a model's folder; empty if the file does not exist."""
     from transformers.utils.hub import cached_file
 
     path = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
@@ -151,13 +153,13 @@ def _read(name: str, file: str) -> Any:
 
 
 def _generation(model: Any, tokenizer: Any, texts: Any, max_new_tokens: int | None, **options: Any) -> Job:
-    """A job that generates texts. ``options``: those of a job, and those of ``generate``."""
+    """Makes a job that generates texts; ``options`` are those of a job and those of ``generate``."""
     of_job = {name: options[name] for name in _OF_A_JOB & options.keys()}
     kwargs = {name: value for name, value in options.items() if name not in of_job}
     check_options(model, kwargs)
     wrong = [name for name, value in kwargs.items() if is_data(value)]
     if wrong:
-        raise ConfigError(f"`{wrong[0]}` belongs to one batch, and a job makes its batches itself; leave it out")
+        raise ConfigError(f"`{wrong[0]}` is for one batch, but a job makes many batches; leave it out")
     option = lambda name: generation_option(name, model, kwargs)  # noqa: E731
     new = max_new_tokens if max_new_tokens is not None else option("max_new_tokens")
     new_tokens = check_int("max_new_tokens", _NEW_TOKENS if new is None else new)
@@ -165,7 +167,7 @@ def _generation(model: Any, tokenizer: Any, texts: Any, max_new_tokens: int | No
     how = dict(kwargs, tokenizer=tokenizer) if option("stop_strings") else dict(kwargs)
     if how.get("generation_config") is None:
         how["max_new_tokens"] = new_tokens
-    else:  # `generate` refuses both at once
+    else:  # `generate` refuses max_new_tokens beside a generation_config
         how["generation_config"] = copy.deepcopy(how["generation_config"])
         how["generation_config"].max_new_tokens = new_tokens
 
@@ -184,7 +186,7 @@ def _generation(model: Any, tokenizer: Any, texts: Any, max_new_tokens: int | No
 
 
 def _forward(model: Any, name: str, wanted: str, rows_of: Callable[[torch.Tensor, Any], Any], **settings: Any) -> Task:
-    """A forward pass without gradients; ``rows_of`` makes a row per text of one output field and the attention mask."""
+    """Makes a task of forward passes without gradients; ``rows_of`` turns an output field and the mask into rows."""
 
     def outputs(batch: dict[str, Any]) -> torch.Tensor:
         output = model(**batch)
@@ -197,7 +199,7 @@ def _forward(model: Any, name: str, wanted: str, rows_of: Callable[[torch.Tensor
         splitter = BatchSplitter(pad_to_multiple_of=job.budget.pad_to_multiple_of)
         with torch.inference_mode():
             rows = run_with_oom_retry(outputs, batch, split=splitter, learned=job.learned, indices=indices)
-        return torch.cat(rows)[: len(indices)].numpy()  # without the rows of a filled batch
+        return torch.cat(rows)[: len(indices)].numpy()  # without rows that were added to get a fixed shape
 
     return Task(model=model, process=process, settings=settings)
 
@@ -206,7 +208,7 @@ def _embedding(model: Any, pooling: Pooling, normalize: bool) -> Task:
     check_choice("pooling", pooling, ("mean", "first", "last"))
     inner = _without_head(model)
     if getattr(getattr(inner, "config", None), "is_encoder_decoder", False) and hasattr(inner, "decoder"):
-        raise ConfigError(f"the hidden states of a {type(model).__name__} are its decoder's: use model.get_encoder()")
+        raise ConfigError(f"a {type(model).__name__} returns its decoder's hidden states; pass model.get_encoder()")
     rows_of = lambda states, mask: _pool(states, mask, pooling, normalize)  # noqa: E731
     wanted = "without its head, as AutoModel loads it"
     return _forward(inner, "last_hidden_state", wanted, rows_of, task=f"embed {pooling}", normalize=int(normalize))
@@ -218,9 +220,9 @@ def _classification(model: Any) -> Task:
 
 
 def _without_head(model: Any) -> Any:
-    """The part of a model that gives hidden states; a language model itself gives logits over its vocabulary. A peft
-    model loses its outer layer if its adapters are in the layers beneath, where they still run."""
-    inner, peft = model, sys.modules.get("peft")  # whoever holds such a model has imported it
+    """Returns the part of a model that computes hidden states. Of a peft model, the outer layer is removed if the
+    adapters are in the layers below, where they still run."""
+    inner, peft = model, sys.modules.get("peft")  # not imported here: whoever has a peft model has imported peft
     if peft is not None and isinstance(model, peft.PeftModel):
         config, tuner = model.active_peft_config, sys.modules["peft.tuners.tuners_utils"].BaseTuner
         around = config.is_prompt_learning or type(model.base_model).forward is not tuner.forward
@@ -230,7 +232,7 @@ def _without_head(model: Any) -> Any:
 
 def _pool(states: torch.Tensor, mask: torch.Tensor, pooling: Pooling, normalize: bool) -> torch.Tensor:
     num_tokens = mask.sum(1).clamp(min=1)
-    if pooling == "mean":  # summed in float32: bfloat16 cannot count beyond 256
+    if pooling == "mean":  # summed in float32, because bfloat16 cannot count beyond 256
         total = (states * mask.unsqueeze(-1).to(states.dtype)).sum(1, dtype=torch.float32)
         pooled = total / num_tokens.unsqueeze(-1)
     else:

@@ -1,4 +1,4 @@
-"""A job: one pass of a model over texts, planned by length, on many ranks, safe from memory errors and crashes."""
+"""Runs a model over many texts in planned batches, on several ranks; recovers from memory errors and crashes."""
 
 import hashlib
 import json
@@ -33,14 +33,14 @@ from dynagroup.update.filling import FillingCollator
 from dynagroup.validation import check_int
 
 _log = logging.getLogger(__name__)
-_PATIENCE_S = 30 * 24 * 3600.0  # ranks wait this long for each other; a dead rank is noticed, as its connections close
+_PATIENCE_S = 30 * 24 * 3600.0  # seconds that ranks wait for each other; dead ranks close their connections
 _BATCH_SIZE = 16
-_UNSET = 10**9  # tokenizers that were told no limit say 10**30
-_AT_ONCE = 2**24  # elements that are widened to int64 at a time
+_UNSET = 10**9  # tokenizers without a limit report 10**30
+_AT_ONCE = 2**24  # elements that are converted to int64 at a time
 _WHERE_FROM = {"_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "_from_model_config"}
 _HOW = {"use_cache", "attn_implementation", "_attn_implementation", "dtype", "torch_dtype", "architectures"}
 _CHANGES = {"training", "gradient_checkpointing", "is_gradient_checkpointing", "name_or_path", "warnings_issued"}
-_CHANGES |= {"hf_device_map", "max_seq_len_cached"}  # as a model is run, or with the place where it runs
+_CHANGES |= {"hf_device_map", "max_seq_len_cached"}  # attributes that change while a model runs, or with its device
 _ADAPTERS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
 _PLAIN = (type(None), bool, int, float, str)
 _PROBES = ["A quick brown fox.", "Ein süßer Käse, 1,024 €", "\u4f60\u597d, def f(x): return x ** 2\n"]
@@ -48,12 +48,12 @@ _PROBES = ["A quick brown fox.", "Ein süßer Käse, 1,024 €", "\u4f60\u597d, 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What a job does with a batch, and the form of its results."""
+    """What a job does with each batch, and the format of its results."""
 
     model: Any
     process: "Callable[[Job, dict[str, Any], Sequence[int]], Any]"
-    """Padded batch, indices of its samples -> their results."""
-    settings: Mapping[str, Any]  # what results depend on besides model, tokenizer and texts
+    """``(job, padded batch, indices of its samples) -> results of the samples``."""
+    settings: Mapping[str, Any]  # what results depend on, besides model, tokenizer and texts
     kind: Kind = VECTORS
     mode: Mode = "forward"
     padding_side: Literal["left", "right"] = "right"
@@ -62,14 +62,14 @@ class Task:
 
 
 class Job:
-    """Runs texts through a model in planned batches, longest first. A batch that does not fit runs in parts."""
+    """Runs texts through a model in planned batches, longest texts first. A batch that does not fit runs in parts."""
 
     def __init__(
         self, task: Task, tokenizer: Any, texts: Any, *, batch_size: int | None = None, budget: Budget | None = None,
         max_length: int | None = None, progress: bool = True, learned: LearningBudget | None = None, shapes: int | None = None,
     ) -> None:  # fmt: skip
         if getattr(budget, "layout", "padded") == "packed":
-            raise ConfigError(f"`budget` is {budget!r}, but these batches are padded: give it layout='padded'")
+            raise ConfigError(f"`budget` must have layout='padded', as these batches are padded, but is {budget!r}")
         if batch_size is not None and budget is not None:
             raise ConfigError(f"`batch_size` ({batch_size!r}) and `budget` both limit a batch; pass only one of them")
         self.task, self.tokenizer, self.texts = task, tokenizer, by_position(texts)
@@ -78,22 +78,22 @@ class Job:
         self._batch_size = check_int("batch_size", _BATCH_SIZE if batch_size is None else batch_size)
         self.learned = learned if learned is not None else LearningBudget()
         self._says_limit = max_length is None and task.mode == "forward"
-        said = [getattr(tokenizer, "model_max_length", None), *_positions(task.model)]  # the least of them counts
+        said = [getattr(tokenizer, "model_max_length", None), *_positions(task.model)]  # the smallest limit is used
         said = min((int(n) for n in said if isinstance(n, (int, float)) and 0 < n < _UNSET), default=None)
         self._max_length = said if self._says_limit else limit_of(max_length)
 
     def as_they_come(self, skip: Collection[int] = ()) -> Iterator[tuple[int, Any]]:
-        """Yield (index, result) as batches end, the longest texts first."""
+        """Yields (index, result) as batches finish, longest texts first."""
         self._prepare()
         batches = self._results({int(index) for index in skip})
         return ((index, result) for indices, results in batches for index, result in zip(indices, results, strict=True))
 
     def whole(self, output: str | Path | None = None, world: World | None = None) -> Any:
-        """All results in input order; read from ``output`` if that file is complete."""
+        """Returns all results in input order; reads them from ``output`` if that file is complete."""
         world = world if world is not None else current_world(timeout_s=_PATIENCE_S)
         if output is None:
             if world.size > 1:
-                raise ConfigError("on several ranks `output` must name a file that all ranks can read and write")
+                raise ConfigError("several ranks need `output`, the path of a file that all ranks can read and write")
             found = dict(self.as_they_come())
             return self.task.kind.gather([found[i] for i in range(len(found))])
         settings = {**self.task.settings, "max_length": self._max_length}
@@ -103,21 +103,21 @@ class Job:
         highest, lowest = world.all_max(numbers), world.all_max([-n for n in numbers])
         if differing := [name for name, a, b in zip(identity, highest, lowest, strict=True) if a != -b]:
             what = ", ".join(differing)
-            raise ConfigError(f"ranks were given different jobs: {what} differ; give all ranks the same")
+            raise ConfigError(f"all ranks must run the same job, but {what} are not equal; give all the same")
         if not _on_all(world, out.is_finished):
             self._prepare()
             with closing(out):
                 self._finish(out, world)
         if world.rank == 0:
-            out.clear()  # also after a run that was killed before it cleared
+            out.clear()  # needed if an earlier run was killed after writing the output
         return out.read()
 
-    # Ranks that share a job meet four times: when the first has claimed it; when each knows what was finished before
-    # (only then may any add to it); when all have finished (then the first writes the output); when the output is
-    # there. An error before a meeting is raised on every rank. Each sample is in one rank's share, whichever that is.
-    # The claim is held until the output is there, so that another process is either refused, or finds all of it.
+    # Ranks of a job wait for each other four times: until the first rank has locked the output; until all have read
+    # what was finished before (only then may any rank add to it); until all have finished (then the first rank writes
+    # the output); and until the output exists. An error before that is raised on every rank. The lock is kept until the
+    # output exists, so another process is either refused, or finds a complete output.
     def _finish(self, out: Output, world: World) -> None:
-        if _on_all(world, lambda: world.rank == 0 and out.claim()):  # another process has finished it meanwhile
+        if _on_all(world, lambda: world.rank == 0 and out.claim()):  # another process has finished the job
             return
         finished: set[int] = set()
         _on_all(world, lambda: finished.update(out.finished()))
@@ -128,16 +128,16 @@ class Job:
 
     @cached_property
     def lengths(self) -> NDArray[np.int32]:
-        """Tokens of every text, after truncation."""
+        """Tokens of every text, after truncation: int32 (N,)."""
         return measure_lengths(self.texts, self._tokens, max_length=self._max_length, progress=self._progress)
 
     @cached_property
     def budget(self) -> Budget:
-        """The user's budget, or one that knows the model, bound to these lengths."""
+        """The user's budget, or one made for the model, bound to the lengths."""
         task, budget = self.task, self._given_budget
         known: Any = partial(MemoryRegressor.of_model, task.model, task.mode, max_new_tokens=task.new_tokens)
         if budget is None:
-            one_batch = len(self.texts) <= self._batch_size  # known to fit: no reason to look at the model
+            one_batch = len(self.texts) <= self._batch_size  # fits by assumption, so the model need not be traced
             budget, known = MemoryBudget(self._batch_size), PaddedTokens if one_batch else known
         budget = budget.with_memory(known).bind({TOKENS: self.lengths})
         if self._shapes is None or not len(self.texts):
@@ -145,7 +145,7 @@ class Job:
         return few_shapes(self._shapes, self.lengths, budget, window=len(self.texts))
 
     def _prepare(self) -> None:
-        """Measure the texts before anything is run or written. On a GPU a missing position ends the process."""
+        """Measures the texts before anything is run or written, because on a GPU too long a text ends the process."""
         lengths, (_, last) = self.lengths, _positions(self.task.model)
         new = self.task.new_tokens if self.task.padding_side == "left" else 0
         if last is not None and len(over := np.flatnonzero(lengths + new > last)):
@@ -153,23 +153,23 @@ class Job:
             way_out = f"truncate with max_length={max(last - new, 1)}, or leave them out"
             raise ConfigError(f"{len(over)} texts are too long for the model, {has}; {way_out}")
         if self._says_limit and (num_full := int((lengths == self._max_length).sum())):
-            cut = "%d of %d texts have the %d tokens that the model takes, or more; what is more is not seen"
+            cut = "%d of %d texts have at least %d tokens, the most that the model accepts, and are truncated to them"
             _log.warning(cut, num_full, len(lengths), self._max_length)
 
     def _results(self, done: Collection[int], rank: int = 0, size: int = 1) -> Iterator[tuple[list[int], Any]]:
-        """(indices, their results) of this rank's share of what is not done. Shares depend on lengths, not on budgets."""
+        """Yields (indices, results) of this rank's part of the samples that are not ``done``, whatever the budget."""
         from tqdm.auto import tqdm
 
         samples = (i for i in range(len(self.texts)) if i not in done)
         share = sorted(samples, key=lambda i: (-self.lengths[i], i))[rank::size]
-        shown, total = self._progress and rank == 0, int(self.lengths[share].sum())  # time follows tokens
+        shown, total = self._progress and rank == 0, int(self.lengths[share].sum())  # progress in tokens, like time
         with evaluating(self.task.model), tqdm(total=total, unit="tok", unit_scale=True, disable=not shown) as bar:
             for indices in self._batches(share):
                 yield indices, self.task.process(self, self._encode(indices), indices)
                 bar.update(int(self.lengths[indices].sum()))
 
     def _batches(self, samples: Sequence[int]) -> list[list[int]]:
-        # Every new token is a step of its own, at the fixed cost of a step; every copy costs its tokens.
+        # Each new token takes one step, with a step's fixed cost; each copy costs its own tokens.
         work = Work.of_known(self.task.model, device=next(self.task.model.parameters()).device)
         work = replace(work, per_step=work.per_step * (1 + self.task.new_tokens) / self.task.copies)
         sampler = LengthAwareBatchSampler(self.lengths[list(samples)], self.budget, work=work, rank=0, world_size=1)
@@ -185,23 +185,23 @@ class Job:
 
 
 def _on_all(world: World, act: Callable[[], bool | None]) -> bool:
-    """Whether ``act`` returns true on any rank; an error on one rank is raised on every rank. A barrier."""
+    """Returns whether ``act`` returns true on any rank, after all have run it; an error on one is raised on all."""
     found, error = False, None
     try:
         found = bool(act())
-    except Exception as caught:  # raised again once all ranks know
+    except Exception as caught:  # raised again when all ranks know
         error = caught
     failed, anywhere = world.all_max([world.rank if error is not None else -1, int(found)])
     if error is not None:
         raise error
     if failed >= 0:
-        raise ConfigError(f"rank {failed} of {world.size} could not continue the job; see its error")
+        raise ConfigError(f"rank {failed} of {world.size} could not continue the job; see that rank's error")
     return bool(anywhere)
 
 
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """Context without dropout; afterwards each module has its former mode."""
+    """Context manager that turns off dropout; afterwards each module has its former mode."""
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False
@@ -213,7 +213,7 @@ def evaluating(model: Any) -> Iterator[None]:
 
 
 def _positions(model: Any) -> tuple[int | None, int | None]:
-    """Tokens that a model states it takes; and how many positions its learned table has, or None."""
+    """Returns how many tokens a model says it accepts, and how many learned positions it has; None: not known."""
     config = getattr(model, "config", None)
     narrow = getattr(config, "get_text_config", None)
     stated = getattr(config if narrow is None else narrow(), "max_position_embeddings", None)
@@ -221,14 +221,14 @@ def _positions(model: Any) -> tuple[int | None, int | None]:
         rows, last = getattr(module, "num_embeddings", None), name.rpartition(".")[2]
         if rows is None or stated is None or not ("position" in last or last == "wpe") or not 0 <= rows - stated <= 8:
             continue
-        padding = getattr(module, "padding_idx", None)  # of RoBERTa; OPT and BART have an offset
+        padding = getattr(module, "padding_idx", None)  # RoBERTa skips positions up to it; OPT and BART use `offset`
         unused = getattr(module, "offset", 0 if padding is None else padding + 1)
         return stated, int(rows - unused) if rows > unused else None
     return stated, None
 
 
 def identity_of(model: Any, tokenizer: Any, texts: Iterable[str], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """All that results depend on, as JSON: equal in every process, wherever the model was loaded."""
+    """Returns everything that results depend on, for JSON; equal in every process, wherever the model was loaded."""
     configs = [getattr(part, "config", None) for part in model.modules()]
     return {
         "model": f"{type(model).__name__} {_digest(_weights(model))}",
@@ -244,7 +244,7 @@ def identity_of(model: Any, tokenizer: Any, texts: Iterable[str], settings: Mapp
 
 
 def _digest(parts: Iterable[str]) -> str:
-    """A hash of the parts, each in quotes: "ab", "c" differs from "a", "bc"."""
+    """Returns a hash of the parts, each in quotes, so that "ab", "c" and "a", "bc" have different hashes."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         digest.update(ascii(str(part)).encode())
@@ -252,23 +252,23 @@ def _digest(parts: Iterable[str]) -> str:
 
 
 def _said(value: Any) -> str | int | None:
-    """A setting as text; a configuration by its content."""
+    """Returns a setting as text; a config by its content."""
     if hasattr(value, "to_dict"):
         value = {k: v for k, v in value.to_dict().items() if v is not None and k not in _WHERE_FROM | _HOW}
     return value if value is None or type(value) in (int, str) else described(value)
 
 
 def _tokenizer(tokenizer: Any) -> str:
-    """A tokenizer's rules or vocabulary, its special tokens, and what it makes of some words."""
+    """Returns a tokenizer's rules or vocabulary, special tokens, and the ids of some words, as a hash."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = tokenizer.get_vocab() if backend is None else json.loads(backend.to_str())
-    rules = sorted((k, v) for k, v in rules.items() if k not in ("truncation", "padding"))  # left there by each call
+    rules = sorted((k, v) for k, v in rules.items() if k not in ("truncation", "padding"))  # every call changes these
     special = [getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id", "truncation_side")]
     return f"{type(tokenizer).__name__} #{hashed(repr((rules, special, tokenizer(_PROBES)['input_ids'])))}"
 
 
-# Weights do not show which adapter is active, whether it is switched off or merged, its scaling, or a temperature. Such
-# settings are plain attributes of modules. Private ones belong to the framework, except in the layers of peft.
+# Weights do not show which adapter is active, turned off or merged, or its scaling. Such settings are plain attributes
+# of modules. Private attributes are the framework's, and left out, except in the layers of peft.
 def _switches(model: Any) -> Iterator[str]:
     for name, module in model.named_modules():
         private = type(module).__module__.partition(".")[0] == "peft"
@@ -278,7 +278,7 @@ def _switches(model: Any) -> Iterator[str]:
 
 
 def _adapters(model: Any) -> str | None:
-    """The state of adapters, by the attributes of peft's layers; None: there are none."""
+    """Returns the state of adapters, from the attributes of peft's layers; None: there are no adapters."""
     layers = (part for part in model.modules() if isinstance(getattr(part, "disable_adapters", None), bool))
     found = {", ".join(f"{name}={getattr(layer, name, None)!r}" for name in _ADAPTERS) for layer in layers}
     return "; ".join(sorted(found)) or None
@@ -289,11 +289,11 @@ def _is_plain(value: Any) -> bool:
     return all(map(_is_plain, inner)) if isinstance(inner, (list, tuple)) else type(value) in _PLAIN
 
 
-# Weights may be many and on a device, so they are compared by Fletcher checksums: elements, as integers, are summed,
-# and summed times odd place numbers, modulo 2**64. A changed element changes the first, a moved one the second.
+# Weights may be many and on a device, so Fletcher checksums compare them: one sum of all elements as integers, and one
+# of elements times odd numbers by place, modulo 2**64. A changed element changes the first sum, a moved one the second.
 def _weights(model: Any) -> Iterator[str]:
     for name, tensor in sorted({**dict(model.named_buffers()), **model.state_dict()}.items()):
-        if hasattr(tensor, "element_size") and not name.endswith("inv_freq"):  # which the config says
+        if hasattr(tensor, "element_size") and not name.endswith("inv_freq"):  # inv_freq is computed from the config
             yield f"{name} {tensor.dtype} {tuple(tensor.shape)} {list(_checksums(tensor))}"
 
 

@@ -1,4 +1,4 @@
-"""Runs the largest batches before training: running out of memory shows in the first seconds, on all ranks alike."""
+"""Runs the largest batches before training, so that an out-of-memory error comes in the first seconds, on all ranks."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -19,32 +19,32 @@ from dynagroup.shapes import BatchShape, Streams, largest_within
 from dynagroup.update.filling import Shape
 from dynagroup.update.loader import StepLoader
 
-LENGTHS = 4  # at each of them the most samples that fit are run
-SAID = 1000  # bytes of a message that ranks exchange
+LENGTHS = 4  # number of lengths to try, each with the most samples that fit
+SAID = 1000  # bytes of an error message that ranks exchange
 
 
-# Ranks agree after each batch, in an exchange of their own. In DDP a batch runs without DDP's exchange, so no rank waits
-# for one that failed. Ranks that exchange data within a pass (FSDP) run the same shapes, so they fail at the same place;
-# if one fails alone, the others wait in that exchange until it times out, and then all raise the same error.
+# Ranks exchange results after each batch. With DDP a batch runs without DDP's own exchange, so no rank waits for one
+# that failed. With FSDP ranks exchange data within a pass, and run the same shapes, so they fail at the same place; if
+# one fails alone, the others wait in that exchange until it times out, and then all raise the same error.
 def preflight(model: Any, loader: StepLoader[Any], compute_loss: Callable[[Any, Any], torch.Tensor]) -> list[Shape]:
-    """Run the largest batches that a model will meet, forward and backward, most expensive first. Running out of memory
-    then shows in the first seconds, and a compiled model is compiled. Call it on every rank, before training.
+    """Runs the largest batches of training, forward and backward, most expensive first, so that an out-of-memory error
+    comes in the first seconds and a compiled model is compiled. Call it on every rank, before training.
 
-    It restores gradients, buffers and random states, and does not move the loader. A :class:`~dynagroup.LearningBudget`
-    learns, on all ranks, from what runs out of memory on one; then a smaller batch is run.
+    Gradients, buffers and random states are restored, and the loader does not advance. If a batch runs out of memory on
+    one rank, a :class:`~dynagroup.LearningBudget` learns it on all ranks, and a smaller batch is run.
 
     Args:
         model: the model as it is trained: in DDP or FSDP, compiled, on its device.
-        loader: the loader of training. With ``shapes``, a batch of each is run; else batches of at most four lengths,
-            up to the longest, each with the most samples that fit.
-        compute_loss: (model, batch) -> loss.
+        loader: the training loader. With ``shapes``, one batch of each shape is run; else batches of at most four
+            lengths, up to the longest, each with the most samples that fit.
+        compute_loss: function (model, batch) -> loss, a scalar tensor.
 
     Returns:
-        (samples, tokens) of each batch that passed, in the order in which they ran; with several streams the tokens of each.
+        list of (samples, tokens) of each batch that passed, in the order of running; one token count for each stream.
 
     Raises:
-        BudgetError: a batch ran out of memory, and the budget does not learn, or cannot: with ``shapes``, if a sample
-            does not fit even alone, in FSDP. All ranks raise it. It names the shape, the bytes and the budget to set.
+        BudgetError: on all ranks: a batch ran out of memory, and the budget cannot learn from it (no LearningBudget,
+            with ``shapes``, in FSDP, or a single sample). The message names the shape, the bytes and the budget to set.
         AlignmentError: another rank failed.
 
     >>> from dynagroup import PlannedDataLoader, TokenBudget
@@ -57,7 +57,7 @@ def preflight(model: Any, loader: StepLoader[Any], compute_loss: Callable[[Any, 
     learner, few = loader.budget.learner, loader.budget.ladder is not None
     try:
         ddp, final = find_ddp(model), learner is None or few
-    except ConfigError:  # no rank can run alone
+    except ConfigError:  # with FSDP no rank can run alone
         ddp, final = None, True
 
     def run() -> None:
@@ -69,7 +69,7 @@ def preflight(model: Any, loader: StepLoader[Any], compute_loss: Callable[[Any, 
         while waiting:
             sample, shape, seen = waiting.pop(0)
             if not few and any(np.less_equal(shape, passed).all() for passed in shown):
-                continue  # it needs no more memory than one that passed
+                continue  # needs no more memory than a batch that passed
             failure = _failure(run, loader.world, _told(sample, seen, loader.budget))
             model.zero_grad(set_to_none=True)
             if failure is None:
@@ -85,7 +85,7 @@ def preflight(model: Any, loader: StepLoader[Any], compute_loss: Callable[[Any, 
 
 
 def _shapes_to_run(lengths: Streams, loader: StepLoader[Any]) -> list[tuple[int, Shape, BatchShape]]:
-    """(sample, shape, shape for a budget) of each batch, which repeats that one sample; most expensive first."""
+    """Returns (sample, shape, shape for the budget) of each batch, which repeats that sample; most expensive first."""
     budget = loader.budget.held(loader.budget.applied)
     names, ladder = padded_streams(budget, lengths), budget.ladder
     units = np.stack([lengths[name].astype(np.int64) for name in names])
@@ -114,15 +114,15 @@ def _told(sample: int, seen: BatchShape, budget: Budget) -> str:
     smaller = f"add `& TokenBudget({int(BACKOFF * count * sum(units))}{layout})` to the budget"
     way_out = smaller if count > 1 else f"truncate or filter out samples as long as sample {sample}"
     what = f"a batch of {count} samples of {' + '.join(map(str, units))} tokens, which the budget allows"
-    return f"{what}, runs out of memory; {way_out}"
+    return f"{what}, ran out of memory; {way_out}"
 
 
 def _failure(run: Callable[[], None], world: World, told: str) -> str | None:
-    """``told`` and what the allocator said, equal on all ranks, if ``run`` is out of memory on one. Collective."""
+    """Returns ``told`` and the allocator's message, equal on all ranks, if ``run`` runs out of memory on any rank."""
     error, said = None, b""
     try:
         run()
-    except Exception as caught:  # noqa: BLE001 - the other ranks must hear of it before it is raised
+    except Exception as caught:  # noqa: BLE001 - the other ranks must know before it is raised
         error = caught
         if is_out_of_memory(caught):
             clear_frames(caught, set())
@@ -142,7 +142,7 @@ def _failure(run: Callable[[], None], world: World, told: str) -> str | None:
 
 @contextmanager
 def _unchanged(model: torch.nn.Module) -> Iterator[None]:
-    """A block without gradients at its start; after it, gradients, buffers and random states are as before."""
+    """Context manager that starts without gradients and restores gradients, buffers and random states at its end."""
     gradients = [(p, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     drawn = random.getstate(), np.random.get_state()

@@ -1,4 +1,4 @@
-"""Runs a failed batch in halves: only the part that failed, after the failed attempt has released its memory."""
+"""Runs a batch that failed again in halves, after the failed attempt has released its memory."""
 
 import gc
 import logging
@@ -26,12 +26,11 @@ _BACKENDS = ("cuda", "xpu", "mps", "npu")
 def attempt(
     run: Callable[[Any], T], part: Any, shape: Callable[[], BatchShape], learned: LearningBudget, watch: PeakWatch | None
 ) -> tuple[T | None, str | None]:  # fmt: skip
-    """(``run(part)``, None); or (None, message) if it ran out of memory, and then nothing of the attempt is left alive.
-    Other errors pass through. ``learned`` records successes and the cost of failures, but not that ``shape`` failed.
+    """Returns (``run(part)``, None), or (None, message) if it ran out of memory; then none of its tensors are alive.
+    Other errors are raised. ``learned`` records successes and wasted time, but not that this ``shape`` failed.
 
-    Frames hold a failed attempt's tensors, the traceback holds the frames, and the exception being handled holds the
-    traceback. So the frames are cleared, the ``except`` block is left, and only then is memory collected.
-    """
+    Frames keep a failed attempt's tensors alive, the traceback keeps the frames, and the handled exception keeps the
+    traceback. So frames are cleared and the ``except`` block is left before memory is collected."""
     started = time.perf_counter()
     try:
         value = run(part)
@@ -60,7 +59,7 @@ def clear_frames(error: BaseException | None, seen: set[int]) -> None:
 
 
 def free_memory() -> None:
-    """Collect garbage, then release the caching allocators' unused blocks, on every device type in use."""
+    """Collects garbage, then releases the unused blocks of the caching allocators of all device types in use."""
     gc.collect()
     for backend in (getattr(torch, name, None) for name in _BACKENDS):
         if backend is not None and backend.is_available() and getattr(backend, "is_initialized", lambda: True)():
@@ -68,7 +67,7 @@ def free_memory() -> None:
 
 
 def halves(start: int, stop: int) -> list[tuple[int, int]]:
-    """Divide a range of samples in two; the first half is larger by at most one."""
+    """Splits a range of samples in two; the first half may have one sample more."""
     middle = start + (stop - start + 1) // 2
     return [(start, middle), (middle, stop)]
 
@@ -77,20 +76,20 @@ def run_with_oom_retry(
     fn: Callable[[B], T], batch: B, *, split: Splitter[B] | None = None, min_samples: int = 1,
     learned: LearningBudget | None = None, indices: Sequence[int] = (),
 ) -> list[T]:  # fmt: skip
-    """``fn(batch)``, in parts if the whole does not fit; returns the results of the parts in input order.
+    """Returns the results of ``fn`` on the batch's parts, in input order; one part if the whole batch fits in memory.
 
-    ``fn`` must leave nothing behind when it fails: a forward pass or ``generate`` qualifies, a backward pass does not
-    (use :class:`~dynagroup.oom.OomSafeBackward`). Only a part that failed is run again, in halves. A waiting part that
-    is no smaller than a failed one is cut before it runs.
+    ``fn`` must leave nothing behind when it fails. A forward pass or ``generate`` leaves nothing; a backward pass may
+    add to gradients, so use :class:`~dynagroup.oom.OomSafeBackward` for it. Only a part that failed is run again, in
+    halves. A part that is no smaller than a failed one is split before it runs.
 
     Args:
-        split: how to count and cut a batch; default: :class:`~dynagroup.oom.BatchSplitter`.
-        min_samples: a part with fewer than twice this many samples is not cut.
-        learned: a budget that learns from failures; what it has learned not to fit is cut before it fails.
+        split: how to count and split a batch. None: :class:`~dynagroup.oom.BatchSplitter`.
+        min_samples: int: a part with fewer than twice this many samples is not split.
+        learned: a :class:`LearningBudget` that learns from failures; it splits parts that would fail again.
         indices: dataset indices of the samples, to name them in messages.
 
     Raises:
-        BudgetError: a part that cannot be cut further failed; names the samples and their shapes.
+        BudgetError: a part that cannot be split further failed; the message names its samples and their shapes.
 
     >>> def double(batch):
     ...     if len(batch) > 2:
@@ -107,7 +106,7 @@ def run_parts(
     fn: Callable[[Any], T], batch: Any, splitter: Splitter[Any], learned: LearningBudget, *, min_samples: int = 1,
     indices: Sequence[int] = (), shape: Callable[[Any, int], BatchShape] = shape_of, watch: PeakWatch | None = None,
 ) -> list[Any]:  # fmt: skip
-    """Like :func:`run_with_oom_retry`; ``shape(part, number of samples)`` is the shape on which its memory depends."""
+    """Works like :func:`run_with_oom_retry`; ``shape(part, number of samples)`` is the shape that memory depends on."""
     num_samples, smallest = splitter.num_samples(batch), 2 * check_int("min_samples", min_samples)
     done, waiting = [], [(0, num_samples)]
     while waiting:
@@ -124,7 +123,7 @@ def run_parts(
                 names = ", ".join(str(int(i)) for i in (indices if len(indices) else range(num_samples))[start:stop])
                 alone = stop - start == 1
                 who = f"sample {names} does not fit even alone" if alone else f"samples {names} do not fit together"
-                way_out = f"truncate or filter out such samples. The allocator said: {error}"
+                way_out = f"truncate or filter out such samples; the allocator's message: {error}"
                 raise BudgetError(f"{who} ({describe(part)}); {way_out}")
         waiting[:0] = halves(start, stop)
     return done

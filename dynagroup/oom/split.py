@@ -1,4 +1,4 @@
-"""Takes a range of samples out of any usual kind of batch, trimmed to the longest of them; finds a batch's shape."""
+"""Takes a range of samples out of a batch of any usual kind, without unneeded padding; finds the shape of a batch."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -13,12 +13,12 @@ from dynagroup.shapes import BatchShape
 B = TypeVar("B")
 Fields: TypeAlias = dict[Any, Any]
 
-# One entry per token of the sample; trimmed together with `attention_mask`.
+# Fields with one entry per token, which are trimmed like `attention_mask`.
 _TOKEN_KEYS = {
     "input_ids", "attention_mask", "token_type_ids", "position_ids", "labels", "shift_labels", "inputs_embeds", "loss_mask",
     "special_tokens_mask", "mm_token_type_ids", "global_attention_mask", "assistant_masks", "completion_mask",
 }  # fmt: skip
-# These describe the batch as a whole, whatever their size.
+# Fields that describe the whole batch, whatever their size.
 _SHARED_KEYS = {"cache_position", "num_items_in_batch", "logits_to_keep", "return_loss"}
 _SIZED_BY = (
     "input_ids", "inputs_embeds", "attention_mask", "decoder_input_ids", "labels", "input_features", "input_values",
@@ -27,29 +27,29 @@ _WHOLE = (type(None), str, bytes, int, float, np.generic)
 _IGNORED_LABEL = -100
 _BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
 _LONGEST = ("max_length_q", "max_length_k", "max_seqlen")
-# Concatenated over samples: key -> (kind, True: one row per patch; False: one row per image).
+# Fields that join all samples: key -> (kind, True: one row per patch; False: one row per image).
 _VISION_KEYS = {
     "pixel_values": ("image", True), "image_grid_thw": ("image", False), "pixel_values_videos": ("video", True),
     "video_grid_thw": ("video", False), "second_per_grid_ts": ("video", False),
 }  # fmt: skip
-_TYPE_IDS = {"image": 1, "video": 2}  # in `mm_token_type_ids`
+_TYPE_IDS = {"image": 1, "video": 2}  # values in `mm_token_type_ids`
 
 
 class Splitter(Protocol[B]):
-    """Counts the samples of a batch and takes a range of them out. Write one for batches of your own kind."""
+    """Counts the samples of a batch, and takes a range of them out. Write one for your own kind of batch."""
 
     def num_samples(self, batch: B, /) -> int:
-        """Samples in the batch."""
+        """Returns the number of samples in the batch."""
         ...
 
     def take(self, batch: B, start: int, stop: int, /) -> B:
-        """Samples ``start`` to ``stop - 1`` as a batch of their own; ``batch`` itself stays as it is."""
+        """Returns samples ``start`` to ``stop - 1`` as a new batch; ``batch`` is not changed."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class VisionTokens:
-    """How ``input_ids`` represent images: one placeholder token for every ``merge_size ** 2`` patches."""
+    """How ``input_ids`` represent images: with one placeholder token per ``merge_size ** 2`` patches."""
 
     image_token_id: int | None = None
     video_token_id: int | None = None
@@ -57,7 +57,7 @@ class VisionTokens:
 
     @classmethod
     def from_config(cls, config: Any) -> "VisionTokens | None":
-        """Read from a model's config; None for a model without such tokens."""
+        """Reads the token ids from a model's config; None: the model has no such tokens."""
         image, video = getattr(config, "image_token_id", None), getattr(config, "video_token_id", None)
         merge = getattr(getattr(config, "vision_config", None), "spatial_merge_size", None)
         if merge is None or (image is None and video is None):
@@ -69,17 +69,17 @@ class VisionTokens:
 class BatchSplitter:
     """Splits dicts, ``BatchEncoding``, tuples and lists of fields, tensors, arrays and lists of samples.
 
-    A list of tensors of one first dimension (as of ``default_collate``) holds fields. Numbers and strings go to every
-    part. A field that fits no rule is refused by its name. A packed batch is split between its samples; it is one row
-    with ``cu_seq_lens_q``, or with ``position_ids`` that start again.
+    A list of tensors with equal first dimensions (as from ``default_collate``) is a list of fields. Numbers and strings
+    are copied to every part. Other fields without an entry per sample raise an error. A packed batch (one row, with
+    ``cu_seq_lens_q``, or ``position_ids`` that restart) is split between its samples.
 
     Args:
-        trim: whether a part loses the padding columns on its right, by its ``attention_mask``. (On the left this would
-            move the positions of a model.)
-        pad_to_multiple_of: trimmed widths are rounded up to a multiple of this, but not above the batch's own.
-        rules: key -> ``rule(value, batch, start, stop)``, for values that only you know how to cut.
-        vision: token ids of images and videos, where ``pixel_values`` of all samples are concatenated
-            (``image_grid_thw``); not needed when the batch has ``mm_token_type_ids``.
+        trim: True removes padding columns on the right of a part, by its ``attention_mask``. (Padding on the left
+            stays, because removing it would change positions.)
+        pad_to_multiple_of: int, tokens: trimmed widths are rounded up to a multiple, at most to the batch's width.
+        rules: dict from key to ``rule(value, batch, start, stop)``, for values that need your own way of splitting.
+        vision: token ids of images and videos, if ``pixel_values`` of all samples are joined (``image_grid_thw``) and
+            the batch has no ``mm_token_type_ids``.
 
     >>> import torch
     >>> ids, mask = torch.tensor([[1, 2, 3], [4, 0, 0]]), torch.tensor([[1, 1, 1], [1, 0, 0]])
@@ -94,12 +94,12 @@ class BatchSplitter:
     vision: VisionTokens | None = None
 
     def num_samples(self, batch: Any, /) -> int:
-        """Samples in the batch, from its first dimension."""
+        """Returns the number of samples in the batch, from its first dimension."""
         if _holds_samples(batch):
             return len(batch)
         fields = _fields_of(batch)
         if fields is None:
-            raise ConfigError(f"a {type(batch).__name__} as batch cannot be split; pass `split=`, see Splitter")
+            raise ConfigError(f"a batch of type {type(batch).__name__} cannot be split; pass `split`, see Splitter")
         borders = packed_borders(fields)
         if borders is not None:
             return len(borders) - 1
@@ -107,11 +107,11 @@ class BatchSplitter:
         sizes = {str(key): len(value) for key, value in fields.items() if key not in own and _is_sized(value)}
         found = [sizes[key] for key in _SIZED_BY if key in sizes][:1] or [*{*sizes.values()}]
         if len(found) != 1:
-            raise ConfigError(f"how many samples the batch holds is not clear: {sizes}; give BatchSplitter(rules=...)")
+            raise ConfigError(f"cannot tell how many samples a batch has, from {sizes}; pass BatchSplitter(rules=...)")
         return found[0]
 
     def take(self, batch: Any, start: int, stop: int, /) -> Any:
-        """Samples ``start`` to ``stop - 1``, trimmed. Tensors are views of the batch's."""
+        """Returns samples ``start`` to ``stop - 1`` as a new batch, trimmed; tensors are views of the batch's."""
         num_samples = self.num_samples(batch)
         fields = _fields_of(batch)
         if fields is None or _holds_samples(batch):
@@ -135,8 +135,8 @@ class BatchSplitter:
         return _rebuild(batch, parts, start, stop)
 
     def _trim(self, parts: Fields, fields: Fields, num_samples: int, start: int, stop: int) -> None:
-        """Cut columns off all fields with one entry per token, in place. Cut nothing if an unknown field is as wide as
-        the mask, or if a label would be lost."""
+        """Trims all fields that have one entry per token, in place; none, if a field that is not known is as wide as
+        the mask, or if a label would be removed."""
         mask, known = fields.get("attention_mask"), _TOKEN_KEYS | self.rules.keys() | _SHARED_KEYS
         if not _is_array(mask) or mask.ndim != 2:
             return
@@ -145,7 +145,7 @@ class BatchSplitter:
         kept = min(width, -(-tokens // multiple) * multiple)
         unknown = any(_as_wide(fields[key], num_samples, width) for key in fields.keys() - known)
         kept = width if unknown or "past_key_values" in fields else kept
-        targets = {"labels"} if "decoder_input_ids" in fields else set()  # as wide as the mask by accident
+        targets = {"labels"} if "decoder_input_ids" in fields else set()  # labels of a decoder have another width
         wide = {key: fields[key] for key in parts.keys() & _TOKEN_KEYS - targets if _is_array(fields[key])}
         labels = wide.get("labels", np.empty(0))
         if labels.shape[1:] == (width,) and (labels[start:stop, kept:] != _IGNORED_LABEL).any():
@@ -153,11 +153,11 @@ class BatchSplitter:
         for key, value in wide.items():
             if (key == "position_ids" and value.shape[-1] == width) or tuple(value.shape[:2]) == (num_samples, width):
                 part = parts[key][..., :kept] if key == "position_ids" else parts[key][:, :kept]
-                parts[key] = part.contiguous() if hasattr(part, "contiguous") else part  # models flatten it by `view`
+                parts[key] = part.contiguous() if hasattr(part, "contiguous") else part  # models need it for `view`
 
 
 def _take_padded(key: Any, value: Any, num_samples: int, start: int, stop: int) -> Any:
-    """Some samples' entries of a field. ``position_ids`` may have planes for time, height, width, or one row."""
+    """Returns some samples' entries of a field. ``position_ids`` may have one row, or planes (time, height, width)."""
     if key == "position_ids" and _is_array(value):
         if value.ndim == 3 and value.shape[1] == num_samples:
             return value[:, start:stop]
@@ -173,7 +173,7 @@ def _as_wide(value: Any, num_samples: int, width: int) -> bool:
 
 
 def _is_array(value: Any) -> TypeGuard[Any]:
-    """A tensor or an array (both slice, compare and reduce alike)."""
+    """Returns whether a value is a tensor or an array, which slice, compare and reduce in the same way."""
     return isinstance(value, np.ndarray) or hasattr(value, "untyped_storage")
 
 
@@ -182,21 +182,21 @@ def _is_sized(value: Any) -> bool:
 
 
 def _fields_of(value: Any) -> Fields | None:
-    """Fields of a container by key or position; None: it is no container."""
+    """Returns the fields of a container by key or index; None: the value is no container."""
     if isinstance(value, (tuple, list)):
         return dict(enumerate(value))
     return dict(value) if isinstance(value, Mapping) else None
 
 
 def _holds_samples(batch: Any) -> bool:
-    """Whether a batch is an array or a list of samples, not a list of fields: tensors of one first dimension."""
+    """Returns whether a batch is an array or a list of samples; a list of equally long tensors is a list of fields."""
     if not isinstance(batch, list):
         return _is_array(batch)
     return not batch or not all(_is_array(v) and v.ndim for v in batch) or len({len(v) for v in batch}) > 1
 
 
 def _cut(value: Any, name: str, num_samples: int, start: int, stop: int) -> Any:
-    """Entries of the samples ``start`` to ``stop - 1`` in one field."""
+    """Returns the entries of samples ``start`` to ``stop - 1`` in one field."""
     if isinstance(value, _WHOLE) or (_is_array(value) and not value.ndim):
         return value
     if _is_sized(value) and len(value) == num_samples:
@@ -206,16 +206,16 @@ def _cut(value: Any, name: str, num_samples: int, start: int, stop: int) -> Any:
     if fields is not None:
         parts = {key: _cut(part, f"{name}.{key}", num_samples, start, stop) for key, part in fields.items()}
         return _rebuild(value, parts, start, stop)
-    has = f"`{name}` ({describe(value)}) has no entry per sample in a batch of {num_samples}"
-    raise ConfigError(f"{has}; give BatchSplitter(rules=...)")
+    has = f"field `{name}` ({describe(value)}) has no entry per sample in a batch of {num_samples}"
+    raise ConfigError(f"{has}; say how to split it with BatchSplitter(rules=...)")
 
 
 def _rebuild(like: Any, parts: Fields, start: int, stop: int) -> Any:
-    """A container of the same kind with other contents."""
+    """Returns a container of the same kind with other contents."""
     if isinstance(like, (tuple, list)):
         return type(like)(*parts.values()) if hasattr(like, "_fields") else type(like)(parts.values())
     encodings = getattr(like, "encodings", None)
-    if encodings is not None:  # BatchEncoding of a fast tokenizer: offsets and words per sample
+    if encodings is not None:  # BatchEncoding of a fast tokenizer, with offsets and words per sample
         return type(like)(parts, encoding=encodings[start:stop], n_sequences=like.n_sequences)
     new = copy.copy(like)
     new.update(parts)
@@ -223,7 +223,7 @@ def _rebuild(like: Any, parts: Fields, start: int, stop: int) -> Any:
 
 
 def longest_of(batch: Any) -> int:
-    """Width of a padded batch: its token columns, else the second dimension of its first tensor that has one, else 1."""
+    """Returns a padded batch's width: that of its tokens, else of its first tensor with two dimensions, else 1."""
     fields = {} if _is_array(batch) else _fields_of(batch) or {}
     named = (fields.get(key) for key in ("input_ids", "inputs_embeds", "attention_mask"))
     wide = (value for value in (*named, batch, *fields.values()) if _is_array(value) and value.ndim >= 2)
@@ -231,7 +231,7 @@ def longest_of(batch: Any) -> int:
 
 
 def shape_of(batch: Any, num_samples: int) -> BatchShape:
-    """The shape (K = 1) of a batch as it is run; of a packed one by the lengths of its samples."""
+    """Returns the shape (K = 1) of a batch as it is run; that of a packed batch by its samples' lengths."""
     borders = packed_borders(batch) if isinstance(batch, Mapping) else None
     if borders is None:
         return BatchShape.of(num_samples, longest_of(batch))
@@ -239,7 +239,7 @@ def shape_of(batch: Any, num_samples: int) -> BatchShape:
 
 
 def describe(batch: Any) -> str:
-    """The shapes in a batch, short enough for a message."""
+    """Returns the shapes in a batch as short text for messages."""
     if _is_array(batch):
         return str(tuple(batch.shape))
     if isinstance(batch, Mapping):
@@ -248,7 +248,7 @@ def describe(batch: Any) -> str:
 
 
 def packed_borders(batch: Mapping[Any, Any]) -> list[int] | None:
-    """Where the samples of a packed batch begin, and where the last one ends; None for any other batch.
+    """Returns where the samples of a packed batch begin and where the last one ends; None: the batch is not packed.
 
     >>> packed_borders({"input_ids": np.zeros((1, 5)), "position_ids": np.array([[0, 1, 0, 1, 2]])})
     [0, 2, 5]
@@ -267,7 +267,7 @@ def packed_borders(batch: Mapping[Any, Any]) -> list[int] | None:
 
 
 def _take_packed(key: str, value: Any, borders: list[int], start: int, stop: int) -> Any:
-    """The part of one field that belongs to samples ``start`` to ``stop - 1`` of a packed batch."""
+    """Returns the part of one field that is for samples ``start`` to ``stop - 1`` of a packed batch."""
     tokens, num_samples, first, last = borders[-1], len(borders) - 1, borders[start], borders[stop]
     if key in _BORDERS:
         return value[start : stop + 1] - value[start]
@@ -281,21 +281,21 @@ def _take_packed(key: str, value: Any, borders: list[int], start: int, stop: int
     if value.ndim >= 2 and tuple(value.shape[:2]) == (1, tokens):
         part = value[:, first:last]
         return part - part[:, :1] if key == "seq_idx" else part
-    if key == "position_ids" and value.shape[-1] == tokens:  # a plane each for time, height, width
+    if key == "position_ids" and value.shape[-1] == tokens:  # planes for time, height and width
         return value[..., first:last]
     if len(value) == num_samples:
         return value[start:stop]
-    has = f"`{key}` {tuple(value.shape)} has entries neither for the {tokens} tokens nor for the {num_samples} samples"
-    raise ConfigError(f"{has} of a packed batch; give BatchSplitter(rules=...)")
+    has = f"field `{key}` {tuple(value.shape)} has no entry for each of {tokens} tokens or of {num_samples} samples"
+    raise ConfigError(f"{has} in a packed batch; say how to split it with BatchSplitter(rules=...)")
 
 
 def _take_vision(fields: Mapping[Any, Any], key: str, start: int, stop: int, tokens: VisionTokens | None) -> Any:
-    """Rows of images of some samples; None: they have no images. An image ends where its placeholder tokens end."""
+    """Returns some samples' rows of images (None: no images). Placeholder tokens show whose an image is."""
     kind, per_patch = _VISION_KEYS[key]
     token_id, types = getattr(tokens, f"{kind}_token_id", None), fields.get("mm_token_type_ids")
     if token_id is None and types is None:
         way_out = "BatchSplitter(vision=VisionTokens.from_config(model.config))"
-        raise ConfigError(f"which {kind}s belong to which sample is not known; give {way_out}")
+        raise ConfigError(f"cannot tell which {kind}s belong to which sample; give {way_out}")
     shown = types == _TYPE_IDS[kind] if token_id is None else fields["input_ids"] == token_id
     patches = np.asarray(fields[f"{kind}_grid_thw"].prod(-1).tolist())
     merge = 2 if tokens is None else tokens.merge_size
@@ -304,8 +304,8 @@ def _take_vision(fields: Mapping[Any, Any], key: str, start: int, stop: int, tok
     wrong = np.flatnonzero(ends[np.minimum(images, len(patches))] != wanted)
     if len(wrong) or images[-1] != len(patches):
         sample = wrong[0] - 1 if len(wrong) else len(wanted) - 2
-        has = f"sample {sample} has {wanted[sample + 1] - wanted[sample]} {kind} tokens"
-        raise ConfigError(f"{has}, which `{kind}_grid_thw` does not add up to; check the VisionTokens that you gave")
+        has = f"sample {sample} has {wanted[sample + 1] - wanted[sample]} {kind} tokens, but another number of patches"
+        raise ConfigError(f"{has} in `{kind}_grid_thw`; check the VisionTokens that you gave")
     first, last = images[start], images[stop]
     if first == last:
         return None

@@ -1,4 +1,4 @@
-"""Results on disk: a journal while a job runs, so that a crash loses nothing, and the final output file."""
+"""Stores results on disk: in a journal while a job runs, so that a crash loses nothing, then in the output file."""
 
 import json
 import logging
@@ -22,13 +22,13 @@ Buffer: TypeAlias = bytes | memoryview
 _log = logging.getLogger(__name__)
 _OWN = re.compile(r"[0-9a-f]{32}\.(journal|new)")
 _HEAD = struct.Struct("<IIq")  # bytes of the result, checksum, index of the sample
-_UNKNOWN = " " * 31  # as long as the description of an output
-_ESCAPED = re.compile("[\x85\u2028\u2029\ud800-\udfff]")  # line ends to some readers, halves of pairs
+_UNKNOWN = " " * 31  # as long as the checksum of an output
+_ESCAPED = re.compile("[\x85\u2028\u2029\ud800-\udfff]")  # characters that some readers take for line ends; surrogates
 
 
 @dataclass(frozen=True)
 class Kind:
-    """The form of a job's results: suffix of the file; one result to bytes and back; all results to a file and back."""
+    """The format of a job's results: file suffix, and functions that turn one result into bytes, or write all."""
 
     suffix: str
     pack: Callable[[Any], bytes]
@@ -39,7 +39,7 @@ class Kind:
 
 
 def _as_json(value: Any) -> str:
-    """A JSON text that every reader takes for one line."""
+    """Returns a value as JSON text that every reader takes for one line."""
     return _ESCAPED.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(value, ensure_ascii=False))
 
 
@@ -53,24 +53,24 @@ def _read_jsonl(path: Path) -> list[Any]:
         return [json.loads(line)["result"] for line in file]
 
 
-TEXTS = Kind(  # or lists of texts
+TEXTS = Kind(  # texts, or lists of texts
     ".jsonl", lambda text: _as_json(text).encode(), lambda data: json.loads(bytes(data)),
     list, _write_jsonl, _read_jsonl,
 )  # fmt: skip
-VECTORS = Kind(  # float32, of one width: together one array (num_samples, width)
+VECTORS = Kind(  # float32 vectors of one width, gathered into an array (num_samples, width)
     ".npy", lambda vector: np.ascontiguousarray(vector, dtype="<f4").tobytes(), lambda data: np.frombuffer(data, dtype="<f4"),
     lambda rows: np.stack(rows) if rows else np.zeros((0, 0), np.float32), np.save, np.load,
 )  # fmt: skip
 
 
-# A write-ahead journal. PATH.job says which job this is, and once the job is done, what the output holds. The one run
-# that works on it holds a lock on that file, which is never removed or replaced. In PATH.journal/ each process of each
-# run has a file of its own: records of length, checksum, index and result. Checksums start from the identity of the
-# job, so an intact record is a result of this job; and two processes never write one file. A file counts up to its
-# first record that is not intact, be it torn by a crash or damaged later; what comes after it is done again.
-# The output is renamed into place after its receipt is written, so it always has one. Cost: one fsync per batch.
+# A write-ahead journal. The file PATH.job describes the job, and when the job is finished, the output. The run that
+# works on the job holds a lock on that file, which is never removed or replaced. In PATH.journal/ each process of each
+# run writes its own file of records (length, checksum, index, result). Checksums start from the identity of the job, so
+# an intact record is a result of this job. A file is read up to its first record that is not intact (torn by a crash,
+# or damaged later). The output is renamed into place after PATH.job describes it. Cost: one fsync per batch.
+# all ranks have all of theirs, so nothing else can fail then. Cost: an exchange of gradients as in DDP, and one small
 class Output:
-    """A job's results file; until it is complete, also the journal of finished samples beside it."""
+    """A job's output file, and until it is complete, the journal of finished samples beside it."""
 
     def __init__(self, path: Path, identity: Mapping[str, Any], num_samples: int, kind: Kind) -> None:
         if path.suffix != kind.suffix:
@@ -83,28 +83,28 @@ class Output:
         self._file: Any = None
 
     def is_finished(self) -> bool:
-        """Whether this job's output is complete. Refuses a file of another job, a changed file, and an unknown one."""
+        """Returns whether this job's output is complete. Raises for an output of another job, or a changed one."""
         if not self._path.exists():
             return False
         if not self._path.is_file() or not self._receipt.exists():
-            missing = f"no {self._receipt.name!r} beside it says which job it is from"
-            raise ConfigError(f"`output` {self._path} exists, and {missing}; remove it, or name another")
+            missing = f"no {self._receipt.name!r} beside it says which job wrote it"
+            raise ConfigError(f"`output` {self._path} exists, but {missing}; remove the file, or name another one")
         self._said(_sum(self._path))
         return True
 
     def claim(self) -> bool:
-        """Lock the output for this run until :meth:`close`; refuse it if it holds another job's samples. Returns
-        whether another process has finished the job meanwhile."""
+        """Locks the output for this run until :meth:`close`; returns True if another process has finished the job in
+        the meantime. Raises StateError if the journal has another job's samples."""
         self._receipt.parent.mkdir(parents=True, exist_ok=True)
         self._lock = os.fdopen(os.open(self._receipt, os.O_RDWR | os.O_CREAT), "r+b")
-        try:  # two runs of one job would do the work twice
+        try:  # without a lock, two runs of one job would do the work twice
             import fcntl
 
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            running = "this job is running already; wait for it"
-            raise ConfigError(f"another process holds {self._receipt}: {running}") from None
-        except (ImportError, OSError) as error:  # systems and file systems without locks
+            running = "another process is running this job"
+            raise ConfigError(f"{self._receipt} is locked: {running}; wait until it has finished") from None
+        except (ImportError, OSError) as error:  # systems and file systems that have no locks
             _log.info("%s cannot be locked: %s", self._receipt, error)
         if self.is_finished():
             return True
@@ -114,29 +114,29 @@ class Output:
         return False
 
     def _said(self, found: str = "") -> None:
-        """Refuse a receipt of another job, or of another output than the one found."""
+        """Raises StateError if the job file describes another job, or another output than the one found."""
         try:
             line = self._receipt.read_bytes()
             receipt = opened(json.loads(line.partition(b"\n")[0]), "job", self._identity)[0] if line else {}
             if found and receipt.get("output") != found:
-                raise StateError(f"{self._path.name} has changed since its job was finished")
+                raise StateError(f"{self._path.name} was changed after its job was finished")
         except (OSError, ValueError, RecursionError, StateError) as error:
             files = f"{self._receipt.name}, {self._path.name} and {self.journal.name}"
-            way_out = f"Give the arguments of then, name another `output`, or remove {files} to start over"
-            raise StateError(f"{self._receipt} is not of this job: {error}. {way_out}") from error
+            way_out = f"Give the same arguments as then, name another `output`, or remove {files} to start over"
+            raise StateError(f"{self._receipt} was written by another job: {error}. {way_out}") from error
 
     def _say(self, output: str) -> None:
-        """Write over the first line, in place. The old text is as long, or another job's; later lines are not read."""
+        """Overwrites the first line of the job file in place. The old line is as long, or another job's."""
         self._lock.seek(0)
         self._lock.write(json.dumps(sealed("job", self._identity, {"output": output})).encode() + b"\n")
         self._lock.flush()
         os.fsync(self._lock.fileno())
 
     def finished(self) -> dict[int, Buffer]:
-        """Samples that any run has finished: index -> result. Warns of damaged records."""
+        """Returns the results of samples that any run has finished: index -> result. Warns about damaged records."""
         found: dict[int, Buffer] = {}
         for path in filter(os.path.getsize, self._own_files("journal")):
-            with path.open("rb") as file:  # as a memory map, whose pages the system can free
+            with path.open("rb") as file:  # read as a memory map, whose pages the system can free
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             data, end = memoryview(mapped), 0
             while end + _HEAD.size <= len(data):
@@ -149,13 +149,13 @@ class Output:
                 end = stop
             if end < len(data):
                 _log.warning(
-                    "%s: its last %d of %d bytes are not complete results of this job (a run was killed while writing, or the "
-                    "file was damaged); their samples are run again", path, len(data) - end, len(data),
+                    "%s: the last %d of %d bytes are not complete results of this job (a run was killed while writing, "
+                    "or the file was damaged); their samples are run again", path, len(data) - end, len(data),
                 )  # fmt: skip
         return found
 
     def append(self, indices: Sequence[int], results: Iterable[Any]) -> None:
-        """Keep finished samples; they are on disk when this returns."""
+        """Appends finished samples to the journal; they are on disk when the call returns."""
         if self._file is None:
             self.journal.mkdir(exist_ok=True)
             self._file = (self.journal / f"{uuid.uuid4().hex}.journal").open("xb")
@@ -165,13 +165,13 @@ class Output:
         os.fsync(self._file.fileno())
 
     def publish(self) -> None:
-        """Write the output in input order: by the run that holds the lock, once all samples are in the journal."""
+        """Writes the output in input order; called by the run that has the lock, when all samples are finished."""
         found = self.finished()
         if len(found) < self.num_samples:
             missing = self.num_samples - len(found)
-            raise StateError(f"{missing} of {self.num_samples} samples are not in {self.journal}; run again")
+            raise StateError(f"{missing} of {self.num_samples} samples are missing in {self.journal}; run again")
         self.journal.mkdir(exist_ok=True)  # a job without samples has no journal yet
-        new = self.journal / f"{uuid.uuid4().hex}.new"  # no other process writes it; it is removed with the journal
+        new = self.journal / f"{uuid.uuid4().hex}.new"  # only this process writes it; removed together with the journal
         results = self._kind.gather([self._kind.unpack(found[i]) for i in range(len(found))])
         with new.open("wb") as file:
             self._kind.write(file, results)
@@ -181,29 +181,29 @@ class Output:
         os.replace(new, self._path)
 
     def close(self) -> None:
-        """Release the lock."""
+        """Releases the lock."""
         for file in (self._file, self._lock):
             if file is not None:
                 file.close()
 
     def clear(self) -> None:
-        """Delete the journal's own files, and the folder if nothing else is in it."""
+        """Deletes the journal's own files, and its folder if nothing else is in it."""
         try:
             for path in self._own_files():
                 path.unlink(missing_ok=True)
             self.journal.rmdir()
-        except FileNotFoundError:  # another process has done it
+        except FileNotFoundError:  # another process has removed it
             pass
-        except OSError as error:  # the output is safe: no reason to fail
+        except OSError as error:  # not raised, because the output is complete
             _log.warning("%s could not be removed: %s", self.journal, error)
 
     def read(self) -> Any:
-        """The results in input order."""
+        """Returns the results in input order."""
         return self._kind.read(self._path)
 
     def _own_files(self, kind: str = "") -> list[Path]:
         try:
-            names = os.listdir(self.journal)  # Path.glob would hide a folder that may not be read
+            names = os.listdir(self.journal)  # Path.glob would not report a folder without read permission
         except FileNotFoundError:
             return []
         return [self.journal / name for name in sorted(names) if name.endswith(kind) and _OWN.fullmatch(name)]
@@ -213,7 +213,7 @@ class Output:
 
 
 def _sum(path: Path) -> str:
-    """Size and checksum of a file, as text of fixed length."""
+    """Returns the size and checksum of a file, as text of fixed length."""
     checksum = 0
     with path.open("rb") as file:
         while block := file.read(2**20):

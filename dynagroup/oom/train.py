@@ -1,5 +1,5 @@
-"""A training step that continues when memory runs out, with the same gradients. With ``DistributedDataParallel``, each
-rank keeps its gradients; they are averaged once, at the end, without DDP's own exchange."""
+"""Runs training steps that recover from out-of-memory errors with the same gradients. With ``DistributedDataParallel``
+gradients are averaged once, at the end of an update, and not by DDP."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -25,13 +25,13 @@ from dynagroup.update.step import Step
 
 ComputeLoss: TypeAlias = Callable[[Any], torch.Tensor]
 
-BUCKET_BYTES = 2**20  # smaller gradients are exchanged together, a larger one in its own tensor, without a copy
+BUCKET_BYTES = 2**20  # smaller gradients are exchanged together; larger ones each alone, without a copy
 _SHARDED = {"FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardResult:
-    """Result of one batch: the detached loss that ``compute_loss`` gives for the whole, and its parts."""
+    """The detached loss of one whole batch, and the number of parts in which the batch was run."""
 
     loss: torch.Tensor
     num_parts: int
@@ -39,7 +39,7 @@ class BackwardResult:
 
 @dataclass(slots=True)
 class Part:
-    """Samples ``start`` to ``stop - 1`` of a batch, with all that is needed to repeat their run exactly."""
+    """Samples ``start`` to ``stop - 1`` of a batch, with everything that is needed to repeat their run exactly."""
 
     call: int
     batch: Any
@@ -57,7 +57,7 @@ class Part:
         return self.stop - self.start
 
     def samples(self, splitter: Splitter[Any]) -> Any:
-        """This part's samples, as a batch of their own."""
+        """Returns this part's samples as a batch."""
         whole = self.start == 0 and self.stop == splitter.num_samples(self.batch)
         return self.batch if whole else splitter.take(self.batch, self.start, self.stop)
 
@@ -65,14 +65,14 @@ class Part:
         return shape_of(self.samples(splitter), self.num_samples)
 
     def cut(self, splitter: Splitter[Any], weigh: Callable[[Any, int], float] | None) -> "list[Part]":
-        """Divide the part into two halves, whose weights add up to the weight of the part."""
+        """Splits the part into two halves, whose weights add up to the part's weight."""
         both = halves(self.start, self.stop)
         parts: list[Part] = [replace(self, start=a, stop=b, rng=None, loss=None) for a, b in both]
         if weigh is not None:
             weights = [weigh(half.samples(splitter), half.num_samples) for half in parts]
             for half, weight in zip(parts, weights, strict=True):
                 half.share = self.share * weight / sum(weights) if weight else 0.0
-            # The mean over no labels is 0 / 0: such a half adds nothing to the whole, but would make it NaN.
+            # The mean loss over no labels is NaN (0 / 0), so a half without labels is left out.
             parts = [half for half in parts if half.share]
         if parts:
             parts[0].rng = self.rng
@@ -81,7 +81,7 @@ class Part:
 
 @dataclass(slots=True)
 class Update:
-    """The update in progress: which parts ran, what was in ``.grad`` before, and what ranks must still agree on."""
+    """The update in progress: its finished and waiting parts, and the gradients that existed before it."""
 
     parameters: list[torch.nn.Parameter]
     before: list[torch.Tensor | None] = field(init=False)
@@ -89,20 +89,20 @@ class Update:
     waiting: list[Part] = field(default_factory=list)
     num_calls: int = 0
     failed_cost: float = math.inf
-    verdict: tuple[int, int] | None = None  # sample that does not fit even alone: (dataset index if known, tokens)
+    verdict: tuple[int, int] | None = None  # a sample that does not fit even alone: (dataset index if known, tokens)
 
     def __post_init__(self) -> None:
         self.before = [parameter.grad for parameter in self.parameters]
         self.undo()
 
     def undo(self) -> None:
-        """Drop all gradients of the update. The parts that made them will run again."""
+        """Drops all gradients of the update; the parts that computed them will run again."""
         for parameter in self.parameters:
             parameter.grad = None
         self.waiting, self.done = self.done + self.waiting, []
 
     def end(self, *, keep: bool) -> None:
-        """Restore ``.grad`` from before the update; with ``keep``, add the update's gradients to it in place."""
+        """Restores ``.grad`` from before the update; with ``keep``, adds the update's gradients to it in place."""
         for parameter, before in zip(self.parameters, self.before, strict=True):
             if not keep:
                 parameter.grad = before
@@ -111,22 +111,22 @@ class Update:
 
 
 class OomSafeBackward:
-    """``loss.backward()`` that continues in parts when memory runs out, with exact weights.
+    """Runs ``loss.backward()`` in parts when memory runs out, with exact weights.
 
-    Call it once per batch, with ``ends_update=True`` on the last batch before ``optimizer.step()``. Each rank keeps
-    gradients and batches until all parts of the update have run; then gradients are averaged. A rank that runs out of
-    memory repeats only its own work. If a sample does not fit even alone, all ranks raise the same error.
+    Call the object once per batch, with ``ends_update=True`` on the last batch before ``optimizer.step()``. Each rank
+    keeps gradients and batches until all parts of the update have run; then gradients are averaged over ranks. A rank
+    that runs out of memory repeats only its own work. If a sample does not fit even alone, all ranks raise BudgetError.
 
-    ``compute_loss`` must not exchange data between ranks, and its loss must be a mean or sum over its batch (no batch
-    normalisation, no contrastive loss).
+    ``compute_loss`` must not exchange data between ranks, and its loss must be a mean or sum over its batch (so no
+    batch normalisation and no contrastive loss).
 
     Args:
-        model: the model, plain or in ``DistributedDataParallel``. FSDP and DeepSpeed are refused.
-        weigh: what the loss is a mean of, as for loaders; or "sum", if need be divided by the same number in all parts.
-        splitter: how to count and cut a batch; default: trims right padding only, as left trimming moves positions.
-        world: ranks that train together; default: those of the ``DistributedDataParallel`` in ``model``.
-        learned: a budget that learns from failures; batches that it has learned not to fit are split before they fail.
-        backward: runs the backward pass of a scaled loss, e.g. ``accelerator.backward``; default: ``Tensor.backward``.
+        model: the model, alone or in ``DistributedDataParallel``; FSDP and DeepSpeed raise ConfigError.
+        weigh: the weight of a batch, as for loaders; or "sum" for a loss that is a sum, or divided by a fixed number.
+        splitter: how to count and split a batch. None: a splitter that trims padding on the right only.
+        world: ranks that train together. None: those of the ``DistributedDataParallel`` in ``model``.
+        learned: a :class:`LearningBudget` that learns from failures; it splits batches that would fail again.
+        backward: runs the backward pass of a scaled loss, e.g. ``accelerator.backward``. None: ``Tensor.backward``.
 
     >>> import torch
     >>> model = torch.nn.Linear(2, 1)
@@ -149,13 +149,13 @@ class OomSafeBackward:
         self._backward = backward if backward is not None else lambda loss: loss.backward()
         self._device = next(model.parameters()).device
         self._peak = PeakWatch(self._device)
-        self._began = False  # whether the latest attempt reached its backward pass, which may have added to gradients
+        self._began = False  # True: the latest attempt reached its backward pass, which may have added to gradients
         self._update: Update | None = None
         self.learned = learned if learned is not None else LearningBudget()
-        """What running out of memory has taught so far, with its report."""
+        """What out-of-memory errors have taught so far, with its report."""
 
     def step(self, compute_loss: ComputeLoss, step: Step[Any]) -> BackwardResult:
-        """Run a :class:`~dynagroup.Step` of a loader, with its loss scale. An idle step runs nothing."""
+        """Runs a :class:`~dynagroup.Step` of a loader, with its loss scale. An idle step runs nothing."""
         how: Any = {name: getattr(step, name) for name in ("loss_scale", "ends_update", "indices", "idle")}
         return self(compute_loss, step.batch, **how)
 
@@ -163,15 +163,15 @@ class OomSafeBackward:
         self, compute_loss: ComputeLoss, batch: Any, *,
         loss_scale: float = 1.0, ends_update: bool = True, indices: Sequence[int] = (), idle: bool = False,
     ) -> BackwardResult:  # fmt: skip
-        """Forward and backward of one batch, ``backward(compute_loss(batch) * loss_scale)``, in parts if need be.
+        """Runs ``backward(compute_loss(batch) * loss_scale)`` for one batch, in parts if needed.
 
         Args:
             indices: dataset indices of the samples, to name them in messages.
-            idle: the batch only keeps ranks in step; nothing is run.
+            idle: True: the rank has no samples in this step, so nothing is run.
 
         Raises:
             BudgetError: a sample does not fit even alone; raised on every rank when the update ends.
-            AlignmentError: a rank is gone. Any other error ends the update, with ``.grad`` as a plain loop leaves it.
+            AlignmentError: a rank has stopped. Other errors end the update and leave ``.grad`` as without this class.
         """
         self._update = update = self._update or Update([p for p in self._model.parameters() if p.requires_grad])
         update.num_calls += 1
@@ -180,7 +180,7 @@ class OomSafeBackward:
                 stop = self._splitter.num_samples(batch)
                 update.waiting.append(Part(update.num_calls, batch, indices, compute_loss, loss_scale, 0, stop))
                 self._run_waiting(update)
-        except BaseException:  # whatever runs next begins a new update
+        except BaseException:  # the next call begins a new update
             self._update = None
             update.end(keep=True)
             raise
@@ -191,16 +191,16 @@ class OomSafeBackward:
         loss: Any = sum(part.loss * part.share for part in parts) if parts else torch.zeros((), device=self._device)
         return BackwardResult(loss, len(parts))
 
-    # Gradients under out-of-memory. A backward pass that fails has added to some gradients and not to others, and no
-    # copy of them is kept. So all gradients of the update are dropped, and all its parts run again, each from the
-    # random state of its first run: the same sums in the same order, the same gradients bit for bit. A failed forward
-    # pass has added nothing, so only its own batch is cut. Cost: the inputs of an update's batches are held until it
-    # ends, and a failure in a backward pass repeats what the update has done so far.
+    # Gradients after a failure. A failed backward pass has added to some gradients and not to others, and no copy
+    # exists. So all gradients of the update are dropped and all its parts run again, each with the random state of its
+    # first run: the same sums in the same order give identical gradients. A failed forward pass has added nothing, so
+    # only its own batch is split. Cost: the inputs of an update's batches stay in memory until the update ends, and a
+    # failed backward pass repeats what the update has run so far.
     def _run_waiting(self, update: Update) -> None:
-        """Run the waiting parts, and cut those that fail. If a single sample fails, it is ``update.verdict``."""
+        """Runs the waiting parts, and splits those that fail. A single sample that fails becomes ``update.verdict``."""
         while update.waiting and update.verdict is None:
             part = update.waiting.pop(0)
-            may_fit = part.rng is not None or self._may_fit(update, part)  # a part that ran is repeated unchanged
+            may_fit = part.rng is not None or self._may_fit(update, part)  # parts that ran are repeated unchanged
             if may_fit and self._attempt(update, part):
                 update.done.append(part)
                 continue
@@ -213,7 +213,7 @@ class OomSafeBackward:
                 update.undo()
 
     def _may_fit(self, update: Update, part: Part) -> bool:
-        """Whether neither lessons nor failures in this update speak against the part, or it cannot be cut."""
+        """Returns False if learned limits or failures in this update say that the part fails, and it can be split."""
         known = self.learned.has_learned or math.isfinite(update.failed_cost)
         if not known or part.num_samples == 1:
             return True
@@ -221,8 +221,8 @@ class OomSafeBackward:
         return bool(self.learned.allows(shape)[0]) and float(self.learned.cost(shape)[0]) < update.failed_cost
 
     def _attempt(self, update: Update, part: Part) -> bool:
-        """Whether the part fitted. A failure leaves nothing behind but gradients, see ``_began``."""
-        # Random states that dropout draws from: torch's on the CPU and on one device.
+        """Returns whether the part fits in memory. A failure leaves nothing behind but gradients, see ``_began``."""
+        # The random states that dropout uses: torch's on the CPU and on one device.
         kind = self._device.type
         sources: list[Any] = [torch] if kind == "cpu" else [torch, getattr(torch, kind)]
         if part.rng is None:
@@ -232,7 +232,7 @@ class OomSafeBackward:
         self._began = False
         samples, shape = part.samples(self._splitter), partial(part.shape, self._splitter)
         part.loss, error = attempt(partial(self._run, part), samples, shape, self.learned, self._peak)
-        if error is not None:  # not told to `learned` yet: ranks must plan alike, so all of them learn it at the vote
+        if error is not None:  # recorded by `learned` when the update ends, on all ranks alike, so that plans are equal
             update.failed_cost = min(update.failed_cost, float(self.learned.cost(shape())[0]))
         return error is None
 
@@ -245,11 +245,12 @@ class OomSafeBackward:
             self._backward(loss * (part.loss_scale * part.share))
         return loss.detach()
 
-    # Every rank votes, even after a failure, so no rank waits for one that will not come. Gradients are exchanged only
-    # when all ranks have theirs: then only the exchange itself can fail. Cost: an exchange of gradients as in DDP, and
-    # one small all-reduce.
+    # Every rank exchanges its result, even after a failure, so no rank waits forever. Gradients are exchanged only when
+    # all ranks have all of theirs, so nothing else can fail then. Cost: an exchange of gradients as in DDP, and one
+    # small # all ranks have all of theirs, so nothing else can fail then. Cost: a small all-reduce, and one of
+    # gradients.
     def _finish(self, update: Update) -> None:
-        """End an update: all ranks raise, with gradients as before it; or all hold the mean of their gradients."""
+        """Ends an update: gradients are averaged over ranks; or all ranks raise, with the gradients from before."""
         held = zip(update.parameters, update.before, strict=True)
         present = [int(p.grad is not None or before is not None) for p, before in held]
         cost = -NO_COST if math.isinf(update.failed_cost) else -int(update.failed_cost * COST_UNIT)
@@ -267,19 +268,20 @@ class OomSafeBackward:
             used = [p for p, anywhere in zip(update.parameters, present, strict=True) if anywhere]
             group: Any = self._ddp.process_group
             average_gradients(used, group)
-            # As DDP does before a forward pass: copy the buffers of the group's first rank.
+            # Like DDP before a forward pass: copies the buffers of the group's first rank.
             for buffer in self._ddp.modules_buffers if self._ddp.broadcast_buffers else ():
                 dist.broadcast(buffer.data, src=dist.get_process_group_ranks(group)[0], group=group)
 
 
 def find_ddp(model: torch.nn.Module) -> DistributedDataParallel | None:
-    """The ``DistributedDataParallel`` in a model, or None. ConfigError: no rank can repeat a step alone."""
+    """Returns the ``DistributedDataParallel`` in a model, or None. ConfigError: a rank cannot repeat a step alone."""
     modules = list(model.modules())
     ddp = next((m for m in modules if isinstance(m, DistributedDataParallel)), None)
     for module in modules:
         if _SHARDED & {cls.__name__ for cls in type(module).__mro__}:
-            way_out = "one rank cannot repeat a step alone; use DistributedDataParallel, or a plain backward pass"
-            raise ConfigError(f"`model` contains {type(module).__name__}, whose ranks exchange parameters: {way_out}")
+            way_out = "use DistributedDataParallel, or a plain backward pass"
+            told = f"`model` contains {type(module).__name__}, with which no rank can repeat a step alone"
+            raise ConfigError(f"{told}; {way_out}")
         if ddp is not None and (isinstance(module, SyncBatchNorm) or getattr(module, "static_graph", False)):
             way_out = "use another normalisation, and static_graph=False"
             raise ConfigError(f"`model` contains {type(module).__name__}, which no rank can run alone; {way_out}")
@@ -287,24 +289,24 @@ def find_ddp(model: torch.nn.Module) -> DistributedDataParallel | None:
 
 
 def local_gradients(ddp: DistributedDataParallel | None) -> AbstractContextManager[None]:
-    """Context for forward and backward passes in which ranks exchange neither gradients nor buffers."""
+    """Returns a context for forward and backward passes in which ranks exchange neither gradients nor buffers."""
     if ddp is None:
         return nullcontext()
-    # Otherwise the first forward pass broadcasts buffers, and a rank that repeats it waits for the others forever.
+    # By default the first forward pass broadcasts buffers, so a rank that repeats it would wait for the others forever.
     ddp.require_forward_param_sync = False
     return ddp.no_sync()
 
 
-# DDP's own exchange cannot be cancelled: a rank that fails in it leaves the others waiting forever. So ours begins when
-# every rank has all its gradients. It does not overlap with the backward pass; but large gradients are not copied.
+# DDP's own exchange cannot be cancelled: if a rank fails in it, the others wait forever. So this exchange begins when
+# every rank has all its gradients. It does not overlap with the backward pass, but large gradients are not copied.
 def average_gradients(parameters: Sequence[torch.nn.Parameter], group: dist.ProcessGroup | None) -> None:
-    """Set every ``.grad`` to its mean over ranks; a missing one counts as zero. All pass the same ``parameters``."""
+    """Sets every ``.grad`` to its mean over ranks; missing ones count as zero. ``parameters``: equal on all ranks."""
     size, kinds = dist.get_world_size(group), dict[Any, list[torch.Tensor]]()
     with torch.no_grad():
         for number, parameter in enumerate(parameters):
             gradient = parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             if gradient.is_sparse:
-                raise ConfigError("a sparse gradient cannot be exchanged in a bucket; use nn.Embedding(sparse=False)")
+                raise ConfigError("sparse gradients cannot be averaged over ranks; use nn.Embedding(sparse=False)")
             alone = gradient.nbytes >= BUCKET_BYTES
             kinds.setdefault(number if alone else (gradient.dtype, gradient.device), []).append(gradient)
         try:
@@ -320,5 +322,5 @@ def average_gradients(parameters: Sequence[torch.nn.Parameter], group: dist.Proc
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
-            lost = "another rank was lost while gradients were exchanged; see its error"
+            lost = "another rank stopped while gradients were exchanged; see that rank's error"
             raise AlignmentError(f"{lost}: {error}") from error

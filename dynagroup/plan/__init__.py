@@ -1,1 +1,1 @@
-"""Which samples share a batch, when every length is known?"""
+"""Plans which samples share a batch, when every length is known."""

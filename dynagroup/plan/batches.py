@@ -1,4 +1,4 @@
-"""Batches of samples as flat arrays; and functions that round batch sizes to sizes on which kernels run well."""
+"""Stores batches as flat arrays, and rounds batch sizes to sizes with which kernels run well."""
 
 import zlib
 from bisect import bisect_left
@@ -16,12 +16,12 @@ from dynagroup.shapes import BatchShape, IntArray, Streams, primary
 from dynagroup.validation import LARGEST, check_int
 
 RoundBatch: TypeAlias = Callable[[int], int]
-CHUNK = 1 << 18  # samples that are looked at together
+CHUNK = 1 << 18  # samples that are processed at a time
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Batches(Sequence[IntArray]):
-    """A division of samples into batches, stored flat.
+    """A division of samples into batches, stored in two arrays.
 
     Args:
         order: int64 (N,), positions of the samples, batch after batch.
@@ -36,12 +36,12 @@ class Batches(Sequence[IntArray]):
 
     @classmethod
     def of(cls, parts: Sequence[IntArray]) -> "Batches":
-        """Batches from a list of position arrays, which must not be empty."""
+        """Makes batches from a list of position arrays; the list must not be empty."""
         return cls(np.concatenate(parts), offsets_of(np.asarray([len(part) for part in parts])))
 
     @classmethod
     def concatenate(cls, parts: "Sequence[Batches]") -> "Batches":
-        """The batches of all parts, one after another."""
+        """Returns the batches of all parts, one after another."""
         if not parts:
             return cls(np.zeros(0, np.int64), np.zeros(1, np.int64))
         sizes = np.concatenate([p.sizes for p in parts])
@@ -49,14 +49,14 @@ class Batches(Sequence[IntArray]):
 
     @property
     def sizes(self) -> IntArray:
-        """Samples in each batch: int64 (B,)."""
+        """Number of samples in each batch: int64 (B,)."""
         return self.offsets[1:] - self.offsets[:-1]
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
     def __getitem__(self, index: Any) -> Any:
-        """A batch, int64 (n,)."""
+        """Returns the positions in one batch: int64 (n,)."""
         number = range(len(self))[index]
         return self.order[self.offsets[number] : self.offsets[number + 1]]
 
@@ -66,24 +66,24 @@ class Batches(Sequence[IntArray]):
             yield self.order[start:stop]
 
     def take(self, chosen: IntArray) -> "Batches":
-        """The chosen batches, in the given order."""
+        """Returns the chosen batches in the given order."""
         sizes = self.sizes[chosen]
         offsets = offsets_of(sizes)
         within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], sizes)
         return Batches(self.order[np.repeat(self.offsets[:-1][chosen], sizes) + within], offsets)
 
     def map(self, index_of: IntArray) -> "Batches":
-        """The same batches with every position ``p`` replaced by ``index_of[p]``."""
+        """Returns the same batches with every position ``p`` replaced by ``index_of[p]``."""
         return Batches(index_of[self.order], self.offsets)
 
 
 def offsets_of(sizes: NDArray[Any]) -> IntArray:
-    """The start of each batch if batches of these sizes are laid end to end, and the end of the last batch."""
+    """Returns where each batch starts if batches of these sizes are joined, and where the last one ends."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
 
 
 def offsets_of_path(came_from: Sequence[int]) -> IntArray:
-    """Offsets of a path: ``came_from[stop]`` is the start of the batch that ends at ``stop``."""
+    """Returns the offsets of a cut; ``came_from[stop]`` is the start of the batch that ends at ``stop``."""
     offsets = [len(came_from) - 1]
     while offsets[-1] > 0:
         offsets.append(came_from[offsets[-1]])
@@ -91,7 +91,7 @@ def offsets_of_path(came_from: Sequence[int]) -> IntArray:
 
 
 def shapes_of(batches: Batches, lengths: Streams) -> BatchShape:
-    """The true shape of every batch; ``batches`` hold positions in ``lengths``."""
+    """Returns the true shape of every batch; ``batches`` are positions in ``lengths``."""
     if not len(batches.order):
         none = np.zeros(0, np.int64)
         return BatchShape(none, dict.fromkeys(lengths, none), dict.fromkeys(lengths, none))
@@ -105,20 +105,20 @@ def shapes_of(batches: Batches, lengths: Streams) -> BatchShape:
 
 
 def longest_first(lengths: Streams) -> IntArray:
-    """Positions sorted by tokens, longest first, then by the other streams; ties keep their order."""
+    """Returns positions sorted by tokens, longest first, then by the other streams; ties keep their order."""
     if len(lengths) > 1:
         others = [-values for name, values in lengths.items() if name != primary(lengths)]
         return np.lexsort([*others[::-1], -lengths[primary(lengths)]])
     tokens = lengths[primary(lengths)]
     falling = tokens.max() - tokens
     if falling.max(initial=0) < 1 << 16:
-        falling = falling.astype(np.uint16)  # numpy sorts 16-bit keys by radix, ten times faster
+        falling = falling.astype(np.uint16)  # numpy sorts 16-bit keys by radix sort, ten times faster
     return np.argsort(falling, kind="stable")
 
 
 @dataclass(frozen=True)
 class multiple_of:  # noqa: N801
-    """Round batch sizes down to a multiple of ``number``; a batch smaller than it stays as it is.
+    """Rounds batch sizes down to a multiple of ``number``; batches smaller than ``number`` are not changed.
 
     >>> list(map(multiple_of(8), (5, 8, 23)))
     [5, 8, 16]
@@ -134,7 +134,7 @@ class multiple_of:  # noqa: N801
 
 
 def friendly_size(size: int) -> int:
-    """The largest ``2**n`` or ``3 * 2**n`` that is at most ``size``: few different shapes, well-filled tiles.
+    """Returns the largest ``2**n`` or ``3 * 2**n`` of at most ``size``, so that there are few batch shapes.
 
     >>> [friendly_size(n) for n in (1, 5, 7, 11, 100)]
     [1, 4, 6, 8, 96]
@@ -145,7 +145,7 @@ def friendly_size(size: int) -> int:
 
 
 def allowed_sizes(most: int, round_batch: RoundBatch) -> IntArray:
-    """The batch sizes up to ``most`` that ``round_batch`` returns, ascending; and all sizes below the smallest.
+    """Returns the batch sizes up to ``most`` that ``round_batch`` gives, ascending, and all sizes below the smallest.
 
     >>> allowed_sizes(20, multiple_of(8)).tolist()
     [1, 2, 3, 4, 5, 6, 7, 8, 16]
@@ -163,18 +163,18 @@ def _rounded(size: int, round_batch: RoundBatch) -> int:
     return min(int(rounded), LARGEST)
 
 
-# Facts of all samples, found in one pass over their lengths, in chunks: a billion of them may lie in a memory map.
+# Facts about all samples, computed in one pass over the lengths, in chunks, because a memory map may have a billion.
 
 
 def tokens_of(lengths: Streams, budget: Budget) -> NDArray[Any]:
-    """The tokens of each sample, added up over its padded streams: int (N,)."""
+    """Returns the tokens of each sample, added over its padded streams: int (N,)."""
     first, *others = (lengths[name] for name in padded_streams(budget, lengths))
     return np.add.reduce([first, *others], axis=0, dtype=np.int64) if others else first
 
 
 def oversize_of(lengths: Streams, budget: Budget) -> IntArray:
-    """Dataset indices of the samples that do not fit even alone, sorted. Also checks once the answers of a user's own
-    budget. One pass over the lengths, in chunks; a second one if not even a sample of the greatest lengths fits."""
+    """Returns the sorted dataset indices of samples that do not fit even alone, and checks a user's budget once. Takes
+    one pass over the lengths, in chunks; or two, if a sample with the greatest length of each stream does not fit."""
     first, longest = primary(lengths), {name: int(values.max(initial=0)) for name, values in lengths.items()}
     fits = lambda units: fits_of(budget, BatchShape.of(1, units))[0]  # noqa: E731
     if len(lengths) == 1:
@@ -194,13 +194,13 @@ def oversize_of(lengths: Streams, budget: Budget) -> IntArray:
 
 
 def checksum(values: NDArray[Any]) -> int:
-    """Of an array that need not be in one piece."""
+    """Returns the CRC-32 checksum of an array that need not be contiguous."""
     chunks = (values[start : start + CHUNK] for start in range(0, len(values), CHUNK))
     return reduce(lambda found, chunk: zlib.crc32(np.ascontiguousarray(chunk).data, found), chunks, 0)
 
 
 def longest_of(lengths: Streams, budget: Budget, left_out: IntArray) -> int:
-    """Dataset index of the sample with most tokens, but for those that are left out (sorted dataset indices)."""
+    """Returns the dataset index of the sample with the most tokens, except those in ``left_out`` (sorted)."""
     found, most = 0, -1
     for start in range(0, len(lengths[primary(lengths)]), CHUNK):
         tokens = tokens_of({name: values[start : start + CHUNK] for name, values in lengths.items()}, budget)

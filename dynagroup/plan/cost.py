@@ -1,6 +1,6 @@
-"""Work: predicted time of a batch, in linear tokens. It cuts windows and balances ranks; it never decides what fits.
+"""Predicts the time of a batch, its *work*, in linear tokens. Work cuts windows and balances ranks, never what fits.
 
-A *linear token* is the time of one token in the matrix products of a layer. Attention adds time that grows with the
+A *linear token* is the time of one token in the matrix products of a model. Attention adds time that grows with the
 square of the sample's length, and every step has a fixed cost.
 """
 
@@ -21,20 +21,20 @@ from dynagroup.shapes import TOKENS, Streams, primary
 from dynagroup.validation import check_choice, check_number
 
 CPU_PER_STEP = 128.0
-"""Fixed cost of a step on a CPU, in linear tokens; a CPU launches no kernels. Measured, see ``docs/benchmarks.md``."""
+"""Fixed cost of a step on a CPU in linear tokens, which launches no kernels. Measured, see ``docs/benchmarks.md``."""
 
 Meet: TypeAlias = Literal["step", "stream"]
 PATCHES = "patches"
-"""The stream under which :meth:`Work.of` prices a vision tower."""
+"""Name of the stream for which :meth:`Work.of` gives the price of a vision model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Price:
-    """Time of a sample with ``u`` units of one stream: ``unit * (u + u**2 / crossover)`` linear tokens.
+    """The time of a sample with ``u`` units of one stream: ``unit * (u + u**2 / crossover)`` linear tokens.
 
     Args:
-        unit: linear tokens per unit, greater than 0.
-        crossover: units at which attention costs as much as everything else; ``math.inf``: attention is free.
+        unit: float above 0, linear tokens per unit.
+        crossover: float, units at which attention takes as long as everything else; ``math.inf``: no attention.
 
     >>> Price(unit=0.5, crossover=100).of([10, 100]).tolist()
     [5.5, 100.0]
@@ -48,7 +48,7 @@ class Price:
         check_number("crossover", self.crossover, finite=False)
 
     def of(self, units: ArrayLike) -> NDArray[np.float64]:
-        """Linear tokens of samples with these numbers of units: float64 (N,)."""
+        """Returns the linear tokens of samples with these numbers of units: float64 (N,)."""
         linear = np.asarray(units, np.float64)
         work = linear + linear * linear / self.crossover
         return work if self.unit == 1.0 else self.unit * work
@@ -56,18 +56,18 @@ class Price:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """Time of a batch: ``per_step + n * (L + L**2 / crossover)``, packed ``per_step + sum(l + l**2 / crossover)``.
+    """The time of a batch: ``per_step + n * (L + L**2 / crossover)``, packed ``per_step + sum(l + l**2 / crossover)``.
 
-    Streams add up. A stream that counts as tokens (an encoder's or a decoder's) costs as much as tokens, unless it has
-    a price of its own. A stream that an :class:`~dynagroup.AdditiveCap` names costs its own price, or nothing.
+    Streams are added. Streams that count as tokens (of an encoder or decoder) cost as much as tokens, unless they have
+    a price of their own. Streams with an :class:`~dynagroup.AdditiveCap` cost their own price, or nothing.
 
     Args:
-        per_step: fixed cost of a step in linear tokens, for launching kernels and reducing gradients.
-        crossover: tokens at which attention costs as much as everything else; ``math.inf``: attention is free.
-        streams: prices of streams by name, such as ``{"patches": Price(unit=0.1)}``. ConfigError: samples have several
-            streams, but none of that name.
-        meet: where ranks wait for each other. "step": at the end of a step (DDP); it takes the largest work of a rank.
-            "stream": in every layer (FSDP, ZeRO-3); a step takes the largest work of a rank in each stream, added up.
+        per_step: float, fixed cost of a step in linear tokens, for launching kernels and reducing gradients.
+        crossover: float, tokens at which attention takes as long as everything else; ``math.inf``: no attention.
+        streams: prices by stream, such as ``{"patches": Price(unit=0.1)}``. ConfigError: no stream has that name.
+        meet: where ranks wait for each other. "step": at the end of a step (DDP), which takes the largest work of a
+            rank. "stream": in every layer (FSDP, ZeRO-3), so a step takes the sum of the largest work of a rank per
+            stream.
 
     >>> Work(per_step=100, crossover=1000).of_lengths([10, 1000]).tolist()
     [10.1, 2000.0]
@@ -86,15 +86,15 @@ class Work:
         check_number("crossover", self.crossover, finite=False)
         check_choice("meet", self.meet, ("step", "stream"))
         if not isinstance(self.streams, Mapping) or not all(isinstance(p, Price) for p in self.streams.values()):
-            wanted = 'prices by name, {"patches": Price(unit=0.1)}'
-            raise ConfigError(f"`streams` must hold {wanted}, but is {self.streams!r}")
+            wanted = 'a dict from names to prices, {"patches": Price(unit=0.1)}'
+            raise ConfigError(f"`streams` must be {wanted}, but is {self.streams!r}")
 
     @classmethod
     def of(cls, model_or_config: Any, *, device: Any = "cuda") -> "Work":
-        """Work from the config of a ``transformers`` model. Measured step times are more accurate, see :meth:`fit`.
+        """Returns the work of a ``transformers`` model from its config. Measured times are better, see :meth:`fit`.
 
-        A token takes 2 operations for each weight of a layer's matrices and of the output matrix; attention takes ``4 *
-        heads * head size`` for each token attended to. Their ratio is the crossover; the docs derive ``per_step``.
+        A token takes 2 operations per weight of a layer's matrices and of the output matrix; attention takes ``4 *
+        heads * head size`` per token attended to. Their ratio is the crossover; the docs derive ``per_step``.
 
         Args:
             model_or_config: a model, or its config.
@@ -106,26 +106,26 @@ class Work:
         sizes = architecture(config)
         missing = [name for name in ("hidden_size", "num_layers", "num_heads", "head_size") if not sizes[name]]
         if missing:
-            said = f"the config of {type(model_or_config).__name__} does not state {', '.join(missing)}"
-            raise ConfigError(f"{said}; write Work(per_step=..., crossover=6 * hidden size), or measure it: Work.fit")
+            said = f"the config of {type(model_or_config).__name__} does not have {', '.join(missing)}"
+            raise ConfigError(f"{said}; pass Work(per_step=..., crossover=6 * hidden size), or measure it: Work.fit")
         hidden, layers = sizes["hidden_size"], sizes["num_layers"] + sizes["num_encoder_layers"]
         attention = sizes["num_heads"] * sizes["head_size"]
         matrices = 2 * attention + 2 * sizes["num_kv_heads"] * sizes["head_size"]
         matrices += (3 if sizes["gated_mlp"] else 2) * sizes["intermediate_size"] * sizes["experts_per_token"]
         linear = 2.0 * hidden * (matrices + sizes["vocabulary_size"] / layers)
-        # launching a layer's kernels takes as long as 3e10 operations; moving weights and gradients as long as 256 tokens
+        # Launching a layer's kernels takes as long as 3e10 operations; moving weights and gradients as long as 256
+        # tokens.
         per_step = CPU_PER_STEP if str(device).startswith("cpu") else float(np.clip(3e10 / linear, 256, 2048))
         tower = _vision_tower(getattr(config, "vision_config", None), linear * layers)
         return cls(per_step=per_step, crossover=linear / (4.0 * attention), streams=tower)
 
     @classmethod
     def of_known(cls, model: Any, *, device: Any) -> "Work":
-        """Like :meth:`of`. If the model is not of ``transformers``, or lacks sizes: the device's default.
-
+        """Returns :meth:`of` the model, or the device's default for other models and for configs without sizes.
         >>> Work.of_known(object(), device="cpu").per_step == CPU_PER_STEP
         True
         """
-        module, config = sys.modules.get("transformers"), getattr(model, "config", None)  # imported by who made it
+        module, config = sys.modules.get("transformers"), getattr(model, "config", None)  # not imported here
         try:
             if module is not None and isinstance(config, module.PretrainedConfig):
                 return cls.of(config, device=device)
@@ -135,12 +135,13 @@ class Work:
 
     @classmethod
     def fit(cls, rows: Iterable[tuple[int, int | Mapping[str, int], float]]) -> "Work":
-        """Fit to measured padded steps, each (samples, tokens of the longest, seconds). With several streams, instead
-        of tokens a dict of what every sample of the batch has: ``{"tokens": 512, "patches": 1024}``.
+        """Fits work to measured padded steps, each (samples, tokens of the longest, seconds). With several streams,
+        give a
+        dict instead of tokens, with what each sample of the batch has: ``{"tokens": 512, "patches": 1024}``.
 
-        Non-negative least squares of the relative errors of ``seconds = a + sum(b * n * L + c * n * L**2)``, summed
-        over streams.
-        ConfigError: fewer different shapes than coefficients, or a number that is not positive.
+        The fit is non-negative least squares on relative errors of ``seconds = a + sum(b * n * L + c * n * L**2)``,
+        summed over streams. ConfigError: there are fewer distinct shapes than coefficients, or a number is not
+        positive.
 
         >>> work = Work(per_step=500, crossover=4000)
         >>> shapes = [(1, 100), (8, 100), (8, 1000), (2, 4000)]
@@ -156,8 +157,8 @@ class Work:
         least, different = 1 + 2 * len(names), len(np.unique(numbers[:, 1:], axis=0))
         allowed = np.isfinite(numbers).all() and (numbers[:, :3] > 0).all() and (numbers >= 0).all()
         if different < least or not allowed:
-            wanted, given = f"at least {least} different shapes", f"{len(table)} rows of {different} shapes"
-            raise ConfigError(f"`rows` must be greater than 0, of {wanted}, but was given {given}")
+            wanted, given = f"at least {least} distinct shapes", f"{len(table)} rows of {different} shapes"
+            raise ConfigError(f"`rows` must have numbers above 0 for {wanted}, but has {given}; measure more shapes")
         samples, units = numbers[:, 1:2], numbers[:, 2:]
         columns = np.hstack([samples**0, samples * units, samples * units**2]) / numbers[:, :1]
         start, *factors = _non_negative(columns.T @ columns, columns.sum(axis=0))
@@ -167,25 +168,25 @@ class Work:
         return cls(per_step=start / factors[0], crossover=own.crossover, streams=prices)
 
     def price(self, stream: str) -> Price:
-        """Price of one unit of this stream: its own, or that of a token."""
+        """Returns the price of one unit of this stream: its own, or that of a token."""
         return self.streams.get(stream, Price(crossover=self.crossover))
 
     def of_lengths(self, tokens: ArrayLike | Mapping[str, ArrayLike]) -> NDArray[np.float64]:
-        """Work of samples of these lengths in linear tokens, without fixed costs: float64 (N,); streams add up."""
+        """Returns the work of samples of these lengths in linear tokens, without fixed costs: float64 (N,)."""
         named = tokens if isinstance(tokens, Mapping) else {TOKENS: tokens}
         return np.sum([self.price(name).of(values) for name, values in named.items()], axis=0)
 
     def priced(self, budget: Budget, names: Collection[str]) -> tuple[str, ...]:
-        """The streams that take time: those that count as tokens, and those that have a price."""
+        """Returns the streams that take time: those that count as tokens, and those that have a price."""
         missing = [name for name in self.streams if name not in names]
         if missing and len(names) > 1:
-            known = f"lengths have {sorted(names)}; add it, or leave out its price"
-            raise ConfigError(f"`work` prices {missing[0]!r}, but {known}")
+            known = f"`lengths` has only {sorted(names)}; add the stream, or leave out its price"
+            raise ConfigError(f"`work` has a price for the stream {missing[0]!r}, but {known}")
         counted = padded_streams(budget, names)
         return tuple(name for name in names if name in counted or name in self.streams)
 
     def by_stream(self, batches: Batches, lengths: Streams, budget: Budget) -> NDArray[np.float64]:
-        """Work of every batch in each :meth:`priced` stream, without the fixed cost of a step: float64 (B, streams)."""
+        """Returns the work of every batch per :meth:`priced` stream, without fixed costs: float64 (B, streams)."""
         names, found = self.priced(budget, lengths), []
         padded = () if is_packed(budget, lengths) else padded_streams(budget, lengths)
         run = budget.as_run(shapes_of(batches, {name: lengths[name] for name in padded})) if padded else None
@@ -197,11 +198,11 @@ class Work:
         return np.stack(found, axis=1) if found else np.zeros((0, len(names)))
 
     def of_batches(self, batches: Batches, lengths: Streams, budget: Budget) -> NDArray[np.float64]:
-        """Work of each batch, without the fixed cost of a step; ``batches`` hold positions in ``lengths``."""
+        """Returns the work of each batch, without fixed costs; ``batches`` are positions in ``lengths``."""
         return self.by_stream(batches, lengths, budget).sum(axis=1)
 
     def row_times(self, work: ArrayLike) -> NDArray[np.float64]:
-        """Predicted time of steps without their fixed cost, by the rule ``meet``: float64 (steps,).
+        """Returns the predicted time of steps without their fixed cost, as ``meet`` says: float64 (steps,).
 
         ``work``: work of each step's batches, (steps, ranks) or (steps, ranks, streams)."""
         found = np.asarray(work, np.float64)
@@ -211,14 +212,15 @@ class Work:
         return each.max(axis=1, initial=0.0).sum(axis=1)
 
     def of_rows(self, work: ArrayLike) -> float:
-        """Predicted time of steps with their fixed cost. ``work``: as in :meth:`row_times`."""
+        """Returns the predicted time of steps with their fixed cost; ``work`` as in :meth:`row_times`."""
         times = self.row_times(work)
         return float(self.per_step * len(times) + times.sum())
 
 
 def _vision_tower(config: Any, of_token: float) -> dict[str, Price]:
-    """Price of a vision patch by its config: ``2 * (4 * width**2 + matrices * width * inner)`` operations a layer, over
-    those of a token. Attention takes ``4 * width`` for each patch attended to, in layers of full attention."""
+    """Returns the price of a vision patch from its config: ``2 * (4 * width**2 + matrices * width * inner)`` operations
+    per layer, relative to a token's. Attention takes ``4 * width`` per patch attended to, in layers of full
+    attention."""
 
     def first(*names: str) -> Any:
         return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
@@ -229,17 +231,18 @@ def _vision_tower(config: Any, of_token: float) -> dict[str, Price]:
     inner = first("intermediate_size") or int((first("mlp_ratio") or 4) * width)
     gated = first("hidden_act", "hidden_activation") == "silu"
     weights = 2.0 * (4 * width**2 + (3 if gated else 2) * width * inner)
-    wide = len(first("fullatt_block_indexes") or range(layers)) / layers  # other layers attend within small windows
+    wide = len(first("fullatt_block_indexes") or range(layers)) / layers  # other layers attend only in small windows
     return {PATCHES: Price(unit=layers * weights / of_token, crossover=weights / (4.0 * width * wide))}
 
 
-# Non-negative least squares (Lawson and Hanson 1974) by enumeration of the active sets: 2**columns solutions of a few
-# unknowns. Columns are scaled, as squares are 10**7 times a constant. A square is used only with its linear one.
+# Non-negative least squares (Lawson and Hanson 1974) by enumerating active sets: 2**columns solutions of a few
+# unknowns. Columns are scaled, because squares are 10**7 times a constant. A square is used only together with its
+# linear column.
 def _non_negative(products: NDArray[np.float64], targets: NDArray[np.float64]) -> list[float]:
-    """Factors >= 0, one per column, of least squared ``1 - columns @ factors``; the second one is > 0.
+    """Returns factors of at least 0 (the second above 0), one per column, of least squared ``1 - columns @ factors``.
 
     Args:
-        products, targets: ``columns.T @ columns`` and column sums. Columns: a constant, units, squares."""
+        products, targets: ``columns.T @ columns`` and the columns' sums; columns: a constant, units, squares."""
     count, scale = len(targets), np.sqrt(np.maximum(np.diag(products), 1e-100))
     scaled, wanted = products / np.outer(scale, scale), targets / scale
     found, least, squares = np.zeros(count), math.inf, count // 2
@@ -257,7 +260,7 @@ DEFAULT_WORK = Work()
 
 
 def check_work(work: Work | None = None) -> Work:
-    """``work``; if None, the default for this machine's device. ConfigError: it is something else."""
+    """Returns ``work``, or for None the default for this machine's device. ConfigError: it is no Work."""
     if isinstance(work, Work):
         return work
     if work is not None:

@@ -1,33 +1,34 @@
-"""The place of a run: a few integers that determine everything that remains."""
+"""The point that a run has reached, as a few integers, from which it can resume. Offline ``planner._Window.rest`` plans
+what remains of a window after a cursor; online ``online/feeds.resumed`` does the same for an epoch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, TypeAlias
 
 MOST_RANKS = 1 << 20
-# (world size, rows taken, the learned limit that they were cut by)
+# (number of ranks, rows taken, the learned limit by which they were cut)
 Segment: TypeAlias = tuple[int, int, "float | None"]
 
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """A place in a run, the same on every rank: in an epoch, in its windows, and in the updates of the run.
+    """A point in a run, the same on every rank: in an epoch, in its windows, and in the updates of the run.
 
     Args:
-        epoch: the current epoch.
-        steps: steps taken in it, over all resumes.
-        window_size: samples sorted together; 0 before an epoch's plan begins, fixed from then on.
-        windows_done: windows that were used up.
-        carried: samples that could fill no row of these windows and come first in the next one.
-        segments: how far the next window (with updates of a set size: the current update) was used: (ranks, rows, limit
-            that the budget had learned) of each run.
-        update: updates done since training began.
-        samples_used: samples of this epoch's order that are done or dropped.
-        samples_seen: samples trained on since training began.
-        current: samples that the last update was asked to hold; None before the first.
-        begun_rows: steps taken of the current update, which the four fields above do not count yet; 0 between updates.
-        begun_samples: samples in these steps.
-        begun_weight: weight of these steps.
+        epoch: int, the current epoch.
+        steps: int, steps taken in the epoch, over all resumes.
+        window_size: int, samples planned together, fixed when the epoch's plan begins; 0 before.
+        windows_done: int, number of windows that are used up.
+        carried: dataset indices that could fill no row of these windows, and come first in the next one.
+        segments: how far the next window (or with updates of a set size, the current update) was used: (ranks, rows,
+            limit that the budget had learned) of each run.
+        update: int, updates since training began.
+        samples_used: int, samples of the epoch's order that are used or left out.
+        samples_seen: int, samples used since training began.
+        current: int, size that the last update should have; None before the first.
+        begun_rows: int, steps taken of the current update, which the four fields above do not count; 0 between updates.
+        begun_samples: int, samples in these steps.
+        begun_weight: float, weight of these steps.
 
     >>> cursor = Cursor(window_size=64).after_rows(3, ranks=2).after_rows(1, ranks=4)
     >>> cursor.segments, cursor.steps, cursor.after_window().windows_done
@@ -49,7 +50,7 @@ class Cursor:
     begun_weight: float = 0.0
 
     def after_rows(self, rows: int, ranks: int, limit: float | None = None) -> "Cursor":
-        """The place after this many more rows of the current window."""
+        """Returns the point after this many more rows of the current window."""
         if not rows:
             return self
         *before, (size, done, by) = self.segments or ((ranks, 0, limit),)
@@ -58,7 +59,7 @@ class Cursor:
         return replace(self, steps=self.steps + rows, segments=(*before, (ranks, done + rows, limit)))
 
     def after_window(self, carried: Sequence[int] = ()) -> "Cursor":
-        """The place after the current window, whose rows :meth:`after_rows` has counted."""
+        """Returns the point after the current window, whose rows :meth:`after_rows` has counted."""
         return replace(self, windows_done=self.windows_done + 1, segments=(), carried=tuple(carried))
 
     def state(self) -> dict[str, Any]:
@@ -66,7 +67,7 @@ class Cursor:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> "Cursor":
-        """Read what :meth:`state` gave, also after JSON or among other fields."""
+        """Reads what :meth:`state` returned, also after JSON, and among other fields."""
         found = {field.name: state[field.name] for field in fields(cls)}
         segments = tuple((ranks, rows, limit) for ranks, rows, limit in state["segments"])
         return cls(**{**found, "segments": segments, "carried": tuple(state["carried"])})

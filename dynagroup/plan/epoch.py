@@ -1,6 +1,6 @@
-"""The order of an epoch and its windows: which sample comes when, and which samples are sorted together.
+"""The order of an epoch and its windows: in which order samples come, and which samples are planned together.
 
-An order is computed, not stored: any slice of it takes time proportional to the slice.
+An order is computed, not stored: reading a part of it takes time proportional to that part.
 """
 
 import math
@@ -18,14 +18,14 @@ from dynagroup.validation import check_int
 
 ROUNDS = 8
 NONE = np.zeros(0, np.int64)
-BLOCK = 1 << 14  # samples that are drawn at once where slices are smaller
+BLOCK = 1 << 14  # indices that are computed at once for smaller slices
 
 
 def epoch_order(num_samples: int, *, seed: int, epoch: int) -> IntArray:
-    """Sample indices in one epoch's order, a function of the arguments alone: int64 (num_samples,).
+    """Returns dataset indices in one epoch's order, which depends on the arguments alone: int64 (num_samples,).
 
-    A run with fixed batches of G samples that uses this order draws ``epoch_order(...)[k * G : (k + 1) * G]`` for its
-    update ``k``; so does every mode of dynagroup that is given ``samples_per_update=G``.
+    With fixed batches of G samples in this order, update ``k`` has ``epoch_order(...)[k * G : (k + 1) * G]``; with
+    ``samples_per_update=G`` each of dynagroup's loaders and samplers uses the same samples in update ``k``.
 
     >>> sorted(epoch_order(5, seed=0, epoch=1).tolist())
     [0, 1, 2, 3, 4]
@@ -34,13 +34,14 @@ def epoch_order(num_samples: int, *, seed: int, epoch: int) -> IntArray:
 
 
 class EpochOrder:
-    """A permutation of ``num_samples`` dataset indices that can be read at any position without being stored.
+    """A permutation of ``num_samples`` dataset indices that can be read at any position without storing it.
 
-    An alternating Feistel network over a grid of about sqrt(n) by sqrt(n) cells, with cycle walking past cells that are
-    no sample (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002; rounds: MurmurHash3's finaliser).
+    It is an alternating Feistel network over a grid of about sqrt(n) by sqrt(n) cells, with cycle walking past cells
+    that are no sample (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002; rounds: MurmurHash3's
+    finaliser).
 
     Args:
-        shuffle: False: the dataset's own order.
+        shuffle: False: dataset order.
         left_out: sorted dataset indices that are not counted in ``num_samples`` and do not occur.
     """
 
@@ -49,7 +50,7 @@ class EpochOrder:
     ) -> None:
         seed, epoch = check_int("seed", seed, least=0), check_int("epoch", epoch, least=0)
         self.num_samples, self._shuffle, self._left_out = num_samples, shuffle, left_out
-        self._kept_before = left_out - np.arange(len(left_out))  # samples kept before each one that is left out
+        self._kept_before = left_out - np.arange(len(left_out))  # number of kept samples before each one left out
         self._width = max(math.isqrt(max(num_samples - 1, 0)) + 1, 1)
         self._height = max(-(-num_samples // self._width), 1)
         self._keys = np.random.SeedSequence((seed, epoch)).generate_state(ROUNDS, np.uint32)
@@ -59,7 +60,7 @@ class EpochOrder:
         return self.num_samples
 
     def __getitem__(self, where: slice) -> IntArray:
-        """A slice. Small ones come from a cached block, which is drawn again if the slice lies outside it."""
+        """Returns a slice. Small ones are read from a cached block, which is computed again for other slices."""
         start, stop, _ = where.indices(self.num_samples)
         if stop - start >= BLOCK:
             return self.index_at(np.arange(start, stop, dtype=np.int64))
@@ -73,7 +74,7 @@ class EpochOrder:
         return kept + self._kept_before.searchsorted(kept, side="right") if len(self._left_out) else kept
 
     def position_of(self, index: int) -> int:
-        """The position of a sample in the order: the inverse of :meth:`index_at`."""
+        """Returns the position of a sample in the order, the inverse of :meth:`index_at`."""
         kept = np.asarray([index - self._left_out.searchsorted(index)], np.int64)
         return int((self._walk(kept, range(ROUNDS - 1, -1, -1), sign=-1) if self._shuffle else kept)[0])
 
@@ -112,13 +113,13 @@ def _hash(values: IntArray, key: np.uint32, size: int) -> IntArray:
 
 
 class GroupedOrder:
-    """An order whose updates hold samples of similar length: ``pool`` updates at a time are sorted by length, ties at
-    random, and cut into updates of neighbours, which come in random order. An epoch's short last update stays last.
+    """An order in which each update has samples of similar length: the samples of ``pool`` updates are sorted by length
+    (ties at random) and cut into updates, which come in random order. An epoch's smaller last update stays last.
 
-    Any slice costs one sort of each pool that it touches; the last pool is cached.
+    Reading a slice sorts each pool in it once; the last pool is cached.
 
     Args:
-        order: dataset indices, read in slices. lengths_of: function from dataset indices to lengths. size: samples an update.
+        order: dataset indices, read in slices. lengths_of: function from indices to lengths. size: samples per update.
 
     >>> GroupedOrder(np.arange(6), np.array([5, 1, 4, 2, 9, 3]).take, size=2, pool=2, seed=0)[:].tolist()
     [1, 3, 2, 0, 5, 4]
@@ -152,14 +153,14 @@ class GroupedOrder:
 
 
 class Windows:
-    """(start, stop) of each window in the epoch's order, in the order in which windows are used; they are not stored.
+    """The (start, stop) of each window in the epoch's order, in the order of use; not stored.
 
-    The window with the longest sample is used first, so that running out of memory shows at once. It also takes what
-    the division leaves over, so that all others hold a multiple of the ranks.
+    The window with the longest sample is used first, so that an out-of-memory error comes at once. It also gets the
+    samples that are left over, so that the size of all other windows is a multiple of the number of ranks.
 
     Args:
-        count, size: samples of the epoch, and of a window.
-        first: the number of the window that is used first. None: windows are used in order, and the last may be smaller.
+        count, size: int, samples in the epoch, and in a window.
+        first: number of the window that is used first. None: windows are used in order, and the last may be smaller.
 
     >>> list(Windows(7, 2, first=1)), list(Windows(7, 2))
     ([(2, 5), (0, 2), (5, 7)], [(0, 2), (2, 4), (4, 6), (6, 7)])
@@ -185,15 +186,15 @@ class Windows:
 def windows_of_kinds(
     order: IntArray, kinds: NDArray, size: int, *, least: int, rng: Any = None, tokens: IntArray | None = None
 ) -> tuple[IntArray, list[tuple[int, int]], IntArray]:
-    """Windows of about ``size`` samples of the most common kind each; some also hold samples of rarer kinds, spread
-    evenly. So each kind is sorted among many of its own. O(N log N).
+    """Returns windows of about ``size`` samples of the most common kind each. Samples of rarer kinds are in some of the
+    windows, evenly spread, so that each kind is sorted among many of its own. Takes O(N log N).
 
     Args:
-        order: dataset indices. kinds, tokens: of each sample, by dataset index; that with the longest is first.
-        least: fewest samples of a rare kind in a window. rng: draws how kinds are shifted; None: each to the middle.
+        order: dataset indices. kinds, tokens: of each sample, by dataset index. The longest sample's window is first.
+        least: int, fewest samples of a rare kind in a window. rng: shifts kinds at random; None: each to the middle.
 
     Returns:
-        The indices, window after window; (start, stop) of each window, in order of use; the last window of each kind.
+        Dataset indices, window after window; (start, stop) of each window, in order of use; each kind's last window.
 
     >>> windows_of_kinds(np.arange(6), np.array([0, 1, 0, 0, 1, 0]), 2, least=2)[:2]
     (array([0, 2, 3, 5, 1, 4]), [(0, 2), (2, 6)])
@@ -203,7 +204,7 @@ def windows_of_kinds(
     sizes = np.clip(counts // 2, least, size)
     parts = np.maximum(counts // sizes, 1)
     number, shift = int(parts.max()), np.full(len(counts), 0.5) if rng is None else rng.random(len(counts))
-    by_kind = np.argsort(own.astype(np.uint16) if len(counts) < 1 << 16 else own, kind="stable")  # 16 bits: by radix
+    by_kind = np.argsort(own.astype(np.uint16) if len(counts) < 1 << 16 else own, kind="stable")  # 16 bits: radix sort
     own, within = own[by_kind], np.arange(len(own)) - np.repeat(np.cumsum(counts) - counts, counts)
     part = np.minimum(within // sizes[own], parts[own] - 1)
     window = np.minimum(((part + shift[own]) * (number / parts[own])).astype(np.int64), number - 1)
@@ -218,15 +219,15 @@ def windows_of_kinds(
 
 
 class Mixture:
-    """An order of samples from several sources in changing shares: the sampler's ``order=``, a loader's ``sampler=``.
+    """Mixes samples from several sources in given shares, as a sampler's ``order=`` or a loader's ``sampler=``.
 
-    A source gives its samples in shuffled passes that continue over epochs: none comes again before all others have.
-    What an epoch holds depends only on the seed and its number, so a resumed run continues in the same order.
+    Each source gives its samples in shuffled passes that continue over epochs: all samples come once before any comes
+    again. The samples of an epoch depend only on the seed and the epoch, so a resumed run continues in the same order.
 
     Args:
         sources: name -> dataset indices, int (N,).
-        shares: name -> weight, at least 0; or a function of the epoch that gives them.
-        num_samples: samples per epoch; default: as many as all sources have.
+        shares: name -> weight of at least 0; or a function from the epoch to such weights.
+        num_samples: int, samples per epoch; None: as many as all sources have.
 
     >>> order = Mixture({"code": range(3), "text": range(3, 9)}, {"code": 1, "text": 3}, num_samples=4)
     >>> [sorted(order.of_epoch(epoch).tolist()) for epoch in range(2)]
@@ -245,7 +246,7 @@ class Mixture:
         self._shares = shares if callable(shares) else lambda epoch: shares
         self._size = check_int("num_samples", num_samples or sum(map(len, self._sources.values())))
         self._seed, self._epoch = check_int("seed", seed, least=0), 0
-        self.counts(0)  # refuses wrong shares
+        self.counts(0)  # raises if shares are wrong
 
     def __len__(self) -> int:
         return self._size
@@ -257,19 +258,19 @@ class Mixture:
         self._epoch = epoch
 
     def counts(self, epoch: int) -> dict[str, int]:
-        """Samples of each source in an epoch: its share of ``num_samples``, by the largest remainder method."""
+        """Returns the samples of each source in an epoch, by the largest remainder method."""
         given = self._shares(epoch)
         shares = np.array([given.get(name, -1) for name in self._sources], np.float64)
         if set(given) != set(self._sources) or not (np.isfinite(shares).all() and shares.min() >= 0 < shares.sum()):
-            wanted = f"`shares` of epoch {epoch} must give each of {list(self._sources)} a weight from 0, some more than that"
-            raise ConfigError(f"{wanted}; it is {given!r}")
+            wanted = f"`shares` must have a weight of at least 0 (not all 0) for each of {list(self._sources)}"
+            raise ConfigError(f"{wanted}, but in epoch {epoch} is {given!r}")
         exact = self._size * shares / shares.sum()
         counts = np.floor(exact).astype(np.int64)
         counts[np.argsort(counts - exact, kind="stable")[: self._size - counts.sum()]] += 1
         return dict(zip(self._sources, counts.tolist(), strict=True))
 
     def of_epoch(self, epoch: int) -> IntArray:
-        """Dataset indices of an epoch, in order: int64 (num_samples,)."""
+        """Returns the dataset indices of an epoch, in order: int64 (num_samples,)."""
         counted, parts = [self.counts(number) for number in range(epoch + 1)], [NONE]
         for place, (name, indices) in enumerate(self._sources.items()):
             stop = sum(counts[name] for counts in counted)
@@ -282,45 +283,44 @@ class Mixture:
 
 
 class OrderSource:
-    """Reads a user's sampler of indices once per epoch and keeps the indices of the running epoch.
+    """Reads a user's sampler of indices once per epoch, and keeps the indices of the running epoch.
 
-    A sampler with ``set_epoch`` is told the epoch. If it has a ``torch.Generator`` as ``generator``, all earlier epochs
-    are drawn first, from the generator's first state: an epoch has the same order whenever it is asked for. Any other
-    sampler is read as it comes. ConfigError: it is not iterable, can be read only once, or gives what is no index.
-    """
+    A sampler with ``set_epoch`` is given the epoch. If the sampler has a ``torch.Generator`` as ``generator``, all
+    earlier epochs are drawn first, from the generator's first state, so that an epoch always has the same order. Other
+    samplers are just read. ConfigError: the sampler can be iterated only once, or yields a value that is no index."""
 
     NAME = "order"
 
     def __init__(self, source: Iterable[int], num_samples: int) -> None:
         if not isinstance(source, Iterable) or isinstance(source, Iterator):
-            wanted = "a list or a sampler, that gives indices anew every epoch"
-            raise ConfigError(f"`{self.NAME}` must be {wanted}, not {source!r}")
+            wanted = "a list or a sampler, which can be read anew in every epoch"
+            raise ConfigError(f"`{self.NAME}` must be {wanted}, but is {source!r}")
         self._source, self._num_samples = source, num_samples
         self._epoch, self._indices = -1, NONE
         generator = getattr(source, "generator", None)
         self._generator = generator if hasattr(generator, "get_state") else None
-        self._before = [] if self._generator is None else [self._generator.get_state()]  # its state before each epoch
-        self._counts: dict[int, int] = {}  # number left out -> indices that every epoch keeps
+        self._before = [] if self._generator is None else [self._generator.get_state()]  # states before each epoch
+        self._counts: dict[int, int] = {}  # number of samples left out -> indices in every epoch without them
 
     def __len__(self) -> int:
-        """Indices that an epoch draws; the source's ``len()`` if it has one."""
+        """Returns the number of indices in an epoch, by the sampler's own ``len()`` if it has one."""
         return len(self._source) if isinstance(self._source, Sized) else len(self.of_epoch(max(self._epoch, 0)))
 
     def counted(self, left_out: IntArray = NONE) -> int:
-        """The number of indices that every epoch draws, without those left out."""
+        """Returns the number of indices in every epoch, without those left out."""
         if len(left_out) not in self._counts:
             out = np.isin(self.of_epoch(max(self._epoch, 0)), left_out).sum() if len(left_out) else 0
             self._counts[len(left_out)] = len(self) - int(out)
         return self._counts[len(left_out)]
 
     def counted_epoch(self, epoch: int, left_out: IntArray = NONE) -> IntArray:
-        """:meth:`of_epoch` without the indices left out. ConfigError: their number differs from :meth:`counted`."""
+        """Returns the indices of an epoch without those left out. ConfigError: their number is not :meth:`counted`."""
         drawn, wanted, indices = self.counted(), self.counted(left_out), self.of_epoch(epoch)
         kept = indices[~np.isin(indices, left_out)] if len(left_out) else indices
         if (len(indices), len(kept)) != (drawn, wanted):
-            said = f"`sampler` gives {len(indices)} indices in epoch {epoch} ({len(kept)} that fit), but {drawn} ({wanted})"
-            way_out = "draw each sample once, and correct __len__"
-            raise ConfigError(f"{said} by its len() or in the epoch before, so updates cannot be counted; {way_out}")
+            said = f"`sampler` yields {len(indices)} indices ({len(kept)} that fit) in epoch {epoch}"
+            way_out = "yield each sample once in every epoch, and correct __len__"
+            raise ConfigError(f"{said}, but must yield {drawn} ({wanted}), as by its len() or before; {way_out}")
         return kept
 
     def of_epoch(self, epoch: int) -> IntArray:
@@ -342,7 +342,7 @@ class OrderSource:
                 self._before[drawn + 1 :] = [self._generator.get_state()]
         elif not (read := list(self._source)) and len(self._indices):
             name = type(self._source).__name__
-            raise ConfigError(f"`order`: {name} gave indices once and then none; its __iter__ must start again")
+            raise ConfigError(f"`order` ({name}) yields indices in one epoch only; its __iter__ must begin anew")
         else:
             return read
         return list(self._source)
@@ -350,20 +350,20 @@ class OrderSource:
     def _checked(self, indices: list[int]) -> IntArray:
         array = np.asarray(indices)
         if len(array) and not np.issubdtype(array.dtype, np.integer):
-            raise ConfigError(f"`order` must give integer indices, but gives {array.dtype}")
+            raise ConfigError(f"`order` must yield integer indices, but yields {array.dtype}")
         outside = np.flatnonzero((array < 0) | (array >= self._num_samples))
         if len(outside):
             given = array[outside[0]]
-            raise ConfigError(f"`order` gives index {given}, but there are lengths for {self._num_samples} samples")
+            raise ConfigError(f"`order` yields index {given}, but there are only {self._num_samples} lengths")
         return array.astype(np.int64)
 
 
 def check_alike(order: OrderSource, epoch: int) -> None:
-    """Raise AlignmentError if ``order`` differs between the ranks of this job. Collective, once per epoch."""
+    """Raises AlignmentError if ``order`` is not the same on all ranks, which must all call it, once per epoch."""
     crc = order.checksum(epoch)
     highest, lowest = current_world().all_max([crc, -crc])
     if highest != -lowest:
         raise AlignmentError(
-            f"`order` gives other indices on other ranks in epoch {epoch}, so samples would be lost and repeated; "
-            "seed it alike on all ranks, e.g. RandomSampler(data, generator=torch.Generator().manual_seed(0))"
+            f"`order` yields other indices on other ranks in epoch {epoch}, so samples would be lost and repeated; "
+            "seed it the same on all ranks, e.g. RandomSampler(data, generator=torch.Generator().manual_seed(0))"
         )

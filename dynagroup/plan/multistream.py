@@ -1,4 +1,4 @@
-"""Samples with several lengths: an order of similar neighbours, maxima of runs, and the costs that rows balance."""
+"""For samples with several lengths: an order in which neighbours are similar, maxima of runs, and costs to balance."""
 
 from collections.abc import Sequence
 
@@ -10,11 +10,11 @@ from dynagroup.plan.batches import longest_first
 from dynagroup.plan.cost import Work
 from dynagroup.shapes import TOKENS, IntArray, Streams
 
-LEAST, SHARE, MOST = 128, 4096, 2048  # padded tokens that a division must save: 1/SHARE, within bounds
+LEAST, SHARE, MOST = 128, 4096, 2048  # padded tokens that a division must save: 1/SHARE, from LEAST to MOST
 
 
 class RunMaxima:
-    """Sparse table: the largest value of any run of up to ``reach`` values, in O(1); O(N log reach) memory."""
+    """Sparse table: gives the largest value of any run of up to ``reach`` values in O(1); O(N log reach) memory."""
 
     def __init__(self, values: NDArray, reach: int) -> None:
         levels, width = [values], 1
@@ -26,18 +26,18 @@ class RunMaxima:
         self._levels = np.stack(levels)
 
     def of(self, starts: IntArray | int, sizes: IntArray | int) -> NDArray:
-        """The largest value of each run, given by its start and its number of values, at least 1."""
+        """Returns the largest value of each run, given by its start and its number of values (at least 1)."""
         level = np.frexp(np.asarray(sizes, np.float64))[1] - 1
         second = starts + sizes - (1 << level.astype(np.int64))
         return np.maximum(self._levels[level, starts], self._levels[level, second])
 
 
-# Recursive bisection of boxes, as a k-d tree is built. At first all samples are one box, as wide in each stream as
-# their longest. A box is divided in two along the stream that saves most padded tokens, or not at all if that saves
-# few. Boxes follow one another, the larger half first; inside a box samples are sorted by tokens, falling. So a run of
-# neighbours pads little in every stream. O(N log N) a level; a box costs 40 microseconds a stream: 10 ms for 1,000.
+# Recursive bisection of boxes, like building a k-d tree. At first all samples are one box, as wide in each stream as
+# their longest. A box is divided in two along the stream that saves the most padded tokens, unless that saves few. The
+# half with larger samples comes first; inside a box samples are sorted by tokens, descending. So neighbours need little
+# padding in every stream. O(N log N) per level; a box takes 40 microseconds per stream: 10 ms for 1,000 samples.
 def alike_order(units: Sequence[IntArray]) -> IntArray:
-    """Positions in an order of similar neighbours in every stream, long samples first. ``units``: an array per stream.
+    """Returns positions in an order with similar neighbours in every stream, long samples first. ``units``: per stream.
 
     >>> alike_order([np.array([90, 10, 90, 11]), np.array([10, 90, 11, 90])]).tolist()
     [2, 0, 3, 1]
@@ -56,7 +56,7 @@ def alike_order(units: Sequence[IntArray]) -> IntArray:
 
 
 def _divided(box: IntArray, units: IntArray, worth: int) -> list[IntArray]:
-    """The best two halves of a box, the larger samples last; empty if a division saves too little."""
+    """Returns the best two halves of a box, larger samples last; none if a division saves too little."""
     most, best = len(box) * int(units.max(axis=1).sum()) - worth, []
     before = np.arange(1, len(box))
     for stream in units:
@@ -72,11 +72,9 @@ def _divided(box: IntArray, units: IntArray, worth: int) -> list[IntArray]:
 
 
 def costs_of_rows(lengths: Streams, budget: Budget, work: Work) -> NDArray[np.float64] | None:
-    """The costs of samples that the batches of a row should have in equal amounts: float64 (K, N).
-
-    They are the work (or the units) of each stream; if ranks meet at the end of a step, also the work of all streams
-    together. None: one cost says all, as all streams count as tokens, at one price.
-    """
+    """Returns the costs of samples that the batches of a row should share equally, float64 (K, N): the work (or units)
+    of each stream, and if ranks wait for each other only at the end of a step, also the work of all streams together.
+    None: one cost is enough, because all streams count as tokens with one price."""
     if len(lengths) == 1:
         return None
     summed, priced = work.meet == "step", work.priced(budget, lengths)

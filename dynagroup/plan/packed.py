@@ -1,4 +1,4 @@
-"""Packed batches: samples end to end within a limit, divided so that the batches of a row have equal work."""
+"""Forms packed batches (samples joined without padding) within limits, with equal work for the batches of a row."""
 
 import heapq
 import math
@@ -15,7 +15,7 @@ from dynagroup.plan.batches import Batches
 from dynagroup.plan.cost import DEFAULT_WORK, Work
 from dynagroup.shapes import BatchShape, IntArray, Streams, primary
 
-WORTH = 1.02  # one more row may take this times the predicted time of the fewest rows, if it makes rows equal work
+WORTH = 1.02  # one more row may take this factor of the fewest rows' predicted time, if rows then have equal work
 EQUAL = 0.05  # largest difference between a row's batches, relative to their mean work
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 LENGTHS = 97  # quantiles of lengths at which a budget is asked for the most tokens of a batch, for each of COUNTS
@@ -24,14 +24,14 @@ LENGTHS = 97  # quantiles of lengths at which a budget is asked for the most tok
 def pack(
     lengths: Streams, budget: Budget, multiple: int = 1, *, work: Work = DEFAULT_WORK, several: NDArray | None = None
 ) -> Batches:
-    """Divide a window into packed batches that fit ``budget``: few rows, each of ``multiple`` batches of equal work.
+    """Divides a window into packed batches that fit ``budget``: few rows, each of ``multiple`` batches of equal work.
 
-    A sample of more work than its row's fair share sets the time of that row anyway. So the row's other batches may
-    hold as much work as that sample. An oversize sample gets a batch of its own. It takes 10 ms for 4,096 samples.
+    A sample of more work than its row's equal part sets the row's time anyway, so the row's other batches may have as
+    much work as that sample. An oversize sample is a batch of its own. Takes 10 ms for 4,096 samples.
 
     Returns:
-        Positions in the window, in order of arrival inside a batch. Batches come most expensive first, or with
-        ``several`` row after row. Their number is a multiple of ``multiple`` if there are enough samples.
+        Positions in the window, sorted within a batch. Batches with the most work come first, or with ``several`` row
+        after row. If there are enough samples, the number of batches is a multiple of ``multiple``.
     """
     if not len(lengths[primary(lengths)]):
         return Batches.concatenate([])
@@ -47,21 +47,21 @@ def pack(
 class Bin:
     """A batch that is being filled."""
 
-    load: float  # cost of its items, plus what it was given beforehand so that others fill first
-    room: float  # the largest item that still fits has this size
-    slots: int  # items that it may still take
+    load: float  # cost of its items, plus a start value that lets other batches be filled first
+    room: float  # size of the largest item that still fits
+    slots: int  # number of items that it may still get
     used: list[float]  # sum over its items, for each limit on a sum
     members: list[int] = field(default_factory=list)
 
 
 class Room:
-    """The limits of a bin, into which the largest items go first: on the sums over its items, and on their number.
+    """The limits of a batch, on sums over its items and on their number; the largest items are put in first.
 
     Args:
-        sums: (units of each item, largest sum in a bin); the first of them defines the size of an item.
-        slots: most items of a bin.
-        asked: (number of items, largest item) -> largest first sum of such a bin.
-        together: whether these items fit one bin, for budgets that are not limits on sums.
+        sums: (units of each item, largest sum in a batch); the first one gives the size of an item.
+        slots: int, most items of a batch.
+        asked: function (number of items, largest item) -> largest first sum of such a batch.
+        together: function that tells whether items fit one batch, for budgets that are no limits on sums.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Room:
         return Bin(load, self.sums[0][1] if slots else -1, slots, [0] * len(self.sums))
 
     def admits(self, bin: Bin, item: int) -> bool:
-        """Whether an item, which fits an empty bin, also fits this bin."""
+        """Returns whether an item that fits an empty batch also fits this one."""
         if not bin.members:
             return bin.slots > 0
         if bin.room < self.sizes[item]:
@@ -96,10 +96,11 @@ class Room:
             bin.room = min(bin.room, self._asked(len(bin.members) + 1, bin.members[0]) - bin.used[0])
 
 
-# List scheduling, longest processing time first (LPT; Graham 1969), under limits. Bins with too little room for an item
-# wait in a heap, ordered by room, until an item is small enough: a bin waits once at most per item in it. O(N log N).
+# List scheduling, longest processing time first (LPT; Graham 1969), under limits. Batches with too little room for an
+# item wait in a heap, sorted by room, until an item is small enough; each waits at most once per item in it. O(N log
+# N).
 def least_loaded(order: Iterable[int], costs: Sequence[float], bins: list[Bin], room: Room) -> bool:
-    """Put each item, in this order, into the least loaded bin that it fits; False as soon as one fits none."""
+    """Puts each item, in this order, into the batch with the least load that it fits; returns False if it fits none."""
     open_ = [(bin.load, number) for number, bin in enumerate(bins)]
     heapq.heapify(open_)
     waiting: list[tuple[float, int]] = []
@@ -124,14 +125,14 @@ def least_loaded(order: Iterable[int], costs: Sequence[float], bins: list[Bin], 
     return True
 
 
-# List scheduling of several costs at once: the dot product of a bin's loads with an item's costs is how much the sum of
-# squared loads would grow (Panigrahy et al. 2011 pack bins by it). O(N * bins).
+# List scheduling with several costs: the dot product of a batch's loads with an item's costs is how much the sum of
+# squared loads would grow (Panigrahy et al. 2011 pack bins with it). O(N * batches).
 def least_alike(
     order: Iterable[int], costs: NDArray[np.float64], loads: NDArray[np.float64], bins: list[Bin], room: Room
 ) -> bool:
-    """Put each item, in this order, into the bin that it fits and whose squared loads grow least; False: none fits.
+    """Puts each item, in order, into the batch that it fits and whose squared loads grow least; False: none fits.
 
-    ``costs``: (N, K), of each item; ``loads``: (bins, K), the initial loads, to which costs are added."""
+    ``costs``: (N, K), of each item; ``loads``: (batches, K), the initial loads, to which costs are added."""
     for item in order:
         by_growth = np.argsort(loads @ costs[item], kind="stable").tolist()
         number = next((number for number in by_growth if room.admits(bins[number], item)), None)
@@ -143,7 +144,7 @@ def least_alike(
 
 
 def best_fit(order: Iterable[int], costs: Sequence[float], new: Callable[[], Bin], room: Room) -> list[Bin]:
-    """Put each item, in order, into the fullest bin that it fits, or into a new bin. O(N log bins), N insertions."""
+    """Puts each item, in order, into the fullest batch that it fits, or a new one. O(N log batches), N insertions."""
     bins: list[Bin] = []
     by_room: list[tuple[float, int]] = []
     for item in order:
@@ -160,7 +161,7 @@ def best_fit(order: Iterable[int], costs: Sequence[float], new: Callable[[], Bin
 
 
 def fill_empty(parts: list[list[int]]) -> None:
-    """Move an item into each empty part, from the part with the most items, as long as that part has two."""
+    """Moves an item into each empty part, from the part with the most items, if that part has two or more."""
     fullest = [(-len(part), number) for number, part in enumerate(parts) if part]
     heapq.heapify(fullest)
     for part in [part for part in parts if not part]:
@@ -172,7 +173,7 @@ def fill_empty(parts: list[list[int]]) -> None:
 
 
 def room_of(lengths: Streams, budget: Budget) -> Room:
-    """The limits of a budget on packed batches of these samples: limits on sums, or else calls of the budget."""
+    """Returns a budget's limits on packed batches of these samples: limits on sums, or else calls of the budget."""
     parts = budget.parts if type(budget) is AllOf else (budget,)
     capped = {part.stream for part in parts if isinstance(part, AdditiveCap)} if type(budget) is AllOf else set()
     sums: list[tuple[NDArray, float]] = []
@@ -197,8 +198,8 @@ def room_of(lengths: Streams, budget: Budget) -> Room:
 
 
 def _asked(budget: Budget, tokens: IntArray) -> Callable[[int, int], float]:
-    """Most tokens of a batch by (samples, its longest sample): bisection on a grid, all cells at once. A monotone
-    budget that allows a cell's tokens also allows them with fewer samples, or a shorter longest one."""
+    """Returns the most tokens of a batch by (samples, its longest sample), found by bisection on a grid. A monotone
+    budget that allows a cell's tokens also allows them with fewer samples, or a shorter longest sample."""
     counts = [n for n in COUNTS if n <= len(tokens)] + [len(tokens) + 1]
     longest: list[int] = np.unique(np.quantile(tokens, np.linspace(0, 1, LENGTHS), method="higher")).tolist()
     longest_of, count_of = (grid.ravel() for grid in np.meshgrid(longest, counts, indexing="ij"))
@@ -218,7 +219,7 @@ class Packing:
         self, lengths: Streams, budget: Budget, costs: NDArray[np.float64], multiple: int, several: NDArray | None
     ) -> None:
         wide = {name: values.astype(np.int64) for name, values in lengths.items()}
-        alone = budget.fits(BatchShape(np.ones(len(costs), np.int64), wide, wide))  # first, to name a missing stream
+        alone = budget.fits(BatchShape(np.ones(len(costs), np.int64), wide, wide))  # first: names missing streams
         self._room = room_of(lengths, budget)
         self._costs, self._list, self._multiple = costs, costs.tolist(), multiple
         self._several, self._each = several is not None, costs[None] if several is None else several
@@ -228,7 +229,7 @@ class Packing:
         self._oversize: list[int] = order[~alone[order]].tolist()
 
     def rows(self, per_step: float) -> list[list[int]]:
-        """The fewest rows; or one more, if rows then have equal work for at most 2 % more time. Law 9 needs this."""
+        """Returns the fewest rows; or one more, if rows then have equal work and take at most 2 % more time."""
         fewest = self._fewest()
         given = self._multiple == 1 or self._several or len(fewest) % self._multiple
         if given or self._judged(fewest, per_step)[1]:
@@ -240,7 +241,7 @@ class Packing:
         return more if time <= (WORTH if equal else 1.0) * self._judged(fewest, per_step)[0] else fewest
 
     def _judged(self, parts: list[list[int]], per_step: float) -> tuple[float, bool]:
-        """Predicted time of rows; and whether a row's batches are equal work, or one sample exceeds their mean."""
+        """Returns the predicted time of rows; and whether batches have equal work, or one sample exceeds their mean."""
         work = np.asarray([self._costs[part].sum() for part in parts])
         by_row = np.argsort(-work, kind="stable").reshape(-1, self._multiple)
         longest = np.asarray([self._costs[part].max() for part in parts])[by_row].max(axis=1)
@@ -249,7 +250,7 @@ class Packing:
         return per_step * len(rows) + rows[:, 0].sum(), bool(equal.all())
 
     def _fewest(self) -> list[list[int]]:
-        """The window in few rows, hardly more than best fit needs; every batch has a sample."""
+        """Returns the window in few rows, hardly more than best fit needs; every batch has a sample."""
         rows = self._num_rows(self._least_bins())
         found = self.balanced(rows)
         if found is None:
@@ -262,7 +263,7 @@ class Packing:
         return [*([s] for s in self._oversize), *found]
 
     def _least_bins(self) -> int:
-        """Lower bound on the number of batches, by the sums alone; a limit of 0 admits samples without tokens."""
+        """Returns a lower bound on the number of batches, by the sums alone (a limit of 0 allows empty samples)."""
         sums = ((sum(units[s] for s in self._order), limit) for units, limit in self._room.sums)
         by_sums = (math.ceil(total / max(limit, 1)) for total, limit in sums)
         return max(-(-len(self._order) // self._room.bin().slots), *by_sums)
@@ -271,9 +272,8 @@ class Packing:
         return -(-(bins + len(self._oversize)) // self._multiple)
 
     def balanced(self, rows: int) -> list[list[int]] | None:
-        """The samples that fit alone, in ``rows`` rows less the oversize batches; None if they do not fit.
-
-        With several costs, each cost sets the paces of the rows by itself."""
+        """Returns the samples that fit alone in ``rows`` rows less the oversize batches; None: they do not fit. With
+        several costs, each cost sets the rows' work by itself."""
         count = min(rows * self._multiple, len(self._order) + len(self._oversize)) - len(self._oversize)
         if count < 1:
             return None if self._order else []
@@ -293,7 +293,7 @@ class Packing:
 
 
 def _paces(dearest: NDArray[np.float64], rows: int, multiple: int) -> list[float]:
-    """Work that each batch of a row should hold. While a sample exceeds the mean of what is left, it sets a row's pace."""
+    """Returns the work that a row's batches should have; a sample above the mean of the rest sets its row's work."""
     rest, paces = float(dearest.sum()), []
     for row in range(rows):
         mean, first = rest / ((rows - row) * multiple), row * multiple

@@ -1,6 +1,6 @@
-"""Cuts one padded window of samples into batches that fit, of least predicted time: runs of samples of similar length.
+"""Cuts one padded window of samples into batches that fit and take the least predicted time: runs of neighbours.
 
-A division of an ordered window into runs is its offsets: int64 (B + 1,), from 0 to the number of samples.
+A cut of an ordered window into runs is given by its offsets: int64 (B + 1,), from 0 to the number of samples.
 """
 
 import heapq
@@ -20,16 +20,16 @@ from dynagroup.plan.cost import Work
 from dynagroup.plan.multistream import RunMaxima, alike_order
 from dynagroup.shapes import BatchShape, IntArray, Streams, largest_within, primary, round_up
 
-# Above so many samples, or runs if each were as long as fits, `one_by_one` cuts: 0.1 % more time, a fifth of the work.
+# # With more samples, or more runs if each were as long as fits, `one_by_one` cuts: 0.1 % more time, five times faster.
 EXACT_UP_TO, MANY_RUNS = 1 << 12, 128
-FEWEST = 1e12  # a price of a batch above that of any padding, which gives the fewest batches
-FINE = 128  # least number of places where a run may end, between its start and its longest reach
+FEWEST = 1e12  # a price of a batch that is above that of any padding, which gives the fewest batches
+FINE = 128  # least number of places where a run may end, between its start and the farthest place
 TILE = 256
-TINY = 1e-9  # stands for the work of an empty sample, which fits every batch
+TINY = 1e-9  # replaces the work of an empty sample, which fits every batch
 
 
 def longest_batches_first(batches: Batches, lengths: Streams, budget: Budget) -> IntArray:
-    """Numbers of a cut's batches, the one with the longest sample first. With one padded stream: unchanged."""
+    """Returns the numbers of a cut's batches, the one with the longest sample first (unchanged with one stream)."""
     names = padded_streams(budget, lengths)
     if len(names) == 1:
         return np.arange(len(batches))
@@ -40,10 +40,8 @@ def longest_batches_first(batches: Batches, lengths: Streams, budget: Budget) ->
 def in_order(
     lengths: Streams, budget: Budget, work: Work, rounded: RoundBatch | None
 ) -> "tuple[IntArray, OrderedWindow]":
-    """The positions of a padded window in the order in which it is cut, and the window in that order; not empty.
-
-    With one padded stream the order is longest first, which is optimal.
-    """
+    """Returns the positions of a padded window in the order in which it is cut, and the window in that order; not
+    empty. With one padded stream the order is longest first, which is optimal."""
     names = padded_streams(budget, lengths)
     several = len(names) > 1
     order = alike_order([lengths[n].astype(np.int64) for n in names]) if several else longest_first(lengths)
@@ -59,17 +57,15 @@ def in_order(
 
 @dataclass(frozen=True, slots=True)
 class OrderedWindow:
-    """A window in the order in which it is cut. Adding a sample to a run never reduces its work.
+    """A window in the order in which it is cut. Adding a sample to a run never reduces the run's work. With one padded
+    stream, ``work`` falls, and every sample of a run is padded to its first one."""
 
-    With one padded stream ``work`` falls, and every sample of a run is padded to its first one.
-    """
-
-    work: NDArray[np.float64]  # work of the sample at each position by itself: float64 (N,)
-    most: IntArray  # most samples of a run that starts at each position: int64 (N,), from 1 to what is left
-    allowed: IntArray | None = None  # allowed batch sizes, ascending, 1 among them; None: any
-    streams: tuple[NDArray[np.float64], ...] = ()  # with several padded streams: work of each sample in each
+    work: NDArray[np.float64]  # float64 (N,), work of each sample alone
+    most: IntArray  # int64 (N,), most samples of a run that starts at each position, from 1 to what is left
+    allowed: IntArray | None = None  # allowed batch sizes, ascending, 1 included; None: all
+    streams: tuple[NDArray[np.float64], ...] = ()  # with several padded streams: work of each sample in each stream
     maxima: tuple[RunMaxima, ...] = ()
-    limits: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))  # a run's work may be; none: anything
+    limits: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))  # possible work of a run; empty: any
 
     def __post_init__(self) -> None:
         reach = int(self.most.max(initial=1))
@@ -79,7 +75,7 @@ class OrderedWindow:
         return len(self.work)
 
     def work_of(self, starts: IntArray | int, sizes: IntArray | int) -> NDArray[np.float64]:
-        """Work of the runs with these starts and numbers of samples."""
+        """Returns the work of the runs with these starts and numbers of samples."""
         if not self.maxima:
             return sizes * self.work[starts]
         return sizes * np.sum([maxima.of(starts, sizes) for maxima in self.maxima], axis=0)
@@ -88,11 +84,11 @@ class OrderedWindow:
         return self.work_of(offsets[:-1], offsets[1:] - offsets[:-1])
 
     def rounded(self, sizes: IntArray) -> IntArray:
-        """The largest allowed sizes that are not above ``sizes``."""
+        """Returns the largest allowed sizes of at most ``sizes``."""
         return sizes if self.allowed is None else self.allowed[np.searchsorted(self.allowed, sizes, side="right") - 1]
 
     def sizes_under(self, limits: NDArray[np.float64]) -> IntArray:
-        """Samples of the longest run from each position with work up to each limit: int64 (N, limits), at least 1."""
+        """Returns the number of samples in the longest run from each position within each limit: int64 (N, limits)."""
         if not self.maxima:
             by_work = limits / np.maximum(self.work, TINY)[:, None]
             sizes = np.minimum(by_work, len(self), out=by_work).astype(np.int64)
@@ -106,8 +102,8 @@ class OrderedWindow:
         return self.rounded(low)
 
     def greedy(self, start: int, stop: int, most_runs: int) -> Callable[[float], list[int]]:
-        """A function from a limit of work to the offsets of greedy runs from ``start`` to ``stop``, at most
-        ``most_runs``: each as long as the limit allows. No cut under the limit has fewer: later starts reach as far."""
+        """Returns a function from a limit of work to the offsets of greedy runs from ``start`` to ``stop``, at most
+        ``most_runs``, each as long as the limit allows. No other cut under the limit has fewer runs."""
         work, most = np.maximum(self.work[start:stop], TINY).tolist(), self.most[start:stop].tolist()
         allowed = None if self.allowed is None else self.allowed.tolist()
         streams, num = [s[start:stop] for s in self.streams], len(work)
@@ -132,7 +128,7 @@ class OrderedWindow:
         return under
 
     def least_time(self, price: float) -> IntArray:
-        """Offsets of the runs of least total work plus ``price`` each; exact up to 4,096 samples."""
+        """Returns the offsets of runs of least total work plus ``price`` per run; exact up to 4,096 samples."""
         large = len(self) > EXACT_UP_TO
         if self.streams or (self.allowed is not None and not large):
             return by_places(self, price)
@@ -140,7 +136,7 @@ class OrderedWindow:
         return one_by_one(self, price) if many else by_queue(self, price)
 
     def middle(self, start: int, stop: int) -> int | None:
-        """Where to split a run so that the larger of both parts has the least work; None: no sizes are allowed."""
+        """Returns where to split a run so that the larger part has the least work; None: no allowed sizes."""
         first = np.arange(1, stop - start)
         if self.allowed is not None:
             first = first[np.isin(first, self.allowed) & np.isin(stop - start - first, self.allowed)]
@@ -151,8 +147,8 @@ class OrderedWindow:
 
 
 def most_by_start(ordered: Streams, budget: Budget) -> IntArray:
-    """The most samples of a batch that starts at each position of the window: int64 (N,), at least 1. A single stream
-    must be sorted, longest first; several may be in any order. A batch that starts later reaches at least as far."""
+    """Returns the most samples of a batch that starts at each position: int64 (N,), at least 1. A single stream must be
+    sorted, longest first; several may have any order. Batches that start later end at least as far along."""
     tokens = ordered[primary(ordered)]
     left = np.arange(len(tokens), 0, -1)
     firsts = np.concatenate([[0], np.flatnonzero(np.diff(tokens)) + 1])
@@ -160,13 +156,13 @@ def most_by_start(ordered: Streams, budget: Budget) -> IntArray:
     if table is None:
         return np.minimum(np.maximum(_by_search(ordered, budget), 1), left)
     if (np.diff(table) < 0).any():
-        raise BudgetError("`budget.largest` falls for shorter samples; a budget must never refuse a smaller batch")
+        raise BudgetError("`budget.largest` must not fall when samples are shorter; check it with assert_budget_law")
     return np.minimum(np.repeat(np.maximum(table, 1), np.diff(np.append(firsts, len(tokens)))), left)
 
 
 def _by_search(ordered: Streams, budget: Budget) -> IntArray:
-    """Most samples of a batch from each start, where the longest sample alone does not decide. Bisection for all starts
-    at once, up to a reach that is doubled for those for which it is too short."""
+    """Returns the most samples of a batch from each start, if the longest sample alone does not decide. Bisects all
+    starts at once, up to a reach that is doubled where it is too short."""
     num, reach = len(ordered[primary(ordered)]), 64
     begin, sums = np.arange(num), {name: offsets_of(values) for name, values in ordered.items()}
     found = np.zeros(num, np.int64)
@@ -187,17 +183,17 @@ def _by_search(ordered: Streams, budget: Budget) -> IntArray:
 
 
 # Dynamic programming over the places where runs may end: best[stop] = min over start of best[start] + price + work of
-# the run between. With several streams this work is no straight line, so all starts within the budget's reach of a stop
-# are tried, of places that are at least 1/128 of the reach apart. O(N * 128) arithmetic in whole tiles, and some
-# microseconds per place. Exact if no run may hold more than 256 samples.
+# the run from start to stop. With several streams this work is no straight line, so for each stop all starts within the
+# budget's reach are tried, at places at least 1/128 of the reach apart. O(N * 128) arithmetic in tiles, plus some
+# microseconds per place. Exact if no run can have more than 256 samples.
 def by_places(window: OrderedWindow, price: float) -> IntArray:
-    """The cut of least time if there are several padded streams, or if only some batch sizes are allowed."""
+    """Returns the cut of least time for several padded streams, or if only some batch sizes are allowed."""
     places = _places(window.most) if window.allowed is None else np.arange(len(window) + 1)
     reach = np.searchsorted(places, places[:-1] + window.most[places[:-1]], side="right") - 1
     last = len(places) - 1
-    starts = np.arange(1, last + 1) - np.searchsorted(reach, np.arange(1, last + 1))  # starts that reach a stop
+    starts = np.arange(1, last + 1) - np.searchsorted(reach, np.arange(1, last + 1))  # number of starts per stop
     beyond = np.zeros(int(starts.max()))
-    # largest work between neighbouring places, in each stream; and `best`: both from the last place to the first
+    # Largest work between neighbouring places, in each stream, and `best`; both from the last place to the first.
     parts = [np.append(np.maximum.reduceat(of, places[:-1])[::-1], beyond) for of in window.streams or (window.work,)]
     behind, came_from = np.full(last + 1 + len(beyond), np.inf), [0]
     behind[last] = 0.0
@@ -220,7 +216,7 @@ def by_places(window: OrderedWindow, price: float) -> IntArray:
 
 
 def _places(most: IntArray) -> IntArray:
-    """Places where runs may start and end: every sample, or if runs may be long, places 1/128 of the reach apart."""
+    """Returns places where runs may start and end: every sample, or for long runs places 1/128 of the reach apart."""
     num = len(most)
     if most.max() < 2 * FINE:
         return np.arange(num + 1)
@@ -230,19 +226,19 @@ def _places(most: IntArray) -> IntArray:
     return np.asarray(places, np.int64)
 
 
-# Convex hull trick on a monotone queue: best[stop] = min over start of best[start] + price + (stop - start) * work.
-# Every start is a straight line in `stop`, from its own place to its reach. Later lines are flatter and reach further,
-# so a later line that has overtaken an earlier one stays ahead. The queue holds the lines that will be best somewhere,
-# each with the stop at which it overtakes the line before it. A line overtaken before it gets ahead is dropped. O(N).
+# Convex hull trick with a monotone queue: best[stop] = min over start of best[start] + price + (stop - start) * work.
+# Each start is a straight line in `stop`, valid up to the start's reach. Later lines are flatter and valid further, so
+# a later line that has fallen below an earlier one stays below. The queue has the lines that are lowest somewhere, each
+# with the stop at which it falls below the line before. A line that is never the lowest is removed. O(N).
 def by_queue(window: OrderedWindow, price: float) -> IntArray:
-    """The cut of exactly least predicted time, for one padded stream."""
+    """Returns the cut of exactly the least predicted time, for one padded stream."""
     num = len(window)
-    work, after = window.work.tolist(), (np.arange(1, num + 1) + window.most).tolist()  # first stop out of reach
+    work, after = window.work.tolist(), (np.arange(1, num + 1) + window.most).tolist()  # first stop past the reach
     came_from, since = [0] * (num + 1), [0] * (num + 1)
-    base, slope, limit = price, work[0], after[0]  # of the last line; the queue is lines[front : tail + 1]
+    base, slope, limit = price, work[0], after[0]  # those of the last line; the queue is lines[front : tail + 1]
     lines = [(0, base, slope, limit)] * (num + 1)
-    best, best_base, best_slope = 0, base, slope  # the front line, which is best now
-    front, tail, upcoming = 0, 0, num + 1  # upcoming: the stop at which the next line overtakes it
+    best, best_base, best_slope = 0, base, slope  # the front line, the lowest one at the current stop
+    front, tail, upcoming = 0, 0, num + 1  # upcoming: the stop at which the next line becomes the lowest
     for stop in range(1, num):
         if upcoming <= stop:
             front += 1
@@ -274,11 +270,11 @@ def by_queue(window: OrderedWindow, price: float) -> IntArray:
     return offsets_of_path(came_from)
 
 
-# Greedy: a run ends where the padding that it saves to end there pays for a new run. That saving grows with every
-# sample, so the end is found by bisection, from the previous run's length on. Neighbours in a window are alike, so the
-# next run cannot gain much from another end, and the cut is nearly as good as the exact one. O(B log N).
+# Greedy: a run ends where the padding that is saved by ending there pays for a new run. The saving grows with every
+# sample, so the end is found by bisection, beginning with the previous run's length. Neighbours in a window are
+# similar, so the next run gains little from another end, and the cut is nearly as good as the exact one. O(B log N).
 def one_by_one(window: OrderedWindow, price: float) -> IntArray:
-    """Runs from the longest sample on. Each run ends where its price and padding per sample are least."""
+    """Cuts runs from the longest sample on; each run ends where its price and padding per sample are least."""
     num, sums = len(window), np.append(0.0, np.cumsum(window.work)).data
     work, most = window.work.data, window.most.data
     allowed = None if window.allowed is None else window.allowed.data
@@ -299,7 +295,7 @@ def one_by_one(window: OrderedWindow, price: float) -> IntArray:
 
 
 def split_dearest(window: OrderedWindow, offsets: IntArray, number: int) -> IntArray:
-    """Split the run of most work until there are ``number`` runs, or no run can be split; parts have allowed sizes."""
+    """Splits the run of most work until there are ``number``, or no run can be split into parts of allowed sizes."""
     if len(offsets) > number:
         return offsets
     runs = zip(*(values.tolist() for values in (window.total(offsets), offsets[:-1], offsets[1:])), strict=True)

@@ -1,4 +1,4 @@
-"""Parts of equal cost; micro-batches for samples already in memory, as in reinforcement learning after a rollout."""
+"""Divides items into parts of equal cost, and samples in memory into micro-batches, as after a rollout in RL."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -23,17 +23,17 @@ def balanced_partitions(
     costs: Sequence[float] | np.ndarray, num_parts: int, *,
     sizes: Sequence[float] | np.ndarray | None = None, limit: float | None = None, equal_size: bool = False,
 ) -> list[list[int]]:  # fmt: skip
-    """Divide items into parts of about equal total cost, each within a limit of total size.
+    """Divides items into parts of about equal total cost, each within a limit of total size.
 
     Args:
-        costs: cost of each item, at least 0.
-        num_parts: number of parts; some stay empty if there are fewer items.
-        sizes: size of each item, for ``limit`` (in tokens, say); default: the costs.
-        limit: largest sum of sizes in a part; None: no limit.
-        equal_size: give all parts the same number of items, give or take one.
+        costs: float (N,), cost of each item, at least 0.
+        num_parts: int, number of parts; some are empty if there are fewer items.
+        sizes: float (N,), size of each item, to which ``limit`` applies. None: the costs.
+        limit: float, largest sum of sizes in a part; None: no limit.
+        equal_size: True gives all parts the same number of items, or one more.
 
     Returns:
-        ``result[part]``: positions in ``costs``, ascending; every item is in exactly one part.
+        ``result[part]``: sorted positions in ``costs``; every item is in exactly one part.
 
     Raises:
         ConfigError: an argument is wrong. BudgetError: no division within the limit was found.
@@ -48,7 +48,7 @@ def balanced_partitions(
     cost = _numbers("costs", costs)
     size = cost if sizes is None else _numbers("sizes", sizes)
     if len(size) != len(cost):
-        raise ConfigError(f"`sizes` must be as many as `costs` ({len(cost)}), but are {len(size)}")
+        raise ConfigError(f"`sizes` must have {len(cost)} entries, as `costs`, but has {len(size)}")
     most = np.inf if limit is None else check_number("limit", limit, or_zero=True, finite=False)
     each, over = divmod(len(cost), num_parts)
     slots = [each + (part < over) if equal_size else len(cost) for part in range(num_parts)]
@@ -58,7 +58,7 @@ def balanced_partitions(
 
 
 def _divided(cost: NDArray[np.float64], size: NDArray[np.float64], slots: list[int], most: float) -> list[list[int]]:
-    """Parts within the limit, of up to ``slots`` items. Without one, the largest cost is at most 4/3 of the least."""
+    """Returns parts within the limit, of up to ``slots`` items; without limit, costs are at most 4/3 of the best."""
     room, costs = Room([(size, most)], len(cost)), cost.tolist()
     bins = [room.bin(slots=items) for items in slots]
     if size.max(initial=0.0) <= most:
@@ -69,7 +69,7 @@ def _divided(cost: NDArray[np.float64], size: NDArray[np.float64], slots: list[i
         if len(found) <= len(slots):
             return [bin.members for bin in found] + [[] for _ in slots[len(found) :]]
         bins = [room.bin(slots=items) for items in slots]
-        for item in range(len(cost)):  # first fit: callers may have counted the parts this way
+        for item in range(len(cost)):  # first fit, because callers may have counted parts in this way
             number = next((number for number, bin in enumerate(bins) if room.admits(bin, item)), None)
             if number is None:
                 break
@@ -77,16 +77,16 @@ def _divided(cost: NDArray[np.float64], size: NDArray[np.float64], slots: list[i
         else:
             return [bin.members for bin in bins]
     least = max(math.ceil(size.sum() / most * (1 - 1e-12)), int((size > most / 2).sum()))
-    why = f"they need at least {least}" if least > len(slots) else "list scheduling, best fit and first fit found none"
+    why = f"at least {least} are needed" if least > len(slots) else "list scheduling, best fit and first fit failed"
     items = f"{len(size)} items of size {size.sum():g}, the largest {size.max():g},"
-    way_out = f"{why}; allow more parts or a higher limit"
-    raise BudgetError(f"{items} are not divided into {len(slots)} parts of at most {most:g} each: {way_out}")
+    way_out = f"({why}); allow more parts or a higher limit"
+    raise BudgetError(f"{items} do not fit into {len(slots)} parts of at most {most:g} each {way_out}")
 
 
 def _numbers(name: str, values: Sequence[float] | np.ndarray) -> NDArray[np.float64]:
     array = np.asarray(values, np.float64)
     if array.ndim != 1 or not np.isfinite(array).all() or (array < 0).any():
-        raise ConfigError(f"`{name}` must be one finite number of at least 0 for each item")
+        raise ConfigError(f"`{name}` must be one finite number of at least 0 for each item; correct {values!r:.80}")
     return array
 
 
@@ -94,17 +94,17 @@ def shard_micro_batches(
     lengths: Sequence[int] | np.ndarray | Mapping[str, Any], num_ranks: int, budget: Budget | int, *,
     multiple_of: int = 1, work: Work | None = None, oversize: Oversize = "alone",
 ) -> list[list[list[int]]]:  # fmt: skip
-    """Divide samples over ranks: equally many micro-batches on each, within the budget, of about equal cost.
+    """Divides samples into micro-batches for all ranks: equally many on each, within the budget, of about equal work.
 
-    Every rank calls it with the lengths of all ranks' samples and takes its own entry; ranks do not communicate.
+    Every rank calls it with the lengths of all ranks' samples, and uses its own entry; ranks exchange nothing.
 
     Args:
-        lengths: tokens of each sample over all ranks, or a dict of named streams.
-        num_ranks: data-parallel ranks.
-        budget: limit of a micro-batch; a number means that many tokens.
-        multiple_of: the number of micro-batches on a rank is a multiple of this (e.g. of the pipeline stages).
-        work: predicted time of a micro-batch, e.g. ``Work.of(model)``; the ranks get about equal work.
-        oversize: what becomes of a sample that does not fit even alone: "alone" and "drop" warn, "error" raises.
+        lengths: int (N,), tokens of each sample over all ranks, or a dict by stream.
+        num_ranks: int, number of data-parallel ranks.
+        budget: limit of a micro-batch; an int means that many tokens.
+        multiple_of: int: the number of micro-batches per rank is a multiple of it (e.g. of the pipeline stages).
+        work: predicted time of a micro-batch, e.g. ``Work.of(model)``, which ranks share equally.
+        oversize: what to do with a sample that does not fit even alone: "alone" and "drop" warn, "error" raises.
 
     Returns:
         ``result[rank][step]``: positions in ``lengths``; every sample is in exactly one micro-batch.
@@ -128,15 +128,15 @@ def shard_micro_batches(
     work = planner.config.work
     batches = cut(streams, planner.budget, every, work=work)
     if len(batches) % every:
-        more = f"num_ranks x multiple_of = {every}; collect {-len(kept) % every} more samples, or use a smaller multiple_of"
-        raise ConfigError(f"{len(kept)} samples, one in each micro-batch, are not a multiple of {more}")
+        more = f"{every} (num_ranks x multiple_of); collect {-len(kept) % every} more, or use a smaller multiple_of"
+        raise ConfigError(f"{len(kept)} samples cannot be divided into micro-batches whose number divides by {more}")
     cost = work.of_batches(batches, streams, planner.budget)
     shards: list[list[list[int]]] = [[] for _ in range(num_ranks)]
     load = np.zeros(num_ranks)
-    # with several costs, `cut` has balanced the rows in all of them; sorting by work would undo that
+    # With several costs, `cut` has balanced rows in all of them, so they are not sorted by work.
     in_rows = every > 1 and costs_of_rows(streams, planner.budget, work) is not None
     rows = (np.arange(len(cost)) if in_rows else np.argsort(-cost, kind="stable")).reshape(-1, num_ranks)
-    for row in rows.tolist():  # batches of similar cost; the most expensive one goes to the rank with the least load
+    for row in rows.tolist():  # batches of similar cost; the most expensive one goes to the rank with the least work
         for rank, number in zip(np.argsort(load, kind="stable"), row, strict=True):
             shards[rank].append(kept[batches[number]].tolist())
             load[rank] += cost[number]

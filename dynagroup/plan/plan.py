@@ -1,4 +1,4 @@
-"""An epoch's plan as data: its batches, their steps and ranks, and its statistics."""
+"""An epoch's plan as data: its batches, by step and rank, and statistics."""
 
 import hashlib
 from collections.abc import Mapping
@@ -20,20 +20,20 @@ from dynagroup.shapes import BatchShape, IntArray, Streams
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Batches of one epoch on all ranks, with statistics. It covers the whole epoch, what remains of it, or one window.
+    """The batches of an epoch on all ranks, with statistics; or of the rest of an epoch, or of one window.
 
     Args:
-        batches: all batches, dataset indices, row after row.
-        table: int64 (num_steps, world_size), batch numbers; -1: no batch (only in baselines for comparison).
-        update_ends: bool (num_steps,), whether an optimizer update ends with this row.
+        batches: all batches of dataset indices, row after row (a row is one batch for each rank, run in the same step).
+        table: int64 (num_steps, world_size), numbers of batches; -1: no batch (only in plans for comparison).
+        update_ends: bool (num_steps,), whether an optimizer update ends with the step.
         loss_scale: float64 (num_steps, world_size), factor for a batch's mean per-sample loss, see ``step.loss_scale``.
-        repeated: dataset indices of samples that are in a row a second time, to fill it; their weight is 0.
+        repeated: dataset indices of samples that are repeated with weight 0, to fill a row.
         dropped: dataset indices left out by ``oversize="drop"`` or ``uneven="drop"``, as often as drawn.
-        start, end: the places in the epoch before and after these steps.
-        windows: number of rows of each window or update; each is cut by itself.
+        start, end: the points in the epoch before and after these steps.
+        windows: number of rows of each window or update, which are planned separately.
         lengths: the dataset's lengths, stream -> int32 (N,).
         sample_kinds: the kind of each sample of the dataset.
-        budget: the limit that the batches keep.
+        budget: the limit of a batch.
         oversize: dataset indices of samples that do not fit even alone.
         work: predicts the time of a batch.
 
@@ -68,13 +68,13 @@ class BatchPlan:
 
     @cached_property
     def rows(self) -> list[list[list[int]]]:
-        """``rows[step][rank]``: dataset indices of that batch."""
+        """The batches: ``rows[step][rank]`` is a list of dataset indices."""
         batches = [batch.tolist() for batch in self.batches]
         return [[batches[number] for number in row] for row in self.table.tolist()]
 
     @cached_property
     def kinds(self) -> list[list[Any]]:
-        """``kinds[step][rank]``: the kind of that batch."""
+        """The kinds of the batches: ``kinds[step][rank]``."""
         labels, codes = self.sample_kinds.labels, self.sample_kinds.codes[self.batches.order[self.batches.offsets[:-1]]]
         return [[labels[code] for code in row] for row in codes[self.table].tolist()]
 
@@ -94,17 +94,17 @@ class BatchPlan:
 
     @cached_property
     def padded(self) -> IntArray:
-        """Tokens that a device computes for every batch, with padding, summed over padded streams: int64 (B,)."""
+        """Tokens that a device computes for every batch, with padding, over all padded streams: int64 (B,)."""
         return padded_tokens(self.shapes, self.budget)
 
     @property
     def padded_lengths(self) -> Streams:
-        """The dataset's lengths in its padded streams, which are those that count as tokens."""
+        """The dataset's lengths in the padded streams only."""
         return {name: self.lengths[name] for name in padded_streams(self.budget, self.lengths)}
 
     @cached_property
     def _work(self) -> NDArray[np.float64]:
-        """Predicted work of every batch by stream: float64 (num_steps, world_size, streams)."""
+        """Predicted work of every batch by stream, in linear tokens: float64 (num_steps, world_size, streams)."""
         found = self.work.by_stream(self.batches, self.lengths, self.budget)
         return np.append(found, np.zeros((1, found.shape[1])), axis=0)[self.table]
 
@@ -115,18 +115,16 @@ class BatchPlan:
 
     @property
     def predicted_time(self) -> float:
-        """Predicted time of all steps, in linear tokens: their fixed cost and slowest ranks, see ``Work.meet``."""
+        """Predicted time of all steps in linear tokens: fixed costs, and the slowest rank's work, see ``Work.meet``."""
         return self.work.of_rows(self._work)
 
     @cached_property
     def statistics(self) -> Mapping[str, float]:
-        """Statistics by name: counts, tokens, ``efficiency`` (real over padded tokens), row imbalance.
+        """Statistics by name: counts, tokens, ``efficiency`` (real over padded tokens), ``row_imbalance``.
 
-        Tokens are summed over all padded streams: every stream except those that an ``AdditiveCap`` names.
-
-        ``row_imbalance`` is the predicted time of all rows, divided by their time if all ranks had equal work: 1.0 at
-        best. With several streams, ``imbalance_NAME`` is the median over rows of a stream's largest sum over its mean.
-        """
+        Tokens are those of all padded streams. ``row_imbalance`` is the predicted time of all rows over their time if
+        all ranks had equal work: 1.0 is the best. With several streams, ``imbalance_NAME`` is the median, over rows, of
+        a stream's largest sum on a rank over its mean sum."""
         sizes, padded, mean = self.batches.sizes, int(self.padded.sum()), self.work_by_row.mean(axis=1).sum()
         real = int(real_tokens(self.shapes, self.budget).sum())
         quantiles = np.quantile(sizes, [0.0, 0.5, 1.0]) if len(sizes) else np.zeros(3)
@@ -151,40 +149,40 @@ class BatchPlan:
         }
 
     def _imbalance(self, stream: str) -> float:
-        """Median over non-empty rows of a stream's largest sum on a rank, divided by the mean of ranks."""
+        """Returns the median, over rows that are not empty, of a stream's largest sum on a rank over its mean sum."""
         by_row = np.append(self.shapes.total[stream], 0)[self.table].astype(np.float64)
         by_row = by_row[by_row.any(axis=1)]
         return float(np.median(by_row.max(axis=1) / by_row.mean(axis=1))) if len(by_row) else 1.0
 
     @property
     def fingerprint(self) -> str:
-        """Sixteen hexadecimal digits that change with any batch, its rank, or its place."""
+        """A hash of the plan, sixteen hexadecimal digits: changes if any batch, or its rank or place, changes."""
         digest = hashlib.blake2b(digest_size=8)
         for array in (self.batches.order, self.batches.offsets, self.table, self.update_ends):
             digest.update(np.ascontiguousarray(array).data)
         return digest.hexdigest()
 
     def report(self, batch_size: int | None = None) -> str:
-        """A table that compares the plan with shuffled batches of a fixed size. Read it before a long run.
+        """Returns a table that compares the plan with shuffled batches of a fixed size; read it before a long run.
 
         Args:
-            batch_size: samples per rank that you use today; None: as many of the longest samples as fit one batch.
+            batch_size: int, samples per rank that you use today; None: as many of the longest samples as fit a batch.
         """
         from dynagroup.plan.report import report_of
 
         return report_of(self, batch_size)
 
     def plot(self) -> Any:
-        """A matplotlib figure: the padding of shuffled batches of a fixed size, and of this plan."""
+        """Returns a matplotlib figure of the padding in this plan and in shuffled batches of a fixed size."""
         from dynagroup.plan.plots import plot_ways
         from dynagroup.plan.report import Way, shuffled_way
 
         return plot_ways([shuffled_way(self, None)[0], Way("this plan", self)])
 
     def to_parquet(self, path: str | Path) -> None:
-        """Write indices alone, for other engines: a row for each sample of each batch, step after step, with int64 columns
-        ``update``, ``step``, ``rank``, ``sample`` (dataset index) and the batch's ``loss_scale`` (float64; 0 where it only fills
-        its row). Row groups have 4,096 steps. Needs pyarrow."""
+        """Writes the plan for other engines: one row per sample of each batch, with int64 columns ``update``, ``step``,
+        ``rank``, ``sample`` (dataset index) and the batch's ``loss_scale`` (float64; 0 if the batch only fills its
+        row). Row groups have 4,096 steps. Needs pyarrow."""
         import pyarrow as pa
         from pyarrow.parquet import ParquetWriter
 
@@ -198,7 +196,7 @@ class BatchPlan:
                 file.write_table(pa.table(columns, schema))
 
     def to_html(self, path: str | Path) -> None:
-        """Write :meth:`report` and pictures of padding, work, memory and shapes as one static HTML file."""
+        """Writes :meth:`report` and pictures of padding, work, memory and shapes to one static HTML file."""
         Path(path).write_text(self._repr_html_(), encoding="utf-8")
 
     def _repr_html_(self) -> str:

@@ -1,7 +1,7 @@
-"""Plan an epoch: a rectangle ``rows[step][rank]`` of batches that fit, every sample exactly once.
+"""Plans an epoch as rows of batches that fit, ``rows[step][rank]``, with every sample exactly once.
 
-A plan is a pure function of (lengths, budget, settings, epoch, world size). It is made window by window, so that the
-first batch of any dataset is there at once and a run resumes, also on another number of ranks, from a few integers.
+A plan depends only on lengths, budget, settings, epoch and number of ranks. It is made window by window, so that the
+first batch of any dataset comes at once, and a run can resume from a few integers, also on another number of ranks.
 """
 
 import copy
@@ -35,19 +35,19 @@ Oversize: TypeAlias = Literal["alone", "error", "drop"]
 Uneven: TypeAlias = Literal["repeat", "drop"]
 Order: TypeAlias = "IntArray | EpochOrder | GroupedOrder"
 OneKind: TypeAlias = Literal["step", "batch"]
-Drawn: TypeAlias = "IntArray | None"  # dataset indices in the user's order
-Rows: TypeAlias = tuple[Batches, NDArray[np.bool_]]  # batches row after row; which only fill a row: bool (steps, ranks)
+Drawn: TypeAlias = "IntArray | None"  # dataset indices in the order of the user's sampler
+Rows: TypeAlias = tuple[Batches, NDArray[np.bool_]]  # batches, row after row; which only fill a row: (steps, ranks)
 
-LEFT_OUT = "learned limits leave out other samples than this epoch did (oversize='drop'): set_epoch to the next"
+LEFT_OUT = "learned limits leave out other samples than before (oversize='drop'); call set_epoch with the next epoch"
 BATCHES_PER_WINDOW = 100
 SAMPLED = 4096  # lengths from which the size of a window is estimated
-LEAST_SHARE = 8  # a rare kind has windows of at least 1/8 of the usual size, so that its batches vary, too
+LEAST_SHARE = 8  # a rare kind's windows have at least 1/8 of the usual size, so that its batches vary as well
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanConfig:
-    """How an epoch is cut into batches: the settings of :class:`~dynagroup.LengthAwareBatchSampler`, which explains
-    them. It does not depend on ranks, lengths or budget."""
+    """How an epoch is cut into batches: settings that :class:`~dynagroup.LengthAwareBatchSampler` explains. They do
+    not depend on ranks, lengths or budget."""
 
     shuffle: bool = False
     window: int | None = None
@@ -69,9 +69,9 @@ class PlanConfig:
         for name in ("seed", "hardest_first"):
             object.__setattr__(self, name, check_int(name, getattr(self, name), least=0))
         if self.window is not None and self.samples_per_update is not None:
-            raise ConfigError("`window` and `samples_per_update` exclude each other: each update is a window")
+            raise ConfigError("pass `window` or `samples_per_update`, not both, because an update is a window")
         if self.grouping is not None and self.samples_per_update is None:
-            raise ConfigError("`grouping` needs `samples_per_update`: free batches are grouped in a `window`")
+            raise ConfigError("`grouping` needs `samples_per_update`; without it, raise `window` to sort more samples")
         for name, choices in (("oversize", Oversize), ("uneven", Uneven), ("one_kind", OneKind)):
             check_choice(name, getattr(self, name), get_args(choices))
         object.__setattr__(self, "work", check_work(self.work))
@@ -80,30 +80,30 @@ class PlanConfig:
 
 
 class Planner:
-    """Makes plans from facts (lengths, kinds, the budget bound to them) and settings. It has no state."""
+    """Makes plans from lengths, kinds, a budget bound to the lengths, and settings. It has no state."""
 
     def __init__(self, lengths: Streams, budget: Budget | int, config: PlanConfig, kinds: Kinds | None = None) -> None:
         self.lengths, self.kinds = lengths, kinds or Kinds.read(None, len(lengths[primary(lengths)]))
         bound = as_budget(budget).bind(lengths)
         self.limit = bound.applied
-        self.budget = bound.held(self.limit)  # a plan does not change while it is carried out
+        self.budget = bound.held(self.limit)  # a fixed limit, so that a plan does not change while it is used
         self.config = config
         self.num_samples = len(lengths[primary(lengths)])
         self.oversize = oversize_of(lengths, self.budget)
-        """Dataset indices of the samples that do not fit even alone, sorted."""
+        """Sorted dataset indices of samples that do not fit even alone."""
         self.left_out = self.oversize if config.oversize == "drop" else NONE
-        """Dataset indices of the samples that take no part."""
+        """Sorted dataset indices of samples that are not planned."""
         self.left_print = zlib.crc32(self.left_out.astype(np.int64).data)
         if config.oversize == "error":
             self.warn_of_oversize()
 
     def unfit(self, indices: Sequence[int] | IntArray) -> NDArray[np.bool_]:
-        """Which of these samples do not fit even alone."""
+        """Returns which of these samples do not fit even alone."""
         left, right = (np.searchsorted(self.oversize, indices, side=side) for side in ("left", "right"))
         return left < right
 
     def tokens_of(self, indices: IntArray | slice) -> NDArray[Any]:
-        """Tokens of these samples of the dataset, summed over padded streams."""
+        """Returns the tokens of these samples, summed over padded streams."""
         return tokens_of({name: values[indices] for name, values in self.lengths.items()}, self.budget)
 
     @cached_property
@@ -112,50 +112,50 @@ class Planner:
 
     @classmethod
     def of(cls, lengths: Any, budget: Budget | int, config: PlanConfig, kinds: Any = None) -> "Planner":
-        """A planner from lengths and kinds in the form that users give."""
+        """Makes a planner from lengths and kinds as users give them."""
         if kinds is None and config.one_kind != "step":
-            raise ConfigError(f"`one_kind` ({config.one_kind!r}) needs `kinds`, a label for each sample")
+            raise ConfigError(f"`one_kind` ({config.one_kind!r}) needs a label for each sample; pass `kinds`")
         streams = as_streams(lengths)
         return cls(streams, budget, config, Kinds.read(kinds, len(streams[primary(streams)])))
 
     def warn_of_oversize(self) -> None:
-        """Warn of samples that do not fit even alone and say what happens to them; with "error" raise BudgetError."""
+        """Warns about samples that do not fit even alone, and says what happens to them; "error" raises BudgetError."""
         if not len(self.oversize):
             return
         first, done, others = int(self.oversize[0]), self.config.oversize, len(self.oversize) - 1
         units = units_of(self.lengths, first)
         if done == "error":
             way_out = "truncate or filter them, raise the budget, or pass oversize='alone' or 'drop'"
-            raise BudgetError(f"sample {first} ({units}) does not fit even alone, nor do {others} others; {way_out}")
-        kept = "left out" if done == "drop" else "emitted alone"
+            raise BudgetError(f"sample {first} ({units}) and {others} others do not fit even alone; {way_out}")
+        kept = "left out" if done == "drop" else "each a batch of its own"
         warn_user(
             f"{others + 1} samples do not fit the budget even alone and are {kept}; the first is sample {first} with {units}; "
             "truncate them, raise the budget, or pass oversize='error'"
         )
 
     def renewed(self, world: World | None = None, *, apply: bool = True) -> "Planner":
-        """The planner of the next epoch, which uses what its budget has learned (with ``apply`` all of it: collective
-        over ``world``). This planner, if that changes nothing."""
+        """Returns the planner of the next epoch, with the limit that its budget has learned (``apply``: of all ranks,
+        which must all call it); this planner, if the limit has not changed."""
         learner = self.budget.learner
         if learner is not None and apply:
             learner.apply(world)
         return self if self.budget.applied == self.limit else self.rebuilt()
 
     def in_mid_epoch(self) -> "Planner":
-        """A planner for the rest of an epoch that uses the limit applied since it began; this one if none was applied.
-        StateError: the limit would change which samples take part."""
+        """Returns a planner for the rest of an epoch, with the limit that was applied since it began; this one if none
+        was. StateError: the limit would change which samples are planned."""
         after = self.by(self.budget.applied)
         if self.config.oversize == "drop" and not np.array_equal(after.oversize, self.oversize):
             raise StateError(LEFT_OUT)
         return after
 
     def check_left_out(self, state: Mapping[str, Any]) -> None:
-        """StateError: a state in mid-epoch left out other samples than this planner, so the orders differ."""
+        """Raises StateError if a state in mid-epoch left out other samples than this planner does."""
         if state["cursor"]["steps"] and state["left_out"] != self.left_print:
             raise StateError(LEFT_OUT)
 
     def by(self, limit: float | None) -> "Planner":
-        """This planner with another learned limit."""
+        """Returns this planner with another learned limit."""
         if limit == self.limit:
             return self
         other = copy.copy(self)
@@ -165,14 +165,14 @@ class Planner:
         return other
 
     def rebuilt(self) -> "Planner":
-        """A new planner from the same facts and settings, with the budget as it is now."""
+        """Returns a new planner with the same lengths and settings, and the budget's current limit."""
         other = Planner(self.lengths, self.budget, self.config, self.kinds)
         vars(other).update((name, value) for name, value in vars(self).items() if name == "_checksums")
         return other
 
     @property
     def num_planned(self) -> int:
-        """Samples of an epoch, without those that are left out."""
+        """Number of samples in an epoch, without those that are left out."""
         return self.num_samples - len(self.left_out)
 
     @property
@@ -181,12 +181,12 @@ class Planner:
         return self.config.samples_per_update is not None
 
     def window_size(self, world_size: int) -> int:
-        """Samples per window: a multiple of ``world_size``, unless the window is an update."""
+        """Returns the samples per window: a multiple of ``world_size``, unless the window is an update."""
         config = self.config
         if config.samples_per_update is not None:
             if config.samples_per_update < world_size:
                 said = f"`samples_per_update` ({config.samples_per_update})"
-                raise ConfigError(f"{said} must be at least the number of ranks ({world_size}): each needs a sample")
+                raise ConfigError(f"{said} must be at least the number of ranks ({world_size}); each needs a sample")
             return config.samples_per_update
         size = config.window or max(self.num_samples, 1)
         if config.window is None and config.shuffle:
@@ -196,7 +196,7 @@ class Planner:
 
     @cached_property
     def _batch_size(self) -> float:
-        """Estimated samples of a batch that is as large as fits, when everything is sorted together."""
+        """Estimated samples of a batch that is as large as fits, if all samples are sorted together."""
         some = {name: values[:: max(1, self.num_samples // SAMPLED)] for name, values in self.lengths.items()}
         return len(some[primary(some)]) / max(len(cut(some, self.budget, work=Work(per_step=FEWEST))), 1)
 
@@ -206,13 +206,13 @@ class Planner:
     def is_done(self, cursor: Cursor, world_size: int = 1, order: IntArray | None = None) -> bool:
         if cursor.windows_done >= len(self._windows(cursor, order)[1]):
             return True
-        too_few = self.config.uneven == "drop"  # then a window may have no row
+        too_few = self.config.uneven == "drop"  # so a window may have no row
         return too_few and not any(part.num_steps for part in self.steps_from(cursor, world_size, order))
 
     def order_of(self, epoch: int, given: IntArray | None = None, *, shuffle: bool, size: int = 1) -> Order:
-        """The epoch's order: dataset indices without those left out. ``grouping`` groups updates of ``size``.
+        """Returns the epoch's dataset indices in order, without those left out; ``size``: samples per update.
 
-        ``given``: the user's order; None: shuffled, or the dataset's."""
+        ``given``: the order of the user's sampler; None: shuffled, or dataset order."""
         config, how = self.config, {"seed": self.config.seed, "epoch": epoch}
         if given is not None:
             order: Any = given[~self.unfit(given)] if len(self.left_out) else given
@@ -225,7 +225,7 @@ class Planner:
     def _windows(
         self, cursor: Cursor, given: IntArray | None
     ) -> tuple[Order, Windows | list[tuple[int, int]], IntArray]:
-        """The order of the cursor's epoch, (start, stop) of its windows in it, and the last window of each kind."""
+        """Returns the order of the cursor's epoch, (start, stop) of its windows, and the last window of each kind."""
         config, size = self.config, cursor.window_size or self.window_size(1)
         order = self.order_of(cursor.epoch, given, shuffle=config.shuffle or self.has_updates, size=size)
         if self.has_updates:
@@ -245,7 +245,7 @@ class Planner:
         return order, windows, np.asarray([len(windows) - 1])
 
     def steps_from(self, cursor: Cursor, world_size: int = 1, order: IntArray | None = None) -> Iterator[BatchPlan]:
-        """The rest of the cursor's epoch: one plan per window, each made when it is needed."""
+        """Yields the rest of the cursor's epoch: one plan per window, each made when it is needed."""
         if not cursor.window_size:
             cursor = replace(cursor, window_size=self.window_size(world_size))
         ordered, windows, last = self._windows(cursor, order)
@@ -258,22 +258,22 @@ class Planner:
             cursor = planned.end
 
     def update_of(self, indices: IntArray, cursor: Cursor, world_size: int) -> BatchPlan:
-        """The plan of the rest of the update that consists of these samples."""
+        """Returns the plan of the rest of the update that consists of these samples."""
         return _Window(self, indices, cursor, np.ones(len(self.kinds.labels), np.bool_)).rest(world_size)
 
     def planned(self, batches: Batches, loss_scale: NDArray[np.float64], **more: Any) -> BatchPlan:
-        """A plan of these batches, which are in the order of rows."""
+        """Returns a plan of these batches, which must be in the order of rows."""
         more |= {name: getattr(self, name) for name in ("lengths", "budget", "oversize")}
         more |= {"sample_kinds": self.kinds, "work": self.config.work}
         return BatchPlan(batches, np.arange(len(batches)).reshape(loss_scale.shape), loss_scale=loss_scale, **more)
 
     def plan(self, epoch: int = 0, world_size: int = 1, cursor: Cursor | None = None, order: Drawn = None) -> BatchPlan:
-        """A plan of a whole epoch, or of what remains of one from ``cursor`` on."""
+        """Returns a plan of a whole epoch, or of what remains of one from ``cursor`` on."""
         cursor = cursor or self.start_of(epoch, world_size)
         return self.joined(list(self.steps_from(cursor, world_size, order)), cursor, world_size, order)
 
     def joined(self, parts: list[BatchPlan], cursor: Cursor, world_size: int, order: Drawn = None) -> BatchPlan:
-        """One plan of several windows; the first begins at ``cursor``. ``order``: the user's, if any."""
+        """Returns one plan of several windows; the first begins at ``cursor``. ``order``: of the user's sampler."""
         drawn = self.left_out if order is None else order[np.isin(order, self.left_out)]
         batches, none = Batches.concatenate([part.batches for part in parts]), np.zeros(0, np.int64)
         return self.planned(
@@ -289,7 +289,7 @@ class Planner:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """Everything that a plan depends on, except epoch and world size; states are compared by it. JSON-able."""
+        """Everything that a plan depends on, except epoch and number of ranks, for JSON; compared with saved states."""
         knobs = {knob.name: getattr(self.config, knob.name) for knob in fields(self.config)}
         knobs |= {name: described(knobs[name]) for name in ("round_batch", "work")}
         facts = {"num_samples": self.num_samples, **self._checksums}
@@ -297,30 +297,30 @@ class Planner:
 
     @cached_property
     def _checksums(self) -> dict[str, Any]:
-        """Checksums of the lengths and kinds. One pass."""
+        """Checksums of lengths and kinds, computed in one pass."""
         codes = self.kinds.codes if len(self.kinds.labels) > 1 else NONE
         lengths = {name: checksum(values) for name, values in self.lengths.items()}
         return {"lengths": lengths, "kinds": [checksum(codes), described(self.kinds.labels)]}
 
     @property
     def fingerprint(self) -> str:
-        """Sixteen hexadecimal digits: a hash of :attr:`identity`."""
+        """Sixteen hexadecimal digits, a hash of :attr:`identity`."""
         return hashed(json.dumps(self.identity, sort_keys=True))
 
 
 @dataclass(frozen=True)
 class _Window:
-    """Samples that are cut together, each kind by itself, and the place of a run among them."""
+    """Samples that are planned together, each kind by itself, and the point of a run among them."""
 
     planner: Planner
-    indices: IntArray  # of the dataset
+    indices: IntArray  # dataset indices
     cursor: Cursor
-    is_last: NDArray[np.bool_]  # by kind: no later window has it, so samples that fill no row cannot move on
+    is_last: NDArray[np.bool_]  # by kind: no later window has the kind, so samples that fill no row cannot wait for one
 
-    # While ranks and learned limit stay the same, the rest of a window is its own remaining rows. After a change the
-    # remaining samples are cut again. A sample repeated to fill a row is not used up by that: its own batch may come.
+    # While ranks and learned limit are the same, the rest of a window is its own remaining rows. After a change, the
+    # remaining samples are cut again. A sample that was only repeated to fill a row still counts as remaining.
     def rest(self, world_size: int) -> BatchPlan:
-        """The rows after the cursor."""
+        """Plans the rows after the cursor. This is where a run resumes, also on another number of ranks."""
         segments = (*self.cursor.segments, (world_size, 0, self.planner.limit))
         left, ranks, by = np.ones(len(self.indices), np.bool_), segments[0][0], segments[0][2]
         batches, fills = self._cut(left, ranks, self.planner.by(by))
@@ -333,7 +333,7 @@ class _Window:
         return self._made(left, (batches, fills))
 
     def _cut(self, left: NDArray[np.bool_], world_size: int, planner: Planner) -> Rows:
-        """Cut the samples that are left into rows, as positions."""
+        """Cuts the samples that are left into rows, as positions."""
         cursor, positions = self.cursor, np.flatnonzero(left)
         config, chosen = planner.config, self.indices[positions]
         lengths = {name: values[chosen] for name, values in planner.lengths.items()}
@@ -356,7 +356,7 @@ class _Window:
         return batches.take(rows.ravel()).map(positions), fills.ravel()[rows]
 
     def _made(self, left: NDArray[np.bool_], rows: Rows) -> BatchPlan:
-        """A plan of rows, with the weight of each batch in its update. ``left``: the samples that rows may hold."""
+        """Returns a plan of rows, with each batch's weight in its update. ``left``: samples that rows may have."""
         (batches, fills), planner, indices = rows, self.planner, self.indices
         num_steps, ranks = fills.shape
         behind = self.cursor.after_rows(num_steps, ranks, planner.limit)

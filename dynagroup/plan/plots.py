@@ -1,4 +1,4 @@
-"""Pictures of plans, for people: readable without colour, units on the axes. Matplotlib's global state is left alone."""
+"""Draws pictures of plans, readable without colour, with units on the axes, without matplotlib's global state."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 REAL, PADDING, LINE = "#2f5d8a", "#f3c9ae", "#333333"
 HATCHED: dict[str, Any] = {"facecolor": PADDING, "edgecolor": "#c98a5e", "hatch": "////"}
-SAMPLES_SHOWN = 2000  # with more, each is thinner than a pixel
+SAMPLES_SHOWN = 2000  # if there were more, each would be thinner than a pixel
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure, size in inches, without pyplot's global state. ConfigError: no matplotlib."""
+    """Returns an empty figure (size in inches) without pyplot's global state. ConfigError: matplotlib is missing."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("pictures need matplotlib; install dynagroup[viz]") from error
+        raise ConfigError("pictures need matplotlib; install it with: pip install dynagroup[viz]") from error
     figure = Figure(figsize=(width, height), layout="constrained")
-    vars(figure)["_repr_png_"] = partial(_drawn, figure, "png")  # matplotlib would not show it in notebooks
+    vars(figure)["_repr_png_"] = partial(_drawn, figure, "png")  # otherwise notebooks would not show the figure
     return figure
 
 
@@ -41,16 +41,16 @@ def _drawn(figure: Figure, kind: str) -> bytes:
 
 
 def save_picture(figure: Figure, path: str | Path) -> None:
-    """Save a figure in the format of the suffix, and make its folder. ConfigError: the suffix is no format."""
+    """Saves a figure in the format that the suffix names, and makes the folder. ConfigError: unknown suffix."""
     kinds, target = sorted(figure.canvas.get_supported_filetypes()), Path(path)
     if target.suffix[1:].lower() not in kinds:
-        raise ConfigError(f"{str(path)!r} cannot be a picture; end it in one of {', '.join(f'.{k}' for k in kinds)}")
+        raise ConfigError(f"picture {str(path)!r} must end in one of {', '.join(f'.{k}' for k in kinds)}")
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, dpi=110)
 
 
 def page(title: str, text: str, figure: Figure) -> str:
-    """A static HTML page: a report, and a figure as SVG. One file without scripts."""
+    """Returns a static HTML page with a report and a figure as SVG, in one file without scripts."""
     drawn = _drawn(figure, "svg").decode()
     style = "body{font:15px sans-serif;margin:2em;max-width:75em}pre{font-size:13px}svg{max-width:100%;height:auto}"
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{style}</style>'
@@ -59,8 +59,8 @@ def page(title: str, text: str, figure: Figure) -> str:
 
 
 def plot_plan(plan: Any) -> Figure:
-    """Four panels of a :class:`~dynagroup.BatchPlan`: padding by batch, work of the ranks by step, memory (or tokens) of each
-    batch against the limit, and the shapes."""
+    """Draws a :class:`~dynagroup.BatchPlan` in four panels: each batch's padding, each step's work on the ranks, each
+    batch's memory (or tokens) against the limit, and all shapes."""
     figure = new_figure(12, 8)
     (padding, work), (memory, shapes) = figure.subplots(2, 2)
     draw_plan(plan, padding)
@@ -90,14 +90,14 @@ def plot_plan(plan: Any) -> Figure:
 
 
 def draw_plan(plan: Any, ax: Axes) -> None:
-    """Padding of each batch, summed over padded streams."""
+    """Draws the padding of each batch of a plan, over all padded streams."""
     tokens = np.stack([*plan.padded_lengths.values()]).sum(axis=0, dtype=np.int64)
     widths = np.sum([plan.shapes.longest[name] for name in plan.padded_lengths], axis=0)
     draw_padding([tokens[batch] for batch in plan.batches], widths=widths.tolist(), ax=ax)
 
 
 def plot_ways(ways: Sequence[Any]) -> Figure:
-    """Padding of each :class:`~dynagroup.plan.report.Way` to batch the same samples, side by side."""
+    """Draws the padding of several plans of the same samples (:class:`~dynagroup.plan.report.Way`), side by side."""
     figure = new_figure(5 * len(ways), 4)
     for ax, way in zip(figure.subplots(1, len(ways), sharey=True, squeeze=False)[0], ways, strict=True):
         draw_plan(way.plan, ax)
@@ -106,12 +106,12 @@ def plot_ways(ways: Sequence[Any]) -> Figure:
 
 
 def draw_padding(batches: Sequence[NDArray], *, widths: Sequence[int] | None = None, ax: Axes | None = None) -> Axes:
-    """Batches side by side: one column per sample, its tokens dark, its padding light and hatched.
+    """Draws batches side by side: one column per sample, its tokens dark, its padding light and hatched.
 
     Args:
-        batches: tokens of the samples, int (n,), batch by batch; of many, some are shown, evenly over the whole run.
-        widths: tokens that each batch's samples are padded to; default: the longest.
-        ax: axes of your own figure; default: new ones.
+        batches: tokens of the samples of each batch, int (n,). If there are too many, evenly spaced ones are drawn.
+        widths: int, tokens to which each batch's samples are padded; None: the longest of the batch.
+        ax: matplotlib axes of your own figure; None: new ones.
     """
     axes = new_figure(6, 3.6).subplots() if ax is None else ax
     axes.set(xlabel="samples, batch after batch", ylabel="tokens")

@@ -1,4 +1,4 @@
-"""Rows of batches for all ranks: one batch per rank and step, cut for least time; and the proof of each cut."""
+"""Forms rows of batches (one per rank, run in the same step) with the least predicted time, and checks each cut."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,8 +15,8 @@ from dynagroup.plan.packed import Packing, pack
 from dynagroup.plan.padded import FEWEST, TINY, OrderedWindow, in_order, longest_batches_first, split_dearest
 from dynagroup.shapes import IntArray, Streams, primary, units_of
 
-FEW_ROWS = 20  # above this, rows of batches sorted by work are even: cutting row by row gains 0.3 % at most
-# Number of limits tried (large windows try fewer, at least 12), and entries of the table of starts by limits.
+FEW_ROWS = 20  # with more rows, batches sorted by work make even rows: cutting row by row gains 0.3 % at most
+# Number of limits to try (at least 12, fewer in large windows), and entries of the table of starts by limits.
 LIMITS, TABLE = 64, 1 << 17
 EQUAL = 0.05  # largest difference between a row's batches, relative to their mean work
 
@@ -25,21 +25,21 @@ def cut(
     lengths: Streams, budget: Budget, num_ranks: int = 1, *,
     work: Work = DEFAULT_WORK, round_batch: RoundBatch | None = None,
 ) -> Batches:  # fmt: skip
-    """Cut a window into rows of batches that fit, one per rank, so that its steps take least predicted time.
+    """Cuts a window into batches that fit, one per rank and row, so that its steps take the least predicted time.
 
-    A padded window is ordered, longest first, or with several padded streams so that neighbours are alike, and cut into
-    runs. A packed window is filled. The number of batches divides by ``num_ranks`` if any batch has more than one
-    sample. A sample that does not fit even alone gets a batch of its own; the caller decides what becomes of it. The
-    time of a row is the price of a step and its most expensive batch.
+    A padded window is sorted, longest first (with several padded streams, so that neighbours are similar), and cut into
+    runs. A packed window is filled. The number of batches is a multiple of ``num_ranks`` if any batch has more than one
+    sample. A sample that does not fit even alone is a batch of its own. The time of a row is the fixed cost of a step
+    and its most expensive batch.
 
     Returns:
-        Positions in the window, row after row. The most expensive batch of a row is its first; the row with the longest
+        Positions in the window, row after row. The most expensive batch of a row comes first; the row with the longest
         sample is the first row. A row that cannot be filled comes last.
 
     Raises:
-        ConfigError: ``round_batch`` is wrong. BudgetError: the budget breaks its law.
+        ConfigError: ``round_batch`` is wrong. BudgetError: the budget allows a batch, but not a smaller one.
     """
-    if len(lengths[primary(lengths)]) <= num_ranks:  # at most one row: each sample by itself
+    if len(lengths[primary(lengths)]) <= num_ranks:  # at most one row: each sample is a batch
         each = work.of_lengths({name: lengths[name] for name in work.priced(budget, lengths)})
         return Batches(np.argsort(-each, kind="stable"), np.arange(len(each) + 1))
     several = costs_of_rows(lengths, budget, work) if num_ranks > 1 else None
@@ -68,7 +68,7 @@ def cut(
 def cut_kinds(
     lengths: Streams, kinds: NDArray[np.integer], budget: Budget, num_ranks: int, *, together: bool, **how: Any
 ) -> list[Batches]:
-    """Like :func:`cut`, with one kind per batch: rows of one kind each, or with ``together`` rows that mix kinds."""
+    """Works like :func:`cut`, with one kind per batch: rows of one kind, or with ``together`` rows that mix kinds."""
     by_kind = np.argsort(kinds, kind="stable") if kinds.any() else np.arange(len(kinds))
     parts = np.split(by_kind, 1 + np.flatnonzero(np.diff(kinds[by_kind])))
     of = [{name: values[part] for name, values in lengths.items()} for part in parts]
@@ -77,7 +77,7 @@ def cut_kinds(
         return rows
     found = [cut(own, budget, **how) for own in of]
     time = [float(how["work"].of_batches(batches, own, budget).sum()) for batches, own in zip(found, of, strict=True)]
-    # Greedy apportionment: a missing batch goes to the kind with the largest batches, which is cut again.
+    # Greedy apportionment: a missing batch is given to the kind with the largest batches, which is cut again.
     while missing := -sum(map(len, found)) % num_ranks:
         shares = [*map(len, found)]
         for _ in range(missing):
@@ -96,13 +96,13 @@ def cut_kinds(
 
 
 def time_of_rows(batches: Batches, lengths: Streams, budget: Budget, num_ranks: int, work: Work) -> float:
-    """Predicted time of batches that are in rows; the last row may not be full."""
+    """Returns the predicted time of batches that are in rows; the last row may not be full."""
     each = work.of_batches(batches, lengths, budget)
     return work.of_rows(np.append(each, np.zeros(-len(each) % num_ranks)).reshape(-1, num_ranks))
 
 
 def filled(batches: Batches, tokens: IntArray, num_ranks: int, fill: bool) -> tuple[Batches, NDArray[np.bool_]]:
-    """The batches of full rows, and which only fill a row. ``fill``: fill the last row with the smallest samples."""
+    """Returns the batches of full rows, and which only fill a row. ``fill``: fills the last with smallest samples."""
     num, missing = len(batches), -len(batches) % num_ranks
     if missing and fill:
         own = np.sort(batches.order)
@@ -113,7 +113,7 @@ def filled(batches: Batches, tokens: IntArray, num_ranks: int, fill: bool) -> tu
 
 
 def _cheapest(window: OrderedWindow, num_ranks: int, price: float) -> IntArray:
-    """The cut of least predicted time that fills rows: one rank's, split further; with few rows also a cut by rows."""
+    """Returns the fastest cut that fills rows: one rank's cut, split further; with few rows also a cut row by row."""
     alone = window.least_time(price)
     if num_ranks == 1:
         return alone
@@ -126,22 +126,22 @@ def _cheapest(window: OrderedWindow, num_ranks: int, price: float) -> IntArray:
         return price * len(dearest) + float(np.add.reduce(dearest))
 
     full = [offsets for offsets in cuts if (len(offsets) - 1) % num_ranks == 0]
-    return min(full, key=time) if full else _filled(window, window.least_time(FEWEST), num_ranks)  # none fills its rows
+    return min(full, key=time) if full else _filled(window, window.least_time(FEWEST), num_ranks)  # no full rows
 
 
 def _filled(window: OrderedWindow, offsets: IntArray, num_ranks: int) -> IntArray:
-    """Split runs until their number divides by the ranks; into sizes not allowed only if nothing else is left."""
+    """Splits runs until their number divides by the ranks; into sizes that are not allowed only if it must."""
     number = -(-(len(offsets) - 1) // num_ranks) * num_ranks
     offsets = split_dearest(window, offsets, number)
     return offsets if len(offsets) > number else split_dearest(replace(window, allowed=None), offsets, number)
 
 
-# Dynamic programming over the starts of rows. Under a limit of work a row is greedy, so its end and its most expensive
+# Dynamic programming over the starts of rows. Within a limit of work a row is greedy, so its end and its most expensive
 # run are one table over starts and limits, made by binary lifting: two runs further is one run further, twice. The
-# least time from each start on chooses the limit of each row. A row takes at least one sample per rank, so that many
-# starts are done at once. O(N * limits * log ranks) time, O(N * limits) memory.
+# least time from each start on selects the limit of each row. A row takes at least one sample per rank, so many starts
+# are computed at once. O(N * limits * log ranks) time, O(N * limits) memory.
 def _rows_of_least_time(window: OrderedWindow, num_ranks: int, price: float) -> IntArray:
-    """Offsets of runs in rows of least total time; each row takes its price and its most expensive run."""
+    """Returns the offsets of runs in rows of least total time; a row takes ``price`` and its most expensive run."""
     num, limits = len(window), _limits(window, num_ranks, price)
     ends, dearest = _row_ends(window, limits, num_ranks)
     best, choice = np.zeros(num + 1), np.zeros(num + 1, np.int64)
@@ -160,7 +160,7 @@ def _rows_of_least_time(window: OrderedWindow, num_ranks: int, price: float) -> 
 
 
 def _limits(window: OrderedWindow, num_ranks: int, price: float) -> NDArray[np.float64]:
-    """Limits to try: from far below the price of a step, where more rows do not pay, to what a single row needs."""
+    """Returns limits to try: from far below a step's fixed cost, where more rows take longer, to what one row needs."""
     if len(window.limits):
         return window.limits
     mean = float(window.work.sum()) / num_ranks
@@ -173,7 +173,7 @@ def _limits(window: OrderedWindow, num_ranks: int, price: float) -> NDArray[np.f
 
 
 def _row_ends(window: OrderedWindow, limits: NDArray[np.float64], num_ranks: int) -> tuple[IntArray, NDArray]:
-    """The end of a row and its most expensive run, for each start and limit: (N + 1, limits)."""
+    """Returns the end of a row and its most expensive run, for each start and limit: (N + 1, limits)."""
     sizes, (num, wide) = window.sizes_under(limits), (len(window), len(limits))
     place = np.arange(num)[:, None]
     step = np.append(place + sizes, np.full((1, wide), num), axis=0) * wide + np.arange(wide)  # in the flat table
@@ -189,8 +189,8 @@ def _row_ends(window: OrderedWindow, limits: NDArray[np.float64], num_ranks: int
 
 
 def _evenest(window: OrderedWindow, start: int, stop: int, most_runs: int, low: float, high: float) -> list[int]:
-    """Offsets of at most ``most_runs`` runs from ``start`` to ``stop``, of least largest work. Parametric search, to
-    1/256, for the lowest limit under which greedy runs suffice; ``high`` must suffice."""
+    """Returns offsets of at most ``most_runs`` runs from ``start`` to ``stop``, of least largest work. Parametric
+    search, to 1/256, for the lowest limit within which greedy runs suffice; ``high`` must suffice."""
     low = max(low, float(np.add.reduce(window.work[start:stop])) / most_runs)
     under, close = window.greedy(start, stop, most_runs), 1 - 1 / 256
     row, middle = under(high), high * close
@@ -202,7 +202,7 @@ def _evenest(window: OrderedWindow, start: int, stop: int, most_runs: int, low: 
 
 
 def _in_rows(work: NDArray[np.float64], num_ranks: int) -> IntArray:
-    """Numbers of the batches, row after row: neighbours in work share a row; rows by longest sample."""
+    """Returns the numbers of the batches, row after row: neighbours in work share a row; rows by longest sample."""
     by_work = np.argsort(-work, kind="stable")
     full = len(by_work) - len(by_work) % num_ranks
     rows = by_work[:full].reshape(-1, num_ranks)
@@ -210,13 +210,13 @@ def _in_rows(work: NDArray[np.float64], num_ranks: int) -> IntArray:
     return np.append(rows.ravel(), by_work[full:])
 
 
-# Uneven rows are cut again: a row's sorted samples, under the lowest limit that its ranks can keep. Runs of the sorted
+# Uneven rows are cut again: a row's sorted samples, within the lowest limit that its ranks can keep. Runs of the sorted
 # row are optimal: by an exchange argument no other division has less work in its most expensive batch.
 def _levelled(batches: Batches, work: NDArray[np.float64], num_ranks: int, window: OrderedWindow) -> Batches:
-    """Rows with one padded stream, with less work in the largest batch of each. ``batches``: places of the window."""
+    """Returns rows with less work in their largest batch (one padded stream). ``batches``: positions in the window."""
     by_row = work[: len(work) - len(work) % num_ranks].reshape(-1, num_ranks)
     uneven = np.ptp(by_row, axis=1) > EQUAL * by_row.mean(axis=1)
-    uneven = np.flatnonzero(uneven & (batches.sizes[: by_row.size : num_ranks] > 1))  # one of a single sample stays
+    uneven = np.flatnonzero(uneven & (batches.sizes[: by_row.size : num_ranks] > 1))  # a single sample cannot be cut
     order, cuts = batches.order.copy(), batches.offsets.copy()
     for row, dearest in zip(uneven.tolist(), by_row[uneven].max(axis=1).tolist(), strict=True):
         ends = slice(row * num_ranks, (row + 1) * num_ranks + 1)
@@ -236,7 +236,7 @@ def _levelled(batches: Batches, work: NDArray[np.float64], num_ranks: int, windo
 def _even_rows(
     rows: Batches, num_ranks: int, several: NDArray, lengths: Streams, budget: Budget, work: Work, *, deal: bool = False
 ) -> Batches:
-    """Rows of several costs, dealt anew where that takes no longer; dearest batch first, the dearest sample's row in front."""
+    """Returns rows for several costs, divided again if that is no slower; most expensive batch and row first."""
     full = len(rows) - len(rows) % num_ranks
     made = [rows.take(np.arange(first, first + num_ranks)) for first in range(0, full, num_ranks)]
     made = [_dealt(row, several, lengths, budget, work) for row in made] if deal else made
@@ -246,7 +246,7 @@ def _even_rows(
 
 
 def _dealt(row: Batches, several: NDArray, lengths: Streams, budget: Budget, work: Work) -> Batches:
-    """The samples of a padded row dealt like packed ones, if they fit that way and take no longer; else the row."""
+    """Returns a padded row's samples divided like packed ones, if they fit and take no longer; else the row."""
     own, time = {name: values[row.order] for name, values in lengths.items()}, several[0, row.order]
     parts = Packing(own, budget, time, len(row), several[:, row.order]).balanced(1)
     if not parts or len(parts) < len(row):
@@ -256,7 +256,7 @@ def _dealt(row: Batches, several: NDArray, lengths: Streams, budget: Budget, wor
 
 
 def prove(batches: Batches, num_samples: int, lengths: Streams, budget: Budget, oversize: NDArray[np.bool_]) -> None:
-    """Check that every sample is in one batch, and every batch fits or is one oversize sample. Runs on every window."""
+    """Asserts that every sample is in one batch, and that every batch fits or is one oversize sample."""
     seen = np.zeros(num_samples, np.bool_)
     seen[batches.order] = True
     assert len(batches.order) == num_samples == seen.sum(), "a plan lost or repeated a sample"
@@ -268,7 +268,6 @@ def prove(batches: Batches, num_samples: int, lengths: Streams, budget: Budget, 
         batch = batches[int(bad[0])]
         longest = units_of({name: values[batch].max(keepdims=True) for name, values in lengths.items()}, 0)
         raise BudgetError(
-            f"a batch of {len(batch)} samples, longest {longest}, does not fit {budget.fingerprint}, "
-            "although it is part of one that does; a budget must never refuse a smaller batch: check it with "
-            "dynagroup.testing.assert_budget_law"
+            f"a batch of {len(batch)} samples, longest {longest}, does not fit {budget.fingerprint}, although a larger "
+            "one does; correct the budget's `fits`, and check it with dynagroup.testing.assert_budget_law"
         )

@@ -1,4 +1,4 @@
-"""A plan as a table; several ways to batch the same samples side by side. Nothing is run."""
+"""Reports a plan as a table, and compares several ways to form batches from the same samples. Runs nothing."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -22,8 +22,8 @@ from dynagroup.plan.ranks import cut, time_of_rows
 from dynagroup.shapes import BatchShape, IntArray, Streams, primary
 from dynagroup.validation import check_int
 
-MOST_KINDS = 8  # most kinds that a report names
-MEGA_BATCHES = 50  # number of batches that `group_by_length` of transformers sorts together
+MOST_KINDS = 8  # largest number of kinds that a report lists
+MEGA_BATCHES = 50  # number of batches that transformers' `group_by_length` sorts together
 
 
 def report_of(plan: BatchPlan, batch_size: int | None) -> str:
@@ -56,7 +56,7 @@ def _rows(plan: BatchPlan, batch_size: int | None) -> Iterator[tuple[str, str]]:
     whole = plan.budget if isinstance(plan.budget, AllOf) else AllOf.of(plan.budget)
     for part in whole.parts if len(plan.batches) else ():
         predicted: Any = getattr(part, "predicted", None)
-        if predicted is not None:  # of shapes that are padded as far as any part of the budget asks
+        if predicted is not None:  # for shapes that are padded as far as any part of the budget requires
             peak = float(predicted(whole.seen_by(part, plan.shapes)).max())
             yield "predicted peak memory, share of the limit", f"{peak:.1%}"
     if len(labels := plan.sample_kinds.labels) > 1:
@@ -71,7 +71,7 @@ def _rows(plan: BatchPlan, batch_size: int | None) -> Iterator[tuple[str, str]]:
 
 
 def kinds_ignored(plan: BatchPlan) -> tuple[int, float]:
-    """Steps and predicted time of the same samples, window by window, if a step could hold several kinds."""
+    """Returns steps and predicted time of the same samples, window by window, if a step could have several kinds."""
     steps, time, stops = 0, 0.0, np.cumsum(plan.windows).tolist()
     for start, stop in zip([0, *stops], stops, strict=False):
         samples = plan.batches.take(plan.table[start:stop][plan.loss_scale[start:stop] > 0]).order
@@ -88,7 +88,7 @@ def _quantiles(values: NDArray[np.integer], at: Sequence[float]) -> str:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to batch an epoch: its name and its plan."""
+    """One way to form an epoch's batches: its name and its plan."""
 
     name: str
     plan: BatchPlan = field(repr=False)
@@ -100,17 +100,17 @@ class Way:
 
     @property
     def waiting(self) -> float:
-        """Share of the ranks' time that they wait for the slowest rank of a step."""
+        """Share of the ranks' time in which they wait for the slowest rank of a step."""
         return max(0.0, 1.0 - 1.0 / self.plan.statistics["row_imbalance"])
 
     @property
     def largest_batch(self) -> int:
-        """Tokens of the largest batch, with padding: these must fit in memory."""
+        """Tokens of the largest batch, with padding, which must fit in memory."""
         return int(self.plan.padded.max(initial=0))
 
     @property
     def mixed_steps(self) -> int:
-        """Number of steps whose batches, over all ranks, are of several kinds."""
+        """Number of steps whose batches, over all ranks, have several kinds."""
         table, batches, codes = self.plan.table, list(self.plan.batches), self.plan.sample_kinds.codes
         return sum(len(np.unique(codes[np.concatenate([batches[n] for n in row if n >= 0])])) > 1 for row in table)
 
@@ -119,19 +119,19 @@ class Way:
         return self.plan.predicted_time
 
     def figures(self, today: float) -> dict[str, Any]:
-        """The figures of this way by name. ``today``: predicted time that it is compared with."""
+        """Returns this way's numbers for the table; ``today`` is the predicted time of the way to compare with."""
         found = {"steps": self.plan.num_steps, "padding": self.padding, "waiting": self.waiting}
         found |= {"largest_batch_tokens": self.largest_batch, "predicted_time": self.time}
         return {**found, "share_of_time": self.time / max(today, 1e-9), "mixed_steps": self.mixed_steps}
 
 
 def fixed_batches(order: IntArray, batch_size: int) -> Batches:
-    """Consecutive batches of one size; the last may be smaller."""
+    """Returns consecutive batches of one size; the last may be smaller."""
     return Batches(order, np.append(np.arange(0, len(order), batch_size), len(order)))
 
 
 def fixed_way(name: str, batches: Batches, like: BatchPlan) -> Way:
-    """Batches dealt in turn to the ranks of another plan, padded as a collate function would."""
+    """Returns a way in which batches are given to a plan's ranks in turn, and padded by a collate function."""
     steps, none = -(-len(batches) // like.world_size), np.zeros(0, np.int64)
     table = np.append(np.arange(len(batches)), np.full(-len(batches) % like.world_size, -1))
     table = table.reshape(steps, like.world_size)
@@ -143,7 +143,7 @@ def fixed_way(name: str, batches: Batches, like: BatchPlan) -> Way:
 
 
 def shuffled_way(plan: BatchPlan, batch_size: int | None) -> tuple[Way, int, int]:
-    """The plan's samples in shuffled batches of one size; and that size. Default: as many of the longest as fit."""
+    """Returns the plan's samples in shuffled batches of one size, and that size; None: as many longest as fit."""
     samples = plan.batches.order
     most = most_of_the_longest({name: values[samples] for name, values in plan.lengths.items()}, plan.budget)
     size = batch_size or max(most, 1)
@@ -152,7 +152,7 @@ def shuffled_way(plan: BatchPlan, batch_size: int | None) -> tuple[Way, int, int
 
 
 def most_of_the_longest(lengths: Streams, budget: Budget) -> int:
-    """Samples that fit one batch even if they are the longest in every stream. Oversize samples do not count."""
+    """Returns how many samples fit one batch if all have the longest length of each stream, without oversize ones."""
     oversize = oversize_of(lengths, budget)
     falling = {name: np.sort(np.delete(values, oversize))[::-1] for name, values in lengths.items()}
     unfit = lambda size: not budget.fits(BatchShape.of_samples({n: v[:size] for n, v in falling.items()}))[0]  # noqa: E731
@@ -161,7 +161,7 @@ def most_of_the_longest(lengths: Streams, budget: Budget) -> int:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The plans of several ways to batch the same samples; the others are compared with the first."""
+    """Plans of several ways to form batches from the same samples; all are compared with the first."""
 
     ways: Sequence[Way]
     lengths: Streams = field(repr=False)
@@ -171,13 +171,13 @@ class Comparison:
     budget: Budget
 
     def figures(self) -> dict[str, Any]:
-        """Everything that :meth:`report` shows, for machines."""
+        """Returns the numbers of :meth:`report` as a dict for JSON."""
         ways = {way.name: way.figures(self.ways[0].time) for way in self.ways}
         told = {name: getattr(self, name) for name in ("world_size", "batch_size", "samples_per_update")}
         return {"num_samples": len(self.lengths[primary(self.lengths)]), **told, "ways": ways}
 
     def report(self) -> str:
-        """One row per way: steps, padding, waiting, largest batch, and predicted time as a share of the first's."""
+        """Returns a table, one row per way: steps, padding, waiting, largest batch, time as a share of the first's."""
         columns = {
             "steps": ("steps", "{:,}"),
             "padding": ("padding", "{:.1%}"),
@@ -192,7 +192,7 @@ class Comparison:
         return format_table(["", *columns], list(shown))
 
     def plot(self) -> Any:
-        """A matplotlib figure: padding of the first way and of two of ours, side by side."""
+        """Returns a matplotlib figure: the padding of the first way and of two of dynagroup's, side by side."""
         from dynagroup.plan.plots import plot_ways
 
         return plot_ways([self.ways[0], self.ways[2], self.ways[4]])
@@ -202,16 +202,16 @@ def compare(
     lengths: ArrayLike | Mapping[str, ArrayLike], batch_size: int, *, world_size: int = 1, accumulation: int = 1,
     budget: Budget | None = None, work: Work | None = None, kinds: Iterable[Any] | None = None,
 ) -> Comparison:  # fmt: skip
-    """Batch the same samples in several ways and predict the cost of each.
+    """Forms batches from the same samples in several ways, and predicts the time of each.
 
     Args:
-        lengths: tokens of each sample (N,), or named streams.
-        batch_size: samples per batch on one rank, as today. accumulation: number of such batches per update.
-        world_size: ranks.
-        budget: limit of a batch; default: as many padded tokens as your largest batch may have today, ``batch_size`` of
-            the longest samples, so that no way needs more memory than yours.
-        work: predicts time; default: ``Work()``, a small decoder on a fast GPU.
-        kinds: a label for each sample: steps of our ways are then of one kind; mixed ones of others are counted.
+        lengths: int (N,), tokens of each sample, or a dict by stream.
+        batch_size: int, samples per batch on one rank today. accumulation: int, number of such batches per update.
+        world_size: int, number of ranks.
+        budget: limit of a batch. None: the padded tokens of today's largest possible batch (``batch_size`` of the
+            longest samples), so that no way needs more memory than today.
+        work: predicted time of a batch. None: ``Work()``, a small decoder on a fast GPU.
+        kinds: label of each sample: dynagroup's steps then have one kind; in other ways, mixed steps are counted.
 
     >>> found = compare([3, 9, 2, 8, 4, 4], batch_size=2)
     >>> [way.name for way in found.ways][:2]
@@ -243,24 +243,24 @@ def compare(
 
 
 def most_units(lengths: Streams) -> int:
-    """Tokens of a sample that is the longest in every stream, at least 1."""
+    """Returns the tokens of a sample that has the longest length of every stream, at least 1."""
     return max(sum(int(values.max(initial=0)) for values in lengths.values()), 1)
 
 
 def grouped_batches(lengths: NDArray[np.integer], batch_size: int, *, world_size: int = 1) -> Batches:
-    """Batches as ``group_by_length`` makes them: a shuffle in pieces of 50 batches, each sorted, longest first."""
+    """Returns batches as ``group_by_length`` forms them: shuffled samples, of which each 50 batches are sorted."""
     order = epoch_order(len(lengths), seed=0, epoch=0)
     piece = MEGA_BATCHES * batch_size * world_size
     parts = [order[start : start + piece] for start in range(0, len(order), piece)]
     parts = [part[np.argsort(-lengths[part].astype(np.int64), kind="stable")] for part in parts]
-    if parts:  # the longest sample of all comes first, so that running out of memory shows at once
+    if parts:  # the longest sample of all is first, so that an out-of-memory error comes at once
         hardest = max(range(len(parts)), key=lambda k: int(lengths[parts[k][0]]))
         parts[0][0], parts[hardest][0] = parts[hardest][0], parts[0][0]
     return fixed_batches(np.concatenate([np.zeros(0, np.int64), *parts]), batch_size)
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A plain text table: the first column left-aligned, the others right-aligned."""
+    """Returns a plain text table, with the first column left-aligned and the others right-aligned."""
     cells = [list(header), *map(list, rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ("  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])

@@ -1,4 +1,4 @@
-"""The length-aware batch sampler, which hands a plan to a plain ``DataLoader``."""
+"""The length-aware batch sampler, which gives a plan's batches to a plain ``DataLoader``."""
 
 import multiprocessing
 import sys
@@ -29,18 +29,18 @@ KIND = "LengthAwareBatchSampler"
 
 @dataclass
 class _Run:
-    """One iteration: the window borders that it has passed, from where it began, and what it handed out."""
+    """One iteration: the window borders that it has passed, from its start, and how many steps it has yielded."""
 
     borders: list[Cursor]
-    steps: int  # steps of the epoch that were handed out, including those before a resume
+    steps: int  # steps of the epoch that were yielded, including those before a resume
     ranks: int
     limit: float | None
     ended: bool = False
 
 
 class EpochHandle:
-    """``batch_sampler.sampler``, where accelerate and Lightning look for ``set_epoch``. After a state was loaded,
-    accelerate counts epochs from 0 again, so the first epoch that it passes means the epoch of the state."""
+    """The object ``batch_sampler.sampler``, on which accelerate and Lightning call ``set_epoch``. After a state was
+    loaded, accelerate counts epochs from 0 again, so its first call is taken as the epoch of the state."""
 
     def __init__(self, sampler: "LengthAwareBatchSampler") -> None:
         self._sampler, self._ahead = sampler, 0
@@ -53,33 +53,33 @@ class EpochHandle:
 
 
 class LengthAwareBatchSampler(Sampler[list[int]]):
-    """Batches of similar length that fill a budget: every sample once an epoch, equally many steps on all ranks.
+    """Yields batches of samples of similar length that fill a budget: each sample once per epoch, equal steps on ranks.
 
     Args:
-        lengths: tokens of each sample, integers (N,); or a dict of named streams, of which ``tokens`` or the first is
-            primary: ``{"nodes": ..., "edges": ...}``; or the path of a ``.npy`` or ``.npz`` file of these.
-        budget: limit of a batch, e.g. ``TokenBudget(16384)``; a number means that many tokens.
-        shuffle: form other batches in every epoch. False: sort once, longest first, for inference and evaluation.
-        window: number of samples sorted together. None: all, or with ``shuffle`` enough for about a hundred batches.
-        seed: seed of the shuffle; must be the same on every rank.
-        hardest_first: number of steps with the longest samples that begin each epoch (not with ``samples_per_update``).
-        round_batch: function that gives the allowed batch sizes: ``multiple_of(8)``, ``friendly_size``, your own.
-        work: predicted time of a batch, e.g. ``Work.of(model)``; default: a small decoder on a fast GPU, or on a CPU if
-            torch has no accelerator.
-        samples_per_update: each optimizer update has exactly this many samples over all ranks, the same ones as fixed
-            batches drawn in the same order. ``plan.update_ends`` says after which steps to update.
-        grouping: the samples of this many updates are sorted by length and dealt into as many updates of the same size.
-            Samples of an update are then similar: little padding even in small ones. None: updates as drawn.
-        kinds: a label for each sample (N,), anything that can be hashed, such as "image" or None.
-        one_kind: with ``kinds``, all batches of a "step", on all ranks, are of one kind; or each "batch" is.
-        order: any sampler of dataset indices, read once per epoch; default: a permutation seeded by (seed, epoch).
-            It must give the same order on every rank. With it, ``shuffle`` only decides whether steps are shuffled.
-        oversize: what becomes of a sample that does not fit even alone: "alone" (warned once), "error", or "drop".
-        uneven: if halving cannot fill the last row: "repeat" the smallest samples (warned once), or "drop".
-        rank, world_size: default: this process's, from ``torch.distributed``, looked up whenever an epoch starts. With
-            a ``world_size`` alone, all ranks' batches are emitted row by row, for accelerate, which shards.
+        lengths: int (N,), tokens of each sample; or a dict by stream, whose primary stream is ``tokens`` or the first
+            (``{"nodes": ..., "edges": ...}``); or the path of a ``.npy`` or ``.npz`` file with these.
+        budget: limit of a batch, e.g. ``TokenBudget(16384)``; an int means that many tokens.
+        shuffle: True forms new batches in every epoch. False: longest batches first, for inference and evaluation.
+        window: int, samples planned together. None: all, or with ``shuffle`` enough for about a hundred batches.
+        seed: int, seed of the shuffle, the same on every rank.
+        hardest_first: int, number of steps at each epoch's start with the longest samples; not with
+            ``samples_per_update``.
+        round_batch: function from a batch size to an allowed one: ``multiple_of(8)``, ``friendly_size``, or your own.
+        work: predicted time of a batch, e.g. ``Work.of(model)``. None: that of a small decoder on this device.
+        samples_per_update: int: each update has exactly this many samples over all ranks, the same ones as with fixed
+            batches in the same order. ``plan.update_ends`` says after which steps an update ends.
+        grouping: int: the samples of this many updates are sorted by length and divided into updates of the same size.
+            Samples of one update then have similar lengths and need little padding. None: updates as drawn.
+        kinds: label of each sample (N,), hashable, such as "image" or None.
+        one_kind: with ``kinds``: "step": all batches of a step, on all ranks, have one kind; "batch": each batch has.
+        order: sampler of dataset indices, read once per epoch, with the same order on every rank. None: a random order,
+            seeded by (seed, epoch). With ``order``, ``shuffle`` only shuffles steps.
+        oversize: a sample that does not fit even alone: "alone" (a batch of its own, one warning), "error", or "drop".
+        uneven: if splitting batches cannot fill the last row: "repeat" the smallest samples (one warning), or "drop".
+        rank, world_size: int; None: those of ``torch.distributed``, read when an epoch starts. With ``world_size``
+            alone, the batches of all ranks are yielded row by row, for accelerate, which shards them.
 
-    Without ``set_epoch`` each new iteration is the next epoch.
+    Each new iteration is the next epoch, unless ``set_epoch`` chooses another.
 
     Raises:
         ConfigError: an argument is wrong. BudgetError: a sample does not fit and ``oversize="error"``.
@@ -107,48 +107,48 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
             how = {"most": world_size - 1, "where": " (of `world_size`)"}
             rank = None if rank is None else check_int("rank", rank, least=0, **how)
         elif rank is not None:
-            raise ConfigError(f"`rank` ({rank}) needs `world_size`, too")
+            raise ConfigError(f"`rank` ({rank}) needs `world_size`; pass both, or none")
         self._rank, self._world_size = rank, world_size
         self._epoch = 0
         self._advance = 0  # epochs to add when the next iteration begins, unless set_epoch chose one
         self._start: Cursor | None = None  # where the running or next iteration begins; None: at the epoch's beginning
         self._run: _Run | None = None  # the latest iteration of this epoch
-        self._plans: dict[tuple[int, int, Cursor | None], BatchPlan] = {}  # the last two: a whole epoch, and its rest
+        self._plans: dict[tuple[int, int, Cursor | None], BatchPlan] = {}  # at most two: a whole epoch, and its rest
         self._said_repeats = False
-        self.sampler = EpochHandle(self)  # only there to receive the epoch, see :class:`EpochHandle`
+        self.sampler = EpochHandle(self)  # only for frameworks that set the epoch, see :class:`EpochHandle`
         self._planner.warn_of_oversize()
 
     @property
     def epoch(self) -> int:
-        """The epoch of the running or last iteration; after a state was loaded, the epoch of the next iteration."""
+        """The epoch of the running or last iteration; after a state was loaded, that of the next iteration."""
         return self._epoch if self._run is not None else self._epoch + self._advance
 
     @property
     def batch_size(self) -> int:
-        """Prevents sharding twice: frameworks read this property before they shard a batch sampler. An AttributeError
-        makes it look absent, which lets them shard batches that vary in size. Any other error stops the framework."""
+        """Prevents that a framework shards the batches a second time: frameworks read this property before sharding. An
+        AttributeError means that there is none, so batches of varying size are sharded; other errors stop them."""
         rank, size = self._rank_and_size()
         if rank is None or size == 1:
-            raise AttributeError("batches of LengthAwareBatchSampler vary in size")
+            raise AttributeError("batches of LengthAwareBatchSampler have no fixed size")
         raise ConfigError(
-            f"this LengthAwareBatchSampler already gives rank {rank} of {size} its own batches; a framework that shards batch "
-            f"samplers would shard it a second time and lose samples: build it with world_size={size} and rank=None, or keep the "
-            "loader away from accelerator.prepare (Lightning: use_distributed_sampler=False)"
+            f"this LengthAwareBatchSampler yields only the batches of rank {rank} of {size}, and sharding them again "
+            f"would lose samples; make it with world_size={size} and rank=None, or keep the loader away from "
+            "accelerator.prepare (Lightning: use_distributed_sampler=False)"
         )
 
     @property
     def plan(self) -> BatchPlan:
-        """The steps of :attr:`epoch` on all ranks; after a resume, the steps that remained of it."""
+        """The steps of :attr:`epoch` on all ranks; after resuming, the steps that remained."""
         self._here()
         return self._planned(self.epoch, self._start if self.epoch == self._epoch else None)
 
     def plan_of(self, epoch: int) -> BatchPlan:
-        """The steps of a whole epoch, even if a part of it was used."""
+        """Returns the plan of a whole epoch, even if a part of it was used."""
         return self._planned(check_int("epoch", epoch, least=0), None)
 
     def __len__(self) -> int:
-        """Batches of the whole :attr:`epoch` on this rank, or of all ranks if it emits all. A resume does not change
-        it, because trainers skip by themselves. The first call plans the epoch: 1 ms an update, 3 ms on eight ranks."""
+        """Returns the number of batches in the whole :attr:`epoch`, on this rank (or all, if it yields all), also after
+        a resume, because trainers skip by themselves. The first call plans the epoch, in about 1 ms per update."""
         rank, size = self._rank_and_size()
         return self.plan_of(self.epoch).num_steps * (1 if rank is not None else size)
 
@@ -160,11 +160,11 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         return self._plans[key]
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration. Choosing the current epoch changes nothing."""
+        """Chooses the epoch of the next iteration. Choosing the current epoch changes nothing."""
         epoch = check_int("epoch", epoch, least=0)
         if epoch != self._epoch:
             self._start = self._run = None
-            # On several ranks what was learned is applied by an exchange, which is the user's, see LearningBudget.
+            # On several ranks the user applies what was learned, because that is an exchange, see LearningBudget.
             planner = self._planner.renewed(apply=self._rank_and_size()[1] == 1)
             if planner is not self._planner:
                 self._replace(planner)
@@ -185,15 +185,15 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         if self._order is not None and self._world_size is None and size > 1:
             check_alike(self._order, self._epoch)
         if self._run is not None:
-            self._start = None  # iterated a second time: from the epoch's beginning
+            self._start = None  # a second iteration starts at the epoch's beginning
         self._run, start = None, self._here()
         run = self._run = _Run([start], start.steps, size, self._planner.limit)
         for planned in self._planner.steps_from(start, size, order):
             if len(planned.repeated) and not self._said_repeats:
                 self._said_repeats = True
-                told = f"samples {planned.repeated.tolist()!s:.200} are used a second time, with weight 0 in plan.loss_scale"
-                few = "too few samples for an equal number of steps on all ranks"
-                warn_user(f"{few}: {told}; uneven='drop' leaves out samples instead")
+                told = f"samples {planned.repeated.tolist()!s:.200} are repeated, with weight 0 in plan.loss_scale"
+                few = "there are too few samples for the same number of steps on all ranks"
+                warn_user(f"{few}, so {told}; uneven='drop' leaves samples out instead")
             run.borders.append(planned.end)
             for row in planned.table.tolist():
                 run.steps += 1
@@ -202,37 +202,37 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         run.ended = True
 
     def _here(self) -> Cursor:
-        """Where the next iteration begins, or where the running one began."""
+        """Returns where the next iteration begins, or where the running one began."""
         if self._start and self._run is None and (planner := self._planner.in_mid_epoch()) is not self._planner:
             self._replace(planner)
         return self._start or self._planner.start_of(self._epoch, self._rank_and_size()[1])
 
     def state_dict(self, num_steps: int | None = None) -> dict[str, Any]:
-        """The place in this epoch: a few integers, JSON-able, the same on every rank.
+        """Returns the point in the epoch as a few integers, for JSON, the same on every rank.
 
         Args:
-            num_steps: steps of the epoch that training has used, also before a resume; None: all handed out. Needed
-                with a plain ``DataLoader`` whose workers prefetch, but not with a ``StatefulDataLoader``.
+            num_steps: int, steps of the epoch that training has used, including those before a resume; needed with a
+                plain ``DataLoader`` whose workers prefetch. None: all yielded steps (right for ``StatefulDataLoader``).
 
         Raises:
-            StateError: this iteration has not handed out ``num_steps`` steps; or it is missing while workers run.
+            StateError: ``num_steps`` steps were not yielded in this iteration; or it is missing while workers run.
         """
         run = self._run
-        by_itself = str(sys._getframe(1).f_globals.get("__name__", "")).startswith("torchdata.")  # its loader counts
+        by_itself = str(sys._getframe(1).f_globals.get("__name__", "")).startswith("torchdata.")  # it counts used steps
         if num_steps is not None:
             num_steps = check_int("num_steps", num_steps, least=0)
         elif run is not None and run.steps and not run.ended and not by_itself:
             if any(child.daemon for child in multiprocessing.active_children()):
-                said = "worker processes fetch batches ahead of training"
-                raise StateError(f"{said}; call state_dict(num_steps=steps that were used)")
+                said = "worker processes fetch batches before training uses them"
+                raise StateError(f"{said}; call state_dict(num_steps=number of used steps)")
         if run is None:
             here = self._here()
             run = _Run([here], here.steps, 1, None)
         first, used = run.borders[0].steps, run.steps if num_steps is None else num_steps
         if not first <= used <= run.steps:
             raise StateError(
-                f"`num_steps` must be from {first} to {run.steps}, the steps of this epoch that the sampler has handed "
-                f"out, but is {used}; count from the beginning of the epoch, with the steps before a resume"
+                f"`num_steps` must be from {first} to {run.steps}, the steps of this epoch that were yielded, "
+                f"but is {used}; count from the beginning of the epoch, with the steps before a resume"
             )
         before = run.borders[bisect_right(run.borders, used, key=lambda cursor: cursor.steps) - 1]
         fields = {
@@ -244,21 +244,21 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         return sealed(KIND, self._planner.identity, fields)
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Continue where a state was saved, on any number of ranks: the rest of its epoch comes next, or if nothing
-        remained, the next epoch. One rank's state is enough; if all ranks' states are given, they must agree.
+        """Resumes from a saved state, on any number of ranks: the rest of its epoch comes next, or if nothing remained,
+        the next epoch. The state of one rank is enough; if those of all ranks are given, they must be equal.
 
         On the same number of ranks the remaining batches are the same. On another number, the remaining samples of the
         current window are cut into new batches.
 
         Raises:
-            StateError: the state is damaged, or belongs to other lengths, another budget or other settings.
+            StateError: the state is damaged, or was saved with other lengths, another budget or other settings.
         """
         states = listed(state_dict)
         state = agreed(opened(states, KIND, self._planner.identity))
         cursor = Cursor.of(state["cursor"])
         if self._order is not None and self._order.checksum(cursor.epoch) != state["order"]:
-            said = f"`order` gives other indices in epoch {cursor.epoch} than when the state was taken"
-            raise StateError(f"{said}; give its generator the same seed, or give it a set_epoch")
+            said = f"`order` must yield the same indices in epoch {cursor.epoch} as when the state was saved"
+            raise StateError(f"{said}; seed its generator the same, or give it a set_epoch")
         with LearningBudget.taken_up(self._planner.budget, state):
             planner = self._planner.rebuilt()
             planner.check_left_out(state)

@@ -1,4 +1,4 @@
-"""A few batch shapes, for models that are compiled for each shape they see."""
+"""Chooses a few batch shapes, for models that are compiled for each shape."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,26 +19,26 @@ from dynagroup.shapes import BatchShape, IntArray, Streams, largest_within, prim
 from dynagroup.validation import check_int
 
 BATCHES_OF_A_WINDOW = 100
-SAMPLES, WINDOWS, TRIED = 4096, 256, 600  # of the dataset, drawn to choose rungs by; and different batches of them
-ROUNDS = 3  # after the first the rungs are chosen anew, one by one
-AGAIN, NOT_HELD = 4, 1e30  # times that a batch which no rung holds takes, to be cut again; and time, if it is a sample
+SAMPLES, WINDOWS, TRIED = 4096, 256, 600  # drawn samples and windows; distinct batches among which shapes are chosen
+ROUNDS = 3  # after the first round, each shape is chosen again
+AGAIN, NOT_HELD = 4, 1e30  # factor for a batch too large for all shapes, which is cut again; time, if it is one sample
 
 
 class ShapeLadder(Wrapper):
-    """A few shapes (samples, tokens) that fit a budget, chosen for least predicted work over a dataset's lengths. It is
-    also the budget to plan with: a batch fits if one of the shapes, the *rungs*, holds it. Loaders pad every batch to
-    the cheapest rung that holds it, with rows of weight 0.
+    """A budget of a few shapes (samples, tokens), chosen for the least predicted work with a dataset's lengths. A batch
+    fits if one of the shapes is large enough. Loaders pad batches to the cheapest such shape, also with rows of weight
+    0.
 
     Args:
-        lengths: tokens of each sample, or a dict of named streams.
-        budget: limit of a batch; a number means that many tokens. Rungs that it has learned not to fit are not used.
-        num_shapes: most shapes. Samples that do not fit even alone share one of them.
-        window: number of samples cut together: an update's, or a sampler's window. None: about a hundred batches.
-        grouping: the samples of this many windows are sorted and dealt into as many windows.
+        lengths: int (N,), tokens of each sample, or a dict by stream.
+        budget: limit of a batch; an int means that many tokens. Shapes above its learned limit are not used.
+        num_shapes: int, largest number of shapes. One of them is for samples that do not fit even alone.
+        window: int, samples planned together: those of an update, or a sampler's window. None: about a hundred batches.
+        grouping: int: the samples of this many windows are sorted and divided into windows.
         work: predicted time of a batch.
 
     Raises:
-        ConfigError: there are no lengths; or one shape is asked for, and some samples do not fit even alone.
+        ConfigError: there are no lengths; or ``num_shapes`` is 1, and some samples do not fit even alone.
 
     >>> ladder = ShapeLadder([10, 11, 12, 50, 100], 200, num_shapes=2, work=Work())
     >>> ladder.shapes
@@ -54,10 +54,10 @@ class ShapeLadder(Wrapper):
         streams, num_shapes = as_streams(lengths), check_int("num_shapes", num_shapes)
         self.base, work = as_budget(budget).bind(streams), check_work(work)
         if not len(streams[primary(streams)]):
-            raise ConfigError("a ShapeLadder needs lengths to be fitted to, but there are none")
+            raise ConfigError("a ShapeLadder needs at least one length, to choose shapes for, but `lengths` is empty")
         if is_packed(self.base, streams):
-            way_out = "shapes= of a loader gives packed batches few totals"
-            raise ConfigError(f"a ShapeLadder needs a padded budget, but has {self.base.fingerprint}; {way_out}")
+            way_out = "for packed batches pass `shapes` to a loader"
+            raise ConfigError(f"a ShapeLadder needs a padded budget, but got {self.base.fingerprint}; {way_out}")
         self._names, self._capped = padded_streams(self.base, streams), [*streams]
         units = np.stack([streams[name].astype(np.int64) for name in self._names])
         units = np.maximum(round_up(units, self.pad_to_multiple_of), 1)
@@ -65,7 +65,7 @@ class ShapeLadder(Wrapper):
         oversize = int(not fit.all())
         if num_shapes == oversize and fit.any():
             raise ConfigError("`num_shapes` must be at least 2: samples that do not fit even alone need a shape")
-        rungs = np.array([[1, *units.max(axis=1)]])  # of samples that do not fit even alone; last, to hold no others
+        rungs = np.array([[1, *units.max(axis=1)]])  # for samples that do not fit even alone; last, for no others
         if fit.any():
             window = None if window is None else check_int("window", window)
             windows = self._drawn(units[:, fit], window, grouping)
@@ -77,7 +77,7 @@ class ShapeLadder(Wrapper):
         self._work = self._time(rungs, work)
 
     def _drawn(self, units: IntArray, window: int | None, pool: int) -> Iterator[IntArray]:
-        """Draw samples that are cut together, at random: padded lengths (streams, N)."""
+        """Draws random samples that are cut together; yields padded lengths (streams, N)."""
         num = units.shape[1]
         if window is None:
             window = int(BATCHES_OF_A_WINDOW / (1.0 / self._most(units[:, :: max(num // SAMPLES, 1)])).mean())
@@ -88,22 +88,22 @@ class ShapeLadder(Wrapper):
             yield from np.split(units[:, ranked], pool, axis=1)
 
     def _boxes(self, hardest: IntArray, most: IntArray) -> Iterator[IntArray]:
-        """Shapes (K, 1 + streams) that hold these samples (streams, K), each widened in one stream while it fits."""
+        """Yields shapes (K, 1 + streams) for these samples (streams, K), each widened in one stream while it fits."""
         one, num = np.ones_like(hardest[0]), hardest.shape[1]
         for stream, longest in enumerate(most):
             grown = lambda width, n=stream: np.insert(np.delete(hardest, n, axis=0), n, width, axis=0)  # noqa: E731
             wide = grown(largest_within(lambda width, g=grown: self.base.fits(self._of(one, g(width))), num, longest))
             yield np.stack([self._most(wide), *wide], axis=1)
 
-    # Greedy choice of facilities (Cornuejols, Fisher and Nemhauser 1977), then exchange: windows are cut as if any shape were
-    # allowed; of the shapes of those batches the one joins next with which all of them take least time. A batch of more samples
-    # than a rung has takes its part of several. O(num * batches**2), of at most TRIED different batches, a systematic sample.
+    # Greedy choice of facilities (Cornuejols, Fisher and Nemhauser 1977), then exchange: windows are cut as if all
+    # shapes were allowed; of the shapes of these batches, the one that reduces the total time most is added next. A
+    # batch with more samples than a shape takes several. O(num * batches**2), with at most TRIED distinct batches.
     def _chosen(self, units: IntArray, windows: Iterator[IntArray], num: int, work: Work) -> IntArray:
-        """Choose the rungs (K, 1 + streams), samples first. ``units``: padded lengths (streams, N) that fit."""
+        """Returns chosen shapes (K, 1 + streams), samples first. ``units``: padded lengths (streams, N) that fit."""
         hardest = _exceeded_by_none(units)
         cuts = np.concatenate([self._cut(window, work) for window in windows])
         cut, counts = (found[:: -(-len(found) // TRIED)] for found in np.unique(cuts, axis=0, return_counts=True))
-        cut = np.append(np.insert(hardest, 0, 1, axis=0).T, cut, axis=0)  # these must be held
+        cut = np.append(np.insert(hardest, 0, 1, axis=0).T, cut, axis=0)  # some shape must be large enough for these
         counts = np.append(np.ones(hardest.shape[1]), counts)
         tried = np.concatenate([cut, *self._boxes(hardest, units.max(axis=1))])
         held = (cut[:, None, 1:] <= tried[:, 1:]).all(axis=2)
@@ -117,27 +117,27 @@ class ShapeLadder(Wrapper):
             chosen.append(int(np.minimum(time, least).sum(axis=0).argmin()))
         rungs = np.unique(tried[chosen], axis=0)
         if not (hardest.T[:, None] <= rungs[:, 1:]).all(axis=2).any(axis=1).all():
-            raise ConfigError(f"`num_shapes` is too small: no {num} shapes that fit hold every sample; allow more")
+            raise ConfigError(f"`num_shapes` ({num}) is too small: shapes that fit must take every sample; allow more")
         return rungs
 
     def _cut(self, units: IntArray, work: Work) -> IntArray:
-        """Cut a window as if any shape were allowed: shapes of its batches (B, 1 + streams), samples first."""
+        """Cuts a window as if all shapes were allowed; returns its batches' shapes (B, 1 + streams), samples first."""
         lengths = {**dict.fromkeys(self._capped, np.zeros_like(units[0])), **dict(zip(self._names, units, strict=True))}
         order, window = in_order(lengths, self.base, work, None)
         shape = shapes_of(Batches(order, window.least_time(work.per_step)), lengths)
         return np.stack([shape.num_samples, *(shape.longest[name] for name in self._names)], axis=1)
 
     def _time(self, rungs: IntArray, work: Work) -> FloatArray:
-        """Work of rungs (K, 1 + streams), without the fixed cost of a step."""
+        """Returns the work of shapes (K, 1 + streams), without the fixed cost of a step."""
         return rungs[:, 0] * work.of_lengths(dict(zip(self._names, rungs[:, 1:].T, strict=True)))
 
     @property
     def streams(self) -> tuple[str, ...]:
-        """Names of the padded streams, in the order of a shape's numbers."""
+        """Names of the padded streams, in the order of the numbers in a shape."""
         return self._names
 
     def _of(self, samples: IntArray, widths: IntArray) -> BatchShape:
-        """Batches with this many samples of these widths; unpadded streams have no units."""
+        """Returns batch shapes with this many samples of these lengths; unpadded streams have none."""
         return BatchShape.of(samples, {**dict.fromkeys(self._capped, 0), **dict(zip(self._names, widths, strict=True))})
 
     def _most(self, widths: IntArray) -> IntArray:
@@ -145,16 +145,17 @@ class ShapeLadder(Wrapper):
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """(samples, tokens) of each rung, with further padded streams (samples, tokens, target): shortest first."""
+        """The shapes (samples, tokens), with one number for each padded stream after samples; shortest first."""
         rungs = zip(self._samples.tolist(), *self._widths.tolist(), strict=True)
         return sorted(rungs, key=lambda rung: (*rung[1:], rung[0]))
 
     def shape_for(self, num_samples: int, *longest: int) -> tuple[int, ...]:
-        """The rung to which a batch is padded: ``num_samples`` samples, of which the longest has ``longest`` tokens
-        (one number for each padded stream). ConfigError: no rung holds the batch."""
+        """Returns the shape to which a batch of ``num_samples`` samples is padded, the longest with ``longest`` tokens
+        (one number per padded stream). ConfigError: no shape is large enough."""
         asked = BatchShape.of(num_samples, dict(zip(self._names, longest, strict=True)))
         if not self.holds(asked).any():
-            raise ConfigError(f"none of the shapes {self.shapes} holds {num_samples} samples of {longest} tokens")
+            told = f"a batch of {num_samples} samples of {longest} tokens is larger than all shapes, {self.shapes}"
+            raise ConfigError(f"{told}; give these lengths to the ShapeLadder, or form smaller batches")
         run = self.as_run(asked)
         return (int(run.num_samples[0]), *(int(run.longest[name][0]) for name in self._names))
 
@@ -170,7 +171,7 @@ class ShapeLadder(Wrapper):
         return self.base.cost(self.as_run(shape))
 
     def holds(self, shape: BatchShape) -> BoolArray:
-        """Which rungs hold each of K batches: bool (K, rungs)."""
+        """Returns which shapes are large enough for each of K batches: bool (K, shapes)."""
         wide = [shape.longest[name][:, None] <= widths for name, widths in zip(self._names, self._widths, strict=True)]
         return np.logical_and.reduce([shape.num_samples[:, None] <= self._samples, *wide])
 
@@ -193,27 +194,27 @@ class ShapeLadder(Wrapper):
         return np.where((longest[:, None] <= self._widths[0]) & self._fitting, self._samples, 0).max(axis=1)
 
     def window(self, lengths: Streams, work: FloatArray, most: IntArray) -> OrderedWindow:
-        """A window in the order in which it is cut; its runs cost what their rungs do. ``work``, ``most``: as there."""
+        """Returns a window in the order in which it is cut; a run costs what its shape does. Arguments: as there."""
         wide = zip(self._names, self._widths, strict=True)
         holds = np.logical_and.reduce([lengths[name][:, None] <= widths for name, widths in wide])
         places = np.arange(len(work))[:, None]
         beyond = np.where(holds, len(work), places)[::-1]
-        held = np.minimum.accumulate(beyond, axis=0)[::-1]  # until here, without a gap
+        held = np.minimum.accumulate(beyond, axis=0)[::-1]  # all samples up to here are small enough
         reach = np.minimum(held - places, np.minimum(self._samples, most[:, None]))
         fitting = self._fitting
         reach[:, ~fitting] *= ~(reach[:, fitting] > 0).any(axis=1, keepdims=True)
         order = np.argsort(self._work, kind="stable")
         reach = np.maximum.accumulate(reach[:, order], axis=1)
-        reach = np.append(reach, np.maximum(reach[:, -1:], 1), axis=1)  # what no rung holds is alone, and costly
+        reach = np.append(reach, np.maximum(reach[:, -1:], 1), axis=1)  # samples beyond all shapes: alone, and costly
         costs = np.append(self._work[order], self._work.max() + work.max())
         return RungWindow(work, np.maximum(reach[:, -1], 1), reach=reach, limits=costs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RungWindow(OrderedWindow):
-    """A window whose runs are padded to rungs: the work of a run is that of the cheapest rung that holds the run."""
+    """A window whose runs are padded to a shape: a run's work is that of the cheapest shape that is large enough."""
 
-    reach: IntArray  # most samples of a run from each position that this rung, or a cheaper one, holds: (N, rungs)
+    reach: IntArray  # int64 (N, shapes), most samples of a run from each position in this shape, or a cheaper one
 
     def work_of(self, starts: IntArray | int, sizes: IntArray | int) -> FloatArray:
         return self.limits[(self.reach[starts] >= np.asarray(sizes)[..., None]).argmax(axis=-1)]
@@ -232,8 +233,8 @@ class RungWindow(OrderedWindow):
 
         return under
 
-    # Dynamic programming from the last place to the first. A run is as long as its rung allows, because it never costs
-    # more to start the next run later. O(places * rungs).
+    # Dynamic programming from the last position to the first. A run is as long as its shape allows, because starting
+    # the next run later never costs more. O(positions * shapes).
     def least_time(self, price: float) -> IntArray:
         num, best = len(self), np.full(len(self) + 1, np.inf)
         stops, came_to, best[num] = self.reach + np.arange(num)[:, None], [0] * num, 0.0
@@ -248,7 +249,7 @@ class RungWindow(OrderedWindow):
 
 
 def _exceeded_by_none(units: IntArray) -> IntArray:
-    """The Pareto front of samples (streams, K): no other sample is longer in all streams. What holds them holds all."""
+    """Returns the Pareto front of samples (streams, K): shapes that are large enough for them are so for all."""
     found = []
     while units.size:
         found.append(units[:, [units.sum(axis=0).argmax()]])
@@ -257,11 +258,11 @@ def _exceeded_by_none(units: IntArray) -> IntArray:
 
 
 class PackedLadder(Wrapper):
-    """A few totals to which packed batches are filled: quantiles of the totals of batches cut as if any were allowed.
+    """A budget of a few token totals to which packed batches are filled: quantiles of the totals of freely cut batches.
 
-    All batches also have one number of samples and one longest sample, for which attention kernels are compiled: the tail
-    of a batch is divided into samples of weight 0, and further samples have no tokens. Arguments and errors are those of
-    :class:`ShapeLadder`; only one stream is allowed.
+    All batches also have the same number of samples and the same longest sample, for which attention kernels are
+    compiled: the tail of a batch is divided into samples of weight 0, and then come samples without tokens. Arguments
+    and errors are those of :class:`ShapeLadder`, but only one stream is allowed.
 
     >>> from dynagroup.budget.tokens import TokenBudget
     >>> ladder = PackedLadder([3, 4, 5, 6, 7, 8], TokenBudget(12, layout="packed"), 2, window=3, grouping=1, work=None)
@@ -278,8 +279,8 @@ class PackedLadder(Wrapper):
         streams = as_streams(lengths)
         (name, given), *others = streams.items()
         if others or not len(given):
-            has = f"{len(given)} of {[*streams]}"
-            raise ConfigError(f"few shapes of packed batches need lengths of one stream, but have {has}")
+            has = f"{len(given)} lengths in the streams {[*streams]}"
+            raise ConfigError(f"few shapes for packed batches need lengths in one stream, but got {has}")
         self.base, self.streams = budget.bind(streams), (name,)
         tokens, multiple, rng = np.maximum(given.astype(np.int64), 1), self.pad_to_multiple_of, np.random.default_rng(0)
         self.longest, fit = int(tokens.max()), self.base.fits(BatchShape.of(1, {name: tokens}))
@@ -297,15 +298,15 @@ class PackedLadder(Wrapper):
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
-        """(samples, tokens) of each total, smallest first; the number of samples includes those of the tail."""
+        """The shapes (samples, tokens), one per total, smallest first; samples include those of the tail."""
         return [(self.num_samples, total) for total in self._totals.tolist()]
 
     def shape_for(self, num_samples: int, total: int) -> tuple[int, int]:
-        """The shape that a batch of ``total`` tokens is filled to. ConfigError: none holds it."""
+        """Returns the shape to which a batch of ``total`` tokens is filled. ConfigError: all totals are smaller."""
         place = int(np.searchsorted(self._totals, total))
         if place == len(self._totals):
-            known = f"none of the totals {self._totals.tolist()}"
-            raise ConfigError(f"{known} holds {num_samples} samples of {total} tokens")
+            told = f"a batch of {num_samples} samples, {total} tokens, is above all totals {self._totals.tolist()}"
+            raise ConfigError(f"{told}; form smaller batches")
         return self.shapes[place]
 
     @property
@@ -325,7 +326,7 @@ def few_shapes(
     shapes: int | None, lengths: Any, budget: Budget | int, samples_per_update: Any = None, window: int | None = None,
     grouping: int | None = None, work: Work | None = None,
 ) -> Budget:  # fmt: skip
-    """The budget; or, if ``shapes`` is given, a ladder within it, for the samples that are cut together."""
+    """Returns the budget, or if ``shapes`` is given, a budget of few shapes for samples that are planned together."""
     if shapes is None:
         return as_budget(budget)
     size: Any = samples_per_update(0, None) if callable(samples_per_update) else samples_per_update

@@ -1,1 +1,1 @@
-"""What is one optimizer update made of?"""
+"""Decides which samples and batches one optimizer step uses, and how much each batch weighs."""

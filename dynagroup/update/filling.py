@@ -1,4 +1,4 @@
-"""Fills collated batches to one of few shapes, with padding and rows of weight 0."""
+"""Pads collated batches to one of a few shapes, with padding tokens and with rows of weight 0."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -19,24 +19,24 @@ Pad: TypeAlias = Mapping[str, float | None] | Callable[[Any, int, Any], Any]
 LABELS = {"label", "labels", "shift_labels"}
 MASKS = "attention_mask decoder_attention_mask token_type_ids mm_token_type_ids position_ids completion_mask".split()
 PADDING = {**dict.fromkeys(LABELS, IGNORED), **dict.fromkeys(MASKS, 0), "special_tokens_mask": 1}
-WAY_OUT = "give `pad`, a number for each such field, or a function (batch, number of samples, ladder) -> batch"
+WAY_OUT = "give `pad`: padding values by field, or a function (batch, number of samples, ladder) -> batch"
 
 
 @dataclass
 class FillingCollator:
-    """A collate function whose batches have one of a ladder's shapes.
+    """A collate function that pads each batch to one of a few shapes.
 
-    Added rows repeat a batch's first sample, with all labels -100, after its own rows. A loss that ignores such labels
-    does not see them, nor do weights that count the other labels.
+    Added rows repeat a batch's first sample, with all labels -100, after the batch's own rows. Losses and weights that
+    ignore labels of -100 do not count the added rows.
 
     Args:
-        collate_fn: samples -> a mapping of tensors; None: ``default_collate``.
-        ladder: a :class:`~dynagroup.ShapeLadder`; None: batches are not filled.
-        pad: field -> its padding value, or None if it has no tokens, for fields not of transformers; or a function
-            ``(batch, number of samples, ladder)`` that fills batches. Ids take the padding id of the tokenizer.
+        collate_fn: function from samples to a mapping of tensors; None: ``default_collate``.
+        ladder: a :class:`~dynagroup.ShapeLadder` with the shapes; None: batches are not padded.
+        pad: dict from field to padding value (None: the field has no tokens), for fields that transformers does not
+            have; or a function ``(batch, number of samples, ladder) -> batch``. Ids get the tokenizer's padding id.
 
     Raises:
-        ConfigError: a field cannot be filled.
+        ConfigError: a field cannot be padded.
     """
 
     collate_fn: Callable[[list[Any]], Any] | None
@@ -47,28 +47,28 @@ class FillingCollator:
         return self.fill((self.collate_fn or default_collate)(samples), len(samples), shape)
 
     def fill(self, batch: Any, num_samples: int, shape: Shape | None = None) -> Any:
-        """Fill a collated batch of ``num_samples`` samples to ``shape``, or else to the cheapest that holds it."""
+        """Pads a collated batch of ``num_samples`` samples to ``shape``, or to the cheapest that is large enough."""
         ladder = self.ladder
         if ladder is None:
             return batch
         if callable(self.pad):
             return self.pad(batch, num_samples, ladder)
         if not hasattr(batch, "keys"):
-            raise ConfigError(f"it is not known how to pad a {type(batch).__name__} to one of few shapes; {WAY_OUT}")
+            raise ConfigError(f"only a mapping can be padded to few shapes, not a {type(batch).__name__}; {WAY_OUT}")
         if ladder.layout == "packed":
             return self._with_tail(batch, num_samples, shape)
         now = {name: width_of(batch, num_samples, name, ladder.streams) for name in ladder.streams}
         missing = [name for name, width in now.items() if width is None]
         if missing:
             raise ConfigError(
-                f"no field of a batch is as wide as its padded {missing[0]!r} ({num_samples} samples); {WAY_OUT}"
+                f"no field of the batch has the padded length of {missing[0]!r} ({num_samples} samples); {WAY_OUT}"
             )
         asked = BatchShape.of(num_samples, now)  # type: ignore[arg-type]
         if num_samples > 1 and not ladder.holds(asked).any():
-            came_out = f"a batch of {num_samples} samples came out {[*now.values()]} tokens wide"
+            came_out = f"a batch of {num_samples} samples has {[*now.values()]} tokens after collating"
             raise ConfigError(
-                f"{came_out}, which none of {ladder.shapes} holds: `lengths` are in another order than the dataset, or "
-                "`collate_fn` pads further than the budget's `pad_to_multiple_of`"
+                f"{came_out}, more than any of the shapes {ladder.shapes}; give `lengths` in dataset order, and "
+                "let `collate_fn` pad no further than the budget's `pad_to_multiple_of`"
             )
         run = ladder.as_run(asked)
         rows, *wide = shape or (int(run.num_samples[0]), *(int(run.longest[name][0]) for name in now))
@@ -79,14 +79,14 @@ class FillingCollator:
         return made
 
     def _with_tail(self, batch: Any, num_samples: int, shape: Shape | None) -> Any:
-        """Fill a packed batch with a tail of samples of weight 0, none longer than the dataset's longest, and then with
-        samples of no tokens, up to the ladder's number."""
+        """Pads a packed batch: with samples of weight 0, none longer than the dataset's longest, then with samples
+        without tokens, until the batch has the shape's tokens and samples."""
         [stream], longest, pad, made = self.ladder.streams, self.ladder.longest, self._pad(), copy.copy(batch)
         now = total_of(batch, stream, self.ladder.streams)
         if now is None:
             raise ConfigError(f"no field of a batch shows its packed {stream!r} ({num_samples} samples); {WAY_OUT}")
         if num_samples == 1 and now > self.ladder.shapes[-1][1]:
-            return batch  # a sample that does not fit even alone, and was not known when totals were chosen
+            return batch  # one sample that is larger than all shapes; its length was not known when they were chosen
         samples, total = shape or self.ladder.shape_for(num_samples, now)
         tail = torch.arange(total - now)
         for key, value in batch.items():
@@ -99,13 +99,13 @@ class FillingCollator:
                 start = value.flatten()[:1] if key == "position_ids" else value.flatten()[-1:] + 1
                 counted = {"position_ids": start + tail % longest, "seq_idx": start + tail // longest}
                 if key not in counted and pad.get(key, None) is None:
-                    raise ConfigError(f"it is not known how to pad {key!r}, which is as long as the tokens; {WAY_OUT}")
+                    raise ConfigError(f"field {key!r} is as long as the tokens, but has no padding value; {WAY_OUT}")
                 more = counted.get(key, torch.full_like(tail, pad.get(key) or 0))
                 made[key] = torch.cat([value, more.to(value.dtype).expand(*value.shape[:-1], -1)], dim=-1)
         return made
 
     def _pad(self) -> dict[str, Any]:
-        """Padding value of each field; that of ids comes from the collate function or its tokenizer."""
+        """Returns each field's padding value; that of ids comes from the collate function or its tokenizer."""
         parts = self.collate_fn, getattr(self.collate_fn, "tokenizer", None)
         told = (getattr(part, "pad_token_id", None) for part in parts)
         ids = next((number for number in told if number is not None), 0)
@@ -114,7 +114,7 @@ class FillingCollator:
 
 
 def _stream_of(key: str, streams: tuple[str, ...]) -> str:
-    """The stream whose padding applies to a field."""
+    """Returns the stream to whose length a field is padded."""
     of_decoder = key in LABELS or key.startswith("decoder_")
     first = primary(streams)
     named = (name for name in streams if key in (name, SHOWN_IN.get(name)) and name != first)
@@ -122,17 +122,17 @@ def _stream_of(key: str, streams: tuple[str, ...]) -> str:
 
 
 def _grown(key: str, value: Any, num_samples: int, rows: int, widths: tuple[Any, int], pad: Mapping[str, Any]) -> Any:
-    """A field with more columns of padding, if its columns are a stream's tokens, and with more rows."""
+    """Returns a field with padding columns, if the field has one column per token, and with added rows."""
     if isinstance(value, (list, tuple)) and len(value) == num_samples:
         return type(value)([*value, *[value[0]] * (rows - num_samples)])
     if not isinstance(value, torch.Tensor) or not value.ndim:
         return value
     if len(value) != num_samples or (key in LABELS and value.is_floating_point()):
         of = f"{key!r} {tuple(value.shape)} of {num_samples} samples"
-        raise ConfigError(f"{of} cannot be filled with rows of weight 0; {WAY_OUT}")
+        raise ConfigError(f"the field {of} cannot get rows of weight 0; {WAY_OUT}")
     if value.ndim > 1 and value.shape[1] == widths[0] and pad.get(key, 0) is not None:
         if key not in pad:
-            raise ConfigError(f"it is not known how to pad {key!r}, which is as wide as the tokens; {WAY_OUT}")
+            raise ConfigError(f"field {key!r} is as wide as the tokens, but has no padding value; {WAY_OUT}")
         value = torch.nn.functional.pad(value, [0, 0] * (value.ndim - 2) + [0, widths[1] - widths[0]], value=pad[key])
     more = value[:1].expand(rows - num_samples, *value.shape[1:])
     return torch.cat([value, torch.full_like(more, IGNORED) if key in LABELS else more])

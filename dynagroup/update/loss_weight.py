@@ -1,4 +1,4 @@
-"""The weight of a batch's loss: what the loss is a mean of, and the factor that makes gradients exact."""
+"""Computes the weight of each batch's loss, and the factor that makes accumulated gradients exact."""
 
 import math
 from collections.abc import Callable
@@ -13,23 +13,23 @@ from dynagroup.errors import ConfigError
 Weigh: TypeAlias = Literal["tokens", "samples"] | Callable[[Any], float]
 
 IGNORED = -100  # the label that torch.nn.functional.cross_entropy ignores by default
-MOST = 1e30  # so that sums over ranks and steps stay finite
-SHIFTING_LOSSES = ("ForCausalLM", "ForConditionalGeneration")  # of transformers: they leave out the first label
+MOST = 1e30  # largest weight, so that sums over ranks and steps are finite
+SHIFTING_LOSSES = ("ForCausalLM", "ForConditionalGeneration")  # losses of transformers that skip the first label
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """This rank's part (``local``) of a sum over all ranks and all steps of the update (``total``)."""
+    """A quantity of one batch (``local``), and its sum over all ranks and steps of the update (``total``)."""
 
     local: float
     total: float
 
 
 def loss_scale(weight: Share, world_size: int) -> float:
-    """Factor for a batch's mean loss. The accumulated gradients, averaged over ranks, then equal those of one process.
+    """Returns the factor for a batch's mean loss that makes gradients equal those of one process with all samples.
 
-    DDP and FSDP divide by ``world_size``. With ``loss_scale = local * world_size / total`` every unit of weight (a token, a
-    sample) counts once: the result is the gradient of ``sum(unit losses) / total``.
+    DDP and FSDP average gradients over ``world_size`` ranks. With the factor ``local * world_size / total`` every unit
+    of weight (a token, a sample) counts once: the gradient is that of ``sum(unit losses) / total``.
 
     >>> loss_scale(Share(local=3, total=4), world_size=2)
     1.5
@@ -38,19 +38,18 @@ def loss_scale(weight: Share, world_size: int) -> float:
 
 
 def count_label_tokens(batch: Any, *, shifted: bool = True) -> int:
-    """Number of label tokens in a batch that the model predicts.
+    """Returns the number of labels in a batch that the model predicts.
 
-    Causal models predict ``labels[..., 1:]``; ``shift_labels`` are shifted already. Labels of one dimension are
-    classes, one per sample, and all count; so do all elements of labels that are not integers (regression).
-    ``shifted=False`` is for models that also predict the first label (encoder-decoders, masked language models).
-    ConfigError: a batch has no labels.
+    Causal models predict ``labels[..., 1:]``; ``shift_labels`` are shifted already. Labels with one dimension are
+    classes, and all count; so do all non-integer labels (regression). Use ``shifted=False`` for models that also
+    predict the first label: encoder-decoder and masked language models. ConfigError: the batch has no labels.
 
     >>> count_label_tokens({"labels": np.array([[-100, 5, 6], [7, 8, -100]])})
     3
     """
     name = _label_name(batch)
     if name is None:
-        has = f"weigh='tokens' counts a batch's 'labels', but this {type(batch).__name__} has none"
+        has = f"weigh='tokens' needs a field 'labels' in every batch, but this {type(batch).__name__} has none"
         raise ConfigError(f"{has}; pass weigh='samples', or a function from a batch to its weight")
     labels = batch[name] if hasattr(batch[name], "ndim") else np.asarray(batch[name])
     if "float" in str(labels.dtype):  # torch's or numpy's
@@ -62,13 +61,13 @@ def count_label_tokens(batch: Any, *, shifted: bool = True) -> int:
 
 
 def mean_items(batch: Any, *, shifted: bool = True) -> float:
-    """The number of items that a usual model's loss is a mean of: predicted labels, or samples if there are none."""
+    """Returns how many items a usual model's loss is a mean of: predicted labels, or without labels, samples."""
     if _label_name(batch) is not None:
         return float(count_label_tokens(batch, shifted=shifted))
     values = batch.values() if hasattr(batch, "keys") else batch if isinstance(batch, (list, tuple)) else [batch]
     sized = [value for value in values if getattr(value, "ndim", 0) > 0]
     if not sized:
-        has = f"cannot see how many samples a batch has: this {type(batch).__name__} holds no tensors"
+        has = f"cannot count the samples of a batch, because this {type(batch).__name__} has no tensors"
         raise ConfigError(f"{has}; pass `weigh`, a function from a batch to its weight")
     return float(len(sized[0]))
 
@@ -79,8 +78,8 @@ def _label_name(batch: Any) -> str | None:
 
 
 def predicts_next_token(model: Any, *, unknown: bool = False) -> bool:
-    """Whether a model's own loss skips the first label of a row, like transformers' causal losses: by ``loss_type``, or
-    if that is None, by its class. Looks through DDP and PEFT. ``unknown``: the answer if there is no ``loss_type``."""
+    """Returns whether a model's own loss skips the first label of each row, by its ``loss_type``, or by its class if
+    that is None; wrappers of DDP and PEFT are opened. ``unknown``: the result for models without ``loss_type``."""
     model = getattr(model, "module", model)
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
@@ -94,7 +93,7 @@ def predicts_next_token(model: Any, *, unknown: bool = False) -> bool:
 
 
 def weigher(weigh: Weigh, *, shifted: bool = True) -> Callable[[Any, int], float]:
-    """The function (batch, number of samples) -> weight for ``weigh``. ConfigError: it is invalid, or gives no number."""
+    """Returns the function (batch, number of samples) -> weight for ``weigh``. ConfigError: ``weigh`` is invalid."""
     if not callable(weigh) and weigh not in ("tokens", "samples"):
         known = "'tokens', 'samples' or a function from a batch to its weight"
         raise ConfigError(f"`weigh` must be {known}, but is {weigh!r}")
@@ -107,8 +106,8 @@ def _weight(weigh: Weigh, shifted: bool, batch: Any, num_samples: int) -> float:
     given = weigh(batch)
     try:
         weight = float(given)
-    except (TypeError, ValueError, RuntimeError, OverflowError):  # no number, or more than one
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # not a number, or several
         weight = math.nan
     if not 0 <= weight <= MOST:
-        raise ConfigError(f"`weigh` must give a weight from 0 to {MOST:g}, but gives {given!r}")
+        raise ConfigError(f"`weigh` must return a number from 0 to {MOST:g}, but returned {given!r}")
     return weight

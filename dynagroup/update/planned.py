@@ -1,4 +1,4 @@
-"""The loader for known lengths: plans every update, loads it with a ``DataLoader``, weighs it over all ranks."""
+"""The loader for known lengths: plans all updates, loads batches with a ``DataLoader``, and weighs them over ranks."""
 
 import math
 import random
@@ -35,43 +35,42 @@ from dynagroup.update.step import B, LoaderStats, Step, unplanned
 from dynagroup.update.updates import FreeUpdates, PlannedUpdate, PreservedUpdates, Updates, compare_ranks
 from dynagroup.validation import check_int, warn_user
 
-OURS = {"shuffle", "seed", "samples_per_update", "grouping", "uneven"}  # plan settings that this loader sets itself
+OURS = {"shuffle", "seed", "samples_per_update", "grouping", "uneven"}  # settings of plans that this loader sets
 
 
 class PlannedDataLoader(StepLoader[B]):
-    """Steps planned from known lengths: batches that fit, of similar length, with exact loss weights.
+    """Plans batches that fit, of samples of similar length, from known lengths; yields them with exact loss weights.
 
-    ``len(loader)`` is the number of steps of an epoch, ``loader.num_updates`` that of its updates.
-    ``loader.plan.report()`` shows the epoch before anything runs, ``print(loader.stats)`` what was done.
+    ``len(loader)`` is the number of steps in an epoch, ``loader.num_updates`` the number of updates.
+    ``loader.plan.report()`` describes the planned epoch, ``print(loader.stats)`` what was run.
 
     Args:
-        dataset: anything with ``__getitem__`` and ``__len__``.
-        lengths: tokens of each sample, or a dict of named streams, the primary ``tokens`` or first; or a file.
-        budget: limit of a batch; a number means that many tokens.
-        samples_per_update: samples of every update over all ranks: an int, or a schedule ``(update, current) -> int``.
-            None: free-running, an update is ``accumulation`` rows of batches that are as large as fit.
-        grouping: the samples of this many updates are sorted by length and dealt into as many updates of the same size.
-            Samples of an update are then similar: little padding even in small ones. None: updates as drawn.
-        kinds: a label for each sample (N,), anything that can be hashed: all batches of a step, on all ranks, are then
-            of one kind, ``step.kind``; with ``one_kind="batch"`` each batch is, by itself.
-        accumulation: rows per update, only without ``samples_per_update``.
-        shuffle: with ``samples_per_update``: draw samples in an order seeded by (seed, epoch); False: in dataset order.
-            Without it: form other batches in every epoch; False: longest first, the same batches in every epoch.
-        sampler: a sampler of dataset indices, the same on every rank; only with ``samples_per_update``.
-        seed: seed of the order, and of the random numbers in workers.
-        weigh: what the loss is a mean of, for the weight of a batch: "tokens" (labels that a causal model predicts),
-            "samples", or a function from a batch to a number.
-        drop_last: leave out an epoch's last update if it is smaller than asked; only with ``samples_per_update``.
-        shapes: most shapes (samples, tokens) that a compiled model sees: each batch is filled to a shape of a
-            :class:`~dynagroup.ShapeLadder`, with padding and with rows of weight 0 after its own.
-        pad: field -> its padding value, for fields not of transformers; or a function, see :class:`FillingCollator`.
-        world: ranks that share the data; default: all of ``torch.distributed``.
-        further: settings of :class:`~dynagroup.LengthAwareBatchSampler` (``window``, ``oversize``, ``work`` ...) and of
-            the inner ``DataLoader``: ``collate_fn``, ``num_workers``, ``pin_memory`` and so on.
+        dataset: any object with ``__getitem__`` and ``__len__``.
+        lengths: int (N,), tokens of each sample; or a dict by stream; or the path of a .npy or .npz file.
+        budget: limit of a batch; an int means that many tokens.
+        samples_per_update: samples of each update over all ranks: int, or a schedule ``(update, current) -> int``.
+            None: an update is ``accumulation`` steps, and batches are as large as the budget allows.
+        grouping: int: the samples of this many updates are sorted by length and divided into updates of the same size.
+            Samples of one update then have similar lengths and need little padding. None: updates as drawn.
+        kinds: label of each sample (N,), hashable: all batches of a step, on all ranks, have samples of one kind,
+            ``step.kind``. With ``one_kind="batch"`` only each batch has one kind.
+        accumulation: int, steps per update; only without ``samples_per_update``.
+        shuffle: True with ``samples_per_update``: samples are drawn in random order, seeded by (seed, epoch); without:
+            batches are new in each epoch. False: dataset order; without ``samples_per_update`` longest batches first.
+        sampler: sampler of dataset indices, the same on every rank; only with ``samples_per_update``.
+        seed: int, seed of the order and of random numbers in workers.
+        weigh: weight of a batch: "tokens" (labels that a causal model predicts), "samples", or a function of a batch.
+        drop_last: True leaves out an epoch's last update if it is too small; only with ``samples_per_update``.
+        shapes: int, largest number of batch shapes (samples, tokens) that a compiled model sees: batches are padded to
+            a shape of a :class:`~dynagroup.ShapeLadder`, also with rows of weight 0.
+        pad: dict from field to padding value, for fields that transformers does not have; see :class:`FillingCollator`.
+        world: ranks that share the data; None: all of ``torch.distributed``.
+        further: other settings of :class:`~dynagroup.LengthAwareBatchSampler` (``window``, ``oversize``, ``work``, ...)
+            and of the ``DataLoader`` (``collate_fn``, ``num_workers``, ``pin_memory``, ...).
 
     Raises:
         ConfigError: an argument is wrong. BudgetError: a sample does not fit and ``oversize="error"``.
-        AlignmentError: while iterating, ranks differ in data, seed or settings, or one of them failed.
+        AlignmentError: during iteration, ranks have different data, seeds or settings, or one of them failed.
 
     >>> from dynagroup.budget.tokens import TokenBudget
     >>> loader = PlannedDataLoader(range(6), [9, 2, 8, 3, 9, 3], TokenBudget(18), samples_per_update=3, weigh="samples")
@@ -112,13 +111,13 @@ class PlannedDataLoader(StepLoader[B]):
         if planner.budget.ladder is not None:
             further["collate_fn"] = FillingCollator(further.get("collate_fn"), planner.budget.ladder, pad)
         self._feed = _Feed(dataset, planner.config.seed, weigh, self.stats, further)
-        self._place = Cursor()  # the place after the steps that were handed out
-        self._resumed: Cursor | None = None  # a loaded place; while it is `_place`, the next iteration continues there
+        self._place = Cursor()  # the point after the steps that were yielded
+        self._resumed: Cursor | None = None  # a loaded resume point; if `_place` is it, iterating resumes there
         planner.warn_of_oversize()
 
     @property
     def budget(self) -> Budget:
-        """The budget, with its limits taken from the lengths."""
+        """The budget, with limits taken from the lengths."""
         return self._plan.planner.budget
 
     @property
@@ -146,18 +145,18 @@ class PlannedDataLoader(StepLoader[B]):
 
     @property
     def plan(self) -> BatchPlan:
-        """The steps of :attr:`epoch` on all ranks; after a state was loaded, the steps that remained of it."""
+        """The steps of :attr:`epoch` on all ranks; after loading a state, only the steps that remained."""
         if self._resumed is None or self._resumed.epoch != self.epoch:
             return self.plan_of(self.epoch)
         return self._walk().plan(self._resumed)
 
     def plan_of(self, epoch: int) -> BatchPlan:
-        """The steps of a whole epoch on all ranks."""
+        """Returns the plan of all steps of an epoch on all ranks."""
         walk = self._walk()
         return walk.plan(walk.start_of(check_int("epoch", epoch, least=0), Cursor()))
 
     def __len__(self) -> int:
-        """Steps of the whole :attr:`epoch`, also after a resume. The first call plans the epoch."""
+        """Returns the number of steps in the whole :attr:`epoch`, also after resuming. The first call plans it."""
         return self.plan_of(self.epoch).num_steps
 
     def _asked(self) -> Cursor:
@@ -176,7 +175,7 @@ class PlannedDataLoader(StepLoader[B]):
         world, plan = self.world, self._walk()
         if self._place is not self._resumed:
             planner = plan.planner.renewed(world)
-            if planner is not plan.planner:  # by what was learned, some samples may no longer fit
+            if planner is not plan.planner:  # with the newly learned limits, some samples may no longer fit
                 planner.warn_of_oversize()
             plan.renew(planner)
             self._stand(plan.start_of(self._epoch, self._place))
@@ -192,7 +191,7 @@ class PlannedDataLoader(StepLoader[B]):
                 yield Step(batch, step.indices, samples, weight, scale, ends, step.idle, step.kind)
 
     def _look(self, update: PlannedUpdate, number: int, batch: Any) -> None:
-        """Count a step as used, and warn once if a batch differs from the plan."""
+        """Counts a step as used; warns once if a collated batch does not have its planned shape."""
         step, stats = update.steps[number], self.stats
         stats.count_step(len(step.indices), *step.tokens, idle=step.idle)
         if number == len(update.steps) - 1:
@@ -207,8 +206,8 @@ class PlannedDataLoader(StepLoader[B]):
         if differs is not None:
             self._said_unplanned = True
             warn_user(
-                f"a batch is not what was planned: {differs}. `lengths` are in another order than the dataset, or were not "
-                "measured as samples are processed and collated, so batches may not fit; OnlineDataLoader measures them itself"
+                f"a batch does not have its planned shape: {differs}. Give `lengths` in dataset order, measured as "
+                "samples are processed and collated; or use OnlineDataLoader, which measures them itself"
             )
 
     def _identity(self) -> dict[str, Any]:
@@ -220,11 +219,11 @@ class PlannedDataLoader(StepLoader[B]):
         return {"cursor": self._place.state(), "changes": changes, "order": order, "left_out": left_out}
 
     def _checked(self, states: list[Mapping[str, Any]]) -> Mapping[str, Any]:
-        """Any rank's state is complete; the states of several ranks must agree."""
+        """Returns the state of any rank, which is complete, after comparing the states of all ranks."""
         state = agreed(states)
         epoch = state["cursor"]["epoch"]
         if state["order"] != self._plan.order_print(epoch):
-            raise StateError(f"`sampler` gives other indices in epoch {epoch} than in the saved run; seed both alike")
+            raise StateError(f"`sampler` must give the indices of the saved run in epoch {epoch}; seed both alike")
         return state
 
     def _restore(self, found: Mapping[str, Any]) -> None:
@@ -240,17 +239,18 @@ class PlannedDataLoader(StepLoader[B]):
         self._epoch, self._next = place.epoch, place.epoch + is_over
 
 
-# The batches of an update are loaded and weighed. One sum over ranks then tells every rank the total weight of each
-# step: loss scales are exact, and any rank can save a place inside the update. Plans are equal on all ranks, so no more
-# is exchanged; a rank that fails sends NaN. Cost: an all-reduce of one float per step; an update's batches are held.
+# After an update's batches are loaded and weighed, one sum over ranks gives every rank the total weight of each step.
+# So loss scales are exact, and any rank can save a resume point inside the update. Nothing else is exchanged, because
+# plans are # equal on all ranks; a failing rank sends NaN. Cost: an all-reduce of one float per step, and memory for
+# the batches.
 class _Feed(Inner):
-    """Loads planned updates with the user's workers and collate function, and weighs them over all ranks. It is the
-    batch sampler of its DataLoader: it hands out indices, and remembers to which update they belong."""
+    """Loads planned updates with the user's workers and collate function, and weighs them over all ranks. The object is
+    also the DataLoader's batch sampler: it yields indices, and remembers to which update they belong."""
 
     def __init__(self, dataset: Any, seed: int, weigh: Weigh, stats: LoaderStats, kwargs: Mapping[str, Any]) -> None:
         super().__init__(kwargs)
         self._weight_of, self._seed, self._stats, self._dataset = weigher(weigh), seed, stats, _SeededDataset(dataset)
-        self.asked: deque[PlannedUpdate] = deque()  # updates asked of workers, and not collected yet
+        self.asked: deque[PlannedUpdate] = deque()  # updates that workers are loading or have loaded
         self._source: Iterator[PlannedUpdate] = iter(())
 
     def __getstate__(self) -> dict[str, Any]:
@@ -266,8 +266,8 @@ class _Feed(Inner):
     def open(
         self, updates: Iterator[PlannedUpdate], epoch: int, world: World
     ) -> Iterator[tuple[PlannedUpdate, list[Any], list[float], list[float]]]:
-        """Yield (update, its batches on this rank, their weights, sums). ``sums[k]``: the weight of the first k steps
-        on all ranks, plus that of what was taken of the update before. Collective."""
+        """Yields (update, its batches on this rank, their weights, sums); ``sums[k]`` is the weight of the update's
+        first k steps on all ranks, including any steps taken before a resume. All ranks must call it."""
         self.asked.clear()
         self._source = updates
         self.seed(self._seed, epoch)
@@ -280,15 +280,15 @@ class _Feed(Inner):
             if any(map(math.isnan, found)):
                 number = update.before.update
                 raise AlignmentError(f"another rank failed while it loaded or weighed update {number}; see its error")
-            # Summed from the left, step by step, so that a run resumed in between gets the same bits.
+            # Adds from left to right, step by step, so that a run resumed inside the update gets identical sums.
             summed = accumulate(found, initial=update.before.begun_weight)
             yield update, collected, weights, list(summed)
 
     def _loaded(self, batches: Iterator[Any], world: World) -> tuple[PlannedUpdate, list[Any], list[float]] | None:
-        """Load the next update, and weigh each of its batches. If this rank fails, it tells the other ranks."""
+        """Loads the next update and weighs its batches. If this rank fails, the other ranks are told."""
         began = time.perf_counter()
         try:
-            collected = [*islice(batches, 1)]  # asks for the update
+            collected = [*islice(batches, 1)]  # makes the DataLoader request the update
             if not self.asked:
                 return None
             update = self.asked[0]
@@ -300,7 +300,7 @@ class _Feed(Inner):
             return self.asked.popleft(), collected, weights
         except Exception:
             if self.asked:
-                with suppress(AlignmentError):  # this rank's own error says more
+                with suppress(AlignmentError):  # this rank's own error is more useful
                     world.all_sum([math.nan] * len(self.asked[0].steps))
             raise
         finally:
@@ -308,7 +308,7 @@ class _Feed(Inner):
 
 
 class _SeededDataset(Dataset):
-    """The user's dataset. In a worker every batch has its own seed, so that a resumed run repeats it."""
+    """The user's dataset; in a worker, each batch sets its own random seed, so that a resumed run repeats it."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset

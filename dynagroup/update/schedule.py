@@ -1,8 +1,8 @@
-"""Sizes of optimizer updates: schedules, the walk of updates through epochs, and the learning rate that goes with them.
+"""Sizes of updates: schedules, the sequence of all updates of a run, and the scaling of the learning rate.
 
-A schedule is any function ``(update, current) -> samples per update``: ``update`` counts from 0 over the whole run, and
-``current`` is the size of the previous update (None at update 0). Every rank calls it once for every update, when that
-update is planned, so its result must depend on nothing else.
+A schedule is a function ``(update, current) -> samples per update``: ``update`` is the update's number in the run, from
+0; ``current`` is the size of the previous update (None at update 0). Every rank calls the schedule once per update,
+when the update is planned, so its result must depend on these two arguments only.
 """
 
 import math
@@ -18,14 +18,14 @@ from dynagroup.validation import check_choice, check_int, check_number
 
 BatchSizeSchedule: TypeAlias = Callable[[int, "int | None"], int]
 Sizes: TypeAlias = "int | BatchSizeSchedule"
-LARGEST_UPDATE = 1 << 40  # samples; what plans are told if each update has a size of its own
+LARGEST_UPDATE = 1 << 40  # samples; the size given to planners when each update has its own size
 ScalingRule: TypeAlias = Literal["linear", "sqrt", "none"]
 
 
 @dataclass(frozen=True)
 class linear_ramp:  # noqa: N801
-    """From ``first`` to ``last`` samples in a straight line over ``num_updates`` updates, then ``last``. Sizes are rounded down
-    to a multiple of ``multiple_of``, but not below it.
+    """Schedule from ``first`` to ``last`` samples in a straight line over ``num_updates`` updates, then constant. Sizes
+    are rounded down to a multiple of ``multiple_of``, but are at least that.
 
     >>> [linear_ramp(8, 32, num_updates=4)(update, None) for update in (0, 1, 2, 4, 9)]
     [8, 14, 20, 32, 32]
@@ -49,13 +49,13 @@ class linear_ramp:  # noqa: N801
 def scale_learning_rate(
     learning_rate: float, *, samples_per_update: float, base_samples_per_update: float, rule: ScalingRule = "linear"
 ) -> float:
-    """The learning rate for updates of another size than the one it was tuned for.
+    """Returns the learning rate for updates of another size than the one that the rate was tuned for.
 
     Args:
-        learning_rate: the rate tuned at ``base_samples_per_update`` samples per update.
-        samples_per_update: samples an update will hold.
-        rule: "linear" for SGD (Goyal et al. 2017, arXiv:1706.02677), "sqrt" for Adam and its relatives (Malladi et al.
-            2022, arXiv:2205.10287), "none" to leave it.
+        learning_rate: float, the rate tuned with ``base_samples_per_update`` samples per update.
+        samples_per_update: float, samples per update in the new run.
+        rule: "linear" for SGD (Goyal et al. 2017, arXiv:1706.02677), "sqrt" for Adam and similar optimizers (Malladi et
+            al. 2022, arXiv:2205.10287), "none" for no change.
 
     >>> scale_learning_rate(1e-3, samples_per_update=64, base_samples_per_update=16, rule="sqrt")
     0.002
@@ -72,18 +72,18 @@ class Walk(ABC):
     """The updates of a run in order: where each epoch begins and where each update ends."""
 
     def __init__(self) -> None:
-        self._starts: list[Cursor] = [Cursor()]  # the beginnings of epochs, as far as they are known
+        self._starts: list[Cursor] = [Cursor()]  # the beginnings of the epochs that are known so far
 
     @abstractmethod
     def cursors(self, cursor: Cursor) -> Iterator[Cursor]:
-        """The place after each remaining update of an epoch."""
+        """Yields the point after each remaining update of an epoch."""
 
     def end(self, epoch: int) -> Cursor:
         start = self.start(epoch)
         return [start, *self.cursors(start)][-1]
 
     def start(self, epoch: int) -> Cursor:
-        """The beginning of an epoch; if the run is known only from a later epoch on, the beginning of that one."""
+        """Returns the beginning of an epoch, or of the first known epoch if that is later."""
         while (last := self._starts[-1].epoch) < epoch:
             self._starts.append(begun(last + 1, self.end(last)))
         return self._starts[max(epoch - self._starts[0].epoch, 0)]
@@ -92,25 +92,24 @@ class Walk(ABC):
         return self.start(epoch + 1).update - self.start(epoch).update
 
     def after(self, updates: int) -> Cursor:
-        """The place after this many updates of the run, or a later one if that is the first known place."""
+        """Returns the point after this many updates of the run, or the first known point if that is later."""
         epochs = count(self._starts[0].epoch)
         epoch = next(e for e in epochs if self.start(e + 1).update >= updates or not self.num_updates(e))
         start = self.start(epoch)
         found = next((place for place in chain([start], self.cursors(start)) if place.update >= updates), None)
         if found is None:
-            raise ConfigError(f"epoch {epoch} has no update, so the run never reaches that many; use smaller updates")
+            raise ConfigError(f"the run has fewer updates, because epoch {epoch} has none; use smaller updates")
         return found
 
 
 def begun(epoch: int, done: Cursor) -> Cursor:
-    """The beginning of ``epoch`` in a run whose earlier epochs end at the place ``done``."""
+    """Returns the beginning of ``epoch`` in a run whose earlier epochs end at the point ``done``."""
     return Cursor(epoch, update=done.update, samples_seen=done.samples_seen, current=done.current)
 
 
 class UpdateSizes(Walk):
-    """Sizes of updates, for both loaders: a pure function of a schedule, of changes, and of how many samples an epoch
-    draws. ``drop_last``: leave out an epoch's last update if it is smaller than asked.
-
+    """Computes the sizes of all updates from a schedule, later changes, and the samples of an epoch. ``drop_last``: an
+    epoch's last update is left out if it is too small.
     >>> sizes = UpdateSizes(lambda update, current: 2 if current is None else 2 * current, lambda: 9)
     >>> [(start, stop) for start, stop, after in sizes.spans(sizes.start(0))]
     [(0, 2), (2, 6), (6, 9)]
@@ -120,15 +119,15 @@ class UpdateSizes(Walk):
         super().__init__()
         self.schedule = schedule if callable(schedule) else check_int("samples_per_update", schedule)
         self.num_ordered, self.drop_last = num_ordered, drop_last
-        self.changes: list[tuple[int, int, int]] = []  # (epoch, update, samples): set at run time, from that update on
+        self.changes: list[tuple[int, int, int]] = []  # (epoch, update, samples): the size from this update on
 
     @property
     def is_constant(self) -> bool:
         return not callable(self.schedule) and not self.changes
 
     def change(self, cursor: Cursor, samples: int) -> int:
-        """Set the size of all updates after ``cursor``; returns the number of the first one. If it comes after an
-        epoch's last update, it applies from the next epoch on; dropped samples stay dropped."""
+        """Sets the size of all updates after ``cursor``; returns the number of the first. If that is past an epoch's
+        last update, the size applies from the next epoch on, and samples that drop_last left out stay left out."""
         samples, over = check_int("samples", samples), next(self.spans(cursor), None) is None
         when = (cursor.epoch + over, cursor.update)
         self.changes = [change for change in self.changes if change[:2] < when] + [(*when, samples)]
@@ -140,7 +139,7 @@ class UpdateSizes(Walk):
         self._starts = [Cursor()]
 
     def spans(self, cursor: Cursor) -> Iterator[tuple[int, int, Cursor]]:
-        """(start, stop, cursor after) of each remaining update of an epoch. A size is looked up only when needed."""
+        """Yields (start, stop, point after) of each remaining update of an epoch; looks up sizes one at a time."""
         count = self.num_ordered()
         while cursor.samples_used < count:
             samples, start = self._samples_of(cursor), cursor.samples_used
@@ -155,7 +154,7 @@ class UpdateSizes(Walk):
         return (after for *_, after in self.spans(cursor))
 
     def start(self, epoch: int) -> Cursor:
-        """The beginning of an epoch. If all updates have one size, it is computed without a walk."""
+        """Returns the beginning of an epoch; computed directly if all updates have one size."""
         if not self.is_constant or not epoch:
             return super().start(epoch)
         size, count = self._samples_of(Cursor()), self.num_ordered()
@@ -164,7 +163,7 @@ class UpdateSizes(Walk):
         return Cursor(epoch, update=updates, samples_seen=seen, current=size if updates else None)
 
     def _samples_of(self, cursor: Cursor) -> int:
-        """Samples that the update after ``cursor`` should hold."""
+        """Returns the number of samples that the update after ``cursor`` should have."""
         when = (cursor.epoch, cursor.update)
         changed = next((samples for *since, samples in reversed(self.changes) if tuple(since) <= when), None)
         samples = self.schedule if changed is None else changed

@@ -1,4 +1,4 @@
-"""What a training loop receives: one batch with its exact loss weight; and counts of what a loader has done."""
+"""What a training loop receives (one batch with its exact loss weight), and counts of what a loader has done."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,22 +13,22 @@ from dynagroup.shapes import TOKENS, BatchShape, primary, round_up
 from dynagroup.update.loss_weight import Share
 
 B = TypeVar("B")
-SHOWN_IN = {"source": "input_ids", "target": "labels", TOKENS: "input_ids"}  # stream -> field of transformers
+SHOWN_IN = {"source": "input_ids", "target": "labels", TOKENS: "input_ids"}  # stream -> field name in transformers
 
 
 @dataclass(frozen=True, slots=True)
 class Step(Generic[B]):
-    """One batch on this rank. Every other rank has a batch in the same step.
+    """One batch of this rank; every other rank has a batch in the same step.
 
     Args:
         batch: what the user's ``collate_fn`` returned, unchanged.
-        indices: dataset indices (or arrival numbers for iterable datasets) of the samples in ``batch``.
+        indices: dataset indices of the samples in ``batch`` (for iterable datasets, their numbers in order of arrival).
         samples: number of samples in this batch, and in the whole update on all ranks.
-        weight: loss weight of this batch (label tokens by default), and of the whole update on all ranks.
-        loss_scale: factor for the batch's *mean* loss, see :func:`dynagroup.update.loss_weight.loss_scale`; idle: 0.
-        ends_update: the optimizer steps after this batch; until then gradients stay local (``no_sync``).
-        idle: this rank had no samples left; the batch only keeps the collectives matched.
-        kind: with ``kinds``, the label of the samples in ``batch``, the same on all ranks; else None.
+        weight: loss weight of this batch (by default its label tokens), and of the whole update on all ranks.
+        loss_scale: float, factor for the batch's *mean* loss, see :func:`dynagroup.update.loss_weight.loss_scale`.
+        ends_update: True: run the optimizer after this batch; False: keep gradients local (``no_sync``).
+        idle: True: this rank had no samples left, and runs the batch with weight 0 so that collectives match.
+        kind: with ``kinds``, the label of all samples in ``batch``; else None.
 
     >>> from dynagroup import PlannedDataLoader, TokenBudget
     >>> loader = PlannedDataLoader("abcd", [3, 9, 2, 8], TokenBudget(18), shuffle=False, weigh="samples", collate_fn=list)
@@ -47,19 +47,19 @@ class Step(Generic[B]):
     kind: Any = None
 
     def map(self, fn: Callable[[B], Any]) -> "Step[Any]":
-        """This step with ``fn`` applied to its batch, e.g. to move the batch to a device."""
+        """Returns this step with ``fn`` applied to its batch, e.g. to move the batch to a device."""
         return replace(self, batch=fn(self.batch))
 
 
 def width_of(batch: Any, num_samples: int, stream: str, streams: Iterable[str] = (TOKENS,)) -> int | None:
-    """Tokens of a stream in each row of a collated batch, from a field with its name or transformers' name for it;
-    None: no such field. ``streams``: all that are counted; the primary one is ``input_ids`` of transformers."""
+    """Returns the tokens of a stream in each row of a collated batch, read from the field of that name or transformers'
+    name for it (``input_ids`` for the primary one of ``streams``); None: the batch has no such field."""
     shapes = (shape for shape in _shapes_shown(batch, stream, streams) if len(shape) == 2 and shape[0] == num_samples)
     return next((int(shape[1]) for shape in shapes), None)
 
 
 def total_of(batch: Any, stream: str, streams: Iterable[str] = (TOKENS,)) -> int | None:
-    """Tokens of a stream in a packed batch; None: no field shows them."""
+    """Returns the tokens of a stream in a packed batch; None: no field shows them."""
     shapes = _shapes_shown(batch, stream, streams)
     return next((int(shape[-1]) for shape in shapes if len(shape) == 1 or (len(shape) == 2 and shape[0] == 1)), None)
 
@@ -76,13 +76,13 @@ def _shapes_shown(batch: Any, stream: str, streams: Iterable[str]) -> Iterator[t
 
 
 def shown(batch: Any, num_samples: int, streams: Sequence[str], *, packed: bool) -> dict[str, int]:
-    """The number of tokens of each padded stream in a collated batch: in each row, or in a packed batch in total."""
+    """Returns the tokens of each padded stream in a collated batch: per row, or in total if the batch is packed."""
     found = (total_of(batch, n, streams) if packed else width_of(batch, num_samples, n, streams) for n in streams)
     return {name: tokens for name, tokens in zip(streams, found, strict=True) if tokens is not None}
 
 
 def unplanned(batch: Any, shape: BatchShape, budget: Budget) -> str | None:
-    """How a collated batch differs from its planned shape (K = 1), in words. None: it does not, or cannot be seen."""
+    """Returns, as text, how a collated batch deviates from its planned shape (K = 1); None: not, or not visible."""
     packed, multiple = is_packed(budget, shape.longest), budget.pad_to_multiple_of
     form = "tokens long, but was planned with" if packed else "tokens wide, but the longest of them was planned with"
     run, names = budget.as_run(shape), padded_streams(budget, shape.longest)
@@ -91,14 +91,14 @@ def unplanned(batch: Any, shape: BatchShape, budget: Budget) -> str | None:
         most = np.maximum(round_up(least, multiple), run.total[stream]) if packed else run.longest[stream]
         if not least[0] <= tokens <= most[0]:
             name = "" if stream == TOKENS else f"{stream} "
-            return f"{shape.num_samples[0]} samples came out {tokens} {name}{form} {least[0]}"
+            return f"{shape.num_samples[0]} samples were collated to {tokens} {name}{form} {least[0]}"
     return None
 
 
 @dataclass(slots=True)
 class LoaderStats:
-    """Counts of one rank since its loader was made. They can be added and subtracted: what happened since
-    ``before = loader.stats.copy()`` is ``loader.stats - before``; ``loader.stats.merged(loader.world)`` adds all ranks.
+    """Counts of one rank since its loader was made. Counts can be added and subtracted (``loader.stats - before``, with
+    ``before = loader.stats.copy()``); ``loader.stats.merged(loader.world)`` adds those of all ranks.
 
     >>> (LoaderStats(steps=2, real_tokens=30, padded_tokens=40) + LoaderStats(steps=2, padded_tokens=10)).padding
     0.4
@@ -107,16 +107,16 @@ class LoaderStats:
     """
 
     steps: int = 0  # steps taken, including idle ones
-    idle_steps: int = 0  # steps on which this rank had no samples left, or none of the step's kind
-    idle_tokens: int = 0  # tokens that the device computed on idle steps
-    kind_steps: int = 0  # online: additional steps because all batches of a step are of one kind
+    idle_steps: int = 0  # steps in which this rank had no samples left, or none of the step's kind
+    idle_tokens: int = 0  # tokens that the device computed in idle steps
+    kind_steps: int = 0  # online: extra steps, because all batches of a step have one kind
     samples: int = 0
-    updates: int = 0  # updates whose last step was taken
-    update_samples: int = 0  # samples of those updates, over all ranks
-    batch_sizes: Counter[int] = field(default_factory=Counter)  # samples -> batches with so many, none idle
+    updates: int = 0  # finished updates
+    update_samples: int = 0  # samples of the finished updates, over all ranks
+    batch_sizes: Counter[int] = field(default_factory=Counter)  # samples per batch -> batches, without idle ones
     real_tokens: int = 0  # tokens of the samples
     padded_tokens: int = 0  # tokens that the device computed, with padding, without idle steps
-    oversize: int = 0  # samples that did not fit even alone and were emitted by themselves
+    oversize: int = 0  # samples that did not fit even alone, and were each a batch of their own
     wait_s: float = 0.0  # seconds that the main process waited for workers
 
     def __str__(self) -> str:
@@ -134,7 +134,7 @@ class LoaderStats:
 
     @property
     def padding(self) -> float:
-        """Share of the padded tokens that is padding, in [0, 1]."""
+        """Share of the padded tokens that is padding, from 0 to 1."""
         return 1.0 - self.real_tokens / self.padded_tokens if self.padded_tokens else 0.0
 
     @property
@@ -154,7 +154,7 @@ class LoaderStats:
         self.padded_tokens += padded_tokens
 
     def count_update(self, samples: int) -> None:
-        """Count an update whose last step was taken; ``samples``: its samples over all ranks."""
+        """Counts a finished update; ``samples``: its samples over all ranks."""
         self.updates += 1
         self.update_samples += samples
 
@@ -168,7 +168,7 @@ class LoaderStats:
         return LoaderStats(**{f.name: getattr(self, f.name) - getattr(before, f.name) for f in fields(self)})
 
     def merged(self, world: World) -> "LoaderStats":
-        """The sum over ranks. Collective: every rank calls it."""
+        """Returns the sum over ranks; all ranks must call it."""
         names = [f.name for f in fields(self) if f.name != "batch_sizes"]
         [largest] = world.all_max([max(self.batch_sizes, default=0)])
         own = [*(getattr(self, name) for name in names), *(self.batch_sizes[size] for size in range(largest + 1))]

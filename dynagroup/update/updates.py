@@ -1,4 +1,4 @@
-"""The samples and batches of an update: a set number of samples, or a set number of the plan's rows."""
+"""Plans the samples and batches of updates: of a given number of samples, or of a given number of steps."""
 
 import zlib
 from abc import abstractmethod
@@ -23,22 +23,22 @@ from dynagroup.update.schedule import Sizes, UpdateSizes, Walk, begun
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """One row of a plan, as one rank runs it."""
+    """One step of a plan, on one rank."""
 
     indices: list[int]  # dataset indices
     idle: bool
-    tokens: tuple[int, int]  # of this rank's batch: without padding, with padding
-    row_samples: int  # samples of the row on all ranks
+    tokens: tuple[int, int]  # tokens of this rank's batch: without padding, with padding
+    row_samples: int  # samples of the step on all ranks
     kind: Any
-    cursor: Cursor  # the place in the epoch's windows after this step
+    cursor: Cursor  # the point in the epoch's windows after this step
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedUpdate:
-    """An update, or what remains of it, as one rank runs it."""
+    """An update, or the rest of one after resuming, on one rank."""
 
     steps: Sequence[PlannedStep]
-    before: Cursor  # where it continues: after the previous update, and after the rows of this one that were taken
+    before: Cursor  # the point where it begins, or in a resumed update, after the steps taken before
     after: Cursor
 
     @property
@@ -47,7 +47,7 @@ class PlannedUpdate:
         return self._samples(len(self.steps))
 
     def behind(self, number: int, weight: float) -> Cursor:
-        """The place after step ``number``; ``weight``: the weight of all steps of the update up to there."""
+        """Returns the point after step ``number``; ``weight``: of all steps of the update up to that one."""
         taken, before = number + 1, self.before
         if taken == len(self.steps):
             return self.after
@@ -73,11 +73,11 @@ def steps_of(window: BatchPlan, planner: Planner, rank: int) -> Iterator[Planned
 
 
 class _Updates(Walk):
-    """What both kinds of updates share. Of the ranks they know only the number."""
+    """Common base of both kinds of updates. It knows the number of ranks, but not its own rank."""
 
     planner: Planner
-    changes: list[tuple[int, int, int]]  # of the size of updates, see :class:`UpdateSizes`
-    order: OrderSource | None = None  # the user's
+    changes: list[tuple[int, int, int]]  # changes of the updates' size, see :class:`UpdateSizes`
+    order: OrderSource | None = None  # the user's sampler
     num_renewed, _ranks = 0, 1
     _remembered: tuple[tuple[Any, ...], BatchPlan] | None = None
 
@@ -96,19 +96,19 @@ class _Updates(Walk):
             self._ranks, self._starts = world_size, self._starts[:1]
 
     def renew(self, planner: Planner) -> None:
-        """Plan with this planner from the epoch on that begins."""
+        """Uses this planner from the next epoch on."""
         self.num_renewed += planner is not self.planner
         self.planner = planner
 
     def stand(self, place: Cursor) -> None:
-        """The run continues from ``place``."""
+        """Sets the point from which the run continues."""
 
     def order_print(self, epoch: int) -> int | None:
-        """Checksum of the user's sampler in an epoch; None: there is no sampler."""
+        """Returns a checksum of the user's sampler in an epoch; None: there is no sampler."""
         return None if self.order is None else self.order.checksum(epoch)
 
     def plan(self, cursor: Cursor) -> BatchPlan:
-        """What remains of the cursor's epoch on all ranks. Cached until something changes."""
+        """Returns the rest of the cursor's epoch on all ranks; cached until something changes."""
         place = replace(cursor, update=0, samples_seen=0, current=None)
         key = (place, self._ranks, tuple(self.changes), self.planner)
         if self._remembered is None or self._remembered[0] != key:
@@ -116,11 +116,11 @@ class _Updates(Walk):
         return self._remembered[1]
 
 
-# An epoch's order is cut into spans, and each span is planned by itself, like an epoch of one window. So the samples of
-# an update depend on order and schedule alone; budget and ranks only decide how they are divided.
+# An epoch's order is cut into updates, and each update is planned by itself, as one window. So which samples an update
+# has depends only on order and schedule; budget and ranks decide only how the samples are divided into batches.
 class PreservedUpdates(UpdateSizes, _Updates):
-    """Updates of exactly as many samples as ``schedule`` says, drawn as fixed batches would draw them: in the user's
-    ``order``, a seeded one, or the dataset's. ``drop_last``: a smaller last one is left out."""
+    """Updates with exactly as many samples as ``schedule`` says, drawn as with fixed batches: in the order of the
+    user's sampler, in a seeded random order, or in dataset order. ``drop_last``: a smaller last update is left out."""
 
     def __init__(self, planner: Planner, schedule: Sizes, order: OrderSource | None, *, drop_last: bool) -> None:
         UpdateSizes.__init__(self, schedule, partial(getattr, self, "num_samples"), drop_last=drop_last)
@@ -134,9 +134,9 @@ class PreservedUpdates(UpdateSizes, _Updates):
     def start_of(self, epoch: int, done: Cursor) -> Cursor:
         return self.start(epoch)
 
-    # The size of the epoch's first update decides the grouping; a size changed later cuts the same order elsewhere.
+    # The size of the epoch's first update decides the grouping; after a change of size the order is the same.
     def order_of(self, epoch: int) -> Order:
-        """Dataset indices in the order of the epoch, after ``grouping``."""
+        """Returns dataset indices in the epoch's order; with ``grouping``, updates have samples of similar length."""
         planner = self.planner
         drawn = None if self.order is None else self.order.counted_epoch(epoch, planner.left_out)
         grouped = planner.config.grouping is not None
@@ -149,7 +149,7 @@ class PreservedUpdates(UpdateSizes, _Updates):
             yield PlannedUpdate(list(steps_of(window, self.planner, rank)), before, after)
 
     def _windows(self, cursor: Cursor) -> Iterator[tuple[BatchPlan, Cursor, Cursor]]:
-        """(what remains, where it continues, where it ends) of each update."""
+        """Yields (remaining plan, point before, point after) of each update."""
         ordered = self.order_of(cursor.epoch)
         for start, stop, after in self.spans(cursor):
             window = self.planner.update_of(ordered[start:stop], cursor, self._ranks)
@@ -163,12 +163,12 @@ class PreservedUpdates(UpdateSizes, _Updates):
         return self.planner.joined(windows, cursor, self._ranks, given)
 
 
-# Every `accumulation` rows of the plan, window after window, are an update. How many an epoch has depends on the ranks
-# and on what the budget has learned, so updates are counted from where the run stands. All updates but an epoch's last
-# have the same number of rows, so a place tells where its epoch began.
+# Every `accumulation` steps of the plan are one update. How many updates an epoch has depends on the number of ranks
+# and on learned limits, so updates are counted from the current point. All updates but an epoch's last have equally
+# many steps, so the beginning of the epoch can be computed from any point in it.
 class FreeUpdates(_Updates):
-    """Every ``accumulation`` steps make one update. Batches are as large as fits, so updates vary in size.
-    Only the last update of an epoch may have fewer steps."""
+    """Updates of ``accumulation`` steps each (the last of an epoch may have fewer). Batches are as large as the budget
+    allows, so the samples per update vary."""
 
     def __init__(self, planner: Planner, *, accumulation: int) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ class FreeUpdates(_Updates):
 
 
 def _update_of(steps: list[PlannedStep], before: Cursor) -> PlannedUpdate:
-    """An update of these steps, and of what was taken of it before."""
+    """Returns an update of these steps, plus what was taken of the update before a resume."""
     samples = before.begun_samples + sum(step.row_samples for step in steps)
     done = {"update": before.update + 1, "current": samples}
     done |= {name: getattr(before, name) + samples for name in ("samples_used", "samples_seen")}
@@ -228,7 +228,7 @@ Updates: TypeAlias = PreservedUpdates | FreeUpdates
 
 
 def compare_ranks(world: World, plan: Updates, identity: Mapping[str, Any], place: Cursor) -> None:
-    """Raise AlignmentError unless all ranks are about to plan the same updates of the same samples."""
+    """Raises AlignmentError unless all ranks are about to plan the same updates of the same samples."""
     if world.size == 1:
         return
     facts: dict[str, Any] = {"lengths, budget or settings": identity, "place in the epoch": place}
@@ -240,6 +240,6 @@ def compare_ranks(world: World, plan: Updates, identity: Mapping[str, Any], plac
     differing = [name for i, name in enumerate(facts) if found[i] != -found[i + len(marks)]]
     if differing:
         raise AlignmentError(
-            f"ranks differ in {', '.join(differing)} at the start of epoch {place.epoch}: "
-            "seed samplers and schedules alike on every rank, and load the same state everywhere"
+            f"ranks have different {', '.join(differing)} at the start of epoch {place.epoch}; "
+            "give all ranks the same data, seeds, schedules and saved states"
         )

@@ -179,14 +179,14 @@ def planned(budget: Any) -> Any:
     (lambda: TokenBudget(0), "`max_tokens` must be an int of at least 1, but is 0"),
     (lambda: TokenBudget(8, layout="ragged"), "`layout` must be one of 'padded', 'packed', but is 'ragged'"),  # type: ignore[arg-type]
     (lambda: MemoryBudget(4, longest={"tokens": 8, "target": -1}), "`target` must be an int of at least 1"),
-    (lambda: MemoryBudget(4, model=object()), "`model` must predict memory, but is object"),  # type: ignore[arg-type]
+    (lambda: MemoryBudget(4, model=object()), "`model` must be a memory model, but is object"),  # type: ignore[arg-type]
     (lambda: MemoryBudget.from_bytes(9, model=PaddedTokens()), "`model` must predict bytes"),  # type: ignore[arg-type]
-    (lambda: TokenBudget(8) & TokenBudget(8, layout="packed"), "either padded or packed"),
-    (lambda: MemoryBudget(4).fits(BatchShape.of(1, 1)), "`longest` is not known"),
-    (lambda: as_budget(True), "`budget` must be a Budget such as TokenBudget(4096)"),
+    (lambda: TokenBudget(8) & TokenBudget(8, layout="packed"), "cannot join padded and packed"),
+    (lambda: MemoryBudget(4).fits(BatchShape.of(1, 1)), "`longest` is missing"),
+    (lambda: as_budget(True), "`budget` must be a budget such as TokenBudget(4096)"),
     (
         lambda: MemoryBudget(2, longest=7, model=PaddedTokens()).fits(BatchShape.of(1, {"tokens": 1, "labels": 1})),
-        "how long the first batch is in 'labels' is not known",
+        "the longest length of 'labels' is missing",
     ),
     (lambda: AdditiveCap("patches", 4).fits(BatchShape.of(1, 1)), "needs the stream 'patches', but lengths have"),
 ])  # fmt: skip
@@ -197,9 +197,9 @@ def test_bad_arguments_name_themselves(make: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize(("budget", "message"), [
-    (own(fits=lambda self, shape, /: shape.num_samples % 2 == 0), "but accepts it after a sample"),
-    (own(TokenBudget, fits=lambda self, shape, /: shape.longest["tokens"] > 10), "but accepts it after"),
-    (own(TokenBudget, largest=lambda self, longest, /: longest * 0 + 3), "`largest` says 3 samples"),
+    (own(fits=lambda self, shape, /: shape.num_samples % 2 == 0), "but accepts the batch after a sample"),
+    (own(TokenBudget, fits=lambda self, shape, /: shape.longest["tokens"] > 10), "but accepts the batch after"),
+    (own(TokenBudget, largest=lambda self, longest, /: longest * 0 + 3), "`largest` allows 3 samples"),
 ])  # fmt: skip
 def test_a_law_breaking_budget_is_caught(budget: Budget, message: str) -> None:
     with pytest.raises(AssertionError, match=message):

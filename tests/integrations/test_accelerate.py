@@ -74,10 +74,10 @@ def test_a_state_saved_within_an_epoch_resumes_exactly(tmp_path, online):
 
 
 def test_misuse_is_named():
-    with pytest.raises(ConfigError, match="`gradient_accumulation_steps` at 1: `loss_scale` already weighs"):
+    with pytest.raises(ConfigError, match="`gradient_accumulation_steps` must be 1, because `loss_scale` weighs"):
         prepare(Accelerator(cpu=True, gradient_accumulation_steps=2), loader())
     accelerator = Accelerator(cpu=True)
-    with pytest.raises(ConfigError, match="must be of dynagroup, or have"):
+    with pytest.raises(ConfigError, match="must be dynagroup's, or have"):
         prepare(accelerator, DataLoader(range(4)))
     sampler = LengthAwareBatchSampler(toys.lengths(ROWS), TokenBudget(160))
     prepared = prepare(accelerator, DataLoader(ROWS, batch_sampler=sampler, collate_fn=toys.collate))
@@ -151,7 +151,7 @@ def test_lhotses_own_sampler_makes_batches_that_fit_of_every_cut_once(size):
             assert len(frames) * max(frames) <= 12_000
             seen += [cut.id for cut in batch]
     assert sorted(seen) == sorted(cut.id for cut in cuts)
-    with pytest.raises(ConfigError, match="has no features, so no `num_frames`; give length_of"):
+    with pytest.raises(ConfigError, match="has no `num_frames`, because it has no features; pass length_of"):
         BudgetConstraint(12_000, bounds).add(cuts[0].drop_features())
     with pytest.raises(ConfigError, match="`bounds` end at 40"):
         BudgetConstraint(80, [8, 40], length_of=int).add(41)
@@ -171,5 +171,5 @@ def test_sentence_transformers_take_batches_that_fit():
         assert len(batch) == 1 or len(batch) * sum(longest) <= 200
     # accelerate would take a number for a fixed size, and lose samples
     assert getattr(sampler, "batch_size", None) is None
-    with pytest.raises(ConfigError, match="no text column"):
+    with pytest.raises(ConfigError, match="must have a text column"):
         make(datasets.Dataset.from_dict({"score": [0.5]}))

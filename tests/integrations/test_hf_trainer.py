@@ -260,7 +260,7 @@ def test_lengths_are_measured_where_there_is_no_column(tmp_path):
         assert found["target"].tolist() == [len(row["labels"]) for row in rows]
         assert found["tokens"].tolist() == ([5] * 16 if data is with_lengths else toys.lengths(rows))
     for unknown in ([{"text": "a"}], [["a", "b"]]):
-        with pytest.raises(ConfigError, match="train_dataset are not known: .* no column 'length' and no 'input_ids'"):
+        with pytest.raises(ConfigError, match="lengths of train_dataset: .* neither 'length' nor 'input_ids'"):
             sample_lengths(run, unknown, name="train_dataset")
     pairs = datasets.Dataset.from_dict({"chosen_input_ids": [[1, 2, 3]], "rejected_input_ids": [[1]]})
     assert sample_lengths(run, pairs, name="")["tokens"].tolist() == [6]
@@ -271,7 +271,7 @@ def test_lengths_are_measured_where_there_is_no_column(tmp_path):
 
 
 REFUSED = {
-    "auto_find_batch_size=True .*: the budget keeps batches within memory": {"auto_find_batch_size": True},
+    "auto_find_batch_size=True .*: the budget limits batches already": {"auto_find_batch_size": True},
     "dispatch_batches=True .* set it to False": {"accelerator_config": {"dispatch_batches": True}},
     "split_batches=True .* set it to False": {"accelerator_config": {"split_batches": True}},
     "dataloader_in_order=False .* True": {"dataloader_in_order": False, "dataloader_num_workers": 1},

@@ -114,16 +114,16 @@ def test_a_place_that_comes_too_late_is_refused(tmp_path, monkeypatch):
     late = lambda self, *_: restored(self, self.late) if hasattr(self, "late") else None  # noqa: E731
     monkeypatch.setattr(LightningSteps, "load_state_dict", lambda self, state: setattr(self, "late", state))
     monkeypatch.setattr(LightningSteps, "on_train_start", late, raising=False)
-    with pytest.raises(StateError, match=r"come again. Count steps by `trainer.max_steps` or `loader.num_updates"):
+    with pytest.raises(StateError, match=r"would repeat; use `trainer.max_steps` or `loader.num_updates"):
         resumed_and_whole(tmp_path, Estimating, False, 4)
 
 
 def test_misuse_is_named_and_a_fast_run_is_none(tmp_path):
     fit(tmp_path, Module(), loader(), fast_dev_run=True)
-    with pytest.raises(ConfigError, match="leave `accumulate_grad_batches` at 1"):
+    with pytest.raises(ConfigError, match="`accumulate_grad_batches` must be 1"):
         fit(tmp_path, Module(), loader(), accumulate_grad_batches=2)
     for number in (1, 3):
-        with pytest.raises(ConfigError, match=rf"`limit_train_batches` \({number}\) ends epochs in the middle"):
+        with pytest.raises(ConfigError, match=rf"`limit_train_batches` must be 1.0, as {number} may end inside"):
             fit(tmp_path, Module(), loader(), limit_train_batches=number)
     with pytest.raises(ConfigError, match=r"callbacks=\[steps\]"):
         lightning.Trainer(**QUIET, enable_checkpointing=False).fit(Module(), LightningSteps(loader()))

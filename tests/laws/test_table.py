@@ -23,7 +23,7 @@ from tests.laws import loaders
 from tests.laws.loaders import ENTRIES, LENGTHS, MOST_EDGES, TOKENS, Entry, graph_of
 from tests.online.helpers import Tokens, collate, lengths_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:too few samples for an", "ignore:.*do not fit the budget even alone")
+pytestmark = pytest.mark.filterwarnings("ignore:there are too few samples", "ignore:.*do not fit the budget even alone")
 WORLDS = [(1, 1, "padded"), (2, 2, "padded"), (3, 2, "padded"), (1, 3, "padded"), (2, 2, "packed"), (2, 3, "packed")]
 PLACES = [*((*world, 0) for world in WORLDS), (2, 2, "padded", 1), (2, 3, "padded", 1)]
 LAYOUTS = ["padded", "packed"]
@@ -205,10 +205,10 @@ class Broken(PlannedDataLoader):
 
 
 @pytest.mark.parametrize(("fault", "message"), [
-    ({"changed": staticmethod(loses)}, "an update of [0-9]+ samples says it has 8"),
-    ({"changed": staticmethod(weighs_alike)}, "a loss is scaled by 1.0, not"),
-    ({"uneven": True}, "ranks take other steps in epoch 0"),
-    ({"forgets": True}, "after 1 steps the resumed epoch differs"),
+    ({"changed": staticmethod(loses)}, "an update has [0-9]+ samples, but says 8"),
+    ({"changed": staticmethod(weighs_alike)}, "`loss_scale` 1.0 is not"),
+    ({"uneven": True}, "ranks take unequal steps in epoch 0"),
+    ({"forgets": True}, "resumed after 1 steps, the epoch gives other batches"),
 ])  # fmt: skip
 def test_broken_loaders_are_found(fault, message):
     kind, how = type("Faulty", (Broken,), fault), {"samples_per_update": 8, "collate_fn": collate}
@@ -302,7 +302,7 @@ def test_a_sampler_follows_what_was_applied_before_and_forgets_it_with_no_other_
     assert len(list(islice(saved, 2))) == 2
     state = saved.state_dict()
     other = LengthAwareBatchSampler(range(10, 74), TokenBudget(400), rank=0, world_size=1)
-    with pytest.raises(StateError, match="uses limits of a LearningBudget"):
+    with pytest.raises(StateError, match="was saved with limits of a LearningBudget"):
         other.load_state_dict(state)
     assert len(list(other)) == len(list(LengthAwareBatchSampler(range(10, 74), TokenBudget(400), rank=0, world_size=1)))
 
@@ -322,7 +322,7 @@ def test_an_epoch_under_way_leaves_out_what_it_left_out_or_is_refused(kind: str,
             learned_at(budget, 60)
         if number == 2:
             break
-    state, said = loader.state_dict(), r"leave out other samples .* set_epoch to the next"
+    state, said = loader.state_dict(), r"leave out other samples .* call set_epoch with the next"
     if when == "before the state":
         with pytest.raises(StateError, match=said):
             other.load_state_dict(state)

@@ -89,7 +89,7 @@ def test_lengths_must_be_counts_of_int32_and_padded_samples_are_measured_by_thei
     [(Raw(), from_text, "padded"), (IDS, padded_by(90), "padded"), (IDS, longer_packed, "packed")],
     ids=["text", "wider", "packed"],
 )
-@pytest.mark.filterwarnings("ignore:collate_fn made a batch")
+@pytest.mark.filterwarnings("ignore:`collate_fn` made a batch")
 @pytest.mark.filterwarnings("ignore:.*of the tokens are padding")
 def test_what_a_collate_function_adds_is_measured(data: Any, collate_fn: Any, layout: Any) -> None:
     """Without `length_of` every batch fits as it comes, in every epoch, also where samples have no ids before."""

@@ -25,11 +25,11 @@ from tests.online.helpers import Stream, Tokens, collate, lengths_of, make_loade
 LENGTHS = lengths_of(60, seed=3)
 WRONG = [
     ({"window": 0}, "`window`"),
-    ({"shuffle": True, "sampler": [0]}, "exclude each other"),
+    ({"shuffle": True, "sampler": [0]}, "both set the order"),
     ({"length_hint": [1.0]}, "`length_hint`"),
-    ({"sampler": torch.utils.data.DistributedSampler(range(60), num_replicas=2, rank=0)}, "divides its indices"),
-    ({"sampler": iter([0, 1])}, "anew every epoch, not <list_iterator"),
-    ({"batch_sampler": iter([[0]])}, "anew every epoch"),
+    ({"sampler": torch.utils.data.DistributedSampler(range(60), num_replicas=2, rank=0)}, "shards its indices"),
+    ({"sampler": iter([0, 1])}, "anew in every epoch, but is <list_iterator"),
+    ({"batch_sampler": iter([[0]])}, "anew in every epoch"),
     ({"samples_per_update": 4, "batch_sampler": [[0]]}, "no `batch_sampler`"),
     ({"kind_of": "kind"}, "`kind_of` must be a function"),
     ({"kind_of": lambda sample: ["a"]}, r"hashed, but gives \['a'\] for sample 0"),
@@ -111,7 +111,7 @@ def test_a_state_of_another_order_is_refused(name: str) -> None:
     loader = make_loader(None, LENGTHS, **{name: order})
     came = [i for step in islice(loader, 3) for i in used(step)]
     state = json.loads(json.dumps(loader.state_dict()))
-    with pytest.raises(StateError, match=f"`{name}` gives other indices in epoch 0"):
+    with pytest.raises(StateError, match=f"`{name}` must give the same indices in epoch 0"):
         make_loader(None, LENGTHS, **{name: order[::-1]}).load_state_dict(state)
     same = make_loader(None, LENGTHS, **{name: order})
     same.load_state_dict(state)
@@ -176,9 +176,9 @@ def test_updates_of_a_schedule_are_those_of_the_offline_loader(size, workers, dr
 
 
 def test_schedules_that_differ_are_refused_and_a_size_where_there_is_none() -> None:
-    with pytest.raises(AlignmentError, match=r"ranks differ in .*sizes of updates"):
+    with pytest.raises(AlignmentError, match=r"ranks have unequal .*sizes of updates"):
         run_ranks(2, lambda world: list(make_loader(world, LENGTHS, samples_per_update=lambda *_: 4 + world.rank)))
-    with pytest.raises(ConfigError, match="this one is free-running"):
+    with pytest.raises(ConfigError, match="made with `samples_per_update`"):
         make_loader(None, LENGTHS).set_samples_per_update(4)
 
 
@@ -216,8 +216,8 @@ def text_of(world: Any, fault: str) -> str:
 @pytest.mark.parametrize(("fault", "of_faulty", "of_others"), [
     ("item_raises", r"dataset items \[77\] raised KeyError", r"rank . failed while it loaded data: .*items \[77\]"),
     ("worker_dies", "worker", "rank . failed while it loaded data: .*[Ww]orker"),
-    ("wrong_lengths", "collate_fn made a batch", "rank 1 failed while it loaded data: .*collate_fn made a batch"),
-    ("other_seed", "ranks differ in seed", "ranks differ in seed"),
+    ("wrong_lengths", "`collate_fn` made a batch", "rank 1 failed while it loaded data: .*`collate_fn` made a batch"),
+    ("other_seed", "ranks have unequal seed", "ranks have unequal seed"),
     ("starts_over", "different exchanges", "different exchanges"),
 ])  # fmt: skip
 def test_a_fault_reaches_every_rank(fault: str, of_faulty: str, of_others: str) -> None:

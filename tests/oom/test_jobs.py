@@ -137,7 +137,7 @@ def test_a_finished_job_called_again_gives_its_results_back(model, tokenizer, ex
     with pytest.raises(StateError, match="arguments: '{}' then, \"{'num_beams': 2}\" now"):
         call(num_beams=2)
     path.write_bytes(path.read_bytes() + b"\n")
-    with pytest.raises(StateError, match="out.jsonl has changed since its job was finished"):
+    with pytest.raises(StateError, match="out.jsonl was changed after its job was finished"):
         call()
     (tmp_path / f"{path.name}.job").unlink()
     with pytest.raises(ConfigError, match="out.jsonl exists, and no 'out.jsonl.job' beside it says which job"):
@@ -151,8 +151,8 @@ WRONG: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
     (ALL, {"batch_size": 3}, r"`batch_size` \(3\) and `budget` both limit a batch"),
     (ALL, {"batch_size": 0, "budget": None}, "`batch_size` must be an int of at least 1"),
     (ALL, {"output": "out.csv"}, "must end in .(jsonl|npy), but"),
-    (ALL, {"world": SimpleNamespace(rank=0, size=2)}, "on several ranks `output` must name a file"),
-    (ALL[:1], {"attention_mask": torch.ones(2, 2)}, "`attention_mask` belongs to one batch"),
+    (ALL, {"world": SimpleNamespace(rank=0, size=2)}, "several ranks need `output`"),
+    (ALL[:1], {"attention_mask": torch.ones(2, 2)}, "`attention_mask` is for one batch"),
     (ALL[1:2], {"pooling": "max"}, "`pooling` must be one of 'mean', 'first', 'last', but is 'max'"),
     (ALL[1:2], {"model": small("T5ForConditionalGeneration")}, r"use model.get_encoder\(\)"),
     (ALL[2:], {"model": small_llama().model}, "the output of LlamaModel has no `logits`; give .* with a head"),
@@ -220,9 +220,9 @@ def test_an_error_on_one_rank_ends_all_and_other_jobs_are_noticed(model: Any, to
         return str(caught.value)
 
     both = run_ranks(2, lambda world: rank(world, True))
-    assert both == ["ranks were given different jobs: texts differ; give all ranks the same"] * 2
+    assert both == ["all ranks must run the same job, but texts are not equal; give all the same"] * 2
     first, second = run_ranks(2, lambda world: rank(world, False))
-    assert first == "rank 1 of 2 could not continue the job; see its error"
+    assert first == "rank 1 of 2 could not continue the job; see that rank's error"
     assert "exists, and no 'there.jsonl.job'" in second
 
 
@@ -315,7 +315,7 @@ def test_classification_normalised_embeddings_and_those_of_few_shapes(tokenizer:
 def test_texts_are_shortened_to_what_the_model_takes_and_that_is_said(tokenizer, caplog):
     model, texts = small("BertModel", max_position_embeddings=8), [" ".join(["w1"] * 20), "w2 w3"]
     got = embed_dataset(model, tokenizer, texts, **SMALL)
-    assert "1 of 2 texts have the 8 tokens that the model takes, or more" in caplog.text
+    assert "1 of 2 texts have at least 8 tokens" in caplog.text
     np.testing.assert_array_equal(got, embed_dataset(model, tokenizer, texts, max_length=8, **SMALL))
     with pytest.raises(ConfigError, match="1 texts are too long .* 8 positions: text 0 has 9 tokens .*max_length=8"):
         embed_dataset(model, tokenizer, texts, max_length=9, **SMALL)

@@ -144,11 +144,11 @@ ODD = {**COLLATE(rows_of([3, 4])), "extra": torch.zeros(5)}
 
 @pytest.mark.parametrize(("batch", "message"), [
     (LISTED, r"`images` \(\(5, 3\)\) has no entry per sample in a batch of 2.*rules="),
-    (ODD, r"`extra` \(5,\) has entries neither for the 7 tokens nor for the 2 samples"),
+    (ODD, r"`extra` \(5,\) has no entry for each of 7 tokens or of 2 samples"),
     ({"input_ids": torch.ones(3, 1), "past_key_values": DynamicCache()}, r"`past_key_values` \(DynamicCache\) has no entry"),
-    ({"a": torch.ones(2), "b": torch.ones(3)}, "how many samples the batch holds is not clear"),
-    (3, "a int as batch cannot be split"),
-    (IMAGES, "which images belong to which sample is not known"),
+    ({"a": torch.ones(2), "b": torch.ones(3)}, "cannot tell how many samples a batch has"),
+    (3, "a batch of type int cannot be split"),
+    (IMAGES, "cannot tell which images belong to which sample"),
 ])  # fmt: skip
 def test_what_fits_no_rule_is_refused_with_the_way_out(batch: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -159,7 +159,7 @@ def test_rules_of_ones_own_decide_and_images_must_add_up() -> None:
     of_images = BatchSplitter(rules={"images": lambda value, batch, start, stop: value[2 * start : 2 * stop]})
     assert len(of_images.take(LISTED, 0, 1)["images"]) == 2
     assert BatchSplitter(rules={"extra": lambda value, *_: value[:1]}).take(ODD, 0, 1)["extra"].tolist() == [0]
-    with pytest.raises(ConfigError, match="sample 0 has 2 image tokens, which `image_grid_thw` does not add up to"):
+    with pytest.raises(ConfigError, match="2 image tokens, but another number of patches in `image_grid_thw`"):
         BatchSplitter(vision=VisionTokens(image_token_id=9, merge_size=1)).take(IMAGES, 0, 1)
 
 

@@ -68,7 +68,7 @@ def test_what_was_written_comes_back_and_a_job_that_finished_nothing_is_in_nobod
 
 def test_another_jobs_journal_is_refused_with_what_differs_and_never_read(tmp_path: Path) -> None:
     written(tmp_path, [1])
-    said = r"out.jsonl.job .* belongs to another run; texts: 4 then, 5 now. .*remove"
+    said = r"out.jsonl.job .* saved by a run with other data or settings: texts was .*4 .*, is .*5 .*remove"
     refused = pytest.raises(StateError, match=said)
     with closing(other := out_of(tmp_path, {**JOB, "texts": 5})), refused:
         other.claim()
@@ -111,7 +111,7 @@ def test_two_runs_of_one_job_are_told_apart(tmp_path: Path, monkeypatch: pytest.
     first, second, replace = out_of(tmp_path), out_of(tmp_path), os.replace
 
     def refused(*names: Path) -> None:
-        with closing(second), pytest.raises(ConfigError, match="holds .*out.jsonl.job: this job is running already"):
+        with closing(second), pytest.raises(ConfigError, match="out.jsonl.job is locked: another process"):
             second.claim()
         if names:
             replace(*names)
@@ -171,7 +171,7 @@ def test_vectors_are_kept_in_four_bytes_a_number_and_published_whole(tmp_path: P
     with closing(out := Output(tmp_path / "v.npy", JOB, 3, VECTORS)):
         out.claim()
         out.append([2, 0], rows[[2, 0]])
-        with pytest.raises(StateError, match="1 of 3 samples are not in .*v.npy.journal; run again"):
+        with pytest.raises(StateError, match="1 of 3 samples are missing in .*v.npy.journal; run again"):
             out.publish()
         out.append([1], rows[[1]])
         assert sum(p.stat().st_size for p in out.journal.iterdir()) < rows.nbytes + 200
@@ -188,7 +188,7 @@ def test_a_receipt_that_is_damaged_or_an_output_that_is_a_folder_is_an_error_tha
     out = Output(tmp_path / "out.jsonl", {**JOB, "texts": 20}, 20, LINES)
     for damaged in RECEIPTS:
         (tmp_path / "out.jsonl.job").write_bytes(damaged)
-        with pytest.raises(StateError, match="out.jsonl.job is not of this job: .* remove .* to start over"):
+        with pytest.raises(StateError, match="out.jsonl.job was written by another job: .* remove .* to start over"):
             out.is_finished()
     (tmp_path / "out.jsonl").unlink()
     (tmp_path / "out.jsonl").mkdir()

@@ -257,8 +257,8 @@ class FSDPModule(torch.nn.Linear):
 
 @pytest.mark.parametrize(("model", "options", "message"), [
     (Linear(Allocator(1)), {"weigh": "bytes"}, "`weigh` must be 'tokens', 'samples' or a function .*'bytes'"),
-    (Linear(Allocator(2)), {}, "weigh='tokens' counts a batch's 'labels', but this Tensor has none"),
-    (FSDPModule(1, 1), {}, "`model` contains FSDPModule, whose ranks exchange parameters"),
+    (Linear(Allocator(2)), {}, "weigh='tokens' needs a field 'labels' in every batch, but this Tensor has none"),
+    (FSDPModule(1, 1), {}, "`model` contains FSDPModule, with which no rank can repeat a step alone"),
     (
         Linear(Allocator(9), features=3),
         {},

@@ -55,10 +55,10 @@ def t5() -> Any:
 VARLEN = "call dynagroup.integrations.varlen.use_varlen_attention"
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "cache": (partial(llama, use_cache=True), {}, f"set model.config.use_cache = False .*, {VARLEN}"),
-    "BERT": (bert, {}, "its attention 'sdpa' does not keep them apart; "),
-    "Mamba": (mamba, {}, "does not keep them apart; .* or use the padded layout"),
-    "T5": (t5, {}, "could not be run on .*decoders and encoders that read one row"),
-    "positions": (roberta, {"position_ids_start": 0}, "its positions or layers"),
+    "BERT": (bert, {}, "its attention 'sdpa' mixes them; "),
+    "Mamba": (mamba, {}, "mixes them; .* or use the padded layout"),
+    "T5": (t5, {}, "cannot run two packed samples .*only models that read one row"),
+    "positions": (roberta, {"position_ids_start": 0}, "its positions, or layers"),
 }
 
 

@@ -132,11 +132,11 @@ def test_the_trainer_asks_a_model_before_it_trains_on_packed_samples(tmp_path) -
     run = packed_trainer(tmp_path)
     run.model.config.use_cache = True
     before = parameters(run.model)
-    with pytest.raises(ConfigError, match=r"answers otherwise on packed samples .* set model.config.use_cache = False"):
+    with pytest.raises(ConfigError, match=r"other results for packed samples .* set model.config.use_cache = False"):
         run.train()
     assert run.state.global_step == 0
     assert torch.equal(parameters(run.model), before)
-    with pytest.raises(ConfigError, match=r"`collate_fn` does not pack: .* \(2, 5\); use packing_collator"):
+    with pytest.raises(ConfigError, match=r"`collate_fn` must pack 8 tokens .* \(2, 5\); use packing_collator"):
         packed_trainer(tmp_path, toys.collate).train()
 
 

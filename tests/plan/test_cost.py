@@ -45,7 +45,7 @@ def test_literal_work_prices_and_where_ranks_meet() -> None:
     unpriced = Work(crossover=math.inf).of_batches(batches, lengths, budget)
     assert unpriced.tolist() == [60, 20], "without a price, no time"
     assert work.of_batches(batches, {"tokens": lengths["tokens"]}, TokenBudget(99)).tolist() == [60, 20]
-    with pytest.raises(ConfigError, match="`work` prices 'patches', but lengths have"):
+    with pytest.raises(ConfigError, match="`work` has a price for the stream 'patches', but `lengths` has"):
         work.of_batches(batches, {"tokens": lengths["tokens"], "frames": lengths["patches"]}, TokenBudget(99))
 
 

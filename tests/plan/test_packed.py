@@ -175,7 +175,7 @@ def test_ranks_get_equally_many_batches_that_fit_and_every_sample_once(lengths, 
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
-@pytest.mark.parametrize(("oversize", "done"), [("alone", "emitted alone"), ("drop", "left out")])
+@pytest.mark.parametrize(("oversize", "done"), [("alone", "each a batch of its own"), ("drop", "left out")])
 def test_a_sample_that_does_not_fit_comes_alone_or_is_left_out(layout: Any, oversize: Any, done: str) -> None:
     with pytest.warns(UserWarning, match=f"1 samples do not fit .* alone and are {done}; the first is sample 1"):
         shards = shard_micro_batches([3, 12, 4, 2, 5, 1], 2, TokenBudget(10, layout=layout), oversize=oversize)

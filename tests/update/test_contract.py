@@ -83,7 +83,7 @@ def test_another_iteration_ends_the_one_before(make, sizes):
     again = [samples_of(step) for step in loader]
     assert again[0] == first
     assert_conserves(again, range(37))
-    with pytest.raises(ConfigError, match="this iteration of the loader has ended: another iteration has begun"):
+    with pytest.raises(ConfigError, match="another iteration of this loader has begun"):
         next(old)
 
 
@@ -117,7 +117,7 @@ def test_a_loader_is_copied_and_pickled_between_epochs_alone(make, sizes):
     steps = iter(loader)
     next(steps)
     for again in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(StateError, match="being iterated: pickle or copy it between epochs"):
+        with pytest.raises(StateError, match="pickled or copied while it is iterated; do so between epochs"):
             again(loader)
 
 
@@ -256,7 +256,7 @@ def test_a_sampler_draws_as_many_as_it_says_where_updates_are_counted(make, said
     loader = make(sampler=Counting(said), samples_per_update=4)
     for _ in range(epoch):
         assert len(list(loader.updates())) == loader.num_updates == 3
-    with pytest.raises(ConfigError, match=rf"`sampler` gives \d+ indices in epoch {epoch} \(\d+ that fit\), but"):
+    with pytest.raises(ConfigError, match=rf"`sampler` yields \d+ indices \(\d+ that fit\) in epoch {epoch}, but"):
         list(loader)
 
 
@@ -288,9 +288,9 @@ WRONG = [
     ({"prefetch_factor": 2}, "prefetch_factor"),
     ({"num_workers": 1, "multiprocessing_context": ""}, "multiprocessing_context"),
     ({"num_worker": 1}, "num_worker"),
-    ({"in_order": False}, "`in_order=False` has no effect"),
-    ({"batch_size": 1}, "`batch_size` is not an argument of this loader: the budget decides"),
-    ({"accumulation": 2, "samples_per_update": 8}, "`accumulation` .2. and `samples_per_update` exclude each other"),
+    ({"in_order": False}, "`in_order=False` must be left out"),
+    ({"batch_size": 1}, "`batch_size` must be left out: the budget decides"),
+    ({"accumulation": 2, "samples_per_update": 8}, "`accumulation` .2. and `samples_per_update` cannot both be given"),
     ({"samples_per_update": 0}, "`samples_per_update` must be an int of at least 1"),
     ({"drop_last": True}, "`drop_last` needs `samples_per_update`"),
     ({"seed": -1}, "`seed` must be an int of at least 0"),
@@ -325,12 +325,12 @@ def test_a_batch_without_labels_is_a_mean_over_its_samples_and_a_function_must_g
     assert mean_items({"name": "a", "input_ids": torch.ones(4, 7)}) == 4
     assert mean_items(torch.ones(3, 2)) == 3
     assert mean_items({"labels": None, "input_ids": torch.ones(4, 7)}) == 4
-    with pytest.raises(ConfigError, match="cannot see how many samples a batch has: this dict holds no tensors"):
+    with pytest.raises(ConfigError, match="cannot count the samples of a batch, because this dict has no tensors"):
         mean_items({"name": "a"})
-    with pytest.raises(ConfigError, match="weigh='tokens' counts a batch's 'labels', but this dict has none"):
+    with pytest.raises(ConfigError, match="weigh='tokens' needs a field 'labels' .* this dict has none"):
         weigher("tokens")({"input_ids": torch.ones(4, 7)}, 4)
     for weight in (-1.0, float("nan"), float("inf")):
-        with pytest.raises(ConfigError, match="`weigh` must give a weight from 0 to 1e\\+30, but gives"):
+        with pytest.raises(ConfigError, match="`weigh` must return a number from 0 to 1e\\+30, but returned"):
             weigher(lambda batch, weight=weight: weight)(None, 1)
 
 

@@ -104,12 +104,12 @@ def test_literal_filled_batches_also_of_sources_and_targets() -> None:
 
 
 @pytest.mark.parametrize(("batch", "message"), [
-    (torch.ones(2, 3), "it is not known how to pad a Tensor to one of few shapes; give `pad`"),
-    ({"input_ids": torch.ones(2, 3), "seen": torch.ones(2, 3)}, "not known how to pad 'seen', which is as wide as"),
-    ({"input_ids": torch.ones(2, 3), "labels": torch.ones(2)}, "'labels' .2,. of 2 samples cannot be filled with rows"),
+    (torch.ones(2, 3), "only a mapping can be padded to few shapes, not a Tensor; give `pad`"),
+    ({"input_ids": torch.ones(2, 3), "seen": torch.ones(2, 3)}, "'seen' is as wide as the tokens, but has no padding"),
+    ({"input_ids": torch.ones(2, 3), "labels": torch.ones(2)}, "'labels' .2,. of 2 samples cannot get rows"),
     ({"input_ids": torch.ones(2, 3), "pixel_values": torch.ones(5, 3)}, "'pixel_values' .5, 3. of 2 samples cannot"),
-    ({"ids": torch.ones(2, 3)}, "no field of a batch is as wide as its padded 'tokens'"),
-    ({"input_ids": torch.ones(2, 6)}, r"came out \[6\] tokens wide, which none of \[\(3, 5\)\] holds"),
+    ({"ids": torch.ones(2, 3)}, "no field of the batch has the padded length of 'tokens'"),
+    ({"input_ids": torch.ones(2, 6)}, r"has \[6\] tokens after collating, more than any of the shapes \[\(3, 5\)\]"),
 ])  # fmt: skip
 def test_what_cannot_be_filled_is_refused(batch: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -36,7 +36,7 @@ class Noise(torch.utils.data.Dataset):
 
 
 def test_samples_too_large_even_alone_are_counted_and_mistakes_are_named():
-    with pytest.warns(UserWarning, match="1 samples do not fit the budget even alone and are emitted alone"):
+    with pytest.warns(UserWarning, match="1 samples do not fit the budget even alone and are each a batch of its own"):
         loader = loader_of([5, 90, 6], samples_per_update=3)
     list(loader)
     assert loader.stats.oversize == 1
@@ -79,7 +79,7 @@ def test_ranks_with_another_order_are_told():
         order = torch.randperm(53, generator=torch.Generator().manual_seed(world.rank)).tolist()
         return list(loader_of(samples_per_update=10, sampler=order, world=world))
 
-    with pytest.raises(AlignmentError, match="ranks differ in order of samples"):
+    with pytest.raises(AlignmentError, match="ranks have different order of samples"):
         run_ranks(2, one)
 
 
@@ -144,13 +144,13 @@ def test_batches_that_are_not_what_was_planned_are_noticed_once_packed_labels_by
     [text] = warned_by({"source": LENGTHS, "target": targets[::-1]}, budget, both, data)
     assert re.search(r"\d+ target tokens long, but", text)
     [text] = warned_by(LENGTHS[::-1], BUDGET, padded_to(1), LENGTHS)
-    assert re.search(r"\d+ samples came out \d+ tokens wide, but the longest of them was planned with \d+", text)
-    assert "another order than the dataset" in text
+    assert re.search(r"\d+ samples were collated to \d+ tokens wide, but the longest .* planned with \d+", text)
+    assert "in dataset order" in text
     assert len(warned_by(LENGTHS, BUDGET, padded_to(8), LENGTHS)) == 1, "padded further than the budget was told"
     assert warned_by(LENGTHS, TokenBudget(160, pad_to_multiple_of=8), padded_to(8), LENGTHS) == []
     ladder = ShapeLadder(LENGTHS, BUDGET, num_shapes=4, window=10)
     assert warned_by(LENGTHS, ladder, padded_to(1), LENGTHS) == [], "filled by the loader"
-    with pytest.raises(ConfigError, match="none of .* holds: `lengths` are in another order"):
+    with pytest.raises(ConfigError, match="more than any of the shapes .* give `lengths` in dataset order"):
         warned_by(LENGTHS[::-1], ladder, padded_to(1), LENGTHS)
     assert warned_by(LENGTHS, BUDGET, torch.tensor, LENGTHS) == [], "a batch without names shows nothing"
 

@@ -1,1 +1,1 @@
-"""Code that runs a model to learn its memory."""
+"""Runs a model without data to learn how its memory depends on the batch."""

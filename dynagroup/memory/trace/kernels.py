@@ -1,6 +1,6 @@
-"""Runs operators as a CUDA device would, on tensors that have shapes but no data, and counts the bytes that are alive.
+"""Runs operators as a CUDA device would, on tensors without data, and counts the bytes that are alive.
 
-PyTorch alone would choose the CPU's kernels, which materialise scores under dropout or masks, and copy in softmax.
+Without it PyTorch would choose the CPU's kernels, which store attention scores and make extra copies in softmax.
 """
 
 import weakref
@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode  # documented for ext
 from dynagroup.memory.run import MASK_ALIGNMENT
 
 HALF = (torch.float16, torch.bfloat16)
-FLASH_HEAD_SIZE = 256  # largest that the flash kernel takes (aten/native/transformers/cuda/sdp_utils.cpp)
+FLASH_HEAD_SIZE = 256  # largest head size of the flash kernel (aten/native/transformers/cuda/sdp_utils.cpp)
 
-# What torch.autocast runs in the lower precision, and what it lifts to float32, on CUDA (autocast_mode.h).
+# Operators that torch.autocast runs in the lower precision (LOWER) or in float32 (HIGHER) on CUDA (autocast_mode.h).
 LOWER = {F.linear, F.conv1d, F.conv2d, F.conv3d, torch.matmul, torch.bmm, torch.mm, torch.addmm, torch.baddbmm,
          torch.einsum, torch.Tensor.baddbmm, torch.Tensor.addmm, torch.Tensor.addbmm,
          torch.Tensor.matmul, torch.Tensor.bmm, torch.Tensor.mm, torch.Tensor.__matmul__,
@@ -29,10 +29,9 @@ HIGHER = {F.softmax, F.log_softmax, F.layer_norm, F.group_norm, F.cross_entropy,
 
 
 class CudaKernels(TorchFunctionMode):
-    """Run attention, dropout and softmax as CUDA would, within ``torch.autocast`` of a dtype, or None.
+    """Runs attention, dropout and softmax with CUDA's kernels; ``autocast``: dtype of ``torch.autocast`` or None.
 
-    Questions about values get fixed answers: "is all of this mask true?" no, if ``padded``; "is any of these infinite?" no.
-    """
+    Tensors have no values, so checks get fixed answers: a mask has padding if ``padded``, and nothing is infinite."""
 
     def __init__(self, autocast: torch.dtype | None = None, padded: bool = True) -> None:
         super().__init__()
@@ -52,7 +51,7 @@ class CudaKernels(TorchFunctionMode):
         if func in (F.softmax, F.log_softmax, torch.softmax, torch.Tensor.softmax):
             return _softmax(func, *args, **kwargs)
         if getattr(func, "__name__", "") == "_grouped_mm" and args[0].dtype != torch.bfloat16:
-            return args[0] @ args[1][0]  # CUDA multiplies other dtypes, too; what is alive is the same
+            return args[0] @ args[1][0]  # CUDA also multiplies other dtypes; the same bytes are alive
         if func in (torch.any, torch.Tensor.any) and len(args) == 1 and not kwargs and args[0].is_meta:
             return torch.tensor(False, device="cpu")
         if func is torch.Tensor.__bool__ and args[0].is_meta:
@@ -60,7 +59,7 @@ class CudaKernels(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def end_forward(self) -> None:
-        """Leave the autocast region: drop its cache of cast weights."""
+        """Ends the autocast region: drops the weights that autocast has cast and cached."""
         self.autocast = None
         self._cast_weights.clear()
 
@@ -71,7 +70,7 @@ class CudaKernels(TorchFunctionMode):
             return value
         if not (value.is_leaf and value.requires_grad):
             return value.to(self.autocast)
-        # Autocast casts a weight once a forward pass; the pair keeps the key's tensor alive.
+        # # Autocast casts each weight once per forward pass. The stored pair keeps the weight, and so its id, alive.
         return self._cast_weights.setdefault(id(value), (value, value.to(self.autocast)))[1]
 
 
@@ -83,12 +82,12 @@ def attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """``scaled_dot_product_attention`` with the kernel that CUDA chooses: flash, else memory-efficient."""
+    """Runs ``scaled_dot_product_attention`` with the kernel that CUDA would choose: flash, else memory-efficient."""
     if attn_mask is None and query.dtype in HALF and query.shape[-1] == value.shape[-1] <= FLASH_HEAD_SIZE:
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
     repeats = query.shape[-3] // key.shape[-3]
-    if enable_gqa and repeats > 1:  # the memory-efficient kernel has no grouped heads; the math path repeats them
+    if enable_gqa and repeats > 1:  # the memory-efficient kernel needs as many key heads as query heads
         key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
     if attn_mask is not None:
         attn_mask = _bias(attn_mask, query, key)
@@ -98,7 +97,7 @@ def attention(
 
 
 def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """The mask as the additive bias that the memory-efficient kernel reads; each call makes its own copy, as CUDA does."""
+    """Returns a mask as the additive bias of the memory-efficient kernel; every call makes a copy, as on CUDA."""
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
     width = mask.shape[-1]
@@ -110,7 +109,7 @@ def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.T
 def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
     if not training or p == 0.0:
         return input
-    return torch.ops.aten.native_dropout(input, p, True)[0]  # its mask takes one byte an element
+    return torch.ops.aten.native_dropout(input, p, True)[0]  # the dropout mask takes one byte per element
 
 
 def _softmax(func: Any, input: torch.Tensor, dim: int | None = None, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -118,20 +117,19 @@ def _softmax(func: Any, input: torch.Tensor, dim: int | None = None, *args: Any,
     if not wider or dim is None:
         return func(input, dim, *args, **kwargs)
     fused = torch.ops.aten._log_softmax if func is F.log_softmax else torch.ops.aten._softmax
-    return fused(input, dim, True)  # CUDA reads half and writes float without a copy in between
+    return fused(input, dim, True)  # CUDA reads half precision and writes float32 without a copy
 
 
-BLOCK = 512  # the caching allocator rounds every request up to this (c10/cuda/CUDACachingAllocator.h, kMinBlockSize)
+BLOCK = 512  # the caching allocator rounds up to multiples of this (c10/cuda/CUDACachingAllocator.h, kMinBlockSize)
 _aten = torch.ops.aten
 _ATTENTION_BACKWARD = {_aten._scaled_dot_product_flash_attention_backward.default,
                        _aten._scaled_dot_product_efficient_attention_backward.default}  # fmt: skip
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes alive: now, at most, and after every allocation. Tensors in ``apart`` are not counted.
+    """Counts the bytes of live tensors: now, at the peak, and after every allocation; not those in ``apart``.
 
-    ``smooth``: an allocation counts half a block more than its size, because rounding to blocks would hide its growth.
-    """
+    ``smooth``: instead of rounding an allocation up to blocks, adds half a block, so that sizes grow smoothly."""
 
     def __init__(self, apart: Iterable[torch.Tensor] = (), smooth: bool = False) -> None:
         super().__init__()
@@ -140,14 +138,14 @@ class LiveBytes(TorchDispatchMode):
         self.timeline: list[int] = []
         self.marks: dict[str, tuple[int, int]] = {}
         self._smooth = smooth
-        self._apart = [t.untyped_storage() for t in apart]  # held, so that no new storage gets their address
+        self._apart = [t.untyped_storage() for t in apart]  # kept alive, so that no new storage gets the same address
         self._known = {storage._cdata for storage in self._apart}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func in _ATTENTION_BACKWARD:
-            # The kernels sum the query's gradient in float32, and hold one float32 a row (``dq_accum`` and ``softmax_d`` of
-            # FlashAttention 2, ``delta`` and ``workspace`` of the other).
+            # The kernels sum the query's gradient in float32, and store one float32 per row (``dq_accum``,
+            # ``softmax_d`` in FlashAttention 2; ``delta`` and ``workspace`` in the memory-efficient kernel).
             self._reach(self.live + 4 * args[1].numel() + 4 * args[1].numel() // args[1].shape[-1])
         for item in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(item, torch.Tensor):
@@ -155,7 +153,7 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def mark(self, name: str) -> None:
-        """Note the number of allocations and the bytes alive at a named point."""
+        """Records the number of allocations so far and the live bytes under a name."""
         self.marks[name] = (len(self.timeline), self.live)
 
     def _add(self, tensor: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Models and inputs that have shapes but no data, and the facts that a model states about itself."""
+"""Makes models and inputs without data, and reads a model's sizes from its config and parameters."""
 
 import copy
 import inspect
@@ -12,7 +12,7 @@ from dynagroup.errors import ConfigError
 from dynagroup.memory.run import ELEMENT_BYTES, Attention, Run, needed
 from dynagroup.shapes import primary
 
-ALIKE_LAYERS = 3  # fewest layers of one kind that make a stack
+ALIKE_LAYERS = 3  # a list of fewer layers is not treated as a stack
 
 
 def _transformers() -> Any:
@@ -20,13 +20,13 @@ def _transformers() -> Any:
 
 
 def as_config(value: Any) -> Any:
-    """A transformers config: as given, or read by its name."""
+    """Returns a transformers config, either ``value`` itself or the one with this name."""
     transformers = _transformers()
     if isinstance(value, str):
         try:
             return transformers.AutoConfig.from_pretrained(value)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"no config found for {value!r}; give a model's name, or a folder with one") from error
+            raise ConfigError(f"no config found for {value!r}; give a model's name, or its folder") from error
     if not isinstance(value, transformers.PretrainedConfig):
         raise ConfigError(f"`model_or_config` must be a model, its config or its name, but is {type(value).__name__}")
     return value
@@ -36,9 +36,9 @@ def as_meta_model(
     source: Any, run: Run | None = None, *,
     dtype: str | None = None, attention: Attention | None = None, lora: Any = None,
 ) -> Any:  # fmt: skip
-    """A copy of a model on the meta device, or one of a config: no weights are allocated or read.
+    """Copies a model to the meta device, or builds one there from a config; no weights are allocated or read.
 
-    As ``run`` (a workload) says; or in this dtype, this attention (None: the source's) and adapters (``lora``).
+    ``run`` (a workload) sets dtype and attention. Without it: ``dtype``, ``attention`` (None: the source's), ``lora``.
     """
     attention = run.attention if run else attention
     kind = "eager" if attention == "eager" else "sdpa"
@@ -54,13 +54,13 @@ def as_meta_model(
         try:
             model.set_attn_implementation(kind)
         except (ValueError, ImportError) as error:
-            none = f"{type(model).__name__} has no fused attention and runs 'eager'"
-            raise ConfigError(f"`attention` is {attention!r}, but {none}; leave it out") from error
+            none = f"{type(model).__name__} has only 'eager' attention"
+            raise ConfigError(f"`attention` must be 'eager', because {none}, but is {attention!r}") from error
     return model if lora is None or lora is False else _with_adapters(model, lora)
 
 
 def as_random_model(config: Any, run: Run, device: torch.device) -> torch.nn.Module:
-    """A model of this config with random weights, made on the device, in the dtype and with the attention of a workload."""
+    """Builds a model from a config on the device, with random weights, and with dtype and attention of ``run``."""
     return _from_config(config, run.dtype, "eager" if run.attention == "eager" else "sdpa", device)
 
 
@@ -68,18 +68,18 @@ def _from_config(config: Any, dtype: str | None, attention: str, device: torch.d
     config = copy.deepcopy(as_config(config))
     dtype = dtype or str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
     auto, failed = _auto_class(config), None
-    for kind in ("sdpa", "eager") if attention == "sdpa" else (attention,):  # some have none fused
+    for kind in ("sdpa", "eager") if attention == "sdpa" else (attention,):  # some models have only eager attention
         try:
             with torch.device(device):
                 return auto.from_config(config, dtype=getattr(torch, dtype), attn_implementation=kind)
-        except Exception as error:  # whatever the model's own code raises
+        except Exception as error:  # the model's own code may raise anything
             failed = error
-    told = f"no model can be built from this {type(config).__name__} ({failed!r:.200})"
-    raise ConfigError(f"{told}; pass a model") from failed
+    told = f"cannot build a model from this {type(config).__name__} ({failed!r:.200})"
+    raise ConfigError(f"{told}; pass a model instead") from failed
 
 
 def is_encoder(config: Any) -> bool:
-    """Whether every token attends to all others, and nothing is decoded (BERT and its relatives)."""
+    """Returns whether a config is of an encoder such as BERT: every token attends to all others, nothing is decoded."""
     decodes = getattr(config, "is_decoder", False) or getattr(config, "is_encoder_decoder", False)
     return type(config) in _transformers().MODEL_FOR_MASKED_LM_MAPPING and not decodes
 
@@ -94,18 +94,18 @@ def _auto_class(config: Any) -> Any:
     for auto in [*order, hf.AutoModel]:
         if kind in auto._model_mapping:
             return auto
-    raise ConfigError(f"transformers has no model for {kind.__name__}; pass a model built from it instead")
+    raise ConfigError(f"transformers has no model class for {kind.__name__}; pass a model instead of a config")
 
 
 def checkpoint_layers(model: Any, **options: Any) -> None:
-    """Switch gradient checkpointing on, by the name that this version of transformers uses."""
+    """Turns on gradient checkpointing, with the method name that this version of transformers uses."""
     renamed = hasattr(model, "activation_checkpointing_enable")
     enable = model.activation_checkpointing_enable if renamed else model.gradient_checkpointing_enable
     enable({"use_reentrant": False, **options})
 
 
 def stacks(model: torch.nn.Module) -> list[torch.nn.ModuleList]:
-    """The lists of similar layers in a model, without lists inside of lists."""
+    """Returns the model's lists of layers of one class, without lists inside of other lists."""
     found: list[torch.nn.ModuleList] = []
     for module in (m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) >= ALIKE_LAYERS):
         nested = any(module is inner for outer in found for inner in outer.modules())
@@ -117,11 +117,10 @@ def stacks(model: torch.nn.Module) -> list[torch.nn.ModuleList]:
 def make_inputs(
     model: torch.nn.Module, num_samples: int, longest: Mapping[str, int], with_labels: bool, device: str = "meta"
 ) -> dict[str, torch.Tensor]:
-    """Arguments of a forward pass over ``num_samples`` samples, with a padding mask.
+    """Returns arguments of a forward pass over ``num_samples`` samples, with a padding mask.
 
-    ``tokens`` is the input of the encoder or of the only stack; ``target`` (default: as long) what the decoder learns.
-    Speech models always read their full window of audio.
-    """
+    Stream ``tokens`` is the input of the encoder or of the only stack; ``target`` is the decoder's output (None: as
+    long). Inputs of speech models always have the full audio window."""
     config: Any = getattr(model, "config", None)
     length = int(longest[primary(longest)])
     with torch.device(device):
@@ -135,7 +134,7 @@ def make_inputs(
         words = torch.zeros(num_samples, longest.get("target", length), dtype=torch.long) if decodes else ids
         if with_labels:
             inputs["labels"] = words if "ForSequenceClassification" not in type(model).__name__ else words[:, 0].clone()
-            words = words.clone()  # what the decoder reads: the labels, shifted by the collator or by the model
+            words = words.clone()  # the decoder reads a second tensor: the labels, shifted by one
         if decodes:
             inputs["decoder_input_ids"] = words
     accepted = inspect.signature(model.forward).parameters
@@ -144,20 +143,21 @@ def make_inputs(
 
 
 def describe(source: Any, mode: str, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of this model's Workload in this mode; ``known`` fields take precedence."""
+    """Returns the fields of a model's Workload in this mode; ``known`` fields override."""
     dtype, attention = known.get("dtype"), known.get("attention")
     is_model = isinstance(source, torch.nn.Module)
     model: Any = source if is_model else as_meta_model(source, dtype=dtype, attention=attention)
     config = getattr(model, "config", None)
     if config is None:
-        raise ConfigError("`model_or_config` has no transformers config; write Workload(mode=..., num_layers=..., ...)")
+        told = "the model of `model_or_config` has no transformers config"
+        raise ConfigError(f"{told}; describe it yourself: Workload(mode=..., num_layers=..., ...)")
     if mode == "generate" and is_encoder(config):
-        raise ConfigError(f"`mode` 'generate' is for models that decode, but {type(config).__name__} is of an encoder")
+        raise ConfigError(f"`mode` 'generate' needs a model that decodes, but {type(config).__name__} is of an encoder")
     return {"mode": mode, **architecture(config), **_run_as(model, mode), **known}
 
 
 def architecture(config: Any) -> dict[str, Any]:
-    """Sizes that a config states, under the many names that configs give them."""
+    """Returns the sizes in a config, which go by other names from one model family to the next."""
     two_stacks = bool(getattr(config, "is_encoder_decoder", False))
     nested = hasattr(config, "get_text_config") and not two_stacks
     text = config.get_text_config(decoder=True) if nested else config
@@ -190,14 +190,14 @@ _DROPOUTS = ("hidden_dropout_prob", "hidden_dropout", "resid_pdrop", "dropout", 
 
 
 def _run_as(model: Any, mode: str) -> dict[str, Any]:
-    """How a model is run, by its parameters and settings."""
+    """Returns how a model is run, read from its parameters and settings."""
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
     total, count = (sum(p.numel() for p in part) for part in (parameters, trained))
-    # Quantised parameters are integers, but the model does not compute with integers.
+    # Quantised parameters are integers, but the model computes in floating point.
     dtype = str(next((p.dtype for p in parameters if p.is_floating_point()), "float32")).removeprefix("torch.")
-    width = sum(p.numel() * p.element_size() for p in trained) / max(count, 1)  # of adapters, not of what they adapt
-    stated = getattr(model.config, "_attn_implementation", None) or ""  # what the model runs, not what was asked for
+    width = sum(p.numel() * p.element_size() for p in trained) / max(count, 1)  # with LoRA only adapters are trained
+    stated = getattr(model.config, "_attn_implementation", None) or ""  # the one in use, not the one requested
     renamed = hasattr(model, "is_activation_checkpointing")
     checkpoints = getattr(model, "is_activation_checkpointing" if renamed else "is_gradient_checkpointing", False)
     settings = getattr(model, "generation_config", None)
@@ -213,9 +213,9 @@ def _run_as(model: Any, mode: str) -> dict[str, Any]:
 
 
 def _first(config: Any, *names: str) -> Any:
-    """The first of these names that a config states; if it varies over layers, the value of the first layer."""
+    """Returns the value of the first of these names in a config; if it varies over layers, that of the first layer."""
     for name in names:
-        with suppress(Exception):  # configs of transformers refuse to name what differs between layers
+        with suppress(Exception):  # transformers' configs raise errors for values that vary over layers
             if (value := getattr(config, name, None)) is not None:
                 return value[0] if isinstance(value, (list, tuple)) else value
     return None
@@ -230,11 +230,11 @@ def _fixed_tokens(config: Any) -> int:
 
 
 def _with_adapters(model: Any, lora: Any) -> Any:
-    """The model with adapters of every linear layer, unless a LoraConfig says otherwise, kept in float32."""
+    """Returns the model with adapters in float32; on every linear layer, unless a LoraConfig says otherwise."""
     import peft
 
     if not isinstance(lora, (int, peft.LoraConfig)):
-        raise ConfigError(f"`lora` must be True, a rank or a LoraConfig of peft, but is {lora!r}")
+        raise ConfigError(f"`lora` must be True, an int (the adapters' rank) or a LoraConfig of peft, but is {lora!r}")
     config: Any = peft.LoraConfig(r=16 if lora is True else lora) if isinstance(lora, int) else lora
     config.target_modules = config.target_modules or "all-linear"
     adapted: Any = peft.inject_adapter_in_model(config, model)

@@ -1,8 +1,8 @@
-"""A model's memory as an exact function of the batch shape, found from a few traces instead of many samples.
+"""Finds a model's memory as an exact function of the batch shape, from a few traces of the model.
 
-The bytes alive after each allocation are a polynomial in (n, L), which a few traces determine (least squares, without
-residual). The peak of a shape is the largest of these polynomials. If layers are alike, a trace of three layers gives
-any number of them: each further layer adds the bytes that it keeps, from its forward to the end of its backward pass.
+The bytes alive after each allocation are a polynomial in (n, L), so a few traces determine the polynomial (least
+squares, error 0). The peak of a batch is the largest of these polynomials. If all layers have one class, tracing three
+layers is enough: every further layer adds the same bytes, from its forward pass to the end of its backward pass.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,30 +20,30 @@ from dynagroup.memory.trace.model import ALIKE_LAYERS, as_meta_model, stacks
 from dynagroup.memory.trace.program import as_gathered, prepare, trace
 from dynagroup.validation import warn_user
 
-Probe: TypeAlias = "tuple[int, int, int]"  # samples, tokens, tokens of the target
-Timeline: TypeAlias = "Callable[[Probe], FloatArray]"  # bytes alive after each allocation
-ALIKE = 5e-3  # largest relative difference of the peak by three layers from that of the whole model
-EXACT = 1e-4  # largest error of the polynomials, relative to a probe's largest size
-# Kernels pad rows to multiples of 32 and masks to 16. One more than a multiple of 32 needs the most padding, always as
-# much. A program that pads its input to 64 or 512 is then no polynomial of these lengths.
+Probe: TypeAlias = "tuple[int, int, int]"  # shape to trace: samples, tokens, target tokens
+Timeline: TypeAlias = "Callable[[Probe], FloatArray]"  # returns the bytes alive after each allocation
+ALIKE = 5e-3  # largest relative error of the peak computed from three layers
+EXACT = 1e-4  # largest error of the polynomials, relative to a trace's largest size
+# Kernels pad rows to multiples of 32 and masks to multiples of 16. Lengths of 32 k + 1 get the most padding, and always
+# the same. Programs that pad to 64 or 512 give no polynomial at these lengths, so they are noticed.
 ALIGNMENT = 32
 PROBES = [(2, 65, 97), (3, 33, 33), (2, 257, 161), (5, 193, 97), (4, 321, 65), (3, 481, 257), (7, 97, 353), (2, 161, 481),
           (6, 65, 257), (3, 129, 321), (4, 385, 449), (5, 449, 129), (2, 33, 33), (8, 225, 289)]  # fmt: skip
 PACKED_PROBES: list[Probe] = [(1, 65, 0), (1, 513, 0), (1, 193, 0), (1, 1025, 0)]
-PROBED = 512  # about the longest of them
-LONGEST = 4097  # length of the last probe, if the model has positions for it: it shows what happens beyond
-FEWEST_POSITIONS = 3 * ALIGNMENT + 1  # three lengths tell a constant, a line and a square apart
-MOST_TOKENS = 131072  # of a sample, or of a packed batch; phases that matter only beyond are left out
+PROBED = 512  # tokens, about the longest shape to trace in PROBES
+LONGEST = 4097  # tokens in the last shape to trace, if the model has that many positions: checks long samples
+FEWEST_POSITIONS = 3 * ALIGNMENT + 1  # three lengths are needed for a polynomial of degree 2
+MOST_TOKENS = 131072  # in a sample or packed batch; phases that are the largest only beyond are dropped
 
 
 def trace_phases(model_or_config: Any, workload: Run, *, inputs: MakeInputs | None = None) -> Phases:
-    """Memory of any batch of this model: polynomials in the batch shape, from about eight traces of a few layers.
+    """Returns the memory of a model by batch shape: polynomials, found with about eight traces of a few layers.
 
-    With sliding attention there are two sets of polynomials: up to the window's length, and beyond it. If the program
-    itself depends on the shape, phases are fitted to a few simulations, with a warning. ValueError: that fails too.
-    """
+    Models with sliding-window attention get two sets: for samples within the window, and for longer ones. If the
+    program itself depends on the shape, phases are fitted to simulations, with a warning. ValueError: fitting fails
+    too."""
     padded = _Traced(model_or_config, workload, inputs)
-    with torch.inference_mode(False), torch.enable_grad():  # whatever mode the caller is in
+    with torch.inference_mode(False), torch.enable_grad():  # whatever mode the caller has set
         try:
             found = _phases(padded)
         except ValueError as error:
@@ -56,13 +56,13 @@ def trace_phases(model_or_config: Any, workload: Run, *, inputs: MakeInputs | No
 
 @dataclass(frozen=True)
 class _Traced:
-    """A model, and how every trace of it runs."""
+    """A model, and how each of its traces runs."""
 
     source: Any
     workload: Run
     inputs: MakeInputs | None
     beyond: int = 1
-    """How far lengths exceed a multiple of 32."""
+    """Tokens by which each traced length exceeds a multiple of 32."""
 
     @property
     def packed(self) -> bool:
@@ -74,7 +74,7 @@ class _Traced:
 
     @property
     def columns(self) -> list[int]:
-        """The monomials that sizes can have; if packed, those of one row as long as all samples together."""
+        """Indices of the monomials that can occur; for packed samples those of one row with all tokens."""
         names = ("1", "L", "L2") if self.packed else MONOMIALS if self.two_streams else MONOMIALS[:6]
         return [MONOMIALS.index(name) for name in names]
 
@@ -84,7 +84,7 @@ class _Traced:
         return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
     def model(self, most_layers: int | None = None) -> torch.nn.Module:
-        """The model, ready to run, with at most ``most_layers`` layers in each stack."""
+        """Returns the model, ready to trace, with at most ``most_layers`` layers in each stack."""
         model = as_meta_model(self.source, self.workload)
         for stack in stacks(model) if most_layers else ():
             del stack[most_layers:]
@@ -96,7 +96,7 @@ class _Traced:
         return trace(model, self.workload, n, longest, inputs=self.inputs, watch=watch, smooth=True)
 
     def timeline(self, check: Probe) -> Timeline:
-        """Timeline of the whole model; from three layers, if these give the same peak for the shape ``check``."""
+        """Returns the whole model's timeline, computed from three layers if that gives the right peak for ``check``."""
         whole = self.model()
         layers = [len(stack) for stack in stacks(whole)]
 
@@ -113,16 +113,16 @@ class _Traced:
                 if abs(three_layers(check).max() / all_layers(check).max() - 1) < ALIKE:
                     return three_layers
             except (ValueError, KeyError):
-                pass  # the layers are not alike
+                pass  # layers are not equal, so all of them are traced
         return all_layers
 
 
 class _Deepen:
-    """Watches the last layers of a model with three in each stack; raises its timeline to that of ``layers`` layers."""
+    """Watches the last layers of a model with three per stack; computes the timeline of ``layers`` layers."""
 
     def __init__(self, model: torch.nn.Module, layers: Sequence[int], workload: Run) -> None:
         self._stacks, self._layers = stacks(model), layers
-        # With checkpointing only autocast's cache holds the cast weights, and that ends with the forward pass.
+        # With checkpointing, only autocast's cache keeps cast weights alive, until the forward pass ends.
         self._drops_casts = bool(workload.autocast and workload.gradient_checkpointing)
         self._spans: list[dict[str, int]] = [{} for _ in self._stacks]
 
@@ -147,7 +147,7 @@ class _Deepen:
             hidden.register_hook(lambda grad: span.update(end=len(tracer.timeline)))
 
     def raised(self, tracer: LiveBytes) -> FloatArray:
-        """The timeline of the model with all its layers."""
+        """Returns the timeline of the model with all its layers."""
         line = np.array(tracer.timeline, dtype=np.float64)
         prefilled, at_prompt = tracer.marks.get("prefilled", (len(line), 0))
         _, at_full = tracer.marks.get("stretched", (len(line), 0))
@@ -157,7 +157,7 @@ class _Deepen:
             line[span["start2"] : min(end, prefilled)] += kept * added
             if self._drops_casts:
                 line[tracer.marks["forward_ends"][0] : end] -= _cast_bytes(stack[1]) * added
-            if kept:  # the stack with the key-value cache, which grows from the prompt's length to the final one
+            if kept:  # the stack with the key-value cache, which grows from the prompt's length to the final length
                 line[prefilled:] += (kept + (at_full - at_prompt) / ALIKE_LAYERS) * added
         return line
 
@@ -183,11 +183,11 @@ def _phases(traced: _Traced) -> Phases:
 
 
 def _probes(traced: _Traced, within: int = LONGEST) -> list[Probe]:
-    """Shapes that determine the monomials, within the model's positions; the last is as long as ``within`` allows."""
+    """Returns shapes that determine all monomials, within the model's positions; the last is as long as ``within``."""
     most = min(getattr(traced.config, "max_position_embeddings", None) or LONGEST, within)
     most_target = min(getattr(traced.config, "max_target_positions", None) or most, most)
 
-    def scaled_to(most: int, length: int) -> int:  # in proportion, if the model has fewer positions
+    def scaled_to(most: int, length: int) -> int:  # shortens lengths in proportion if the model has few positions
         return _aligned(length if most >= PROBED else most * length // PROBED, traced)
 
     scaled = [(n, scaled_to(most, length), scaled_to(most_target, target)) for n, length, target in PROBES]
@@ -198,16 +198,16 @@ def _probes(traced: _Traced, within: int = LONGEST) -> list[Probe]:
         known = monomials(*np.array(probes).T)[:, columns]
         if np.linalg.matrix_rank(known / known.max(0)) == len(columns):
             return probes
-    raise ValueError(f"{min(most, most_target)} positions are too few to tell how memory grows with the length")
+    raise ValueError(f"the model's {min(most, most_target)} positions are too few to find how memory grows with length")
 
 
 def _aligned(length: int, traced: _Traced) -> int:
-    """The next multiple of 32 below ``length``, plus what the traces exceed it by."""
+    """Returns the largest length of at most ``length`` that exceeds a multiple of 32 by ``traced.beyond``."""
     return max((length - traced.beyond) // ALIGNMENT, 1) * ALIGNMENT + traced.beyond
 
 
 def _sliding_window(config: Any) -> int | None:
-    """Positions that the cache of a sliding layer keeps; None: no layer slides."""
+    """Returns how many positions the cache of a sliding-window layer keeps; None: the model has no such layer."""
     from transformers import DynamicCache, PretrainedConfig
 
     layers: Any = DynamicCache(config=config).layers if isinstance(config, PretrainedConfig) else ()
@@ -215,29 +215,29 @@ def _sliding_window(config: Any) -> int | None:
 
 
 def _exact(traced: _Traced, probes: Sequence[Probe]) -> Phases:
-    """Phases of the live bytes, without static memory. ValueError: programs differ, or sizes are no polynomial."""
+    """Returns exact phases of live bytes, without static memory. ValueError: sizes are no polynomial of the shape."""
     timeline, lines = traced.timeline(probes[-1]), []
     for probe in _shown(probes):
         lines.append(timeline(probe))
-        if len(lines[0]) != len(lines[-1]):  # raised at once: such a program may loop over the tokens, for minutes
-            raise ValueError(f"the program depends on the shape: {probe} makes other allocations than {probes[0]}")
+        if len(lines[0]) != len(lines[-1]):  # raises early: a program that loops over tokens takes minutes
+            raise ValueError(f"the program depends on the shape: {probe} and {probes[0]} make other allocations")
     known, observed = monomials(*np.array(probes).T)[:, traced.columns], np.array(lines)
     coefficients = np.linalg.lstsq(known / known.max(0), observed, rcond=None)[0] / known.max(0)[:, None]
     error = (np.abs(known @ coefficients - observed).max(axis=1) / observed.max(axis=1)).max()
     if error > EXACT:
-        raise ValueError(f"sizes are no polynomial of the shape: relative error {error:.2e}")
-    return Phases.of(traced.columns, _binding(np.maximum(coefficients, 0.0).T, traced))  # below zero only by rounding
+        raise ValueError(f"memory is no polynomial of the batch shape (relative error {error:.2e})")
+    return Phases.of(traced.columns, _binding(np.maximum(coefficients, 0.0).T, traced))  # rounding gives negative ones
 
 
 def _shown(shapes: Sequence[Any]) -> Iterable[Any]:
-    """The shapes, with a progress bar if they take longer than two seconds."""
+    """Returns the shapes, with a progress bar if tracing takes longer than two seconds."""
     from tqdm.auto import tqdm
 
     return tqdm(shapes, desc="tracing memory", unit=" shapes", delay=2, leave=False, disable=None)
 
 
 def _binding(phases: FloatArray, traced: _Traced) -> FloatArray:
-    """The phases that are largest for some shape, of 6,000 shapes drawn on log scales."""
+    """Returns the phases that are the largest one for at least one of 6,000 random shapes."""
     rng = np.random.default_rng(0)
 
     def drawn(least: int, most: int) -> np.ndarray:
@@ -246,18 +246,18 @@ def _binding(phases: FloatArray, traced: _Traced) -> FloatArray:
     n = np.ones(6000, int) if traced.packed else drawn(1, 16384)
     length = drawn(1, MOST_TOKENS)
     target = drawn(1, MOST_TOKENS) if traced.two_streams else np.zeros(6000, int)
-    phases = np.unique(phases.round(1), axis=0)  # most allocations repeat an earlier state
+    phases = np.unique(phases.round(1), axis=0)  # most allocations return to an earlier size
     shapes = monomials(n, length, target)[:, traced.columns]
     winners = [(part @ phases.T).argmax(axis=1) for part in np.array_split(shapes, 12)]
     return phases[np.unique(np.concatenate(winners))]
 
 
-# If a program loops over tokens or chunks of them, whole peaks are fitted. At each length two numbers of samples give
-# every allocation as a line in n. Lengths are one more than multiples of usual chunks, where rounding up costs most.
-# The closest phases are then raised by one factor, until no peak lies above them.
+# For programs that loop over tokens, phases are fitted to whole peaks instead. At each length, traces of one and of two
+# samples give every allocation as a line in n. Lengths are one more than multiples of usual chunk sizes, which need the
+# most padding. The best phases are then multiplied by a factor, so that no peak is above the prediction.
 LENGTHS, SAMPLES = (1, 17, 33, 65, 129, 257, 513, 1025, 2049, 4097), (1, 2, 4, 16, 64, 256)
-LOOPS, SHORT = 4, 129  # a program LOOPS times as long as that of one token loops: a minute for a thousand tokens
-FITS = 0.5  # largest error of the closest phases, before they are raised
+LOOPS, SHORT = 4, 129  # a program with LOOPS times the allocations of one token loops; longer than SHORT takes minutes
+FITS = 0.5  # largest relative error of the fitted phases, before they are multiplied
 FITTED = [MONOMIALS.index(name) for name in ("1", "n", "nL", "nL2")]
 
 
@@ -280,6 +280,6 @@ def _simulated(traced: _Traced, error: ValueError) -> Phases:
     if off > FITS:
         raise error
     longest = int(lengths.max())
-    told = f"the memory of this model is fitted to simulations of up to {longest} tokens, because {error}"
-    warn_user(f"{told}; for longer samples it is a guess")
+    told = f"the memory of this model was fitted to simulations of up to {longest} tokens, because {error}"
+    warn_user(f"{told}; for longer samples the prediction may be wrong, so measure() them")
     return Phases.of(FITTED, found * (size / (known @ found.T).max(axis=1)).max())

@@ -1,4 +1,4 @@
-"""What one batch does on a device: a training step in mid-accumulation, a forward pass, or prefill and decoding."""
+"""Runs what one batch does on a device: a training micro-batch, a forward pass, or prefill and decoding."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -17,13 +17,13 @@ _STAGES = {None: 0, "ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
 
 
 def prepare(model: torch.nn.Module, workload: Run) -> torch.nn.Module:
-    """Prepare the meta model for the workload: its mode, and gradients of earlier steps."""
+    """Prepares the model on the meta device for the workload: its mode, and gradients of earlier micro-batches."""
     training = workload.mode == "train"
     model.train(training)
     if not training:
         return model
     if workload.gradient_checkpointing:
-        # Function modes do not reach calls from the autograd engine, so the recomputation enters its own mode.
+        # A function mode is not active in calls from the autograd engine, so the recomputation enters its own.
         autocast = _autocast(workload)
         checkpoint_layers(model, context_fn=lambda: (nullcontext(), CudaKernels(autocast)))
     for p in model.parameters():
@@ -36,8 +36,8 @@ def prepare(model: torch.nn.Module, workload: Run) -> torch.nn.Module:
 
 
 def as_gathered(model: torch.nn.Module, workload: Run) -> torch.nn.Module:
-    """The prepared model in the dtype that it runs in: ranks that share parameters gather them in the lower precision.
-    This changes the model, so call ``static_bytes`` before."""
+    """Returns the prepared model in the dtype in which it runs: ranks gather sharded parameters in lower precision.
+    Changes the model, so call ``static_bytes`` before."""
     if workload.autocast is None or _autocast(workload) is not None:
         return model
     model = model.to(getattr(torch, workload.autocast))
@@ -51,16 +51,15 @@ def _shares_parameters(workload: Run) -> bool:
 
 
 def _autocast(workload: Run) -> torch.dtype | None:
-    """The dtype of autocast; None: not used, or the parameters are gathered in it."""
+    """Returns the dtype of autocast; None without autocast, or if sharded parameters are gathered in that dtype."""
     return getattr(torch, workload.autocast) if workload.autocast and not _shares_parameters(workload) else None
 
 
 def static_bytes(model: torch.nn.Module, workload: Run) -> int:
-    """Bytes that do not depend on the batch: parameters, buffers; in training gradients, optimizer state, buckets.
+    """Returns bytes that do not depend on the batch: parameters, buffers; for training gradients and optimizer.
 
-    With sharding: this rank's part of these, and what it holds whole for a while, which is a bucket of gradients
-    ("zero1", "zero2"), or parameters outside the layers, two layers, and one layer's gradients ("zero3", "fsdp").
-    """
+    With sharding: this rank's part of these, plus what it gathers for a short time: a bucket of gradients ("zero1",
+    "zero2"), or parameters outside the layers, two layers, and the gradients of one layer ("zero3", "fsdp")."""
     kept = _blocks(model.buffers()) + kept_bytes(model, workload)
     if workload.mode != "train":
         return kept
@@ -72,18 +71,18 @@ def static_bytes(model: torch.nn.Module, workload: Run) -> int:
 
 
 def kept_bytes(model: torch.nn.Module, workload: Run) -> int:
-    """This rank's part of parameters and, in training, of gradients and optimizer state, as in the ZeRO paper."""
+    """Returns the bytes of this rank's part of the parameters and, for training, of gradients and optimizer state."""
     held, trained = _blocks(model.parameters()), _trained(model)
     if workload.mode != "train":
         return held
     state = sum(_block(p.numel() * workload.optimizer_bytes) for p in trained)
     stage, ranks = _STAGES[workload.sharding], workload.num_ranks or 1
-    parts = [state, _blocks(trained), held]  # divided in this order
+    parts = [state, _blocks(trained), held]  # higher ZeRO stages shard more of these, in this order
     return sum(-(-size // ranks) if place < stage else size for place, size in enumerate(parts))
 
 
 def _gathered(model: torch.nn.Module, workload: Run) -> int:
-    """Bytes of parameters and gradients that a rank holds whole while one layer runs."""
+    """Returns the bytes of parameters and gradients that a rank has whole while one layer runs."""
     element = ELEMENT_BYTES[workload.autocast or workload.dtype or "float32"]
     layers = [list(layer.parameters()) for stack in stacks(model) for layer in stack]
     inside = {id(p) for layer in layers for p in layer}
@@ -109,7 +108,7 @@ def trace(
     model: torch.nn.Module, workload: Run, num_samples: int, longest: Mapping[str, int], *,
     inputs: MakeInputs | None = None, smooth: bool = False, watch: Callable[[LiveBytes], Any] | None = None,
 ) -> LiveBytes:  # fmt: skip
-    """Run one batch on the meta device and return the bytes alive during it, without static memory."""
+    """Runs one batch on the meta device; returns the bytes alive during the run, without static memory."""
     apart = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
     tracer, kernels = LiveBytes(apart, smooth), CudaKernels(_autocast(workload), padded=workload.attention != "flash")
     with torch.device("meta"), watch(tracer) if watch else nullcontext(), kernels, tracer:
@@ -131,7 +130,7 @@ def trace(
 
 
 def _batch(model: torch.nn.Module, workload: Run, num_samples: int, longest: Mapping[str, int]) -> dict[str, Any]:
-    """Arguments of the model, without a mask for flash attention. Packed: one row, with a mask of total x total."""
+    """Returns the model's arguments, without a mask for flash attention; packed: one row, and a (total, total) mask."""
     packed, total = workload.layout == "packed", num_samples * longest[primary(longest)]
     if workload.mode == "generate" and workload.encoder_decoder:
         longest = {**longest, TARGET: 1}
@@ -147,7 +146,7 @@ def _batch(model: torch.nn.Module, workload: Run, num_samples: int, longest: Map
 
 @torch.no_grad()
 def _generate(model: Any, batch: dict[str, torch.Tensor], new_tokens: int, tracer: LiveBytes) -> None:
-    """Prefill, then the last decode step: its cache holds the input and every new token but one."""
+    """Runs prefill and the last decoding step, whose cache contains the input and all new tokens but one."""
     from transformers import DynamicCache, EncoderDecoderCache
 
     two_stacks, text = model.config.is_encoder_decoder, model.config.get_text_config(decoder=True)
@@ -157,7 +156,7 @@ def _generate(model: Any, batch: dict[str, torch.Tensor], new_tokens: int, trace
     keep: dict[str, Any] = {"logits_to_keep": 1} if takes_keep and not two_stacks else {}
     outputs = model(**batch, past_key_values=cache, use_cache=True, **keep)
     encoded = getattr(outputs, "encoder_last_hidden_state", None)
-    scores = outputs.logits[:, -1, :].to(copy=True, dtype=torch.float32)  # as generate() keeps them
+    scores = outputs.logits[:, -1, :].to(copy=True, dtype=torch.float32)  # generate() makes the same copy
     del outputs
     words = scores.argmax(-1, keepdim=True)
     del scores
@@ -173,11 +172,11 @@ def _generate(model: Any, batch: dict[str, torch.Tensor], new_tokens: int, trace
         held["attention_mask"] = batch["attention_mask"] if two_stacks else torch.ones(sides, dtype=torch.long)
     outputs = model(**held, past_key_values=cache, use_cache=True, **keep)
     scores = outputs.logits[:, -1, :].to(copy=True, dtype=torch.float32)
-    scores.softmax(-1)  # sampling; greedy search keeps less
+    scores.softmax(-1)  # as sampling does; greedy search needs less
 
 
 def _stretch(cache: Any, length: int) -> None:
-    """Give every layer of a dynamic cache ``length`` positions, a sliding layer at most its window."""
+    """Extends every layer of a dynamic cache to ``length`` positions; a sliding-window layer at most to its window."""
     for layer in cache.layers:
         if getattr(layer, "keys", None) is None:
             continue
@@ -187,7 +186,7 @@ def _stretch(cache: Any, length: int) -> None:
             old = getattr(layer, name)
             shape = (*old.shape[:-2], kept, old.shape[-1])
             setattr(layer, name, None)
-            del old  # before its successor is allocated
+            del old  # freed before the new tensor is allocated
             setattr(layer, name, torch.empty(shape, dtype=layer.dtype, device="meta"))
         if window is not None:
             layer.cumulative_length = length
