@@ -49,7 +49,7 @@ def opened(states: Any, kind: str, identity: Mapping[str, Any]) -> list[Mapping[
         theirs, missing = state["identity"], object()
         names = [k for k in {*theirs, *identity} if theirs.get(k, missing) != identity.get(k, missing)]
         if names:
-            told = [f"{name} was {theirs.get(name)!r}, is {identity.get(name)!r}" for name in sorted(names, key=str)]
+            told = [f"{k} was {theirs.get(k)!r} then, is {identity.get(k)!r} now" for k in sorted(names, key=str)]
             raise StateError(f"the state was saved by a run with other data or settings: {'; '.join(told)}")
     return found
 

@@ -140,7 +140,7 @@ def zipped(**arrays) -> bytes:
 
 @pytest.mark.parametrize(("name", "content", "arguments", "message"), [
     ("x.npy", b"no array", [], "cannot be read in the format of its ending"),
-    ("x.npy", npy([[3, 4], [5, 6]]), [], "an array of 2 dimensions"),
+    ("x.npy", npy([[3, 4], [5, 6]]), [], "has 2 dimensions"),
     ("x.npy", npy(5), [], "has 0 dimensions; give one number per sample, an array (N,) (in 'x.npy', chunk 0"),
     ("x.npz", zipped(a=[3, 4], b=[5]), [], "{'a': 2, 'b': 1} samples"),
     ("x.npz", zipped(a=[3, 4], b=5), ["--column", "a", "--kinds", "b"], "'x.npz' cannot be read in the format of its ending"),
@@ -154,7 +154,7 @@ def zipped(**arrays) -> bytes:
     ("x.csv", b'a,length\n1,"2\n3,4\n', [], "EOF inside string"),
     ("x.jsonl", CHATS, ["--column", "c", *TOKENIZED], "apply_chat_template(messages, tokenize=False)"),
     ("x.jsonl", b'{"length": 3}\n{"length": \n', [], "cannot be read in the format of its ending"),
-    ("x.docx", b"", [], "has an unknown ending"),
+    ("x.docx", b"", [], "has an unknown file ending"),
     ("empty", None, [], "cannot be read in the format of its ending"),
 ])  # fmt: skip
 def test_a_wrong_file_is_one_line(folder, name, content, arguments, message):
@@ -278,8 +278,8 @@ NO_MODELS = ["unknown", "cut_off", "empty", "no/such/model", "lengths.npy", "", 
 @pytest.mark.parametrize(("line", "message"), [
     ("plan lengths.npy --max-tokens=16kk", "such as 16384 or 16k"),
     ("plan lengths.npy --max-tokens -8", "`max_tokens` must be"),
-    ("plan lengths.npy --max-tokens 800 --picture a.nothing", "cannot be a picture"),
-    ("fit model --gpu-memory 2GB --for trl --mode forward", "needs `--mode train`, not forward"),
+    ("plan lengths.npy --max-tokens 800 --picture a.nothing", "must end in one of"),
+    ("fit model --gpu-memory 2GB --for trl --mode forward", "needs `--mode train`, but `--mode` is forward"),
     ("fit model --gpu-memory 6MB --for trl --max-length 2k", "`--max-length` is 2048, but a packed batch may have only"),
     ("profile model --gpu-memory lots", "80GB or 24GiB, or a number of bytes, but is 'lots'"),
     ("profile model --gpu-memory 24GB --measure", "needs a CUDA device"),

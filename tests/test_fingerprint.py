@@ -145,7 +145,7 @@ STATE = sealed("Loader", IDENTITY, {"epoch": 2, "segments": [[2, 3]], "order": N
     ({3: 1}, "not match its checksum"),
     ({"identity": 3}, "not match its checksum"),
     ({"version": 1}, "has version 1, but this dynagroup reads version 3"),
-    ({"kind": "Other"}, "a state of 'Other', not of Loader"),
+    ({"kind": "Other"}, "of Loader, but got one of 'Other'"),
 ])  # fmt: skip
 def test_what_is_damaged_is_named(change, said):
     with pytest.raises(StateError, match=said):
@@ -153,7 +153,7 @@ def test_what_is_damaged_is_named(change, said):
 
 
 def test_a_state_of_another_run_says_what_differs_and_ranks_agree_but_for_what_each_learned():
-    for identity, said in (({"seed": 1}, "seed: 1 then, 0 now"), ({}, "seed: None then, 0 now")):
+    for identity, said in (({"seed": 1}, "seed was 1 then, is 0 now"), ({}, "seed was None then, is 0 now")):
         with pytest.raises(StateError, match=f"another run; {said}"):
             opened(sealed("Loader", identity, {}), "Loader", IDENTITY)
     for no_states in (None, [], 3, "state"):

@@ -275,7 +275,7 @@ def test_what_is_no_row_of_ids_is_not_counted_as_one():
     """Its len() is 1 or 2, whatever its tokens are: a TensorDataset's sample, ids and label, a tokenizer's batch of one."""
     for row in NO_ROWS:
         for samples in ([[5, 6], row], [{"input_ids": [5, 6]}, {"input_ids": row}]):
-            with pytest.raises(ConfigError, match="sample 1 must be one row of ids, .*the `tokenizer` for texts"):
+            with pytest.raises(ConfigError, match="sample 1 must be one row of token ids, .*the `tokenizer` for texts"):
                 measure_lengths(samples)
 
 
@@ -297,10 +297,10 @@ NO_IDS = [[CHAT], [["a"]], [[[5, 6]]], ["x"], [[1], None]]
     *((lambda t, values=values: as_streams(values), "one number per sample.*measure_lengths") for values in NO_LENGTHS),
     (lambda t: as_streams({"tokens": [1, 2, 3], "patches": [1, 2]}),
      r"{'tokens': 3, 'patches': 2} samples; each sample needs a length in all"),
-    (lambda t: as_streams({}), "or a dict of streams"),
+    (lambda t: as_streams({}), "or a dict by stream name"),
     *((lambda t, values=values: measure_lengths(Dataset.from_dict({"a": values}), column="a"),
        r"lists of token ids, but .*apply_chat_template|\[1\] must be .* is nan") for values in NO_IDS),
-    (lambda t: measure_lengths([CHAT]), "sample 0 is a chat .*apply_chat_template"),
+    (lambda t: measure_lengths([CHAT]), "sample 0 must be .* is a chat .*apply_chat_template"),
     (lambda t: measure_lengths("one text", t), "must be a list or one column, but is a whole str"),
     (lambda t: measure_lengths((x for x in SPOKEN), t), "but is a whole generator.*OnlineDataLoader"),
     (lambda t: measure_lengths(TABLE, t), "but is a whole DataFrame"),

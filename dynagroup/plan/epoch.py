@@ -320,7 +320,7 @@ class OrderSource:
         if (len(indices), len(kept)) != (drawn, wanted):
             said = f"`sampler` yields {len(indices)} indices ({len(kept)} that fit) in epoch {epoch}"
             way_out = "yield each sample once in every epoch, and correct __len__"
-            raise ConfigError(f"{said}, but must yield {drawn} ({wanted}), as by its len() or before; {way_out}")
+            raise ConfigError(f"{said}, but {drawn} ({wanted} that fit) by its len() or in the epoch before; {way_out}")
         return kept
 
     def of_epoch(self, epoch: int) -> IntArray:

@@ -174,8 +174,8 @@ def planned(budget: Any) -> Any:
 
 
 @pytest.mark.parametrize(("make", "message"), [
-    *((lambda a=a: planned(own(fits=lambda self, shape, /: a)), "Mine.fits must give") for a in (True, None, np.ones(3))),
-    (lambda: planned(own(TokenBudget, largest=lambda self, longest, /: 4)), "Mine.largest must give an array with one number"),
+    *((lambda a=a: planned(own(fits=lambda self, shape, /: a)), "Mine.fits` must return") for a in (True, None, np.ones(3))),
+    (lambda: planned(own(TokenBudget, largest=lambda self, longest, /: 4)), "Mine.largest` must return an array with one number"),
     (lambda: TokenBudget(0), "`max_tokens` must be an int of at least 1, but is 0"),
     (lambda: TokenBudget(8, layout="ragged"), "`layout` must be one of 'padded', 'packed', but is 'ragged'"),  # type: ignore[arg-type]
     (lambda: MemoryBudget(4, longest={"tokens": 8, "target": -1}), "`target` must be an int of at least 1"),
@@ -188,7 +188,7 @@ def planned(budget: Any) -> Any:
         lambda: MemoryBudget(2, longest=7, model=PaddedTokens()).fits(BatchShape.of(1, {"tokens": 1, "labels": 1})),
         "the longest length of 'labels' is missing",
     ),
-    (lambda: AdditiveCap("patches", 4).fits(BatchShape.of(1, 1)), "needs the stream 'patches', but lengths have"),
+    (lambda: AdditiveCap("patches", 4).fits(BatchShape.of(1, 1)), "needs the stream 'patches', but `lengths` has"),
 ])  # fmt: skip
 def test_bad_arguments_name_themselves(make: Any, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -216,7 +216,7 @@ def test_messages_and_budgets_know_the_names_that_the_user_gave() -> None:
         LengthAwareBatchSampler(pairs, 50, oversize="error", **ALONE)
     with pytest.warns(UserWarning, match="the first is sample 1 with 90 source, 5 target;"):
         LengthAwareBatchSampler(pairs, 50, **ALONE)
-    with pytest.raises(ConfigError, match=r"needs the stream 'patches', but lengths have \['source', 'target'\]"):
+    with pytest.raises(ConfigError, match=r"needs the stream 'patches', but `lengths` has only \['source', 'target'\]"):
         LengthAwareBatchSampler(pairs, TokenBudget(100) & AdditiveCap("patches", 5), **ALONE)
     report = LengthAwareBatchSampler(pairs, 200, **ALONE).plan.report()
     assert "sample length in 'source', median" in report
@@ -309,7 +309,7 @@ def test_state_goes_through_json_and_belongs_to_a_budget() -> None:
     assert json.dumps(again.state_dict()) == json.dumps(learning.state_dict())
     assert again.applied == learning.applied == 720
     assert str(again.report).startswith("1 out-of-memory errors, 2 parts run again, 1.5 s wasted")
-    with pytest.raises(StateError, match=r"budget: .*max_tokens=1000.* then, .*max_tokens=2000.* now"):
+    with pytest.raises(StateError, match=r"budget was .*max_tokens=1000.* then, is .*max_tokens=2000.* now"):
         LearningBudget(TokenBudget(2000)).load_state_dict(state)
     for damaged in [{**state, key: "x"} for key in state] + [{**state, "numbers": [1, *state["numbers"][1:]]}, [], 3]:
         with pytest.raises(StateError):

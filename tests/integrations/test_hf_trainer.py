@@ -138,7 +138,7 @@ def test_checkpoints_of_others_are_refused_and_an_epoch_can_begin_anew(tmp_path)
     fixed, ours = (str(tmp_path / str(fits) / "checkpoint-2") for fits in (False, True))
     with pytest.raises(StateError, match="saved by a Trainer without dynagroup.*ignore_data_skip=True"):
         trainer("causal", tmp_path, fits=True, **changes).train(resume_from_checkpoint=fixed)
-    with pytest.raises(StateError, match="num_samples: 48 then, 64 now"):
+    with pytest.raises(StateError, match="num_samples was 48 then, is 64 now"):
         trainer("causal", tmp_path, fits=True, **{**changes, "count": 64}).train(resume_from_checkpoint=ours)
     for checkpoint in (fixed, ours):
         run, recorder = recorded(tmp_path, resume=checkpoint, ignore_data_skip=True, **changes)

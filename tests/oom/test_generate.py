@@ -98,7 +98,7 @@ def test_without_a_failure_the_output_is_generates_own_and_what_cannot_be_honour
     assert not allocator.failures
     model, allocator, batch = build()
     for name in ("streamer", "return_dict_in_generate", "past_key_values", "prefix_allowed_tokens_fn"):
-        with pytest.raises(ConfigError, match=f"`{name}` cannot be used if a batch may run in parts"):
+        with pytest.raises(ConfigError, match=f"`{name}` does not work when a batch may run in parts"):
             generate_with_oom_retry(model, batch, **{name: True})
     assert not allocator.claims
 

@@ -132,9 +132,9 @@ def test_a_finished_job_called_again_gives_its_results_back(model, tokenizer, ex
     assert sorted(p.name for p in tmp_path.iterdir()) == [path.name, f"{path.name}.job"]  # the journal is gone
     monkeypatch.setattr(type(model), "generate", nothing_runs)
     assert call() == expected
-    with pytest.raises(StateError, match=r"another run; texts: '40 texts #\w+' then, '39 .*remove out.jsonl.job"):
+    with pytest.raises(StateError, match=r"settings: texts was '40 texts #\w+' then, is '39 .*remove out.jsonl.job"):
         call(TEXTS[1:])
-    with pytest.raises(StateError, match="arguments: '{}' then, \"{'num_beams': 2}\" now"):
+    with pytest.raises(StateError, match="arguments was '{}' then, is \"{'num_beams': 2}\" now"):
         call(num_beams=2)
     path.write_bytes(path.read_bytes() + b"\n")
     with pytest.raises(StateError, match="out.jsonl was changed after its job was finished"):

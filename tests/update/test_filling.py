@@ -156,6 +156,6 @@ def test_a_shape_that_runs_out_of_memory_is_named_beforehand() -> None:
     loader = PlannedDataLoader(Texts(), LENGTHS, TokenBudget(90), collate_fn=collate, shapes=3)
     model, allocator = Model(), Allocator(80)
     allocator.in_forward(model)
-    with pytest.raises(BudgetError, match=r"a batch of \d+ samples of \d+ tokens, which the budget allows, runs out"):
+    with pytest.raises(BudgetError, match=r"a batch of \d+ samples of \d+ tokens, which the budget allows, ran out"):
         preflight(model, loader, lambda model, batch: model(**batch))
     assert model.head.bias.grad is None

@@ -209,7 +209,7 @@ def test_a_sampler_that_draws_what_is_left_out_more_often_in_some_epoch_is_refus
     lengths = [1000, 5, 5, 5]
     loader = loader_of(lengths, TokenBudget(50), sampler=Other(range(4)), samples_per_update=1, oversize="drop")
     assert len(list(loader)) == 3
-    with pytest.raises(ConfigError, match=r"in epoch 1 \(2 that fit\), but \d+ \(3\)"):
+    with pytest.raises(ConfigError, match=r"\(2 that fit\) in epoch 1, but \d+ \(3"):
         list(loader)
 
 
