@@ -19,9 +19,8 @@ from benchmarks.loader import row_costs
 from benchmarks.machine import Machine, config_of
 from benchmarks.methods import planned
 from benchmarks.predicted import PACKED
-from benchmarks.recovery import asked_of_a_model
 from benchmarks.shapes import WORK, cost_of, rivals, windows_of
-from dynagroup import LearningBudget, MemoryBudget, ShapeLadder, TokenBudget
+from dynagroup import MemoryBudget, ShapeLadder, TokenBudget
 from dynagroup.memory import MemoryRegressor, Workload
 from dynagroup.plan import packed, padded, ranks
 from dynagroup.plan.batches import longest_first
@@ -145,17 +144,6 @@ def learned_plans() -> dict[str, Any]:
     return _compared("predicted time of an epoch, 4 ranks", 1.0, windows / learned, "windows as in the first epoch")
 
 
-def learned_limits() -> dict[str, Any]:
-    class Forgets(LearningBudget):
-        """Whatever failed is planned again."""
-
-        has_learned = property(lambda self: False)  # type: ignore[assignment]
-
-    learned, forgot = (asked_of_a_model(TokenBudget(800), budget) for budget in (LearningBudget(), Forgets()))
-    failures = learned["failures"], forgot["failures"]
-    return _compared("failed passes of 74 batches", *failures, "halving whenever it fails")
-
-
 def tracing() -> dict[str, Any]:
     """Samples that fit beside a hardest batch of 8 x 2,048, mean over 0.5B and 135M models, three modes, 64 to 1,024 tokens."""
     lengths, shares = np.array([64, 128, 256, 512, 1024]), []
@@ -175,7 +163,6 @@ MEASURED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "shapes chosen for least work": ("plan/static_shapes update/filling", few_shapes),
     "pre-flight": ("oom/preflight", preflight),
     "plans from lengths that were learned": ("online/plans", learned_plans),
-    "what does not fit is learned": ("budget/learning", learned_limits),
     "a model's program is traced": ("memory/trace/* memory/traced", tracing),
 }
 """What it is -> its files, and what is counted with it and without."""

@@ -58,13 +58,6 @@ def speed(_machine: Machine) -> dict[str, Any]:
     few = lognormal(20_000, longest=2048)
     million[::100_000] = 16384  # the longest possible sample occurs
     target = np.clip(million * np.random.default_rng(1).uniform(0.5, 1.5, len(million)), 1, None).astype(np.int32)
-    sampler = LengthAwareBatchSampler(ten, BUDGET, shuffle=True, window=4096, rank=0, world_size=8)
-
-    def first_batch() -> None:
-        sampler.set_epoch(sampler.epoch + 1)
-        next(iter(sampler))
-
-    first_batch()
     return {
         "token_budget_1m": seconds(lambda: plan(million)),
         "token_budget_1m_peak_mb_over_input": peak_mb(million),
@@ -72,7 +65,6 @@ def speed(_machine: Machine) -> dict[str, Any]:
         "token_budget_10m": seconds(lambda: plan(ten), repeats=3),
         "memory_budget_1m_pretrained": seconds(lambda: plan(million, MemoryBudget(32))),
         "two_padded_streams_1m": seconds(lambda: plan({"tokens": million, "target": target}), repeats=3),
-        "first_batch_of_10m_window_4096": seconds(first_batch),
         "dynabatch_20k_of_32": seconds(lambda: dynabatch(few, 32), repeats=1),
         "memory_budget_20k_of_32": seconds(lambda: plan(few, MemoryBudget(32), ranks=1)),
     }

@@ -38,8 +38,8 @@ class DynagroupConfig:
         kinds: name of a column of labels, used in evaluation as well; or a label for each training sample.
         kind_of: function from a processed sample to its label, instead of ``kinds``, with mode="online".
         one_kind: with labels: "step": all batches of a step, on all ranks, have one kind; "batch": each batch has.
-        shapes: int, largest number of batch shapes (samples, tokens) that a compiled model sees in training: batches
-            are padded to these, also with rows of weight 0. Evaluation has other shapes. Needs ``lengths``.
+        shapes: int, largest number of batch shapes (samples, tokens) that a compiled model sees: batches of training and
+            padded batches of evaluation are filled to these, also with rows of weight 0. Needs ``lengths``.
         lengths: tokens of each training sample, int (num_samples,), or a dict by stream, such as
             ``{"tokens": ..., "target": ...}``. None: from the length column, else counted from the model's first input
             (with ``target`` from the labels of encoder-decoder models).

@@ -83,12 +83,11 @@ class DynagroupTrainerMixin(Evaluator):
         if stream and not (free and config.mode == "online"):
             way_out = "pass DynagroupConfig(mode='online', updates='free'), and max_steps in the TrainingArguments"
             raise ConfigError(f"lengths and order of an iterable dataset are not known in advance; {way_out}")
-        ids = getattr(self.processing_class, "pad_token_id", None)
         settings: dict[str, Any] = {
             "kinds": config.kinds if stream else hf_data.sample_kinds(self.train_dataset, config.kinds),
             "one_kind": config.one_kind,
             "shapes": config.shapes,
-            "pad": None if ids is None else dict.fromkeys(("input_ids", "decoder_input_ids"), ids),
+            "pad": self._pad,
             "samples_per_update": None if free else config.samples_per_update or self.fixed_samples,
             "accumulation": self.accumulation if free else 1,
             "seed": args.data_seed if args.data_seed is not None else args.seed,

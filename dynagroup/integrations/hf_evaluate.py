@@ -18,7 +18,8 @@ from dynagroup.lengths import Kinds
 from dynagroup.online.datasets import is_stream
 from dynagroup.plan.cost import DEFAULT_WORK, Work
 from dynagroup.plan.sampler import LengthAwareBatchSampler
-from dynagroup.shapes import IntArray, primary
+from dynagroup.shapes import BatchShape, IntArray, primary
+from dynagroup.update.filling import FillingCollator
 from dynagroup.validation import warn_user
 
 
@@ -47,7 +48,7 @@ class EvaluationRows:
         of_groups = {name: values[groups].max(axis=1).astype(np.int32) for name, values in lengths.items()}
         sampler = LengthAwareBatchSampler(of_groups, budget, work=work, kinds=of[groups[:, 0]], rank=0, world_size=1)
         left = [own[end:] for own, end in zip(of_kind, ends, strict=True) if end < len(own)]
-        self.num_ranks = num_ranks
+        self.num_ranks, self.ladder = num_ranks, budget.ladder
         self.rows: list[IntArray] = [groups[batch] for batch in sampler]
         """Dataset indices: one array per row, (samples of a rank, ranks)."""
         self.num_real = [num_ranks] * len(self.rows) + [*map(len, left)]
@@ -56,6 +57,14 @@ class EvaluationRows:
         dealt = [row.T[:real].reshape(-1) for row, real in zip(self.rows, self.num_real, strict=True)]
         self.order: IntArray = np.concatenate([order[:0], *dealt])
         """The dataset index of each result, in the order in which results are gathered."""
+
+        self.shapes: list[tuple[int, ...]] = []
+        """For each row, the shape that the batches of all ranks are filled to; empty: they are not filled."""
+        if self.ladder is not None:
+            longest = {name: [values[row].max(initial=0) for row in self.rows] for name, values in lengths.items()}
+            run = self.ladder.as_run(BatchShape.of([*map(len, self.rows)], longest))
+            wide = (run.longest[name].tolist() for name in self.ladder.streams)
+            self.shapes = list(zip(run.num_samples.tolist(), *wide, strict=True))
 
     def __len__(self) -> int:
         return len(self.rows) * self.num_ranks
@@ -121,7 +130,9 @@ class Evaluator(TrainerSteps):
         if not whole or self.get_tp_size() * self.get_cp_size() * self.get_sp_size() > 1:
             return host
         budget = (self.update_loader or self.dynagroup).budget if self.dynagroup_eval is True else self.dynagroup_eval
-        budget = budget if budget.ladder is None else budget.ladder.base  # few shapes are for training only
+        generates = getattr(self.args, "predict_with_generate", False)
+        if budget.ladder is not None and (generates or budget.layout == "packed"):
+            budget = budget.ladder.base  # generated batches and packed ones are not filled
         key = (id(dataset), budget.fingerprint, budget.applied)
         if key not in self._planned_rows:
             rows: Any = None
@@ -182,11 +193,14 @@ class Evaluator(TrainerSteps):
         run.row += 1
         repeats = self.accelerator.process_index >= run.rows.num_real[run.row]
         weight = 0.0 if repeats else self._evaluation_weight(inputs)
+        count = len(run.rows.rows[run.row])
+        if run.rows.shapes:
+            inputs = FillingCollator(None, run.rows.ladder, self._pad).fill(inputs, count, run.rows.shapes[run.row])
         with trl_figures(self, idle=repeats):
             found = super().prediction_step(model, inputs, *args, **kwargs)
         if found[0] is not None:
             run.losses.append((float(found[0]), weight))
-        return found
+        return found[0], *(_mapped(lambda values: values[:count] if values.ndim else values, one) for one in found[1:])
 
     def _evaluation_weight(self, inputs: Any) -> float:
         """Returns the weight of a batch: the number of items that its loss is a mean of."""

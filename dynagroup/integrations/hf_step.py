@@ -132,6 +132,12 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
         shifted = self._loss_shifts_labels or predicts_next_token(self.accelerator.unwrap_model(self.model))
         return partial(mean_items, shifted=bool(shifted)) if self.dynagroup.weigh == "auto" else self.dynagroup.weigh
 
+    @property
+    def _pad(self) -> dict[str, Any] | None:
+        """The padding of fields that batches of few shapes are filled with."""
+        ids = getattr(self.processing_class, "pad_token_id", None)
+        return None if ids is None else dict.fromkeys(("input_ids", "decoder_input_ids"), ids)
+
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
         update = next(epoch_iterator, None)
         if update is None:
