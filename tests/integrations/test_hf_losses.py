@@ -257,7 +257,8 @@ def test_metrics_and_predictions_are_the_plain_trainers(kind, shapes, tmp_path):
     found, expected = ours.predict(ours.eval_dataset), plain.predict(plain.eval_dataset)
     kept = expected.label_ids.shape[1:], expected.predictions.shape[1:]
     labels, logits = (
-        of[:, *map(slice, wide)] for of, wide in zip((found.label_ids, found.predictions), kept, strict=True)
+        of[(slice(None), *map(slice, wide))]
+        for of, wide in zip((found.label_ids, found.predictions), kept, strict=True)
     )
     assert (labels == expected.label_ids).all()
     assert np.abs(logits - expected.predictions)[expected.label_ids != -100].max() < 1e-6
