@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from dynagroup import ConfigError, LengthAwareBatchSampler, OnlineDataLoader, TokenBudget
+from dynagroup import ConfigError, LengthAwareBatchSampler, OnlineDataLoader, ShapeLadder, TokenBudget
 from dynagroup.testing import assert_conserves
 from tests.integrations import test_accelerate, test_hf_losses, toys
 from tests.integrations.test_hf_losses import with_and_without_failures
@@ -132,10 +132,12 @@ def resumed_at_an_epochs_end(folder: str) -> tuple[int, int, torch.Tensor, torch
 def trainers(folder: str) -> dict[str, Any]:
     cut = {"exact_loss": True, "gradient_accumulation_steps": 2, "count": 48, "max_steps": 3, "logging_steps": 1}
     run = trainer("classifier", folder, fits=True, eval_dataset=toys.samples("classifier", 11))
+    evaluated, lengths = [run.predict(run.eval_dataset)], [len(row["input_ids"]) for row in run.eval_dataset]
+    run.dynagroup_eval = ShapeLadder(lengths, TokenBudget(160), 2)
     return {
         "same": train_both("causal", f"{folder}/same", {**cut, "max_grad_norm": 0.3}),
         "resumed": resumed_at_an_epochs_end(folder),
-        "evaluated": run.predict(run.eval_dataset),
+        "evaluated": [*evaluated, run.predict(run.eval_dataset)],
         "packed": [training.packed(kind, "sdpa") for kind in ("planned", "online")],
     }
 
@@ -162,7 +164,7 @@ def test_a_run_resumed_at_an_epochs_end_goes_on_and_predictions_are_in_dataset_o
         assert (whole - again).abs().max() < 1e-8
     run = trainer("classifier", tmp_path, fits=False, eval_dataset=toys.samples("classifier", 11))
     expected = run.predict(run.eval_dataset)
-    for found in (rank["trainers"]["evaluated"] for rank in ranks):
+    for found in (found for rank in ranks for found in rank["trainers"]["evaluated"]):
         assert abs(found.predictions - expected.predictions).max() < 1e-6
         assert found.metrics["test_loss"] == pytest.approx(expected.metrics["test_loss"], rel=1e-6)
 
