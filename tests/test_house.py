@@ -13,7 +13,7 @@ import pytest
 from tests.test_architecture import (GROUND, MODULES, PACKAGE, layer_of, name_of,  # isort: skip
                                      rooms_imported_by, tree_of)  # fmt: skip
 
-MOST_FILES, MOST_LINES = 93, 16_995
+MOST_FILES, MOST_LINES = 93, 16_999
 MOST_LINES_OF_A_FILE = 400
 FEWEST_LINES_OF_A_MODULE = 80  # of one with a single importer: a shorter one belongs into it
 MEDIAN_BODY, LONG_BODY = 6, 20  # lines of a function's body: of the middle one, and of nine in ten

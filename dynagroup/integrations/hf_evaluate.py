@@ -49,22 +49,17 @@ class EvaluationRows:
         sampler = LengthAwareBatchSampler(of_groups, budget, work=work, kinds=of[groups[:, 0]], rank=0, world_size=1)
         left = [own[end:] for own, end in zip(of_kind, ends, strict=True) if end < len(own)]
         self.num_ranks, self.ladder = num_ranks, budget.ladder
+        # Dataset indices, one array per row (samples of a rank, ranks); per row, the ranks with samples of their own
         self.rows: list[IntArray] = [groups[batch] for batch in sampler]
-        """Dataset indices: one array per row, (samples of a rank, ranks)."""
         self.num_real = [num_ranks] * len(self.rows) + [*map(len, left)]
-        """Per row: number of ranks with own samples; the other ranks repeat one."""
         self.rows += [np.resize(few, (1, num_ranks)) for few in left]
         dealt = [row.T[:real].reshape(-1) for row, real in zip(self.rows, self.num_real, strict=True)]
-        self.order: IntArray = np.concatenate([order[:0], *dealt])
-        """The dataset index of each result, in the order in which results are gathered."""
-
-        self.shapes: list[tuple[int, ...]] = []
-        """For each row, the shape that the batches of all ranks are filled to; empty: they are not filled."""
+        self.order: IntArray = np.concatenate([order[:0], *dealt])  # dataset index of each result, as gathered
+        self.shapes: list[tuple[int, ...]] = []  # per row, the shape that batches are filled to; empty: not filled
         if self.ladder is not None:
-            longest = {name: [values[row].max(initial=0) for row in self.rows] for name, values in lengths.items()}
+            longest = {name: [values[row].max() for row in self.rows] for name, values in lengths.items()}
             run = self.ladder.as_run(BatchShape.of([*map(len, self.rows)], longest))
-            wide = (run.longest[name].tolist() for name in self.ladder.streams)
-            self.shapes = list(zip(run.num_samples.tolist(), *wide, strict=True))
+            self.shapes = list(zip(run.num_samples, *(run.longest[name] for name in self.ladder.streams), strict=True))
 
     def __len__(self) -> int:
         return len(self.rows) * self.num_ranks

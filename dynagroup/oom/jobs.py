@@ -41,7 +41,6 @@ _WHERE_FROM = {"_name_or_path", "name_or_path", "_commit_hash", "transformers_ve
 _HOW = {"use_cache", "attn_implementation", "_attn_implementation", "dtype", "torch_dtype", "architectures"}
 _CHANGES = {"training", "gradient_checkpointing", "is_gradient_checkpointing", "name_or_path", "warnings_issued"}
 _CHANGES |= {"hf_device_map", "max_seq_len_cached"}  # attributes that change while a model runs, or with its device
-_ADAPTERS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
 _PLAIN = (type(None), bool, int, float, str)
 _PROBES = ["A quick brown fox.", "Ein süßer Käse, 1,024 €", "\u4f60\u597d, def f(x): return x ** 2\n"]
 
@@ -232,9 +231,8 @@ def identity_of(model: Any, tokenizer: Any, texts: Iterable[str], settings: Mapp
     configs = [getattr(part, "config", None) for part in model.modules()]
     return {
         "model": f"{type(model).__name__} {_digest(_weights(model))}",
-        "model's adapters": _adapters(model),
         "model's attention": ", ".join(sorted({str(getattr(c, "_attn_implementation", "")) for c in configs} - {""})),
-        "model's switches": _digest(_switches(model)),
+        "model's switches and adapters": _digest(_switches(model)),
         "model's config": _said(getattr(model, "config", None)),
         "model's generation_config": _said(getattr(model, "generation_config", None)),
         "tokenizer": _tokenizer(tokenizer),
@@ -275,13 +273,6 @@ def _switches(model: Any) -> Iterator[str]:
         for key, value in sorted(vars(module).items()):
             if key not in _CHANGES and (private or not key.startswith("_")) and _is_plain(value):
                 yield f"{name}.{key}={value!r}"
-
-
-def _adapters(model: Any) -> str | None:
-    """Returns the state of adapters, from the attributes of peft's layers; None: there are no adapters."""
-    layers = (part for part in model.modules() if isinstance(getattr(part, "disable_adapters", None), bool))
-    found = {", ".join(f"{name}={getattr(layer, name, None)!r}" for name in _ADAPTERS) for layer in layers}
-    return "; ".join(sorted(found)) or None
 
 
 def _is_plain(value: Any) -> bool:
