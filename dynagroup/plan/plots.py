@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 REAL, PADDING, LINE = "#2f5d8a", "#f3c9ae", "#333333"
 HATCHED: dict[str, Any] = {"facecolor": PADDING, "edgecolor": "#c98a5e", "hatch": "////"}
-SAMPLES_SHOWN = 2000  # if there were more, each would be thinner than a pixel
+HEADROOM, SAMPLES_SHOWN = 1.2, 2000  # room above the bars for the legend; with more samples, each is thinner than a pixel
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -65,11 +65,11 @@ def plot_plan(plan: Any) -> Figure:
     (padding, work), (memory, shapes) = figure.subplots(2, 2)
     draw_plan(plan, padding)
     padding.set_title("padding, batch by batch")
-    by_row = np.sort(plan.work_by_row, axis=1)
-    for values, name, line in ((by_row.max(axis=1), "dearest rank", "-"), (by_row.min(axis=1), "cheapest rank", ":")):
-        work.plot(values, line, color=LINE if line == ":" else REAL, label=name)
-    work.set(title="predicted work of the ranks", xlabel="step", ylabel="work, in linear tokens", ylim=(0, None))
-    work.legend()
+    by_row = plan.work_by_row
+    for values, name, line in ((by_row.max(axis=1), "most work", "-"), (by_row.min(axis=1), "least work", ":")):
+        work.plot(values, line, color=LINE if line == ":" else REAL, label=f"rank with {name}")
+    work.set(title="predicted work", xlabel="step", ylabel="work, in linear tokens", ymargin=0.2, ylim=(0, None))
+    work.legend(loc="upper right", ncols=2)
     predicted = getattr(plan.budget, "predicted", None)
     size, limit = plan.padded, getattr(plan.budget, "max_tokens", None)
     told = ("size of each batch", "tokens, with padding")
@@ -78,8 +78,8 @@ def plot_plan(plan: Any) -> Figure:
     memory.plot(size, ".", color=REAL, markersize=4)
     if limit is not None:
         memory.axhline(limit, color=LINE, linestyle="--", label="limit")
-        memory.legend(loc="lower right")
-    high = 1.05 * max(limit or 0, size.max(initial=0)) or 1
+        memory.legend(loc="upper right")
+    high = HEADROOM * max(limit or 0, size.max(initial=0)) or 1
     memory.set(title=told[0], xlabel="batch", ylabel=told[1], ylim=(0, high))
     width = np.sum([plan.shapes.longest[name] for name in plan.padded_lengths], axis=0)
     shapes.loglog(width, plan.batches.sizes, "x", base=2, color=REAL, alpha=0.6)
@@ -126,6 +126,6 @@ def draw_padding(batches: Sequence[NDArray], *, widths: Sequence[int] | None = N
     edges = np.arange(len(real) + 1)
     axes.stairs(padded, edges, fill=True, linewidth=0, label="padding", **HATCHED)
     axes.stairs(real, edges, fill=True, color=REAL, label="tokens")
-    axes.set(xlim=(0, len(real)), ylim=(0, None))
-    axes.legend(loc="upper right", framealpha=0.9)
+    axes.set(xlim=(0, len(real)), ylim=(0, max(axes.get_ylim()[1], HEADROOM * padded.max())))  # axes may be shared
+    axes.legend(loc="upper right", ncols=2)
     return axes
