@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 REAL, PADDING, LINE = "#2f5d8a", "#f3c9ae", "#333333"
 HATCHED: dict[str, Any] = {"facecolor": PADDING, "edgecolor": "#c98a5e", "hatch": "////"}
-HEADROOM, SAMPLES_SHOWN = 1.2, 2000  # room above the bars for the legend; with more samples, each is thinner than a pixel
+HEADROOM, SAMPLES_SHOWN = 1.2, 2000  # room above for the legend; with more samples, each is thinner than a pixel
 
 
 def new_figure(width: float, height: float) -> Figure:
