@@ -91,7 +91,7 @@ class Budget(ABC):
         return self
 
     def with_memory(self, known: Callable[[], Any], /) -> "Budget":
-        """Returns this budget; if it predicts memory but was made without a model, with the model from ``known()``."""
+        """Returns this budget. A budget that predicts memory, but was made without a model, gets that of ``known()``."""
         return self
 
     def held(self, limit: float | None, /) -> "Budget":

@@ -287,7 +287,7 @@ def defines_compute_loss(trainer_class: type) -> bool:
 
 # Computes the loss with an item count of one and of two, on the same batch, without gradients, dropout or randomness. A
 # sum divided by the count is halved, a mean is not; auxiliary terms are small compared with a sum divided by one.
-# The Trainer cannot see it: heads that ignore the count (transformers#47688, open), and subclasses whose
+# The Trainer cannot tell them apart: heads that ignore the count (transformers#47688, open), and subclasses whose
 # ``compute_loss`` returns a mean, look like sums, so their losses would be added once per batch.
 # Cost: two forward passes, once per run. All ranks must call it; all return the same result, or all raise.
 def is_a_mean(trainer: Any, model: Any, batch: Any, world: World) -> bool | None:

@@ -1,4 +1,4 @@
-"""Predicts the memory of a batch relative to another batch: a formula, corrected by XGBoost's trees."""
+"""Predicts the memory of a batch relative to another batch, with a formula that XGBoost's trees correct."""
 
 import hashlib
 import json

@@ -126,7 +126,7 @@ class Output:
             raise StateError(f"{self._receipt} was written by another job: {error}. {way_out}") from error
 
     def _say(self, output: str) -> None:
-        """Overwrites the first line of the job file in place. The old line is as long, or another job's."""
+        """Overwrites the first line of the job file in place. Only this line is read, so older text after it does no harm."""
         self._lock.seek(0)
         self._lock.write(json.dumps(sealed("job", self._identity, {"output": output})).encode() + b"\n")
         self._lock.flush()

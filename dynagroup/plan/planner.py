@@ -126,7 +126,7 @@ class Planner:
         units = units_of(self.lengths, first)
         if done == "error":
             way_out = "truncate or filter them, raise the budget, or pass oversize='alone' or 'drop'"
-            raise BudgetError(f"sample {first} ({units}) and {others} others do not fit even alone; {way_out}")
+            raise BudgetError(f"sample {first} ({units}) does not fit even alone, nor do {others} others; {way_out}")
         kept = "left out" if done == "drop" else "each a batch of its own"
         warn_user(
             f"{others + 1} samples do not fit the budget even alone and are {kept}; the first is sample {first} with {units}; "
@@ -134,8 +134,8 @@ class Planner:
         )
 
     def renewed(self, world: World | None = None, *, apply: bool = True) -> "Planner":
-        """Returns the planner of the next epoch, with the limit that its budget has learned (``apply``: of all ranks,
-        which must all call it); this planner, if the limit has not changed."""
+        """Returns the planner of the next epoch, with the limit that its budget has learned; this planner, if the limit
+        is the same. ``apply``: combines the limits of all ranks first, so all ranks must call it."""
         learner = self.budget.learner
         if learner is not None and apply:
             learner.apply(world)

@@ -202,7 +202,7 @@ def _evenest(window: OrderedWindow, start: int, stop: int, most_runs: int, low: 
 
 
 def _in_rows(work: NDArray[np.float64], num_ranks: int) -> IntArray:
-    """Returns the numbers of the batches, row after row: neighbours in work share a row; rows by longest sample."""
+    """Returns the numbers of the batches, row after row: neighbours in work share a row; long samples first."""
     by_work = np.argsort(-work, kind="stable")
     full = len(by_work) - len(by_work) % num_ranks
     rows = by_work[:full].reshape(-1, num_ranks)

@@ -218,7 +218,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
             StateError: ``num_steps`` steps were not yielded in this iteration; or it is missing while workers run.
         """
         run = self._run
-        by_itself = str(sys._getframe(1).f_globals.get("__name__", "")).startswith("torchdata.")  # it counts used steps
+        by_itself = str(sys._getframe(1).f_globals.get("__name__", "")).startswith("torchdata.")  # counts used steps
         if num_steps is not None:
             num_steps = check_int("num_steps", num_steps, least=0)
         elif run is not None and run.steps and not run.ended and not by_itself:

@@ -258,7 +258,7 @@ def _exceeded_by_none(units: IntArray) -> IntArray:
 
 
 class PackedLadder(Wrapper):
-    """A budget of a few token totals to which packed batches are filled: quantiles of the totals of freely cut batches.
+    """A budget of a few token totals to which packed batches are filled, chosen as quantiles of usual batches' totals.
 
     All batches also have the same number of samples and the same longest sample, for which attention kernels are
     compiled: the tail of a batch is divided into samples of weight 0, and then come samples without tokens. Arguments

@@ -78,7 +78,7 @@ def test_lengths_must_be_counts_of_int32_and_padded_samples_are_measured_by_thei
             refining(length_of=lambda sample, bad=bad: bad)(samples(3, 4))
     with pytest.raises(RuntimeError, match="length_of failed on sample 0.*StopIteration"):
         refining(length_of=lambda sample: next(iter(())))(samples(3, 4))
-    with pytest.warns(UserWarning, match="samples come padded"):
+    with pytest.warns(UserWarning, match="samples are padded already"):
         assert measure_sample({"input_ids": torch.zeros(8), "attention_mask": torch.tensor([1, 1, 1, *[0] * 5])}) == 3
     with pytest.raises(ConfigError, match="length_of"):
         measure_sample({"pixels": 1})
@@ -140,10 +140,10 @@ IN_BOTH = {"length_of": both, "weigh": "samples"}
 
 
 @pytest.mark.parametrize(("collator", "batch", "said"), [
-    (refining(padded_by(90), length_of=ids_of), samples(3, 4), "94 tokens wide.*measures 4"),
-    (refining(longer_packed, 24, ids_of, layout="packed"), samples(8, 8, 8), "30 tokens long.*which measure 24"),
+    (refining(padded_by(90), length_of=ids_of), samples(3, 4), "94 tokens per row.*measured as 4"),
+    (refining(longer_packed, 24, ids_of, layout="packed"), samples(8, 8, 8), "30 tokens in total.*measured as 24"),
     (refining(failing), samples(3, 4), r"dataset indices \[0, 1\]: ValueError: no such token"),
-    (refining(longer_labels, **IN_BOTH), [[3, 5], [4, 2]], "95 target wide.*measures 5"),
+    (refining(longer_labels, **IN_BOTH), [[3, 5], [4, 2]], "95 target per row.*measured as 5"),
     (refining(list, oversize="error", **IN_BOTH), [[3, 5], [60, 50]], r"sample 1 \(60 source, 50 target\) does not"),
 ])  # fmt: skip
 def test_a_batch_that_is_not_as_measured_and_does_not_fit_is_refused(collator: Any, batch: Any, said: str) -> None:

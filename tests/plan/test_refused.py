@@ -32,7 +32,7 @@ WRONG: list[tuple[Any, str]] = [
     (lambda: Work(streams=[Price()]), "`streams` must be a dict from names to prices"),
     (lambda: Work(meet="layer"), "`meet` must be one of"),
     (lambda: Price(unit=0), "`unit` must be"),
-    (lambda: Work.fit([(1, 8, 0.1)] * 2), "at least 3 different shapes, but was given 2 rows of 1 shapes"),
+    (lambda: Work.fit([(1, 8, 0.1)] * 2), "at least 3 distinct shapes, but has 2 rows of 1 shapes"),
     (lambda: Work.of(object()), "does not have hidden_size"),
     (lambda: ShapeLadder([5], PACKED), "needs a padded budget"),
     (lambda: ShapeLadder([5], 100).shape_for(2, 9), r"2 samples of \(9,\) tokens is larger than all shapes"),
@@ -46,7 +46,7 @@ WRONG: list[tuple[Any, str]] = [
     (lambda: PlanConfig(oversize="keep"), "`oversize` must be one of"),
     (lambda: PlanConfig(round_batch=8), "`round_batch` must be a function"),
     (lambda: PlanConfig(one_kind="row"), "`one_kind` must be one of 'step', 'batch'"),
-    (lambda: plan(one_kind="batch"), r"`one_kind` \('batch'\) needs `kinds`"),
+    (lambda: plan(one_kind="batch"), r"`one_kind` \('batch'\) needs a label"),
     (lambda: plan(kinds=["a", "b"]), "`kinds` has 2 labels, but there are lengths for 3 samples"),
     (lambda: plan(kinds=["a", ["b"], "c"]), r"kinds\[1\] must be a label that equals its own copy: .* but is \['b'\]"),
     (lambda: plan(kinds=[0.5, 1.0, float("nan")]), r"kinds\[2\] must be .* but is nan"),
@@ -73,7 +73,7 @@ TOO_LARGE: list[tuple[Any, str]] = [
     (lambda: balanced_partitions(HARD, 2, limit=HARD_LIMIT), "first fit failed.; allow more parts"),
     (lambda: balanced_partitions([3, 3, 3], 2, limit=4), "into 2 parts .*at least 3 are needed"),
     (lambda: shard_micro_batches([3, 12], 1, 10, oversize="error"), "sample 1 .12 tokens."),
-    (lambda: plan([5, 50, 3, 60], 10, oversize="error"), r"sample 1 \(50 tokens\) and 1 others do not fit even alone"),
+    (lambda: plan([5, 50, 3, 60], 10, oversize="error"), r"sample 1 \(50 tokens\) does not fit even alone, nor do 1 others"),
     (lambda: plan([1, 5], Falling(9)), "must not fall when samples are shorter"),
 ]  # fmt: skip
 CASES = [*((ConfigError, *row) for row in WRONG), *((BudgetError, *row) for row in TOO_LARGE)]

@@ -190,7 +190,7 @@ _DROPOUTS = ("hidden_dropout_prob", "hidden_dropout", "resid_pdrop", "dropout", 
 
 
 def _run_as(model: Any, mode: str) -> dict[str, Any]:
-    """Returns how a model is run, read from its parameters and settings."""
+    """Returns the workload fields for how a model is run, read from its parameters and settings."""
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
     total, count = (sum(p.numel() for p in part) for part in (parameters, trained))

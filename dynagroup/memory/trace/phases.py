@@ -220,7 +220,7 @@ def _exact(traced: _Traced, probes: Sequence[Probe]) -> Phases:
     for probe in _shown(probes):
         lines.append(timeline(probe))
         if len(lines[0]) != len(lines[-1]):  # raises early: a program that loops over tokens takes minutes
-            raise ValueError(f"the program depends on the shape: {probe} and {probes[0]} make other allocations")
+            raise ValueError(f"the program depends on the shape (allocations for {probe} and {probes[0]} are unequal)")
     known, observed = monomials(*np.array(probes).T)[:, traced.columns], np.array(lines)
     coefficients = np.linalg.lstsq(known / known.max(0), observed, rcond=None)[0] / known.max(0)[:, None]
     error = (np.abs(known @ coefficients - observed).max(axis=1) / observed.max(axis=1)).max()
