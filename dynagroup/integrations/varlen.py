@@ -160,7 +160,7 @@ def _attend(
     """Takes query (B, H, T, D), key and value (B, H_kv, T, D); returns (B, T, H, D), as transformers expects."""
     options = {**kwargs, "attention_mask": attention_mask}
     if unknown := [f"`{k}`" for k, v in options.items() if k not in NO_MATTER and v is not None and v is not False]:
-        given = f"{type(module).__name__} passes {', '.join(unknown)} to its attention"
+        given = f"{type(module).__name__} passes its attention {', '.join(unknown)}"
         raise ConfigError(f"{given}, which packed attention does not support; {INSTEAD}")
     if query.shape[2] != key.shape[2]:
         raise ConfigError("packed attention has no cache of keys; generate with model.set_attn_implementation('sdpa')")

@@ -14,7 +14,7 @@ class MemoryModel(Protocol):
     """Predicts the memory of a batch relative to another one; it never falls when a sample is added or grows."""
 
     def relative(self, shape: BatchShape, baseline: BatchShape, /) -> FloatArray:
-        """Returns the memory of K shapes that depends on the batch, divided by that of ``baseline``: float64 (K,)."""
+        """Returns the part of memory that depends on the batch, for K shapes, over that of ``baseline``: float64 (K,)."""
         ...
 
     @property

@@ -131,7 +131,7 @@ def fixed_batches(order: IntArray, batch_size: int) -> Batches:
 
 
 def fixed_way(name: str, batches: Batches, like: BatchPlan) -> Way:
-    """Returns a way in which batches are given to a plan's ranks in turn, and padded by a collate function."""
+    """Returns a :class:`Way` of given batches, dealt to a plan's ranks in turn, and padded by a collate function."""
     steps, none = -(-len(batches) // like.world_size), np.zeros(0, np.int64)
     table = np.append(np.arange(len(batches)), np.full(-len(batches) % like.world_size, -1))
     table = table.reshape(steps, like.world_size)
@@ -143,7 +143,7 @@ def fixed_way(name: str, batches: Batches, like: BatchPlan) -> Way:
 
 
 def shuffled_way(plan: BatchPlan, batch_size: int | None) -> tuple[Way, int, int]:
-    """Returns the plan's samples in shuffled batches of one size, and that size; None: as many longest as fit."""
+    """Returns a plan's samples in shuffled batches of one size, and that size. None: as many of the longest as fit."""
     samples = plan.batches.order
     most = most_of_the_longest({name: values[samples] for name, values in plan.lengths.items()}, plan.budget)
     size = batch_size or max(most, 1)

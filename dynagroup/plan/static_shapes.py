@@ -26,8 +26,7 @@ AGAIN, NOT_HELD = 4, 1e30  # factor for a batch too large for all shapes, which 
 
 class ShapeLadder(Wrapper):
     """A budget of a few shapes (samples, tokens), chosen for the least predicted work with a dataset's lengths. A batch
-    fits if one of the shapes is large enough. Loaders pad batches to the cheapest such shape, also with rows of weight
-    0.
+    fits if one of the shapes is large enough. Loaders pad batches to the cheapest such shape (added rows weigh 0).
 
     Args:
         lengths: int (N,), tokens of each sample, or a dict by stream.

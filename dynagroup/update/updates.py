@@ -108,7 +108,7 @@ class _Updates(Walk):
         return None if self.order is None else self.order.checksum(epoch)
 
     def plan(self, cursor: Cursor) -> BatchPlan:
-        """Returns the rest of the cursor's epoch on all ranks; cached until something changes."""
+        """Returns the plan of the rest of the cursor's epoch on all ranks; cached until something changes."""
         place = replace(cursor, update=0, samples_seen=0, current=None)
         key = (place, self._ranks, tuple(self.changes), self.planner)
         if self._remembered is None or self._remembered[0] != key:

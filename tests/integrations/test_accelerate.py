@@ -83,7 +83,7 @@ def test_misuse_is_named():
     prepared = prepare(accelerator, DataLoader(ROWS, batch_sampler=sampler, collate_fn=toys.collate))
     assert sum(len(batch["labels"]) for batch in prepared) == 48
     accelerator.dataloader_config.split_batches = True
-    with pytest.raises(ConfigError, match="split_batches=True"):
+    with pytest.raises(ConfigError, match="`split_batches` must be False"):
         prepare(accelerator, DataLoader(ROWS, batch_sampler=sampler))
 
 

@@ -333,7 +333,7 @@ def test_unknown_lengths_are_said_once_and_evaluated_as_ever(tmp_path):
         run = evaluated("classifier", tmp_path, fits=True, compute_metrics=None)
     run.data_collator = lambda rows: toys.collate([{"input_ids": r["tokens"], "labels": r["labels"]} for r in rows])
     data = [{"labels": 0, "tokens": [1] * n} for n in range(1, 9)]
-    with pytest.warns(UserWarning, match="batches of per_device_eval_batch_size=5 .*dynagroup_eval=False says"):
+    with pytest.warns(UserWarning, match="batches of per_device_eval_batch_size=5 .*dynagroup_eval=False silences"):
         run.evaluate(data)
     assert run.evaluate(data)["eval_loss"] > 0
 

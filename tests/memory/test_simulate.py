@@ -311,7 +311,7 @@ def test_measurements_survive_parquet_absurd_ones_name_their_row_and_those_witho
     few = Measurements((*three, FULL), Workload(mode="train"))
     with pytest.raises(ConfigError, match="at least 4 rows"):
         ProfiledMemory.fit(few)
-    with pytest.raises(ConfigError, match="at least 8 measurements"):
+    with pytest.raises(ConfigError, match="at least 8 rows"):
         MemoryRegressor.fit(few)
     kept = Measurements((*rows(lambda n, length: n * length), FULL), KNOWN, "measured", {"gpu": "x"})
     kept.to_parquet(tmp_path / "rows.parquet")
@@ -361,11 +361,11 @@ def edit(path, sealed=True, **changes):
 
 
 @pytest.mark.parametrize(("damage", "message"), [
-    (lambda p: p.write_bytes(p.read_bytes()[:-9] + b"123456789"), "describes: hashes differ"),
+    (lambda p: p.write_bytes(p.read_bytes()[:-9] + b"123456789"), "not match the JSON card beside it in hashes"),
     (lambda p: p.with_suffix(".json").write_text("{"), "is damaged"),
-    (lambda p: edit(p, features=["other"]), "describes: features differ"),
-    (lambda p: edit(p, format=99), "describes: format differ"),
-    (lambda p: edit(p, sealed=False, constants={"keep_hidden": 0.1}), "describes: seal differ"),
+    (lambda p: edit(p, features=["other"]), "beside it in features"),
+    (lambda p: edit(p, format=99), "beside it in format"),
+    (lambda p: edit(p, sealed=False, constants={"keep_hidden": 0.1}), "beside it in seal"),
 ])  # fmt: skip
 def test_damaged_artifacts_are_refused(fitted, tmp_path, damage, message):
     for file in (fitted[1], fitted[1].with_suffix(".json")):

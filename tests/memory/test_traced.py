@@ -284,7 +284,7 @@ def test_adapters_train_alone_and_a_quantised_models_dtype_is_that_of_what_it_co
     ({"lora": "all"}, "`lora` must be True, an int"),
     ({"dtype": "int3"}, "`dtype` must be one of"),
     ({"mode": "generate", "layout": "packed"}, "`layout` 'packed' needs mode 'train'"),
-    ({"model": T5, "layout": "packed"}, "`layout` 'packed' is not for encoder-decoders"),
+    ({"model": T5, "layout": "packed"}, "`layout` 'packed' is not available for encoder-decoder"),
     ({"model": BERT, "mode": "generate"}, "'generate' needs a model that decodes, but BertConfig is of an encoder"),
     ({"model": lambda: Odd(LLAMA)}, r"cannot be traced \(.*ProfiledMemory\.fit\(measure"),
     ({"model": MAMBA, "mode": "generate"}, "cannot be traced"),  # its cache has no length

@@ -32,11 +32,11 @@ WRONG = [
     ({"batch_sampler": iter([[0]])}, "anew in every epoch"),
     ({"samples_per_update": 4, "batch_sampler": [[0]]}, "no `batch_sampler`"),
     ({"kind_of": "kind"}, "`kind_of` must be a function"),
-    ({"kind_of": lambda sample: ["a"]}, r"hashed, but gives \['a'\] for sample 0"),
+    ({"kind_of": lambda sample: ["a"]}, r"hashable label, but returned \['a'\] for sample 0"),
     ({"kind_of": lambda sample: sample["modality"]}, "kind_of failed on sample 0: KeyError"),
     ({"kind_of": len, "kinds": [1] * 60}, "`kinds` and `kind_of` both label the samples"),
     ({"kinds": [1, 2, 3]}, "`kinds` has 3 labels"),
-    ({"one_kind": "batch"}, "`one_kind`.*needs `kind_of`"),
+    ({"one_kind": "batch"}, "`one_kind`.*needs a label"),
     ({"dataset": Stream, "kinds": ["a"]}, "`kinds` needs a map-style dataset"),
     (
         {"samples_per_update": lambda update, current: 0},
@@ -134,7 +134,7 @@ def test_a_rank_takes_no_other_ranks_state_and_one_that_cannot_load_again_tells_
             raise OSError("the disk is gone")
 
     def load(world: Any) -> None:
-        with pytest.raises(StateError, match=rf"ranks \[{1 - world.rank}\] of 2 .* this is rank {world.rank} of 2"):
+        with pytest.raises(StateError, match=rf"this is rank {world.rank} of 2, but .* ranks \[{1 - world.rank}\] of 2"):
             make_loader(world, LENGTHS).load_state_dict(states[1 - world.rank])
         loader = make_loader(world, LENGTHS, dataset=Gone if world.rank else Tokens)
         loader.load_state_dict(states[world.rank])

@@ -140,7 +140,7 @@ def test_a_finished_job_called_again_gives_its_results_back(model, tokenizer, ex
     with pytest.raises(StateError, match="out.jsonl was changed after its job was finished"):
         call()
     (tmp_path / f"{path.name}.job").unlink()
-    with pytest.raises(ConfigError, match="out.jsonl exists, and no 'out.jsonl.job' beside it says which job"):
+    with pytest.raises(ConfigError, match="out.jsonl exists, but no 'out.jsonl.job' beside it says which job"):
         call()
 
 
@@ -154,7 +154,7 @@ WRONG: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
     (ALL, {"world": SimpleNamespace(rank=0, size=2)}, "several ranks need `output`"),
     (ALL[:1], {"attention_mask": torch.ones(2, 2)}, "`attention_mask` is for one batch"),
     (ALL[1:2], {"pooling": "max"}, "`pooling` must be one of 'mean', 'first', 'last', but is 'max'"),
-    (ALL[1:2], {"model": small("T5ForConditionalGeneration")}, r"use model.get_encoder\(\)"),
+    (ALL[1:2], {"model": small("T5ForConditionalGeneration")}, r"pass model.get_encoder\(\)"),
     (ALL[2:], {"model": small_llama().model}, "the output of LlamaModel has no `logits`; give .* with a head"),
 ]
 
