@@ -49,13 +49,13 @@ class EvaluationRows:
         sampler = LengthAwareBatchSampler(of_groups, budget, work=work, kinds=of[groups[:, 0]], rank=0, world_size=1)
         left = [own[end:] for own, end in zip(of_kind, ends, strict=True) if end < len(own)]
         self.num_ranks, self.ladder = num_ranks, budget.ladder
-        # Dataset indices, one array per row (samples of a rank, ranks); per row, the ranks with samples of their own
+        # Dataset indices, one array per row (samples of a rank, ranks); and per row, how many ranks have own samples.
         self.rows: list[IntArray] = [groups[batch] for batch in sampler]
         self.num_real = [num_ranks] * len(self.rows) + [*map(len, left)]
         self.rows += [np.resize(few, (1, num_ranks)) for few in left]
         dealt = [row.T[:real].reshape(-1) for row, real in zip(self.rows, self.num_real, strict=True)]
         self.order: IntArray = np.concatenate([order[:0], *dealt])  # dataset index of each result, as gathered
-        self.shapes: list[tuple[int, ...]] = []  # per row, the shape that batches are filled to; empty: not filled
+        self.shapes: list[tuple[int, ...]] = []  # per row, the shape to which batches are padded; empty: none
         if self.ladder is not None:
             longest = {name: [values[row].max() for row in self.rows] for name, values in lengths.items()}
             run = self.ladder.as_run(BatchShape.of([*map(len, self.rows)], longest))
@@ -127,7 +127,7 @@ class Evaluator(TrainerSteps):
         budget = (self.update_loader or self.dynagroup).budget if self.dynagroup_eval is True else self.dynagroup_eval
         generates = getattr(self.args, "predict_with_generate", False)
         if budget.ladder is not None and (generates or budget.layout == "packed"):
-            budget = budget.ladder.base  # generated batches and packed ones are not filled
+            budget = budget.ladder.base  # generated and packed batches are not padded to few shapes
         key = (id(dataset), budget.fingerprint, budget.applied)
         if key not in self._planned_rows:
             rows: Any = None

@@ -134,7 +134,7 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
 
     @property
     def _pad(self) -> dict[str, Any] | None:
-        """The padding of fields that batches of few shapes are filled with."""
+        """Padding values by field, for batches that are padded to few shapes; None: the tokenizer has no padding id."""
         ids = getattr(self.processing_class, "pad_token_id", None)
         return None if ids is None else dict.fromkeys(("input_ids", "decoder_input_ids"), ids)
 
