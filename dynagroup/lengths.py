@@ -108,7 +108,7 @@ class Kinds:
             raise ConfigError(f"`kinds` must be one label per sample, but is {given!r:.80}")
         labels = getattr(given, "tolist", lambda: list(given))()
         if len(labels) != num_samples:
-            raise ConfigError(f"`kinds` has {len(labels)} labels, but there are lengths for {num_samples} samples")
+            raise ConfigError(f"`kinds` has {len(labels)} labels for {num_samples} lengths; give one label per sample")
         try:
             distinct: Iterable[Any] = dict.fromkeys(labels)
         except TypeError:  # some label is not hashable

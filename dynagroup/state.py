@@ -42,7 +42,7 @@ def opened(states: Any, kind: str, identity: Mapping[str, Any]) -> list[Mapping[
         if state["kind"] != kind:
             raise StateError(f"expected a saved state of {kind}, but got one of {state['kind']!r}; load the right one")
         if state["version"] != VERSION:
-            raise StateError(f"the state has version {state['version']!r}, but this dynagroup reads version {VERSION}")
+            raise StateError(f"the state has version {state['version']!r}, but dynagroup reads {VERSION}; load another")
         if state["seal"] != seal_of(state):
             told = "the state is damaged: its content does not match its checksum"
             raise StateError(f"{told}; load an earlier checkpoint")

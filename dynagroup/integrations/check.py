@@ -79,7 +79,7 @@ def small_model(source: Any) -> Any:
             return model
         except Exception as error:  # the model's own code may raise anything; other sizes are tried next
             failed = error
-    raise ConfigError(f"cannot build a small model from this config that runs on tokens ({failed!r:.200})") from failed
+    raise ConfigError(f"cannot build a small model of this config that reads only tokens ({failed!r:.200})") from failed
 
 
 def _parts(config: Any) -> Iterator[Any]:

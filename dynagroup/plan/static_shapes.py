@@ -116,7 +116,7 @@ class ShapeLadder(Wrapper):
             chosen.append(int(np.minimum(time, least).sum(axis=0).argmin()))
         rungs = np.unique(tried[chosen], axis=0)
         if not (hardest.T[:, None] <= rungs[:, 1:]).all(axis=2).any(axis=1).all():
-            raise ConfigError(f"`num_shapes` ({num}) is too small: shapes that fit must take every sample; allow more")
+            raise ConfigError(f"`num_shapes` ({num}) is too small: some samples are larger than all shapes; allow more")
         return rungs
 
     def _cut(self, units: IntArray, work: Work) -> IntArray:
