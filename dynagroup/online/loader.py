@@ -151,7 +151,7 @@ class OnlineDataLoader(StepLoader[Any]):
 
     def examples(self) -> tuple[Streams, Callable[[int], Any], Callable[..., Any]]:
         if self._workers.iterable:
-            raise ConfigError("an iterable dataset gives each sample only once, so none can be tried; leave preflight out")
+            raise ConfigError("an iterable dataset gives each sample once, so none can be tried; leave preflight out")
         places = np.unique(np.linspace(0, len(self.dataset) - 1, EXAMPLES).astype(np.int64)).tolist()
         samples, collator = [self.dataset[place] for place in places], self._workers.collator
         measured = collator.measure(samples, places).items()  # compared over ranks, because processing may be random
