@@ -62,8 +62,8 @@ def check_function(name: str, value: Any, what: str) -> Any:
 
 
 def check_number(name: str, value: Any, *, most: float = math.inf, or_zero: bool = False, finite: bool = True) -> float:
-    """Returns ``value`` as a float greater than 0 (with ``or_zero``: or 0) and at most ``most``; unless ``finite``,
-    infinity is allowed too. ConfigError: ``value`` is no such number."""
+    """Returns ``value`` as a float greater than 0 and at most ``most``. ``or_zero``: 0 is allowed too; ``finite``: False
+    allows infinity. ConfigError: ``value`` is no such number."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise ConfigError(f"`{name}` must be a number greater than 0, but is {value!r}")
     if or_zero and value == 0:

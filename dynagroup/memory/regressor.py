@@ -125,7 +125,7 @@ class MemoryRegressor:
 
     @classmethod
     def load(cls, path: str | Path, workload: Workload | None = None) -> "MemoryRegressor":
-        """Loads a file that :meth:`save` wrote; None as workload: the saved one. Predicting by trees needs XGBoost.
+        """Loads a file that :meth:`save` wrote. ``workload``: None means the saved one. Trees need XGBoost to predict.
 
         StateError: the file does not match the JSON card beside it, or has another version."""
         path = Path(path)
