@@ -278,8 +278,8 @@ def _id_counts(rows: Sequence[Any], first: int) -> list[int]:
     if None in counts:
         bad = counts.index(None)
         _refuse_chat(rows[bad], first + bad)
-        way = "name its `column`, give the `tokenizer` for texts, or give `length_of`"
-        raise ConfigError(f"sample {first + bad} must be one row of token ids, but is {rows[bad]!r:.200}; {way}")
+        way = f"but is {rows[bad]!r:.200}; name its `column`, give the `tokenizer` for texts, or give `length_of`"
+        raise ConfigError(f"sample {first + bad} must be one row of token ids (1-D, whole numbers), {way}")
     return counts
 
 

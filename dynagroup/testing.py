@@ -141,11 +141,12 @@ def assert_loader_laws(
     """Asserts what training needs from a loader; run it on your dataset with your collate function.
 
     Every sample comes once per epoch. All ranks take the same number of steps and end updates at the same steps. The
-    samples and weights of an update's batches add up to its totals; its loss scales add up to the number of ranks. A
-    stopped run resumes with exactly the samples that remained. With ``kinds``, all batches of a step have one kind.
+    samples and weights of an update's batches add up to the update's totals (``step.samples.total``), and their loss
+    scales to the number of ranks. A stopped run resumes with exactly the samples that remained. With ``kinds``, all
+    batches of a step have one kind.
 
     Args:
-        make: function from a ``World`` to the loader of one rank, always the same.
+        make: function from a ``World`` to a new loader for one rank, with the same data and settings in every call.
         num_samples: int, expected samples of an epoch. None: the loader's ``num_samples``.
         world_size, resume_world_size: int, number of ranks before and after a stop, see :func:`assert_resumes_exactly`.
         epochs: int, number of epochs to check.

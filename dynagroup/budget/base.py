@@ -29,8 +29,8 @@ UNLIMITED = np.iinfo(np.int64).max // 4
 class Budget(ABC):
     """Decides which batch shapes fit. To make your own budget, subclass it and write :meth:`fits`.
 
-    A shape that does not fit must not fit after a sample is added or lengthened either; check your own budget with
-    ``dynagroup.testing.assert_budget_law``. All other methods have defaults.
+    If a batch is too large, it must stay too large when a sample is added or becomes longer; check your own budget with
+    ``dynagroup.testing.assert_budget_law``. All other methods have defaults. Below, three batches are asked about.
 
     >>> from dynagroup.budget.tokens import TokenBudget
     >>> class AtMostFour(Budget):

@@ -195,7 +195,7 @@ def measure(
 
     The model is moved to the device. Training is measured with gradients present, and the optimizer state is added by
     calculation. Each shape runs twice, and the second run is recorded. A shape that runs out of memory has no
-    ``batch_bytes``. ``device``: counters of another allocator; None: CUDA's. ConfigError: there is no CUDA device."""
+    ``batch_bytes``. ``device``: an object that reads an allocator's counters; None: CUDA's. ConfigError: no CUDA device."""
     from dynagroup.device import CudaDevice
 
     wanted = _checked_shapes(shapes)

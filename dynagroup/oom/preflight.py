@@ -35,16 +35,16 @@ def preflight(model: Any, loader: StepLoader[Any], compute_loss: Callable[[Any, 
 
     Args:
         model: the model as it is trained: in DDP or FSDP, compiled, on its device.
-        loader: the training loader. With ``shapes``, one batch of each shape is run; else batches of at most four
-            lengths, up to the longest, each with the most samples that fit.
+        loader: the training loader. With ``shapes``, one batch of each shape is run; else up to four batches, each of one
+            length (the longest among them) and of as many samples as fit.
         compute_loss: function (model, batch) -> loss, a scalar tensor.
 
     Returns:
-        list of (samples, tokens) of each batch that passed, in the order of running; one token count for each stream.
+        list of (samples, tokens per sample) of each batch that passed, in the order of running; one count per stream.
 
     Raises:
-        BudgetError: on all ranks: a batch ran out of memory, and the budget cannot learn from it (no LearningBudget,
-            with ``shapes``, in FSDP, or a single sample). The message names the shape, the bytes and the budget to set.
+        BudgetError: on all ranks: a batch ran out of memory, and the budget cannot learn from it: it is no LearningBudget,
+            ``shapes`` or FSDP is used, or the batch is one sample. The message names shape, bytes and the budget to set.
         AlignmentError: another rank failed.
 
     >>> from dynagroup import PlannedDataLoader, TokenBudget

@@ -158,7 +158,9 @@ class Work:
         allowed = np.isfinite(numbers).all() and (numbers[:, :3] > 0).all() and (numbers >= 0).all()
         if different < least or not allowed:
             wanted, given = f"at least {least} distinct shapes", f"{len(table)} rows of {different} shapes"
-            raise ConfigError(f"`rows` must have numbers above 0 for {wanted}, but has {given}; measure more shapes")
+            raise ConfigError(
+                f"`rows` must have seconds above 0, measured for {wanted}, but has {given}; measure more shapes"
+            )
         samples, units = numbers[:, 1:2], numbers[:, 2:]
         columns = np.hstack([samples**0, samples * units, samples * units**2]) / numbers[:, :1]
         start, *factors = _non_negative(columns.T @ columns, columns.sum(axis=0))
@@ -202,9 +204,8 @@ class Work:
         return self.by_stream(batches, lengths, budget).sum(axis=1)
 
     def row_times(self, work: ArrayLike) -> NDArray[np.float64]:
-        """Returns the predicted time of steps without their fixed cost, as ``meet`` says: float64 (steps,).
-
-        ``work``: work of each step's batches, (steps, ranks) or (steps, ranks, streams)."""
+        """Returns the predicted time of each step without its fixed cost, float64 (steps,): the largest work of a rank,
+        or with ``meet="stream"`` the sum over streams of the largest. ``work``: (steps, ranks) or (steps, ranks, streams)."""
         found = np.asarray(work, np.float64)
         if found.ndim < 3:
             return found.max(axis=1, initial=0.0)
