@@ -275,7 +275,7 @@ def test_what_is_no_row_of_ids_is_not_counted_as_one():
     """Its len() is 1 or 2, whatever its tokens are: a TensorDataset's sample, ids and label, a tokenizer's batch of one."""
     for row in NO_ROWS:
         for samples in ([[5, 6], row], [{"input_ids": [5, 6]}, {"input_ids": row}]):
-            with pytest.raises(ConfigError, match="sample 1 must be one row of token ids, .*the `tokenizer` for texts"):
+            with pytest.raises(ConfigError, match="sample 1 must be one row of token ids .*the `tokenizer` for texts"):
                 measure_lengths(samples)
 
 

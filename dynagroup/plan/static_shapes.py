@@ -153,8 +153,10 @@ class ShapeLadder(Wrapper):
         (one number per padded stream). ConfigError: no shape is large enough."""
         asked = BatchShape.of(num_samples, dict(zip(self._names, longest, strict=True)))
         if not self.holds(asked).any():
-            told = f"a batch of {num_samples} samples of {longest} tokens is larger than all shapes, which are {self.shapes} (samples, tokens)"
-            raise ConfigError(f"{told}; make the ShapeLadder for lengths as large as these, or form smaller batches")
+            told = f"a batch of {num_samples} samples of {longest} tokens is larger than all shapes"
+            raise ConfigError(
+                f"{told}, which are {self.shapes} (samples, tokens); use other shapes, or smaller batches"
+            )
         run = self.as_run(asked)
         return (int(run.num_samples[0]), *(int(run.longest[name][0]) for name in self._names))
 
