@@ -169,7 +169,6 @@ def _chunks(data: Any) -> Iterator[Chunk]:
 
 
 def _parts(path: Path) -> Iterator[tuple[list[str], Any]]:
-    """Yields (column names, table) for each chunk of a file."""
     with _reading(path):
         if path.is_dir():
             from datasets import DatasetDict, load_from_disk
@@ -243,7 +242,6 @@ def _chosen(chunk: Chunk, column: str | Sequence[str] | None, kinds: str | None,
 
 
 def _kind(names: list[str]) -> Kind:
-    """Returns how lengths are stored: chunk by chunk in the journal, and all together in the output file."""
     pack = lambda lengths: np.ascontiguousarray(lengths, "<i4").tobytes()  # noqa: E731
     unpack = lambda data: np.frombuffer(data, "<i4").reshape(len(names), -1)  # noqa: E731
     read = lambda path: _by_name(names, [*as_streams(path).values()])  # noqa: E731

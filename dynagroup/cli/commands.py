@@ -211,7 +211,6 @@ def setting_for(args: argparse.Namespace, most: int, positions: int) -> str:
 
 
 def _curve(found: Mapping[str, Any], budget: MemoryBudget) -> Figure:
-    """Returns a plot of the most samples that fit by length, on log scales."""
     figure = new_figure(6, 4)
     axes = figure.subplots()
     axes.loglog(found["longest"], found["samples"], marker="o", nonpositive="mask")

@@ -198,7 +198,6 @@ class Evaluator(TrainerSteps):
         return found[0], *(_mapped(lambda values: values[:count] if values.ndim else values, one) for one in found[1:])
 
     def _evaluation_weight(self, inputs: Any) -> float:
-        """Returns the weight of a batch: the number of items that its loss is a mean of."""
         if self.dynagroup.weigh == "samples" and self._found_mean is not False:
             return float(len(next(iter(inputs.values()))))
         mean = self.loss_is_scaled_for_ga is False or self._found_mean

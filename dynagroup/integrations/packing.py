@@ -82,7 +82,6 @@ def check_packed_training(trainer: Any) -> None:
 
 
 def _answers(model: Any, collate_fn: Collate) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the model's results for two samples packed, and for each alone."""
     batch = collate_fn([{"input_ids": list(ids), "labels": list(ids)} for ids in PROBES])
     shape = tuple(batch["input_ids"].shape)
     if shape != (1, sum(SIZES)):

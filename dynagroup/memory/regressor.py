@@ -216,7 +216,6 @@ class MemoryRegressor:
 
     @cached_property
     def _plausible(self) -> "list[Plausible]":
-        """Similar traced models, of one stream and of two."""
         return [Plausible(self.workload, self.card["plausible"], two_streams) for two_streams in (False, True)]
 
     @cached_property

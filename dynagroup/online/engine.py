@@ -189,7 +189,6 @@ class Runner(ABC):
         return found[2 * len(updates) :]
 
     def _emit(self) -> Step[Any]:
-        """Returns the next step, counted as used before the training loop gets it."""
         take, cursor = self.due.popleft(), self.stands
         batch, self.under_way = take.batch, round(take.samples.total)
         begun: dict[str, Any] = {"steps": cursor.steps + 1}

@@ -213,7 +213,6 @@ class Output:
 
 
 def _sum(path: Path) -> str:
-    """Returns the size and checksum of a file, as text of fixed length."""
     checksum = 0
     with path.open("rb") as file:
         while block := file.read(2**20):

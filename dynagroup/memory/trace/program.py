@@ -130,7 +130,6 @@ def trace(
 
 
 def _batch(model: torch.nn.Module, workload: Run, num_samples: int, longest: Mapping[str, int]) -> dict[str, Any]:
-    """Returns the model's arguments, without a mask for flash attention; packed: one row, and a (total, total) mask."""
     packed, total = workload.layout == "packed", num_samples * longest[primary(longest)]
     if workload.mode == "generate" and workload.encoder_decoder:
         longest = {**longest, TARGET: 1}
