@@ -128,7 +128,6 @@ class _Describer:
         return ", ".join(f"{name}={self.text(part, names)}" for name, part in sorted(parts.items()))
 
     def _class(self, kind: type) -> str:
-        """Describes a user's class by its members, without the members that Python adds to every class."""
         if not _is_own(kind):
             return kind.__qualname__
         own = [item for base in kind.__mro__ if _is_own(base) for item in sorted(vars(base).items())]

@@ -224,7 +224,6 @@ def _curve(found: Mapping[str, Any], budget: MemoryBudget) -> Figure:
 
 
 def _measured(args: argparse.Namespace) -> tuple[MemoryBudget, str]:
-    """Returns the budget, and the code that makes it, from measurements on the local CUDA device."""
     device, limit = CudaDevice(), parsed_bytes(args.gpu_memory)  # raises for wrong values before a model is built
     config, about_plans = as_config(args.model), ("mode", "headroom", "pad_to_multiple_of")
     how = {name: value for name, value in _workload(args).items() if name not in about_plans}

@@ -97,7 +97,6 @@ class _Pass:
 
 
 def _mapped(fn: Callable[[Any], Any], values: Any) -> Any:
-    """Applies ``fn`` to every array or tensor inside tuples, lists and mappings."""
     return recursively_apply(fn, values, test_type=lambda value: hasattr(value, "ndim"))
 
 

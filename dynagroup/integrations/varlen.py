@@ -129,7 +129,6 @@ def _sees_as_far(mask: Any, window: int | None, causal: bool) -> bool:
 
 
 def _near(place: torch.Tensor, window: int | None, causal: bool) -> torch.Tensor:
-    """Returns which positions each position may attend to, bool (N, N)."""
     back = place[:, None] - place[None]
     near = torch.ones_like(back, dtype=torch.bool) if window is None else back.abs() < window
     return near & (back >= 0) if causal else near

@@ -108,7 +108,6 @@ class _Builder:
         return {"train": self._training, "generate": self._generation, "forward": self._forward}[self.w["mode"]]()
 
     def _layer_keeps(self) -> float:
-        """Returns the bytes per token that a layer keeps for its backward pass."""
         w, c, e = self.w, self.c, self.element
         kept = c["keep_hidden"] * w["hidden_size"] + c["keep_query"] * self.query + c["keep_kv"] * self.kv
         kept += (c["keep_ffn"] + (c["keep_gate"] if w["gated_mlp"] else 0.0)) * self.ffn

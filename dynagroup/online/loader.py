@@ -215,7 +215,6 @@ class OnlineDataLoader(StepLoader[Any]):
             run.close()
 
     def _begin(self) -> Runner:
-        """Begins the next epoch; ranks first exchange learned lengths and limits."""
         world, epoch, workers, states = self.world, self._epoch, self._workers, self._resume
         cursor = Cursor.of(states[0]["cursor"]) if states else self._cursor
         self._resume = []
@@ -240,7 +239,6 @@ class OnlineDataLoader(StepLoader[Any]):
         return make(source, workers, joined, place, under_way, identity, self.stats, self._learned)
 
     def _of_ranks(self, source: Source) -> dict[str, Any]:
-        """Returns values that must be equal on all ranks."""
         orders, sizes, base, epoch = self._orders, self.sizes, source.order.base, source.cursor.epoch
         varying = None if sizes is None or sizes.is_constant else sizes.spans(sizes.start(epoch))
         told = {

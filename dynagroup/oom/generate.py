@@ -81,7 +81,6 @@ def generated(
 
 
 def _final_shape(option: Callable[[str], Any], is_encoder_decoder: bool, part: Any, num_samples: int) -> BatchShape:
-    """Returns the shape that memory depends on: every beam and returned sequence counts, at its final length."""
     new, total, width = option("max_new_tokens"), option("max_length"), longest_of(part)
     if new is None and total is not None:
         new = total if is_encoder_decoder else max(total - width, 0)

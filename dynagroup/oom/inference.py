@@ -128,7 +128,6 @@ def encode(name: str | Path, texts: Sequence[str], *, batch_size: int = 32, **op
 
 
 def _recipe_of(name: str) -> dict[str, Any]:
-    """Returns the settings in a sentence-transformers folder; no settings for other models."""
     modules = _read(name, "modules.json")
     if not modules:
         return {}
@@ -145,7 +144,6 @@ def _recipe_of(name: str) -> dict[str, Any]:
 
 
 def _read(name: str, file: str) -> Any:
-    """Returns the content of a JSON file in a model's folder; empty if the file does not exist."""
     from transformers.utils.hub import cached_file
 
     path = cached_file(name, file, _raise_exceptions_for_missing_entries=False)

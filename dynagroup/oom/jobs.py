@@ -250,7 +250,6 @@ def _digest(parts: Iterable[str]) -> str:
 
 
 def _said(value: Any) -> str | int | None:
-    """Returns a setting as text; a config by its content."""
     if hasattr(value, "to_dict"):
         value = {k: v for k, v in value.to_dict().items() if v is not None and k not in _WHERE_FROM | _HOW}
     return value if value is None or type(value) in (int, str) else described(value)

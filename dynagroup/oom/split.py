@@ -173,7 +173,6 @@ def _as_wide(value: Any, num_samples: int, width: int) -> bool:
 
 
 def _is_array(value: Any) -> TypeGuard[Any]:
-    """Returns whether a value is a tensor or an array, which slice, compare and reduce in the same way."""
     return isinstance(value, np.ndarray) or hasattr(value, "untyped_storage")
 
 
@@ -196,7 +195,6 @@ def _holds_samples(batch: Any) -> bool:
 
 
 def _cut(value: Any, name: str, num_samples: int, start: int, stop: int) -> Any:
-    """Returns the entries of samples ``start`` to ``stop - 1`` in one field."""
     if isinstance(value, _WHOLE) or (_is_array(value) and not value.ndim):
         return value
     if _is_sized(value) and len(value) == num_samples:
@@ -211,7 +209,6 @@ def _cut(value: Any, name: str, num_samples: int, start: int, stop: int) -> Any:
 
 
 def _rebuild(like: Any, parts: Fields, start: int, stop: int) -> Any:
-    """Returns a container of the same kind with other contents."""
     if isinstance(like, (tuple, list)):
         return type(like)(*parts.values()) if hasattr(like, "_fields") else type(like)(parts.values())
     encodings = getattr(like, "encodings", None)

@@ -127,7 +127,6 @@ class ShapeLadder(Wrapper):
         return np.stack([shape.num_samples, *(shape.longest[name] for name in self._names)], axis=1)
 
     def _time(self, rungs: IntArray, work: Work) -> FloatArray:
-        """Returns the work of shapes (K, 1 + streams), without the fixed cost of a step."""
         return rungs[:, 0] * work.of_lengths(dict(zip(self._names, rungs[:, 1:].T, strict=True)))
 
     @property
@@ -136,7 +135,6 @@ class ShapeLadder(Wrapper):
         return self._names
 
     def _of(self, samples: IntArray, widths: IntArray) -> BatchShape:
-        """Returns batch shapes with this many samples of these lengths; unpadded streams have none."""
         return BatchShape.of(samples, {**dict.fromkeys(self._capped, 0), **dict(zip(self._names, widths, strict=True))})
 
     def _most(self, widths: IntArray) -> IntArray:

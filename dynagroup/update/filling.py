@@ -114,7 +114,6 @@ class FillingCollator:
 
 
 def _stream_of(key: str, streams: tuple[str, ...]) -> str:
-    """Returns the stream to whose length a field is padded."""
     of_decoder = key in LABELS or key.startswith("decoder_")
     first = primary(streams)
     named = (name for name in streams if key in (name, SHOWN_IN.get(name)) and name != first)

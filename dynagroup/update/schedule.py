@@ -163,7 +163,6 @@ class UpdateSizes(Walk):
         return Cursor(epoch, update=updates, samples_seen=seen, current=size if updates else None)
 
     def _samples_of(self, cursor: Cursor) -> int:
-        """Returns the number of samples that the update after ``cursor`` should have."""
         when = (cursor.epoch, cursor.update)
         changed = next((samples for *since, samples in reversed(self.changes) if tuple(since) <= when), None)
         samples = self.schedule if changed is None else changed

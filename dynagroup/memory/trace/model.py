@@ -213,7 +213,6 @@ def _run_as(model: Any, mode: str) -> dict[str, Any]:
 
 
 def _first(config: Any, *names: str) -> Any:
-    """Returns the value of the first of these names in a config; if it varies over layers, that of the first layer."""
     for name in names:
         with suppress(Exception):  # transformers' configs raise errors for values that vary over layers
             if (value := getattr(config, name, None)) is not None:

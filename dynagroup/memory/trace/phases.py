@@ -230,7 +230,6 @@ def _exact(traced: _Traced, probes: Sequence[Probe]) -> Phases:
 
 
 def _shown(shapes: Sequence[Any]) -> Iterable[Any]:
-    """Returns the shapes, with a progress bar if tracing takes longer than two seconds."""
     from tqdm.auto import tqdm
 
     return tqdm(shapes, desc="tracing memory", unit=" shapes", delay=2, leave=False, disable=None)

@@ -175,7 +175,6 @@ def _generate(model: Any, batch: dict[str, torch.Tensor], new_tokens: int, trace
 
 
 def _stretch(cache: Any, length: int) -> None:
-    """Extends every layer of a dynamic cache to ``length`` positions; a sliding-window layer at most to its window."""
     for layer in cache.layers:
         if getattr(layer, "keys", None) is None:
             continue
