@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from dynagroup.distributed import current_world
 from dynagroup.errors import AlignmentError, ConfigError
 from dynagroup.shapes import IntArray
-from dynagroup.validation import check_int
+from dynagroup.validation import check_int, explained
 
 ROUNDS = 8
 NONE = np.zeros(0, np.int64)
@@ -239,12 +239,12 @@ class Mixture:
         shares: Mapping[str, float] | Callable[[int], Mapping[str, float]], *,
         num_samples: int | None = None, seed: int = 0,
     ) -> None:  # fmt: skip
-        self._sources = {name: np.asarray(indices, np.int64) for name, indices in sources.items()}
-        for name, indices in self._sources.items():
-            if not len(indices):
-                raise ConfigError(f"`sources` has no samples in {name!r}; leave it out")
+        with explained(f"`sources` must map names to dataset indices, at least one each, but is {sources!r:.200}"):
+            self._sources = {name: np.asarray(indices) for name, indices in sources.items()}
+            if any(i.ndim != 1 or not i.size or i.dtype.kind not in "iu" for i in self._sources.values()):
+                raise ValueError("indices are integers; of a mask take np.flatnonzero(mask)")
         self._shares = shares if callable(shares) else lambda epoch: shares
-        self._size = check_int("num_samples", num_samples or sum(map(len, self._sources.values())))
+        self._size = check_int("num_samples", sum(map(len, sources.values())) if num_samples is None else num_samples)
         self._seed, self._epoch = check_int("seed", seed, least=0), 0
         self.counts(0)  # raises if shares are wrong
 
@@ -259,11 +259,11 @@ class Mixture:
 
     def counts(self, epoch: int) -> dict[str, int]:
         """Returns the samples of each source in an epoch, by the largest remainder method."""
-        given = self._shares(epoch)
-        shares = np.array([given.get(name, -1) for name in self._sources], np.float64)
-        if set(given) != set(self._sources) or not (np.isfinite(shares).all() and shares.min() >= 0 < shares.sum()):
-            wanted = f"`shares` must have a weight of at least 0 (not all 0) for each of {list(self._sources)}"
-            raise ConfigError(f"{wanted}, but in epoch {epoch} is {given!r}")
+        wanted = f"`shares` must have a weight of at least 0 (not all 0) for each of {list(self._sources)}"
+        with explained(f"{wanted}, but in epoch {epoch} is {(given := self._shares(epoch))!r}"):
+            shares = np.array([given[name] for name in self._sources], np.float64)
+            if len(given) > len(shares) or not (np.isfinite(shares).all() and shares.min() >= 0 < shares.sum()):
+                raise ValueError("these are no such weights")
         exact = self._size * shares / shares.sum()
         counts = np.floor(exact).astype(np.int64)
         counts[np.argsort(counts - exact, kind="stable")[: self._size - counts.sum()]] += 1
@@ -278,7 +278,7 @@ class Mixture:
             first, seed = start // size, self._seed + place
             passes = [epoch_order(size, seed=seed, epoch=number) for number in range(first, -(-stop // size))]
             parts.append(indices[np.concatenate([NONE, *passes])[start - first * size : stop - first * size]])
-        together = np.concatenate(parts)
+        together = np.concatenate(parts, dtype=np.int64)
         return together[epoch_order(len(together), seed=self._seed, epoch=epoch)]
 
 

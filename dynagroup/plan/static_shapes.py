@@ -292,8 +292,8 @@ class PackedLadder(Wrapper):
         quantiles = np.quantile(found, np.arange(1, number + 1) / max(number, 1), method="higher")
         totals = round_up(np.unique(np.append(quantiles, [self.longest] * beyond)).astype(np.int64), multiple)
         self._totals, self._most = totals, int(totals[-1 - beyond]) if len(rest) else 0
-        tail = -(-int(np.diff(self._totals, prepend=0).max()) // self.longest)
-        self.num_samples = int(np.searchsorted(np.cumsum(np.sort(given)), self._totals[-1], side="right")) + tail
+        self._room = int(np.searchsorted(np.cumsum(np.sort(given)), self._totals[-1], side="right"))
+        self.num_samples = self._room - (-int(np.diff(self._totals, prepend=0).max()) // self.longest)
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
@@ -318,7 +318,8 @@ class PackedLadder(Wrapper):
         return BatchShape(shape.num_samples, shape.longest, {self.streams[0]: np.maximum(self._totals[place], total)})
 
     def fits(self, shape: BatchShape, /) -> BoolArray:
-        return self.base.fits(self.as_run(shape)) & (shape.total[self.streams[0]] <= self._most)
+        known = (shape.total[self.streams[0]] <= self._most) & (shape.num_samples <= self._room)
+        return known & self.base.fits(self.as_run(shape))
 
 
 def few_shapes(

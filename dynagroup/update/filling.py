@@ -96,7 +96,7 @@ class FillingCollator:
                 borders = [*value.tolist(), *range(now + longest, total, longest), total]
                 made[key] = value.new_tensor(borders + [total] * (samples + 1 - len(borders)))
             elif isinstance(value, torch.Tensor) and value.ndim and value.shape[-1] == now:
-                start = value.flatten()[:1] if key == "position_ids" else value.flatten()[-1:] + 1
+                start = (value.flatten()[:1] if key == "position_ids" else value.flatten()[-1:] + 1).sum()
                 counted = {"position_ids": start + tail % longest, "seq_idx": start + tail // longest}
                 if key not in counted and pad.get(key, None) is None:
                     raise ConfigError(f"field {key!r} is as long as the tokens, but has no padding value; {WAY_OUT}")

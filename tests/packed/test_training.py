@@ -120,6 +120,18 @@ def test_a_sample_beyond_every_total_comes_alone_and_as_it_is():
     assert all(step.batch["cu_seq_lens_q"].diff().max() <= step.batch["max_length_q"] for step in steps)
 
 
+def test_an_order_that_repeats_short_samples_or_draws_empty_ones_keeps_the_number_of_borders():
+    """As many samples as the dataset has short ones fill a total; an order may draw more of them."""
+    lengths = [0, 1, 1, 20, 30, 40, 50]
+    rows = [{"input_ids": [1] * n, "labels": [1] * n} for n in lengths]
+    order: Any = [0, *[1, 2] * 20, *range(7)]
+    how: dict[str, Any] = {"samples_per_update": 16, "sampler": order, "shapes": 2, "collate_fn": FLAT}
+    steps = list(PlannedDataLoader(rows, lengths, TokenBudget(60, layout="packed"), weigh="samples", **how))
+    assert sorted(index for step in steps for index in step.indices) == sorted(order)
+    assert len({len(step.batch["cu_seq_lens_q"]) for step in steps}) == 1
+    assert len({step.batch["input_ids"].shape for step in steps}) <= 2
+
+
 def packed_trainer(folder: Any, collate: Any = FLAT, **config: Any) -> Any:
     how = {"max_steps": 2, "model": llama("sdpa"), "config": {"budget": BUDGET, **config}}
     run = trainer("causal", folder, fits=True, **how)

@@ -24,7 +24,7 @@ class Falling(TokenBudget):
 
 
 HARD, HARD_LIMIT = [5, 3, 2, 10, 5, 9, 12], 23  # 12 + 9 + 2 and 10 + 5 + 5 + 3, which none of the heuristics finds
-SHARES = [{"a": 1}, {"a": 1, "b": -1}, {"a": 0, "b": 0}, {"a": 1, "b": float("nan")}]
+SHARES = [{"a": 1}, {"a": 1, "b": -1}, {"a": 0, "b": 0}, {"a": 1, "b": float("nan")}, [1, 2], {"a": "x", "b": 1}]
 PACKED = TokenBudget(100, layout="packed")
 WRONG: list[tuple[Any, str]] = [
     (lambda: Work(per_step=-1), "`per_step` must be greater than 0 and finite, but is -1"),
@@ -65,6 +65,9 @@ WRONG: list[tuple[Any, str]] = [
     (lambda: epoch_order(3, seed=-1, epoch=0), "`seed` must be an int of at least 0"),
     *((lambda shares=shares: Mixture({"a": [0], "b": [1]}, shares), r"`shares` must have a weight .* for each of \['a', 'b'\]")
       for shares in SHARES),
+    *((lambda source=source: Mixture({"a": source}, {"a": 1}), "`sources` must map names to dataset indices, .*'a': ")
+      for source in ([], [0.5], [True, False], [[0]], None)),
+    (lambda: Mixture({"a": [0]}, {"a": 1}, num_samples=0), "`num_samples` must be an int of at least 1, but is 0"),
     (lambda: balanced_partitions([1, -1], 2), "`costs` must be one finite number"),
     (lambda: shard_micro_batches([3, 3, 3], 4, 10), "4 .num_ranks x multiple_of.; collect 1 more"),
     (lambda: compare([3, 4], 8, accumulation=0), "`accumulation` must be an int"),
