@@ -95,15 +95,15 @@ class BatchSource(OrderSource):
 
     NAME = "batch_sampler"
 
-    def _checked(self, indices: list[int]) -> IntArray:
-        return np.asarray(indices, np.int64)
-
     def _read(self, epoch: int) -> list[int]:
         told = hasattr(self._source, "set_epoch")
         for _ in range(0 if told else epoch - self._epoch - 1):
             deque(self._source, maxlen=0)
         set_epoch(self._source, epoch)
-        batches = [[as_index(index) for index in batch] for batch in self._source]  # type: ignore[attr-defined]
+        try:
+            batches = [[as_index(index) for index in batch] for batch in self._source]  # type: ignore[attr-defined]
+        except TypeError as error:
+            raise ConfigError(f"`batch_sampler` must yield lists of dataset indices, but: {error}") from error
         self._groups = tuple(map(len, batches))
         return [*chain.from_iterable(batches)]
 

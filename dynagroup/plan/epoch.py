@@ -350,11 +350,11 @@ class OrderSource:
     def _checked(self, indices: list[int]) -> IntArray:
         array = np.asarray(indices)
         if len(array) and not np.issubdtype(array.dtype, np.integer):
-            raise ConfigError(f"`order` must yield integer indices, but yields {array.dtype}")
+            raise ConfigError(f"`{self.NAME}` must yield integer indices, but yields {array.dtype}")
         outside = np.flatnonzero((array < 0) | (array >= self._num_samples))
         if len(outside):
             given = array[outside[0]]
-            raise ConfigError(f"`order` yields index {given}, but there are only {self._num_samples} lengths")
+            raise ConfigError(f"`{self.NAME}` yields index {given}, but there are only {self._num_samples} samples")
         return array.astype(np.int64)
 
 

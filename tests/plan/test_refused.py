@@ -53,7 +53,7 @@ WRONG: list[tuple[Any, str]] = [
     (lambda: plan(kinds=list(torch.tensor([1, 1, 2]))), r"kinds\[0\] must be .* but is tensor\(1\)"),
     (lambda: plan(kinds=["a", ("b", object()), "c"]), r"kinds\[1\] must be .* but is \('b', <object"),
     (lambda: plan(kinds="abc"), "`kinds` must be one label per sample, but is 'abc'"),
-    (lambda: plan(order=[2, 3]), "yields index 3, but there are only 3 lengths"),
+    (lambda: plan(order=[2, 3]), "yields index 3, but there are only 3 samples"),
     (lambda: plan(order=[0.5]), "must yield integer indices, but yields float64"),
     (lambda: plan(rank=1, world_size=None), r"`rank` \(1\) needs `world_size`"),
     (lambda: plan(rank=4, world_size=4), "`rank` must be an int of at most 3, but is 4"),
