@@ -65,7 +65,8 @@ def _as_int32(values: ArrayLike, name: str) -> NDArray[np.int32]:
     if array.ndim != 1:
         wanted = f"lengths[{name!r}] must be one number per sample"
         raise ConfigError(f"{wanted}, but is {found}; measure_lengths() measures texts")
-    if array.dtype.kind in "iu" and (not len(array) or 0 <= array.min() <= array.max() <= LONGEST):
+    wide = array.dtype != np.int32  # else all are small enough, and a billion are read once
+    if array.dtype.kind in "iu" and 0 <= array.min(initial=0) and not (wide and array.max(initial=0) > LONGEST):
         return array.astype(np.int32, copy=False)  # so a billion lengths are checked without a copy
     if array.dtype.kind in "iuf":
         numbers = array.astype(np.float64)  # float16 and float32 would round up the limit itself

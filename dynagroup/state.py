@@ -7,7 +7,7 @@ from typing import Any
 from dynagroup.errors import StateError
 from dynagroup.fingerprint import hashed
 
-VERSION = 3
+VERSION = 4
 
 
 def sealed(kind: str, identity: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:

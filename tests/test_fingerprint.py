@@ -144,7 +144,7 @@ STATE = sealed("Loader", IDENTITY, {"epoch": 2, "segments": [[2, 3]], "order": N
     ({"more": 1}, "not match its checksum"),
     ({3: 1}, "not match its checksum"),
     ({"identity": 3}, "not match its checksum"),
-    ({"version": 1}, "has version 1, but dynagroup reads 3"),
+    ({"version": 1}, "has version 1, but dynagroup reads 4"),
     ({"kind": "Other"}, "of Loader, but got one of 'Other'"),
 ])  # fmt: skip
 def test_what_is_damaged_is_named(change, said):

@@ -119,7 +119,6 @@ def refuse_unsupported(trainer: Any, config: DynagroupConfig) -> None:
         "DeepSpeed ZeRO-3 with mode='online'": (
             plugin is not None and plugin.zero_stage == 3 and config.mode == "online",
             "ranks gather its parameters in every step together; use mode='offline'"),
-        "DeepSpeed with preflight=True": (plugin is not None and config.preflight, "it keeps gradients; set it False"),
         "nn.DataParallel": (args.n_gpu > 1, "start one process per device, with torchrun or accelerate launch"),
         "train_sampling_strategy='batch_rebalance'": (
             str(args.train_sampling_strategy) == "batch_rebalance",

@@ -221,7 +221,10 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
 
     def _local_gradients(self, model: Any, step: Step[Any]) -> Any:
         always = self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
-        if step.ends_update or always or self.accelerator.distributed_type == DistributedType.DEEPSPEED:
+        deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
+        if deepspeed:  # its backward pass takes the optimizer's step if this is set
+            self.accelerator.gradient_state._set_sync_gradients(step.ends_update)
+        if step.ends_update or always or deepspeed:
             return contextlib.nullcontext()
         return self.accelerator.no_sync(model)
 
@@ -250,7 +253,8 @@ class DynagroupCallback(TrainerCallback):
             with trl_figures(trainer, probe=True), trainer.compute_loss_context_manager():
                 return trainer.compute_loss(model, {**inputs}, num_items_in_batch=one)
 
-        preflight(trainer.model_wrapped.train(), trainer.update_loader, loss_of)
+        trainer.model_wrapped.train()
+        preflight(trainer.model_wrapped, trainer.update_loader, loss_of)
         vars(trainer).update(counted)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

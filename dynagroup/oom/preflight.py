@@ -15,11 +15,13 @@ from dynagroup.distributed import World
 from dynagroup.errors import AlignmentError, BudgetError, ConfigError
 from dynagroup.oom.retry import clear_frames, free_memory
 from dynagroup.oom.train import find_ddp, local_gradients
+from dynagroup.plan.batches import longest_of, maxima_of
 from dynagroup.shapes import BatchShape, Streams, largest_within
 from dynagroup.update.filling import Shape
 from dynagroup.update.loader import StepLoader
 
 LENGTHS = 4  # number of lengths to try, each with the most samples that fit
+SAMPLED = 1 << 16  # samples by which these lengths are chosen, besides the longest
 SAID = 1000  # bytes of an error message that ranks exchange
 
 
@@ -59,19 +61,21 @@ def preflight(model: Any, loader: StepLoader[Any], compute_loss: Callable[[Any, 
         ddp, final = find_ddp(model), learner is None or few
     except ConfigError:  # with FSDP no rank can run alone
         ddp, final = None, True
+    engine = next((m for m in model.modules() if "DeepSpeedEngine" in {c.__name__ for c in type(m).__mro__}), None)
+    backward: Any = torch.Tensor.backward if engine is None else engine.backward
 
     def run() -> None:
         with local_gradients(ddp):
-            compute_loss(model, collate([read(sample)] * int(seen.num_samples[0]), shape)).backward()
+            backward(compute_loss(model, collate([read(sample)] * int(seen.num_samples[0]), shape)))
 
     waiting = _shapes_to_run(lengths, loader)
-    with _unchanged(model):
+    with _unchanged(model, engine):
         while waiting:
             sample, shape, seen = waiting.pop(0)
             if not few and any(np.less_equal(shape, passed).all() for passed in shown):
                 continue  # needs no more memory than a batch that passed
             failure = _failure(run, loader.world, _told(sample, seen, loader.budget))
-            model.zero_grad(set_to_none=True)
+            _drop_gradients(model, engine)
             if failure is None:
                 shown.append(shape)
                 continue
@@ -88,15 +92,19 @@ def _shapes_to_run(lengths: Streams, loader: StepLoader[Any]) -> list[tuple[int,
     """Returns (sample, shape, shape for the budget) of each batch, which repeats that sample; most expensive first."""
     budget = loader.budget.held(loader.budget.applied)
     names, ladder = padded_streams(budget, lengths), budget.ladder
-    units = np.stack([lengths[name].astype(np.int64) for name in names])
-    tokens, num = units.sum(axis=0), units.shape[1]
+    num: Any = len(lengths[names[0]])
+    some = np.arange(0, num, max(num // SAMPLED, 1) if ladder is None else 1)
+    if len(some) < num:
+        some = np.append(some, longest_of(lengths, budget, some[:0], maxima_of(lengths)))
+    units = np.stack([lengths[name][some].astype(np.int64) for name in names])
+    tokens = units.sum(axis=0)
     if ladder is not None:
         shapes = ladder.shapes
     else:
-        chosen = np.argsort(tokens, kind="stable")[(np.arange(1, LENGTHS + 1) * num - 1) // LENGTHS]
+        chosen = np.argsort(tokens, kind="stable")[(np.arange(1, LENGTHS + 1) * len(some) - 1) // LENGTHS]
         sizes, upper = loader.sizes, loader.num_samples or num
         upper = min(upper, sizes.schedule) if sizes is not None and sizes.is_constant else upper
-        asked = lambda count: BatchShape.of(count, {name: values[chosen] for name, values in lengths.items()})  # noqa: E731
+        asked = lambda count: BatchShape.of(count, {name: values[some[chosen]] for name, values in lengths.items()})  # noqa: E731
         most = largest_within(lambda count: budget.fits(asked(count)), len(chosen), upper).clip(1)
         shapes = [*dict.fromkeys(zip(most.tolist(), *units[:, chosen].tolist(), strict=True))]
     totals, found = ladder is not None and ladder.layout == "packed", []
@@ -104,7 +112,7 @@ def _shapes_to_run(lengths: Streams, loader: StepLoader[Any]) -> list[tuple[int,
         if (held := np.all(units.T <= shape[1:], axis=1)).any():
             sample = int(np.where(held, tokens, -1).argmax())
             copies, wide = (shape[1] // max(tokens[sample], 1), units[:, sample]) if totals else (shape[0], shape[1:])
-            found.append((sample, shape, BatchShape.of(max(copies, 1), dict(zip(names, wide, strict=True)))))
+            found.append((int(some[sample]), shape, BatchShape.of(max(copies, 1), dict(zip(names, wide, strict=True)))))
     return sorted(found, key=lambda run: (-budget.cost(run[2])[0], -run[1][0]))
 
 
@@ -140,17 +148,38 @@ def _failure(run: Callable[[], None], world: World, told: str) -> str | None:
     return bytes(words).decode(errors="ignore").strip() or None
 
 
+# ZeRO keeps what it has reduced in its optimizer. In some modes it adds to it, and parameters that an update does not use
+# keep it. So it is dropped, and passes are counted from the start, as after a step.
+def _drop_gradients(model: torch.nn.Module, engine: Any) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+    if engine is not None:
+        engine.optimizer.zero_grad()
+        held = vars(engine.optimizer)
+        held.get("averaged_gradients", {}).clear()
+        if "single_partition_of_fp32_groups" in held:  # stages 1 and 2; stage 3 counts from zero_grad
+            held["micro_step_id"] = -1
+        parts = [*held.get("single_partition_of_fp32_groups", ()), *held.get("fp32_partitioned_groups_flat", ())]
+        for gradient in (held.get("grad_partitions_flat_buffer"), *(part.grad for part in parts)):
+            if gradient is not None:
+                gradient.zero_()
+
+
 @contextmanager
-def _unchanged(model: torch.nn.Module) -> Iterator[None]:
+def _unchanged(model: torch.nn.Module, engine: Any) -> Iterator[None]:
     """Context manager that starts without gradients and restores gradients, buffers and random states at its end."""
     gradients = [(p, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     drawn = random.getstate(), np.random.get_state()
-    model.zero_grad(set_to_none=True)
+    held = {} if engine is None else vars(engine)
+    counts = {name: value for name, value in held.items() if value is None or isinstance(value, int)}
+    held |= {"_is_gradient_accumulation_boundary": True}  # each pass as an update's last one, which needs most memory
+    _drop_gradients(model, engine)
     try:
         with torch.random.fork_rng():
             yield
     finally:
+        held |= counts
         random.setstate(drawn[0])
         np.random.set_state(drawn[1])
         for parameter, gradient in gradients:

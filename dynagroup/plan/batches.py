@@ -2,7 +2,7 @@
 
 import zlib
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, TypeAlias
@@ -16,7 +16,7 @@ from dynagroup.shapes import BatchShape, IntArray, Streams, primary
 from dynagroup.validation import LARGEST, check_int
 
 RoundBatch: TypeAlias = Callable[[int], int]
-CHUNK = 1 << 18  # samples that are processed at a time
+CHUNK, ROW = 1 << 18, 1 << 9  # samples that are processed at a time; 64-bit words of a row of their checksum
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -163,19 +163,24 @@ def _rounded(size: int, round_batch: RoundBatch) -> int:
     return min(int(rounded), LARGEST)
 
 
-# Facts about all samples, computed in one pass over the lengths, in chunks, because a memory map may have a billion.
+# Facts about all samples, computed in passes over blocks of the lengths, because a memory map may have a billion.
 
 
-def tokens_of(lengths: Streams, budget: Budget) -> NDArray[Any]:
+def tokens_of(lengths: Mapping[str, NDArray[Any]], budget: Budget) -> NDArray[Any]:
     """Returns the tokens of each sample, added over its padded streams: int (N,)."""
     first, *others = (lengths[name] for name in padded_streams(budget, lengths))
-    return np.add.reduce([first, *others], axis=0, dtype=np.int64) if others else first
+    return reduce(np.add, others, first.astype(np.int64)) if others else first
 
 
-def oversize_of(lengths: Streams, budget: Budget) -> IntArray:
-    """Returns the sorted dataset indices of samples that do not fit even alone, and checks a user's budget once. Takes
-    one pass over the lengths, in chunks; or two, if a sample with the greatest length of each stream does not fit."""
-    first, longest = primary(lengths), {name: int(values.max(initial=0)) for name, values in lengths.items()}
+def maxima_of(lengths: Streams) -> dict[str, IntArray]:
+    """Returns the greatest length of each block, by stream: int64 (blocks,). Later passes skip blocks by it."""
+    starts = np.arange(0, len(lengths[primary(lengths)]), CHUNK)
+    return {name: np.maximum.reduceat(values, starts).astype(np.int64) for name, values in lengths.items()}
+
+
+def oversize_of(lengths: Streams, budget: Budget, maxima: Mapping[str, IntArray]) -> IntArray:
+    """Returns the sorted dataset indices of samples that do not fit even alone, and checks a user's budget once."""
+    first, longest = primary(lengths), {name: int(values.max(initial=0)) for name, values in maxima.items()}
     fits = lambda units: fits_of(budget, BatchShape.of(1, units))[0]  # noqa: E731
     if len(lengths) == 1:
         largest_of(budget, np.asarray([longest[first]]))
@@ -187,22 +192,31 @@ def oversize_of(lengths: Streams, budget: Budget) -> IntArray:
     else:
         unfit = lambda part: ~fits_of(budget, BatchShape(np.ones(len(part[first]), np.int64), part, part))  # noqa: E731
     found = [np.zeros(0, np.int64)]
-    for start in range(0, len(lengths[first]), CHUNK):
+    for start in (np.flatnonzero(unfit(maxima)) * CHUNK).tolist():
         part = {name: values[start : start + CHUNK].astype(np.int64) for name, values in lengths.items()}
         found.append(start + np.flatnonzero(unfit(part)))
     return np.concatenate(found)
 
 
 def checksum(values: NDArray[Any]) -> int:
-    """Returns the CRC-32 checksum of an array that need not be contiguous."""
-    chunks = (values[start : start + CHUNK] for start in range(0, len(values), CHUNK))
-    return reduce(lambda found, chunk: zlib.crc32(np.ascontiguousarray(chunk).data, found), chunks, 0)
+    """Returns a CRC-32 of an array that need not be contiguous. A full block counts by its sums: of rows and of columns of
+    a table of 64-bit words. A value that changes or moves changes one of them, and sums are as fast as memory."""
+    found = 0
+    for start in range(0, len(values), CHUNK):
+        block = np.ascontiguousarray(values[start : start + CHUNK])
+        table = block.view(np.int64).reshape(-1, ROW) if len(block) == CHUNK else block[None]
+        for part in [table.sum(axis=0), table.sum(axis=1)] if len(block) == CHUNK else table:
+            found = zlib.crc32(part.data, found)
+    return found
 
 
-def longest_of(lengths: Streams, budget: Budget, left_out: IntArray) -> int:
+# Branch and bound: blocks in falling order of what they can hold at most, until none can hold more than was found.
+def longest_of(lengths: Streams, budget: Budget, left_out: IntArray, maxima: Mapping[str, IntArray]) -> int:
     """Returns the dataset index of the sample with the most tokens, except those in ``left_out`` (sorted)."""
-    found, most = 0, -1
-    for start in range(0, len(lengths[primary(lengths)]), CHUNK):
+    found, most, bounds = 0, -1, tokens_of(maxima, budget)
+    for start in (np.argsort(-bounds, kind="stable") * CHUNK).tolist():
+        if bounds[start // CHUNK] <= most:
+            break
         tokens = tokens_of({name: values[start : start + CHUNK] for name, values in lengths.items()}, budget)
         out = left_out[slice(*left_out.searchsorted([start, start + CHUNK]))]
         if len(out):

@@ -21,7 +21,7 @@ from dynagroup.distributed import World
 from dynagroup.errors import BudgetError, ConfigError, StateError
 from dynagroup.fingerprint import described, hashed
 from dynagroup.lengths import Kinds, as_streams
-from dynagroup.plan.batches import Batches, RoundBatch, checksum, longest_of, oversize_of, tokens_of
+from dynagroup.plan.batches import Batches, RoundBatch, checksum, longest_of, maxima_of, oversize_of, tokens_of
 from dynagroup.plan.cost import Work, check_work
 from dynagroup.plan.cursor import Cursor
 from dynagroup.plan.epoch import NONE, EpochOrder, GroupedOrder, Windows, windows_of_kinds
@@ -89,7 +89,8 @@ class Planner:
         self.budget = bound.held(self.limit)  # a fixed limit, so that a plan does not change while it is used
         self.config = config
         self.num_samples = len(lengths[primary(lengths)])
-        self.oversize = oversize_of(lengths, self.budget)
+        self.maxima = maxima_of(lengths)
+        self.oversize = oversize_of(lengths, self.budget, self.maxima)
         """Sorted dataset indices of samples that do not fit even alone."""
         self.left_out = self.oversize if config.oversize == "drop" else NONE
         """Sorted dataset indices of samples that are not planned."""
@@ -108,7 +109,7 @@ class Planner:
 
     @cached_property
     def _longest(self) -> int:
-        return longest_of(self.lengths, self.budget, self.left_out)
+        return longest_of(self.lengths, self.budget, self.left_out, self.maxima)
 
     @classmethod
     def of(cls, lengths: Any, budget: Budget | int, config: PlanConfig, kinds: Any = None) -> "Planner":
@@ -161,7 +162,7 @@ class Planner:
         other = copy.copy(self)
         vars(other).pop("_batch_size", None)
         other.limit, other.budget = limit, self.budget.held(limit)
-        other.oversize = oversize_of(self.lengths, other.budget)
+        other.oversize = oversize_of(self.lengths, other.budget, self.maxima)
         return other
 
     def rebuilt(self) -> "Planner":

@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from dynagroup.budget.base import UNLIMITED, AdditiveCap, AllOf, Budget, is_packed
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.lengths import as_streams
-from dynagroup.plan.batches import Batches, oversize_of
+from dynagroup.plan.batches import Batches, maxima_of, oversize_of
 from dynagroup.plan.cost import Work, check_work
 from dynagroup.plan.epoch import epoch_order
 from dynagroup.plan.plan import BatchPlan
@@ -153,7 +153,7 @@ def shuffled_way(plan: BatchPlan, batch_size: int | None) -> tuple[Way, int, int
 
 def most_of_the_longest(lengths: Streams, budget: Budget) -> int:
     """Returns how many samples fit one batch if all have the longest length of each stream, without oversize ones."""
-    oversize = oversize_of(lengths, budget)
+    oversize = oversize_of(lengths, budget, maxima_of(lengths))
     falling = {name: np.sort(np.delete(values, oversize))[::-1] for name, values in lengths.items()}
     unfit = lambda size: not budget.fits(BatchShape.of_samples({n: v[:size] for n, v in falling.items()}))[0]  # noqa: E731
     return bisect_left(range(1, len(falling[primary(lengths)]) + 1), True, key=unfit)
