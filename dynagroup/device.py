@@ -35,9 +35,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     The errors that it was raised from (``raise ... from``) are checked as well. ``torch.OutOfMemoryError`` and
     ``MemoryError`` are recognised by class, ``RuntimeError`` and its subclasses by message, ``OSError`` by ``ENOMEM``.
 
-    Not recognised: cuDNN's ``NOT_SUPPORTED`` and cuFFT's ``INTERNAL_ERROR`` (they can also mean that a shape never
-    works, which a retry would hide), Triton's ``OutOfResources`` (a kernel lacks shared memory, whatever the batch
-    size), a killed worker (no process is left to retry), and :class:`~dynagroup.BudgetError`.
+    Not recognised: cuDNN's ``NOT_SUPPORTED`` and cuFFT's ``INTERNAL_ERROR`` (a shape may never work), Triton's
+    ``OutOfResources`` (a kernel lacks shared memory), a killed worker, and :class:`~dynagroup.BudgetError`.
 
     >>> is_out_of_memory(RuntimeError("CUDA error: out of memory"))
     True

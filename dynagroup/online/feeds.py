@@ -292,7 +292,8 @@ def resumed(
     source = source.with_lengths(learned, orders)
     if states[0]["world_size"] == source.world.size:
         return source, place, cursor
-    order = order.restricted(left(source, [state["running"]["feed"] for state in states]))
+    rest = left(source, [state["running"]["feed"] for state in states])
+    order = Order(indices, rest if order.base is None else order.base[rest])
     # Other ranks may have begun the current update: what they have used of it counts as the first rank's.
     begun = [Cursor.of(state["cursor"]) for state in states] if source.world.rank == 0 else []
     samples, weight = sum(c.begun_samples for c in begun), float(sum(c.begun_weight for c in begun))

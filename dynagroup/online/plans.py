@@ -85,9 +85,6 @@ class Order(NamedTuple):
         indices = self.indices
         return (indices.index_at(positions) if isinstance(indices, EpochOrder) else indices[positions]).tolist()
 
-    def restricted(self, positions: IntArray) -> "Order":
-        return Order(self.indices, positions if self.base is None else self.base[positions])
-
 
 class BatchSource(OrderSource):
     """The order given by a user's batch sampler: the joined indices, and the size of each batch. A sampler without

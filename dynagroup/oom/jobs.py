@@ -25,6 +25,7 @@ from dynagroup.memory import MemoryRegressor
 from dynagroup.memory.protocols import PaddedTokens
 from dynagroup.memory.run import Mode
 from dynagroup.oom.storage import VECTORS, Kind, Output
+from dynagroup.plan.batches import checksum
 from dynagroup.plan.cost import Work
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.plan.static_shapes import few_shapes
@@ -36,7 +37,7 @@ _log = logging.getLogger(__name__)
 _PATIENCE_S = 30 * 24 * 3600.0  # seconds that ranks wait for each other; dead ranks close their connections
 _BATCH_SIZE = 16
 _UNSET = 10**9  # tokenizers without a limit report 10**30
-_AT_ONCE = 2**24  # elements that are converted to int64 at a time
+_AT_ONCE = 2**26  # bytes of weights that are copied from a device at a time
 _WHERE_FROM = {"_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "_from_model_config"}
 _HOW = {"use_cache", "attn_implementation", "_attn_implementation", "dtype", "torch_dtype", "architectures"}
 _CHANGES = {"training", "gradient_checkpointing", "is_gradient_checkpointing", "name_or_path", "warnings_issued"}
@@ -279,18 +280,8 @@ def _is_plain(value: Any) -> bool:
     return all(map(_is_plain, inner)) if isinstance(inner, (list, tuple)) else type(value) in _PLAIN
 
 
-# Weights may be many and on a device, so Fletcher checksums compare them: one sum of all elements as integers, and one
-# of elements times odd numbers by place, modulo 2**64. A changed element changes the first sum, a moved one the second.
 def _weights(model: Any) -> Iterator[str]:
     for name, tensor in sorted({**dict(model.named_buffers()), **model.state_dict()}.items()):
         if hasattr(tensor, "element_size") and not name.endswith("inv_freq"):  # inv_freq is computed from the config
-            yield f"{name} {tensor.dtype} {tuple(tensor.shape)} {list(_checksums(tensor))}"
-
-
-def _checksums(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
-    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    for part in tensor.detach().reshape(-1).view(kinds[tensor.element_size()]).split(_AT_ONCE):
-        wide = part.to(torch.int64)
-        places = torch.arange(1, 2 * len(wide), 2, device=wide.device)
-        yield int(wide.sum()), int((wide * places).sum())
+            parts = tensor.detach().reshape(-1).view(torch.uint8).split(_AT_ONCE)  # weights may be many and on a device
+            yield f"{name} {tensor.dtype} {tuple(tensor.shape)} {[checksum(part.cpu().numpy()) for part in parts]}"

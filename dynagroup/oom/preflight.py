@@ -20,8 +20,7 @@ from dynagroup.shapes import BatchShape, Streams, largest_within
 from dynagroup.update.filling import Shape
 from dynagroup.update.loader import StepLoader
 
-LENGTHS = 4  # number of lengths to try, each with the most samples that fit
-SAMPLED = 1 << 16  # samples by which these lengths are chosen, besides the longest
+LENGTHS, SAMPLED = 4, 1 << 16  # number of lengths to try, each with the most samples that fit; of lengths to read
 SAID = 1000  # bytes of an error message that ranks exchange
 
 
@@ -62,11 +61,11 @@ def preflight(model: Any, loader: StepLoader[Any], compute_loss: Callable[[Any, 
     except ConfigError:  # with FSDP no rank can run alone
         ddp, final = None, True
     engine = next((m for m in model.modules() if "DeepSpeedEngine" in {c.__name__ for c in type(m).__mro__}), None)
-    backward: Any = torch.Tensor.backward if engine is None else engine.backward
 
     def run() -> None:
         with local_gradients(ddp):
-            backward(compute_loss(model, collate([read(sample)] * int(seen.num_samples[0]), shape)))
+            loss = compute_loss(model, collate([read(sample)] * int(seen.num_samples[0]), shape))
+            loss.backward() if engine is None else engine.backward(loss)
 
     waiting = _shapes_to_run(lengths, loader)
     with _unchanged(model, engine):
@@ -94,8 +93,7 @@ def _shapes_to_run(lengths: Streams, loader: StepLoader[Any]) -> list[tuple[int,
     names, ladder = padded_streams(budget, lengths), budget.ladder
     num: Any = len(lengths[names[0]])
     some = np.arange(0, num, max(num // SAMPLED, 1) if ladder is None else 1)
-    if len(some) < num:
-        some = np.append(some, longest_of(lengths, budget, some[:0], maxima_of(lengths)))
+    some = np.union1d(some, longest_of(lengths, budget, some[:0], maxima_of(lengths)))
     units = np.stack([lengths[name][some].astype(np.int64) for name in names])
     tokens = units.sum(axis=0)
     if ladder is not None:
@@ -157,12 +155,11 @@ def _drop_gradients(model: torch.nn.Module, engine: Any) -> None:
         engine.optimizer.zero_grad()
         held = vars(engine.optimizer)
         held.get("averaged_gradients", {}).clear()
-        if "single_partition_of_fp32_groups" in held:  # stages 1 and 2; stage 3 counts from zero_grad
+        if parts := held.get("single_partition_of_fp32_groups"):  # stages 1 and 2; stage 3 counts from zero_grad
             held["micro_step_id"] = -1
-        parts = [*held.get("single_partition_of_fp32_groups", ()), *held.get("fp32_partitioned_groups_flat", ())]
-        for gradient in (held.get("grad_partitions_flat_buffer"), *(part.grad for part in parts)):
-            if gradient is not None:
-                gradient.zero_()
+        grads = [part.grad for part in parts or held.get("fp32_partitioned_groups_flat", ())]
+        for gradient in filter(torch.is_tensor, [*grads, held.get("grad_partitions_flat_buffer")]):
+            gradient.zero_()
 
 
 @contextmanager

@@ -15,20 +15,17 @@ class Cursor:
     """A point in a run, the same on every rank: in an epoch, in its windows, and in the updates of the run.
 
     Args:
-        epoch: int, the current epoch.
-        steps: int, steps taken in the epoch, over all resumes.
+        epoch, steps: int, the current epoch, and steps taken in it, over all resumes.
         window_size: int, samples planned together, fixed when the epoch's plan begins; 0 before.
         windows_done: int, number of windows that are used up.
         carried: dataset indices that could fill no row of these windows, and come first in the next one.
         segments: how far the next window (or with updates of a set size, the current update) was used: (ranks, rows,
             limit that the budget had learned) of each run.
         update: int, updates since training began.
-        samples_used: int, samples of the epoch's order that are used or left out.
-        samples_seen: int, samples used since training began.
+        samples_used, samples_seen: int, samples of the epoch's order used or left out; used since training began.
         current: int, size that the last update should have; None before the first.
         begun_rows: int, steps taken of the current update, which the four fields above do not count; 0 between updates.
-        begun_samples: int, samples in these steps.
-        begun_weight: float, weight of these steps.
+        begun_samples, begun_weight: int, float, samples and weight of these steps.
 
     >>> cursor = Cursor(window_size=64).after_rows(3, ranks=2).after_rows(1, ranks=4)
     >>> cursor.segments, cursor.steps, cursor.after_window().windows_done

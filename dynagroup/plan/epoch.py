@@ -34,15 +34,11 @@ def epoch_order(num_samples: int, *, seed: int, epoch: int) -> IntArray:
 
 
 class EpochOrder:
-    """A permutation of ``num_samples`` dataset indices that can be read at any position without storing it.
+    """A permutation of ``num_samples`` dataset indices that can be read at any position without storing it. The sorted
+    indices ``left_out`` are not counted and do not occur.
 
     It is an alternating Feistel network over a grid of about sqrt(n) by sqrt(n) cells, with cycle walking past cells
-    that are no sample (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002; rounds: MurmurHash3's
-    finaliser).
-
-    Args:
-        shuffle: False: dataset order.
-        left_out: sorted dataset indices that are not counted in ``num_samples`` and do not occur.
+    that are no sample (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002; rounds of MurmurHash3).
     """
 
     def __init__(
@@ -114,12 +110,8 @@ def _hash(values: IntArray, key: np.uint32, size: int) -> IntArray:
 
 class GroupedOrder:
     """An order in which each update has samples of similar length: the samples of ``pool`` updates are sorted by length
-    (ties at random) and cut into updates, which come in random order. An epoch's smaller last update stays last.
-
-    Reading a slice sorts each pool in it once; the last pool is cached.
-
-    Args:
-        order: dataset indices, read in slices. lengths_of: function from indices to lengths. size: samples per update.
+    (ties at random) and cut into updates of ``size``, which come in random order. An epoch's smaller last update stays
+    last. Reading a slice of dataset indices sorts each pool in it once; the last pool is cached.
 
     >>> GroupedOrder(np.arange(6), np.array([5, 1, 4, 2, 9, 3]).take, size=2, pool=2, seed=0)[:].tolist()
     [1, 3, 2, 0, 5, 4]
@@ -156,11 +148,8 @@ class Windows:
     """The (start, stop) of each window in the epoch's order, in the order of use; not stored.
 
     The window with the longest sample is used first, so that an out-of-memory error comes at once. It also gets the
-    samples that are left over, so that the size of all other windows is a multiple of the number of ranks.
-
-    Args:
-        count, size: int, samples in the epoch, and in a window.
-        first: number of the window that is used first. None: windows are used in order, and the last may be smaller.
+    samples that are left over, so that the size of all other windows is a multiple of the number of ranks. ``first`` is
+    its number; None: windows are used in order, and the last may be smaller.
 
     >>> list(Windows(7, 2, first=1)), list(Windows(7, 2))
     ([(2, 5), (0, 2), (5, 7)], [(0, 2), (2, 4), (4, 6), (6, 7)])
@@ -186,15 +175,11 @@ class Windows:
 def windows_of_kinds(
     order: IntArray, kinds: NDArray, size: int, *, least: int, rng: Any = None, tokens: IntArray | None = None
 ) -> tuple[IntArray, list[tuple[int, int]], IntArray]:
-    """Returns windows of about ``size`` samples of the most common kind each. Samples of rarer kinds are in some of the
-    windows, evenly spread, so that each kind is sorted among many of its own. Takes O(N log N).
+    """Returns dataset indices, window after window; (start, stop) of each, in order of use; each kind's last window.
 
-    Args:
-        order: dataset indices. kinds, tokens: of each sample, by dataset index. The longest sample's window is first.
-        least: int, fewest samples of a rare kind in a window. rng: shifts kinds at random; None: each to the middle.
-
-    Returns:
-        Dataset indices, window after window; (start, stop) of each window, in order of use; each kind's last window.
+    A window has about ``size`` samples of the most common kind. Samples of rarer kinds, at least ``least``, are in some
+    windows, evenly spread (by ``rng``, else to the middle), so that each kind is sorted among many of its own. The window
+    with the most ``tokens`` is first. Takes O(N log N).
 
     >>> windows_of_kinds(np.arange(6), np.array([0, 1, 0, 0, 1, 0]), 2, least=2)[:2]
     (array([0, 2, 3, 5, 1, 4]), [(0, 2), (2, 6)])

@@ -27,11 +27,9 @@ def pack(
     """Divides a window into packed batches that fit ``budget``: few rows, each of ``multiple`` batches of equal work.
 
     A sample of more work than its row's equal part sets the row's time anyway, so the row's other batches may have as
-    much work as that sample. An oversize sample is a batch of its own. Takes 10 ms for 4,096 samples.
-
-    Returns:
-        Positions in the window, sorted within a batch. Batches with the most work come first, or with ``several`` row
-        after row. If there are enough samples, the number of batches is a multiple of ``multiple``.
+    much work as that sample. An oversize sample is a batch of its own. Takes 10 ms for 4,096 samples. Returns positions
+    in the window, sorted within a batch. Batches with the most work come first, or with ``several`` row after row. If there
+    are enough samples, the number of batches is a multiple of ``multiple``.
     """
     if not len(lengths[primary(lengths)]):
         return Batches.concatenate([])
@@ -55,13 +53,9 @@ class Bin:
 
 
 class Room:
-    """The limits of a batch, on sums over its items and on their number; the largest items are put in first.
-
-    Args:
-        sums: (units of each item, largest sum in a batch); the first one gives the size of an item.
-        slots: int, most items of a batch.
-        asked: function (number of items, largest item) -> largest first sum of such a batch.
-        together: function that tells whether items fit one batch, for budgets that are no limits on sums.
+    """The limits of a batch, on sums over its items and on their number (``slots``); the largest items are put in first.
+    ``sums``: (units of each item, largest sum in a batch); the first one gives the size of an item. ``asked``: (number of
+    items, largest item) -> largest first sum. ``together``: whether items fit, for budgets that are no limits on sums.
     """
 
     def __init__(

@@ -32,12 +32,8 @@ def cut(
     sample. A sample that does not fit even alone is a batch of its own. The time of a row is the fixed cost of a step
     and its most expensive batch.
 
-    Returns:
-        Positions in the window, row after row. The most expensive batch of a row comes first; the row with the longest
-        sample is the first row. A row that cannot be filled comes last.
-
-    Raises:
-        ConfigError: ``round_batch`` is wrong. BudgetError: the budget allows a batch, but not a smaller one.
+    Returns positions in the window, row after row: most expensive batch of a row first, row with the longest sample first,
+    a row that cannot be filled last. ConfigError: ``round_batch`` is wrong. BudgetError: ``budget`` is not monotone.
     """
     if len(lengths[primary(lengths)]) <= num_ranks:  # at most one row: each sample is a batch
         each = work.of_lengths({name: lengths[name] for name in work.priced(budget, lengths)})

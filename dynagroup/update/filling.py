@@ -24,19 +24,15 @@ WAY_OUT = "give `pad`: padding values by field, or a function (batch, number of 
 
 @dataclass
 class FillingCollator:
-    """A collate function that pads each batch to one of a few shapes.
-
-    Added rows repeat a batch's first sample, with all labels -100, after the batch's own rows. Losses and weights that
-    ignore labels of -100 do not count the added rows.
+    """A collate function that pads each batch to one of a few shapes. Added rows repeat a batch's first sample, with all
+    labels -100, after the batch's own rows. Losses and weights that ignore labels of -100 do not count the added rows.
+    ConfigError: a field cannot be padded.
 
     Args:
         collate_fn: function from samples to a mapping of tensors; None: ``default_collate``.
         ladder: a :class:`~dynagroup.ShapeLadder` with the shapes; None: batches are not padded.
         pad: dict from field to padding value (None: the field has no tokens), for fields that transformers does not
             have; or a function ``(batch, number of samples, ladder) -> batch``. Ids get the tokenizer's padding id.
-
-    Raises:
-        ConfigError: a field cannot be padded.
     """
 
     collate_fn: Callable[[list[Any]], Any] | None

@@ -294,8 +294,6 @@ def test_ranks_that_share_samples_or_parameters_are_asked_for_more(tmp_path, mon
     refuse_unsupported(run, run.dynagroup)
     with pytest.raises(ConfigError, match="ZeRO-3 with mode='online' cannot be combined with dynagroup"):
         refuse_unsupported(run, DynagroupConfig(budget=TokenBudget(100), mode="online"))
-    with pytest.raises(ConfigError, match="DeepSpeed with preflight=True cannot be combined with dynagroup"):
-        refuse_unsupported(run, DynagroupConfig(budget=TokenBudget(100), preflight=True))
     monkeypatch.setattr(Trainer, "get_tp_size", lambda self: 2)
     with pytest.raises(ConfigError, match="ranks share a sample.*world=DistributedWorld"):
         trainer("causal", tmp_path, fits=True)
