@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from benchmarks.data import LENGTHS
 from dynagroup import AdditiveCap, BatchPlan, BudgetError, LengthAwareBatchSampler, PlannedDataLoader, TokenBudget
-from dynagroup.plan.batches import Batches
+from dynagroup.plan import batches as blocks
+from dynagroup.plan.batches import Batches, checksum, longest_of, maxima_of, oversize_of
 from dynagroup.plan.cursor import Cursor
 from dynagroup.plan.epoch import epoch_order
 from dynagroup.plan.planner import PlanConfig, Planner
@@ -261,6 +262,34 @@ def test_without_updates_kinds_come_throughout_an_epoch_in_full_batches():
     done = plan(MANY, 4, SHARES, budget=4000)
     tokens = [max(MANY[i] for batch in row for i in batch) for row in done.rows]
     assert tokens == sorted(tokens, reverse=True), "without shuffle the longest come first, whatever their kind"
+
+
+def test_what_is_found_by_blocks_is_what_all_lengths_say(monkeypatch):
+    monkeypatch.setattr(blocks, "CHUNK", 8)
+    rng, limit = np.random.default_rng(0), 60
+    for size in range(1, 200, 3):
+        lengths = {name: rng.integers(0, 40, size, np.int32) for name in ("tokens", "target")[: 1 + size % 2]}
+        tokens, budget, maxima = sum(lengths.values()), TokenBudget(limit := limit - size % 2), maxima_of(lengths)
+        assert oversize_of(lengths, budget, maxima).tolist() == np.flatnonzero(tokens > limit).tolist()
+        out = np.flatnonzero(rng.random(size) < 0.3)
+        kept = np.delete(np.arange(size), out)
+        found = longest_of(lengths, budget, out, maxima)
+        assert not len(kept) or (found in kept and tokens[found] == tokens[kept].max())
+
+
+def test_lengths_of_which_one_changes_or_moves_have_another_checksum():
+    size = 2 * blocks.CHUNK + 5
+    values = np.random.default_rng(0).integers(1, 500, size).astype(np.int32)
+    others = [values[:-1], values[::-1], np.roll(values, 2 * blocks.ROW), np.roll(values, blocks.CHUNK)]
+    for place in (0, 7, blocks.CHUNK, size - 7):
+        for step in (1, 2, 6, 2 * blocks.ROW, blocks.CHUNK, size // 2):  # in a word, a row, a column, over blocks
+            swapped, to = values.copy(), (place + step) % size
+            swapped[to] = values[place]
+            others.append(swapped.copy())
+            swapped[place] = values[to]
+            others += [swapped] if values[place] != values[to] else []
+    assert len({checksum(array) for array in [values, *others]}) == 1 + len(others)
+    assert checksum(np.stack([values, values], axis=1)[:, 0]) == checksum(values)
 
 
 def test_what_kinds_cost_is_told():

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dynagroup import BudgetError, ConfigError, OnlineDataLoader, PlannedDataLoader, ShapeLadder, TokenBudget, preflight
+from dynagroup.oom import preflight as flight
 from dynagroup.testing import Allocator, run_ranks
 from dynagroup.update.filling import FillingCollator
 from tests.online.helpers import lengths_of
@@ -150,6 +151,17 @@ def test_each_shape_is_run_beforehand_and_nothing_has_changed(shapes: int | None
     assert loader.state_dict() == before["place"]
     if shapes and make == "planned":
         assert {tuple(step.batch["input_ids"].shape) for step in loader} <= set(found)
+
+
+def test_of_many_samples_some_are_looked_at_and_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flight, "SAMPLED", 4)
+    lengths, ids = np.full(1000, 3), torch.ones(30, 2)
+    lengths[777] = 30
+    loader = PlannedDataLoader(
+        [ids[:n] for n in lengths], lengths, TokenBudget(30), weigh="samples", collate_fn=lambda rows: rows[0]
+    )
+    layer = torch.nn.Linear(2, 1)
+    assert preflight(layer, loader, lambda model, batch: model(batch).sum()) == [(10, 3), (1, 30)]
 
 
 def test_a_shape_that_runs_out_of_memory_is_named_beforehand() -> None:
