@@ -223,7 +223,7 @@ def test_an_error_on_one_rank_ends_all_and_other_jobs_are_noticed(model: Any, to
     assert both == ["all ranks must run the same job, but texts are not equal; give all the same"] * 2
     first, second = run_ranks(2, lambda world: rank(world, False))
     assert first == "rank 1 of 2 could not continue the job; see that rank's error"
-    assert "exists, and no 'there.jsonl.job'" in second
+    assert "exists, but no 'there.jsonl.job'" in second
 
 
 def test_ranks_with_other_budgets_share_what_a_crash_has_left(tokenizer, expected, tmp_path, monkeypatch):
