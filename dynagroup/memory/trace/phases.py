@@ -255,7 +255,7 @@ def _binding(phases: FloatArray, traced: _Traced) -> FloatArray:
 # samples give every allocation as a line in n. Lengths are one more than multiples of usual chunk sizes, which need the
 # most padding. The best phases are then multiplied by a factor, so that no peak is above the prediction.
 LENGTHS, SAMPLES = (1, 17, 33, 65, 129, 257, 513, 1025, 2049, 4097), (1, 2, 4, 16, 64, 256)
-LOOPS, SHORT = 4, 513  # a program with LOOPS times the allocations of one token loops over tokens; beyond 2 x SHORT it is slow
+LOOPS, SHORT = 4, 513  # a program with LOOPS times the allocations of one token loops; beyond 2 x SHORT it is slow
 FITS = 0.5  # largest relative error of the fitted phases, before they are multiplied
 FITTED = [MONOMIALS.index(name) for name in ("1", "n", "nL", "nL2")]
 
