@@ -1,16 +1,19 @@
 """For samples with several lengths: an order in which neighbours are similar, maxima of runs, and costs to balance."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dynagroup.budget.base import Budget, padded_streams
-from dynagroup.plan.batches import longest_first
+from dynagroup.budget.base import Budget, is_packed, padded_streams
+from dynagroup.plan.batches import Batches, longest_first, shapes_of
 from dynagroup.plan.cost import Work
 from dynagroup.shapes import TOKENS, IntArray, Streams
 
 LEAST, SHARE, MOST = 128, 4096, 2048  # padded tokens that a division must save: 1/SHARE, from LEAST to MOST
+# Exchanges: neighbours in length, samples of a batch, exchanges that are tried; dearest over mean to stop at; least gain
+BESIDE, SOME, TRIED, ENOUGH, WORTH = 8, 32, 8, 1.01, 1e-6
 
 
 class RunMaxima:
@@ -75,11 +78,78 @@ def costs_of_rows(lengths: Streams, budget: Budget, work: Work) -> NDArray[np.fl
     """Returns the costs of samples that the batches of a row should share equally, float64 (K, N): the work (or units)
     of each stream, and if ranks wait for each other only at the end of a step, also the work of all streams together.
     None: one cost is enough, because all streams count as tokens with one price."""
-    if len(lengths) == 1:
-        return None
     summed, priced = work.meet == "step", work.priced(budget, lengths)
-    if summed and len(padded_streams(budget, lengths)) == len(lengths) and not work.streams:
+    each = {n: work.price(n).of(v) if n in priced else v for n, v in lengths.items() if v.any()}
+    if len(each) < 2 or (summed and len(padded_streams(budget, lengths)) == len(lengths) and not work.streams):
         return None
-    each = {name: work.price(name).of(v) if name in priced else v for name, v in lengths.items()}
-    both = [np.sum([each[name] for name in priced], axis=0)] if summed else []
-    return np.asarray([*both, *each.values()], np.float64)
+    shared = [each[name] for name in priced if name in each]
+    both = [np.sum(shared, axis=0)] if summed and len(shared) > 1 else []
+    found = np.asarray([*both, *each.values()], np.float64)
+    return found * (found[0].sum() / found.sum(axis=1, keepdims=True))
+
+
+# Local search by exchanges (Kernighan and Lin 1970). A batch's price is the sum of its costs, each over the mean of its
+# row, to the 16th power: of a row, nearly its dearest batches alone. The dearest batch in each cost gives a sample to a
+# batch of about the same length, takes one, or both, where that lowers the price most, both batches fit, and neither
+# row takes longer. Powers are squares of squares: all processors give the same last bit, and so all ranks one plan.
+class Exchanges:
+    """Rows whose samples change places. Each batch also has a place for nobody, so that it may grow."""
+
+    def __init__(self, rows: Batches, num_ranks: int, lengths: Streams, budget: Budget, work: Work) -> None:
+        self.rows, self.nobody, self.fits, self.ranks = rows, len(rows.order), budget.fits, num_ranks
+        self.starts, self.of = rows.offsets[:-1] + np.arange(len(rows)), np.repeat(np.arange(len(rows)), rows.sizes + 1)
+        self.who = np.insert(np.arange(self.nobody), rows.offsets[1:], self.nobody)
+        self.units, priced = {name: v[rows.order] for name, v in lengths.items()}, work.priced(budget, lengths)
+        pads = () if is_packed(budget, lengths) else padded_streams(budget, lengths)
+        self.padded, timed = (np.asarray([name in names for name in lengths]) for names in (pads, priced))
+        self.timed = [timed] if work.meet == "step" else np.eye(len(timed), dtype=np.bool_)[timed]  # summed: in a step
+        each = [work.price(name).of(v) if name in priced else v for name, v in self.units.items()]
+        self.each = np.pad(np.asarray([*each, np.ones(self.nobody)]), ((0, 0), (0, 1)))  # the last row counts samples
+        self.renew()
+        self.place = np.argsort(np.argsort(self.longest[:-1][self.padded].sum(axis=0), kind="stable"))
+        mean = self.costs.reshape(len(each), -1, num_ranks).mean(axis=2)
+        self.mean = np.repeat(np.where(mean > 0, mean, np.inf), num_ranks, axis=1)
+
+    def renew(self) -> None:
+        own = self.each[:, self.who]
+        self.sums, self.longest = np.add.reduceat(own, self.starts, 1), np.maximum.reduceat(own, self.starts, 1)
+        self.costs = self.costs_of(self.sums, self.longest)
+
+    def costs_of(self, sums: NDArray[Any], longest: NDArray[Any]) -> NDArray[np.float64]:
+        found = zip(self.padded, sums, longest, strict=False)
+        return np.asarray([np.where(sums[-1] > 0, most * sums[-1] if pad else own, np.inf) for pad, own, most in found])
+
+    def made(self) -> Batches:
+        for first in [*range(0, len(self.rows), self.ranks)] * 2:
+            for _ in range(8 * self.ranks):
+                row = (self.costs / self.mean)[:, first : first + self.ranks]
+                dearest = first + row.argmax(axis=1)[np.argsort(-row.max(axis=1), kind="stable")]
+                if row.max() <= ENOUGH or not any(map(self.exchanged, dearest.tolist())):
+                    break
+        members = [np.sort(part[part < self.nobody]) for part in np.split(self.who, self.starts[1:])]
+        return Batches.of(members).map(self.rows.order)
+
+    def exchanged(self, at: int) -> bool:
+        near = (abs(self.place - self.place[at]) <= BESIDE) & (np.arange(len(self.rows)) != at)
+        ours, theirs = (np.flatnonzero(which[self.of])[::-1] for which in (np.arange(len(self.rows)) == at, near))
+        pairs = ours[:: 1 + len(ours) // SOME, None], theirs[None, :: 1 + len(theirs) // (16 * SOME)]
+        gain, slow = np.zeros(1), np.zeros(1, np.bool_)  # by ours, theirs
+        for one, other in (pairs, pairs[::-1]):
+            batch, gives, takes = self.of[one], self.each[:, self.who[one]], self.each[:, self.who[other]]
+            costs = self.costs_of(self.sums[:, batch] - gives + takes, np.maximum(self.longest[:, batch], takes))
+            shares = (found / self.mean[:, batch] for found in (costs, self.costs[:, batch]))
+            after, before = (np.square(np.square(np.square(np.square(share)))).sum(axis=0) for share in shares)
+            gain = gain + after - before
+            for timed in self.timed:
+                most = self.costs[timed].sum(axis=0).reshape(-1, self.ranks).max(axis=1)
+                slow = slow | (costs[timed].sum(axis=0) > most[batch // self.ranks])
+        gain[slow] = 0.0
+        for best in [n for n in np.argsort(gain, axis=None, kind="stable")[:TRIED] if gain.flat[n] < -WORTH]:
+            pair = np.asarray([pairs[0][best // gain.shape[1], 0], pairs[1][0, best % gain.shape[1]]])
+            self.who[pair] = self.who[pair[::-1]]
+            parts = [self.who[(self.of == batch) & (self.who < self.nobody)] for batch in self.of[pair]]
+            if self.fits(shapes_of(Batches.of(parts), self.units)).all():
+                self.renew()
+                return True
+            self.who[pair] = self.who[pair[::-1]]
+        return False

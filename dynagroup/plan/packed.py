@@ -22,22 +22,21 @@ LENGTHS = 97  # quantiles of lengths at which a budget is asked for the most tok
 
 
 def pack(
-    lengths: Streams, budget: Budget, multiple: int = 1, *, work: Work = DEFAULT_WORK, several: NDArray | None = None
+    lengths: Streams, budget: Budget, multiple: int = 1, *, work: Work = DEFAULT_WORK, costs: NDArray | None = None
 ) -> Batches:
     """Divides a window into packed batches that fit ``budget``: few rows, each of ``multiple`` batches of equal work.
 
     A sample of more work than its row's equal part sets the row's time anyway, so the row's other batches may have as
     much work as that sample. An oversize sample is a batch of its own. Takes 10 ms for 4,096 samples. Returns positions
-    in the window, sorted within a batch. Batches with the most work come first, or with ``several`` row after row. If there
+    in the window, sorted within a batch. Batches with the most work (or ``costs``, of each sample) come first. If there
     are enough samples, the number of batches is a multiple of ``multiple``.
     """
     if not len(lengths[primary(lengths)]):
         return Batches.concatenate([])
-    costs = work.of_lengths({name: lengths[name] for name in work.priced(budget, lengths)})
-    packing = Packing(lengths, budget, costs, multiple, several)
-    members = [np.sort(np.asarray(part, np.int64)) for part in packing.rows(work.per_step)]
-    if several is not None:
-        return Batches.of(members)
+    if costs is None:
+        costs = work.of_lengths({name: lengths[name] for name in work.priced(budget, lengths)})
+    parts = Packing(lengths, budget, costs, multiple).rows(work.per_step)
+    members = [np.sort(np.asarray(part, np.int64)) for part in parts]
     return Batches.of(sorted(members, key=lambda part: -float(costs[part].sum())))
 
 
@@ -119,24 +118,6 @@ def least_loaded(order: Iterable[int], costs: Sequence[float], bins: list[Bin], 
     return True
 
 
-# List scheduling with several costs: the dot product of a batch's loads with an item's costs is how much the sum of
-# squared loads would grow (Panigrahy et al. 2011 pack bins with it). O(N * batches).
-def least_alike(
-    order: Iterable[int], costs: NDArray[np.float64], loads: NDArray[np.float64], bins: list[Bin], room: Room
-) -> bool:
-    """Puts each item, in order, into the batch that it fits and whose squared loads grow least; False: none fits.
-
-    ``costs``: (N, K), of each item; ``loads``: (batches, K), the initial loads, to which costs are added."""
-    for item in order:
-        by_growth = np.argsort(loads @ costs[item], kind="stable").tolist()
-        number = next((number for number in by_growth if room.admits(bins[number], item)), None)
-        if number is None:
-            return False
-        room.add(bins[number], item, 0.0)
-        loads[number] += costs[item]
-    return True
-
-
 def best_fit(order: Iterable[int], costs: Sequence[float], new: Callable[[], Bin], room: Room) -> list[Bin]:
     """Puts each item, in order, into the fullest batch that it fits, or a new one. O(N log batches), N insertions."""
     bins: list[Bin] = []
@@ -209,23 +190,19 @@ def _asked(budget: Budget, tokens: IntArray) -> Callable[[int, int], float]:
 class Packing:
     """Packs one window into rows of ``multiple`` batches."""
 
-    def __init__(
-        self, lengths: Streams, budget: Budget, costs: NDArray[np.float64], multiple: int, several: NDArray | None
-    ) -> None:
+    def __init__(self, lengths: Streams, budget: Budget, costs: NDArray[np.float64], multiple: int) -> None:
         wide = {name: values.astype(np.int64) for name, values in lengths.items()}
         alone = budget.fits(BatchShape(np.ones(len(costs), np.int64), wide, wide))  # first: names missing streams
         self._room = room_of(lengths, budget)
         self._costs, self._list, self._multiple = costs, costs.tolist(), multiple
-        self._several, self._each = several is not None, costs[None] if several is None else several
-        shares = self._each / np.maximum(self._each.sum(axis=1, keepdims=True), 1e-12)
-        order = np.argsort(-shares.max(axis=0), kind="stable")
+        order = np.argsort(-costs, kind="stable")
         self._order: list[int] = order[alone[order]].tolist()
         self._oversize: list[int] = order[~alone[order]].tolist()
 
     def rows(self, per_step: float) -> list[list[int]]:
         """Returns the fewest rows; or one more, if rows then have equal work and take at most 2 % more time."""
         fewest = self._fewest()
-        given = self._multiple == 1 or self._several or len(fewest) % self._multiple
+        given = self._multiple == 1 or len(fewest) % self._multiple
         if given or self._judged(fewest, per_step)[1]:
             return fewest
         more = [*([s] for s in self._oversize), *(self.balanced(len(fewest) // self._multiple + 1) or [])]
@@ -266,20 +243,13 @@ class Packing:
         return -(-(bins + len(self._oversize)) // self._multiple)
 
     def balanced(self, rows: int) -> list[list[int]] | None:
-        """Returns the samples that fit alone in ``rows`` rows less the oversize batches; None: they do not fit. With
-        several costs, each cost sets the rows' work by itself."""
+        """Returns the samples that fit alone in ``rows`` rows less the oversize batches; None: they do not fit."""
         count = min(rows * self._multiple, len(self._order) + len(self._oversize)) - len(self._oversize)
         if count < 1:
             return None if self._order else []
-        paces = np.asarray([_paces(np.sort(cost)[::-1], rows, self._multiple) for cost in self._each])
-        loads = np.repeat(paces.max(axis=1, keepdims=True) - paces, self._multiple, axis=1)[:, -count:]
-        bins = [self._room.bin(load) for load in loads[0].tolist()]
-        if self._several:
-            mean = np.maximum(paces.mean(axis=1), 1e-12)[:, None]
-            found = least_alike(self._order, (self._each / mean).T, (loads / mean).T, bins, self._room)
-        else:
-            found = least_loaded(self._order, self._list, bins, self._room)
-        if not found:
+        paces = np.asarray(_paces(np.sort(self._costs)[::-1], rows, self._multiple))
+        bins = [self._room.bin(load) for load in np.repeat(paces.max() - paces, self._multiple)[-count:].tolist()]
+        if not least_loaded(self._order, self._list, bins, self._room):
             return None
         parts = [bin.members for bin in bins]
         fill_empty(parts)

@@ -12,7 +12,6 @@ from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.lengths import as_streams
 from dynagroup.plan.cost import Work, check_work
 from dynagroup.plan.cursor import MOST_RANKS
-from dynagroup.plan.multistream import costs_of_rows
 from dynagroup.plan.packed import Room, best_fit, fill_empty, least_loaded
 from dynagroup.plan.planner import Oversize, PlanConfig, Planner
 from dynagroup.plan.ranks import cut
@@ -133,10 +132,8 @@ def shard_micro_batches(
     cost = work.of_batches(batches, streams, planner.budget)
     shards: list[list[list[int]]] = [[] for _ in range(num_ranks)]
     load = np.zeros(num_ranks)
-    # With several costs, `cut` has balanced rows in all of them, so they are not sorted by work.
-    in_rows = every > 1 and costs_of_rows(streams, planner.budget, work) is not None
-    rows = (np.arange(len(cost)) if in_rows else np.argsort(-cost, kind="stable")).reshape(-1, num_ranks)
-    for row in rows.tolist():  # batches of similar cost; the most expensive one goes to the rank with the least work
+    rows = np.argsort(-cost, kind="stable") if every == 1 else np.arange(len(cost))  # of several ranks: as cut
+    for row in rows.reshape(-1, num_ranks).tolist():  # the most expensive batch goes to the rank with the least work
         for rank, number in zip(np.argsort(load, kind="stable"), row, strict=True):
             shards[rank].append(kept[batches[number]].tolist())
             load[rank] += cost[number]

@@ -10,15 +10,14 @@ from dynagroup.budget.base import Budget, is_packed
 from dynagroup.errors import BudgetError
 from dynagroup.plan.batches import Batches, RoundBatch, shapes_of
 from dynagroup.plan.cost import DEFAULT_WORK, Work
-from dynagroup.plan.multistream import costs_of_rows
-from dynagroup.plan.packed import Packing, pack
+from dynagroup.plan.multistream import Exchanges, costs_of_rows
+from dynagroup.plan.packed import EQUAL, pack
 from dynagroup.plan.padded import FEWEST, TINY, OrderedWindow, in_order, longest_batches_first, split_dearest
 from dynagroup.shapes import IntArray, Streams, primary, units_of
 
 FEW_ROWS = 20  # with more rows, batches sorted by work make even rows: cutting row by row gains 0.3 % at most
 # Number of limits to try (at least 12, fewer in large windows), and entries of the table of starts by limits.
 LIMITS, TABLE = 64, 1 << 17
-EQUAL = 0.05  # largest difference between a row's batches, relative to their mean work
 
 
 def cut(
@@ -40,10 +39,9 @@ def cut(
         return Batches(np.argsort(-each, kind="stable"), np.arange(len(each) + 1))
     several = costs_of_rows(lengths, budget, work) if num_ranks > 1 else None
     if is_packed(budget, lengths):
-        batches = pack(lengths, budget, num_ranks, work=work, several=several)
-        if several is not None:
-            return _even_rows(batches, num_ranks, several, lengths, budget, work)
-        return batches.take(_in_rows(work.of_batches(batches, lengths, budget), num_ranks))
+        batches = pack(lengths, budget, num_ranks, work=work, costs=None if several is None else several.mean(axis=0))
+        rows = batches.take(_in_rows(work.of_batches(batches, lengths, budget), num_ranks))
+        return rows if several is None else _even_rows(rows, num_ranks, several, lengths, budget, work, exchange=True)
     order, window = in_order(lengths, budget, work, round_batch)
     offsets = _cheapest(window, num_ranks, work.per_step)
     runs, of_run = Batches(np.arange(len(order)), offsets), window.total(offsets)
@@ -51,10 +49,9 @@ def cut(
     if num_ranks == 1:
         return runs.take(in_front).map(order)
     if several is not None:
-        cuts = runs.map(order)
-        beside = np.add.reduceat(several.sum(axis=0)[cuts.order], offsets[:-1])
-        alike = cuts.take(np.lexsort([-beside, -np.round(np.log(np.maximum(of_run, 1.0)) / EQUAL)]))
-        return _even_rows(alike, num_ranks, several, lengths, budget, work, deal=round_batch is None)
+        beside = np.add.reduceat(several.sum(axis=0)[order], offsets[:-1])
+        rows = runs.take(np.lexsort([-beside, -np.round(np.log(np.maximum(of_run, 1.0)) / EQUAL)])).map(order)
+        return _even_rows(rows, num_ranks, several, lengths, budget, work, exchange=round_batch is None)
     by_row = in_front[_in_rows(of_run[in_front], num_ranks)]
     rows = runs.take(by_row)
     even = bool(window.streams) or len(window.limits)
@@ -230,25 +227,17 @@ def _levelled(batches: Batches, work: NDArray[np.float64], num_ranks: int, windo
 
 
 def _even_rows(
-    rows: Batches, num_ranks: int, several: NDArray, lengths: Streams, budget: Budget, work: Work, *, deal: bool = False
+    rows: Batches, num_ranks: int, several: NDArray, lengths: Streams, budget: Budget, work: Work, *, exchange: bool
 ) -> Batches:
-    """Returns rows for several costs, divided again if that is no slower; most expensive batch and row first."""
-    full = len(rows) - len(rows) % num_ranks
-    made = [rows.take(np.arange(first, first + num_ranks)) for first in range(0, full, num_ranks)]
-    made = [_dealt(row, several, lengths, budget, work) for row in made] if deal else made
-    made.sort(key=lambda row: -float(several[:, row.order].sum(axis=0).max()))
-    made = [row.take(np.argsort(-work.of_batches(row, lengths, budget), kind="stable")) for row in made]
-    return Batches.concatenate([*made, rows.take(np.arange(full, len(rows)))])
-
-
-def _dealt(row: Batches, several: NDArray, lengths: Streams, budget: Budget, work: Work) -> Batches:
-    """Returns a padded row's samples divided like packed ones, if they fit and take no longer; else the row."""
-    own, time = {name: values[row.order] for name, values in lengths.items()}, several[0, row.order]
-    parts = Packing(own, budget, time, len(row), several[:, row.order]).balanced(1)
-    if not parts or len(parts) < len(row):
-        return row
-    ways = [Batches.of([np.sort(row.order[part]) for part in parts]), row]
-    return min(ways, key=lambda way: work.of_rows(work.by_stream(way, lengths, budget)[None]))
+    """Returns rows for several costs, if asked after exchanges of samples; most expensive batch and row first."""
+    full = np.arange(len(rows) - len(rows) % num_ranks)
+    made = rows.take(full)
+    if exchange and len(full) and budget.ladder is None:
+        made = Exchanges(made, num_ranks, lengths, budget, work).made()
+    by_work = np.argsort(-work.of_batches(made, lengths, budget).reshape(-1, num_ranks), axis=1, kind="stable")
+    dearest = np.maximum.reduceat(several.sum(axis=0)[made.order], made.offsets[:-1][::num_ranks])
+    by_work = (by_work + full[::num_ranks, None])[np.argsort(-dearest, kind="stable")]
+    return Batches.concatenate([made.take(by_work.ravel()), rows.take(np.arange(len(full), len(rows)))])
 
 
 def prove(batches: Batches, num_samples: int, lengths: Streams, budget: Budget, oversize: NDArray[np.bool_]) -> None:

@@ -17,6 +17,7 @@ from benchmarks.data import FILES, LENGTHS, pairs_of
 from dynagroup import LengthAwareBatchSampler, Price, ShapeLadder, TokenBudget, Work
 from dynagroup.budget.base import AdditiveCap, Budget, padded_tokens
 from dynagroup.plan.batches import Batches, allowed_sizes, friendly_size, multiple_of, shapes_of
+from dynagroup.plan.multistream import Exchanges
 from dynagroup.plan.padded import FEWEST, OrderedWindow, by_queue, in_order, one_by_one
 from dynagroup.plan.ranks import cut, prove
 from dynagroup.shapes import IntArray, Streams
@@ -228,6 +229,31 @@ def test_packed_rows_are_even_in_tokens_and_in_patches(share: float, work: Work)
     assert np.median(found["patches"]) <= 1.10
     seen = np.asarray([bool(lengths["patches"][batch].any()) for batch in batches]).reshape(-1, 8)
     assert (seen.all(axis=1) | ~seen.any(axis=1)).all()
+
+
+@pytest.mark.parametrize("work", MEETS, ids=["unpriced", "step", "stream"])
+@pytest.mark.parametrize(("share", "most"), [(0.5, 1.10), (0.2, 1.10), (0.05, 1.20)])
+def test_padded_rows_of_one_kind_are_even_in_tokens_and_in_patches(share: float, most: float, work: Work) -> None:
+    """Updates of 2,048 on 8 ranks, medians of rows. At 5 % a rank has four samples with images in a step."""
+    lengths, budget = images(share, 8192), TokenBudget(16_384) & AdditiveCap("patches", 24_576)
+    how: dict[str, Any] = {"kinds": lengths["patches"] > 0, "samples_per_update": 2048, "work": work}
+    plan = LengthAwareBatchSampler(lengths, budget, rank=0, world_size=8, **how).plan
+    padded = plan.padded[plan.table]
+    assert np.median(padded.max(axis=1) / padded.mean(axis=1)) <= 1.05
+    assert plan.statistics["imbalance_patches"] <= most
+
+
+def test_exchanges_make_no_row_longer_and_patches_more_even() -> None:
+    lengths, budget, work = images(1.0, 400), TokenBudget(40_000) & AdditiveCap("patches", 50_000), Work()
+    order = np.argsort(-lengths["tokens"], kind="stable")
+    before = Batches(order, np.arange(0, 401, 5))
+    after = Exchanges(before, 8, lengths, budget, work).made()
+    assert sorted(after.order.tolist()) == list(range(400))
+    assert fits(after, lengths, budget)
+    times = [work.of_batches(batches, lengths, budget).reshape(-1, 8).max(axis=1) for batches in (before, after)]
+    assert (times[1] <= times[0] + 1e-6).all()
+    uneven = [np.median(spread(lengths["patches"], batches, 8)) for batches in (before, after)]
+    assert uneven[1] - 1 <= (uneven[0] - 1) / 2
 
 
 @pytest.mark.parametrize("work", MEETS, ids=["unpriced", "step", "stream"])
