@@ -79,5 +79,5 @@ def test_a_switch_is_true_or_false_and_indices_are_not_cut_off() -> None:
                 make(shuffle=value)
         make(shuffle=np.bool_(False))
     for batch in ([0, 1.5], "12"):
-        with pytest.raises(TypeError, match="as an integer"):
+        with pytest.raises(dg.ConfigError, match="as an integer"):
             online(batch_sampler=[[0, 1], batch], samples_per_update=None)
