@@ -187,7 +187,7 @@ def _train(config: DemoConfig, runs: Sequence[Run], held_out: Any, texts: Any, t
 def _updates(run: Run, model: Any, load: Callable[..., Tensors], rate: float, device: torch.device) -> Iterator[None]:
     """Trains one update per iteration, on the mean loss over all the update's label tokens, whatever the batches."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
-    ids = torch.zeros(2, 8, dtype=torch.int64)  # a first call starts threads and compiles kernels; no run is charged
+    ids = torch.zeros(2, 8, dtype=torch.int64)  # a first call, not timed, starts threads and compiles kernels
     next(_losses(model, [{"input_ids": ids, "labels": ids}], device)).backward()
     optimizer.zero_grad(set_to_none=True)
     for update in run.updates:
@@ -227,7 +227,7 @@ def _now(device: torch.device) -> float:
 
 
 def speedup(runs: Sequence[Run]) -> NDArray[np.float64]:
-    """Returns the quartiles, over the updates, of how many times faster the second run is."""
+    """Returns how many times faster the second run is: quartiles over the updates."""
     fixed, ours = (np.array(run.seconds) for run in runs)
     return np.quantile(fixed / ours, (0.25, 0.5, 0.75))
 

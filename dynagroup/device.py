@@ -68,9 +68,7 @@ def free_bytes(device: torch.device | str | int | None = None) -> int:
     Bytes of a model that is already on the device count as usable, because budgets subtract the model themselves. None
     as device: the current CUDA device, else another accelerator.
 
-    Raises:
-        ConfigError: no such device is available, or it does not report its memory (such as a CPU).
-    """
+    Raises ConfigError if no such device is available, or it does not report its memory (such as a CPU)."""
     if device is None:
         device = next((name for name in ("cuda", "xpu", "mps") if getattr(torch, name).is_available()), "cpu")
     wanted = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
@@ -104,9 +102,7 @@ class Device(Protocol):
 class CudaDevice:
     """PyTorch's caching allocator on the current CUDA device; measuring resets its statistics.
 
-    Raises:
-        ConfigError: there is no CUDA device.
-    """
+    Raises ConfigError if there is no CUDA device."""
 
     def __init__(self) -> None:
         if not torch.cuda.is_available():

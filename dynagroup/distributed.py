@@ -62,9 +62,7 @@ class DistributedWorld:
         group: the ranks that take part, e.g. the data-parallel group of a device mesh. None: all ranks.
         timeout_s: float, seconds until a rank that does not answer counts as lost.
 
-    Raises:
-        ConfigError: ``torch.distributed`` is not initialised, or this process is not in ``group``.
-    """
+    Raises ConfigError if ``torch.distributed`` is not initialised, or this process is not in ``group``."""
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_s: float = 600.0) -> None:
         import torch.distributed as dist
@@ -103,8 +101,8 @@ class DistributedWorld:
         return vector.tolist()
 
 
-# A gloo group takes five file descriptors and three threads until the job ends. So each process group of the job has
-# only # one, found by the process group's identity. The weak reference frees the gloo group with the process group.
+# A gloo group takes five file descriptors and three threads until the job ends. So each process group of the job gets
+# only one, which is found by the process group's identity. The weak reference frees it with the process group.
 _BESIDE: WeakKeyDictionary[Any, dict[float, Any]] = WeakKeyDictionary()
 
 

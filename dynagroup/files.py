@@ -26,7 +26,7 @@ USUAL = ("length", "lengths", "num_tokens", "tokens", "input_ids")  # usual name
 UTF8 = "utf-8-sig"  # with or without the byte order mark that Windows writes
 ROWS = 10_000  # rows in a chunk, for files without row groups
 Chunk: TypeAlias = "tuple[int, tuple[Path, list[str], Any]]"
-"""(number, (file, column names, table)). The table may be a function of column names that a worker process calls."""
+"""(number, (file, column names, table)). Instead of the table, a function of column names that a worker calls."""
 
 
 def measure_files(
@@ -50,9 +50,8 @@ def measure_files(
             the file is complete, the call only reads it.
         kinds: name of a column of labels, which is not measured unless ``column`` names it.
 
-    Raises:
-        ConfigError: a file is missing, cannot be read in its format, or has rows that are not texts, ids or lengths.
-        StateError: ``output``, or the journal beside it, was made from other files or with another tokenizer.
+    Raises ConfigError if a file is missing, cannot be read in its format, or has other rows than texts, ids or lengths;
+    StateError if ``output`` or its journal was made from other files or with another tokenizer.
 
     >>> measure_files("data/*.parquet", tokenizer, "text", output="lengths.npy").dtype  # doctest: +SKIP
     dtype('int32')
@@ -89,7 +88,7 @@ def _by_name(names: Sequence[str], rows: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Measure:
-    """Measures one chunk in a worker; returns its number and its lengths, int32 (columns, rows), or a ConfigError."""
+    """Measures a chunk in a worker; returns the chunk's number, and int32 lengths (columns, rows) or a ConfigError."""
 
     columns: list[str]
     tokenizer: Callable[..., Any] | None

@@ -61,7 +61,7 @@ class _Describer:
         value = value.item() if isinstance(value, np.generic) else value
         if isinstance(value, PLAIN):
             return _short(repr(value))
-        if id(value) in self._open:  # a reference cycle, this many levels up
+        if id(value) in self._open:  # a reference cycle; the text says how many levels up
             return f"^{len(self._open) - self._open.index(id(value))}"
         if (id(value), names) not in self._done:
             self._open.append(id(value))
@@ -110,7 +110,7 @@ class _Describer:
         except Exception:  # noqa: BLE001 - a user's class may raise anything here
             self.unseen.add(_named(kind))
             return f"{_named(kind)}, which cannot be compared"
-        if isinstance(reduced, str):  # the pickle would contain only the object's name in its module
+        if isinstance(reduced, str):  # an object that is pickled by name
             return _named(value) if hasattr(value, "__qualname__") else f"{_named(kind)}.{reduced}"
         make, arguments, state, *rest = (*reduced, None)[:5]
         if isinstance(state, dict):  # cached values are left out

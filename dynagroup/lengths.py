@@ -29,9 +29,8 @@ def as_streams(lengths: ArrayLike | Mapping[str, ArrayLike] | Path) -> Streams:
     or without that name the first. An int32 array is not copied. A path to a ``.npy`` file is opened as a memory map, a
     ``.npz`` file is read as a mapping. Lengths of 0 are allowed.
 
-    Raises:
-        ConfigError: a length is not an integer from 0 to 2**31 - 1 (the message names the sample and its value),
-            streams have unequal numbers of samples, or a file has no lengths (the message names the file).
+    Raises ConfigError if a length is not an integer from 0 to 2**31 - 1 (the message names the sample and its value),
+    streams have unequal numbers of samples, or a file has no lengths (the message names the file).
 
     >>> as_streams([3, 0, 7])["tokens"].dtype
     dtype('int32')
@@ -64,10 +63,10 @@ def _as_int32(values: ArrayLike, name: str) -> NDArray[np.int32]:
         array, found = np.empty(()), str(error)
     if array.ndim != 1:
         wanted = f"lengths[{name!r}] must be one number per sample"
-        raise ConfigError(f"{wanted}, but is {found}; measure_lengths() measures texts")
-    wide = array.dtype != np.int32  # else all are small enough, and a billion are read once
+        raise ConfigError(f"{wanted}, but is {found}; to measure texts, call measure_lengths()")
+    wide = array.dtype != np.int32  # int32 values are small enough, and a billion of them are read only once
     if array.dtype.kind in "iu" and 0 <= array.min(initial=0) and not (wide and array.max(initial=0) > LONGEST):
-        return array.astype(np.int32, copy=False)  # so a billion lengths are checked without a copy
+        return array.astype(np.int32, copy=False)  # without a copy, which matters for a billion lengths
     if array.dtype.kind in "iuf":
         numbers = array.astype(np.float64)  # float16 and float32 would round up the limit itself
         legal = (numbers >= 0) & (numbers <= LONGEST) & (np.floor(array) == array)
@@ -117,7 +116,7 @@ class Kinds:
         for label in distinct:
             try:
                 copied = deepcopy(label)
-                told_apart = hash(copied) == hash(label) and bool(copied == label)  # compares values, not identities
+                told_apart = hash(copied) == hash(label) and bool(copied == label)  # by value
             except (TypeError, ValueError):
                 told_apart = False
             if not told_apart:
@@ -149,9 +148,8 @@ def measure_lengths(
             stream is ``tokens`` or the first. With mappings the result is a dict of arrays.
         progress: True shows the bar on a terminal.
 
-    Raises:
-        ConfigError: a text is not a string, a length is not an integer (the message names the sample and its value), or
-            both ``tokenizer`` and ``length_of`` are given.
+    Raises ConfigError if a text is not a string, a length is not an integer (the message names the sample and its
+    value), or both ``tokenizer`` and ``length_of`` are given.
 
     >>> measure_lengths([[5, 6, 7], [], [8]]).tolist()
     [3, 0, 1]

@@ -114,8 +114,8 @@ class BatchShape:
 
 
 def target_tokens(shape: BatchShape) -> IntArray:
-    """Returns the most tokens that a decoder reads in an encoder-decoder model, int64 (K,): the stream ``target``, else
-    the sum of all streams except the primary one, or without such streams the primary stream itself.
+    """Returns the length of the longest decoder input of each batch in an encoder-decoder model, int64 (K,): the stream
+    ``target``, else all streams but the primary one, added; without such streams, the primary stream.
 
     >>> target_tokens(BatchShape.of(2, {"tokens": 9, "labels": 4})).tolist()
     [4]

@@ -30,11 +30,8 @@ def listed(states: Any) -> list[Any]:
 
 
 def opened(states: Any, kind: str, identity: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Checks one state, or all ranks' states, made by :func:`sealed`, and returns a list of them. Changes nothing.
-
-    Raises:
-        StateError: a state is damaged, or has another kind, version or run; the message gives saved and current values.
-    """
+    """Checks one state, or all ranks' states, made by :func:`sealed`; returns a list of them. Raises StateError if one is
+    damaged, or has another kind, version or run; the message gives saved and current values."""
     found = listed(states)
     for state in found:
         if not isinstance(state, Mapping) or not state.keys() >= {"kind", "version", "identity", "seal"}:
@@ -55,11 +52,8 @@ def opened(states: Any, kind: str, identity: Mapping[str, Any]) -> list[Mapping[
 
 
 def agreed(states: Sequence[Mapping[str, Any]], *, besides: Sequence[str] = ("learned",)) -> Mapping[str, Any]:
-    """Returns the first rank's state, if all ranks' states are equal except for the fields in ``besides``.
-
-    Raises:
-        StateError: the states are unequal, because the ranks saved them after different steps.
-    """
+    """Returns the first rank's state. Raises StateError if the ranks' states differ, except in the fields ``besides``,
+    because the ranks saved them after different steps."""
     own = dict.fromkeys((*besides, "seal"))
     if any({**other, **own} != {**states[0], **own} for other in states[1:]):
         raise StateError("the ranks saved their states after different steps; load states of one and the same step")

@@ -49,8 +49,7 @@ def text_dataloader(
 
     The returned loader's ``batch_sampler`` has the ``plan`` and ``set_epoch``.
 
-    Raises:
-        ConfigError: a text is not a string, or the tokenizer has no padding token.
+    Raises ConfigError if a text is not a string, or the tokenizer has no padding token.
 
     >>> loader = text_dataloader(texts, tokenizer, TokenBudget(16384), max_length=512)  # doctest: +SKIP
     """

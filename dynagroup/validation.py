@@ -28,7 +28,7 @@ def warn_user(message: str) -> None:
 
 @contextmanager
 def explained(what: str, *passed: type[BaseException], way_out: str = "", kind: Any = ConfigError) -> Iterator[None]:
-    """Context manager that turns errors into ``kind`` with the text ``what``; errors of type ``passed`` stay as is."""
+    """Context manager that turns errors into ``kind`` with the text ``what``, except errors of the types ``passed``."""
     try:
         yield
     except passed:

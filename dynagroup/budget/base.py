@@ -41,7 +41,7 @@ class Budget(ABC):
     """
 
     counts_every_stream: ClassVar[bool] = False
-    """True: ``fits`` counts every stream of a shape as padded, so streams with an :class:`AdditiveCap` are left out."""
+    """True: ``fits`` must not be asked about streams with an :class:`AdditiveCap`, because it counts all as padded."""
     knows_memory: ClassVar[bool] = False
     """True: the budget predicts memory. Budgets joined by ``&`` take their cost from the part that predicts memory."""
 
@@ -91,11 +91,11 @@ class Budget(ABC):
         return self
 
     def with_memory(self, known: Callable[[], Any], /) -> "Budget":
-        """Returns this budget. A budget that predicts memory, but was made without a model, gets that of ``known()``."""
+        """Returns this budget; or if it predicts memory but has no model yet, one with the model of ``known()``."""
         return self
 
     def held(self, limit: float | None, /) -> "Budget":
-        """Returns this budget with a fixed learned limit, so that a plan is the same all epoch. None: no limit."""
+        """Returns this budget with a fixed learned limit (None: no limit), so that a plan stays the same all epoch."""
         return self
 
     def largest(self, longest: IntArray, /) -> IntArray | None:
@@ -152,12 +152,12 @@ def real_tokens(shape: BatchShape, budget: Budget) -> IntArray:
 
 
 def fits_of(budget: Budget, shape: BatchShape) -> BoolArray:
-    """Calls ``budget.fits`` (possibly the user's) on K shapes; returns bool (K,). ConfigError: a wrong result."""
+    """Returns ``budget.fits(shape)`` as bool (K,). ConfigError: the user's method returned anything else."""
     return _checked(budget.fits(shape), len(shape), "b", f"{type(budget).__name__}.fits")
 
 
 def largest_of(budget: Budget, longest: IntArray) -> IntArray | None:
-    """Calls ``budget.largest`` on K lengths; returns int64 (K,) or None. ConfigError: a wrong result."""
+    """Returns ``budget.largest(longest)``, int64 (K,) or None. ConfigError: the method returned anything else."""
     answer = budget.largest(longest)
     return None if answer is None else _checked(answer, len(longest), "iu", f"{type(budget).__name__}.largest")
 
@@ -170,7 +170,7 @@ def _checked(answer: Any, size: int, kinds: str, asked: str) -> Any:
 
 
 class Wrapper(Budget):
-    """A budget around another one, ``base``, which answers what the wrapper does not define."""
+    """A budget that changes the answers of another one, ``base``; methods that it does not define ask ``base``."""
 
     base: Budget
     layout: Any = property(attrgetter("base.layout"))
@@ -269,8 +269,8 @@ class AllOf(Budget):
         return np.logical_and.reduce([fits_of(p, self.seen_by(p, shape)) for p in self.parts])
 
     def seen_by(self, part: Budget, shape: BatchShape) -> BatchShape:
-        """Returns the shape that one part is asked about. Capped streams are left out if the part counts all streams as
-        padded. Lengths are rounded up if another part rounds up further (not for caps, which do not count padding)."""
+        """Returns the shape that one part is asked about: without capped streams, if the part counts all streams as
+        padded; and rounded up as far as any part rounds up (except for caps, which do not count padding)."""
         if part.pad_to_multiple_of != self.pad_to_multiple_of and not isinstance(part, AdditiveCap):
             shape = self._packed(shape) if self.layout == "packed" else self.as_run(shape)
         return shape.without(self._end_to_end) if part.counts_every_stream else shape

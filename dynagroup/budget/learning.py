@@ -38,22 +38,22 @@ class OomReport:
 
 @dataclass
 class _Lessons:
-    """What was learned; shared by a budget and the copies of it that are bound to lengths."""
+    """What was learned, shared by a budget and its copies for certain lengths."""
 
     numbers: MutableSequence[float] = field(default_factory=lambda: [math.inf] * 3)
-    """[largest allowed cost, smallest failed cost (larger than that), limit in current plans]; inf: none."""
+    """Largest allowed cost; smallest cost that failed; limit in current plans. inf: none."""
     calm: int = 0  # batches near the limit that have passed since the limit last changed
     report: OomReport = field(default_factory=OomReport)
 
 
-# Batches of a cost that once failed, or more, are never tried again. Costs are predictions, so a failure also sets the
-# limit to a share of the failed cost. Batches near the limit that pass raise the limit in small steps, below that cost.
+# A batch whose cost is at least that of one that failed is never tried again. Costs are only predictions, so a failure
+# lowers the limit further, to a share of the failed cost. If many batches near the limit pass, it rises in small steps.
 class LearningBudget(Wrapper):
-    """Wraps a budget and refuses batches as large as those that ran out of memory. Without ``budget`` all others fit.
+    """Wraps a budget and refuses batches as large as one that ran out of memory. Without ``budget`` all others fit.
 
     A batch's cost is what ``budget`` predicts. :meth:`allows` uses each failure at once: generation and
     :class:`~dynagroup.oom.OomSafeBackward` ask it, and split a batch that would fail. :meth:`fits`, which plans use,
-    changes only in :meth:`apply`. Loaders call ``apply`` when an epoch begins and save what was learned; so does a
+    changes only when :meth:`apply` is called. Loaders call ``apply`` when an epoch begins and save what was learned; so does a
     :class:`LengthAwareBatchSampler` on one rank. With several ranks call ``apply`` yourself, with the same records.
 
     >>> budget = LearningBudget(TokenBudget(1000))
@@ -80,7 +80,7 @@ class LearningBudget(Wrapper):
         return self
 
     def bind(self, lengths: Streams, /) -> "LearningBudget":
-        """Returns the budget bound to lengths; the old and the new budget share what they learn."""
+        """Returns a budget for these lengths; the old and the new budget share what they learn."""
         return self.around(self.base.bind(lengths))
 
     def with_memory(self, known: Callable[[], Any], /) -> "LearningBudget":
@@ -113,7 +113,7 @@ class LearningBudget(Wrapper):
         return fits_of(self.base, shape) & self._within(self._followed, shape)
 
     def allows(self, shape: BatchShape, /) -> BoolArray:
-        """Returns which of K shapes the learned limit allows, whatever ``budget`` decides: bool (K,)."""
+        """Returns whether the learned limit allows each of K shapes, whatever ``budget`` decides: bool (K,)."""
         return self._within(self.limits[0], shape)
 
     def _within(self, limit: float, shape: BatchShape) -> BoolArray:

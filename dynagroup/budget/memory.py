@@ -122,9 +122,8 @@ class MemoryBudget(Budget):
             measured: rows of :func:`~dynagroup.memory.measure` from a device; they correct the trace.
             sizes: other fields of :class:`~dynagroup.memory.Workload`. Printing the budget shows all assumptions.
 
-        Raises:
-            ConfigError: the model can neither be traced nor simulated, or an option does not exist.
-            BudgetError: static memory alone does not fit.
+        Raises ConfigError if the model can neither be traced nor simulated, or an option does not exist;
+        BudgetError if static memory alone does not fit.
 
         >>> from transformers import GPT2Config
         >>> config = GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=1000)
@@ -186,7 +185,7 @@ class MemoryBudget(Budget):
         return np.logical_and.reduce(inside) | self._grown(padded, first)
 
     def _grown(self, padded: BatchShape, first: BatchShape) -> BoolArray:
-        """Returns which shapes are predicted to fit. A regressor is slow, so its predictions become a table first."""
+        """Returns which shapes fit by prediction. A regressor is slow, so its predictions are made once, for a table."""
         if not isinstance(self.model, MemoryRegressor) or self.layout == "packed" or len(padded.longest) > 2:
             return self.model.relative(padded, first) <= self.headroom
         key = tuple(padded.longest)
@@ -198,7 +197,7 @@ class MemoryBudget(Budget):
         return None if self.layout == "packed" or len(self._longest) > 1 else self.most_samples(longest)
 
     def most_samples(self, longest: Any) -> IntArray:
-        """Returns the most samples that fit if all have this length (K lengths, tokens or by stream): int64 (K,)."""
+        """Returns the most samples of one length that fit, for K lengths (tokens, or by stream): int64 (K,)."""
         size = len(BatchShape.of(1, longest))
         return largest_within(lambda count: self.fits(BatchShape.of(count, longest)), size)
 
@@ -206,8 +205,8 @@ class MemoryBudget(Budget):
         """Returns the largest token budget with which every batch of samples of up to ``longest`` tokens fits. For
         generation, the token budget also counts the new tokens of each prompt.
 
-        T tokens allow T // C(L) samples of L tokens, where C(L) is L with new tokens and rounding. If at most M(L)
-        samples fit in memory, then T // C(L) <= M(L) for all L exactly if T < (M(L) + 1) * C(L) for all L."""
+        A budget of T tokens allows T // C(L) samples of L tokens (C: with new tokens and rounding). Memory allows M(L).
+        So T is safe exactly if T < (M(L) + 1) * C(L) for all L."""
         if self.layout == "packed":  # only the sum of tokens matters
             total = largest_within(lambda count: self.fits(BatchShape.of(1, count, count)), 1)
             return int(total[0]) // self._multiple * self._multiple
@@ -290,8 +289,8 @@ class MemoryBudget(Budget):
         for name in sorted(set(padded.longest) - set(given)):
             which = "`longest`" if not self._longest else f"the longest length of {name!r}"
             way_out = f"give MemoryBudget(..., longest={{{name!r}: units of your longest sample}})"
-            cap = f"if the stream is not padded, & AdditiveCap({name!r}, limit)"
-            raise ConfigError(f"{which} is missing; {way_out}, or, {cap}")
+            cap = f"if the stream is not padded, join & AdditiveCap({name!r}, limit)"
+            raise ConfigError(f"{which} is missing; {way_out}, or {cap}")
         known = {name: round_up(np.array([given[name]]), self._multiple) for name in padded.longest}
         return BatchShape.of(self._batch_size, known)
 

@@ -23,7 +23,7 @@ class TokenBudget(Budget):
             stream; in packed batches, the sum over all streams.
         layout: "padded" (a batch costs samples times longest) or "packed" (the sum of its tokens).
 
-    A stream with an :class:`AdditiveCap` joined by ``&`` does not count. A sample of length 0 counts as one token.
+    A stream with an :class:`AdditiveCap` joined by ``&`` does not count. A batch has at most ``max_tokens`` samples.
 
     >>> TokenBudget(1024).fits(BatchShape.of([4, 5], longest=256)).tolist()
     [True, False]
@@ -45,8 +45,8 @@ class TokenBudget(Budget):
 
     @classmethod
     def from_sequence_length(cls, sequence_length: int, micro_batch_size: int) -> "TokenBudget":
-        """Returns a budget of ``sequence_length * 2 * micro_batch_size`` tokens, the rule of thumb of
-        online-dynamic-batching: about half of a usual batch of fixed size is padding."""
+        """Returns a budget of ``sequence_length * 2 * micro_batch_size`` tokens: the rule of thumb of
+        online-dynamic-batching, by which half of a batch of fixed size is padding."""
         return cls(check_int("sequence_length", sequence_length) * 2 * check_int("micro_batch_size", micro_batch_size))
 
     def fits(self, shape: BatchShape, /) -> BoolArray:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WORTH = 0.95  # a change is proposed if it takes at most this share of today's predicted time
-FEW = 32  # fewer samples per update leave little to sort
+FEW = 32  # with fewer samples per update, sorting saves little
 Found: TypeAlias = "tuple[Mapping[str, Any], object, Callable[[], Figure]]"
 """Results for JSON, text to print, and a function that draws a picture."""
 

@@ -49,8 +49,7 @@ def prepare(accelerator: Accelerator, loader: Any) -> Any:
     :class:`AcceleratedSteps`, which ``accelerator.save_state`` saves. A ``DataLoader`` with a
     :class:`LengthAwareBatchSampler` is passed to ``accelerator.prepare``, after a check that no sample would be lost.
 
-    Raises:
-        ConfigError: the accelerator or the sampler is set to shard, split or scale, which dynagroup does already.
+    Raises ConfigError if the accelerator or the sampler is set to shard, split or scale, which dynagroup does already.
     """
     if accelerator.gradient_accumulation_steps != 1:
         raise ConfigError("Accelerator's `gradient_accumulation_steps` must be 1, because `loss_scale` weighs losses")
@@ -63,7 +62,7 @@ def prepare(accelerator: Accelerator, loader: Any) -> Any:
         raise ConfigError(f"`loader` must be dynagroup's, or have a LengthAwareBatchSampler, but is {loader!r}")
     for setting in ("split_batches", "dispatch_batches"):
         if getattr(accelerator.dataloader_config, setting):
-            raise ConfigError(f"`{setting}` must be False, because True splits batches of one fixed size")
+            raise ConfigError(f"`{setting}` must be False, because True needs batches of one fixed size")
     if len(sampler) % (size := accelerator.num_processes):
         way_out = f"make the sampler with world_size={size}, rank=None"
         raise ConfigError(f"{len(sampler)} batches cannot be divided evenly over {size} ranks; {way_out}")

@@ -38,8 +38,7 @@ def check_model(model_or_config: Any) -> dict[str, str]:
         model_or_config: a transformers config, its name, or a model, whose config is used. No weights are read: the
             test builds a model with the same kinds of layers, but few of them, a small vocabulary, and random weights.
 
-    Raises:
-        ConfigError: there is no such config, or no model can be built from it.
+    Raises ConfigError if there is no such config, or no model can be built from it.
 
     >>> from transformers import LlamaConfig
     >>> check_model(LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2))["loss"]

@@ -54,8 +54,7 @@ class DynagroupConfig:
             even alone) or ``{"work": Work(...)}`` (predicted time of a batch).
         world: the data-parallel ranks; needed with tensor, context or sequence parallelism. None: all ranks.
 
-    Raises:
-        ConfigError: a value is invalid, or contradicts another.
+    Raises ConfigError if a value is invalid, or contradicts another.
 
     >>> from dynagroup import TokenBudget
     >>> DynagroupConfig(budget=TokenBudget(4096)).updates

@@ -44,7 +44,7 @@ class DynagroupTrainerMixin(Evaluator):
         self._take_over(dynagroup, dynagroup_eval)
 
     def _take_over(self, dynagroup: Settings, dynagroup_eval: Budget | int | bool) -> None:
-        """Sets up a Trainer for batches that fit; if a setting is refused, nothing is changed."""
+        """Sets up a Trainer for batches that fit. If a setting is refused, the Trainer stays unchanged."""
         config = dynagroup if isinstance(dynagroup, DynagroupConfig) else DynagroupConfig(budget=as_budget(dynagroup))
         evaluation = dynagroup_eval if isinstance(dynagroup_eval, bool) else as_budget(dynagroup_eval)
         refuse_unsupported(self, config)
@@ -123,7 +123,7 @@ class DynagroupTrainerMixin(Evaluator):
         states, anew = hf_data.read_states(checkpoint), self.args.ignore_data_skip
         if states:
             loader.load_state_dict(states)
-            self.state.max_steps = self.updates_of_run(loader)  # with updates="free" they depend on the number of ranks
+            self.state.max_steps = self.updates_of_run(loader)  # with updates="free" their number depends on the ranks
         elif anew:
             loader.set_epoch(self.state.global_step // loader.num_updates)
         else:
@@ -155,8 +155,7 @@ def dynagroup_trainer(trainer_class: type) -> type:
     An update has ``per_device_train_batch_size * gradient_accumulation_steps * ranks`` samples, as before; the budget
     decides into how many batches they are divided. ``trainer.update_loader`` is the running loader, with its ``stats``.
 
-    Raises:
-        ConfigError: (by the new class) the ``TrainingArguments``, or a TRL trainer, need batches of their own.
+    The new class raises ConfigError if the ``TrainingArguments``, or a TRL trainer, need batches of their own.
 
     >>> from transformers import Seq2SeqTrainer
     >>> dynagroup_trainer(Seq2SeqTrainer).__name__

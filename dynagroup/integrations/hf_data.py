@@ -86,7 +86,7 @@ def write_states(folder: str, loader: StepLoader[Any]) -> None:
 def read_states(folder: str) -> list[Any]:
     """Reads the states of all ranks from a checkpoint, in order of ranks; none if the file does not exist. All ranks
     must call it, because only one node's disk may have the file. If a rank cannot read it, all raise StateError."""
-    path, own = Path(folder, STATES), None  # None: damaged
+    path, own = Path(folder, STATES), None  # None if damaged
     is_there = path.exists()
     with suppress(OSError, ValueError, RecursionError):
         own = json.loads(path.read_text(encoding="utf-8")) if is_there else []
@@ -98,7 +98,7 @@ def read_states(folder: str) -> list[Any]:
 
 def sample_lengths(trainer: Any, dataset: Any, *, name: str) -> dict[str, IntArray]:
     """Returns the tokens of each sample; for encoder-decoder models also of its labels, as the stream ``target``. They
-    are read from the length column, else from columns that the collator pads, else counted row by row."""
+    come from the length column, else from columns that the collator pads, else each row is counted."""
     columns = getattr(dataset, "column_names", None)
     columns = {*columns} if isinstance(columns, (list, tuple)) else set()
     known = trainer.args.length_column_name

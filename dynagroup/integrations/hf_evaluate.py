@@ -23,11 +23,10 @@ from dynagroup.update.filling import FillingCollator
 from dynagroup.validation import warn_user
 
 
-# Forms rows (one batch for each of W ranks) in which all batches have equally many samples, because the Trainer gathers
-# results of one shape, and one kind. The samples of each kind are sorted by length and grouped by W; groups are cut
-# into batches as if each were one sample, as long as its longest; each rank takes its own sample of each group. At most
-# W - 1 samples of a kind remain, the shortest ones, which become a row of their own.
-# Every rank's batch fits, because it is no larger than the groups that the budget accepted.
+# Forms rows of W batches, one per rank. Batches of a row have equally many samples, because the Trainer gathers results
+# of one shape; and one kind. The samples of each kind are sorted by length and grouped by W. Groups are cut into
+# batches as if each were one sample, as long as its longest; each rank takes its own sample of each group, so its batch
+# fits. Up to W - 1 samples of a kind remain, the shortest ones, and become a row of their own.
 class EvaluationRows:
     """A batch sampler for accelerate, which runs batch ``k`` on rank ``k % num_ranks``. ``kinds``: labels of samples.
 
@@ -49,7 +48,7 @@ class EvaluationRows:
         sampler = LengthAwareBatchSampler(of_groups, budget, work=work, kinds=of[groups[:, 0]], rank=0, world_size=1)
         left = [own[end:] for own, end in zip(of_kind, ends, strict=True) if end < len(own)]
         self.num_ranks, self.ladder = num_ranks, budget.ladder
-        # Dataset indices, one array per row (samples of a rank, ranks); and per row, how many ranks have own samples.
+        # For each row: dataset indices (samples of a rank, ranks); and how many ranks have samples of their own.
         self.rows: list[IntArray] = [groups[batch] for batch in sampler]
         self.num_real = [num_ranks] * len(self.rows) + [*map(len, left)]
         self.rows += [np.resize(few, (1, num_ranks)) for few in left]
@@ -116,10 +115,10 @@ class Evaluator(TrainerSteps):
         return self._fitted(super().get_test_dataloader(test_dataset), test_dataset)
 
     def _fitted(self, host: Any, dataset: Any) -> Any:
-        """Returns a loader with batches that fit, or without lengths the Trainer's own; planned once per dataset."""
+        """Returns a loader of batches that fit (without lengths, the Trainer's own loader); planned once per dataset."""
         if self.dynagroup_eval is False or is_stream(dataset) or not len(dataset):
             return host
-        # Metrics that include losses need the Trainer's own batches, whose loss is repeated for each sample.
+        # Metrics that get losses need the Trainer's own batches, because it repeats a batch's loss for each sample.
         whole = self.args.eval_do_concat_batches and "loss" not in self.args.include_for_metrics
         if not whole or self.get_tp_size() * self.get_cp_size() * self.get_sp_size() > 1:
             return host

@@ -30,9 +30,9 @@ from dynagroup.update.loss_weight import mean_items, predicts_next_token
 from dynagroup.update.step import LoaderStats, Step
 
 
-# While TRL computes a loss, it gathers values of all ranks' batches as tensors of one shape, appends their mean to
-# lists, and logs the means of these lists. Batches that fit have different sizes, so here each rank gives as many
-# values as it has (an idle rank none), and a mean is appended once per value in it.
+# While TRL computes a loss, it gathers figures of all ranks' batches as tensors of one shape, appends their mean to
+# lists, and logs the means of the lists. Batches that fit have different sizes. So here each rank gives as many figures
+# as it has (an idle rank none), and a mean is appended once per figure.
 @contextlib.contextmanager
 def trl_figures(trainer: Any, *, idle: bool = False, probe: bool = False) -> Iterator[None]:
     """Context manager for computing the loss of a TRL trainer. ``probe``: uses this rank's values only, no logs."""
@@ -62,7 +62,7 @@ def trl_figures(trainer: Any, *, idle: bool = False, probe: bool = False) -> Ite
 
 class TrainerSteps(Trainer if TYPE_CHECKING else object):
     """Replaces ``Trainer.training_step``: several micro-batches make one optimizer step. An epoch ends when its samples
-    are used, after any number of optimizer steps."""
+    are used, not after a given number of optimizer steps."""
 
     dynagroup: DynagroupConfig
     update_loader: Any  # the running training's StepLoader; None before training
@@ -70,7 +70,7 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
     fixed_samples: int
     just_resumed = False
     changes_known = 0
-    _num_epochs = 0  # epochs that the run begins, as far as known at its start
+    _num_epochs = 0  # number of epochs in the run, as known at its start
     _logged_at = 0.0
     _stats_logged: LoaderStats
     _ooms_logged = 0
@@ -83,7 +83,7 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
         wanted = self.dynagroup.samples_per_update
         return self.fixed_samples if wanted is None else wanted(0, None) if callable(wanted) else wanted
 
-    # Only the training loader is passed here; a callback that reads the data makes a loader of its own.
+    # The Trainer passes only its training loader; a callback that reads the data makes a loader of its own.
     def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
         items: Any = dataloader
         loader = items.loader if isinstance(items, UpdateItems) else None
@@ -110,7 +110,7 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
             raise ConfigError(f"{none}; use smaller updates, or dataloader_drop_last=False")
         return updates
 
-    # Exchanges data: for "loss" and "learning_rate" the Trainer itself calls it on all ranks.
+    # This exchanges data. For "loss" and "learning_rate" the Trainer itself calls it on all ranks.
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         loader = self.update_loader
         if loader is not None and {"loss", "learning_rate"} <= logs.keys():
@@ -180,7 +180,7 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
 
     @contextlib.contextmanager
     def _weighed(self, step: Step[Any], mean: bool, num_steps: int) -> Iterator[None]:
-        """Weighs a mean loss: the Trainer divides it by a number of batches, which is set to 1 / scale."""
+        """Weighs a mean loss. The Trainer divides losses by a number of batches, so that number is set to 1 / scale."""
         stated, scale = self.loss_is_scaled_for_ga, step.loss_scale if mean else 1.0
         nothing = step.idle or scale == 0.0
         self._idle_step = nothing
@@ -263,8 +263,8 @@ class DynagroupCallback(TrainerCallback):
             trainer.changes_known = loader.num_changes
             state.max_steps = trainer.updates_of_run(loader)
 
-    # Without updates of a set size, a loader may find out only here that no samples remained of a resumed epoch. The
-    # Trainer would then end the training (as ``step < 0``).
+    # Only here may a loader without updates of a set size find that no samples remained of a resumed epoch. The Trainer
+    # would then end the training (as ``step < 0``).
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.trainer.just_resumed:
             self.trainer.just_resumed = False
@@ -287,13 +287,13 @@ def defines_compute_loss(trainer_class: type) -> bool:
     return any("compute_loss" in vars(c) and c not in (TrainerSteps, Trainer) for c in trainer_class.__mro__)
 
 
-# Computes the loss with an item count of one and of two, on the same batch, without gradients, dropout or randomness. A
-# sum divided by the count is halved, a mean is not; auxiliary terms are small compared with a sum divided by one.
-# The Trainer cannot tell them apart: heads that ignore the count (transformers#47688, open), and subclasses whose
-# ``compute_loss`` returns a mean, look like sums, so their losses would be added once per batch.
-# Cost: two forward passes, once per run. All ranks must call it; all return the same result, or all raise.
+# Computes the loss with an item count of one and of two, on one batch, without gradients, dropout or randomness. A sum
+# divided by the count is halved, a mean is not; auxiliary terms are small beside a sum divided by one. The Trainer
+# cannot tell them apart: to it, heads that ignore the count (transformers#47688, open) and subclasses whose
+# ``compute_loss`` returns a mean look like sums, so their losses would be added up. Cost: two forward passes, once per
+# run. All ranks must call it; all return the same result, or all raise.
 def is_a_mean(trainer: Any, model: Any, batch: Any, world: World) -> bool | None:
-    """Returns whether the loss is a mean over its batch, whatever item count it gets; None: this batch cannot tell."""
+    """Returns whether the loss is a mean over its batch, whatever item count it gets; None: this batch cannot show."""
     error: Exception | None = None
     ratio = math.nan
     try:
@@ -309,7 +309,7 @@ def is_a_mean(trainer: Any, model: Any, batch: Any, world: World) -> bool | None
     if error is not None and is_out_of_memory(error):
         raise error
     if failed or (neither and not halves):
-        unclear = f"returns a loss of unknown kind ({error or 'twice the items neither halve nor keep it'})"
+        unclear = f"returns a loss that is neither a mean nor a sum ({error or 'by a test with twice the items'})"
         way_out = "`loss_is_scaled_for_ga` to False (a mean over its batch) or True (divided by num_items_in_batch)"
         raise ConfigError(f"{type(trainer).__name__} {unclear}; set {way_out}") from error
     return not halves if halves or stays else None

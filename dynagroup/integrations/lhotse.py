@@ -15,8 +15,8 @@ from dynagroup.shapes import BatchShape
 class BudgetConstraint(SamplingConstraint):  # type: ignore[misc]
     """Ends a batch before another sample of its bucket could exceed the budget.
 
-    lhotse adds a sample before it asks whether the batch is full. So each sample counts as long as the longest of its
-    bucket, and batches never exceed the budget, in whatever order samples come.
+    lhotse adds a sample before it asks whether the batch is full. So each sample counts as long as the longest one that
+    its bucket may have, and batches never exceed the budget, in whatever order samples come.
 
     Args:
         budget: limit of a batch, in units of ``length_of``; an int means that many units, padding included.

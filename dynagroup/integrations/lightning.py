@@ -15,7 +15,7 @@ from dynagroup.errors import ConfigError, StateError
 from dynagroup.update.loader import StepLoader
 
 NEVER = 1 << 20
-"""A number of accumulated batches that no epoch has, so that Lightning does not run the optimizer."""
+"""A number of batches that no epoch has: while Lightning accumulates so many, it does not run the optimizer."""
 
 
 class LightningStep(NamedTuple):
@@ -38,10 +38,8 @@ class LightningSteps(Callback):
     its samples need. Its state is saved in every checkpoint, and counts what training has used, not what Lightning has
     fetched. With automatic optimization, return ``update_loss(self, step, loss)`` from ``training_step``.
 
-    Raises:
-        ConfigError: the object is not a callback of the Trainer, or the Trainer accumulates or limits batches itself.
-        StateError: Lightning read batches before it restored a checkpoint.
-    """
+    Raises ConfigError if the object is not a callback of the Trainer, or the Trainer accumulates or limits batches;
+    StateError if Lightning read batches before it restored a checkpoint."""
 
     def __init__(self, loader: StepLoader[Any]) -> None:
         self.loader, self.dataset = loader, loader.dataset

@@ -15,7 +15,7 @@ from dynagroup.integrations.varlen import NAME, check_own_attention
 from dynagroup.oom.jobs import evaluating
 from dynagroup.validation import explained, warn_user
 
-LINEAR = ("flash_attention", "flex_attention", NAME)  # attention that keeps samples apart without a mask
+LINEAR = ("flash_attention", "flex_attention", NAME)  # kinds of attention that keep samples apart without a mask
 Collate: TypeAlias = Callable[[Sequence[Any]], dict[str, Any]]
 PROBES = ((7, 5, 6, 9, 8), (6, 8, 5))
 SIZES = [len(probe) for probe in PROBES]
@@ -49,9 +49,7 @@ def check_packing(model: Any, collate_fn: Collate) -> None:
     """Runs two short samples packed and one by one, and checks that the model gives equal results. The model is not
     changed. After ``use_varlen_attention`` its results are also compared with the model's own attention.
 
-    Raises:
-        ConfigError: the model cannot run these samples, or results are unequal (attention mixes samples, or a cache).
-    """
+    Raises ConfigError if the model cannot run these samples, or results differ because attention or a cache mixes them."""
     name, attention = type(model).__name__, getattr(model.config, "_attn_implementation", None) or "eager"
     if attention == NAME:  # may have been set by name, without a test
         check_own_attention(model)

@@ -32,8 +32,7 @@ class Predictor:
         options: arguments of :func:`~dynagroup.embed_dataset`, :func:`~dynagroup.classify_dataset` or
             :func:`~dynagroup.generate_dataset`, such as ``batch_size``, ``budget``, ``pooling``, ``max_new_tokens``.
 
-    Raises:
-        ConfigError: a block is no dict of arrays, or has no ``column``. BudgetError: a row does not fit even alone.
+    Raises ConfigError if a block is no dict of arrays, or has no ``column``; BudgetError if a row does not fit alone.
 
     ```python
     how = {"load": load, "task": "embed", "batch_size": 64}
@@ -61,7 +60,7 @@ class Predictor:
 
 
 class _Ids:
-    """A tokenizer of rows of token ids, given by their number as text; pads and decodes like ``tokenizer``."""
+    """A tokenizer for rows of token ids, which are given by their number as text; pads and decodes as usual."""
 
     def __init__(self, rows: Sequence[Any], tokenizer: Any) -> None:
         self._rows, self._tokenizer = [np.asarray(row).tolist() for row in rows], tokenizer

@@ -1,5 +1,6 @@
-"""Attention for packed batches in plain torch: a sample attends only to itself, and memory is linear in tokens. It uses
-``torch.nn.attention.varlen`` on CUDA in half precision (torch 2.11 or later), else one call per sample."""
+"""Attention for packed batches in plain torch: a sample attends only to itself, and memory is linear in tokens. On CUDA
+in half precision, torch 2.11 or later runs it as one call of ``torch.nn.attention.varlen``; else each sample is a call.
+"""
 
 import contextlib
 import inspect
@@ -38,9 +39,8 @@ def use_varlen_attention(model: Any) -> Any:
     """Gives a transformers model attention for packed batches; returns the model. Batches must be packed by
     ``DataCollatorWithFlattening(return_flash_attn_kwargs=True)``. Parts without tokens (vision) keep their attention.
 
-    Raises:
-        ConfigError: the model needs other attention, see :func:`check_own_attention`. In forward passes: a batch has a
-            mask, images, or no borders of samples.
+    Raises ConfigError if the model needs other attention, see :func:`check_own_attention`; later, in forward passes, if
+    a batch has a mask, images, or no borders of samples.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> small = LlamaConfig(vocab_size=16, hidden_size=8, num_attention_heads=2, num_hidden_layers=1, intermediate_size=8)
@@ -56,10 +56,10 @@ def use_varlen_attention(model: Any) -> Any:
     return model
 
 
-# Runs a few tokens once. Each layer's attention is computed twice from the same queries, keys and values: by the
-# model's own "eager" function with its masks, and by this module. The values are large random numbers and not the
-# layer's, so that soft caps and sinks show. Windows and chunks are longer than a few tokens, but masks are functions of
-# two positions, so they are evaluated at positions that are far apart.
+# Runs a few tokens once. Each layer's attention is computed twice from equal queries, keys and values: by the model's
+# own "eager" function with its masks, and by this module. The values are large and random, not the layer's own, so that
+# soft caps and sinks show. Windows and chunks are longer than a few tokens; but masks are functions of two positions,
+# so they are evaluated at positions that are far apart.
 def check_own_attention(model: Any) -> set[Any]:
     """Compares packed attention with the model's own, layer by layer; returns the attention modules. ConfigError:
     results are unequal (soft caps, sinks, chunks, biases), or cannot be compared."""
@@ -156,7 +156,7 @@ def _attend(
     dropout: float = 0.0, sliding_window: int | None = None, is_causal: bool | None = None, cu_seq_lens_q: Any = None,
     max_length_q: int | None = None, **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """Takes query (B, H, T, D), key and value (B, H_kv, T, D); returns (B, T, H, D), as transformers expects."""
+    """Packed attention: query (B, H, T, D), key and value (B, H_kv, T, D) -> (B, T, H, D), as transformers expects."""
     options = {**kwargs, "attention_mask": attention_mask}
     if unknown := [f"`{k}`" for k, v in options.items() if k not in NO_MATTER and v is not None and v is not False]:
         given = f"{type(module).__name__} passes its attention {', '.join(unknown)}"

@@ -1,8 +1,8 @@
-"""Computes the memory of a batch by a formula, made from a model's sizes or fitted to a few batches.
+"""Computes the memory of a batch by a formula, from a model's sizes or fitted to a few batches.
 
-A batch passes through a few phases; its memory is that of the largest phase. The memory of a phase is a polynomial in
-the batch shape with coefficients of 0 or more, so memory never falls when a batch grows. ``regressor/train.py`` fits
-the constants for models known by sizes (such as the copies of the hidden states that a layer keeps) to simulations.
+A step passes through a few phases; its memory is that of the largest one. The memory of a phase is a polynomial in the
+batch shape with coefficients of 0 or more, so memory never falls when a batch grows. For models known by sizes,
+``regressor/train.py`` has fitted constants (such as how many copies of hidden states a layer keeps) to simulations.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from dynagroup.validation import warn_user
 
 COMPONENTS = ("weights", "activations", "attention", "logits", "cache")
 
-# One column per monomial; each of these vectors stands for one byte per unit of its monomial.
+# Unit vectors over the monomials: N is one byte per sample, NL one byte per padded token, and so on.
 ONE, N, NL, NL2, NT, T2, NT2, NLT = (np.eye(12)[MONOMIALS.index(name)] for name in "1 n nL nL2 nT T2 nT2 nLT".split())
 NOTHING = np.zeros(len(MONOMIALS))
 QUADRATIC = [MONOMIALS.index(name) for name in ("L2", "nL2", "T2", "nT2", "LT", "nLT")]
@@ -35,7 +35,7 @@ USUAL: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class ClosedForm:
-    """The memory of a batch of one workload: that of its largest phase, divided into ``COMPONENTS``."""
+    """The memory of a batch by formula: that of its largest phase, divided into ``COMPONENTS``."""
 
     phases: FloatArray
     """float64 (phases, components, monomials), bytes."""
@@ -65,7 +65,7 @@ class ClosedForm:
         return np.maximum((columns(shape, self.packed) @ self.phases.sum(axis=1).T).max(axis=1), 1.0)
 
     def shares(self, shape: BatchShape) -> FloatArray:
-        """Returns the shares of components and of terms quadratic in length in the largest phase: float64 (K, 6)."""
+        """Returns the share of each component, and of terms quadratic in length, in the largest phase: float64 (K, 6)."""
         values, phases = columns(shape, self.packed), self.phases
         largest = (values @ phases.sum(axis=1).T).argmax(axis=1)
         terms = phases[largest] * values[:, None, :]
@@ -80,7 +80,7 @@ def _phase(weights: Any = 0.0, **parts: Any) -> FloatArray:
 
 
 class _Builder:
-    """Builds the phases of a workload from its sizes."""
+    """Builds the phases of a workload (their bytes per monomial) from the model's sizes."""
 
     def __init__(self, workload: Workload, constants: Mapping[str, float]) -> None:
         known = {name: getattr(workload, name) for name in Workload.__slots__}
@@ -92,7 +92,7 @@ class _Builder:
         self.ffn = w["intermediate_size"] * w["experts_per_token"]
         fixed, two_stacks = float(w["fixed_tokens"]), w["encoder_decoder"]
         speech = two_stacks and fixed > 0
-        # Tokens and squared tokens of the decoder or only stack (plus fixed tokens of each sample), and of the encoder.
+        # Tokens (and their squares) in the decoder or only stack, with each sample's fixed tokens; then in the encoder.
         alone = NL + fixed * N, NL2 + 2 * fixed * NL + fixed**2 * N
         self.words, self.words2 = (NT, NT2) if two_stacks else alone
         self.read, self.read2 = (fixed * N, fixed**2 * N) if speech else (NL, NL2)
@@ -117,7 +117,7 @@ class _Builder:
         return kept * (c["keep_lora"] if w["trainable_share"] < 0.5 else 1.0)
 
     def _scores(self, squared: FloatArray, per_score: float, per_mask: float) -> FloatArray:
-        """Returns the bytes of attention scores and masks of one layer over ``squared`` pairs of tokens."""
+        """Returns the bytes of one layer's attention scores and masks; ``squared``: its pairs of tokens."""
         w, c = self.w, self.c
         if w["attention"] == "eager":
             copies = per_score * (c["score_wide"] if self.wide_scores else 1.0)
@@ -129,7 +129,8 @@ class _Builder:
         return self.element * per_mask * self._shared(squared) if w["attention"] == "sdpa" else NOTHING
 
     def _shared(self, squared: FloatArray) -> FloatArray:
-        """Returns the pairs that have an entry in a mask or bias; in an encoder-decoder all samples share one mask."""
+        """Returns the pairs of tokens for which a mask or bias is stored: in an encoder-decoder, one mask for all
+        samples."""
         return T2 if self.w["encoder_decoder"] and squared @ NT2 > 0 else squared
 
     def _training(self) -> list[FloatArray]:
@@ -167,13 +168,13 @@ class _Builder:
         return phases
 
     def _stored(self, layer: Any, count: float, tokens: FloatArray, squared: FloatArray) -> tuple[FloatArray, ...]:
-        """Returns what a stack of layers keeps for its backward pass; with checkpointing only each layer's input."""
+        """Returns what a stack keeps for its backward pass, (activations, scores); with checkpointing, layers' inputs."""
         if not self.w["gradient_checkpointing"]:
             return count * layer[0], count * layer[1]
         return self.element * self.w["hidden_size"] * count * tokens, self._scores(squared, 0.0, self.c["mask_keep"])
 
     def _cast_weights(self) -> float:
-        """Returns the bytes of matrices in lower precision that autocast keeps until the backward pass."""
+        """Returns the bytes of weights in lower precision that autocast keeps until the backward pass."""
         if self.element == self.parameter:
             return 0.0
         w = self.w
@@ -183,7 +184,7 @@ class _Builder:
         return self.c["cast_weights"] * self.element * ((self.layers + self.encoders) * matrices + head)
 
     def _running(self, tokens: FloatArray, squared: FloatArray, **held: FloatArray) -> list[FloatArray]:
-        """Returns two phases of a layer without gradients, on top of ``held``: attention, and the rest of the layer."""
+        """Returns two phases of a layer without gradients: attention, and the rest; ``held``: bytes kept besides."""
         w, c, e = self.w, self.c, self.element
         fused, masked = w["attention"] != "eager", w["attention"] == "sdpa"
         wide = c["run_hidden"] * w["hidden_size"] + c["run_ffn"] * self.ffn + c["run_query"] * self.query
@@ -242,10 +243,10 @@ FACTORS = [MONOMIALS.index(name) for name in ("1", "n", "nL", "nL2", "nT", "nT2"
 
 @dataclass(frozen=True)
 class ProfiledMemory:
-    """Predicts the bytes of any batch with a formula that was fitted to measured or simulated batches by :meth:`fit`.
+    """Predicts the bytes of any batch with a formula that :meth:`fit` has fitted to measured or simulated batches.
 
-    The formula is the largest of a few phases, each a sum of ``(1, n, n*L, n*L^2)`` with factors of 0 or more. Samples
-    more than twice as long as the longest fitted one give one warning that the prediction may be wrong."""
+    The formula is the largest of a few phases, each a sum of ``(1, n, n*L, n*L^2)`` with factors of 0 or more. A
+    warning is given once if a sample is more than twice as long as the longest one in the fit."""
 
     static_bytes: int
     phases: Phases
@@ -269,7 +270,7 @@ class ProfiledMemory:
         least = 4 if len(streams) < 2 else 8
         if len(rows) < least:
             wanted = f"ProfiledMemory.fit needs at least {least} rows that did not run out of memory"
-            raise ConfigError(f"{wanted}, but got {len(rows)}; add shapes")
+            raise ConfigError(f"{wanted}, but got {len(rows)}; measure more shapes")
         factors = FACTORS[: 4 if len(streams) < 2 else None]
         shapes, sizes = columns(measurements.shapes())[:, factors], np.maximum(measurements.batch_bytes(), 1.0)
         found, error = max_affine(shapes, sizes)

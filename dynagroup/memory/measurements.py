@@ -67,7 +67,7 @@ class Measurements:
             sizes += [] if row.batch_bytes is None else [row.batch_bytes]
             if row.oom != (row.batch_bytes is None) or not all(0 <= size < float("inf") for size in sizes):
                 wanted = "sizes must be finite and at least 0, and `batch_bytes` None exactly if `oom` is True"
-                raise ConfigError(f"row {number}: {wanted}, but it is {row}")
+                raise ConfigError(f"row {number}: {wanted}, but the row is {row}")
 
     def __iter__(self) -> Iterator[Measurement]:
         return iter(self.rows)
@@ -138,8 +138,7 @@ def simulate(
             ``{"tokens": 512, "target": 64}``.
         inputs: ``(model, num_samples, longest) -> arguments of model.forward``, for models with other inputs.
 
-    Raises:
-        ConfigError: the model cannot run on tensors without data.
+    Raises ConfigError if the model cannot run on tensors without data.
 
     >>> from transformers import GPT2Config
     >>> config = GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=1000)

@@ -57,14 +57,14 @@ class PaddedTokens:
         return shape.num_samples * np.maximum(np.sum(list(shape.longest.values()), axis=0), 1.0)
 
 
-REACH = 64  # the table ends at this many times the first batch's padded tokens, the largest ratio in training
-LONGER = 4  # the table ends at this many times the first batch's lengths; 0 longer samples fit
+REACH = 64  # the table ends at this many times the baseline's padded tokens, the largest ratio in training
+LONGER = 4  # the table ends at this many times the baseline's lengths; longer samples do not fit
 
 
 @dataclass(frozen=True)
 class LargestTable:
-    """Table of the most samples that fit, by the length of the longest sample; computed once, because trees are slow.
-    Lengths are rounded up to a grid with steps of 1 % (7 % with two streams)."""
+    """Table of the most samples that fit, by the length of the longest sample. It is computed once, because XGBoost's
+    trees are slow. Lengths are rounded up to a grid with steps of 1 % (7 % with two streams)."""
 
     grids: Mapping[str, IntArray]
     counts: IntArray

@@ -25,7 +25,7 @@ from dynagroup.validation import explained, warn_user
 PRETRAINED = Path(__file__).parent / "artifacts" / "pretrained.ubj"
 FORMAT = 2
 MIN_ROWS = 8
-MOST_LIFT = 5.0  # largest correction of a log ratio; so large that it never limits a real one
+MOST_LIFT = 5.0  # largest correction of a log ratio by the trees; real ones are far smaller
 # If all of these fields are known, the formula describes the user's own model and not an average one.
 ESSENTIAL = ("mode", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_size", "intermediate_size",
              "vocabulary_size", "encoder_decoder", "dtype", "attention", "gradient_checkpointing")  # fmt: skip
@@ -72,7 +72,7 @@ class Features:
 
 
 def features(shape: BatchShape, baseline: BatchShape, workload: Workload, form: ClosedForm) -> Features:
-    """Returns features of K batches relative to one baseline or K. No means: they could fall as samples are added."""
+    """Returns the trees' input for K batches and their baselines. No means, which could fall as samples are added."""
     ratio = np.log(form.batch_bytes(shape)) - np.log(form.batch_bytes(baseline))
     n, length, target = _logs(shape)
     n_b, length_b, target_b = _logs(baseline)
@@ -136,7 +136,7 @@ class MemoryRegressor:
             right = {"format": FORMAT, "features": list(FEATURES), "seal": seal_of(card), "hashes": hashes}
             wrong = [name for name, value in right.items() if card.get(name) != value]
         if wrong:
-            raise StateError(f"{path} does not match the JSON card beside it in {', '.join(wrong)}; save it again")
+            raise StateError(f"{path} does not match the JSON file beside it in {', '.join(wrong)}; save it again")
         return cls(trees, card, workload or Workload(**card.get("workload", {})))
 
     @classmethod
@@ -150,7 +150,7 @@ class MemoryRegressor:
         least = min((len(t.complete) for t in tables), default=0)
         if least < MIN_ROWS:
             wanted = f"fit needs at least {MIN_ROWS} rows of each workload that did not run out of memory"
-            raise ConfigError(f"{wanted}, but got {least}; add shapes")
+            raise ConfigError(f"{wanted}, but got {least}; measure more shapes")
         fitted = lambda table: ClosedForm.of_phases(ProfiledMemory.fit(table).phases)  # noqa: E731
         forms = [ClosedForm.of(t.workload, {}) if t.workload.phases else fitted(t) for t in tables]
         parts = [*map(pairs_of, tables, forms)]
@@ -236,7 +236,7 @@ class MemoryRegressor:
             self.__dict__["_warned"] = True
             feature = FEATURES[count + int(outside[:, count:].any(axis=0).argmax())]
             warn_user(
-                f"the regressor was not trained on workloads or first batches like this one ({feature} is outside its "
+                f"the regressor was not trained on models or batches like these ({feature} is outside its "
                 "training range), so it may predict too much memory; MemoryRegressor.fit(simulate(...)) fits your model"
             )
         floored = np.where(strange | beyond, np.maximum(predicted, np.exp(found.margin)), predicted)
@@ -244,7 +244,7 @@ class MemoryRegressor:
         return np.where(beyond, np.maximum(floored, padded), floored)
 
 
-# Fields that change how memory depends on the batch. If too few models agree in all, later fields are ignored first.
+# Fields in which similar models should agree. If too few models agree in all of them, the last fields are ignored.
 LIKE = ("mode", "gradient_checkpointing", "attention", "encoder_decoder", "causal", "lm_head", "score_bias", "autocast", "dtype",
         "dropout")  # fmt: skip
 # Sizes by which the most similar models are chosen.
@@ -267,7 +267,7 @@ class Plausible:
 
 
 def _like(workload: Workload, members: Sequence[Mapping[str, Any]], two_streams: bool) -> list[Mapping[str, Any]]:
-    """Returns models that agree in as many fields of ``LIKE`` as possible; of these the third nearest in size."""
+    """Returns models that agree in as many fields of ``LIKE`` as possible; of these, the third with the nearest sizes."""
     found = [m for m in members if m["two_streams"] == two_streams]
     apart = bool(workload.fixed_tokens)
     found = [m for m in found if bool(m["workload"]["fixed_tokens"]) == apart] or list(members)
@@ -284,7 +284,7 @@ def _like(workload: Workload, members: Sequence[Mapping[str, Any]], two_streams:
 
 
 def pairs_of(measurements: Measurements, form: ClosedForm) -> Features:
-    """Returns features of all pairs of rows that did not run out of memory; one row of a pair is the baseline."""
+    """Returns the trees' input for all pairs of rows that did not run out of memory; one row of a pair is the baseline."""
     shapes, size = measurements.shapes(), np.maximum(measurements.batch_bytes(), 1.0)
     first, second = (a.ravel() for a in np.meshgrid(np.arange(len(size)), np.arange(len(size)), indexing="ij"))
     candidate, baseline = (

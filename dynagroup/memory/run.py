@@ -44,7 +44,7 @@ def monomials(n: NDArray[Any], length: NDArray[Any], target: NDArray[Any]) -> Fl
 
 
 def columns(shape: BatchShape, packed: bool = False) -> FloatArray:
-    """Returns the monomials of each shape, float64 (K, 12); if packed, of one sample with the tokens of all."""
+    """Returns the monomials of each shape, float64 (K, 12). A packed batch counts as one sample with all its tokens."""
     if packed:
         total = np.maximum(shape.total[primary(shape.total)], 1)
         return monomials(np.ones_like(total), total, total)
@@ -54,7 +54,7 @@ def columns(shape: BatchShape, packed: bool = False) -> FloatArray:
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """A model's memory by batch shape: that of its largest phase (a moment of a step, in bytes per monomial)."""
+    """A model's memory by batch shape: the largest of its phases (moments of a step), in bytes per monomial."""
 
     rows: tuple[tuple[float, ...], ...]
     """Bytes per monomial of each phase, in the order of ``MONOMIALS``."""
@@ -112,11 +112,11 @@ STARTS = 12
 
 
 def max_affine(known: FloatArray, size: FloatArray) -> tuple[FloatArray, float]:
-    """Max-affine regression: fits phases (P, columns) with factors of at least 0 whose maximum is close to ``size``
-    (K,); returns the phases and their largest relative error.
+    """Max-affine regression: finds phases (P, columns) with factors of at least 0, whose maximum is close to ``size``
+    (K,). Returns the phases, and their largest relative error.
 
-    Alternates from several starts: fits each phase to its rows (non-negative least squares on relative errors), then
-    assigns each row to its largest phase. Another phase is added only if it reduces the error by a fifth."""
+    Each of several starts alternates: fit each phase to its rows (non-negative least squares on relative errors), then
+    give each row to its largest phase. Another phase is added only if it reduces the error by a fifth."""
     best, least = np.zeros((1, known.shape[1])), np.inf
     rng = np.random.default_rng(0)
     orders = [known[:, k] for k in range(1, known.shape[1])] + [size]

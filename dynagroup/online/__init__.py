@@ -1,1 +1,1 @@
-"""Forms batches and updates when lengths are known only after processing."""
+"""Forms batches and updates while loading, for samples whose lengths are known only after processing."""

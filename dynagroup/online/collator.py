@@ -31,8 +31,7 @@ Oversize: TypeAlias = Literal["alone", "error"]
 def measure_sample(sample: Any) -> int:
     """Returns the tokens of one processed sample: its ``input_ids``, or if padded, those that ``attention_mask`` marks.
 
-    Raises:
-        ConfigError: the sample has no ``input_ids``.
+    Raises ConfigError if the sample has no ``input_ids``.
 
     >>> measure_sample({"input_ids": [5, 6, 7]})
     3
@@ -73,9 +72,7 @@ class RefinementCollator:
             index.
         one_kind: "step": in one step all ranks have batches of one kind; "batch": each batch may have another kind.
 
-    Raises:
-        BudgetError: a batch is longer than measured and does not fit; or a sample does not fit and
-        ``oversize="error"``.
+    Raises BudgetError if a batch is longer than measured and does not fit, or a sample does not and oversize="error".
 
     >>> from dynagroup.budget.tokens import TokenBudget
     >>> collate = RefinementCollator(lambda samples: [s["input_ids"] for s in samples], TokenBudget(8), weigh="samples")
@@ -176,7 +173,8 @@ class RefinementCollator:
         return label
 
     def _divide(self, lengths: Streams, labels: Sequence[Any], request: Request) -> tuple[Batches, list[int]]:
-        """Keeps planned batches that fit and have one kind, cuts others; also returns each one's planned number."""
+        """Returns batches: planned ones that still fit and have one kind, others cut anew; and for each, the number of
+        the planned batch that it comes from."""
         kinds = np.array([number_of(label) for label in labels]) if self.has_kinds else np.zeros(len(labels), np.int64)
         make = partial(cut_kinds, budget=self.budget, num_ranks=1, together=False, work=self.work)
         if request.groups is None:
@@ -235,7 +233,7 @@ class RefinementCollator:
             raise BudgetError(f"sample {indices[0]} ({units_of(lengths, 0)}) does not fit even alone; {way_out}")
 
     def _check_width(self, batch: Any, indices: Sequence[int], lengths: Streams, widths: Mapping[str, int]) -> None:
-        """Warns or raises BudgetError if a collated batch is longer than its samples were measured."""
+        """Warns, or raises BudgetError, if a collated batch is longer than its samples were measured to be."""
         packed, multiple = is_packed(self.budget, lengths), self.budget.pad_to_multiple_of
         found = shown(batch, len(indices), [*widths], packed=packed).items()
         wide = {name: tokens for name, tokens in found if tokens > widths[name] + -widths[name] % multiple}
@@ -258,7 +256,7 @@ class RefinementCollator:
 
 
 class _WiderThanMeasured(Exception):
-    """Raised inside when the collate function makes samples longer than they were measured."""
+    """Raised internally when the collate function makes samples longer than they were measured."""
 
 
 def _ids_of(sample: Any) -> Any:
@@ -279,7 +277,7 @@ def _collated_length(collate_fn: Callable[[list[Any]], Any], sample: Any) -> int
 
 
 def _asked(name: str, function: Callable[..., Any], *args: Any, of: int | list[int]) -> Any:
-    """Calls the user's function; errors name it and its samples. A StopIteration must not end the iteration."""
+    """Calls the user's function; errors name the function and its samples. StopIteration must not end the iteration."""
     try:
         return function(*args)
     except ConfigError:

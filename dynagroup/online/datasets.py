@@ -13,7 +13,7 @@ from dynagroup.errors import ConfigError
 from dynagroup.fingerprint import hashed
 from dynagroup.online.messages import Request, WindowSamples, shorten
 
-OPENING = 16  # first samples of a rank's or worker's part to compare; ignored if fewer than a quarter are distinct
+OPENING = 16  # first samples that are compared between workers and ranks; ignored if most are equal
 FETCHED_AT_ONCE = 64  # samples that are read before their bytes are counted for the first time
 
 
@@ -49,7 +49,7 @@ def sample_bytes(sample: Any) -> int:
 
 
 def opening_of(samples: Sequence[Any]) -> int:
-    """Returns a hash (63 bits) of the first samples, to notice equal parts; 0 if these are too few or too similar."""
+    """Returns a hash (63 bits) of the first samples, to find workers that read the same; 0: too few, or too alike."""
     try:
         shown = [repr(sample) for sample in samples[:OPENING]]
     except Exception:  # noqa: BLE001 - a sample's own code may raise anything
@@ -58,7 +58,7 @@ def opening_of(samples: Sequence[Any]) -> int:
 
 
 class _Forwarding:
-    """Reads and sets all other attributes on the dataset, which a ``worker_init_fn`` may expect to get."""
+    """Passes other attributes on to the dataset: a ``worker_init_fn`` may expect to get the dataset."""
 
     def __init__(self, **own: Any) -> None:
         vars(self).update(own)
@@ -102,8 +102,8 @@ class IndexedDataset(_Forwarding):
         return WindowSamples(request.part(0, len(samples)), samples)
 
     def _fetch_bounded(self, request: Request, max_bytes: int) -> list[Any]:
-        """Reads about ``max_bytes`` of samples: whole planned batches, and at least one. The first read shows how large
-        samples are, and the second one reads the rest, so small samples need two reads."""
+        """Reads about ``max_bytes`` of samples: whole planned batches, and at least one. A first read shows how large
+        samples are; if they are small, a second read adds the rest."""
         ends = np.cumsum(request.groups) if request.groups is not None else np.arange(1, len(request) + 1)
         samples: list[Any] = []
         size, wanted = 0, FETCHED_AT_ONCE
@@ -126,7 +126,9 @@ def _fetch(dataset: Any, indices: Sequence[int]) -> list[Any]:
                 asked = [index]
                 samples.append(dataset[index])
     except Exception as error:
-        raise RuntimeError(f"dataset items {shorten(asked)} raised {type(error).__name__}: {error}") from error
+        raise RuntimeError(
+            f"reading the dataset's samples {shorten(asked)} raised {type(error).__name__}: {error}"
+        ) from error
     if len(samples) != len(indices):
         told = f"the dataset's __getitems__ returned {len(samples)} samples for the indices {shorten(indices)}"
         raise RuntimeError(f"{told}; it must return one sample per index, in order")
@@ -137,9 +139,9 @@ FRESH: Mapping[str, Any] = {"read": 0, "until": 0, "keep": (), "state": None}
 
 
 class IterableWindows(_Forwarding, IterableDataset):
-    """Reads an iterable dataset by windows of samples or bytes; the dataset itself must shard its samples over ranks
-    and workers. Sample n of a worker gets the number ``(n * workers + worker) * size + rank``. After a resume, a worker
-    begins with its first window that has unused samples, and leaves out the used ones."""
+    """Reads an iterable dataset by windows of samples or bytes. The dataset must shard its samples over ranks and
+    workers. Sample n of a worker gets the number ``(n * workers + worker) * size + rank``. A resumed worker begins with
+    its first window that has unused samples, and leaves out the used ones."""
 
     def __init__(
         self, dataset: Any, window: int, *, max_bytes: int | None = None, rank: int = 0, size: int = 1
@@ -149,7 +151,7 @@ class IterableWindows(_Forwarding, IterableDataset):
         super().__init__(dataset=dataset, _epoch=epoch, _resume=(0, {}), **how)
 
     def start(self, epoch: int, spots: Mapping[str, Any]) -> None:
-        """Sets the epoch of the next iteration, and the point from which each worker resumes in it."""
+        """Sets the epoch of the next iteration, and for each worker the point from which it resumes."""
         self._epoch.fill_(epoch)
         self._resume = epoch, spots
         set_epoch(self.dataset, epoch)
@@ -171,7 +173,7 @@ class IterableWindows(_Forwarding, IterableDataset):
             yield WindowSamples(request, chosen, {**place, "worker": worker})
 
     def _windows(self, samples: Iterator[Any], spot: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], list[Any]]]:
-        """Yields each window's resume point (with the dataset's state before the window) and its samples."""
+        """Yields windows: resume point (with the dataset's state before the window) and samples."""
         read, until, keep, state = spot["read"], spot["until"], set(spot["keep"]), spot["state"]
         keeps_state = callable(getattr(self.dataset, "state_dict", None)) and hasattr(self.dataset, "load_state_dict")
         while True:
@@ -188,5 +190,5 @@ class IterableWindows(_Forwarding, IterableDataset):
                 return
             opening = 0 if first else opening_of(chosen)
             yield {"read": first, "until": read, "state": state, "numbers": numbers, "opening": opening}, chosen
-            # Called after the first read, because before it a dataset may report an older state.
+            # Asked for after the first read: before that, a dataset may report the state of an earlier run.
             state = self.dataset.state_dict() if keeps_state else None

@@ -1,4 +1,4 @@
-"""Turns one rank's collated windows into steps that all ranks take together, epoch by epoch."""
+"""Turns the collated windows of a rank into steps that all ranks take together, epoch by epoch."""
 
 import time
 from abc import ABC, abstractmethod
@@ -20,7 +20,7 @@ from dynagroup.update.loss_weight import Share, loss_scale
 from dynagroup.update.step import LoaderStats, Step
 from dynagroup.validation import warn_user
 
-LOW_WATER, OF_EACH = 32, 2  # batches in a rank's queue before an exchange; additional ones for each further kind
+LOW_WATER, OF_EACH = 32, 2  # batches that a rank queues before ranks agree; more for each further kind
 
 
 class Take(NamedTuple):
@@ -35,8 +35,8 @@ class Take(NamedTuple):
 @dataclass(eq=False)
 class Runner(ABC):
     """Base class of both runners, which run one epoch, new or resumed. In ``stands``, ``begun_samples`` and
-    ``begun_weight`` are this rank's; ``under_way`` is the samples of the current update on all ranks. With a saved
-    ``place`` it begins with the batches that were queued. ``identity``: values that must be equal on all ranks."""
+    ``begun_weight`` are this rank's; ``under_way`` counts the current update's samples on all ranks. ``place``: a saved
+    state, whose queued batches come first. ``identity``: values that must be equal on all ranks."""
 
     source: Source
     workers: Workers
@@ -62,7 +62,7 @@ class Runner(ABC):
 
     @abstractmethod
     def _more(self) -> None:
-        """Appends further steps to ``due``; after a resume, first those that were agreed when the state was saved."""
+        """Appends steps to ``due``. After a resume, the first ones are those that ranks had agreed on before."""
 
     @property
     @abstractmethod
@@ -94,12 +94,12 @@ class Runner(ABC):
             failure = error
         self.exchange.compare(self.identity, failure)
         if place is not None:
-            # A saved end is no longer the end if a batch had to be split and waits, or if an iterable is read again.
+            # The saved end of an epoch no longer holds if a split batch waits, or if an iterable dataset is read again.
             waits = len(self.queue) or int(place["ended"] and self.feed.receiving)
             self.kinds, before = unpack(place["kinds"]).tolist(), self.feed.kinds_before
             changed = [batch.kind for batch in self.agreed] != before
             waits, changed, *lacking = self.exchange.highest([waits, int(changed), *self._lacking])
-            if changed and self.source.sizes is None:  # processing changed kinds; updates of a set size are agreed anew
+            if changed and self.source.sizes is None:  # processing has changed kinds; with `sizes` they are agreed anew
                 self.agreed, self.queue = [], [*filter(len, self.agreed), *self.queue]
             self.ended = place["ended"] and not (waits or changed)
             self._lend(lacking, [0 if changed else before.count(kind) for kind in self.kinds])
@@ -120,7 +120,7 @@ class Runner(ABC):
 
     @property
     def _in_rows(self) -> bool:
-        """Whether batches keep their order: it is the user's, or that of planned rows of which no batch was split."""
+        """Whether batches keep their order, because the user gave it, or they are planned rows of which none was split."""
         return self.source.groups is not None or (self.source.lengths is not None and not self.split)
 
     def _loaded(self) -> Sequence[Refined] | None:
@@ -139,11 +139,11 @@ class Runner(ABC):
 
     @property
     def _lacking(self) -> list[int]:
-        """For each kind: 1 if this rank has no batch of it for idle steps, else 0."""
+        """For each kind: 1 if this rank has no batch of the kind that it could run in idle steps, else 0."""
         return [int(kind not in self._smallest) for kind in self.kinds]
 
     def _agree(self, batches: Sequence[Refined], receiving: bool, failure: BaseException | None) -> Agreement:
-        """Agrees with all ranks on the next steps of each kind; kinds that are new to a rank are exchanged first."""
+        """Agrees with all ranks on the next steps of each kind. Kinds that are new to a rank are exchanged first."""
         opening, counts = self.feed.opening, Counter(batch.kind for batch in batches)
         new = sorted(counts.keys() - {*self.kinds})
         flags, offered = [opening, -opening, int(self.split), len(new)], [counts[kind] for kind in self.kinds]
@@ -165,7 +165,7 @@ class Runner(ABC):
         return agreement
 
     def _lend(self, lacking: Sequence[int], steps: Sequence[int]) -> None:
-        """Gives a rank that must be idle, but has had no batch of the kind, a copy of another rank's smallest one."""
+        """Gives an idle rank that never had a batch of the kind a copy of another rank's smallest one."""
         for kind, lacks, needed in zip(self.kinds, lacking, steps, strict=True):
             if lacks and needed and self.world.size > 1:
                 own = self._smallest.get(kind)
@@ -222,9 +222,9 @@ class Runner(ABC):
 
 class FreeRunner(Runner):
     """Runs an epoch without updates of a set size: it has as many steps as the rank with the most batches needs. Each
-    rank loads windows until it has ``LOW_WATER`` batches (``OF_EACH`` more per further kind), all ranks :func:`agree`
-    on numbers of steps, and each takes these from its queue. An update's steps are yielded when all are agreed, because
-    its totals are sums over ranks. Cost: one MAX and one SUM per about ``LOW_WATER`` steps."""
+    rank loads windows until it has ``LOW_WATER`` batches (``OF_EACH`` more per further kind). All ranks :func:`agree`
+    on numbers of steps, and each takes so many batches from its queue. The steps of an update are yielded once all are
+    agreed, because its totals are sums over ranks. Cost: one MAX and one SUM per about ``LOW_WATER`` steps."""
 
     @property
     def over(self) -> bool:
@@ -255,7 +255,7 @@ class FreeRunner(Runner):
         feed.share([round(load) for load in loads], round(wanted * samples / max(batches, 1)))
 
     def _pick(self, steps: Sequence[int]) -> list[Refined]:
-        """Takes as many batches of each kind as agreed, with kinds spread evenly; missing ones become idle batches."""
+        """Takes as many batches of each kind as ranks agreed on, kinds evenly mixed; idle batches replace missing ones."""
         queued, number, picked = by_kind(self.queue), self.stands.steps + len(self.agreed), []
         self.queue = []
         for kind, count in zip(self.kinds, steps, strict=True):
@@ -265,8 +265,8 @@ class FreeRunner(Runner):
         return spread(picked)
 
     def _picked(self, batches: Sequence[Refined], steps: int, number: int) -> list[Refined]:
-        """Takes ``steps`` batches of one kind from the queue: in order, or at evenly spread places of the sorted queue,
-        the same places on all ranks."""
+        """Takes ``steps`` batches of one kind from the queue: the next ones, or those at evenly spread places of the
+        sorted queue, which are the same on all ranks."""
         batches = [*batches] if self.feed.receiving else self._even_out(batches, steps)
         count = min(steps, len(batches))
         if self._in_rows:
@@ -289,9 +289,9 @@ class FreeRunner(Runner):
 
 
 class UpdateRunner(Runner):
-    """Runs an epoch with updates of a set size: a window is one rank's part of an update. Each rank takes its batches
-    kind by kind, those of most work first. A rank with fewer batches of a kind than another splits some of its own, and
-    is idle for the rest. Cost: one MAX and one SUM per update."""
+    """Runs an epoch with updates of a set size: a window is one rank's part of an update. Each rank runs its batches
+    kind by kind, those of most work first. A rank with fewer batches of a kind than another splits some, and is idle in
+    the steps that remain. Cost: one MAX and one SUM per update."""
 
     @property
     def over(self) -> bool:

@@ -1,4 +1,4 @@
-"""Supplies an epoch's windows: the DataLoader with its workers, and a feed for each kind of dataset."""
+"""Feeds an epoch's windows from the workers: their DataLoader, and a feed for each kind of dataset."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,8 +27,8 @@ BLANK = Request(np.zeros(0, np.int64))
 
 
 class RequestQueue:
-    """The ``batch_sampler`` of the inner DataLoader: yields the requests of the running feed. While a feed has none, it
-    yields empty windows, because workers ask ahead, before ranks agree or before a window proves to be complete."""
+    """The ``batch_sampler`` of the inner DataLoader: yields the feed's requests for samples. It yields empty requests
+    while the feed has none, because workers ask for requests before ranks have agreed on further ones."""
 
     feed: "MapFeed | None" = None
 
@@ -86,16 +86,17 @@ class Workers(Inner):
 
 
 class MapFeed:
-    """Feeds windows of a map-style dataset: requests are sent to workers in one order, and answers used in that order.
-    If a worker returns only a part of a large window (``window_bytes``), the rest is requested at once and used before
-    later windows. After a resume, batches that were loaded but not used are requested first, grouped as they were."""
+    """Feeds windows of a map-style dataset. It requests samples from workers, and uses the answers in the order of the
+    requests. If an answer has only a part of a large window (``window_bytes``), the rest is requested at once and used
+    before later windows. A resumed feed first requests the batches that were loaded but not used, grouped as they were.
+    """
 
     def __init__(self, source: Source, workers: Workers, place: Mapping[str, Any] | None) -> None:
         self.source, self.workers, self._place = source, workers, place
         world = source.world
         first = (source.groups or ())[:4]
         self.opening = print_of([first, source.order.at(np.arange(sum(first)))]) if first else 0
-        # With updates of a set size, ranks agree on all steps of an update at once, so windows come whole.
+        # With `sizes`, ranks agree on all steps of an update at once, so windows must be whole.
         self._max_bytes = None if source.sizes is not None else source.config.window_bytes
         self._plans = source.requests(world.rank, world.size)
         self._planned = 0  # requests taken from the plans so far
@@ -105,7 +106,7 @@ class MapFeed:
         self._number = 0
         self._waiting: deque[Request] = deque()  # requests that workers have not taken yet
         self._pending: deque[Request] = deque()  # requests whose answers were not used yet, in order
-        self._early: dict[int, RefinedWindow] = {}  # answers that arrived before earlier ones
+        self._early: dict[int, RefinedWindow] = {}  # answers that came too early, by number of the request
         self.kinds_before: list[int] = []  # kinds of the agreed steps in the saved state
         workers.queue.feed = self
         if place is not None:
@@ -115,7 +116,7 @@ class MapFeed:
         return {**vars(self), "_plans": iter(())}  # loaders are copied only between iterations, when plans are used up
 
     def _send_again(self, place: Mapping[str, Any]) -> None:
-        """Requests all batches that were agreed or queued when the state was saved, then the rest of large windows."""
+        """Requests again what was agreed or queued when the state was saved, then the rest of large windows."""
         self._start = place["start"]
         if self.source.sizes is None:
             self._planned = sum(1 for _ in islice(self._plans, place["next"]))
@@ -143,7 +144,7 @@ class MapFeed:
         return sum(map(len, self._pending))
 
     def share(self, loads: Sequence[int], ahead: int) -> None:
-        """Gives windows to ranks by their loads (samples), so that each has ``ahead`` plus prefetched samples."""
+        """Gives windows to ranks until each has ``ahead`` plus prefetched samples; ``loads``: samples each has now."""
         window, world = self.source.config.window, self.source.world
         target = (self.workers.depth + 1) * window + ahead
         windows, self._start = hand_out(loads, self._start, self._stop, window=window, target=target)
@@ -166,7 +167,7 @@ class MapFeed:
         return self._upcoming
 
     def take(self) -> list[Refined]:
-        """Returns the batches of the next window, in the order of the requests. Raises a worker's error."""
+        """Returns the batches of the next window, in the order of requests. Raises the error of a worker."""
         if self._iterator is None:
             self._iterator = self.workers.open_map()
         while not self._pending or self._pending[0].number not in self._early:  # may not even be requested yet
@@ -198,7 +199,7 @@ class MapFeed:
         return replace(request, indices=indices, epoch=self.source.cursor.epoch, **how)
 
     def state(self, front: Sequence[Refined], pool: Sequence[Refined]) -> dict[str, Any]:
-        """Returns the state to save. ``front``: agreed steps; ``pool``: queued batches; both are not used yet."""
+        """Returns the state to save: batches not used yet, of agreed steps (``front``) and from the queue (``pool``)."""
         batches = [*front, *pool]
         kept = [number for number, batch in enumerate(batches) if number >= len(front) and batch.samples is not None]
         groups = {"kinds": pack(batch.kind for batch in front), "batches": pack_groups(b.positions for b in batches)}
@@ -222,8 +223,8 @@ class MapFeed:
 
 
 class IterableFeed:
-    """Feeds windows of an iterable dataset until it ends. The saved state says, for each worker, where it resumes
-    and which later samples were used. Warns if workers read the same samples, so the dataset is not sharded."""
+    """Feeds windows of an iterable dataset until it ends. The saved state has each worker's resume point, and which
+    later samples were used. Warns if workers read the same samples, because then the dataset is not sharded."""
 
     shares = False
     pending_samples = 0
@@ -234,7 +235,7 @@ class IterableFeed:
         self._spots: Mapping[str, Any] = place["workers"] if place else {}
         self._iterator: Iterator[RefinedWindow] | None = None
         self._openings: dict[int, int] = {}
-        # Worker -> its windows that may have unused samples: where each begins, and its samples' numbers.
+        # Worker -> its windows that may have unused samples: where each begins, and the numbers of its samples.
         self._opened: dict[int, deque[Mapping[str, Any]]] = {}
         self.can_take = self.receiving = True
         self.opening = 0  # hash of the first samples that this rank read; 0: not known
@@ -281,8 +282,8 @@ class IterableFeed:
 def resumed(
     source: Source, states: list[Mapping[str, Any]], learned: LearnedLengths | None, orders: EpochOrders
 ) -> tuple[Source, Mapping[str, Any] | None, Cursor]:
-    """Returns what an online epoch resumes with: its source, this rank's saved state, its cursor. On another number of
-    ranks, all samples that no rank has used, the rest of the current update first, become the new order."""
+    """Returns from what an online epoch resumes: its source, this rank's saved state, and its point in the run. On
+    another number of ranks, a new order has all unused samples, first those of the current update."""
     cursor, sizes = source.cursor, source.sizes
     if not states:
         return source.with_lengths(learned, orders), None, cursor
@@ -294,7 +295,7 @@ def resumed(
         return source, place, cursor
     rest = left(source, [state["running"]["feed"] for state in states])
     order = Order(indices, rest if order.base is None else order.base[rest])
-    # Other ranks may have begun the current update: what they have used of it counts as the first rank's.
+    # Other ranks may have begun the current update: the first rank counts what they have used of it.
     begun = [Cursor.of(state["cursor"]) for state in states] if source.world.rank == 0 else []
     samples, weight = sum(c.begun_samples for c in begun), float(sum(c.begun_weight for c in begun))
     joined = replace(cursor, begun_samples=samples, begun_weight=weight)

@@ -75,9 +75,8 @@ class OnlineDataLoader(StepLoader[Any]):
         world: ranks that share the data; None: all of ``torch.distributed``, if initialised.
         **dataloader_kwargs: for torch's ``DataLoader``: ``num_workers``, ``pin_memory``, ``prefetch_factor`` (windows).
 
-    Raises:
-        ConfigError: an argument is wrong, or contradicts another.
-        AlignmentError: during iteration, ranks have different data, seeds or settings, or one failed or stopped.
+    Raises ConfigError if an argument is wrong, or contradicts another; during iteration AlignmentError if ranks have
+    different data, seeds or settings, or one failed or stopped.
 
     >>> from dynagroup import OnlineDataLoader, TokenBudget
     >>> data = [{"input_ids": [1] * n} for n in (3, 9, 2, 8)]
@@ -109,9 +108,9 @@ class OnlineDataLoader(StepLoader[Any]):
         knobs |= {"oversize": oversize, "pad": pad, "kind_of": kind_of, "kinds": orders.kinds}
         collator = RefinementCollator(collate_fn, budget, length_of, **knobs)
         self._workers = Workers(dataset, collator, config, dataloader_kwargs)
-        learns = batch_sampler is None and not self._workers.iterable  # measured lengths are used to plan later epochs
+        learns = batch_sampler is None and not self._workers.iterable  # whether measured lengths plan later epochs
         self._learned = LearnedLengths(len(dataset)) if learns else None
-        self._run_of: Runner | None = None  # the epoch that began last, until another one is chosen
+        self._run_of: Runner | None = None  # runner of the epoch that began last, unless another epoch was chosen since
         self._resume: list[Mapping[str, Any]] = []  # loaded states, until an iteration resumes from them
         self._cursor = Cursor()  # the point where the last epoch ended, or the loaded resume point
         learner = collator.budget.learner
@@ -145,13 +144,15 @@ class OnlineDataLoader(StepLoader[Any]):
         return self._cursor if self._run_of is None else self._run_of.cursor
 
     def _asked(self) -> Cursor:
-        """Returns the point after the updates that workers prefetch."""
+        """Returns the point in the run after the updates that workers prefetch."""
         ahead = 0 if self._run_of is None else self._workers.depth
         return [self.cursor, *islice(self._walk().cursors(self.cursor), ahead)][-1]
 
     def examples(self) -> tuple[Streams, Callable[[int], Any], Callable[..., Any]]:
         if self._workers.iterable:
-            raise ConfigError("an iterable dataset gives each sample once, so none can be tried; leave preflight out")
+            raise ConfigError(
+                "preflight cannot try samples of an iterable dataset, which gives each only once; leave preflight out"
+            )
         places = np.unique(np.linspace(0, len(self.dataset) - 1, EXAMPLES).astype(np.int64)).tolist()
         samples, collator = [self.dataset[place] for place in places], self._workers.collator
         measured = collator.measure(samples, places).items()  # compared over ranks, because processing may be random
@@ -253,7 +254,7 @@ class OnlineDataLoader(StepLoader[Any]):
 
 
 def _bound(shapes: int | None, budget: Budget, hint: Any, config: OnlineConfig) -> Budget:
-    """Returns the budget, or a ladder of ``shapes`` for lengths like ``hint`` and the longest that fits."""
+    """Returns the budget; or with ``shapes``, a ladder of shapes for lengths like ``hint`` and the longest that fits."""
     bound = budget.bind({TOKENS: np.ones(1, np.int32)})
     if bound is not budget and bound.fingerprint != budget.fingerprint:
         way_out = "give MemoryBudget(..., longest=tokens of the longest sample), one .from_bytes, or a TokenBudget"

@@ -31,13 +31,13 @@ from dynagroup.shapes import IntArray, Streams
 @dataclass(frozen=True, slots=True)
 class Request:
     positions: IntArray  # int64 (N,), positions in the epoch's order
-    groups: tuple[int, ...] | None = None  # sizes of planned batches; None: one window that the worker cuts
-    keep: int = 0  # this many of the largest batches are returned with their samples, so that they can be split later
-    planned: bool = False  # True: the plans give this request, so that a saved state only needs to count it
-    number: int = -1  # number among this rank's requests, repeated in the answer; -1: an empty request
+    groups: tuple[int, ...] | None = None  # sizes of the planned batches; None: the worker cuts the window
+    keep: int = 0  # so many of the largest batches keep their samples, so that they can be split later
+    planned: bool = False  # True: plans give this request again after a resume, so a state only counts it
+    number: int = -1  # number of the request, repeated in the answer; -1: an empty request
     indices: Sequence[int] = ()  # dataset indices
     epoch: int = 0  # passed to the dataset's ``set_epoch`` in the worker, if it has one
-    max_bytes: int | None = None  # about the most bytes of samples in an answer; the rest is requested again; None: all
+    max_bytes: int | None = None  # most bytes of samples in an answer; the rest is requested again; None: all
 
     @classmethod
     def of(cls, indices: Sequence[int]) -> "Request":
@@ -67,21 +67,21 @@ class WindowSamples:
 
 @dataclass(frozen=True, slots=True)
 class Refined:
-    """One collated batch, with everything about it that the main process needs."""
+    """One collated batch, with what the main process needs to know of it."""
 
     batch: Any  # what the user's ``collate_fn`` returned
-    indices: list[int]  # dataset indices; for iterable datasets numbers of arrival; else indices into the window
+    indices: list[int]  # dataset indices; or numbers of arrival (iterable dataset), or places in the window
     positions: tuple[int, ...]  # the samples' positions in the epoch's order
     lengths: Streams  # true lengths, after processing
     weight: float  # loss weight, see ``weigh``
     padded: int  # padded tokens
     work: float  # predicted time in linear tokens, without the fixed cost of a step
     real: int  # tokens without padding
-    group: int = 0  # which of the request's planned batches it was made from
+    group: int = 0  # number of the planned batch that it comes from
     oversize: bool = False  # True: a single sample that does not fit even alone
     label: Any = None  # with kinds, the label of all its samples
     kind: int = 0  # the label's number, if all ranks must have one kind in a step; else 0
-    samples: list[Any] | None = None  # the processed samples, if they are kept so that the batch can be split
+    samples: list[Any] | None = None  # its samples, if kept to split the batch
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -116,7 +116,7 @@ def number_of(label: Any) -> int:
 
 
 def _plain(label: Any) -> Any:
-    """Returns the same value for equal labels, e.g. 1 for True, 1.0 and enum members that equal 1."""
+    """Returns one value for all equal labels: for example 1 for True, 1.0, and enum members that equal 1."""
     value = label.item() if isinstance(label, np.generic) else label
     if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
         return int(value)
@@ -179,8 +179,8 @@ def shorten(indices: Sequence[int], most: int = 16) -> str:
     return f"[{shown}]" if len(indices) <= most else f"[{shown}, ... {len(indices)} in all]"
 
 
-# A window is sent from worker to main process in a few blocks of shared memory. Otherwise each tensor would cost a file
-# descriptor and a connection, and a window of a hundred batches has hundreds. Without blocks: half the speed.
+# A window is sent from a worker to the main process in a few blocks of shared memory, not tensor by tensor: each tensor
+# would cost a file descriptor and a connection, and a window of a hundred batches has hundreds, which halves the speed.
 Location: TypeAlias = tuple[torch.dtype, torch.Size, int, int]  # dtype, shape, number of its block, first byte
 
 ALIGN = 64  # bytes: a cache line, and a multiple of every element size

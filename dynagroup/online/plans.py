@@ -1,4 +1,4 @@
-"""Plans the order of an epoch's samples, and the requests for them. Results depend on the arguments alone."""
+"""Plans the order of an epoch's samples, and the requests for them, as functions of their arguments alone."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ from dynagroup.update.schedule import LARGEST_UPDATE, BatchSizeSchedule, UpdateS
 from dynagroup.validation import check_flag, check_int
 
 ROWS_A_REQUEST = 16
-SORTED = 8  # windows per rank whose samples are sorted together if lengths are known roughly
+SORTED = 8  # windows per rank to sort together if lengths are known roughly
 WINDOW_BYTES = 1 << 28
 
 
@@ -66,7 +66,7 @@ class OnlineConfig:
 
 
 class Order(NamedTuple):
-    """An epoch's order: dataset indices by position. ``base``: positions that remain after a resume; None: all."""
+    """The order of an epoch: dataset indices by position. ``base``: the positions left after a resume; None: all."""
 
     indices: IntArray | EpochOrder
     base: IntArray | None = None
@@ -87,8 +87,8 @@ class Order(NamedTuple):
 
 
 class BatchSource(OrderSource):
-    """The order given by a user's batch sampler: the joined indices, and the size of each batch. A sampler without
-    ``set_epoch`` is read once for each earlier epoch, to find the indices of a later one."""
+    """The order of a user's batch sampler: all indices, and the size of each batch. Of a sampler without ``set_epoch``,
+    all earlier epochs are read first."""
 
     NAME = "batch_sampler"
 
@@ -124,10 +124,10 @@ class EpochOrders:
         if len(given) > 1:
             raise ConfigError(f"`{given[0]}` and `{given[1]}` both set the order of samples; pass only one of them")
         if iterable and (given or kinds is not None):
-            way_out = "leave it out for an iterable one, which has its own order, and is labelled by `kind_of`"
+            way_out = "leave it out: an iterable one has its own order, and `kind_of` labels its samples"
             raise ConfigError(f"`{[*given, 'kinds'][0]}` needs a map-style dataset; {way_out}")
         if config.samples_per_update is not None and (iterable or batch_sampler is not None):
-            way_out = "else set `accumulation`, because an update's samples are drawn from one order over all ranks"
+            way_out = "otherwise set `accumulation`"
             raise ConfigError(f"`samples_per_update` needs a map-style dataset and no `batch_sampler`; {way_out}")
         ranks = getattr(sampler, "num_replicas", 1)
         if isinstance(ranks, int) and ranks > 1:
@@ -161,7 +161,7 @@ class EpochOrders:
         return len(self._source) if self.sizes is None else self._source.counted()
 
     def of_epoch(self, epoch: int) -> Order:
-        """Returns dataset indices by position: those of a user's batches are this rank's; none for an iterable."""
+        """Returns dataset indices by position; a user's batches are this rank's only; an iterable dataset has none."""
         source, size = self._source, self.size or 0
         if source is not None:
             return Order(source.of_epoch(epoch) if self.sizes is None else source.counted_epoch(epoch))
@@ -192,12 +192,12 @@ class Source(NamedTuple):
 
     @property
     def shares(self) -> bool:
-        """Whether windows are given to ranks during the epoch, by their loads."""
+        """Whether ranks get windows during the epoch, according to their loads."""
         divided = self.iterable or self.groups is not None or self.sizes is not None
         return not divided and self.lengths is None and self.rough is None
 
     def requests(self, rank: int, size: int) -> Iterator[Request]:
-        """Yields a rank's requests: from the cursor if updates have a set size, else from the order's beginning."""
+        """Yields a rank's requests: from the cursor if updates have a set size, else from the start of the order."""
         if self.groups is not None:
             stops = accumulate(self.groups)
             return (Request(np.arange(stop - n, stop), (n,)) for stop, n in zip(stops, self.groups, strict=True))
@@ -209,7 +209,7 @@ class Source(NamedTuple):
         return iter(()) if self.rough is None else _like(self, self.rough, rank, size)
 
     def with_lengths(self, learned: LearnedLengths | None, orders: EpochOrders) -> "Source":
-        """Returns this source with the known lengths (exact ones for plans, rough ones for windows) and kinds."""
+        """Returns this source with known lengths (exact ones to plan batches, rough ones to form windows) and kinds."""
         source, count = self._replace(lengths=None, rough=None, kinds=None), self.order.num_positions
         if not count or (orders.hint is None and orders.kinds is None and (learned is None or not learned.seen)):
             return source
@@ -221,7 +221,7 @@ class Source(NamedTuple):
         if known is None or learned is None:
             unknown = None if kinds is None else np.zeros(count)
             return source._replace(rough=unknown if orders.hint is None else orders.hint[at], kinds=kinds)
-        unused = np.zeros(count - used, np.int32)  # samples that drop_last leaves out, which are never measured
+        unused = np.zeros(count - used, np.int32)  # drop_last leaves these samples out: never measured
         whole = {name: np.append(values, unused) for name, values in known.items()}
         source = source._replace(kinds=whole.pop(KINDS, kinds))
         if learned.steady:
@@ -231,7 +231,7 @@ class Source(NamedTuple):
 
 
 def _planner(source: Source, lengths: Streams) -> Planner:
-    """Returns the offline sampler's planner over positions; if updates have a set size, its windows are the updates."""
+    """Returns the planner that the offline sampler uses, over positions; with ``sizes``, windows are updates."""
     config, size = source.config, None if source.sizes is None else LARGEST_UPDATE
     how = {name: getattr(config, name) for name in ("shuffle", "seed", "work", "one_kind")}
     kinds = None
@@ -251,7 +251,7 @@ def _own(window: BatchPlan, rank: int) -> list[IntArray]:
 
 
 def _rows(source: Source, planner: Planner, rank: int, size: int) -> Iterator[Request]:
-    """Yields requests for batches as the offline sampler plans them, in rows of equal work over ranks."""
+    """Yields requests for batches as the offline sampler plans them: in rows of equal work over ranks."""
     order = np.arange(source.order.num_positions)
     for window in planner.steps_from(planner.start_of(source.cursor.epoch, size), size, order):
         mine = _own(window, rank)
@@ -261,7 +261,7 @@ def _rows(source: Source, planner: Planner, rank: int, size: int) -> Iterator[Re
 
 
 def _like(source: Source, rough: FloatArray, rank: int, size: int) -> Iterator[Request]:
-    """Yields requests for windows of similar samples, if lengths are known roughly: the samples of several windows per
+    """Yields requests for windows of similar samples, if lengths are known roughly. The samples of several windows per
     rank are sorted and divided, so that all ranks have similar samples at the same time."""
     config = source.config
     together, rng = config.window * size, np.random.default_rng((config.seed, source.cursor.epoch))
@@ -276,8 +276,8 @@ def _like(source: Source, rough: FloatArray, rank: int, size: int) -> Iterator[R
 
 
 def _updates(source: Source, sizes: UpdateSizes, planner: Planner | None, rank: int, size: int) -> Iterator[Request]:
-    """Yields one request per update: this rank's part of the samples that fixed batches would draw. After a resume on
-    other ranks, used samples have no position, and only the rest of the current update is requested."""
+    """Yields a request per update: this rank's part of the samples that fixed batches would draw. When a run resumes on
+    other ranks, used samples have no position, and the rest of the current update comes first."""
     mark, skipped = source.cursor, source.order.skipped
     for begin, stop, after in sizes.spans(mark):
         first, end = max(begin - skipped, 0), stop - skipped
@@ -314,7 +314,7 @@ def as_hint(hint: Any, num_samples: int) -> FloatArray:
 
 
 def behind(cursor: Cursor, samples: int, sizes: UpdateSizes | None) -> Cursor:
-    """Returns the point after the next update of ``samples`` samples, without counting ``steps``."""
+    """Returns the point after the next update, of ``samples`` samples; does not count ``steps``."""
     if sizes is not None:
         return next(sizes.cursors(cursor))
     used, seen = cursor.samples_used + samples, cursor.samples_seen + samples
@@ -322,5 +322,5 @@ def behind(cursor: Cursor, samples: int, sizes: UpdateSizes | None) -> Cursor:
 
 
 def handed_out(cursor: Cursor, samples: int, sizes: UpdateSizes | None) -> Cursor:
-    """Returns the point after all yielded updates, with the current one, which has ``samples`` samples."""
+    """Returns the point after all yielded updates, including the current one of ``samples`` samples."""
     return behind(cursor, samples, sizes) if cursor.begun_rows else cursor

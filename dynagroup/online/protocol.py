@@ -1,5 +1,5 @@
-"""How ranks agree on their next steps: pure functions of integers that all ranks share, and exchanges of these. See
-``docs/alignment.md`` for a proof that it ends; ``tests/online/test_protocol.py`` checks all cases up to a size."""
+"""How ranks agree on their next steps: functions of integers that all ranks share, and exchanges of these integers.
+``docs/alignment.md`` proves that an epoch ends; ``tests/online/test_protocol.py`` checks all small cases."""
 
 import json
 import math
@@ -19,14 +19,14 @@ NOTHING = 1 << 40  # means "no such rank" in a minimum over ranks
 
 
 class Agreement(NamedTuple):
-    steps: list[int]  # number of steps of each kind that all ranks take until the next exchange
+    steps: list[int]  # steps of each kind that all ranks take before they agree again
     last: bool = False  # True: the epoch, or the update, ends after these steps
-    further: int = 0  # how many of these steps are needed only because a step must have one kind
+    further: int = 0  # of these steps, how many are needed only because a step must have one kind
 
 
 def offer(queued: Sequence[int], receiving: bool) -> list[int]:
-    """Returns what one rank reports of its queue: its batches of each kind, and whether more may come. :func:`agree`
-    needs only the maximum over ranks."""
+    """Returns what a rank reports of its queue: its batches of each kind, and whether more may come. :func:`agree`
+    needs only the maximum over ranks of each number."""
     counts = [sum(queued), *queued]
     return [*counts, *(-(count if receiving else NOTHING) for count in counts)]
 
@@ -34,9 +34,9 @@ def offer(queued: Sequence[int], receiving: bool) -> list[int]:
 def agree(highest: Sequence[int]) -> Agreement:
     """Returns the numbers of steps that all ranks take next, from the maximum over ranks of what they :func:`offer`.
 
-    For each kind: the smallest number of batches on any rank that may still get more; the others split batches, or are
-    idle. If it is 0 for every kind: all batches of the kind of which some rank has the most. When no rank can get more:
-    the largest number of each kind, which is the fewest steps possible without moving samples between ranks.
+    For each kind, this is the smallest number of batches on any rank that may still get more; ranks without so many
+    split batches, or are idle. If it is 0 for every kind, all batches of the most frequent kind are run. When no rank
+    can get more, it is the largest number of each kind: no fewer steps are possible without moving samples.
 
     >>> agree([max(column) for column in zip(offer([5], True), offer([3], True))]).steps
     [3]
@@ -54,14 +54,14 @@ def agree(highest: Sequence[int]) -> Agreement:
 
 
 def spread(groups: Sequence[Sequence[T]]) -> list[T]:
-    """Returns the members of all groups in one order, with the members of each group spread evenly."""
+    """Mixes the members of all groups in one order, so that the members of each group are evenly spread."""
     shares = (((n + 0.5) / len(group), number, n) for number, group in enumerate(groups) for n in range(len(group)))
     return [groups[number][n] for _, number, n in sorted(shares)]
 
 
 def even_parts(sizes: Sequence[int], steps: int) -> list[int]:
     """Returns into how many parts to split each batch of ``sizes`` samples (1: not at all) to get ``steps`` batches, or
-    as many as there are samples. Greedy: one more part at a time, for the batch with the largest parts."""
+    as many as there are samples. Greedy: the batch with the largest parts gets one more part, again and again."""
     parts = [1] * len(sizes)
     for _ in range(min(steps, sum(sizes)) - len(sizes)):
         largest = max(range(len(sizes)), key=lambda i: (sizes[i] / parts[i] if parts[i] < sizes[i] else 0, -i))
@@ -95,23 +95,23 @@ def hand_out(
 
 
 def quantiles(seed: int, epoch: int, steps: Iterable[int]) -> list[float]:
-    """Returns places in the sorted queue, in [0, 1), for these steps, the same on every rank. They are a Kronecker
-    sequence of the golden ratio: any consecutive steps are spread evenly, so easy and hard batches mix all epoch."""
+    """Returns places in the sorted queue, in [0, 1), for these steps, the same on every rank: a Kronecker sequence of
+    the golden ratio. Consecutive steps are spread evenly, so small and large batches mix throughout the epoch."""
     first = float(np.random.default_rng((seed, epoch)).random())
     return [(first + step * (math.sqrt(5) - 1) / 2) % 1 for step in steps]
 
 
 def placed(dearest_first: Sequence[T], at: Sequence[float]) -> list[T]:
-    """Returns batches ordered like the numbers ``at``: that of most work at the smallest number. All ranks use the same
-    numbers, so their largest batches are in one step, their second largest in another. By the rearrangement inequality
-    no other order makes ranks wait less."""
+    """Returns batches in the order of the numbers ``at``: the batch of most work at the smallest number. All ranks use
+    the same numbers, so their largest batches are in one step. By the rearrangement inequality ranks then wait least.
+    """
     found = list(dearest_first)
     for item, place in zip(dearest_first, np.argsort(at, kind="stable").tolist(), strict=True):
         found[place] = item
     return found
 
 
-# Number of integers in a MAX. It never changes, so that ranks at different points can still compare them. Further
+# Number of integers in a MAX. It is fixed, so that even ranks at different points of a run can compare them. More
 # integers (for many kinds) are sent in a second MAX.
 WIDTH = 48
 
@@ -121,16 +121,16 @@ def print_of(value: Any) -> int:
 
 
 class Exchange:
-    """Runs and counts the exchanges of one epoch: a MAX of a few integers, then a SUM of a few floats. Each MAX begins
-    with this rank's point in the run and a flag for failures, so that all ranks raise errors instead of waiting."""
+    """Makes and counts the exchanges of an epoch: a MAX of a few integers, then a SUM of a few floats. Each MAX begins
+    with the rank's point in the run and whether it failed, so that all ranks raise an error instead of waiting."""
 
     def __init__(self, world: World, epoch: int = 0) -> None:
         self.world, self.epoch = world if world.size > 1 else SingleProcess(), epoch
         self.count = 0
 
     def highest(self, values: Sequence[int], failure: BaseException | None = None) -> list[int]:
-        """Returns the element-wise maximum over ranks. With ``failure`` this rank raises it, and all others an
-        AlignmentError; all raise AlignmentError if ranks are at different exchanges."""
+        """Returns the largest value over ranks of each integer. If ranks are at different exchanges, all raise
+        AlignmentError; if a rank passes a ``failure``, it raises that, and all others AlignmentError."""
         self.count += 1
         rank, place = self.world.rank, (self.epoch << 32) + self.count
         vector = [place, -place, 0 if failure is None else rank + 1, *values]
@@ -141,21 +141,21 @@ class Exchange:
             raise failure or AlignmentError(f"rank {found[2] - 1} failed while it loaded data: {text}")
         if found[0] != -found[1]:
             raise AlignmentError(
-                f"ranks are at different exchanges: this one is at {self.count} of epoch {self.epoch}, the last at "
+                f"ranks are at different points: this one at exchange {self.count} of epoch {self.epoch}, the last at "
                 f"{found[0] & 0xFFFFFFFF} of epoch {found[0] >> 32}, the first at {-found[1] & 0xFFFFFFFF} of epoch "
-                f"{-found[1] >> 32}; iterate as often and as far on every rank"
+                f"{-found[1] >> 32}; iterate the loader equally often and far on every rank"
             )
         more = self.world.all_max(vector[WIDTH:]) if len(vector) > len(found) else []
         return [*found[3 : len(vector)], *more]
 
     def gathered(self, values: Sequence[int], most: int) -> list[int]:
-        """Returns the sorted union of all ranks' integers (positive, at most ``most`` per rank); only after a MAX."""
+        """Returns all ranks' integers, sorted, without repeats (positive, up to ``most`` a rank); only after a MAX."""
         start, slots = most * self.world.rank, [0] * (most * self.world.size)
         slots[start : start + len(values)] = values
         return sorted({*self.world.all_max(slots)} - {0})
 
     def lend(self, thing: Any) -> Any:
-        """Sends to all ranks the ``thing`` of the highest rank that has one; returns it, or None if no rank has one."""
+        """Sends a ``thing`` from the highest rank that has one to all ranks; returns it, or None if no rank has one."""
         data, failure = b"", None
         try:
             data = b"" if thing is None else pickle.dumps(thing)
@@ -174,7 +174,7 @@ class Exchange:
             raise AlignmentError(f"ranks have unequal {shown}; give every rank the same data, seed and settings")
 
     def _sent(self, data: bytes) -> bytes:
-        """Sends bytes from one rank to all, as a MAX over words, of which all other ranks send none."""
+        """Sends bytes from one rank to all, as a MAX over words to which the other ranks add zeros."""
         [size] = self.world.all_max([len(data)])
         words = self.world.all_max(np.frombuffer(data.ljust(-(-size // 4) * 4, b"\0"), "<u4").tolist())
         return np.asarray(words, "<u4").tobytes()[:size]

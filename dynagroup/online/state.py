@@ -1,4 +1,4 @@
-"""What an online loader saves: positions in compact form, learned lengths, and which ranks' states are needed."""
+"""What an online loader saves: positions in compact form, and learned lengths; and whose states a resume needs."""
 
 import base64
 import zlib
@@ -14,10 +14,10 @@ from dynagroup.shapes import IntArray, Streams
 
 
 def pack(values: Iterable[int] | NDArray[np.integer]) -> str:
-    """Returns integers as compressed text; runs and small steps take little space."""
+    """Returns integers as compressed text. Consecutive or close integers take little space."""
     array = np.asarray(values if isinstance(values, np.ndarray) else list(values), np.int64)
     steps = np.diff(array, prepend=0).astype("<i8")
-    planes = steps.view(np.uint8).reshape(-1, 8).T.tobytes()  # grouping bytes of equal significance compresses better
+    planes = steps.view(np.uint8).reshape(-1, 8).T.tobytes()  # bytes of equal significance in a row compress better
     return base64.b64encode(zlib.compress(planes, 9)).decode()
 
 
@@ -28,7 +28,7 @@ def unpack(text: str) -> IntArray:
 
 
 def pack_groups(groups: Iterable[Sequence[int]]) -> list[Any]:
-    """Returns lists of integers as their sizes and their joined members."""
+    """Returns lists of integers as two parts: their sizes, and all their members as compressed text."""
     groups = [list(group) for group in groups]
     return [[len(group) for group in groups], pack([i for group in groups for i in group])]
 
@@ -60,7 +60,7 @@ STEADY_SHARE = 0.01  # exact batches are planned if at most this share of sample
 
 
 class LearnedLengths:
-    """Lengths and kinds measured in earlier epochs, equal on all ranks, and by this rank in this epoch."""
+    """Lengths and kinds that were measured: in earlier epochs (equal on all ranks), and in this epoch by this rank."""
 
     def __init__(self, num_samples: int) -> None:
         self.num_samples = num_samples
@@ -87,7 +87,7 @@ class LearnedLengths:
         names = sorted(fresh)
         if world.size > 1:
             most, fewest = world.all_max([len(names), -len(names)])
-            names = names if most == -fewest else []  # a rank without a single sample knows no streams
+            names = names if most == -fewest else []  # a rank that had no sample knows no streams
         if not names:
             return
         changed = np.zeros(self.num_samples, np.bool_)
@@ -106,7 +106,7 @@ class LearnedLengths:
         return {"seen": {n: pack(v) for n, v in self.seen.items()}, "fresh": fresh, "steady": self.steady}
 
     def restored(self, states: Sequence[Mapping[str, Any]]) -> "LearnedLengths":
-        """Returns the lengths in a state, with what other ranks' states have measured since."""
+        """Returns the lengths in a rank's state, updated with what other ranks have measured since."""
         other = LearnedLengths(self.num_samples)
         other.steady = states[0]["steady"]
         read = lambda name, text: unpack(text).astype(np.int64 if name == KINDS else np.int32)  # noqa: E731

@@ -43,9 +43,8 @@ def generate_with_oom_retry(
         learned: the :class:`LearningBudget` that learns from failures. None: one per model, kept as long as the model.
         indices: dataset indices of the samples, to name them in messages.
 
-    Raises:
-        BudgetError: a part that cannot be split further does not fit; the message names its samples and their shapes.
-        ConfigError: an option does not work in parts: streamer, ``synced_gpus``, ``return_dict_in_generate``, a cache.
+    Raises BudgetError if a part that cannot be split does not fit (the message names its samples); ConfigError if an
+    option does not work in parts: streamer, ``synced_gpus``, ``return_dict_in_generate``, a cache.
 
     >>> output, num_splits = generate_with_oom_retry(model, batch, max_new_tokens=64)  # doctest: +SKIP
     """
@@ -66,7 +65,7 @@ def generated(
     kwargs = {name: value for name, value in options.items() if not is_data(value)}
     batch = {**batch, **{name: value for name, value in options.items() if name not in kwargs}}
     option = partial(generation_option, model=model, kwargs=kwargs)
-    # # Parts keep the batch's width, because some options of generate depend on padding, or count from the left.
+    # Parts keep the batch's width, because some options of `generate` depend on padding, or count from the left.
     splitter = BatchSplitter(trim=False, vision=VisionTokens.from_config(model.config))
     shape = partial(_final_shape, option, model.config.is_encoder_decoder)
     run = lambda part: model.generate(**part, **kwargs)  # noqa: E731

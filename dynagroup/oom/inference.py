@@ -21,7 +21,7 @@ from dynagroup.validation import check_choice, check_int
 
 Pooling: TypeAlias = Literal["mean", "first", "last"]
 
-# Name of a pooling in sentence-transformers -> name here.
+# Pooling: its name in sentence-transformers -> its name here.
 _POOLINGS = {"cls_token": "first", "mean_tokens": "mean", "lasttoken": "last", "cls": "first", "mean": "mean"}
 _NEW_TOKENS = 128
 _OF_A_JOB = {"batch_size", "budget", "max_length", "progress", "learned"}
@@ -47,10 +47,9 @@ def generate_dataset(
             (default True); ``learned`` (a :class:`~dynagroup.LearningBudget`); arguments of ``generate`` that are not
             per sample.
 
-    Raises:
-        ConfigError: arguments contradict each other, or a text has more tokens than the model has positions.
-        StateError: ``output``, or what was saved beside it, is damaged or was made with other arguments.
-        BudgetError: a text does not fit even alone; the message names it.
+    Raises ConfigError if arguments contradict each other, or a text has more tokens than the model has positions;
+    StateError if ``output`` or its journal is damaged or was made with other arguments; BudgetError if a text does not
+    fit even alone (the message names it).
 
     >>> answers = generate_dataset(model, tokenizer, texts, max_new_tokens=64, output="answers.jsonl")  # doctest: +SKIP
     """
@@ -109,13 +108,11 @@ def iter_classify(
 
 
 def encode(name: str | Path, texts: Sequence[str], *, batch_size: int = 32, **options: Any) -> np.ndarray:
-    """Returns :func:`embed_dataset` for a model's name or folder, with its own settings, on a GPU if there is one.
+    """Embeds texts like :func:`embed_dataset`, by a model's name or folder, with its own settings, on a GPU if any.
 
     Vectors of a sentence-transformers model equal those of ``SentenceTransformer(name).encode(texts)``; other models
-    use pooling "mean". ``options`` of :func:`embed_dataset` override the folder's settings.
-
-    Raises:
-        ConfigError: the folder needs more than pooling and normalising.
+    use pooling "mean". ``options`` of :func:`embed_dataset` override the folder's settings. Raises ConfigError if the
+    folder needs more than pooling and normalising.
 
     >>> encode("sentence-transformers/all-MiniLM-L6-v2", texts).shape  # doctest: +SKIP
     (1000, 384)
@@ -184,7 +181,7 @@ def _generation(model: Any, tokenizer: Any, texts: Any, max_new_tokens: int | No
 
 
 def _forward(model: Any, name: str, wanted: str, rows_of: Callable[[torch.Tensor, Any], Any], **settings: Any) -> Task:
-    """Makes a task of forward passes without gradients; ``rows_of`` turns an output field and the mask into rows."""
+    """Makes a task of forward passes without gradients; ``rows_of`` makes rows of one output field and the mask."""
 
     def outputs(batch: dict[str, Any]) -> torch.Tensor:
         output = model(**batch)
@@ -218,7 +215,7 @@ def _classification(model: Any) -> Task:
 
 
 def _without_head(model: Any) -> Any:
-    """Returns the part of a model that computes hidden states. Of a peft model, the outer layer is removed if the
+    """Returns the part of a model that computes hidden states. The outer layer of a peft model is left out if the
     adapters are in the layers below, where they still run."""
     inner, peft = model, sys.modules.get("peft")  # not imported here: whoever has a peft model has imported peft
     if peft is not None and isinstance(model, peft.PeftModel):

@@ -34,9 +34,9 @@ from dynagroup.update.filling import FillingCollator
 from dynagroup.validation import check_int
 
 _log = logging.getLogger(__name__)
-_PATIENCE_S = 30 * 24 * 3600.0  # seconds that ranks wait for each other; dead ranks close their connections
+_PATIENCE_S = 30 * 24 * 3600.0  # a month: ranks wait for each other; dead ranks close their connections
 _BATCH_SIZE = 16
-_UNSET = 10**9  # tokenizers without a limit report 10**30
+_UNSET = 10**9  # a tokenizer's limit above this means none (it reports 10**30)
 _AT_ONCE = 2**26  # bytes of weights that are copied from a device at a time
 _WHERE_FROM = {"_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "_from_model_config"}
 _HOW = {"use_cache", "attn_implementation", "_attn_implementation", "dtype", "torch_dtype", "architectures"}
@@ -53,7 +53,7 @@ class Task:
     model: Any
     process: "Callable[[Job, dict[str, Any], Sequence[int]], Any]"
     """``(job, padded batch, indices of its samples) -> results of the samples``."""
-    settings: Mapping[str, Any]  # what results depend on, besides model, tokenizer and texts
+    settings: Mapping[str, Any]  # settings on which results depend, besides model, tokenizer and texts
     kind: Kind = VECTORS
     mode: Mode = "forward"
     padding_side: Literal["left", "right"] = "right"
@@ -103,18 +103,18 @@ class Job:
         highest, lowest = world.all_max(numbers), world.all_max([-n for n in numbers])
         if differing := [name for name, a, b in zip(identity, highest, lowest, strict=True) if a != -b]:
             what = ", ".join(differing)
-            raise ConfigError(f"all ranks must run the same job, but {what} are not equal; give all the same")
+            raise ConfigError(f"all ranks must run the same job, but have different {what}; give all ranks the same")
         if not _on_all(world, out.is_finished):
             self._prepare()
             with closing(out):
                 self._finish(out, world)
         if world.rank == 0:
-            out.clear()  # needed if an earlier run was killed after writing the output
+            out.clear()  # an earlier run may have been killed after writing the output
         return out.read()
 
     # Ranks of a job wait for each other four times: until the first rank has locked the output; until all have read
     # what was finished before (only then may any rank add to it); until all have finished (then the first rank writes
-    # the output); and until the output exists. An error before that is raised on every rank. The lock is kept until the
+    # the output); and until the output exists. Errors before that are raised on every rank. The lock is kept until the
     # output exists, so another process is either refused, or finds a complete output.
     def _finish(self, out: Output, world: World) -> None:
         if _on_all(world, lambda: world.rank == 0 and out.claim()):  # another process has finished the job
@@ -137,7 +137,7 @@ class Job:
         task, budget = self.task, self._given_budget
         known: Any = partial(MemoryRegressor.of_model, task.model, task.mode, max_new_tokens=task.new_tokens)
         if budget is None:
-            one_batch = len(self.texts) <= self._batch_size  # fits by assumption, so the model need not be traced
+            one_batch = len(self.texts) <= self._batch_size  # fits by assumption: no trace needed
             budget, known = MemoryBudget(self._batch_size), PaddedTokens if one_batch else known
         budget = budget.with_memory(known).bind({TOKENS: self.lengths})
         if self._shapes is None or not len(self.texts):
@@ -145,7 +145,7 @@ class Job:
         return few_shapes(self._shapes, self.lengths, budget, window=len(self.texts))
 
     def _prepare(self) -> None:
-        """Measures the texts before anything is run or written, because on a GPU too long a text ends the process."""
+        """Measures the texts before anything is run or written: on a GPU, a text that is too long ends the process."""
         lengths, (_, last) = self.lengths, _positions(self.task.model)
         new = self.task.new_tokens if self.task.padding_side == "left" else 0
         if last is not None and len(over := np.flatnonzero(lengths + new > last)):
@@ -213,7 +213,7 @@ def evaluating(model: Any) -> Iterator[None]:
 
 
 def _positions(model: Any) -> tuple[int | None, int | None]:
-    """Returns how many tokens a model says it accepts, and how many learned positions it has; None: not known."""
+    """Returns how many tokens a model accepts by its config, and how many learned positions it has; None: unknown."""
     config = getattr(model, "config", None)
     narrow = getattr(config, "get_text_config", None)
     stated = getattr(config if narrow is None else narrow(), "max_position_embeddings", None)
@@ -228,7 +228,7 @@ def _positions(model: Any) -> tuple[int | None, int | None]:
 
 
 def identity_of(model: Any, tokenizer: Any, texts: Iterable[str], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns everything that results depend on, for JSON; equal in every process, wherever the model was loaded."""
+    """Returns all that results depend on, as text for JSON; equal in every process, wherever the model was loaded."""
     configs = [getattr(part, "config", None) for part in model.modules()]
     return {
         "model": f"{type(model).__name__} {_digest(_weights(model))}",
@@ -257,7 +257,7 @@ def _said(value: Any) -> str | int | None:
 
 
 def _tokenizer(tokenizer: Any) -> str:
-    """Returns a tokenizer's rules or vocabulary, special tokens, and the ids of some words, as a hash."""
+    """Returns a hash of a tokenizer: its rules or vocabulary, its special tokens, and the ids of some words."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = tokenizer.get_vocab() if backend is None else json.loads(backend.to_str())
     rules = sorted((k, v) for k, v in rules.items() if k not in ("truncation", "padding"))  # every call changes these

@@ -20,7 +20,7 @@ from dynagroup.shapes import BatchShape, Streams, largest_within
 from dynagroup.update.filling import Shape
 from dynagroup.update.loader import StepLoader
 
-LENGTHS, SAMPLED = 4, 1 << 16  # number of lengths to try, each with the most samples that fit; of lengths to read
+LENGTHS, SAMPLED = 4, 1 << 16  # lengths to try, each with as many samples as fit; most samples whose lengths are read
 SAID = 1000  # bytes of an error message that ranks exchange
 
 
@@ -43,10 +43,9 @@ def preflight(model: Any, loader: StepLoader[Any], compute_loss: Callable[[Any, 
     Returns:
         list of (samples, tokens per sample) of each batch that passed, in the order of running; one count per stream.
 
-    Raises:
-        BudgetError: on all ranks: a batch ran out of memory, and the budget cannot learn from it: it is no LearningBudget,
-            ``shapes`` or FSDP is used, or the batch is one sample. The message names shape, bytes and the budget to set.
-        AlignmentError: another rank failed.
+    Raises BudgetError on all ranks if a batch ran out of memory and the budget cannot learn from it: it is no
+    LearningBudget, ``shapes`` or FSDP is used, or the batch is one sample. The message names shape, bytes and the
+    budget to set. Raises AlignmentError if another rank failed.
 
     >>> from dynagroup import PlannedDataLoader, TokenBudget
     >>> loader = PlannedDataLoader(torch.eye(6), [1, 2, 2, 4, 4, 4], TokenBudget(8), weigh="samples")
@@ -88,7 +87,7 @@ def preflight(model: Any, loader: StepLoader[Any], compute_loss: Callable[[Any, 
 
 
 def _shapes_to_run(lengths: Streams, loader: StepLoader[Any]) -> list[tuple[int, Shape, BatchShape]]:
-    """Returns (sample, shape, shape for the budget) of each batch, which repeats that sample; most expensive first."""
+    """Returns (sample to repeat, shape, shape for the budget) of each batch to run, most expensive first."""
     budget = loader.budget.held(loader.budget.applied)
     names, ladder = padded_streams(budget, lengths), budget.ladder
     num: Any = len(lengths[names[0]])
@@ -146,8 +145,8 @@ def _failure(run: Callable[[], None], world: World, told: str) -> str | None:
     return bytes(words).decode(errors="ignore").strip() or None
 
 
-# ZeRO keeps what it has reduced in its optimizer. In some modes it adds to it, and parameters that an update does not use
-# keep it. So it is dropped, and passes are counted from the start, as after a step.
+# ZeRO keeps reduced gradients in its optimizer. Some modes add to them, or keep them for parameters that an update does
+# not use. So they are dropped, and passes are counted from 0, as after a step.
 def _drop_gradients(model: torch.nn.Module, engine: Any) -> None:
     for parameter in model.parameters():
         parameter.grad = None

@@ -26,11 +26,11 @@ _BACKENDS = ("cuda", "xpu", "mps", "npu")
 def attempt(
     run: Callable[[Any], T], part: Any, shape: Callable[[], BatchShape], learned: LearningBudget, watch: PeakWatch | None
 ) -> tuple[T | None, str | None]:  # fmt: skip
-    """Returns (``run(part)``, None), or (None, message) if it ran out of memory; then none of its tensors are alive.
-    Other errors are raised. ``learned`` records successes and wasted time, but not that this ``shape`` failed.
+    """Returns (``run(part)``, None), or (None, message) if it ran out of memory, with none of its tensors alive. Other
+    errors are raised. ``learned`` records successes and wasted time, but not that this ``shape`` failed.
 
-    Frames keep a failed attempt's tensors alive, the traceback keeps the frames, and the handled exception keeps the
-    traceback. So frames are cleared and the ``except`` block is left before memory is collected."""
+    A failed attempt's tensors are kept alive by its frames, these by the traceback, and that by the handled exception.
+    So frames are cleared, and the ``except`` block is left, before memory is collected."""
     started = time.perf_counter()
     try:
         value = run(part)
@@ -88,8 +88,7 @@ def run_with_oom_retry(
         learned: a :class:`LearningBudget` that learns from failures; it splits parts that would fail again.
         indices: dataset indices of the samples, to name them in messages.
 
-    Raises:
-        BudgetError: a part that cannot be split further failed; the message names its samples and their shapes.
+    Raises BudgetError if a part that cannot be split further failed; the message names its samples and their shapes.
 
     >>> def double(batch):
     ...     if len(batch) > 2:
@@ -106,7 +105,7 @@ def run_parts(
     fn: Callable[[Any], T], batch: Any, splitter: Splitter[Any], learned: LearningBudget, *, min_samples: int = 1,
     indices: Sequence[int] = (), shape: Callable[[Any, int], BatchShape] = shape_of, watch: PeakWatch | None = None,
 ) -> list[Any]:  # fmt: skip
-    """Works like :func:`run_with_oom_retry`; ``shape(part, number of samples)`` is the shape that memory depends on."""
+    """Works like :func:`run_with_oom_retry`; ``shape(part, number of samples)`` returns the shape as memory sees it."""
     num_samples, smallest = splitter.num_samples(batch), 2 * check_int("min_samples", min_samples)
     done, waiting = [], [(0, num_samples)]
     while waiting:

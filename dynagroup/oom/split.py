@@ -27,7 +27,7 @@ _WHOLE = (type(None), str, bytes, int, float, np.generic)
 _IGNORED_LABEL = -100
 _BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
 _LONGEST = ("max_length_q", "max_length_k", "max_seqlen")
-# Fields that join all samples: key -> (kind, True: one row per patch; False: one row per image).
+# Fields in which all samples are joined: key -> (kind; True: one row per patch, False: one row per image).
 _VISION_KEYS = {
     "pixel_values": ("image", True), "image_grid_thw": ("image", False), "pixel_values_videos": ("video", True),
     "video_grid_thw": ("video", False), "second_per_grid_ts": ("video", False),
@@ -99,7 +99,9 @@ class BatchSplitter:
             return len(batch)
         fields = _fields_of(batch)
         if fields is None:
-            raise ConfigError(f"a batch of type {type(batch).__name__} cannot be split; pass `split`, see Splitter")
+            raise ConfigError(
+                f"a batch of type {type(batch).__name__} cannot be split; pass `split`, your own dynagroup.oom.Splitter"
+            )
         borders = packed_borders(fields)
         if borders is not None:
             return len(borders) - 1
@@ -135,8 +137,8 @@ class BatchSplitter:
         return _rebuild(batch, parts, start, stop)
 
     def _trim(self, parts: Fields, fields: Fields, num_samples: int, start: int, stop: int) -> None:
-        """Trims all fields that have one entry per token, in place; none, if a field that is not known is as wide as
-        the mask, or if a label would be removed."""
+        """Trims all fields with one entry per token, in place. It trims none if an unknown field is as wide as the
+        mask, or if a label would be removed."""
         mask, known = fields.get("attention_mask"), _TOKEN_KEYS | self.rules.keys() | _SHARED_KEYS
         if not _is_array(mask) or mask.ndim != 2:
             return
@@ -264,7 +266,7 @@ def packed_borders(batch: Mapping[Any, Any]) -> list[int] | None:
 
 
 def _take_packed(key: str, value: Any, borders: list[int], start: int, stop: int) -> Any:
-    """Returns the part of one field that is for samples ``start`` to ``stop - 1`` of a packed batch."""
+    """Returns the part of a packed batch's field that belongs to samples ``start`` to ``stop - 1``."""
     tokens, num_samples, first, last = borders[-1], len(borders) - 1, borders[start], borders[stop]
     if key in _BORDERS:
         return value[start : stop + 1] - value[start]
@@ -287,7 +289,7 @@ def _take_packed(key: str, value: Any, borders: list[int], start: int, stop: int
 
 
 def _take_vision(fields: Mapping[Any, Any], key: str, start: int, stop: int, tokens: VisionTokens | None) -> Any:
-    """Returns some samples' rows of images (None: no images). Placeholder tokens show whose an image is."""
+    """Returns the rows of images that belong to some samples (None: no images), judged by placeholder tokens."""
     kind, per_patch = _VISION_KEYS[key]
     token_id, types = getattr(tokens, f"{kind}_token_id", None), fields.get("mm_token_type_ids")
     if token_id is None and types is None:

@@ -28,7 +28,7 @@ _ESCAPED = re.compile("[\x85\u2028\u2029\ud800-\udfff]")  # characters that some
 
 @dataclass(frozen=True)
 class Kind:
-    """The format of a job's results: file suffix, and functions that turn one result into bytes, or write all."""
+    """The format of a job's results: its file suffix, and functions that turn one result into bytes, and write all."""
 
     suffix: str
     pack: Callable[[Any], bytes]
@@ -39,7 +39,7 @@ class Kind:
 
 
 def _as_json(value: Any) -> str:
-    """Returns a value as JSON text that every reader takes for one line."""
+    """Returns a value as JSON text in one line, without characters that some readers take for a line end."""
     return _ESCAPED.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(value, ensure_ascii=False))
 
 
@@ -63,12 +63,11 @@ VECTORS = Kind(  # float32 vectors of one width, gathered into an array (num_sam
 )  # fmt: skip
 
 
-# A write-ahead journal. The file PATH.job describes the job, and when the job is finished, the output. The run that
-# works on the job holds a lock on that file, which is never removed or replaced. In PATH.journal/ each process of each
-# run writes its own file of records (length, checksum, index, result). Checksums start from the identity of the job, so
-# an intact record is a result of this job. A file is read up to its first record that is not intact (torn by a crash,
-# or damaged later). The output is renamed into place after PATH.job describes it. Cost: one fsync per batch.
-# all ranks have all of theirs, so nothing else can fail then. Cost: an exchange of gradients as in DDP, and one small
+# A write-ahead journal. The file PATH.job describes the job and, once the job is finished, its output. The run that
+# works on the job locks that file, which is never removed or replaced. In the folder PATH.journal, each process of each
+# run writes its own file of records (length, checksum, index, result). Checksums start from the job's identity, so an
+# intact record is a result of this job. A file is read up to its first record that is not intact (torn by a crash, or
+# damaged later). The output is renamed into place after PATH.job describes it. Cost: one fsync per batch.
 class Output:
     """A job's output file, and until it is complete, the journal of finished samples beside it."""
 
@@ -114,7 +113,7 @@ class Output:
         return False
 
     def _said(self, found: str = "") -> None:
-        """Raises StateError if the job file describes another job, or another output than the one found."""
+        """Raises StateError if the job file describes another job, or another output than ``found``."""
         try:
             line = self._receipt.read_bytes()
             receipt = opened(json.loads(line.partition(b"\n")[0]), "job", self._identity)[0] if line else {}
@@ -126,7 +125,7 @@ class Output:
             raise StateError(f"{self._receipt} was written by another job: {error}. {way_out}") from error
 
     def _say(self, output: str) -> None:
-        """Overwrites the first line of the job file in place. Only this line is read, so older text after it does no harm."""
+        """Overwrites the first line of the job file in place. Older text after it does no harm, because it is not read."""
         self._lock.seek(0)
         self._lock.write(json.dumps(sealed("job", self._identity, {"output": output})).encode() + b"\n")
         self._lock.flush()

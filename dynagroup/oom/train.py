@@ -149,7 +149,7 @@ class OomSafeBackward:
         self._backward = backward if backward is not None else lambda loss: loss.backward()
         self._device = next(model.parameters()).device
         self._peak = PeakWatch(self._device)
-        self._began = False  # True: the latest attempt reached its backward pass, which may have added to gradients
+        self._began = False  # True: the latest attempt began its backward pass, which may have added to gradients
         self._update: Update | None = None
         self.learned = learned if learned is not None else LearningBudget()
         """What out-of-memory errors have taught so far, with its report."""
@@ -169,10 +169,8 @@ class OomSafeBackward:
             indices: dataset indices of the samples, to name them in messages.
             idle: True: the rank has no samples in this step, so nothing is run.
 
-        Raises:
-            BudgetError: a sample does not fit even alone; raised on every rank when the update ends.
-            AlignmentError: a rank has stopped. Other errors end the update and leave ``.grad`` as without this class.
-        """
+        Raises BudgetError on every rank, at the end of the update, if a sample does not fit even alone; AlignmentError if
+        a rank has stopped. Other errors end the update and leave ``.grad`` as without this class."""
         self._update = update = self._update or Update([p for p in self._model.parameters() if p.requires_grad])
         update.num_calls += 1
         try:
@@ -180,7 +178,7 @@ class OomSafeBackward:
                 stop = self._splitter.num_samples(batch)
                 update.waiting.append(Part(update.num_calls, batch, indices, compute_loss, loss_scale, 0, stop))
                 self._run_waiting(update)
-        except BaseException:  # the next call begins a new update
+        except BaseException:  # so that the next call begins a new update
             self._update = None
             update.end(keep=True)
             raise
@@ -213,7 +211,7 @@ class OomSafeBackward:
                 update.undo()
 
     def _may_fit(self, update: Update, part: Part) -> bool:
-        """Returns False if learned limits or failures in this update say that the part fails, and it can be split."""
+        """Returns False if the part can be split, and learned limits or failures of this update say that it fails."""
         known = self.learned.has_learned or math.isfinite(update.failed_cost)
         if not known or part.num_samples == 1:
             return True
@@ -221,7 +219,7 @@ class OomSafeBackward:
         return bool(self.learned.allows(shape)[0]) and float(self.learned.cost(shape)[0]) < update.failed_cost
 
     def _attempt(self, update: Update, part: Part) -> bool:
-        """Returns whether the part fits in memory. A failure leaves nothing behind but gradients, see ``_began``."""
+        """Returns whether the part fits in memory. A failure may leave only gradients behind (``_began``)."""
         # The random states that dropout uses: torch's on the CPU and on one device.
         kind = self._device.type
         sources: list[Any] = [torch] if kind == "cpu" else [torch, getattr(torch, kind)]
@@ -232,7 +230,7 @@ class OomSafeBackward:
         self._began = False
         samples, shape = part.samples(self._splitter), partial(part.shape, self._splitter)
         part.loss, error = attempt(partial(self._run, part), samples, shape, self.learned, self._peak)
-        if error is not None:  # recorded by `learned` when the update ends, on all ranks alike, so that plans are equal
+        if error is not None:  # recorded when the update ends, on all ranks alike, so that plans stay equal
             update.failed_cost = min(update.failed_cost, float(self.learned.cost(shape())[0]))
         return error is None
 
@@ -246,11 +244,9 @@ class OomSafeBackward:
         return loss.detach()
 
     # Every rank exchanges its result, even after a failure, so no rank waits forever. Gradients are exchanged only when
-    # all ranks have all of theirs, so nothing else can fail then. Cost: an exchange of gradients as in DDP, and one
-    # small # all ranks have all of theirs, so nothing else can fail then. Cost: a small all-reduce, and one of
-    # gradients.
+    # all ranks have all of theirs, so nothing else can fail then. Cost: one small all-reduce, and one of gradients.
     def _finish(self, update: Update) -> None:
-        """Ends an update: gradients are averaged over ranks; or all ranks raise, with the gradients from before."""
+        """Ends an update: averages gradients over ranks; or all ranks raise, and restore the gradients from before."""
         held = zip(update.parameters, update.before, strict=True)
         present = [int(p.grad is not None or before is not None) for p, before in held]
         cost = -NO_COST if math.isinf(update.failed_cost) else -int(update.failed_cost * COST_UNIT)
@@ -268,7 +264,7 @@ class OomSafeBackward:
             used = [p for p, anywhere in zip(update.parameters, present, strict=True) if anywhere]
             group: Any = self._ddp.process_group
             average_gradients(used, group)
-            # Like DDP before a forward pass: copies the buffers of the group's first rank.
+            # Works like DDP before a forward pass: copies the buffers of the group's first rank.
             for buffer in self._ddp.modules_buffers if self._ddp.broadcast_buffers else ():
                 dist.broadcast(buffer.data, src=dist.get_process_group_ranks(group)[0], group=group)
 
@@ -284,7 +280,9 @@ def find_ddp(model: torch.nn.Module) -> DistributedDataParallel | None:
             raise ConfigError(f"{told}; {way_out}")
         if ddp is not None and (isinstance(module, SyncBatchNorm) or getattr(module, "static_graph", False)):
             way_out = "use another normalisation, and static_graph=False"
-            raise ConfigError(f"`model` contains {type(module).__name__}, which no rank can run alone; {way_out}")
+            raise ConfigError(
+                f"`model` contains {type(module).__name__}, which exchanges data between ranks in each pass; {way_out}"
+            )
     return ddp
 
 

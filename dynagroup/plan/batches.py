@@ -16,7 +16,7 @@ from dynagroup.shapes import BatchShape, IntArray, Streams, primary
 from dynagroup.validation import LARGEST, check_int
 
 RoundBatch: TypeAlias = Callable[[int], int]
-CHUNK, ROW = 1 << 18, 1 << 9  # samples that are processed at a time; 64-bit words of a row of their checksum
+CHUNK, ROW = 1 << 18, 1 << 9  # samples that are read at a time; 64-bit words in a row of the checksum's table
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -83,7 +83,7 @@ def offsets_of(sizes: NDArray[Any]) -> IntArray:
 
 
 def offsets_of_path(came_from: Sequence[int]) -> IntArray:
-    """Returns the offsets of a cut; ``came_from[stop]`` is the start of the batch that ends at ``stop``."""
+    """Returns the offsets of a cut, found from its end: the batch that ends at ``stop`` starts at ``came_from[stop]``."""
     offsets = [len(came_from) - 1]
     while offsets[-1] > 0:
         offsets.append(came_from[offsets[-1]])
@@ -91,7 +91,7 @@ def offsets_of_path(came_from: Sequence[int]) -> IntArray:
 
 
 def shapes_of(batches: Batches, lengths: Streams) -> BatchShape:
-    """Returns the true shape of every batch; ``batches`` are positions in ``lengths``."""
+    """Returns every batch's number of samples, longest and total length; ``batches`` are positions in ``lengths``."""
     if not len(batches.order):
         none = np.zeros(0, np.int64)
         return BatchShape(none, dict.fromkeys(lengths, none), dict.fromkeys(lengths, none))
@@ -145,7 +145,7 @@ def friendly_size(size: int) -> int:
 
 
 def allowed_sizes(most: int, round_batch: RoundBatch) -> IntArray:
-    """Returns the batch sizes up to ``most`` that ``round_batch`` gives, ascending, and all sizes below the smallest.
+    """Returns all results of ``round_batch`` up to ``most``, and all sizes below the smallest result; ascending.
 
     >>> allowed_sizes(20, multiple_of(8)).tolist()
     [1, 2, 3, 4, 5, 6, 7, 8, 16]
@@ -163,7 +163,7 @@ def _rounded(size: int, round_batch: RoundBatch) -> int:
     return min(int(rounded), LARGEST)
 
 
-# Facts about all samples, computed in passes over blocks of the lengths, because a memory map may have a billion.
+# The functions below read the lengths in blocks, because a memory map may have a billion of them.
 
 
 def tokens_of(lengths: Mapping[str, NDArray[Any]], budget: Budget) -> NDArray[Any]:
@@ -173,7 +173,7 @@ def tokens_of(lengths: Mapping[str, NDArray[Any]], budget: Budget) -> NDArray[An
 
 
 def maxima_of(lengths: Streams) -> dict[str, IntArray]:
-    """Returns the greatest length of each block, by stream: int64 (blocks,). Later passes skip blocks by it."""
+    """Returns the greatest length in each block of samples, by stream: int64 (blocks,). Lets later passes skip blocks."""
     starts = np.arange(0, len(lengths[primary(lengths)]), CHUNK)
     return {name: np.maximum.reduceat(values, starts).astype(np.int64) for name, values in lengths.items()}
 
@@ -199,8 +199,8 @@ def oversize_of(lengths: Streams, budget: Budget, maxima: Mapping[str, IntArray]
 
 
 def checksum(values: NDArray[Any]) -> int:
-    """Returns a CRC-32 of an array that need not be contiguous. A full block counts by its sums: of rows and of columns of
-    a table of 64-bit words. A value that changes or moves changes one of them, and sums are as fast as memory."""
+    """Returns a CRC-32 of an array. Instead of a full block's values, it uses the sums of rows and of columns of a
+    table of 64-bit words: a value that changes or moves changes a sum, and sums are as fast as reading memory."""
     found = 0
     for start in range(0, len(values), CHUNK):
         block = np.ascontiguousarray(values[start : start + CHUNK])
@@ -210,7 +210,7 @@ def checksum(values: NDArray[Any]) -> int:
     return found
 
 
-# Branch and bound: blocks in falling order of what they can hold at most, until none can hold more than was found.
+# Branch and bound: reads blocks by their greatest possible sample, until no other block can have a greater one.
 def longest_of(lengths: Streams, budget: Budget, left_out: IntArray, maxima: Mapping[str, IntArray]) -> int:
     """Returns the dataset index of the sample with the most tokens, except those in ``left_out`` (sorted)."""
     found, most, bounds = 0, -1, tokens_of(maxima, budget)

@@ -1,7 +1,7 @@
-"""Predicts the time of a batch, its *work*, in linear tokens. Work cuts windows and balances ranks, never what fits.
+"""Predicts the time of a batch (its *work*), to cut windows and balance ranks. Work does not decide what fits.
 
-A *linear token* is the time of one token in the matrix products of a model. Attention adds time that grows with the
-square of the sample's length, and every step has a fixed cost.
+Its unit, the *linear token*, is the time that a model's matrix products take for one token. Attention adds time that
+grows with the square of a sample's length, and every step has a fixed cost.
 """
 
 import math
@@ -21,7 +21,7 @@ from dynagroup.shapes import TOKENS, Streams, primary
 from dynagroup.validation import check_choice, check_number
 
 CPU_PER_STEP = 128.0
-"""Fixed cost of a step on a CPU in linear tokens, which launches no kernels. Measured, see ``docs/benchmarks.md``."""
+"""Fixed cost of a step on a CPU, in linear tokens; measured, see ``docs/benchmarks.md``."""
 
 Meet: TypeAlias = Literal["step", "stream"]
 PATCHES = "patches"
@@ -66,8 +66,7 @@ class Work:
         crossover: float, tokens at which attention takes as long as everything else; ``math.inf``: no attention.
         streams: prices by stream, such as ``{"patches": Price(unit=0.1)}``. ConfigError: no stream has that name.
         meet: where ranks wait for each other. "step": at the end of a step (DDP), which takes the largest work of a
-            rank. "stream": in every layer (FSDP, ZeRO-3), so a step takes the sum of the largest work of a rank per
-            stream.
+            rank. "stream": in every layer (FSDP, ZeRO-3), which takes the sum over streams of the largest work.
 
     >>> Work(per_step=100, crossover=1000).of_lengths([10, 1000]).tolist()
     [10.1, 2000.0]
@@ -113,15 +112,15 @@ class Work:
         matrices = 2 * attention + 2 * sizes["num_kv_heads"] * sizes["head_size"]
         matrices += (3 if sizes["gated_mlp"] else 2) * sizes["intermediate_size"] * sizes["experts_per_token"]
         linear = 2.0 * hidden * (matrices + sizes["vocabulary_size"] / layers)
-        # Launching a layer's kernels takes as long as 3e10 operations; moving weights and gradients as long as 256
-        # tokens.
+        # Launching a layer's kernels takes as long as 3e10 operations; moving weights and gradients, as 256 tokens.
         per_step = CPU_PER_STEP if str(device).startswith("cpu") else float(np.clip(3e10 / linear, 256, 2048))
         tower = _vision_tower(getattr(config, "vision_config", None), linear * layers)
         return cls(per_step=per_step, crossover=linear / (4.0 * attention), streams=tower)
 
     @classmethod
     def of_known(cls, model: Any, *, device: Any) -> "Work":
-        """Returns :meth:`of` the model, or the device's default for other models and for configs without sizes.
+        """Works like :meth:`of`, but returns the device's default for a model of unknown sizes.
+
         >>> Work.of_known(object(), device="cpu").per_step == CPU_PER_STEP
         True
         """
@@ -135,13 +134,11 @@ class Work:
 
     @classmethod
     def fit(cls, rows: Iterable[tuple[int, int | Mapping[str, int], float]]) -> "Work":
-        """Fits work to measured padded steps, each (samples, tokens of the longest, seconds). With several streams,
-        give a
-        dict instead of tokens, with what each sample of the batch has: ``{"tokens": 512, "patches": 1024}``.
+        """Fits work to measured padded steps, each (samples, tokens of the longest sample, seconds).
 
-        The fit is non-negative least squares on relative errors of ``seconds = a + sum(b * n * L + c * n * L**2)``,
-        summed over streams. ConfigError: there are fewer distinct shapes than coefficients, or a number is not
-        positive.
+        Instead of tokens, a step may have a dict by stream: ``{"tokens": 512, "patches": 1024}``. The fit is
+        non-negative least squares on relative errors of ``seconds = a + sum(b * n * L + c * n * L**2)``. Raises
+        ConfigError if there are fewer different shapes than coefficients, or a number is not positive.
 
         >>> work = Work(per_step=500, crossover=4000)
         >>> shapes = [(1, 100), (8, 100), (8, 1000), (2, 4000)]
@@ -219,9 +216,8 @@ class Work:
 
 
 def _vision_tower(config: Any, of_token: float) -> dict[str, Price]:
-    """Returns the price of a vision patch from its config: ``2 * (4 * width**2 + matrices * width * inner)`` operations
-    per layer, relative to a token's. Attention takes ``4 * width`` per patch attended to, in layers of full
-    attention."""
+    """Returns the price of a vision patch, from the config: its operations per layer, relative to those of a token, are
+    ``2 * (4 * width**2 + matrices * width * inner)``, and in full attention ``4 * width`` per patch attended to."""
 
     def first(*names: str) -> Any:
         return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
@@ -236,9 +232,8 @@ def _vision_tower(config: Any, of_token: float) -> dict[str, Price]:
     return {PATCHES: Price(unit=layers * weights / of_token, crossover=weights / (4.0 * width * wide))}
 
 
-# Non-negative least squares (Lawson and Hanson 1974) by enumerating active sets: 2**columns solutions of a few
-# unknowns. Columns are scaled, because squares are 10**7 times a constant. A square is used only together with its
-# linear column.
+# Non-negative least squares (Lawson and Hanson 1974) by trying all 2**columns sets of factors above 0. Columns are
+# scaled, because squares are 10**7 times a constant. A square is used only together with its linear column.
 def _non_negative(products: NDArray[np.float64], targets: NDArray[np.float64]) -> list[float]:
     """Returns factors of at least 0 (the second above 0), one per column, of least squared ``1 - columns @ factors``.
 

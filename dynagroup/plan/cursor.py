@@ -1,5 +1,5 @@
-"""The point that a run has reached, as a few integers, from which it can resume. Offline ``planner._Window.rest`` plans
-what remains of a window after a cursor; online ``online/feeds.resumed`` does the same for an epoch."""
+"""A point in a run, stored as a few integers, from which the run can resume. ``planner._Window.rest`` plans the rest of
+a window after it; ``online/feeds.resumed`` continues an epoch of the online loader."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -19,10 +19,10 @@ class Cursor:
         window_size: int, samples planned together, fixed when the epoch's plan begins; 0 before.
         windows_done: int, number of windows that are used up.
         carried: dataset indices that could fill no row of these windows, and come first in the next one.
-        segments: how far the next window (or with updates of a set size, the current update) was used: (ranks, rows,
-            limit that the budget had learned) of each run.
+        segments: how much of the next window (or with updates of a set size, of the current update) was used: for each
+            run (ranks, rows, learned limit of the budget).
         update: int, updates since training began.
-        samples_used, samples_seen: int, samples of the epoch's order used or left out; used since training began.
+        samples_used, samples_seen: int, samples that this epoch used or left out; that training has used.
         current: int, size that the last update should have; None before the first.
         begun_rows: int, steps taken of the current update, which the four fields above do not count; 0 between updates.
         begun_samples, begun_weight: int, float, samples and weight of these steps.
@@ -47,7 +47,7 @@ class Cursor:
     begun_weight: float = 0.0
 
     def after_rows(self, rows: int, ranks: int, limit: float | None = None) -> "Cursor":
-        """Returns the point after this many more rows of the current window."""
+        """Returns the point ``rows`` steps later in the current window."""
         if not rows:
             return self
         *before, (size, done, by) = self.segments or ((ranks, 0, limit),)
@@ -56,7 +56,7 @@ class Cursor:
         return replace(self, steps=self.steps + rows, segments=(*before, (ranks, done + rows, limit)))
 
     def after_window(self, carried: Sequence[int] = ()) -> "Cursor":
-        """Returns the point after the current window, whose rows :meth:`after_rows` has counted."""
+        """Returns the point after the current window, if :meth:`after_rows` has counted all its rows."""
         return replace(self, windows_done=self.windows_done + 1, segments=(), carried=tuple(carried))
 
     def state(self) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class Cursor:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> "Cursor":
-        """Reads what :meth:`state` returned, also after JSON, and among other fields."""
+        """Reads what :meth:`state` returned; ``state`` may have passed through JSON and have other fields."""
         found = {field.name: state[field.name] for field in fields(cls)}
         segments = tuple((ranks, rows, limit) for ranks, rows, limit in state["segments"])
         return cls(**{**found, "segments": segments, "carried": tuple(state["carried"])})

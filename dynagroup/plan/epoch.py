@@ -18,7 +18,7 @@ from dynagroup.validation import check_int, explained
 
 ROUNDS = 8
 NONE = np.zeros(0, np.int64)
-BLOCK = 1 << 14  # indices that are computed at once for smaller slices
+BLOCK = 1 << 14  # least number of indices that are computed at once
 
 
 def epoch_order(num_samples: int, *, seed: int, epoch: int) -> IntArray:
@@ -35,11 +35,10 @@ def epoch_order(num_samples: int, *, seed: int, epoch: int) -> IntArray:
 
 class EpochOrder:
     """A permutation of ``num_samples`` dataset indices that can be read at any position without storing it. The sorted
-    indices ``left_out`` are not counted and do not occur.
+    indices in ``left_out`` do not occur.
 
-    It is an alternating Feistel network over a grid of about sqrt(n) by sqrt(n) cells, with cycle walking past cells
-    that are no sample (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002; rounds of MurmurHash3).
-    """
+    It is an alternating Feistel network over a grid of about sqrt(n) by sqrt(n) cells; cycle walking skips cells
+    without a sample (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002; rounds of MurmurHash3)."""
 
     def __init__(
         self, num_samples: int, *, seed: int, epoch: int, shuffle: bool = True, left_out: IntArray = NONE
@@ -145,7 +144,7 @@ class GroupedOrder:
 
 
 class Windows:
-    """The (start, stop) of each window in the epoch's order, in the order of use; not stored.
+    """Computes where each window starts and stops in the epoch's order: (start, stop), in the order of use.
 
     The window with the longest sample is used first, so that an out-of-memory error comes at once. It also gets the
     samples that are left over, so that the size of all other windows is a multiple of the number of ranks. ``first`` is
@@ -175,7 +174,7 @@ class Windows:
 def windows_of_kinds(
     order: IntArray, kinds: NDArray, size: int, *, least: int, rng: Any = None, tokens: IntArray | None = None
 ) -> tuple[IntArray, list[tuple[int, int]], IntArray]:
-    """Returns dataset indices, window after window; (start, stop) of each, in order of use; each kind's last window.
+    """Returns dataset indices in windows; (start, stop) of each, in order of use; the number of each kind's last window.
 
     A window has about ``size`` samples of the most common kind. Samples of rarer kinds, at least ``least``, are in some
     windows, evenly spread (by ``rng``, else to the middle), so that each kind is sorted among many of its own. The window
@@ -227,7 +226,7 @@ class Mixture:
         with explained(f"`sources` must map names to dataset indices, at least one each, but is {sources!r:.200}"):
             self._sources = {name: np.asarray(indices) for name, indices in sources.items()}
             if any(i.ndim != 1 or not i.size or i.dtype.kind not in "iu" for i in self._sources.values()):
-                raise ValueError("indices are integers; of a mask take np.flatnonzero(mask)")
+                raise ValueError("dataset indices are integers; for a boolean mask give np.flatnonzero(mask)")
         self._shares = shares if callable(shares) else lambda epoch: shares
         self._size = check_int("num_samples", sum(map(len, sources.values())) if num_samples is None else num_samples)
         self._seed, self._epoch = check_int("seed", seed, least=0), 0
@@ -243,12 +242,12 @@ class Mixture:
         self._epoch = epoch
 
     def counts(self, epoch: int) -> dict[str, int]:
-        """Returns the samples of each source in an epoch, by the largest remainder method."""
+        """Returns how many samples each source gives in an epoch, by the largest remainder method."""
         wanted = f"`shares` must have a weight of at least 0 (not all 0) for each of {list(self._sources)}"
         with explained(f"{wanted}, but in epoch {epoch} is {(given := self._shares(epoch))!r}"):
             shares = np.array([given[name] for name in self._sources], np.float64)
             if len(given) > len(shares) or not (np.isfinite(shares).all() and shares.min() >= 0 < shares.sum()):
-                raise ValueError("these are no such weights")
+                raise ValueError("a weight is missing, negative, or has no source")
         exact = self._size * shares / shares.sum()
         counts = np.floor(exact).astype(np.int64)
         counts[np.argsort(counts - exact, kind="stable")[: self._size - counts.sum()]] += 1
@@ -271,8 +270,8 @@ class OrderSource:
     """Reads a user's sampler of indices once per epoch, and keeps the indices of the running epoch.
 
     A sampler with ``set_epoch`` is given the epoch. If the sampler has a ``torch.Generator`` as ``generator``, all
-    earlier epochs are drawn first, from the generator's first state, so that an epoch always has the same order. Other
-    samplers are just read. ConfigError: the sampler can be iterated only once, or yields a value that is no index."""
+    earlier epochs are drawn first, so that an epoch always has the same order. Other samplers are just read. Raises
+    ConfigError if the sampler can be read only once, or yields a value that is no index."""
 
     NAME = "order"
 
@@ -299,13 +298,15 @@ class OrderSource:
         return self._counts[len(left_out)]
 
     def counted_epoch(self, epoch: int, left_out: IntArray = NONE) -> IntArray:
-        """Returns the indices of an epoch without those left out. ConfigError: their number is not :meth:`counted`."""
+        """Returns the indices of an epoch, without those left out. ConfigError: other epochs have another number."""
         drawn, wanted, indices = self.counted(), self.counted(left_out), self.of_epoch(epoch)
         kept = indices[~np.isin(indices, left_out)] if len(left_out) else indices
         if (len(indices), len(kept)) != (drawn, wanted):
             said = f"`sampler` yields {len(indices)} indices ({len(kept)} that fit) in epoch {epoch}"
             way_out = "yield each sample once in every epoch, and correct __len__"
-            raise ConfigError(f"{said}, but {drawn} ({wanted} that fit) by its len() or in the epoch before; {way_out}")
+            raise ConfigError(
+                f"{said}, but {drawn} ({wanted} that fit) by its len(), or in the epoch before; {way_out}"
+            )
         return kept
 
     def of_epoch(self, epoch: int) -> IntArray:
@@ -327,7 +328,9 @@ class OrderSource:
                 self._before[drawn + 1 :] = [self._generator.get_state()]
         elif not (read := list(self._source)) and len(self._indices):
             name = type(self._source).__name__
-            raise ConfigError(f"`order` ({name}) yields indices in one epoch only; its __iter__ must begin anew")
+            raise ConfigError(
+                f"`order` ({name}) yields nothing after its first epoch; its __iter__ must begin anew each time"
+            )
         else:
             return read
         return list(self._source)
@@ -344,11 +347,11 @@ class OrderSource:
 
 
 def check_alike(order: OrderSource, epoch: int) -> None:
-    """Raises AlignmentError if ``order`` is not the same on all ranks, which must all call it, once per epoch."""
+    """Raises AlignmentError if ranks have different orders. All ranks must call it, once per epoch."""
     crc = order.checksum(epoch)
     highest, lowest = current_world().all_max([crc, -crc])
     if highest != -lowest:
         raise AlignmentError(
-            f"`order` yields other indices on other ranks in epoch {epoch}, so samples would be lost and repeated; "
+            f"`order` yields different indices on different ranks in epoch {epoch}, so samples would be lost and repeated; "
             "seed it the same on all ranks, e.g. RandomSampler(data, generator=torch.Generator().manual_seed(0))"
         )

@@ -1,4 +1,4 @@
-"""For samples with several lengths: an order in which neighbours are similar, maxima of runs, and costs to balance."""
+"""Plans samples with several lengths (streams): an order with similar neighbours, maxima of runs, costs to balance."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,13 +11,14 @@ from dynagroup.plan.batches import Batches, longest_first, shapes_of
 from dynagroup.plan.cost import Work
 from dynagroup.shapes import TOKENS, IntArray, Streams
 
-LEAST, SHARE, MOST = 128, 4096, 2048  # padded tokens that a division must save: 1/SHARE, from LEAST to MOST
-# Exchanges: neighbours in length, samples of a batch, exchanges that are tried; dearest over mean to stop at; least gain
+LEAST, SHARE, MOST = 128, 4096, 2048  # padding a division must save: 1/SHARE of all tokens, from LEAST to MOST
+# For exchanges: how many similar batches, samples of a batch and exchanges are tried; stop if the most expensive batch
+# is within ENOUGH of the mean; least gain that counts
 BESIDE, SOME, TRIED, ENOUGH, WORTH = 8, 32, 8, 1.01, 1e-6
 
 
 class RunMaxima:
-    """Sparse table: gives the largest value of any run of up to ``reach`` values in O(1); O(N log reach) memory."""
+    """Sparse table: returns the maximum of up to ``reach`` consecutive values in O(1); takes O(N log reach) memory."""
 
     def __init__(self, values: NDArray, reach: int) -> None:
         levels, width = [values], 1
@@ -29,18 +30,19 @@ class RunMaxima:
         self._levels = np.stack(levels)
 
     def of(self, starts: IntArray | int, sizes: IntArray | int) -> NDArray:
-        """Returns the largest value of each run, given by its start and its number of values (at least 1)."""
+        """Returns the maxima of groups of consecutive values, given by first positions and sizes (1 or more)."""
         level = np.frexp(np.asarray(sizes, np.float64))[1] - 1
         second = starts + sizes - (1 << level.astype(np.int64))
         return np.maximum(self._levels[level, starts], self._levels[level, second])
 
 
-# Recursive bisection of boxes, like building a k-d tree. At first all samples are one box, as wide in each stream as
-# their longest. A box is divided in two along the stream that saves the most padded tokens, unless that saves few. The
-# half with larger samples comes first; inside a box samples are sorted by tokens, descending. So neighbours need little
-# padding in every stream. O(N log N) per level; a box takes 40 microseconds per stream: 10 ms for 1,000 samples.
+# Recursive bisection, like building a k-d tree. At first all samples are one box, padded to its longest sample in each
+# stream. A box is divided along the stream where that saves the most padding, until no division saves enough. The part
+# with larger samples comes first; in an undivided box, samples are sorted by their tokens. Neighbours then need little
+# padding in every stream. O(N log N) per level: 10 ms for 1,000 samples.
 def alike_order(units: Sequence[IntArray]) -> IntArray:
-    """Returns positions in an order with similar neighbours in every stream, long samples first. ``units``: per stream.
+    """Sorts samples by several lengths (``units``: one array per stream) so that neighbours are similar; returns
+    positions.
 
     >>> alike_order([np.array([90, 10, 90, 11]), np.array([10, 90, 11, 90])]).tolist()
     [2, 0, 3, 1]
@@ -59,7 +61,7 @@ def alike_order(units: Sequence[IntArray]) -> IntArray:
 
 
 def _divided(box: IntArray, units: IntArray, worth: int) -> list[IntArray]:
-    """Returns the best two halves of a box, larger samples last; none if a division saves too little."""
+    """Returns the two parts of a box of samples that need least padding, larger samples last; [] if little is saved."""
     most, best = len(box) * int(units.max(axis=1).sum()) - worth, []
     before = np.arange(1, len(box))
     for stream in units:
@@ -75,9 +77,9 @@ def _divided(box: IntArray, units: IntArray, worth: int) -> list[IntArray]:
 
 
 def costs_of_rows(lengths: Streams, budget: Budget, work: Work) -> NDArray[np.float64] | None:
-    """Returns the costs of samples that the batches of a row should share equally, float64 (K, N): the work (or units)
-    of each stream, and if ranks wait for each other only at the end of a step, also the work of all streams together.
-    None: one cost is enough, because all streams count as tokens with one price."""
+    """Returns the costs of each sample that ranks should share equally in a step: float64 (K, N). Each stream is a
+    cost. If ranks wait for each other only at the end of a step, so is the sum of all streams. None: a single cost is
+    enough, because all streams are tokens with one price."""
     summed, priced = work.meet == "step", work.priced(budget, lengths)
     each = {n: work.price(n).of(v) if n in priced else v for n, v in lengths.items() if v.any()}
     if len(each) < 2 or (summed and len(padded_streams(budget, lengths)) == len(lengths) and not work.streams):
@@ -88,12 +90,12 @@ def costs_of_rows(lengths: Streams, budget: Budget, work: Work) -> NDArray[np.fl
     return found * (found[0].sum() / found.sum(axis=1, keepdims=True))
 
 
-# Local search by exchanges (Kernighan and Lin 1970). A batch's price is the sum of its costs, each over the mean of its
-# row, to the 16th power: of a row, nearly its dearest batches alone. The dearest batch in each cost gives a sample to a
-# batch of about the same length, takes one, or both, where that lowers the price most, both batches fit, and neither
-# row takes longer. Powers are squares of squares: all processors give the same last bit, and so all ranks one plan.
+# Local search by exchanges (Kernighan and Lin 1970). A batch's rating adds up its costs, each divided by the mean of
+# its row and raised to the 16th power, so that the most expensive batches decide. For each cost, the most expensive
+# batch gives or takes a sample, or exchanges two, with a batch of similar length: whatever lowers ratings most, if both
+# fit and no row takes longer. Squares of squares give all ranks the same last bit, and so the same plan.
 class Exchanges:
-    """Rows whose samples change places. Each batch also has a place for nobody, so that it may grow."""
+    """Exchanges samples between batches to make rows more even. Each batch has one empty place, so that it may grow."""
 
     def __init__(self, rows: Batches, num_ranks: int, lengths: Streams, budget: Budget, work: Work) -> None:
         self.rows, self.nobody, self.fits, self.ranks = rows, len(rows.order), budget.fits, num_ranks
@@ -102,9 +104,9 @@ class Exchanges:
         self.units, priced = {name: v[rows.order] for name, v in lengths.items()}, work.priced(budget, lengths)
         pads = () if is_packed(budget, lengths) else padded_streams(budget, lengths)
         self.padded, timed = (np.asarray([name in names for name in lengths]) for names in (pads, priced))
-        self.timed = [timed] if work.meet == "step" else np.eye(len(timed), dtype=np.bool_)[timed]  # summed: in a step
+        self.timed = [timed] if work.meet == "step" else np.eye(len(timed), dtype=np.bool_)[timed]  # a sum if in a step
         each = [work.price(name).of(v) if name in priced else v for name, v in self.units.items()]
-        self.each = np.pad(np.asarray([*each, np.ones(self.nobody)]), ((0, 0), (0, 1)))  # the last row counts samples
+        self.each = np.pad(np.asarray([*each, np.ones(self.nobody)]), ((0, 0), (0, 1)))  # last row: 1 per sample
         self.renew()
         self.place = np.argsort(np.argsort(self.longest[:-1][self.padded].sum(axis=0), kind="stable"))
         mean = self.costs.reshape(len(each), -1, num_ranks).mean(axis=2)
@@ -133,7 +135,7 @@ class Exchanges:
         near = (abs(self.place - self.place[at]) <= BESIDE) & (np.arange(len(self.rows)) != at)
         ours, theirs = (np.flatnonzero(which[self.of])[::-1] for which in (np.arange(len(self.rows)) == at, near))
         pairs = ours[:: 1 + len(ours) // SOME, None], theirs[None, :: 1 + len(theirs) // (16 * SOME)]
-        gain, slow = np.zeros(1), np.zeros(1, np.bool_)  # by ours, theirs
+        gain, slow = np.zeros(1), np.zeros(1, np.bool_)  # (samples of this batch, samples of others)
         for one, other in (pairs, pairs[::-1]):
             batch, gives, takes = self.of[one], self.each[:, self.who[one]], self.each[:, self.who[other]]
             costs = self.costs_of(self.sums[:, batch] - gives + takes, np.maximum(self.longest[:, batch], takes))

@@ -1,4 +1,4 @@
-"""Forms packed batches (samples joined without padding) within limits, with equal work for the batches of a row."""
+"""Forms packed batches (samples end to end, without padding) within limits, with equal work for all ranks."""
 
 import heapq
 import math
@@ -15,10 +15,10 @@ from dynagroup.plan.batches import Batches
 from dynagroup.plan.cost import DEFAULT_WORK, Work
 from dynagroup.shapes import BatchShape, IntArray, Streams, primary
 
-WORTH = 1.02  # one more row may take this factor of the fewest rows' predicted time, if rows then have equal work
-EQUAL = 0.05  # largest difference between a row's batches, relative to their mean work
+WORTH = 1.02  # factor: what one row more than necessary may take, if ranks then have equal work
+EQUAL = 0.05  # work is equal if it differs by at most this share of the mean
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-LENGTHS = 97  # quantiles of lengths at which a budget is asked for the most tokens of a batch, for each of COUNTS
+LENGTHS = 97  # so many lengths, with each number of samples in COUNTS, are asked about
 
 
 def pack(
@@ -26,10 +26,9 @@ def pack(
 ) -> Batches:
     """Divides a window into packed batches that fit ``budget``: few rows, each of ``multiple`` batches of equal work.
 
-    A sample of more work than its row's equal part sets the row's time anyway, so the row's other batches may have as
-    much work as that sample. An oversize sample is a batch of its own. Takes 10 ms for 4,096 samples. Returns positions
-    in the window, sorted within a batch. Batches with the most work (or ``costs``, of each sample) come first. If there
-    are enough samples, the number of batches is a multiple of ``multiple``.
+    A sample with more work than an equal part sets its row's time anyway, so the row's other batches may have as much.
+    An oversize sample is a batch of its own. Returns positions in the window, sorted within a batch; batches of most
+    work (or ``costs`` of samples) come first. Their number is a multiple of ``multiple`` if there are enough samples.
     """
     if not len(lengths[primary(lengths)]):
         return Batches.concatenate([])
@@ -42,19 +41,19 @@ def pack(
 
 @dataclass(slots=True)
 class Bin:
-    """A batch that is being filled."""
+    """A batch that is being filled with items (samples)."""
 
     load: float  # cost of its items, plus a start value that lets other batches be filled first
     room: float  # size of the largest item that still fits
     slots: int  # number of items that it may still get
-    used: list[float]  # sum over its items, for each limit on a sum
+    used: list[float]  # what its items add up to, for each limit on a sum
     members: list[int] = field(default_factory=list)
 
 
 class Room:
-    """The limits of a batch, on sums over its items and on their number (``slots``); the largest items are put in first.
-    ``sums``: (units of each item, largest sum in a batch); the first one gives the size of an item. ``asked``: (number of
-    items, largest item) -> largest first sum. ``together``: whether items fit, for budgets that are no limits on sums.
+    """The limits of a batch of items (samples), which are put in largest first. ``sums``: pairs of (units of each item,
+    largest sum in a batch); units of the first pair are an item's size. ``slots``: most items. For other budgets
+    ``asked``: a function (number of items, largest item) -> largest sum of sizes; or ``together``: whether items fit.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class Room:
         return Bin(load, self.sums[0][1] if slots else -1, slots, [0] * len(self.sums))
 
     def admits(self, bin: Bin, item: int) -> bool:
-        """Returns whether an item that fits an empty batch also fits this one."""
+        """Returns whether an item, which fits an empty batch, also fits this one."""
         if not bin.members:
             return bin.slots > 0
         if bin.room < self.sizes[item]:
@@ -89,11 +88,10 @@ class Room:
             bin.room = min(bin.room, self._asked(len(bin.members) + 1, bin.members[0]) - bin.used[0])
 
 
-# List scheduling, longest processing time first (LPT; Graham 1969), under limits. Batches with too little room for an
-# item wait in a heap, sorted by room, until an item is small enough; each waits at most once per item in it. O(N log
-# N).
+# List scheduling, longest processing time first (LPT; Graham 1969), with limits. Batches with too little room for an
+# item wait in a heap, sorted by room, until an item is small enough, each at most once per item in it. O(N log N).
 def least_loaded(order: Iterable[int], costs: Sequence[float], bins: list[Bin], room: Room) -> bool:
-    """Puts each item, in this order, into the batch with the least load that it fits; returns False if it fits none."""
+    """Puts each item, in this order, into the batch with the least load that has room; returns False if none has."""
     open_ = [(bin.load, number) for number, bin in enumerate(bins)]
     heapq.heapify(open_)
     waiting: list[tuple[float, int]] = []
@@ -119,7 +117,7 @@ def least_loaded(order: Iterable[int], costs: Sequence[float], bins: list[Bin], 
 
 
 def best_fit(order: Iterable[int], costs: Sequence[float], new: Callable[[], Bin], room: Room) -> list[Bin]:
-    """Puts each item, in order, into the fullest batch that it fits, or a new one. O(N log batches), N insertions."""
+    """Best fit: puts each item, in order, into the fullest batch with room, or into a new one. O(N log batches)."""
     bins: list[Bin] = []
     by_room: list[tuple[float, int]] = []
     for item in order:
@@ -136,7 +134,7 @@ def best_fit(order: Iterable[int], costs: Sequence[float], new: Callable[[], Bin
 
 
 def fill_empty(parts: list[list[int]]) -> None:
-    """Moves an item into each empty part, from the part with the most items, if that part has two or more."""
+    """Gives each empty part an item of the part with the most items, as long as that has two or more."""
     fullest = [(-len(part), number) for number, part in enumerate(parts) if part]
     heapq.heapify(fullest)
     for part in [part for part in parts if not part]:
@@ -173,8 +171,9 @@ def room_of(lengths: Streams, budget: Budget) -> Room:
 
 
 def _asked(budget: Budget, tokens: IntArray) -> Callable[[int, int], float]:
-    """Returns the most tokens of a batch by (samples, its longest sample), found by bisection on a grid. A monotone
-    budget that allows a cell's tokens also allows them with fewer samples, or a shorter longest sample."""
+    """Returns a function (number of samples, longest sample) -> the most tokens of a batch, from a grid that bisection
+    fills. What a cell allows is also allowed with fewer samples or a shorter longest one, because budgets are monotone.
+    """
     counts = [n for n in COUNTS if n <= len(tokens)] + [len(tokens) + 1]
     longest: list[int] = np.unique(np.quantile(tokens, np.linspace(0, 1, LENGTHS), method="higher")).tolist()
     longest_of, count_of = (grid.ravel() for grid in np.meshgrid(longest, counts, indexing="ij"))
@@ -192,7 +191,7 @@ class Packing:
 
     def __init__(self, lengths: Streams, budget: Budget, costs: NDArray[np.float64], multiple: int) -> None:
         wide = {name: values.astype(np.int64) for name, values in lengths.items()}
-        alone = budget.fits(BatchShape(np.ones(len(costs), np.int64), wide, wide))  # first: names missing streams
+        alone = budget.fits(BatchShape(np.ones(len(costs), np.int64), wide, wide))  # now: reports missing streams
         self._room = room_of(lengths, budget)
         self._costs, self._list, self._multiple = costs, costs.tolist(), multiple
         order = np.argsort(-costs, kind="stable")
@@ -200,7 +199,7 @@ class Packing:
         self._oversize: list[int] = order[~alone[order]].tolist()
 
     def rows(self, per_step: float) -> list[list[int]]:
-        """Returns the fewest rows; or one more, if rows then have equal work and take at most 2 % more time."""
+        """Returns the fewest rows; or one row more, if batches then have equal work and take at most 2 % more time."""
         fewest = self._fewest()
         given = self._multiple == 1 or len(fewest) % self._multiple
         if given or self._judged(fewest, per_step)[1]:
@@ -212,7 +211,7 @@ class Packing:
         return more if time <= (WORTH if equal else 1.0) * self._judged(fewest, per_step)[0] else fewest
 
     def _judged(self, parts: list[list[int]], per_step: float) -> tuple[float, bool]:
-        """Returns the predicted time of rows; and whether batches have equal work, or one sample exceeds their mean."""
+        """Returns the predicted time of rows, and whether batches have equal work, or one sample exceeds the mean."""
         work = np.asarray([self._costs[part].sum() for part in parts])
         by_row = np.argsort(-work, kind="stable").reshape(-1, self._multiple)
         longest = np.asarray([self._costs[part].max() for part in parts])[by_row].max(axis=1)
@@ -221,7 +220,7 @@ class Packing:
         return per_step * len(rows) + rows[:, 0].sum(), bool(equal.all())
 
     def _fewest(self) -> list[list[int]]:
-        """Returns the window in few rows, hardly more than best fit needs; every batch has a sample."""
+        """Returns the window in few rows, hardly more than best fit needs; no batch is empty."""
         rows = self._num_rows(self._least_bins())
         found = self.balanced(rows)
         if found is None:
@@ -234,7 +233,7 @@ class Packing:
         return [*([s] for s in self._oversize), *found]
 
     def _least_bins(self) -> int:
-        """Returns a lower bound on the number of batches, by the sums alone (a limit of 0 allows empty samples)."""
+        """Returns a lower bound on the number of batches, from the sums of all samples (a limit may be 0)."""
         sums = ((sum(units[s] for s in self._order), limit) for units, limit in self._room.sums)
         by_sums = (math.ceil(total / max(limit, 1)) for total, limit in sums)
         return max(-(-len(self._order) // self._room.bin().slots), *by_sums)
@@ -243,7 +242,7 @@ class Packing:
         return -(-(bins + len(self._oversize)) // self._multiple)
 
     def balanced(self, rows: int) -> list[list[int]] | None:
-        """Returns the samples that fit alone in ``rows`` rows less the oversize batches; None: they do not fit."""
+        """Divides the samples into ``rows`` rows, less one batch per oversize sample; None: they do not fit."""
         count = min(rows * self._multiple, len(self._order) + len(self._oversize)) - len(self._oversize)
         if count < 1:
             return None if self._order else []
@@ -257,7 +256,7 @@ class Packing:
 
 
 def _paces(dearest: NDArray[np.float64], rows: int, multiple: int) -> list[float]:
-    """Returns the work that a row's batches should have; a sample above the mean of the rest sets its row's work."""
+    """Returns the work each row's batches should have: an equal part of the rest, or that of one larger sample."""
     rest, paces = float(dearest.sum()), []
     for row in range(rows):
         mean, first = rest / ((rows - row) * multiple), row * multiple

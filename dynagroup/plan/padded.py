@@ -1,6 +1,7 @@
-"""Cuts one padded window of samples into batches that fit and take the least predicted time: runs of neighbours.
+"""Cuts one window of samples into padded batches with the least predicted time.
 
-A cut of an ordered window into runs is given by its offsets: int64 (B + 1,), from 0 to the number of samples.
+The window is sorted first. Each batch is a run, which means consecutive samples of the sorted window. A cut is an array
+of offsets, int64 (B + 1,): batch i has the samples from offsets[i] to offsets[i + 1].
 """
 
 import heapq
@@ -20,16 +21,16 @@ from dynagroup.plan.cost import Work
 from dynagroup.plan.multistream import RunMaxima, alike_order
 from dynagroup.shapes import BatchShape, IntArray, Streams, largest_within, primary, round_up
 
-# # With more samples, or more runs if each were as long as fits, `one_by_one` cuts: 0.1 % more time, five times faster.
+# Windows with more samples or batches are cut by the greedy `one_by_one`: five times faster, 0.1 % more step time.
 EXACT_UP_TO, MANY_RUNS = 1 << 12, 128
-FEWEST = 1e12  # a price of a batch that is above that of any padding, which gives the fewest batches
-FINE = 128  # least number of places where a run may end, between its start and the farthest place
+FEWEST = 1e12  # cost of a batch so high that the cut with the fewest batches is the cheapest
+FINE = 128  # for a long batch, at least this many possible sizes are tried, evenly spaced
 TILE = 256
-TINY = 1e-9  # replaces the work of an empty sample, which fits every batch
+TINY = 1e-9  # replaces the work of an empty sample, to avoid a division by 0
 
 
 def longest_batches_first(batches: Batches, lengths: Streams, budget: Budget) -> IntArray:
-    """Returns the numbers of a cut's batches, the one with the longest sample first (unchanged with one stream)."""
+    """Returns the numbers of a cut's batches: the batch with the longest sample first (as is with one stream)."""
     names = padded_streams(budget, lengths)
     if len(names) == 1:
         return np.arange(len(batches))
@@ -40,8 +41,8 @@ def longest_batches_first(batches: Batches, lengths: Streams, budget: Budget) ->
 def in_order(
     lengths: Streams, budget: Budget, work: Work, rounded: RoundBatch | None
 ) -> "tuple[IntArray, OrderedWindow]":
-    """Returns the positions of a padded window in the order in which it is cut, and the window in that order; not
-    empty. With one padded stream the order is longest first, which is optimal."""
+    """Sorts a padded window (not empty) for cutting: the longest sample first, or if samples have several padded
+    lengths, similar samples together. Returns the order as positions, and the sorted window."""
     names = padded_streams(budget, lengths)
     several = len(names) > 1
     order = alike_order([lengths[n].astype(np.int64) for n in names]) if several else longest_first(lengths)
@@ -57,15 +58,17 @@ def in_order(
 
 @dataclass(frozen=True, slots=True)
 class OrderedWindow:
-    """A window in the order in which it is cut. Adding a sample to a run never reduces the run's work. With one padded
-    stream, ``work`` falls, and every sample of a run is padded to its first one."""
+    """A sorted window of samples, to be cut into runs (consecutive samples that form a batch). A longer run never has
+    less work. With one padded stream, ``work`` falls, and the first sample of a run is the longest."""
 
-    work: NDArray[np.float64]  # float64 (N,), work of each sample alone
-    most: IntArray  # int64 (N,), most samples of a run that starts at each position, from 1 to what is left
-    allowed: IntArray | None = None  # allowed batch sizes, ascending, 1 included; None: all
-    streams: tuple[NDArray[np.float64], ...] = ()  # with several padded streams: work of each sample in each stream
+    work: NDArray[np.float64]  # float64 (N,), predicted time of each sample alone
+    most: IntArray  # int64 (N,), most samples of a batch that starts at each position; at least 1
+    allowed: IntArray | None = None  # allowed batch sizes, ascending, starting with 1; None: all sizes
+    streams: tuple[NDArray[np.float64], ...] = ()  # if several streams are padded: work of each sample by stream
     maxima: tuple[RunMaxima, ...] = ()
-    limits: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))  # possible work of a run; empty: any
+    limits: NDArray[np.float64] = field(
+        default_factory=lambda: np.zeros(0)
+    )  # the only values of a batch's work; empty: any
 
     def __post_init__(self) -> None:
         reach = int(self.most.max(initial=1))
@@ -75,7 +78,7 @@ class OrderedWindow:
         return len(self.work)
 
     def work_of(self, starts: IntArray | int, sizes: IntArray | int) -> NDArray[np.float64]:
-        """Returns the work of the runs with these starts and numbers of samples."""
+        """Returns the predicted time of runs of samples, given by their first positions and their sizes."""
         if not self.maxima:
             return sizes * self.work[starts]
         return sizes * np.sum([maxima.of(starts, sizes) for maxima in self.maxima], axis=0)
@@ -84,11 +87,11 @@ class OrderedWindow:
         return self.work_of(offsets[:-1], offsets[1:] - offsets[:-1])
 
     def rounded(self, sizes: IntArray) -> IntArray:
-        """Returns the largest allowed sizes of at most ``sizes``."""
+        """Rounds batch sizes down to allowed sizes."""
         return sizes if self.allowed is None else self.allowed[np.searchsorted(self.allowed, sizes, side="right") - 1]
 
     def sizes_under(self, limits: NDArray[np.float64]) -> IntArray:
-        """Returns the number of samples in the longest run from each position within each limit: int64 (N, limits)."""
+        """Returns the size of the longest run from each position with work within each limit: int64 (N, limits)."""
         if not self.maxima:
             by_work = limits / np.maximum(self.work, TINY)[:, None]
             sizes = np.minimum(by_work, len(self), out=by_work).astype(np.int64)
@@ -102,8 +105,8 @@ class OrderedWindow:
         return self.rounded(low)
 
     def greedy(self, start: int, stop: int, most_runs: int) -> Callable[[float], list[int]]:
-        """Returns a function from a limit of work to the offsets of greedy runs from ``start`` to ``stop``, at most
-        ``most_runs``, each as long as the limit allows. No other cut under the limit has fewer runs."""
+        """Returns a function that cuts greedily: from a limit of work to the offsets of runs from ``start``, each as
+        long as the limit allows, up to ``stop`` or ``most_runs``. No other cut within the limit has fewer runs."""
         work, most = np.maximum(self.work[start:stop], TINY).tolist(), self.most[start:stop].tolist()
         allowed = None if self.allowed is None else self.allowed.tolist()
         streams, num = [s[start:stop] for s in self.streams], len(work)
@@ -128,7 +131,7 @@ class OrderedWindow:
         return under
 
     def least_time(self, price: float) -> IntArray:
-        """Returns the offsets of runs of least total work plus ``price`` per run; exact up to 4,096 samples."""
+        """Returns the cut with the least time: its work, plus ``price`` per batch. Exact up to 4,096 samples."""
         large = len(self) > EXACT_UP_TO
         if self.streams or (self.allowed is not None and not large):
             return by_places(self, price)
@@ -136,7 +139,7 @@ class OrderedWindow:
         return one_by_one(self, price) if many else by_queue(self, price)
 
     def middle(self, start: int, stop: int) -> int | None:
-        """Returns where to split a run so that the larger part has the least work; None: no allowed sizes."""
+        """Returns where to divide a run so that the larger part has least work; None: no allowed sizes divide it."""
         first = np.arange(1, stop - start)
         if self.allowed is not None:
             first = first[np.isin(first, self.allowed) & np.isin(stop - start - first, self.allowed)]
@@ -147,8 +150,8 @@ class OrderedWindow:
 
 
 def most_by_start(ordered: Streams, budget: Budget) -> IntArray:
-    """Returns the most samples of a batch that starts at each position: int64 (N,), at least 1. A single stream must be
-    sorted, longest first; several may have any order. Batches that start later end at least as far along."""
+    """Returns the largest size of a batch from each position of a sorted window: int64 (N,), at least 1. Samples with a
+    single length must be sorted, longest first. Later batches end at least as late: position + size never falls."""
     tokens = ordered[primary(ordered)]
     left = np.arange(len(tokens), 0, -1)
     firsts = np.concatenate([[0], np.flatnonzero(np.diff(tokens)) + 1])
@@ -161,8 +164,8 @@ def most_by_start(ordered: Streams, budget: Budget) -> IntArray:
 
 
 def _by_search(ordered: Streams, budget: Budget) -> IntArray:
-    """Returns the most samples of a batch from each start, if the longest sample alone does not decide. Bisects all
-    starts at once, up to a reach that is doubled where it is too short."""
+    """Returns the largest size of a batch from each position, for budgets that look at more than the longest sample.
+    Bisects for all positions at once, up to a size that is doubled where it is too small."""
     num, reach = len(ordered[primary(ordered)]), 64
     begin, sums = np.arange(num), {name: offsets_of(values) for name, values in ordered.items()}
     found = np.zeros(num, np.int64)
@@ -182,18 +185,17 @@ def _by_search(ordered: Streams, budget: Budget) -> IntArray:
     return found
 
 
-# Dynamic programming over the places where runs may end: best[stop] = min over start of best[start] + price + work of
-# the run from start to stop. With several streams this work is no straight line, so for each stop all starts within the
-# budget's reach are tried, at places at least 1/128 of the reach apart. O(N * 128) arithmetic in tiles, plus some
-# microseconds per place. Exact if no run can have more than 256 samples.
+# Dynamic programming over the positions where batches may end: best[stop] = min over start of best[start] + price +
+# work of the samples from start to stop. With several streams, work is not linear in the size, so all starts within the
+# budget's reach are tried: every one if batches have up to 256 samples (exact), else 128 or more of them. O(N * 128).
 def by_places(window: OrderedWindow, price: float) -> IntArray:
-    """Returns the cut of least time for several padded streams, or if only some batch sizes are allowed."""
+    """Returns the cut of least time if several streams are padded, or only some batch sizes are allowed."""
     places = _places(window.most) if window.allowed is None else np.arange(len(window) + 1)
     reach = np.searchsorted(places, places[:-1] + window.most[places[:-1]], side="right") - 1
     last = len(places) - 1
-    starts = np.arange(1, last + 1) - np.searchsorted(reach, np.arange(1, last + 1))  # number of starts per stop
+    starts = np.arange(1, last + 1) - np.searchsorted(reach, np.arange(1, last + 1))  # how many starts reach each stop
     beyond = np.zeros(int(starts.max()))
-    # Largest work between neighbouring places, in each stream, and `best`; both from the last place to the first.
+    # All in reverse order: for each stream the largest work between neighbouring places; and `best`.
     parts = [np.append(np.maximum.reduceat(of, places[:-1])[::-1], beyond) for of in window.streams or (window.work,)]
     behind, came_from = np.full(last + 1 + len(beyond), np.inf), [0]
     behind[last] = 0.0
@@ -216,7 +218,7 @@ def by_places(window: OrderedWindow, price: float) -> IntArray:
 
 
 def _places(most: IntArray) -> IntArray:
-    """Returns places where runs may start and end: every sample, or for long runs places 1/128 of the reach apart."""
+    """Returns positions where batches may start and end: all, or for large batches 1/128 of the largest size apart."""
     num = len(most)
     if most.max() < 2 * FINE:
         return np.arange(num + 1)
@@ -227,17 +229,17 @@ def _places(most: IntArray) -> IntArray:
 
 
 # Convex hull trick with a monotone queue: best[stop] = min over start of best[start] + price + (stop - start) * work.
-# Each start is a straight line in `stop`, valid up to the start's reach. Later lines are flatter and valid further, so
-# a later line that has fallen below an earlier one stays below. The queue has the lines that are lowest somewhere, each
-# with the stop at which it falls below the line before. A line that is never the lowest is removed. O(N).
+# As a function of `stop`, each start gives a straight line, which ends at the largest batch from this start. Lines of
+# later starts are flatter and end later, so a later line that is below an earlier one stays below. The queue holds the
+# lines that are lowest somewhere, each with the stop from which it is lower than the line before. O(N).
 def by_queue(window: OrderedWindow, price: float) -> IntArray:
     """Returns the cut of exactly the least predicted time, for one padded stream."""
     num = len(window)
-    work, after = window.work.tolist(), (np.arange(1, num + 1) + window.most).tolist()  # first stop past the reach
+    work, after = window.work.tolist(), (np.arange(1, num + 1) + window.most).tolist()  # first stop that is too far
     came_from, since = [0] * (num + 1), [0] * (num + 1)
-    base, slope, limit = price, work[0], after[0]  # those of the last line; the queue is lines[front : tail + 1]
+    base, slope, limit = price, work[0], after[0]  # of the last line in the queue, which is lines[front : tail + 1]
     lines = [(0, base, slope, limit)] * (num + 1)
-    best, best_base, best_slope = 0, base, slope  # the front line, the lowest one at the current stop
+    best, best_base, best_slope = 0, base, slope  # the first line in the queue, the lowest at the current stop
     front, tail, upcoming = 0, 0, num + 1  # upcoming: the stop at which the next line becomes the lowest
     for stop in range(1, num):
         if upcoming <= stop:
@@ -270,11 +272,11 @@ def by_queue(window: OrderedWindow, price: float) -> IntArray:
     return offsets_of_path(came_from)
 
 
-# Greedy: a run ends where the padding that is saved by ending there pays for a new run. The saving grows with every
-# sample, so the end is found by bisection, beginning with the previous run's length. Neighbours in a window are
-# similar, so the next run gains little from another end, and the cut is nearly as good as the exact one. O(B log N).
+# Greedy: a batch ends where cutting saves as much padding as a new batch costs. The saving grows with every sample, so
+# bisection finds the end, beginning with the size of the previous batch. The next batch gains little from another end
+# because neighbours are similar, so the cut is nearly as good as the exact one. O(B log N).
 def one_by_one(window: OrderedWindow, price: float) -> IntArray:
-    """Cuts runs from the longest sample on; each run ends where its price and padding per sample are least."""
+    """Returns a greedy cut for one padded stream: batch after batch, from the longest sample to the shortest."""
     num, sums = len(window), np.append(0.0, np.cumsum(window.work)).data
     work, most = window.work.data, window.most.data
     allowed = None if window.allowed is None else window.allowed.data
@@ -295,7 +297,7 @@ def one_by_one(window: OrderedWindow, price: float) -> IntArray:
 
 
 def split_dearest(window: OrderedWindow, offsets: IntArray, number: int) -> IntArray:
-    """Splits the run of most work until there are ``number``, or no run can be split into parts of allowed sizes."""
+    """Splits the most expensive batch, again and again, until there are ``number`` or allowed sizes divide none."""
     if len(offsets) > number:
         return offsets
     runs = zip(*(values.tolist() for values in (window.total(offsets), offsets[:-1], offsets[1:])), strict=True)

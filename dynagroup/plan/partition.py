@@ -34,8 +34,7 @@ def balanced_partitions(
     Returns:
         ``result[part]``: sorted positions in ``costs``; every item is in exactly one part.
 
-    Raises:
-        ConfigError: an argument is wrong. BudgetError: no division within the limit was found.
+    Raises BudgetError if no division within the limit was found; ConfigError if an argument is wrong.
 
     >>> balanced_partitions([9, 1, 4, 4, 2, 8], 2)
     [[0, 1, 3], [2, 4, 5]]
@@ -57,7 +56,7 @@ def balanced_partitions(
 
 
 def _divided(cost: NDArray[np.float64], size: NDArray[np.float64], slots: list[int], most: float) -> list[list[int]]:
-    """Returns parts within the limit, of up to ``slots`` items; without limit, costs are at most 4/3 of the best."""
+    """Divides items into parts of at most ``slots`` items, within a limit; without it, cost is at most 4/3 of the best."""
     room, costs = Room([(size, most)], len(cost)), cost.tolist()
     bins = [room.bin(slots=items) for items in slots]
     if size.max(initial=0.0) <= most:
@@ -108,8 +107,7 @@ def shard_micro_batches(
     Returns:
         ``result[rank][step]``: positions in ``lengths``; every sample is in exactly one micro-batch.
 
-    Raises:
-        ConfigError: there are fewer samples than micro-batches needed, or an argument is wrong.
+    Raises ConfigError if there are fewer samples than micro-batches needed, or an argument is wrong.
 
     >>> from dynagroup.budget.tokens import TokenBudget
     >>> shards = shard_micro_batches([9, 1, 4, 4, 2, 8], 2, TokenBudget(9))
@@ -128,11 +126,11 @@ def shard_micro_batches(
     batches = cut(streams, planner.budget, every, work=work)
     if len(batches) % every:
         more = f"{every} (num_ranks x multiple_of); collect {-len(kept) % every} more, or use a smaller multiple_of"
-        raise ConfigError(f"{len(kept)} samples cannot be divided into micro-batches whose number divides by {more}")
+        raise ConfigError(f"{len(kept)} samples do not give a number of micro-batches that is a multiple of {more}")
     cost = work.of_batches(batches, streams, planner.budget)
     shards: list[list[list[int]]] = [[] for _ in range(num_ranks)]
     load = np.zeros(num_ranks)
-    rows = np.argsort(-cost, kind="stable") if every == 1 else np.arange(len(cost))  # of several ranks: as cut
+    rows = np.argsort(-cost, kind="stable") if every == 1 else np.arange(len(cost))  # for several ranks as cut
     for row in rows.reshape(-1, num_ranks).tolist():  # the most expensive batch goes to the rank with the least work
         for rank, number in zip(np.argsort(load, kind="stable"), row, strict=True):
             shards[rank].append(kept[batches[number]].tolist())

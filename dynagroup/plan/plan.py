@@ -24,7 +24,7 @@ class BatchPlan:
 
     Args:
         batches: all batches of dataset indices, row after row (a row is one batch for each rank, run in the same step).
-        table: int64 (num_steps, world_size), indices into ``batches``; -1: no batch (only in plans for comparison).
+        table: int64 (num_steps, world_size), numbers of ``batches``; -1: no batch (only in plans for comparison).
         update_ends: bool (num_steps,), whether an optimizer update ends with the step.
         loss_scale: float64 (num_steps, world_size), factor for a batch's mean per-sample loss, see ``step.loss_scale``.
         repeated: dataset indices of samples that are repeated with weight 0, to fill a row.

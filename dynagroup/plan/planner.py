@@ -36,7 +36,7 @@ Uneven: TypeAlias = Literal["repeat", "drop"]
 Order: TypeAlias = "IntArray | EpochOrder | GroupedOrder"
 OneKind: TypeAlias = Literal["step", "batch"]
 Drawn: TypeAlias = "IntArray | None"  # dataset indices in the order of the user's sampler
-Rows: TypeAlias = tuple[Batches, NDArray[np.bool_]]  # batches, row after row; which only fill a row: (steps, ranks)
+Rows: TypeAlias = tuple[Batches, NDArray[np.bool_]]  # batches, row after row; whether each only fills a row
 
 LEFT_OUT = "learned limits leave out other samples than before (oversize='drop'); call set_epoch with the next epoch"
 BATCHES_PER_WINDOW = 100
@@ -46,8 +46,7 @@ LEAST_SHARE = 8  # a rare kind's windows have at least 1/8 of the usual size, so
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanConfig:
-    """How an epoch is cut into batches: settings that :class:`~dynagroup.LengthAwareBatchSampler` explains. They do
-    not depend on ranks, lengths or budget."""
+    """Settings of how an epoch is cut into batches, explained in :class:`~dynagroup.LengthAwareBatchSampler`."""
 
     shuffle: bool = False
     window: int | None = None
@@ -80,7 +79,7 @@ class PlanConfig:
 
 
 class Planner:
-    """Makes plans from lengths, kinds, a budget bound to the lengths, and settings. It has no state."""
+    """Makes plans from lengths, kinds, a budget bound to the lengths, and settings. Keeps no state of a run."""
 
     def __init__(self, lengths: Streams, budget: Budget | int, config: PlanConfig, kinds: Kinds | None = None) -> None:
         self.lengths, self.kinds = lengths, kinds or Kinds.read(None, len(lengths[primary(lengths)]))
@@ -135,16 +134,16 @@ class Planner:
         )
 
     def renewed(self, world: World | None = None, *, apply: bool = True) -> "Planner":
-        """Returns the planner of the next epoch, with the limit that its budget has learned; this planner, if the limit
-        is the same. ``apply``: combines the limits of all ranks first, so all ranks must call it."""
+        """Returns the planner of the next epoch: a new one if the budget has learned another limit, else this one.
+        ``apply``: first combines the limits of all ranks, so all ranks must call it."""
         learner = self.budget.learner
         if learner is not None and apply:
             learner.apply(world)
         return self if self.budget.applied == self.limit else self.rebuilt()
 
     def in_mid_epoch(self) -> "Planner":
-        """Returns a planner for the rest of an epoch, with the limit that was applied since it began; this one if none
-        was. StateError: the limit would change which samples are planned."""
+        """Returns a planner for the rest of an epoch, with the limit that the budget now applies; or this one if the
+        limit is the same. StateError: the limit would change which samples are planned."""
         after = self.by(self.budget.applied)
         if self.config.oversize == "drop" and not np.array_equal(after.oversize, self.oversize):
             raise StateError(LEFT_OUT)
@@ -156,7 +155,7 @@ class Planner:
             raise StateError(LEFT_OUT)
 
     def by(self, limit: float | None) -> "Planner":
-        """Returns this planner with another learned limit."""
+        """Returns this planner with the given learned limit."""
         if limit == self.limit:
             return self
         other = copy.copy(self)
@@ -207,7 +206,7 @@ class Planner:
     def is_done(self, cursor: Cursor, world_size: int = 1, order: IntArray | None = None) -> bool:
         if cursor.windows_done >= len(self._windows(cursor, order)[1]):
             return True
-        too_few = self.config.uneven == "drop"  # so a window may have no row
+        too_few = self.config.uneven == "drop"  # so a window may have too few samples for a row
         return too_few and not any(part.num_steps for part in self.steps_from(cursor, world_size, order))
 
     def order_of(self, epoch: int, given: IntArray | None = None, *, shuffle: bool, size: int = 1) -> Order:
@@ -311,12 +310,12 @@ class Planner:
 
 @dataclass(frozen=True)
 class _Window:
-    """Samples that are planned together, each kind by itself, and the point of a run among them."""
+    """Samples that are planned together, each kind by itself, and how far a run has come in them."""
 
     planner: Planner
     indices: IntArray  # dataset indices
     cursor: Cursor
-    is_last: NDArray[np.bool_]  # by kind: no later window has the kind, so samples that fill no row cannot wait for one
+    is_last: NDArray[np.bool_]  # by kind: no later window has the kind, so samples left over cannot wait for one
 
     # While ranks and learned limit are the same, the rest of a window is its own remaining rows. After a change, the
     # remaining samples are cut again. A sample that was only repeated to fill a row still counts as remaining.
@@ -357,7 +356,7 @@ class _Window:
         return batches.take(rows.ravel()).map(positions), fills.ravel()[rows]
 
     def _made(self, left: NDArray[np.bool_], rows: Rows) -> BatchPlan:
-        """Returns a plan of rows, with each batch's weight in its update. ``left``: samples that rows may have."""
+        """Makes a plan of rows, with loss scales. ``left``: the window's samples that are not used yet."""
         (batches, fills), planner, indices = rows, self.planner, self.indices
         num_steps, ranks = fills.shape
         behind = self.cursor.after_rows(num_steps, ranks, planner.limit)

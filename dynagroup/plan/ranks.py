@@ -1,4 +1,4 @@
-"""Forms rows of batches (one per rank, run in the same step) with the least predicted time, and checks each cut."""
+"""Cuts windows into rows (the batches that ranks run in one step) of least predicted time, and checks each cut."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,8 +15,8 @@ from dynagroup.plan.packed import EQUAL, pack
 from dynagroup.plan.padded import FEWEST, TINY, OrderedWindow, in_order, longest_batches_first, split_dearest
 from dynagroup.shapes import IntArray, Streams, primary, units_of
 
-FEW_ROWS = 20  # with more rows, batches sorted by work make even rows: cutting row by row gains 0.3 % at most
-# Number of limits to try (at least 12, fewer in large windows), and entries of the table of starts by limits.
+FEW_ROWS = 20  # with more rows, sorting batches by work is enough: cutting row by row gains 0.3 % at most
+# How many limits of work to try for a row (fewer in large windows, at least 12); most entries in a table of them.
 LIMITS, TABLE = 64, 1 << 17
 
 
@@ -24,16 +24,15 @@ def cut(
     lengths: Streams, budget: Budget, num_ranks: int = 1, *,
     work: Work = DEFAULT_WORK, round_batch: RoundBatch | None = None,
 ) -> Batches:  # fmt: skip
-    """Cuts a window into batches that fit, one per rank and row, so that its steps take the least predicted time.
+    """Cuts a window into batches that fit, one per rank and row, with the least predicted time.
 
-    A padded window is sorted, longest first (with several padded streams, so that neighbours are similar), and cut into
-    runs. A packed window is filled. The number of batches is a multiple of ``num_ranks`` if any batch has more than one
-    sample. A sample that does not fit even alone is a batch of its own. The time of a row is the fixed cost of a step
-    and its most expensive batch.
+    A row is what all ranks run in one step. Its time is the fixed cost of a step plus its most expensive batch. A
+    padded window is sorted, so that neighbours are similar, and cut into runs of neighbours; a packed window is filled.
+    The number of batches is a multiple of ``num_ranks`` if any has more than one sample. A sample that does not fit
+    even alone is a batch of its own.
 
-    Returns positions in the window, row after row: most expensive batch of a row first, row with the longest sample first,
-    a row that cannot be filled last. ConfigError: ``round_batch`` is wrong. BudgetError: ``budget`` is not monotone.
-    """
+    Returns positions in the window, row after row: the row with the longest sample first, a row with too few batches
+    last, the most expensive batch of a row first. ConfigError, BudgetError: ``round_batch`` or ``budget`` is wrong."""
     if len(lengths[primary(lengths)]) <= num_ranks:  # at most one row: each sample is a batch
         each = work.of_lengths({name: lengths[name] for name in work.priced(budget, lengths)})
         return Batches(np.argsort(-each, kind="stable"), np.arange(len(each) + 1))
@@ -61,7 +60,7 @@ def cut(
 def cut_kinds(
     lengths: Streams, kinds: NDArray[np.integer], budget: Budget, num_ranks: int, *, together: bool, **how: Any
 ) -> list[Batches]:
-    """Works like :func:`cut`, with one kind per batch: rows of one kind, or with ``together`` rows that mix kinds."""
+    """Works like :func:`cut`, with one kind of sample per batch; with ``together``, a row may have several kinds."""
     by_kind = np.argsort(kinds, kind="stable") if kinds.any() else np.arange(len(kinds))
     parts = np.split(by_kind, 1 + np.flatnonzero(np.diff(kinds[by_kind])))
     of = [{name: values[part] for name, values in lengths.items()} for part in parts]
@@ -70,7 +69,7 @@ def cut_kinds(
         return rows
     found = [cut(own, budget, **how) for own in of]
     time = [float(how["work"].of_batches(batches, own, budget).sum()) for batches, own in zip(found, of, strict=True)]
-    # Greedy apportionment: a missing batch is given to the kind with the largest batches, which is cut again.
+    # Greedy apportionment: the kind with the largest batches gets a missing batch, and is cut again into one more.
     while missing := -sum(map(len, found)) % num_ranks:
         shares = [*map(len, found)]
         for _ in range(missing):
@@ -89,13 +88,14 @@ def cut_kinds(
 
 
 def time_of_rows(batches: Batches, lengths: Streams, budget: Budget, num_ranks: int, work: Work) -> float:
-    """Returns the predicted time of batches that are in rows; the last row may not be full."""
+    """Returns the predicted time of batches, given row after row; the last row may have fewer than ``num_ranks``."""
     each = work.of_batches(batches, lengths, budget)
     return work.of_rows(np.append(each, np.zeros(-len(each) % num_ranks)).reshape(-1, num_ranks))
 
 
 def filled(batches: Batches, tokens: IntArray, num_ranks: int, fill: bool) -> tuple[Batches, NDArray[np.bool_]]:
-    """Returns the batches of full rows, and which only fill a row. ``fill``: fills the last with smallest samples."""
+    """Returns the batches of full rows, and which of them only fill the last row: bool (rows, ranks). ``fill``: the
+    last row is filled with copies of the smallest samples; without it, a row with too few batches is left out."""
     num, missing = len(batches), -len(batches) % num_ranks
     if missing and fill:
         own = np.sort(batches.order)
@@ -106,7 +106,8 @@ def filled(batches: Batches, tokens: IntArray, num_ranks: int, fill: bool) -> tu
 
 
 def _cheapest(window: OrderedWindow, num_ranks: int, price: float) -> IntArray:
-    """Returns the fastest cut that fills rows: one rank's cut, split further; with few rows also a cut row by row."""
+    """Returns the fastest cut with a multiple of ``num_ranks`` batches: the best for one rank, with some batches split;
+    or if rows are few, a cut made row by row."""
     alone = window.least_time(price)
     if num_ranks == 1:
         return alone
@@ -115,26 +116,26 @@ def _cheapest(window: OrderedWindow, num_ranks: int, price: float) -> IntArray:
         cuts.append(_filled(window, _rows_of_least_time(window, num_ranks, price), num_ranks))
 
     def time(offsets: IntArray) -> float:
-        dearest = np.sort(window.total(offsets))[::-1][::num_ranks]  # of each row, if rows are sorted by work
+        dearest = np.sort(window.total(offsets))[::-1][::num_ranks]  # the most expensive batch of each row
         return price * len(dearest) + float(np.add.reduce(dearest))
 
     full = [offsets for offsets in cuts if (len(offsets) - 1) % num_ranks == 0]
-    return min(full, key=time) if full else _filled(window, window.least_time(FEWEST), num_ranks)  # no full rows
+    return min(full, key=time) if full else _filled(window, window.least_time(FEWEST), num_ranks)  # no full row
 
 
 def _filled(window: OrderedWindow, offsets: IntArray, num_ranks: int) -> IntArray:
-    """Splits runs until their number divides by the ranks; into sizes that are not allowed only if it must."""
+    """Splits batches until their number is a multiple of the ranks; uses sizes that are not allowed only if necessary."""
     number = -(-(len(offsets) - 1) // num_ranks) * num_ranks
     offsets = split_dearest(window, offsets, number)
     return offsets if len(offsets) > number else split_dearest(replace(window, allowed=None), offsets, number)
 
 
-# Dynamic programming over the starts of rows. Within a limit of work a row is greedy, so its end and its most expensive
-# run are one table over starts and limits, made by binary lifting: two runs further is one run further, twice. The
-# least time from each start on selects the limit of each row. A row takes at least one sample per rank, so many starts
-# are computed at once. O(N * limits * log ranks) time, O(N * limits) memory.
+# Dynamic programming over the starts of rows. If the work of a batch is limited, a row is filled greedily, so start and
+# limit decide where it ends and what its most expensive batch is. A table of both is made by binary lifting (two
+# batches further is one batch further, twice). Each row then gets the limit of least total time. A row has a sample per
+# rank or more, so many starts are computed at once. O(N * limits * log ranks) time, O(N * limits) memory.
 def _rows_of_least_time(window: OrderedWindow, num_ranks: int, price: float) -> IntArray:
-    """Returns the offsets of runs in rows of least total time; a row takes ``price`` and its most expensive run."""
+    """Returns the cut into rows of least total time. A row takes ``price`` and the time of its most expensive batch."""
     num, limits = len(window), _limits(window, num_ranks, price)
     ends, dearest = _row_ends(window, limits, num_ranks)
     best, choice = np.zeros(num + 1), np.zeros(num + 1, np.int64)
@@ -153,7 +154,7 @@ def _rows_of_least_time(window: OrderedWindow, num_ranks: int, price: float) -> 
 
 
 def _limits(window: OrderedWindow, num_ranks: int, price: float) -> NDArray[np.float64]:
-    """Returns limits to try: from far below a step's fixed cost, where more rows take longer, to what one row needs."""
+    """Returns limits of a batch's work to try: from far below a step's fixed cost up to what a single row needs."""
     if len(window.limits):
         return window.limits
     mean = float(window.work.sum()) / num_ranks
@@ -166,10 +167,10 @@ def _limits(window: OrderedWindow, num_ranks: int, price: float) -> NDArray[np.f
 
 
 def _row_ends(window: OrderedWindow, limits: NDArray[np.float64], num_ranks: int) -> tuple[IntArray, NDArray]:
-    """Returns the end of a row and its most expensive run, for each start and limit: (N + 1, limits)."""
+    """Returns where rows end, and their most expensive batch's work, by start and limit: two arrays (N + 1, limits)."""
     sizes, (num, wide) = window.sizes_under(limits), (len(window), len(limits))
     place = np.arange(num)[:, None]
-    step = np.append(place + sizes, np.full((1, wide), num), axis=0) * wide + np.arange(wide)  # in the flat table
+    step = np.append(place + sizes, np.full((1, wide), num), axis=0) * wide + np.arange(wide)  # place in the flat table
     work = np.append(window.work_of(np.broadcast_to(place, sizes.shape), sizes), np.zeros((1, wide)), axis=0)
     ends, dearest, left = np.arange((num + 1) * wide).reshape(num + 1, wide), np.zeros(step.shape), num_ranks
     while left:
@@ -182,8 +183,8 @@ def _row_ends(window: OrderedWindow, limits: NDArray[np.float64], num_ranks: int
 
 
 def _evenest(window: OrderedWindow, start: int, stop: int, most_runs: int, low: float, high: float) -> list[int]:
-    """Returns offsets of at most ``most_runs`` runs from ``start`` to ``stop``, of least largest work. Parametric
-    search, to 1/256, for the lowest limit within which greedy runs suffice; ``high`` must suffice."""
+    """Cuts ``start`` to ``stop`` into at most ``most_runs`` batches, the most expensive as cheap as possible. Bisects
+    for the lowest limit of work (to 1/256) within which greedy batches suffice; ``high`` must suffice."""
     low = max(low, float(np.add.reduce(window.work[start:stop])) / most_runs)
     under, close = window.greedy(start, stop, most_runs), 1 - 1 / 256
     row, middle = under(high), high * close
@@ -195,7 +196,7 @@ def _evenest(window: OrderedWindow, start: int, stop: int, most_runs: int, low: 
 
 
 def _in_rows(work: NDArray[np.float64], num_ranks: int) -> IntArray:
-    """Returns the numbers of the batches, row after row: neighbours in work share a row; long samples first."""
+    """Returns the numbers of batches in rows of similar work, row after row; the row with the lowest number first."""
     by_work = np.argsort(-work, kind="stable")
     full = len(by_work) - len(by_work) % num_ranks
     rows = by_work[:full].reshape(-1, num_ranks)
@@ -203,10 +204,10 @@ def _in_rows(work: NDArray[np.float64], num_ranks: int) -> IntArray:
     return np.append(rows.ravel(), by_work[full:])
 
 
-# Uneven rows are cut again: a row's sorted samples, within the lowest limit that its ranks can keep. Runs of the sorted
-# row are optimal: by an exchange argument no other division has less work in its most expensive batch.
+# An uneven row is cut again: its samples, sorted, within the lowest limit of work that suffices for its ranks. By an
+# exchange argument, no other division has a cheaper most expensive batch.
 def _levelled(batches: Batches, work: NDArray[np.float64], num_ranks: int, window: OrderedWindow) -> Batches:
-    """Returns rows with less work in their largest batch (one padded stream). ``batches``: positions in the window."""
+    """Makes rows more even (one padded stream). ``batches``: positions in the window; ``work``: their predicted times."""
     by_row = work[: len(work) - len(work) % num_ranks].reshape(-1, num_ranks)
     uneven = np.ptp(by_row, axis=1) > EQUAL * by_row.mean(axis=1)
     uneven = np.flatnonzero(uneven & (batches.sizes[: by_row.size : num_ranks] > 1))  # a single sample cannot be cut
@@ -229,7 +230,7 @@ def _levelled(batches: Batches, work: NDArray[np.float64], num_ranks: int, windo
 def _even_rows(
     rows: Batches, num_ranks: int, several: NDArray, lengths: Streams, budget: Budget, work: Work, *, exchange: bool
 ) -> Batches:
-    """Returns rows for several costs, if asked after exchanges of samples; most expensive batch and row first."""
+    """Makes rows even in several costs, with ``exchange`` by exchanging samples; most expensive batches and rows first."""
     full = np.arange(len(rows) - len(rows) % num_ranks)
     made = rows.take(full)
     if exchange and len(full) and budget.ladder is None:
@@ -241,7 +242,7 @@ def _even_rows(
 
 
 def prove(batches: Batches, num_samples: int, lengths: Streams, budget: Budget, oversize: NDArray[np.bool_]) -> None:
-    """Asserts that every sample is in one batch, and that every batch fits or is one oversize sample."""
+    """Checks that every sample is in one batch, and that every batch fits or is one oversize sample."""
     seen = np.zeros(num_samples, np.bool_)
     seen[batches.order] = True
     assert len(batches.order) == num_samples == seen.sum(), "a plan lost or repeated a sample"

@@ -71,7 +71,7 @@ def _rows(plan: BatchPlan, batch_size: int | None) -> Iterator[tuple[str, str]]:
 
 
 def kinds_ignored(plan: BatchPlan) -> tuple[int, float]:
-    """Returns steps and predicted time of the same samples, window by window, if a step could have several kinds."""
+    """Returns steps and predicted time as if steps could mix kinds, for the same samples and windows."""
     steps, time, stops = 0, 0.0, np.cumsum(plan.windows).tolist()
     for start, stop in zip([0, *stops], stops, strict=False):
         samples = plan.batches.take(plan.table[start:stop][plan.loss_scale[start:stop] > 0]).order

@@ -29,7 +29,7 @@ KIND = "LengthAwareBatchSampler"
 
 @dataclass
 class _Run:
-    """One iteration: the window borders that it has passed, from its start, and how many steps it has yielded."""
+    """One iteration: the borders of windows that it has passed, from its start, and how many steps it has yielded."""
 
     borders: list[Cursor]
     steps: int  # steps of the epoch that were yielded, including those before a resume
@@ -75,14 +75,13 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         order: sampler of dataset indices, read once per epoch, with the same order on every rank. None: a random order,
             seeded by (seed, epoch). With ``order``, ``shuffle`` only shuffles steps.
         oversize: a sample that does not fit even alone: "alone" (a batch of its own, one warning), "error", or "drop".
-        uneven: if splitting batches cannot fill the last row: "repeat" the smallest samples (one warning), or "drop".
+        uneven: if the last step has too few samples for all ranks: "repeat" the smallest (one warning), or "drop" them.
         rank, world_size: int; None: those of ``torch.distributed``, read when an epoch starts. With ``world_size``
             alone, the batches of all ranks are yielded row by row, for accelerate, which shards them.
 
     Each new iteration is the next epoch, unless ``set_epoch`` chooses another.
 
-    Raises:
-        ConfigError: an argument is wrong. BudgetError: a sample does not fit and ``oversize="error"``.
+    Raises ConfigError if an argument is wrong; BudgetError if a sample does not fit and ``oversize="error"``.
 
     >>> from dynagroup.budget.tokens import TokenBudget
     >>> list(LengthAwareBatchSampler([3, 9, 2, 8], TokenBudget(18), rank=0, world_size=1))
@@ -125,8 +124,8 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
 
     @property
     def batch_size(self) -> int:
-        """Prevents that a framework shards the batches a second time: frameworks read this property before sharding. An
-        AttributeError means that there is none, so batches of varying size are sharded; other errors stop them."""
+        """Stops a framework that would shard the batches again: frameworks read this property first. AttributeError
+        tells them that batches have no fixed size, so they shard them; ConfigError stops them."""
         rank, size = self._rank_and_size()
         if rank is None or size == 1:
             raise AttributeError("batches of LengthAwareBatchSampler have no fixed size")
@@ -147,8 +146,8 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         return self._planned(check_int("epoch", epoch, least=0), None)
 
     def __len__(self) -> int:
-        """Returns the number of batches in the whole :attr:`epoch`, on this rank (or all, if it yields all), also after
-        a resume, because trainers skip by themselves. The first call plans the epoch, in about 1 ms per update."""
+        """Returns the number of batches in the whole :attr:`epoch`, on this rank (or on all, if it yields all). A resume
+        does not change it, because trainers skip by themselves. The first call plans the epoch."""
         rank, size = self._rank_and_size()
         return self.plan_of(self.epoch).num_steps * (1 if rank is not None else size)
 
@@ -214,9 +213,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
             num_steps: int, steps of the epoch that training has used, including those before a resume; needed with a
                 plain ``DataLoader`` whose workers prefetch. None: all yielded steps (right for ``StatefulDataLoader``).
 
-        Raises:
-            StateError: ``num_steps`` steps were not yielded in this iteration; or it is missing while workers run.
-        """
+        Raises StateError if the iteration did not yield ``num_steps`` steps, or it is missing while workers run."""
         run = self._run
         by_itself = str(sys._getframe(1).f_globals.get("__name__", "")).startswith("torchdata.")  # counts used steps
         if num_steps is not None:
@@ -250,9 +247,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         On the same number of ranks the remaining batches are the same. On another number, the remaining samples of the
         current window are cut into new batches.
 
-        Raises:
-            StateError: the state is damaged, or was saved with other lengths, another budget or other settings.
-        """
+        Raises StateError if the state is damaged, or was saved with other lengths, another budget or other settings."""
         states = listed(state_dict)
         state = agreed(opened(states, KIND, self._planner.identity))
         cursor = Cursor.of(state["cursor"])

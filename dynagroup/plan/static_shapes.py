@@ -1,4 +1,4 @@
-"""Chooses a few batch shapes, for models that are compiled for each shape."""
+"""Chooses a few batch shapes, for models that are compiled once per shape."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,25 +19,24 @@ from dynagroup.shapes import BatchShape, IntArray, Streams, largest_within, prim
 from dynagroup.validation import check_int
 
 BATCHES_OF_A_WINDOW = 100
-SAMPLES, WINDOWS, TRIED = 4096, 256, 600  # drawn samples and windows; distinct batches among which shapes are chosen
-ROUNDS = 3  # after the first round, each shape is chosen again
-AGAIN, NOT_HELD = 4, 1e30  # factor for a batch too large for all shapes, which is cut again; time, if it is one sample
+SAMPLES, WINDOWS, TRIED = 4096, 256, 600  # most samples and windows to draw, most distinct batches to choose from
+ROUNDS = 3  # passes of the search: the first adds shapes, each later one chooses every shape again
+AGAIN, NOT_HELD = 4, 1e30  # time of a batch larger than all shapes: a factor if it can be cut again, else this much
 
 
 class ShapeLadder(Wrapper):
-    """A budget of a few shapes (samples, tokens), chosen for the least predicted work with a dataset's lengths. A batch
-    fits if one of the shapes is large enough. Loaders pad batches to the cheapest such shape (added rows weigh 0).
+    """A budget of a few batch shapes (samples, tokens), chosen to make a dataset's batches take the least predicted time.
+    A batch fits if one of the shapes is large enough. Loaders pad it to the cheapest such shape; added rows weigh 0.
 
     Args:
         lengths: int (N,), tokens of each sample, or a dict by stream.
-        budget: limit of a batch; an int means that many tokens. Shapes above its learned limit are not used.
+        budget: limit of a batch; an int means that many tokens. Shapes above a limit learned later are not used.
         num_shapes: int, largest number of shapes. One of them is for samples that do not fit even alone.
         window: int, samples planned together: those of an update, or a sampler's window. None: about a hundred batches.
-        grouping: int: the samples of this many windows are sorted and divided into windows.
+        grouping: int: so many windows of samples are sorted together, then divided into windows again.
         work: predicted time of a batch.
 
-    Raises:
-        ConfigError: there are no lengths; or ``num_shapes`` is 1, and some samples do not fit even alone.
+    Raises ConfigError if there are no lengths; or if ``num_shapes`` is 1, and some samples do not fit even alone.
 
     >>> ladder = ShapeLadder([10, 11, 12, 50, 100], 200, num_shapes=2, work=Work())
     >>> ladder.shapes
@@ -64,7 +63,7 @@ class ShapeLadder(Wrapper):
         oversize = int(not fit.all())
         if num_shapes == oversize and fit.any():
             raise ConfigError("`num_shapes` must be at least 2: samples that do not fit even alone need a shape")
-        rungs = np.array([[1, *units.max(axis=1)]])  # for samples that do not fit even alone; last, for no others
+        rungs = np.array([[1, *units.max(axis=1)]])  # the shape for samples that do not fit even alone
         if fit.any():
             window = None if window is None else check_int("window", window)
             windows = self._drawn(units[:, fit], window, grouping)
@@ -76,7 +75,7 @@ class ShapeLadder(Wrapper):
         self._work = self._time(rungs, work)
 
     def _drawn(self, units: IntArray, window: int | None, pool: int) -> Iterator[IntArray]:
-        """Draws random samples that are cut together; yields padded lengths (streams, N)."""
+        """Yields random windows of samples, as padded lengths (streams, N), that are cut to find good shapes."""
         num = units.shape[1]
         if window is None:
             window = int(BATCHES_OF_A_WINDOW / (1.0 / self._most(units[:, :: max(num // SAMPLES, 1)])).mean())
@@ -87,22 +86,22 @@ class ShapeLadder(Wrapper):
             yield from np.split(units[:, ranked], pool, axis=1)
 
     def _boxes(self, hardest: IntArray, most: IntArray) -> Iterator[IntArray]:
-        """Yields shapes (K, 1 + streams) for these samples (streams, K), each widened in one stream while it fits."""
+        """Yields candidate shapes (K, 1 + streams): samples ``hardest`` (streams, K), one stream as long as fits."""
         one, num = np.ones_like(hardest[0]), hardest.shape[1]
         for stream, longest in enumerate(most):
             grown = lambda width, n=stream: np.insert(np.delete(hardest, n, axis=0), n, width, axis=0)  # noqa: E731
             wide = grown(largest_within(lambda width, g=grown: self.base.fits(self._of(one, g(width))), num, longest))
             yield np.stack([self._most(wide), *wide], axis=1)
 
-    # Greedy choice of facilities (Cornuejols, Fisher and Nemhauser 1977), then exchange: windows are cut as if all
-    # shapes were allowed; of the shapes of these batches, the one that reduces the total time most is added next. A
-    # batch with more samples than a shape takes several. O(num * batches**2), with at most TRIED distinct batches.
+    # Greedy facility location (Cornuejols, Fisher and Nemhauser 1977), improved by exchange. Drawn windows are cut as
+    # if all shapes were allowed; the shapes of their batches are candidates. The one that reduces total time most is
+    # added next. A batch with more samples than a shape counts as several. O(num * batches**2) for up to TRIED batches.
     def _chosen(self, units: IntArray, windows: Iterator[IntArray], num: int, work: Work) -> IntArray:
         """Returns chosen shapes (K, 1 + streams), samples first. ``units``: padded lengths (streams, N) that fit."""
         hardest = _exceeded_by_none(units)
         cuts = np.concatenate([self._cut(window, work) for window in windows])
         cut, counts = (found[:: -(-len(found) // TRIED)] for found in np.unique(cuts, axis=0, return_counts=True))
-        cut = np.append(np.insert(hardest, 0, 1, axis=0).T, cut, axis=0)  # some shape must be large enough for these
+        cut = np.append(np.insert(hardest, 0, 1, axis=0).T, cut, axis=0)  # each of these needs a shape to hold it
         counts = np.append(np.ones(hardest.shape[1]), counts)
         tried = np.concatenate([cut, *self._boxes(hardest, units.max(axis=1))])
         held = (cut[:, None, 1:] <= tried[:, 1:]).all(axis=2)
@@ -116,7 +115,7 @@ class ShapeLadder(Wrapper):
             chosen.append(int(np.minimum(time, least).sum(axis=0).argmin()))
         rungs = np.unique(tried[chosen], axis=0)
         if not (hardest.T[:, None] <= rungs[:, 1:]).all(axis=2).any(axis=1).all():
-            raise ConfigError(f"`num_shapes` ({num}) is too small: some samples are larger than all shapes; allow more")
+            raise ConfigError(f"`num_shapes` ({num}) is too small: some samples are longer than all shapes; raise it")
         return rungs
 
     def _cut(self, units: IntArray, work: Work) -> IntArray:
@@ -142,13 +141,13 @@ class ShapeLadder(Wrapper):
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """The shapes (samples, tokens), with one number for each padded stream after samples; shortest first."""
+        """The shapes, shortest first: (samples, tokens), with one number of tokens for each padded stream."""
         rungs = zip(self._samples.tolist(), *self._widths.tolist(), strict=True)
         return sorted(rungs, key=lambda rung: (*rung[1:], rung[0]))
 
     def shape_for(self, num_samples: int, *longest: int) -> tuple[int, ...]:
-        """Returns the shape to which a batch of ``num_samples`` samples is padded, the longest with ``longest`` tokens
-        (one number per padded stream). ConfigError: no shape is large enough."""
+        """Returns the shape to which a batch of ``num_samples`` samples is padded. ``longest``: tokens of its longest
+        sample, one number per padded stream. ConfigError: no shape is large enough."""
         asked = BatchShape.of(num_samples, dict(zip(self._names, longest, strict=True)))
         if not self.holds(asked).any():
             told = f"a batch of {num_samples} samples of {longest} tokens is larger than all shapes"
@@ -170,7 +169,7 @@ class ShapeLadder(Wrapper):
         return self.base.cost(self.as_run(shape))
 
     def holds(self, shape: BatchShape) -> BoolArray:
-        """Returns which shapes are large enough for each of K batches: bool (K, shapes)."""
+        """Returns which shapes are large enough for each batch: bool (batches, shapes)."""
         wide = [shape.longest[name][:, None] <= widths for name, widths in zip(self._names, self._widths, strict=True)]
         return np.logical_and.reduce([shape.num_samples[:, None] <= self._samples, *wide])
 
@@ -193,27 +192,28 @@ class ShapeLadder(Wrapper):
         return np.where((longest[:, None] <= self._widths[0]) & self._fitting, self._samples, 0).max(axis=1)
 
     def window(self, lengths: Streams, work: FloatArray, most: IntArray) -> OrderedWindow:
-        """Returns a window in the order in which it is cut; a run costs what its shape does. Arguments: as there."""
+        """Returns a sorted window in which a batch costs as much as the shape to which it is padded. ``work``:
+        predicted time of each sample; ``most``: largest batch size from each position."""
         wide = zip(self._names, self._widths, strict=True)
         holds = np.logical_and.reduce([lengths[name][:, None] <= widths for name, widths in wide])
         places = np.arange(len(work))[:, None]
         beyond = np.where(holds, len(work), places)[::-1]
-        held = np.minimum.accumulate(beyond, axis=0)[::-1]  # all samples up to here are small enough
+        held = np.minimum.accumulate(beyond, axis=0)[::-1]  # first later sample that is too long for the shape
         reach = np.minimum(held - places, np.minimum(self._samples, most[:, None]))
         fitting = self._fitting
         reach[:, ~fitting] *= ~(reach[:, fitting] > 0).any(axis=1, keepdims=True)
         order = np.argsort(self._work, kind="stable")
         reach = np.maximum.accumulate(reach[:, order], axis=1)
-        reach = np.append(reach, np.maximum(reach[:, -1:], 1), axis=1)  # samples beyond all shapes: alone, and costly
+        reach = np.append(reach, np.maximum(reach[:, -1:], 1), axis=1)  # a sample too long for all shapes: alone
         costs = np.append(self._work[order], self._work.max() + work.max())
         return RungWindow(work, np.maximum(reach[:, -1], 1), reach=reach, limits=costs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RungWindow(OrderedWindow):
-    """A window whose runs are padded to a shape: a run's work is that of the cheapest shape that is large enough."""
+    """A sorted window whose batches are padded to shapes: each has the work of the cheapest shape that is large enough."""
 
-    reach: IntArray  # int64 (N, shapes), most samples of a run from each position in this shape, or a cheaper one
+    reach: IntArray  # int64 (N, shapes), most samples from each position in this or a cheaper shape
 
     def work_of(self, starts: IntArray | int, sizes: IntArray | int) -> FloatArray:
         return self.limits[(self.reach[starts] >= np.asarray(sizes)[..., None]).argmax(axis=-1)]
@@ -232,8 +232,8 @@ class RungWindow(OrderedWindow):
 
         return under
 
-    # Dynamic programming from the last position to the first. A run is as long as its shape allows, because starting
-    # the next run later never costs more. O(positions * shapes).
+    # Dynamic programming from the last position to the first. Each batch is as large as its shape allows, because a
+    # later start of the next batch never costs more. O(positions * shapes).
     def least_time(self, price: float) -> IntArray:
         num, best = len(self), np.full(len(self) + 1, np.inf)
         stops, came_to, best[num] = self.reach + np.arange(num)[:, None], [0] * num, 0.0
@@ -248,7 +248,7 @@ class RungWindow(OrderedWindow):
 
 
 def _exceeded_by_none(units: IntArray) -> IntArray:
-    """Returns the Pareto front of samples (streams, K): shapes that are large enough for them are so for all."""
+    """Returns the Pareto front of samples (streams, K), which no other exceeds: shapes that hold them hold all samples."""
     found = []
     while units.size:
         found.append(units[:, [units.sum(axis=0).argmax()]])
@@ -257,11 +257,11 @@ def _exceeded_by_none(units: IntArray) -> IntArray:
 
 
 class PackedLadder(Wrapper):
-    """A budget of a few token totals to which packed batches are filled, chosen as quantiles of usual batches' totals.
+    """A budget for packed batches, which are filled up to one of a few numbers of tokens: quantiles of usual batches.
 
-    All batches also have the same number of samples and the same longest sample, for which attention kernels are
-    compiled: the tail of a batch is divided into samples of weight 0, and then come samples without tokens. Arguments
-    and errors are those of :class:`ShapeLadder`, but only one stream is allowed.
+    All batches also have the same number of samples and the same longest sample, because attention kernels are compiled
+    for both. The filling is samples of weight 0, then samples without tokens. Arguments and errors are those of
+    :class:`ShapeLadder`, but only one stream is allowed.
 
     >>> from dynagroup.budget.tokens import TokenBudget
     >>> ladder = PackedLadder([3, 4, 5, 6, 7, 8], TokenBudget(12, layout="packed"), 2, window=3, grouping=1, work=None)
@@ -297,14 +297,14 @@ class PackedLadder(Wrapper):
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
-        """The shapes (samples, tokens), one per total, smallest first; samples include those of the tail."""
+        """The shapes (samples, tokens), smallest first. All have equally many samples, filling included."""
         return [(self.num_samples, total) for total in self._totals.tolist()]
 
     def shape_for(self, num_samples: int, total: int) -> tuple[int, int]:
-        """Returns the shape to which a batch of ``total`` tokens is filled. ConfigError: all totals are smaller."""
+        """Returns the shape to which a batch of ``total`` tokens is filled. ConfigError: all shapes have fewer tokens."""
         place = int(np.searchsorted(self._totals, total))
         if place == len(self._totals):
-            told = f"a batch of {num_samples} samples, {total} tokens, is above all totals {self._totals.tolist()}"
+            told = f"a packed batch of {num_samples} samples, {total} tokens, is larger than all shapes {self.shapes}"
             raise ConfigError(f"{told}; form smaller batches")
         return self.shapes[place]
 
@@ -326,7 +326,7 @@ def few_shapes(
     shapes: int | None, lengths: Any, budget: Budget | int, samples_per_update: Any = None, window: int | None = None,
     grouping: int | None = None, work: Work | None = None,
 ) -> Budget:  # fmt: skip
-    """Returns the budget, or if ``shapes`` is given, a budget of few shapes for samples that are planned together."""
+    """Returns the budget; or if ``shapes`` is given, one that allows at most so many batch shapes, chosen by lengths."""
     if shapes is None:
         return as_budget(budget)
     size: Any = samples_per_update(0, None) if callable(samples_per_update) else samples_per_update

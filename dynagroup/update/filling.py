@@ -57,7 +57,7 @@ class FillingCollator:
         missing = [name for name, width in now.items() if width is None]
         if missing:
             raise ConfigError(
-                f"no field of the batch has the padded length of {missing[0]!r} ({num_samples} samples); {WAY_OUT}"
+                f"cannot find the padded length of {missing[0]!r} in any field of the batch ({num_samples} samples); {WAY_OUT}"
             )
         asked = BatchShape.of(num_samples, now)  # type: ignore[arg-type]
         if num_samples > 1 and not ladder.holds(asked).any():
@@ -75,12 +75,12 @@ class FillingCollator:
         return made
 
     def _with_tail(self, batch: Any, num_samples: int, shape: Shape | None) -> Any:
-        """Pads a packed batch: with samples of weight 0, none longer than the dataset's longest, then with samples
-        without tokens, until the batch has the shape's tokens and samples."""
+        """Fills a packed batch up to the shape's tokens and samples: first with samples of weight 0, none longer than
+        the dataset's longest, then with samples without tokens."""
         [stream], longest, pad, made = self.ladder.streams, self.ladder.longest, self._pad(), copy.copy(batch)
         now = total_of(batch, stream, self.ladder.streams)
         if now is None:
-            raise ConfigError(f"no field of a batch shows its packed {stream!r} ({num_samples} samples); {WAY_OUT}")
+            raise ConfigError(f"no field of the batch shows the packed {stream!r} of its samples; {WAY_OUT}")
         if num_samples == 1 and now > self.ladder.shapes[-1][1]:
             return batch  # one sample that is larger than all shapes; its length was not known when they were chosen
         samples, total = shape or self.ladder.shape_for(num_samples, now)
@@ -101,7 +101,7 @@ class FillingCollator:
         return made
 
     def _pad(self) -> dict[str, Any]:
-        """Returns each field's padding value; that of ids comes from the collate function or its tokenizer."""
+        """The padding value of each field; for token ids, that of the collate function or its tokenizer."""
         parts = self.collate_fn, getattr(self.collate_fn, "tokenizer", None)
         told = (getattr(part, "pad_token_id", None) for part in parts)
         ids = next((number for number in told if number is not None), 0)
@@ -117,14 +117,14 @@ def _stream_of(key: str, streams: tuple[str, ...]) -> str:
 
 
 def _grown(key: str, value: Any, num_samples: int, rows: int, widths: tuple[Any, int], pad: Mapping[str, Any]) -> Any:
-    """Returns a field with padding columns, if the field has one column per token, and with added rows."""
+    """Returns a field of the batch with added rows, and with padding columns if it has one column per token."""
     if isinstance(value, (list, tuple)) and len(value) == num_samples:
         return type(value)([*value, *[value[0]] * (rows - num_samples)])
     if not isinstance(value, torch.Tensor) or not value.ndim:
         return value
     if len(value) != num_samples or (key in LABELS and value.is_floating_point()):
         of = f"{key!r} {tuple(value.shape)} of {num_samples} samples"
-        raise ConfigError(f"the field {of} cannot get rows of weight 0; {WAY_OUT}")
+        raise ConfigError(f"cannot add rows of weight 0 to the field {of}; {WAY_OUT}")
     if value.ndim > 1 and value.shape[1] == widths[0] and pad.get(key, 0) is not None:
         if key not in pad:
             raise ConfigError(f"field {key!r} is as wide as the tokens, but has no padding value; {WAY_OUT}")

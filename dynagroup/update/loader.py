@@ -47,7 +47,7 @@ class StepLoader(ABC, Generic[B]):
             raise ConfigError(f"`world` must be a World, such as DistributedWorld(group), or None, but is {world!r}")
         self.stats = LoaderStats()
         self._world = world
-        self._epoch = self._next = 0  # the running, last or chosen epoch; the epoch of the next iteration
+        self._epoch = self._next = 0  # epoch of the running, last or chosen iteration; of the next one
         self._begun = False  # True: `_epoch` began in this loader, so choosing any epoch starts at its beginning
         self._live: Iterator[Step[B]] | None = None  # steps of the running iteration
 
@@ -64,12 +64,12 @@ class StepLoader(ABC, Generic[B]):
     @property
     @abstractmethod
     def cursor(self) -> Cursor:
-        """The point in the epoch after all updates that were yielded, the current one included."""
+        """The point in the run after all yielded updates, including the current one."""
 
     @abstractmethod
     def examples(self) -> tuple[Streams, Callable[[int], Any], Callable[..., Any]]:
-        """Returns lengths of some samples; a function from an index into these lengths to the sample; and a function
-        from samples (and optionally a shape to pad to) to a batch."""
+        """Returns samples to try: their lengths; a function from a number in these lengths to the sample; and a
+        function from samples (and optionally a shape to pad to) to a batch."""
 
     @abstractmethod
     def _run(self) -> Iterator[Step[B]]:
@@ -81,11 +81,11 @@ class StepLoader(ABC, Generic[B]):
 
     @abstractmethod
     def _asked(self) -> Cursor:
-        """Returns the point in the epoch after the updates that were requested from workers."""
+        """Returns the point in the run after the updates that workers were asked for."""
 
     @abstractmethod
     def _walk(self) -> Walk:
-        """Returns the sequence of all updates of the run. ConfigError: it is not known in advance."""
+        """Returns all updates of the run, in order. ConfigError: they are not known in advance."""
 
     @abstractmethod
     def _identity(self) -> dict[str, Any]:
@@ -174,7 +174,7 @@ class StepLoader(ABC, Generic[B]):
             self._stop(live)
 
     def _stop(self, live: Iterator[Step[B]] | None = None) -> None:
-        """Ends this iteration, or if None the running one."""
+        """Ends the iteration ``live``, or the running one if it is None."""
         live = live or self._live
         if self._live is live:
             self._live = None
@@ -220,9 +220,7 @@ class StepLoader(ABC, Generic[B]):
         Args:
             state_dict: this rank's state, or the list of all ranks' states.
 
-        Raises:
-            StateError: a state is damaged, from other data or settings, or missing; then nothing is changed.
-        """
+        Raises StateError if a state is damaged, from other data or settings, or missing; then nothing is changed."""
         states, (rank, size) = listed(state_dict), self._rank_and_size()
         found = self._checked(opened(states, self.KIND, self._identity()))
         with LearningBudget.taken_up(self.budget, states[rank if len(states) == size else 0]):

@@ -61,7 +61,7 @@ def count_label_tokens(batch: Any, *, shifted: bool = True) -> int:
 
 
 def mean_items(batch: Any, *, shifted: bool = True) -> float:
-    """Returns how many items a usual model's loss is a mean of: predicted labels, or without labels, samples."""
+    """Returns the number of items whose losses a usual model averages: predicted labels; without labels, samples."""
     if _label_name(batch) is not None:
         return float(count_label_tokens(batch, shifted=shifted))
     values = batch.values() if hasattr(batch, "keys") else batch if isinstance(batch, (list, tuple)) else [batch]
@@ -78,8 +78,8 @@ def _label_name(batch: Any) -> str | None:
 
 
 def predicts_next_token(model: Any, *, unknown: bool = False) -> bool:
-    """Returns whether a model's own loss skips the first label of each row, by its ``loss_type``, or by its class if
-    that is None; wrappers of DDP and PEFT are opened. ``unknown``: the result for models without ``loss_type``."""
+    """Returns whether a model's own loss skips the first label of each row, judged by its ``loss_type``, or without
+    that by its class (inside DDP and PEFT wrappers). ``unknown``: the result for a model without ``loss_type``."""
     model = getattr(model, "module", model)
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):

@@ -68,9 +68,8 @@ class PlannedDataLoader(StepLoader[B]):
         further: other settings of :class:`~dynagroup.LengthAwareBatchSampler` (``window``, ``oversize``, ``work``, ...)
             and of the ``DataLoader`` (``collate_fn``, ``num_workers``, ``pin_memory``, ...).
 
-    Raises:
-        ConfigError: an argument is wrong. BudgetError: a sample does not fit and ``oversize="error"``.
-        AlignmentError: during iteration, ranks have different data, seeds or settings, or one of them failed.
+    Raises ConfigError if an argument is wrong; BudgetError if a sample does not fit and ``oversize="error"``; during
+    iteration AlignmentError if ranks have different data, seeds or settings, or one of them failed.
 
     >>> from dynagroup.budget.tokens import TokenBudget
     >>> loader = PlannedDataLoader(range(6), [9, 2, 8, 3, 9, 3], TokenBudget(18), samples_per_update=3, weigh="samples")
@@ -111,8 +110,8 @@ class PlannedDataLoader(StepLoader[B]):
         if planner.budget.ladder is not None:
             further["collate_fn"] = FillingCollator(further.get("collate_fn"), planner.budget.ladder, pad)
         self._feed = _Feed(dataset, planner.config.seed, weigh, self.stats, further)
-        self._place = Cursor()  # the point after the steps that were yielded
-        self._resumed: Cursor | None = None  # a loaded resume point; if `_place` is it, iterating resumes there
+        self._place = Cursor()  # the point in the run after all yielded steps
+        self._resumed: Cursor | None = None  # a loaded resume point; iteration resumes while `_place` is this object
         planner.warn_of_oversize()
 
     @property
@@ -239,10 +238,9 @@ class PlannedDataLoader(StepLoader[B]):
         self._epoch, self._next = place.epoch, place.epoch + is_over
 
 
-# After an update's batches are loaded and weighed, one sum over ranks gives every rank the total weight of each step.
-# So loss scales are exact, and any rank can save a resume point inside the update. Nothing else is exchanged, because
-# plans are # equal on all ranks; a failing rank sends NaN. Cost: an all-reduce of one float per step, and memory for
-# the batches.
+# When an update's batches are loaded and weighed, one sum over ranks gives every rank the total weight of each step. So
+# loss scales are exact, and any rank can save a resume point inside the update. Plans are equal on all ranks without
+# any exchange. A rank that fails sends NaN. Cost: an all-reduce of one float per step, and memory for the batches.
 class _Feed(Inner):
     """Loads planned updates with the user's workers and collate function, and weighs them over all ranks. The object is
     also the DataLoader's batch sampler: it yields indices, and remembers to which update they belong."""
@@ -308,7 +306,7 @@ class _Feed(Inner):
 
 
 class _SeededDataset(Dataset):
-    """The user's dataset; in a worker, each batch sets its own random seed, so that a resumed run repeats it."""
+    """The user's dataset. In a worker, each batch sets its own random seed, so that a resumed run repeats the samples."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset

@@ -18,7 +18,7 @@ from dynagroup.validation import check_choice, check_int, check_number
 
 BatchSizeSchedule: TypeAlias = Callable[[int, "int | None"], int]
 Sizes: TypeAlias = "int | BatchSizeSchedule"
-LARGEST_UPDATE = 1 << 40  # samples; the size given to planners when each update has its own size
+LARGEST_UPDATE = 1 << 40  # samples; planners get this size if each update has its own
 ScalingRule: TypeAlias = Literal["linear", "sqrt", "none"]
 
 
@@ -83,7 +83,7 @@ class Walk(ABC):
         return [start, *self.cursors(start)][-1]
 
     def start(self, epoch: int) -> Cursor:
-        """Returns the beginning of an epoch, or of the first known epoch if that is later."""
+        """Returns the beginning of an epoch (of the first known epoch, if that is later)."""
         while (last := self._starts[-1].epoch) < epoch:
             self._starts.append(begun(last + 1, self.end(last)))
         return self._starts[max(epoch - self._starts[0].epoch, 0)]
@@ -92,18 +92,18 @@ class Walk(ABC):
         return self.start(epoch + 1).update - self.start(epoch).update
 
     def after(self, updates: int) -> Cursor:
-        """Returns the point after this many updates of the run, or the first known point if that is later."""
+        """Returns the point after this many updates of the run (or the first known point, if that is later)."""
         epochs = count(self._starts[0].epoch)
         epoch = next(e for e in epochs if self.start(e + 1).update >= updates or not self.num_updates(e))
         start = self.start(epoch)
         found = next((place for place in chain([start], self.cursors(start)) if place.update >= updates), None)
         if found is None:
-            raise ConfigError(f"the run has fewer updates, because epoch {epoch} has none; use smaller updates")
+            raise ConfigError(f"the run never gets to update {updates}: epoch {epoch} has none; use smaller updates")
         return found
 
 
 def begun(epoch: int, done: Cursor) -> Cursor:
-    """Returns the beginning of ``epoch`` in a run whose earlier epochs end at the point ``done``."""
+    """Returns the beginning of ``epoch``; ``done``: the point at which the epochs before it ended."""
     return Cursor(epoch, update=done.update, samples_seen=done.samples_seen, current=done.current)
 
 

@@ -52,8 +52,8 @@ class Step(Generic[B]):
 
 
 def width_of(batch: Any, num_samples: int, stream: str, streams: Iterable[str] = (TOKENS,)) -> int | None:
-    """Returns the tokens of a stream in each row of a collated batch, read from the field of that name or transformers'
-    name for it (``input_ids`` for the primary one of ``streams``); None: the batch has no such field."""
+    """Returns the padded length of a stream in a collated batch. It is read from the field of that name, or of
+    transformers' name for it (``input_ids`` for the primary one of ``streams``). None: there is no such field."""
     shapes = (shape for shape in _shapes_shown(batch, stream, streams) if len(shape) == 2 and shape[0] == num_samples)
     return next((int(shape[1]) for shape in shapes), None)
 
@@ -76,13 +76,13 @@ def _shapes_shown(batch: Any, stream: str, streams: Iterable[str]) -> Iterator[t
 
 
 def shown(batch: Any, num_samples: int, streams: Sequence[str], *, packed: bool) -> dict[str, int]:
-    """Returns the tokens of each padded stream in a collated batch: per row, or in total if the batch is packed."""
+    """Returns the tokens of each padded stream that a collated batch has: per row, or in total if it is packed."""
     found = (total_of(batch, n, streams) if packed else width_of(batch, num_samples, n, streams) for n in streams)
     return {name: tokens for name, tokens in zip(streams, found, strict=True) if tokens is not None}
 
 
 def unplanned(batch: Any, shape: BatchShape, budget: Budget) -> str | None:
-    """Returns, as text, how a collated batch deviates from its planned shape (K = 1); None: not, or not visible."""
+    """Returns text that tells how a collated batch differs from its planned shape (K = 1); None: no visible difference."""
     packed, multiple = is_packed(budget, shape.longest), budget.pad_to_multiple_of
     form = "tokens long, but was planned with" if packed else "tokens wide, but the longest of them was planned with"
     run, names = budget.as_run(shape), padded_streams(budget, shape.longest)

@@ -47,7 +47,7 @@ class PlannedUpdate:
         return self._samples(len(self.steps))
 
     def behind(self, number: int, weight: float) -> Cursor:
-        """Returns the point after step ``number``; ``weight``: of all steps of the update up to that one."""
+        """Returns the point after step ``number``. ``weight``: that of the update's steps so far, with this one."""
         taken, before = number + 1, self.before
         if taken == len(self.steps):
             return self.after
@@ -73,7 +73,7 @@ def steps_of(window: BatchPlan, planner: Planner, rank: int) -> Iterator[Planned
 
 
 class _Updates(Walk):
-    """Common base of both kinds of updates. It knows the number of ranks, but not its own rank."""
+    """Common base of both kinds of updates. It plans for all ranks, and does not know its own."""
 
     planner: Planner
     changes: list[tuple[int, int, int]]  # changes of the updates' size, see :class:`UpdateSizes`
@@ -101,10 +101,10 @@ class _Updates(Walk):
         self.planner = planner
 
     def stand(self, place: Cursor) -> None:
-        """Sets the point from which the run continues."""
+        """Sets the point of the run from which updates continue."""
 
     def order_print(self, epoch: int) -> int | None:
-        """Returns a checksum of the user's sampler in an epoch; None: there is no sampler."""
+        """Returns a checksum of the order of the user's sampler in an epoch; None: there is no sampler."""
         return None if self.order is None else self.order.checksum(epoch)
 
     def plan(self, cursor: Cursor) -> BatchPlan:
@@ -116,10 +116,10 @@ class _Updates(Walk):
         return self._remembered[1]
 
 
-# An epoch's order is cut into updates, and each update is planned by itself, as one window. So which samples an update
-# has depends only on order and schedule; budget and ranks decide only how the samples are divided into batches.
+# An epoch's order is cut into updates, and each update is planned alone, as one window. So order and schedule alone
+# decide which samples an update has; budget and ranks decide only how the samples are divided into batches.
 class PreservedUpdates(UpdateSizes, _Updates):
-    """Updates with exactly as many samples as ``schedule`` says, drawn as with fixed batches: in the order of the
+    """Updates of exactly as many samples as ``schedule`` says: as with fixed batches, the next ones in the order of the
     user's sampler, in a seeded random order, or in dataset order. ``drop_last``: a smaller last update is left out."""
 
     def __init__(self, planner: Planner, schedule: Sizes, order: OrderSource | None, *, drop_last: bool) -> None:
@@ -134,7 +134,7 @@ class PreservedUpdates(UpdateSizes, _Updates):
     def start_of(self, epoch: int, done: Cursor) -> Cursor:
         return self.start(epoch)
 
-    # The size of the epoch's first update decides the grouping; after a change of size the order is the same.
+    # The epoch's first update decides how many samples are grouped, so a change of size leaves the order as it is.
     def order_of(self, epoch: int) -> Order:
         """Returns dataset indices in the epoch's order; with ``grouping``, updates have samples of similar length."""
         planner = self.planner
@@ -168,7 +168,7 @@ class PreservedUpdates(UpdateSizes, _Updates):
 # many steps, so the beginning of the epoch can be computed from any point in it.
 class FreeUpdates(_Updates):
     """Updates of ``accumulation`` steps each (the last of an epoch may have fewer). Batches are as large as the budget
-    allows, so the samples per update vary."""
+    allows, so updates have different numbers of samples."""
 
     def __init__(self, planner: Planner, *, accumulation: int) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ class FreeUpdates(_Updates):
 
 
 def _update_of(steps: list[PlannedStep], before: Cursor) -> PlannedUpdate:
-    """Returns an update of these steps, plus what was taken of the update before a resume."""
+    """Returns an update of these steps; a resumed update also has the steps that were taken before the resume."""
     samples = before.begun_samples + sum(step.row_samples for step in steps)
     done = {"update": before.update + 1, "current": samples}
     done |= {name: getattr(before, name) + samples for name in ("samples_used", "samples_seen")}
@@ -228,7 +228,7 @@ Updates: TypeAlias = PreservedUpdates | FreeUpdates
 
 
 def compare_ranks(world: World, plan: Updates, identity: Mapping[str, Any], place: Cursor) -> None:
-    """Raises AlignmentError unless all ranks are about to plan the same updates of the same samples."""
+    """Raises AlignmentError if ranks are about to plan different updates, or updates of different samples."""
     if world.size == 1:
         return
     facts: dict[str, Any] = {"lengths, budget or settings": identity, "place in the epoch": place}

@@ -361,7 +361,7 @@ def edit(path, sealed=True, **changes):
 
 
 @pytest.mark.parametrize(("damage", "message"), [
-    (lambda p: p.write_bytes(p.read_bytes()[:-9] + b"123456789"), "not match the JSON card beside it in hashes"),
+    (lambda p: p.write_bytes(p.read_bytes()[:-9] + b"123456789"), "not match the JSON file beside it in hashes"),
     (lambda p: p.with_suffix(".json").write_text("{"), "is damaged"),
     (lambda p: edit(p, features=["other"]), "beside it in features"),
     (lambda p: edit(p, format=99), "beside it in format"),

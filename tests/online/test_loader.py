@@ -217,11 +217,11 @@ def text_of(world: Any, fault: str) -> str:
 
 
 @pytest.mark.parametrize(("fault", "of_faulty", "of_others"), [
-    ("item_raises", r"dataset items \[77\] raised KeyError", r"rank . failed while it loaded data: .*items \[77\]"),
+    ("item_raises", r"samples \[77\] raised KeyError", r"rank . failed while it loaded data: .*samples \[77\]"),
     ("worker_dies", "worker", "rank . failed while it loaded data: .*[Ww]orker"),
     ("wrong_lengths", "`collate_fn` made a batch", "rank 1 failed while it loaded data: .*`collate_fn` made a batch"),
     ("other_seed", "ranks have unequal seed", "ranks have unequal seed"),
-    ("starts_over", "different exchanges", "different exchanges"),
+    ("starts_over", "different points", "different points"),
 ])  # fmt: skip
 def test_a_fault_reaches_every_rank(fault: str, of_faulty: str, of_others: str) -> None:
     texts = run_ranks(3, lambda world: text_of(world, fault))

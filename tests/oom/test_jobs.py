@@ -220,7 +220,7 @@ def test_an_error_on_one_rank_ends_all_and_other_jobs_are_noticed(model: Any, to
         return str(caught.value)
 
     both = run_ranks(2, lambda world: rank(world, True))
-    assert both == ["all ranks must run the same job, but texts are not equal; give all the same"] * 2
+    assert both == ["all ranks must run the same job, but have different texts; give all ranks the same"] * 2
     first, second = run_ranks(2, lambda world: rank(world, False))
     assert first == "rank 1 of 2 could not continue the job; see that rank's error"
     assert "exists, but no 'there.jsonl.job'" in second

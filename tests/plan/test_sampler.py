@@ -201,7 +201,7 @@ def test_an_order_that_differs_between_ranks_is_found_before_the_first_step(monk
         mine.world = world
         return list(sampler(None, None, order=shuffled_order(seed), samples_per_update=50))
 
-    with pytest.raises(AlignmentError, match="`order` yields other indices .* in epoch 0, .* seed it the same"):
+    with pytest.raises(AlignmentError, match="`order` yields different indices .* in epoch 0, .* seed it the same"):
         run_ranks(2, lambda world: run(world, world.rank))
     columns = run_ranks(2, lambda world: run(world, 7))
     assert_conserves((batch for column in columns for batch in column), range(300))
@@ -260,7 +260,9 @@ def test_what_can_be_read_only_once_is_refused() -> None:
 
     source = OrderSource(Hiding(), 3)
     assert source.of_epoch(0).tolist() == [0, 1, 2]
-    with pytest.raises(ConfigError, match="Hiding.* yields indices in one epoch only; its __iter__ must begin anew"):
+    with pytest.raises(
+        ConfigError, match="Hiding.* yields nothing after its first epoch; its __iter__ must begin anew"
+    ):
         source.of_epoch(1)
     assert OrderSource([], 3).of_epoch(1).tolist() == []
 

@@ -70,7 +70,7 @@ class CudaKernels(TorchFunctionMode):
             return value
         if not (value.is_leaf and value.requires_grad):
             return value.to(self.autocast)
-        # # Autocast casts each weight once per forward pass. The stored pair keeps the weight, and so its id, alive.
+        # Autocast casts each weight once per forward pass. The stored pair keeps the weight, and so its id, alive.
         return self._cast_weights.setdefault(id(value), (value, value.to(self.autocast)))[1]
 
 

@@ -105,7 +105,7 @@ def checkpoint_layers(model: Any, **options: Any) -> None:
 
 
 def stacks(model: torch.nn.Module) -> list[torch.nn.ModuleList]:
-    """Returns the model's lists of layers of one class, without lists inside of other lists."""
+    """Returns the model's stacks: lists of layers of one class, without lists inside other lists."""
     found: list[torch.nn.ModuleList] = []
     for module in (m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) >= ALIKE_LAYERS):
         nested = any(module is inner for outer in found for inner in outer.modules())

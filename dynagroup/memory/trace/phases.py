@@ -1,8 +1,9 @@
-"""Finds a model's memory as an exact function of the batch shape, from a few traces of the model.
+"""Finds how a model's memory depends on the batch shape, exactly, from a few traces of the model.
 
-The bytes alive after each allocation are a polynomial in (n, L), so a few traces determine the polynomial (least
-squares, error 0). The peak of a batch is the largest of these polynomials. If all layers have one class, tracing three
-layers is enough: every further layer adds the same bytes, from its forward pass to the end of its backward pass.
+A trace runs the model without data and records the bytes alive after each allocation. Each of these values is a
+polynomial in (n samples, L tokens), so a few traces determine it (least squares, error 0). The peak of a batch is the
+largest of the polynomials, called phases. If all layers have one class, three layers are traced: every further layer
+adds the same bytes, from its forward pass to the end of its backward pass.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,26 +23,26 @@ from dynagroup.validation import warn_user
 
 Probe: TypeAlias = "tuple[int, int, int]"  # shape to trace: samples, tokens, target tokens
 Timeline: TypeAlias = "Callable[[Probe], FloatArray]"  # returns the bytes alive after each allocation
-ALIKE = 5e-3  # largest relative error of the peak computed from three layers
-EXACT = 1e-4  # largest error of the polynomials, relative to a trace's largest size
-# Kernels pad rows to multiples of 32 and masks to multiples of 16. Lengths of 32 k + 1 get the most padding, and always
-# the same. Programs that pad to 64 or 512 give no polynomial at these lengths, so they are noticed.
+ALIKE = 5e-3  # largest relative error of a peak that is computed from three layers
+EXACT = 1e-4  # largest error of a polynomial, relative to the largest value of its trace
+# CUDA kernels pad rows to multiples of 32 and masks to multiples of 16. Traced lengths are multiples of 32 plus 1, so
+# all get the most padding. A program that pads to 64 or 512 gives no polynomial at these lengths, and so is noticed.
 ALIGNMENT = 32
 PROBES = [(2, 65, 97), (3, 33, 33), (2, 257, 161), (5, 193, 97), (4, 321, 65), (3, 481, 257), (7, 97, 353), (2, 161, 481),
           (6, 65, 257), (3, 129, 321), (4, 385, 449), (5, 449, 129), (2, 33, 33), (8, 225, 289)]  # fmt: skip
 PACKED_PROBES: list[Probe] = [(1, 65, 0), (1, 513, 0), (1, 193, 0), (1, 1025, 0)]
-PROBED = 512  # tokens, about the longest shape to trace in PROBES
-LONGEST = 4097  # tokens in the last shape to trace, if the model has that many positions: checks long samples
-FEWEST_POSITIONS = 3 * ALIGNMENT + 1  # three lengths are needed for a polynomial of degree 2
-MOST_TOKENS = 131072  # in a sample or packed batch; phases that are the largest only beyond are dropped
+PROBED = 512  # about the most tokens in PROBES
+LONGEST = 4097  # tokens of the last traced shape, if the model has so many positions: checks long samples
+FEWEST_POSITIONS = 3 * ALIGNMENT + 1  # three traced lengths determine a polynomial of degree 2
+MOST_TOKENS = 131072  # in a sample or packed batch; polynomials that are the largest only above this are dropped
 
 
 def trace_phases(model_or_config: Any, workload: Run, *, inputs: MakeInputs | None = None) -> Phases:
-    """Returns the memory of a model by batch shape: polynomials, found with about eight traces of a few layers.
+    """Returns how a model's memory depends on the batch shape: polynomials from about eight traces of a few layers.
 
-    Models with sliding-window attention get two sets: for samples within the window, and for longer ones. If the
-    program itself depends on the shape, phases are fitted to simulations, with a warning. ValueError: fitting fails
-    too."""
+    Sliding-window attention gives two sets: for samples within the window, and for longer ones. If the model's
+    operations depend on the shape, polynomials are fitted to simulated batches, with a warning, or ValueError is
+    raised."""
     padded = _Traced(model_or_config, workload, inputs)
     with torch.inference_mode(False), torch.enable_grad():  # whatever mode the caller has set
         try:
@@ -56,13 +57,13 @@ def trace_phases(model_or_config: Any, workload: Run, *, inputs: MakeInputs | No
 
 @dataclass(frozen=True)
 class _Traced:
-    """A model, and how each of its traces runs."""
+    """A model, and the settings of its traces."""
 
     source: Any
     workload: Run
     inputs: MakeInputs | None
     beyond: int = 1
-    """Tokens by which each traced length exceeds a multiple of 32."""
+    """Traced lengths are multiples of 32 plus this many tokens."""
 
     @property
     def packed(self) -> bool:
@@ -74,7 +75,7 @@ class _Traced:
 
     @property
     def columns(self) -> list[int]:
-        """Indices of the monomials that can occur; for packed samples those of one row with all tokens."""
+        """Indices of the monomials that can occur. A packed batch is one row with all its tokens."""
         names = ("1", "L", "L2") if self.packed else MONOMIALS if self.two_streams else MONOMIALS[:6]
         return [MONOMIALS.index(name) for name in names]
 
@@ -96,7 +97,7 @@ class _Traced:
         return trace(model, self.workload, n, longest, inputs=self.inputs, watch=watch, smooth=True)
 
     def timeline(self, check: Probe) -> Timeline:
-        """Returns the whole model's timeline, computed from three layers if that gives the right peak for ``check``."""
+        """Returns a function from shapes to timelines; it traces three layers if their peak is right for ``check``."""
         whole = self.model()
         layers = [len(stack) for stack in stacks(whole)]
 
@@ -118,11 +119,11 @@ class _Traced:
 
 
 class _Deepen:
-    """Watches the last layers of a model with three per stack; computes the timeline of ``layers`` layers."""
+    """Computes the timeline of a model with ``layers`` equal layers from a trace of three, by watching the last two."""
 
     def __init__(self, model: torch.nn.Module, layers: Sequence[int], workload: Run) -> None:
         self._stacks, self._layers = stacks(model), layers
-        # With checkpointing, only autocast's cache keeps cast weights alive, until the forward pass ends.
+        # With gradient checkpointing, weights that autocast casts live in its cache until the forward pass ends.
         self._drops_casts = bool(workload.autocast and workload.gradient_checkpointing)
         self._spans: list[dict[str, int]] = [{} for _ in self._stacks]
 
@@ -147,7 +148,7 @@ class _Deepen:
             hidden.register_hook(lambda grad: span.update(end=len(tracer.timeline)))
 
     def raised(self, tracer: LiveBytes) -> FloatArray:
-        """Returns the timeline of the model with all its layers."""
+        """Returns the timeline of the model with all its layers, by adding what each further layer keeps."""
         line = np.array(tracer.timeline, dtype=np.float64)
         prefilled, at_prompt = tracer.marks.get("prefilled", (len(line), 0))
         _, at_full = tracer.marks.get("stretched", (len(line), 0))
@@ -183,11 +184,11 @@ def _phases(traced: _Traced) -> Phases:
 
 
 def _probes(traced: _Traced, within: int = LONGEST) -> list[Probe]:
-    """Returns shapes that determine all monomials, within the model's positions; the last is as long as ``within``."""
+    """Returns shapes to trace that determine all monomials, within the model's positions; the last is the longest."""
     most = min(getattr(traced.config, "max_position_embeddings", None) or LONGEST, within)
     most_target = min(getattr(traced.config, "max_target_positions", None) or most, most)
 
-    def scaled_to(most: int, length: int) -> int:  # shortens lengths in proportion if the model has few positions
+    def scaled_to(most: int, length: int) -> int:  # shortens lengths in proportion to the model's positions
         return _aligned(length if most >= PROBED else most * length // PROBED, traced)
 
     scaled = [(n, scaled_to(most, length), scaled_to(most_target, target)) for n, length, target in PROBES]
@@ -202,7 +203,7 @@ def _probes(traced: _Traced, within: int = LONGEST) -> list[Probe]:
 
 
 def _aligned(length: int, traced: _Traced) -> int:
-    """Returns the largest length of at most ``length`` that exceeds a multiple of 32 by ``traced.beyond``."""
+    """Returns the largest length up to ``length`` that is ``traced.beyond`` more than a multiple of 32."""
     return max((length - traced.beyond) // ALIGNMENT, 1) * ALIGNMENT + traced.beyond
 
 
@@ -215,18 +216,18 @@ def _sliding_window(config: Any) -> int | None:
 
 
 def _exact(traced: _Traced, probes: Sequence[Probe]) -> Phases:
-    """Returns exact phases of live bytes, without static memory. ValueError: sizes are no polynomial of the shape."""
+    """Traces these shapes; returns their exact polynomials. ValueError: memory is no polynomial of the shape."""
     timeline, lines = traced.timeline(probes[-1]), []
     for probe in _shown(probes):
         lines.append(timeline(probe))
-        if len(lines[0]) != len(lines[-1]):  # raises early: a program that loops over tokens takes minutes
-            raise ValueError(f"the program depends on the shape (allocations for {probe} and {probes[0]} are unequal)")
+        if len(lines[0]) != len(lines[-1]):  # fails early: tracing a loop over tokens takes minutes
+            raise ValueError(f"its operations depend on the shape (allocations for {probe} and {probes[0]} differ)")
     known, observed = monomials(*np.array(probes).T)[:, traced.columns], np.array(lines)
     coefficients = np.linalg.lstsq(known / known.max(0), observed, rcond=None)[0] / known.max(0)[:, None]
     error = (np.abs(known @ coefficients - observed).max(axis=1) / observed.max(axis=1)).max()
     if error > EXACT:
-        raise ValueError(f"memory is no polynomial of the batch shape (relative error {error:.2e})")
-    return Phases.of(traced.columns, _binding(np.maximum(coefficients, 0.0).T, traced))  # rounding gives negative ones
+        raise ValueError(f"its memory is no polynomial of the batch shape (relative error {error:.2e})")
+    return Phases.of(traced.columns, _binding(np.maximum(coefficients, 0.0).T, traced))  # 0.0: rounding
 
 
 def _shown(shapes: Sequence[Any]) -> Iterable[Any]:
@@ -236,7 +237,7 @@ def _shown(shapes: Sequence[Any]) -> Iterable[Any]:
 
 
 def _binding(phases: FloatArray, traced: _Traced) -> FloatArray:
-    """Returns the phases that are the largest one for at least one of 6,000 random shapes."""
+    """Returns the polynomials that are the largest one for at least one of 6,000 random shapes."""
     rng = np.random.default_rng(0)
 
     def drawn(least: int, most: int) -> np.ndarray:
@@ -251,12 +252,12 @@ def _binding(phases: FloatArray, traced: _Traced) -> FloatArray:
     return phases[np.unique(np.concatenate(winners))]
 
 
-# For programs that loop over tokens, phases are fitted to whole peaks instead. At each length, traces of one and of two
-# samples give every allocation as a line in n. Lengths are one more than multiples of usual chunk sizes, which need the
-# most padding. The best phases are then multiplied by a factor, so that no peak is above the prediction.
+# A model that loops over tokens has no exact polynomials. They are fitted to its peaks instead: at each length, traces
+# of one and of two samples give every allocation as a line in n. Lengths are 1 above multiples of usual chunk sizes, so
+# they get the most padding. Then all fitted polynomials are multiplied, so that no peak is above the prediction.
 LENGTHS, SAMPLES = (1, 17, 33, 65, 129, 257, 513, 1025, 2049, 4097), (1, 2, 4, 16, 64, 256)
-LOOPS, SHORT = 4, 513  # a program with LOOPS times the allocations of one token loops; beyond 2 x SHORT it is slow
-FITS = 0.5  # largest relative error of the fitted phases, before they are multiplied
+LOOPS, SHORT = 4, 513  # a model loops if it has LOOPS times the allocations of one token; past 2 x SHORT it is slow
+FITS = 0.5  # largest relative error of the fitted polynomials, before the factor
 FITTED = [MONOMIALS.index(name) for name in ("1", "n", "nL", "nL2")]
 
 

@@ -1,4 +1,4 @@
-"""Runs what one batch does on a device: a training micro-batch, a forward pass, or prefill and decoding."""
+"""Runs, without data, what one batch does on a device: a training step, a forward pass, or prefill and decoding."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ from dynagroup.memory.trace.kernels import BLOCK, CudaKernels, LiveBytes
 from dynagroup.memory.trace.model import checkpoint_layers, make_inputs, stacks
 from dynagroup.shapes import TARGET, TOKENS, primary
 
-REDUCE_BUCKET = 500_000_000  # elements; DeepSpeed's `reduce_bucket_size`
+REDUCE_BUCKET = 500_000_000  # elements in a bucket of gradients; default of DeepSpeed's `reduce_bucket_size`
 _STAGES = {None: 0, "ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
 
 
@@ -23,7 +23,7 @@ def prepare(model: torch.nn.Module, workload: Run) -> torch.nn.Module:
     if not training:
         return model
     if workload.gradient_checkpointing:
-        # A function mode is not active in calls from the autograd engine, so the recomputation enters its own.
+        # The autograd engine calls the recomputation outside of this function mode, so it enters one of its own.
         autocast = _autocast(workload)
         checkpoint_layers(model, context_fn=lambda: (nullcontext(), CudaKernels(autocast)))
     for p in model.parameters():
