@@ -69,8 +69,7 @@ class Run:
 
 
 def run_demo(config: DemoConfig) -> tuple[list[Run], NDArray[np.int32]]:
-    """Trains with fixed and with dynagroup's batches, prints a table; returns both runs, and the lengths, int32 (N,).
-    ConfigError: a setting is wrong."""
+    """Trains with fixed and with dynagroup's batches, prints a table; returns both runs, and lengths, int32 (N,)."""
     from transformers import AutoTokenizer
 
     for name in ("budget", "max_length", "samples", "samples_per_update"):
@@ -98,9 +97,8 @@ def run_demo(config: DemoConfig) -> tuple[list[Run], NDArray[np.int32]]:
 
 
 def docstrings(at_least: int = 12_000) -> list[str]:
-    """Returns ``at_least`` or more distinct docstrings of the standard library and installed packages (or all).
-
-    The order of files mixes packages, and is the same wherever the same packages are installed."""
+    """Returns ``at_least`` or more distinct docstrings of the standard library and installed packages (or all). The
+    order of files mixes packages, and is the same wherever the same packages are installed."""
     roots = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib")]
     named = {path.relative_to(root).as_posix(): path for root in roots for path in root.rglob("*.py")}
     found: dict[str, None] = {}

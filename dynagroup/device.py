@@ -100,9 +100,8 @@ class Device(Protocol):
 
 
 class CudaDevice:
-    """PyTorch's caching allocator on the current CUDA device; measuring resets its statistics.
-
-    Raises ConfigError if there is no CUDA device."""
+    """PyTorch's caching allocator on the current CUDA device; measuring resets its statistics. Raises ConfigError if
+    there is no CUDA device."""
 
     def __init__(self) -> None:
         if not torch.cuda.is_available():
@@ -134,9 +133,8 @@ def watch_of(model: Any) -> "PeakWatch | None":
 
 
 class PeakWatch:
-    """Reads the allocator's peak memory without resetting the user's statistics.
-
-    A peak is reported only when it exceeds all earlier ones, because an older peak belongs to an earlier batch."""
+    """Reads the allocator's peak memory without resetting the user's statistics. A peak is reported only when it
+    exceeds all earlier ones, because an older peak belongs to an earlier batch."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -19,9 +19,8 @@ if TYPE_CHECKING:
 
 
 class World(Protocol):
-    """The ranks that run one job together. All ranks must call each method, with vectors of equal length.
-
-    Maxima are computed in int64; sums in float64, exact for integers up to 2**53. All ranks get identical results."""
+    """The ranks that run one job together. All ranks must call each method, with vectors of equal length. Maxima are
+    computed in int64; sums in float64, exact for integers up to 2**53. All ranks get identical results."""
 
     @property
     def rank(self) -> int: ...

@@ -100,7 +100,6 @@ class Kinds:
     @classmethod
     def read(cls, given: Any, num_samples: int) -> "Kinds":
         """Reads one label per sample; a label is any hashable value that equals its copy. None: all samples are alike.
-
         ConfigError: a label does not equal its copy or is not hashable, or their number is not ``num_samples``."""
         if given is None:
             return cls(np.broadcast_to(np.int32(0), num_samples), (None,))

@@ -87,7 +87,6 @@ class BatchShape:
     @classmethod
     def of(cls, num_samples: ArrayLike, longest: Units, total: Units | None = None) -> BatchShape:
         """Makes shapes from numbers or arrays, which are broadcast; those without a name are the stream ``tokens``.
-
         Without ``total``, every sample of a batch counts as long as the longest."""
         count = np.asarray(num_samples, dtype=np.int64)
         longest_by = _by_stream(longest)

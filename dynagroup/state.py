@@ -52,8 +52,7 @@ def opened(states: Any, kind: str, identity: Mapping[str, Any]) -> list[Mapping[
 
 
 def agreed(states: Sequence[Mapping[str, Any]], *, besides: Sequence[str] = ("learned",)) -> Mapping[str, Any]:
-    """Returns the first rank's state. Raises StateError if the ranks' states differ, except in the fields ``besides``,
-    because the ranks saved them after different steps."""
+    """Returns the first rank's state. StateError: the states differ in fields not in ``besides``, so in their steps."""
     own = dict.fromkeys((*besides, "seal"))
     if any({**other, **own} != {**states[0], **own} for other in states[1:]):
         raise StateError("the ranks saved their states after different steps; load states of one and the same step")

@@ -1,7 +1,5 @@
-"""Tests your own budgets, samplers and loaders with the same checks that dynagroup's tests use.
-
-Ranks are threads that really exchange data, so a test of eight ranks takes milliseconds and needs no launcher.
-"""
+"""Tests your own budgets, samplers and loaders with the same checks that dynagroup's tests use. Ranks are threads that
+really exchange data, so a test of eight ranks takes milliseconds and needs no launcher."""
 
 import json
 import math

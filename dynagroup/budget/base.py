@@ -1,7 +1,5 @@
-"""Budgets decide whether a batch of a given shape fits. All code that forms batches asks a budget.
-
-The rule for every budget: a shape that fits must still fit after a sample is removed or shortened.
-"""
+"""Budgets decide whether a batch of a given shape fits. All code that forms batches asks a budget. The rule for every
+budget: a shape that fits must still fit after a sample is removed or shortened."""
 
 import copy
 import math
@@ -110,7 +108,7 @@ class Budget(ABC):
 
     @property
     def fingerprint(self) -> str:
-        """Text that changes with the class, its code and its settings, but not with what was learned."""
+        """Text that changes with the class, its code and its settings, but not with limits learned from failures."""
         return described(self, ask=False)
 
     def __and__(self, other: "Budget") -> "Budget":

@@ -187,7 +187,7 @@ class LearningBudget(Wrapper):
         return sealed("LearningBudget", {"budget": self.base.fingerprint}, fields)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads what a run with the same budget learned. StateError: another budget; nothing is changed then."""
+        """Loads what a run with the same budget learned. Raises StateError, and changes nothing, for another budget."""
         [found], lessons = opened(state, "LearningBudget", {"budget": self.base.fingerprint}), self._lessons
         for place, number in enumerate(found["numbers"]):  # changed in place: the numbers may be in shared memory
             lessons.numbers[place] = math.inf if number is None else number

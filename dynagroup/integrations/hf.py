@@ -67,7 +67,7 @@ class DynagroupTrainerMixin(Evaluator):
         return self.samples_per_update
 
     def get_train_dataloader(self) -> Any:
-        """Returns dynagroup's loader, made from the Trainer's, whose sampler may depend on the size of an update."""
+        """Returns dynagroup's loader, for the dataset and the order of samples of the Trainer's own loader."""
         self.args.gradient_accumulation_steps = self.accumulation
         try:
             host = super().get_train_dataloader()

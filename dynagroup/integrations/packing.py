@@ -47,9 +47,8 @@ class NotAskedError(ConfigError):
 
 def check_packing(model: Any, collate_fn: Collate) -> None:
     """Runs two short samples packed and one by one, and checks that the model gives equal results. The model is not
-    changed. After ``use_varlen_attention`` its results are also compared with the model's own attention.
-
-    Raises ConfigError if the model cannot run these samples, or results differ because attention or a cache mixes them."""
+    changed. After ``use_varlen_attention`` its results are also compared with the model's own attention. Raises
+    ConfigError if the model cannot run these samples, or results differ because attention or a cache mixes them."""
     name, attention = type(model).__name__, getattr(model.config, "_attn_implementation", None) or "eager"
     if attention == NAME:  # may have been set by name, without a test
         check_own_attention(model)

@@ -129,8 +129,7 @@ class _Builder:
         return self.element * per_mask * self._shared(squared) if w["attention"] == "sdpa" else NOTHING
 
     def _shared(self, squared: FloatArray) -> FloatArray:
-        """Returns the pairs of tokens for which a mask or bias is stored: in an encoder-decoder, one mask for all
-        samples."""
+        """Returns the pairs of tokens for which a mask or bias is stored; all samples of an encoder-decoder share one."""
         return T2 if self.w["encoder_decoder"] and squared @ NT2 > 0 else squared
 
     def _training(self) -> list[FloatArray]:

@@ -126,7 +126,6 @@ class MemoryRegressor:
     @classmethod
     def load(cls, path: str | Path, workload: Workload | None = None) -> "MemoryRegressor":
         """Loads a file that :meth:`save` wrote. ``workload``: None means the saved one. Trees need XGBoost to predict.
-
         StateError: the file does not match the JSON card beside it, or has another version."""
         path = Path(path)
         trees, text = path.read_bytes(), path.with_suffix(".json").read_bytes()
@@ -300,7 +299,6 @@ def train_booster(
     learning_rate: float = 0.05, regularisation: float = 20.0, least_weight: float = 30.0,
 ) -> Any:  # fmt: skip
     """Trains XGBoost's trees that correct the log ratio of the formula; predictions never fall as candidates grow.
-
     ``quantile``: the share of rows that must be below the prediction, if it is to be an upper bound."""
     xgboost = needed("xgboost", "fitting a regressor")
     values = np.concatenate([p.values for p in parts]).astype(np.float32)

@@ -93,10 +93,9 @@ class TracedMemory:
         return found if measured is None else found.corrected(measured)
 
     def corrected(self, measured: Measurements) -> "TracedMemory":
-        """Returns this trace with predictions raised so that no measured row is above its prediction.
-
-        Predictions become ``factor`` times the trace plus a constant, never below the trace: the line above all rows
-        with the smallest mean excess. Static memory becomes the larger of traced and measured."""
+        """Returns this trace with predictions raised so that no measured row is above its prediction. Predictions
+        become ``factor`` times the trace plus a constant, never below the trace: the line above all rows with the
+        smallest mean excess. Static memory becomes the larger of traced and measured."""
         if not isinstance(measured, Measurements) or not measured.complete:
             raise ConfigError("`measured` must be Measurements with at least one row that did not run out of memory")
         for name in _SAME:

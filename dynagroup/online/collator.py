@@ -173,8 +173,7 @@ class RefinementCollator:
         return label
 
     def _divide(self, lengths: Streams, labels: Sequence[Any], request: Request) -> tuple[Batches, list[int]]:
-        """Returns batches: planned ones that still fit and have one kind, others cut anew; and for each, the number of
-        the planned batch that it comes from."""
+        """Returns batches: planned ones that still fit, others cut anew; and the number of each one's planned batch."""
         kinds = np.array([number_of(label) for label in labels]) if self.has_kinds else np.zeros(len(labels), np.int64)
         make = partial(cut_kinds, budget=self.budget, num_ranks=1, together=False, work=self.work)
         if request.groups is None:

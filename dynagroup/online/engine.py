@@ -74,7 +74,7 @@ class Runner(ABC):
         return handed_out(self.stands, self.under_way, self.source.sizes)
 
     def state(self) -> dict[str, Any] | None:
-        """Returns the point from which this rank can resume, for JSON; None after the end of the epoch."""
+        """Returns the point from which this rank can resume, as JSON values; None after the end of the epoch."""
         if self.over:
             return None
         base, feed = self.source.order.base, self.feed.state([*(t.batch for t in self.due), *self.agreed], self.queue)
@@ -120,7 +120,7 @@ class Runner(ABC):
 
     @property
     def _in_rows(self) -> bool:
-        """Whether batches keep their order, because the user gave it, or they are planned rows of which none was split."""
+        """Whether batches keep their order: the user's own, or the planned one if no batch had to be split."""
         return self.source.groups is not None or (self.source.lengths is not None and not self.split)
 
     def _loaded(self) -> Sequence[Refined] | None:
@@ -265,8 +265,7 @@ class FreeRunner(Runner):
         return spread(picked)
 
     def _picked(self, batches: Sequence[Refined], steps: int, number: int) -> list[Refined]:
-        """Takes ``steps`` batches of one kind from the queue: the next ones, or those at evenly spread places of the
-        sorted queue, which are the same on all ranks."""
+        """Takes ``steps`` batches of one kind from the queue: the next ones, or evenly spread ones of the sorted queue."""
         batches = [*batches] if self.feed.receiving else self._even_out(batches, steps)
         count = min(steps, len(batches))
         if self._in_rows:

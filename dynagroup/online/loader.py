@@ -151,7 +151,7 @@ class OnlineDataLoader(StepLoader[Any]):
     def examples(self) -> tuple[Streams, Callable[[int], Any], Callable[..., Any]]:
         if self._workers.iterable:
             raise ConfigError(
-                "preflight cannot try samples of an iterable dataset, which gives each only once; leave preflight out"
+                "preflight cannot try an iterable dataset, which gives each sample only once; leave it out"
             )
         places = np.unique(np.linspace(0, len(self.dataset) - 1, EXAMPLES).astype(np.int64)).tolist()
         samples, collator = [self.dataset[place] for place in places], self._workers.collator

@@ -197,7 +197,7 @@ class Source(NamedTuple):
         return not divided and self.lengths is None and self.rough is None
 
     def requests(self, rank: int, size: int) -> Iterator[Request]:
-        """Yields a rank's requests: from the cursor if updates have a set size, else from the start of the order."""
+        """Yields a rank's requests for samples: if updates have a set size, from the saved point, else for all samples."""
         if self.groups is not None:
             stops = accumulate(self.groups)
             return (Request(np.arange(stop - n, stop), (n,)) for stop, n in zip(stops, self.groups, strict=True))
@@ -251,7 +251,7 @@ def _own(window: BatchPlan, rank: int) -> list[IntArray]:
 
 
 def _rows(source: Source, planner: Planner, rank: int, size: int) -> Iterator[Request]:
-    """Yields requests for batches as the offline sampler plans them: in rows of equal work over ranks."""
+    """Yields requests for batches as the offline sampler plans them: all ranks have equal work in a step."""
     order = np.arange(source.order.num_positions)
     for window in planner.steps_from(planner.start_of(source.cursor.epoch, size), size, order):
         mine = _own(window, rank)

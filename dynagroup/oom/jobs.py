@@ -169,7 +169,7 @@ class Job:
                 bar.update(int(self.lengths[indices].sum()))
 
     def _batches(self, samples: Sequence[int]) -> list[list[int]]:
-        # Each new token takes one step, with a step's fixed cost; each copy costs its own tokens.
+        # A new token takes a further step. Its fixed time counts once for all copies of a text (beams, for example).
         work = Work.of_known(self.task.model, device=next(self.task.model.parameters()).device)
         work = replace(work, per_step=work.per_step * (1 + self.task.new_tokens) / self.task.copies)
         sampler = LengthAwareBatchSampler(self.lengths[list(samples)], self.budget, work=work, rank=0, world_size=1)

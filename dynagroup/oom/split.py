@@ -99,9 +99,7 @@ class BatchSplitter:
             return len(batch)
         fields = _fields_of(batch)
         if fields is None:
-            raise ConfigError(
-                f"a batch of type {type(batch).__name__} cannot be split; pass `split`, your own dynagroup.oom.Splitter"
-            )
+            raise ConfigError(f"a batch of type {type(batch).__name__} cannot be split; pass your own `split`")
         borders = packed_borders(fields)
         if borders is not None:
             return len(borders) - 1

@@ -16,7 +16,7 @@ from dynagroup.shapes import BatchShape, IntArray, Streams, primary
 from dynagroup.validation import LARGEST, check_int
 
 RoundBatch: TypeAlias = Callable[[int], int]
-CHUNK, ROW = 1 << 18, 1 << 9  # samples that are read at a time; 64-bit words in a row of the checksum's table
+CHUNK, ROW = 1 << 18, 1 << 9  # samples that are read at a time; and 64-bit words in a table row, for the checksum
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -210,7 +210,7 @@ def checksum(values: NDArray[Any]) -> int:
     return found
 
 
-# Branch and bound: reads blocks by their greatest possible sample, until no other block can have a greater one.
+# Branch and bound: blocks with the largest upper bound first, until no other block can have a longer sample.
 def longest_of(lengths: Streams, budget: Budget, left_out: IntArray, maxima: Mapping[str, IntArray]) -> int:
     """Returns the dataset index of the sample with the most tokens, except those in ``left_out`` (sorted)."""
     found, most, bounds = 0, -1, tokens_of(maxima, budget)

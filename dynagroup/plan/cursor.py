@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, TypeAlias
 
 MOST_RANKS = 1 << 20
-# (number of ranks, rows taken, the learned limit by which they were cut)
+# Number of ranks, steps taken, and the learned limit of the budget (None: no limit) when they were planned.
 Segment: TypeAlias = tuple[int, int, "float | None"]
 
 
@@ -18,7 +18,7 @@ class Cursor:
         epoch, steps: int, the current epoch, and steps taken in it, over all resumes.
         window_size: int, samples planned together, fixed when the epoch's plan begins; 0 before.
         windows_done: int, number of windows that are used up.
-        carried: dataset indices that could fill no row of these windows, and come first in the next one.
+        carried: dataset indices that were too few for a further step of these windows, and come first in the next one.
         segments: how much of the next window (or with updates of a set size, of the current update) was used: for each
             run (ranks, rows, learned limit of the budget).
         update: int, updates since training began.
@@ -56,7 +56,7 @@ class Cursor:
         return replace(self, steps=self.steps + rows, segments=(*before, (ranks, done + rows, limit)))
 
     def after_window(self, carried: Sequence[int] = ()) -> "Cursor":
-        """Returns the point after the current window, if :meth:`after_rows` has counted all its rows."""
+        """Returns the point after the current window, whose steps :meth:`after_rows` has counted."""
         return replace(self, windows_done=self.windows_done + 1, segments=(), carried=tuple(carried))
 
     def state(self) -> dict[str, Any]:

@@ -1,7 +1,5 @@
-"""The order of an epoch and its windows: in which order samples come, and which samples are planned together.
-
-An order is computed, not stored: reading a part of it takes time proportional to that part.
-"""
+"""The order of an epoch and its windows: in which order samples come, and which samples are planned together. An order
+is computed, not stored: reading a part of it takes time proportional to that part."""
 
 import math
 import zlib
@@ -304,9 +302,7 @@ class OrderSource:
         if (len(indices), len(kept)) != (drawn, wanted):
             said = f"`sampler` yields {len(indices)} indices ({len(kept)} that fit) in epoch {epoch}"
             way_out = "yield each sample once in every epoch, and correct __len__"
-            raise ConfigError(
-                f"{said}, but {drawn} ({wanted} that fit) by its len(), or in the epoch before; {way_out}"
-            )
+            raise ConfigError(f"{said}, but {drawn} ({wanted} that fit) by its len() or in the epoch before; {way_out}")
         return kept
 
     def of_epoch(self, epoch: int) -> IntArray:
@@ -328,9 +324,7 @@ class OrderSource:
                 self._before[drawn + 1 :] = [self._generator.get_state()]
         elif not (read := list(self._source)) and len(self._indices):
             name = type(self._source).__name__
-            raise ConfigError(
-                f"`order` ({name}) yields nothing after its first epoch; its __iter__ must begin anew each time"
-            )
+            raise ConfigError(f"`order` ({name}) yields nothing after its first epoch; its __iter__ must begin anew")
         else:
             return read
         return list(self._source)

@@ -41,8 +41,7 @@ class RunMaxima:
 # with larger samples comes first; in an undivided box, samples are sorted by their tokens. Neighbours then need little
 # padding in every stream. O(N log N) per level: 10 ms for 1,000 samples.
 def alike_order(units: Sequence[IntArray]) -> IntArray:
-    """Sorts samples by several lengths (``units``: one array per stream) so that neighbours are similar; returns
-    positions.
+    """Sorts samples so that neighbours are similar in every stream (``units``: one array each); returns positions.
 
     >>> alike_order([np.array([90, 10, 90, 11]), np.array([10, 90, 11, 90])]).tolist()
     [2, 0, 3, 1]
@@ -90,12 +89,12 @@ def costs_of_rows(lengths: Streams, budget: Budget, work: Work) -> NDArray[np.fl
     return found * (found[0].sum() / found.sum(axis=1, keepdims=True))
 
 
-# Local search by exchanges (Kernighan and Lin 1970). A batch's rating adds up its costs, each divided by the mean of
-# its row and raised to the 16th power, so that the most expensive batches decide. For each cost, the most expensive
+# Local search by exchanges (Kernighan and Lin 1970). A batch's rating adds up its costs, each divided by the mean over
+# its step and raised to the 16th power, so that the most expensive batches decide. For each cost, the most expensive
 # batch gives or takes a sample, or exchanges two, with a batch of similar length: whatever lowers ratings most, if both
-# fit and no row takes longer. Squares of squares give all ranks the same last bit, and so the same plan.
+# fit and no step takes longer. Squares of squares give all ranks the same last bit, and so the same plan.
 class Exchanges:
-    """Exchanges samples between batches to make rows more even. Each batch has one empty place, so that it may grow."""
+    """Exchanges samples between batches, so that the ranks of a step have about equal work in every stream."""
 
     def __init__(self, rows: Batches, num_ranks: int, lengths: Streams, budget: Budget, work: Work) -> None:
         self.rows, self.nobody, self.fits, self.ranks = rows, len(rows.order), budget.fits, num_ranks
@@ -106,7 +105,7 @@ class Exchanges:
         self.padded, timed = (np.asarray([name in names for name in lengths]) for names in (pads, priced))
         self.timed = [timed] if work.meet == "step" else np.eye(len(timed), dtype=np.bool_)[timed]  # a sum if in a step
         each = [work.price(name).of(v) if name in priced else v for name, v in self.units.items()]
-        self.each = np.pad(np.asarray([*each, np.ones(self.nobody)]), ((0, 0), (0, 1)))  # last row: 1 per sample
+        self.each = np.pad(np.asarray([*each, np.ones(self.nobody)]), ((0, 0), (0, 1)))  # last row: number of samples
         self.renew()
         self.place = np.argsort(np.argsort(self.longest[:-1][self.padded].sum(axis=0), kind="stable"))
         mean = self.costs.reshape(len(each), -1, num_ranks).mean(axis=2)

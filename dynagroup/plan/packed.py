@@ -15,7 +15,7 @@ from dynagroup.plan.batches import Batches
 from dynagroup.plan.cost import DEFAULT_WORK, Work
 from dynagroup.shapes import BatchShape, IntArray, Streams, primary
 
-WORTH = 1.02  # factor: what one row more than necessary may take, if ranks then have equal work
+WORTH = 1.02  # factor: one step more than necessary may take so much longer, if ranks then have equal work
 EQUAL = 0.05  # work is equal if it differs by at most this share of the mean
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 LENGTHS = 97  # so many lengths, with each number of samples in COUNTS, are asked about
@@ -24,12 +24,12 @@ LENGTHS = 97  # so many lengths, with each number of samples in COUNTS, are aske
 def pack(
     lengths: Streams, budget: Budget, multiple: int = 1, *, work: Work = DEFAULT_WORK, costs: NDArray | None = None
 ) -> Batches:
-    """Divides a window into packed batches that fit ``budget``: few rows, each of ``multiple`` batches of equal work.
+    """Divides a window into packed batches that fit ``budget``: few steps, each of ``multiple`` batches with equal
+    work.
 
-    A sample with more work than an equal part sets its row's time anyway, so the row's other batches may have as much.
+    A sample with more work than an equal part sets the time of its step anyway, so other batches may have as much work.
     An oversize sample is a batch of its own. Returns positions in the window, sorted within a batch; batches of most
-    work (or ``costs`` of samples) come first. Their number is a multiple of ``multiple`` if there are enough samples.
-    """
+    work (or ``costs`` of samples) first. Their number is a multiple of ``multiple`` if there are enough samples."""
     if not len(lengths[primary(lengths)]):
         return Batches.concatenate([])
     if costs is None:
@@ -187,7 +187,7 @@ def _asked(budget: Budget, tokens: IntArray) -> Callable[[int, int], float]:
 
 
 class Packing:
-    """Packs one window into rows of ``multiple`` batches."""
+    """Packs one window into batches for steps of ``multiple`` batches (one for each rank)."""
 
     def __init__(self, lengths: Streams, budget: Budget, costs: NDArray[np.float64], multiple: int) -> None:
         wide = {name: values.astype(np.int64) for name, values in lengths.items()}
@@ -199,7 +199,7 @@ class Packing:
         self._oversize: list[int] = order[~alone[order]].tolist()
 
     def rows(self, per_step: float) -> list[list[int]]:
-        """Returns the fewest rows; or one row more, if batches then have equal work and take at most 2 % more time."""
+        """Returns batches for the fewest steps; or for one step more, if work is then equal in at most 2 % more time."""
         fewest = self._fewest()
         given = self._multiple == 1 or len(fewest) % self._multiple
         if given or self._judged(fewest, per_step)[1]:
@@ -211,7 +211,7 @@ class Packing:
         return more if time <= (WORTH if equal else 1.0) * self._judged(fewest, per_step)[0] else fewest
 
     def _judged(self, parts: list[list[int]], per_step: float) -> tuple[float, bool]:
-        """Returns the predicted time of rows, and whether batches have equal work, or one sample exceeds the mean."""
+        """Returns the predicted time of these batches; and whether each step has equal work (or one sample of more)."""
         work = np.asarray([self._costs[part].sum() for part in parts])
         by_row = np.argsort(-work, kind="stable").reshape(-1, self._multiple)
         longest = np.asarray([self._costs[part].max() for part in parts])[by_row].max(axis=1)
@@ -220,7 +220,7 @@ class Packing:
         return per_step * len(rows) + rows[:, 0].sum(), bool(equal.all())
 
     def _fewest(self) -> list[list[int]]:
-        """Returns the window in few rows, hardly more than best fit needs; no batch is empty."""
+        """Returns batches for few steps, hardly more than best fit needs; no batch is empty."""
         rows = self._num_rows(self._least_bins())
         found = self.balanced(rows)
         if found is None:
@@ -242,7 +242,7 @@ class Packing:
         return -(-(bins + len(self._oversize)) // self._multiple)
 
     def balanced(self, rows: int) -> list[list[int]] | None:
-        """Divides the samples into ``rows`` rows, less one batch per oversize sample; None: they do not fit."""
+        """Divides the samples over ``rows`` steps, less one batch for each oversize sample; None: they do not fit."""
         count = min(rows * self._multiple, len(self._order) + len(self._oversize)) - len(self._oversize)
         if count < 1:
             return None if self._order else []
@@ -256,7 +256,7 @@ class Packing:
 
 
 def _paces(dearest: NDArray[np.float64], rows: int, multiple: int) -> list[float]:
-    """Returns the work each row's batches should have: an equal part of the rest, or that of one larger sample."""
+    """Returns the work that each step's batches should have: an equal part of the rest, or that of one larger sample."""
     rest, paces = float(dearest.sum()), []
     for row in range(rows):
         mean, first = rest / ((rows - row) * multiple), row * multiple

@@ -30,7 +30,7 @@ TINY = 1e-9  # replaces the work of an empty sample, to avoid a division by 0
 
 
 def longest_batches_first(batches: Batches, lengths: Streams, budget: Budget) -> IntArray:
-    """Returns the numbers of a cut's batches: the batch with the longest sample first (as is with one stream)."""
+    """Returns the order of a window's batches (their numbers), the batch with the longest sample first."""
     names = padded_streams(budget, lengths)
     if len(names) == 1:
         return np.arange(len(batches))

@@ -23,7 +23,7 @@ class BatchPlan:
     """The batches of an epoch on all ranks, with statistics; or of the rest of an epoch, or of one window.
 
     Args:
-        batches: all batches of dataset indices, row after row (a row is one batch for each rank, run in the same step).
+        batches: all batches of dataset indices, step after step, with one batch for each rank in a step.
         table: int64 (num_steps, world_size), numbers of ``batches``; -1: no batch (only in plans for comparison).
         update_ends: bool (num_steps,), whether an optimizer update ends with the step.
         loss_scale: float64 (num_steps, world_size), factor for a batch's mean per-sample loss, see ``step.loss_scale``.
@@ -80,7 +80,7 @@ class BatchPlan:
 
     @property
     def num_steps(self) -> int:
-        """Number of rows; every rank runs one batch in each."""
+        """Number of steps. In each, every rank runs one batch."""
         return len(self.table)
 
     @property
@@ -122,9 +122,9 @@ class BatchPlan:
     def statistics(self) -> Mapping[str, float]:
         """Statistics by name: counts, tokens, ``efficiency`` (real over padded tokens), ``row_imbalance``.
 
-        Tokens are those of all padded streams. ``row_imbalance`` is the predicted time of all rows over their time if
-        all ranks had equal work: 1.0 is the best. With several streams, ``imbalance_NAME`` is the median, over rows, of
-        a stream's largest sum on a rank over its mean sum."""
+        Tokens are those of all padded streams. ``row_imbalance`` is the predicted time of all steps over their time if
+        all ranks had equal work: 1.0 is the best. With several streams, ``imbalance_NAME`` is the median, over steps,
+        of a stream's largest sum on a rank over the mean sum."""
         sizes, padded, mean = self.batches.sizes, int(self.padded.sum()), self.work_by_row.mean(axis=1).sum()
         real = int(real_tokens(self.shapes, self.budget).sum())
         quantiles = np.quantile(sizes, [0.0, 0.5, 1.0]) if len(sizes) else np.zeros(3)
@@ -149,7 +149,7 @@ class BatchPlan:
         }
 
     def _imbalance(self, stream: str) -> float:
-        """Returns the median, over rows that are not empty, of a stream's largest sum on a rank over its mean sum."""
+        """Returns a stream's largest sum on a rank over the mean sum of the ranks: the median over steps."""
         by_row = np.append(self.shapes.total[stream], 0)[self.table].astype(np.float64)
         by_row = by_row[by_row.any(axis=1)]
         return float(np.median(by_row.max(axis=1) / by_row.mean(axis=1))) if len(by_row) else 1.0

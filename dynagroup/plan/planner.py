@@ -1,4 +1,4 @@
-"""Plans an epoch as rows of batches that fit, ``rows[step][rank]``, with every sample exactly once.
+"""Plans an epoch as steps of batches that fit, ``rows[step][rank]``, with every sample exactly once.
 
 A plan depends only on lengths, budget, settings, epoch and number of ranks. It is made window by window, so that the
 first batch of any dataset comes at once, and a run can resume from a few integers, also on another number of ranks.
@@ -36,7 +36,7 @@ Uneven: TypeAlias = Literal["repeat", "drop"]
 Order: TypeAlias = "IntArray | EpochOrder | GroupedOrder"
 OneKind: TypeAlias = Literal["step", "batch"]
 Drawn: TypeAlias = "IntArray | None"  # dataset indices in the order of the user's sampler
-Rows: TypeAlias = tuple[Batches, NDArray[np.bool_]]  # batches, row after row; whether each only fills a row
+Rows: TypeAlias = tuple[Batches, NDArray[np.bool_]]  # batches by step; whether each only fills a step
 
 LEFT_OUT = "learned limits leave out other samples than before (oversize='drop'); call set_epoch with the next epoch"
 BATCHES_PER_WINDOW = 100
@@ -206,12 +206,11 @@ class Planner:
     def is_done(self, cursor: Cursor, world_size: int = 1, order: IntArray | None = None) -> bool:
         if cursor.windows_done >= len(self._windows(cursor, order)[1]):
             return True
-        too_few = self.config.uneven == "drop"  # so a window may have too few samples for a row
+        too_few = self.config.uneven == "drop"  # so a window may have too few samples for a step
         return too_few and not any(part.num_steps for part in self.steps_from(cursor, world_size, order))
 
     def order_of(self, epoch: int, given: IntArray | None = None, *, shuffle: bool, size: int = 1) -> Order:
         """Returns the epoch's dataset indices in order, without those left out; ``size``: samples per update.
-
         ``given``: the order of the user's sampler; None: shuffled, or dataset order."""
         config, how = self.config, {"seed": self.config.seed, "epoch": epoch}
         if given is not None:
@@ -262,7 +261,7 @@ class Planner:
         return _Window(self, indices, cursor, np.ones(len(self.kinds.labels), np.bool_)).rest(world_size)
 
     def planned(self, batches: Batches, loss_scale: NDArray[np.float64], **more: Any) -> BatchPlan:
-        """Returns a plan of these batches, which must be in the order of rows."""
+        """Returns a plan of these batches, which must be given step after step."""
         more |= {name: getattr(self, name) for name in ("lengths", "budget", "oversize")}
         more |= {"sample_kinds": self.kinds, "work": self.config.work}
         return BatchPlan(batches, np.arange(len(batches)).reshape(loss_scale.shape), loss_scale=loss_scale, **more)
@@ -317,10 +316,10 @@ class _Window:
     cursor: Cursor
     is_last: NDArray[np.bool_]  # by kind: no later window has the kind, so samples left over cannot wait for one
 
-    # While ranks and learned limit are the same, the rest of a window is its own remaining rows. After a change, the
-    # remaining samples are cut again. A sample that was only repeated to fill a row still counts as remaining.
+    # While the number of ranks and the learned limit stay the same, a window's own remaining steps are used; after a
+    # change, its remaining samples are cut again. A sample that was only repeated to fill a step still remains.
     def rest(self, world_size: int) -> BatchPlan:
-        """Plans the rows after the cursor. This is where a run resumes, also on another number of ranks."""
+        """Plans the steps after the cursor. Here a run resumes, also on another number of ranks."""
         segments = (*self.cursor.segments, (world_size, 0, self.planner.limit))
         left, ranks, by = np.ones(len(self.indices), np.bool_), segments[0][0], segments[0][2]
         batches, fills = self._cut(left, ranks, self.planner.by(by))
@@ -333,7 +332,7 @@ class _Window:
         return self._made(left, (batches, fills))
 
     def _cut(self, left: NDArray[np.bool_], world_size: int, planner: Planner) -> Rows:
-        """Cuts the samples that are left into rows, as positions."""
+        """Cuts the samples that are left into batches, step after step; returns positions in the window."""
         cursor, positions = self.cursor, np.flatnonzero(left)
         config, chosen = planner.config, self.indices[positions]
         lengths = {name: values[chosen] for name, values in planner.lengths.items()}
@@ -356,7 +355,7 @@ class _Window:
         return batches.take(rows.ravel()).map(positions), fills.ravel()[rows]
 
     def _made(self, left: NDArray[np.bool_], rows: Rows) -> BatchPlan:
-        """Makes a plan of rows, with loss scales. ``left``: the window's samples that are not used yet."""
+        """Makes a plan of these batches, with loss scales. ``left``: the window's samples that are not used yet."""
         (batches, fills), planner, indices = rows, self.planner, self.indices
         num_steps, ranks = fills.shape
         behind = self.cursor.after_rows(num_steps, ranks, planner.limit)

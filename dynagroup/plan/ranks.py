@@ -1,4 +1,4 @@
-"""Cuts windows into rows (the batches that ranks run in one step) of least predicted time, and checks each cut."""
+"""Cuts windows into batches for steps of several ranks, with the least predicted time, and checks each cut."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,8 +15,8 @@ from dynagroup.plan.packed import EQUAL, pack
 from dynagroup.plan.padded import FEWEST, TINY, OrderedWindow, in_order, longest_batches_first, split_dearest
 from dynagroup.shapes import IntArray, Streams, primary, units_of
 
-FEW_ROWS = 20  # with more rows, sorting batches by work is enough: cutting row by row gains 0.3 % at most
-# How many limits of work to try for a row (fewer in large windows, at least 12); most entries in a table of them.
+FEW_ROWS = 20  # with more steps, sorting batches by work is enough: cutting step by step gains 0.3 % at most
+# How many limits of work to try for a step (fewer in large windows, at least 12); most entries in a table of them.
 LIMITS, TABLE = 64, 1 << 17
 
 
@@ -24,16 +24,15 @@ def cut(
     lengths: Streams, budget: Budget, num_ranks: int = 1, *,
     work: Work = DEFAULT_WORK, round_batch: RoundBatch | None = None,
 ) -> Batches:  # fmt: skip
-    """Cuts a window into batches that fit, one per rank and row, with the least predicted time.
+    """Cuts a window into batches that fit, for steps with one batch per rank, with the least predicted time.
 
-    A row is what all ranks run in one step. Its time is the fixed cost of a step plus its most expensive batch. A
-    padded window is sorted, so that neighbours are similar, and cut into runs of neighbours; a packed window is filled.
-    The number of batches is a multiple of ``num_ranks`` if any has more than one sample. A sample that does not fit
-    even alone is a batch of its own.
+    A step takes a fixed time plus the time of its most expensive batch. A padded window is sorted, so that neighbours
+    are similar, and cut into runs of neighbours; a packed window is filled. The number of batches is a multiple of
+    ``num_ranks`` if any has more than one sample. A sample that does not fit even alone is a batch of its own.
 
-    Returns positions in the window, row after row: the row with the longest sample first, a row with too few batches
-    last, the most expensive batch of a row first. ConfigError, BudgetError: ``round_batch`` or ``budget`` is wrong."""
-    if len(lengths[primary(lengths)]) <= num_ranks:  # at most one row: each sample is a batch
+    Returns positions in the window, step after step: the step with the longest sample first, one with too few batches
+    last, the most expensive batch of a step first. ConfigError, BudgetError: ``round_batch`` or ``budget`` is wrong."""
+    if len(lengths[primary(lengths)]) <= num_ranks:  # at most one step: each sample is a batch
         each = work.of_lengths({name: lengths[name] for name in work.priced(budget, lengths)})
         return Batches(np.argsort(-each, kind="stable"), np.arange(len(each) + 1))
     several = costs_of_rows(lengths, budget, work) if num_ranks > 1 else None
@@ -60,7 +59,7 @@ def cut(
 def cut_kinds(
     lengths: Streams, kinds: NDArray[np.integer], budget: Budget, num_ranks: int, *, together: bool, **how: Any
 ) -> list[Batches]:
-    """Works like :func:`cut`, with one kind of sample per batch; with ``together``, a row may have several kinds."""
+    """Works like :func:`cut`, with one kind of sample per batch; with ``together``, a step may have several kinds."""
     by_kind = np.argsort(kinds, kind="stable") if kinds.any() else np.arange(len(kinds))
     parts = np.split(by_kind, 1 + np.flatnonzero(np.diff(kinds[by_kind])))
     of = [{name: values[part] for name, values in lengths.items()} for part in parts]
@@ -88,14 +87,14 @@ def cut_kinds(
 
 
 def time_of_rows(batches: Batches, lengths: Streams, budget: Budget, num_ranks: int, work: Work) -> float:
-    """Returns the predicted time of batches, given row after row; the last row may have fewer than ``num_ranks``."""
+    """Returns the predicted time of batches, given step after step; the last step may lack batches."""
     each = work.of_batches(batches, lengths, budget)
     return work.of_rows(np.append(each, np.zeros(-len(each) % num_ranks)).reshape(-1, num_ranks))
 
 
 def filled(batches: Batches, tokens: IntArray, num_ranks: int, fill: bool) -> tuple[Batches, NDArray[np.bool_]]:
-    """Returns the batches of full rows, and which of them only fill the last row: bool (rows, ranks). ``fill``: the
-    last row is filled with copies of the smallest samples; without it, a row with too few batches is left out."""
+    """Returns the batches of all complete steps, and which of them only fill the last step: bool (steps, ranks).
+    ``fill``: copies of the smallest samples complete the last step; without it, an incomplete step is left out."""
     num, missing = len(batches), -len(batches) % num_ranks
     if missing and fill:
         own = np.sort(batches.order)
@@ -107,7 +106,7 @@ def filled(batches: Batches, tokens: IntArray, num_ranks: int, fill: bool) -> tu
 
 def _cheapest(window: OrderedWindow, num_ranks: int, price: float) -> IntArray:
     """Returns the fastest cut with a multiple of ``num_ranks`` batches: the best for one rank, with some batches split;
-    or if rows are few, a cut made row by row."""
+    or if steps are few, a cut made step by step."""
     alone = window.least_time(price)
     if num_ranks == 1:
         return alone
@@ -116,11 +115,11 @@ def _cheapest(window: OrderedWindow, num_ranks: int, price: float) -> IntArray:
         cuts.append(_filled(window, _rows_of_least_time(window, num_ranks, price), num_ranks))
 
     def time(offsets: IntArray) -> float:
-        dearest = np.sort(window.total(offsets))[::-1][::num_ranks]  # the most expensive batch of each row
+        dearest = np.sort(window.total(offsets))[::-1][::num_ranks]  # the most expensive batch of each step
         return price * len(dearest) + float(np.add.reduce(dearest))
 
     full = [offsets for offsets in cuts if (len(offsets) - 1) % num_ranks == 0]
-    return min(full, key=time) if full else _filled(window, window.least_time(FEWEST), num_ranks)  # no full row
+    return min(full, key=time) if full else _filled(window, window.least_time(FEWEST), num_ranks)  # none fills
 
 
 def _filled(window: OrderedWindow, offsets: IntArray, num_ranks: int) -> IntArray:
@@ -130,12 +129,12 @@ def _filled(window: OrderedWindow, offsets: IntArray, num_ranks: int) -> IntArra
     return offsets if len(offsets) > number else split_dearest(replace(window, allowed=None), offsets, number)
 
 
-# Dynamic programming over the starts of rows. If the work of a batch is limited, a row is filled greedily, so start and
-# limit decide where it ends and what its most expensive batch is. A table of both is made by binary lifting (two
-# batches further is one batch further, twice). Each row then gets the limit of least total time. A row has a sample per
-# rank or more, so many starts are computed at once. O(N * limits * log ranks) time, O(N * limits) memory.
+# Dynamic programming over the starts of steps. If the work of a batch is limited, a step is filled greedily, so start
+# and limit decide where it ends and what its most expensive batch is. A table of both is made by binary lifting (two
+# batches further is one batch further, twice). Each step then gets the limit of least total time. A step has a sample
+# per rank or more, so many starts are computed at once. O(N * limits * log ranks) time, O(N * limits) memory.
 def _rows_of_least_time(window: OrderedWindow, num_ranks: int, price: float) -> IntArray:
-    """Returns the cut into rows of least total time. A row takes ``price`` and the time of its most expensive batch."""
+    """Returns the cut of least total time. A step takes ``price`` and the time of its most expensive batch."""
     num, limits = len(window), _limits(window, num_ranks, price)
     ends, dearest = _row_ends(window, limits, num_ranks)
     best, choice = np.zeros(num + 1), np.zeros(num + 1, np.int64)
@@ -154,7 +153,7 @@ def _rows_of_least_time(window: OrderedWindow, num_ranks: int, price: float) -> 
 
 
 def _limits(window: OrderedWindow, num_ranks: int, price: float) -> NDArray[np.float64]:
-    """Returns limits of a batch's work to try: from far below a step's fixed cost up to what a single row needs."""
+    """Returns limits of a batch's work to try: from far below a step's fixed cost up to what a single step needs."""
     if len(window.limits):
         return window.limits
     mean = float(window.work.sum()) / num_ranks
@@ -167,7 +166,7 @@ def _limits(window: OrderedWindow, num_ranks: int, price: float) -> NDArray[np.f
 
 
 def _row_ends(window: OrderedWindow, limits: NDArray[np.float64], num_ranks: int) -> tuple[IntArray, NDArray]:
-    """Returns where rows end, and their most expensive batch's work, by start and limit: two arrays (N + 1, limits)."""
+    """Returns where steps end, and the work of their most expensive batch, by start and limit: both (N + 1, limits)."""
     sizes, (num, wide) = window.sizes_under(limits), (len(window), len(limits))
     place = np.arange(num)[:, None]
     step = np.append(place + sizes, np.full((1, wide), num), axis=0) * wide + np.arange(wide)  # place in the flat table
@@ -196,7 +195,7 @@ def _evenest(window: OrderedWindow, start: int, stop: int, most_runs: int, low: 
 
 
 def _in_rows(work: NDArray[np.float64], num_ranks: int) -> IntArray:
-    """Returns the numbers of batches in rows of similar work, row after row; the row with the lowest number first."""
+    """Returns the order of batches, step after step: those of similar work share a step; low numbers come early."""
     by_work = np.argsort(-work, kind="stable")
     full = len(by_work) - len(by_work) % num_ranks
     rows = by_work[:full].reshape(-1, num_ranks)
@@ -204,10 +203,10 @@ def _in_rows(work: NDArray[np.float64], num_ranks: int) -> IntArray:
     return np.append(rows.ravel(), by_work[full:])
 
 
-# An uneven row is cut again: its samples, sorted, within the lowest limit of work that suffices for its ranks. By an
+# An uneven step is cut again: its samples, sorted, within the lowest limit of work that suffices for the ranks. By an
 # exchange argument, no other division has a cheaper most expensive batch.
 def _levelled(batches: Batches, work: NDArray[np.float64], num_ranks: int, window: OrderedWindow) -> Batches:
-    """Makes rows more even (one padded stream). ``batches``: positions in the window; ``work``: their predicted times."""
+    """Makes the work of ranks more even in each step (one padded stream). ``batches``: positions, with their ``work``."""
     by_row = work[: len(work) - len(work) % num_ranks].reshape(-1, num_ranks)
     uneven = np.ptp(by_row, axis=1) > EQUAL * by_row.mean(axis=1)
     uneven = np.flatnonzero(uneven & (batches.sizes[: by_row.size : num_ranks] > 1))  # a single sample cannot be cut
@@ -230,7 +229,7 @@ def _levelled(batches: Batches, work: NDArray[np.float64], num_ranks: int, windo
 def _even_rows(
     rows: Batches, num_ranks: int, several: NDArray, lengths: Streams, budget: Budget, work: Work, *, exchange: bool
 ) -> Batches:
-    """Makes rows even in several costs, with ``exchange`` by exchanging samples; most expensive batches and rows first."""
+    """Makes steps even in several costs, with ``exchange`` by exchanging samples; sorts them, most expensive first."""
     full = np.arange(len(rows) - len(rows) % num_ranks)
     made = rows.take(full)
     if exchange and len(full) and budget.ladder is None:

@@ -56,9 +56,7 @@ class FillingCollator:
         now = {name: width_of(batch, num_samples, name, ladder.streams) for name in ladder.streams}
         missing = [name for name, width in now.items() if width is None]
         if missing:
-            raise ConfigError(
-                f"cannot find the padded length of {missing[0]!r} in any field of the batch ({num_samples} samples); {WAY_OUT}"
-            )
+            raise ConfigError(f"cannot find the length of {missing[0]!r} in any field of the batch; {WAY_OUT}")
         asked = BatchShape.of(num_samples, now)  # type: ignore[arg-type]
         if num_samples > 1 and not ladder.holds(asked).any():
             came_out = f"a batch of {num_samples} samples has {[*now.values()]} tokens after collating"

@@ -1,7 +1,5 @@
-"""The base class of all loaders. Training loops, integrations and tests use only its methods.
-
-The two subclasses determine where an epoch's steps come from, and what their saved states contain.
-"""
+"""The base class of all loaders. Training loops, integrations and tests use only its methods. The two subclasses
+determine where an epoch's steps come from, and what their saved states contain."""
 
 import math
 import warnings
@@ -89,11 +87,11 @@ class StepLoader(ABC, Generic[B]):
 
     @abstractmethod
     def _identity(self) -> dict[str, Any]:
-        """Returns the data and settings that a resume point depends on, except ranks and learned limits, for JSON."""
+        """Returns data and settings that a resume point depends on, without ranks and learned limits, as JSON values."""
 
     @abstractmethod
     def _state(self) -> dict[str, Any]:
-        """Returns the point from which this rank can resume, for JSON."""
+        """Returns the point from which this rank can resume, as JSON values."""
 
     @abstractmethod
     def _checked(self, states: list[Mapping[str, Any]]) -> Any:

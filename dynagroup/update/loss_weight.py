@@ -78,7 +78,7 @@ def _label_name(batch: Any) -> str | None:
 
 
 def predicts_next_token(model: Any, *, unknown: bool = False) -> bool:
-    """Returns whether a model's own loss skips the first label of each row, judged by its ``loss_type``, or without
+    """Returns whether a model's own loss skips the first label of each sample, judged by its ``loss_type``, or without
     that by its class (inside DDP and PEFT wrappers). ``unknown``: the result for a model without ``loss_type``."""
     model = getattr(model, "module", model)
     model = model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -107,9 +107,9 @@ def test_literal_filled_batches_also_of_sources_and_targets() -> None:
 @pytest.mark.parametrize(("batch", "message"), [
     (torch.ones(2, 3), "only a mapping can be padded to few shapes, not a Tensor; give `pad`"),
     ({"input_ids": torch.ones(2, 3), "seen": torch.ones(2, 3)}, "'seen' is as wide as the tokens, but has no padding"),
-    ({"input_ids": torch.ones(2, 3), "labels": torch.ones(2)}, "cannot add rows of weight 0 to the field 'labels' .2,. of 2 samples"),
-    ({"input_ids": torch.ones(2, 3), "pixel_values": torch.ones(5, 3)}, "'pixel_values' .5, 3. of 2 samples cannot"),
-    ({"ids": torch.ones(2, 3)}, "cannot find the padded length of 'tokens' in any field of the batch"),
+    ({"input_ids": torch.ones(2, 3), "labels": torch.ones(2)}, "to the field 'labels' .2,. of 2 samples"),
+    ({"input_ids": torch.ones(2, 3), "pixel_values": torch.ones(5, 3)}, "to the field 'pixel_values' .5, 3. of 2 samples"),
+    ({"ids": torch.ones(2, 3)}, "cannot find the length of 'tokens' in any field of the batch"),
     ({"input_ids": torch.ones(2, 6)}, r"has \[6\] tokens after collating, more than any of the shapes \[\(3, 5\)\]"),
 ])  # fmt: skip
 def test_what_cannot_be_filled_is_refused(batch: Any, message: str) -> None:

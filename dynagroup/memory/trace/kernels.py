@@ -1,7 +1,5 @@
-"""Runs operators as a CUDA device would, on tensors without data, and counts the bytes that are alive.
-
-Without it PyTorch would choose the CPU's kernels, which store attention scores and make extra copies in softmax.
-"""
+"""Runs operators as a CUDA device would, on tensors without data, and counts the bytes that are alive. Without it
+PyTorch would choose the CPU's kernels, which store attention scores and make extra copies in softmax."""
 
 import weakref
 from collections.abc import Iterable
@@ -30,7 +28,6 @@ HIGHER = {F.softmax, F.log_softmax, F.layer_norm, F.group_norm, F.cross_entropy,
 
 class CudaKernels(TorchFunctionMode):
     """Runs attention, dropout and softmax with CUDA's kernels; ``autocast``: dtype of ``torch.autocast`` or None.
-
     Tensors have no values, so checks get fixed answers: a mask has padding if ``padded``, and nothing is infinite."""
 
     def __init__(self, autocast: torch.dtype | None = None, padded: bool = True) -> None:
@@ -128,7 +125,6 @@ _ATTENTION_BACKWARD = {_aten._scaled_dot_product_flash_attention_backward.defaul
 
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of live tensors: now, at the peak, and after every allocation; not those in ``apart``.
-
     ``smooth``: instead of rounding an allocation up to blocks, adds half a block, so that sizes grow smoothly."""
 
     def __init__(self, apart: Iterable[torch.Tensor] = (), smooth: bool = False) -> None:

@@ -36,10 +36,8 @@ def as_meta_model(
     source: Any, run: Run | None = None, *,
     dtype: str | None = None, attention: Attention | None = None, lora: Any = None,
 ) -> Any:  # fmt: skip
-    """Copies a model to the meta device, or builds one there from a config; no weights are allocated or read.
-
-    ``run`` (a workload) sets dtype and attention. Without it: ``dtype``, ``attention`` (None: the source's), ``lora``.
-    """
+    """Copies a model to the meta device, or builds one there from a config; no weights are allocated or read. ``run``
+    (a workload) sets dtype and attention. Without it: ``dtype``, ``attention`` (None: the source's), ``lora``."""
     attention = run.attention if run else attention
     kind = "eager" if attention == "eager" else "sdpa"
     if isinstance(source, torch.nn.Module):

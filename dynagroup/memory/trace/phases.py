@@ -41,8 +41,7 @@ def trace_phases(model_or_config: Any, workload: Run, *, inputs: MakeInputs | No
     """Returns how a model's memory depends on the batch shape: polynomials from about eight traces of a few layers.
 
     Sliding-window attention gives two sets: for samples within the window, and for longer ones. If the model's
-    operations depend on the shape, polynomials are fitted to simulated batches, with a warning, or ValueError is
-    raised."""
+    operations depend on the shape, polynomials are fitted to simulated batches, with a warning. ValueError: nothing fits."""
     padded = _Traced(model_or_config, workload, inputs)
     with torch.inference_mode(False), torch.enable_grad():  # whatever mode the caller has set
         try:
@@ -227,7 +226,7 @@ def _exact(traced: _Traced, probes: Sequence[Probe]) -> Phases:
     error = (np.abs(known @ coefficients - observed).max(axis=1) / observed.max(axis=1)).max()
     if error > EXACT:
         raise ValueError(f"its memory is no polynomial of the batch shape (relative error {error:.2e})")
-    return Phases.of(traced.columns, _binding(np.maximum(coefficients, 0.0).T, traced))  # 0.0: rounding
+    return Phases.of(traced.columns, _binding(np.maximum(coefficients, 0.0).T, traced))  # rounding makes some negative
 
 
 def _shown(shapes: Sequence[Any]) -> Iterable[Any]:
@@ -256,7 +255,7 @@ def _binding(phases: FloatArray, traced: _Traced) -> FloatArray:
 # of one and of two samples give every allocation as a line in n. Lengths are 1 above multiples of usual chunk sizes, so
 # they get the most padding. Then all fitted polynomials are multiplied, so that no peak is above the prediction.
 LENGTHS, SAMPLES = (1, 17, 33, 65, 129, 257, 513, 1025, 2049, 4097), (1, 2, 4, 16, 64, 256)
-LOOPS, SHORT = 4, 513  # a model loops if it has LOOPS times the allocations of one token; past 2 x SHORT it is slow
+LOOPS, SHORT = 4, 513  # LOOPS times the allocations of one token mean a loop, which is traced up to 2 x SHORT tokens
 FITS = 0.5  # largest relative error of the fitted polynomials, before the factor
 FITTED = [MONOMIALS.index(name) for name in ("1", "n", "nL", "nL2")]
 

@@ -36,8 +36,7 @@ def prepare(model: torch.nn.Module, workload: Run) -> torch.nn.Module:
 
 
 def as_gathered(model: torch.nn.Module, workload: Run) -> torch.nn.Module:
-    """Returns the prepared model in the dtype in which it runs: ranks gather sharded parameters in lower precision.
-    Changes the model, so call ``static_bytes`` before."""
+    """Changes a prepared model to the dtype in which it runs: ranks gather sharded parameters in lower precision."""
     if workload.autocast is None or _autocast(workload) is not None:
         return model
     model = model.to(getattr(torch, workload.autocast))
@@ -56,9 +55,8 @@ def _autocast(workload: Run) -> torch.dtype | None:
 
 
 def static_bytes(model: torch.nn.Module, workload: Run) -> int:
-    """Returns bytes that do not depend on the batch: parameters, buffers; for training gradients and optimizer.
-
-    With sharding: this rank's part of these, plus what it gathers for a short time: a bucket of gradients ("zero1",
+    """Returns bytes that do not depend on the batch: parameters, buffers; for training gradients and optimizer. With
+    sharding: this rank's part of these, plus what it gathers for a short time: a bucket of gradients ("zero1",
     "zero2"), or parameters outside the layers, two layers, and the gradients of one layer ("zero3", "fsdp")."""
     kept = _blocks(model.buffers()) + kept_bytes(model, workload)
     if workload.mode != "train":
