@@ -69,7 +69,7 @@ class EvaluationRows:
 
 
 class _Pass:
-    """One evaluation over all rows."""
+    """One evaluation of a dataset, over all its batches."""
 
     def __init__(self, rows: EvaluationRows, accelerator: Any) -> None:
         self.rows, self.accelerator = rows, accelerator

@@ -244,7 +244,7 @@ class DynagroupCallback(TrainerCallback):
         trainer: Any = self.trainer
         if trainer.update_loader is None or not trainer.dynagroup.preflight:
             return
-        counted = {name: n for name, n in vars(trainer).items() if name == "_total_train_tokens"}  # by TRL
+        counted = {name: n for name, n in vars(trainer).items() if name == "_total_train_tokens"}  # TRL's count
 
         def loss_of(model: Any, batch: Any) -> torch.Tensor:
             inputs, one = trainer._prepare_inputs(batch), torch.tensor(1, device=args.device)

@@ -165,13 +165,13 @@ class MemoryRegressor:
 
     @classmethod
     def of(cls, booster: Any, card: Mapping[str, Any], workload: Workload | None = None) -> "MemoryRegressor":
-        """Makes a regressor from XGBoost's trees; the card gets the trees' hash."""
+        """Makes a regressor from XGBoost's trees, whose hash is added to the card."""
         trees = bytes(booster.save_raw("ubj"))
         about = {"format": FORMAT, "hashes": {"sharp": hashlib.sha256(trees).hexdigest()}}
         return cls(trees, {**card, **about}, workload or Workload())
 
     def save(self, path: str | Path) -> None:
-        """Writes XGBoost's UBJSON to ``path``, and a JSON card beside it."""
+        """Writes the trees as XGBoost's UBJSON to ``path``, and the card beside it as JSON."""
         path = Path(path)
         path.write_bytes(self.trees)
         card = json.loads(json.dumps(dict(self.card)))
@@ -224,7 +224,8 @@ class MemoryRegressor:
         return ClosedForm.of(self.workload, self.card["constants"])
 
     def _clamped(self, predicted: FloatArray, found: Features) -> FloatArray:
-        """Raises predictions for unusual input to the formula, and out of range to the ratio of padded tokens."""
+        """Raises the trees' predictions for input unlike their training data: to the formula, or if a feature is out of
+        range, to the ratio of padded tokens."""
         lowest, highest = (np.array(self.card["ranges"][k], dtype=np.float64) for k in ("lowest", "highest"))
         values, count = found.values, len(CANDIDATE)
         with np.errstate(invalid="ignore"):

@@ -78,13 +78,13 @@ class Phases:
 
     @classmethod
     def of(cls, monomials: Sequence[int], sizes: FloatArray) -> "Phases":
-        """Makes phases from sizes, float64 (P, columns), for some of the monomials only."""
+        """Makes phases from their bytes for some monomials, float64 (P, columns); other monomials get 0."""
         rows = np.zeros((len(sizes), len(MONOMIALS)))
         rows[:, monomials] = sizes
         return cls(tuple(map(tuple, rows.tolist())))
 
     def bytes(self, shape: BatchShape, packed: bool = False) -> FloatArray:
-        """Returns the bytes of each batch, at least 1: float64 (K,). They do not fall as lengths pass ``until``."""
+        """Returns the bytes of each batch, at least 1: float64 (K,). They never fall where a length passes ``until``."""
         if self.until is None:
             return _largest(self.rows, columns(shape, packed))
         first = primary(shape.longest)

@@ -235,7 +235,7 @@ def _vision_tower(config: Any, of_token: float) -> dict[str, Price]:
 # Non-negative least squares (Lawson and Hanson 1974) by trying all 2**columns sets of factors above 0. Columns are
 # scaled, because squares are 10**7 times a constant. A square is used only together with its linear column.
 def _non_negative(products: NDArray[np.float64], targets: NDArray[np.float64]) -> list[float]:
-    """Returns factors of at least 0 (the second above 0), one per column, of least squared ``1 - columns @ factors``.
+    """Returns one factor per column (the second above 0, others 0 or more) that make ``1 - columns @ factors`` smallest.
 
     Args:
         products, targets: ``columns.T @ columns`` and the columns' sums; columns: a constant, units, squares."""

@@ -77,8 +77,8 @@ def _divided(box: IntArray, units: IntArray, worth: int) -> list[IntArray]:
 
 def costs_of_rows(lengths: Streams, budget: Budget, work: Work) -> NDArray[np.float64] | None:
     """Returns the costs of each sample that ranks should share equally in a step: float64 (K, N). Each stream is a
-    cost. If ranks wait for each other only at the end of a step, so is the sum of all streams. None: a single cost is
-    enough, because all streams are tokens with one price."""
+    cost; the sum of all streams is one, too, if ranks wait for each other only at the end of a step. None: a single
+    cost is enough, because all streams are tokens with one price."""
     summed, priced = work.meet == "step", work.priced(budget, lengths)
     each = {n: work.price(n).of(v) if n in priced else v for n, v in lengths.items() if v.any()}
     if len(each) < 2 or (summed and len(padded_streams(budget, lengths)) == len(lengths) and not work.streams):

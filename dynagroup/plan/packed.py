@@ -18,7 +18,7 @@ from dynagroup.shapes import BatchShape, IntArray, Streams, primary
 WORTH = 1.02  # factor: one step more than necessary may take so much longer, if ranks then have equal work
 EQUAL = 0.05  # work is equal if it differs by at most this share of the mean
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-LENGTHS = 97  # so many lengths, with each number of samples in COUNTS, are asked about
+LENGTHS = 97  # a budget is asked about so many lengths, with each number of samples in COUNTS
 
 
 def pack(
@@ -46,7 +46,7 @@ class Bin:
     load: float  # cost of its items, plus a start value that lets other batches be filled first
     room: float  # size of the largest item that still fits
     slots: int  # number of items that it may still get
-    used: list[float]  # what its items add up to, for each limit on a sum
+    used: list[float]  # sum over its items so far, for each limit on a sum
     members: list[int] = field(default_factory=list)
 
 
@@ -191,7 +191,7 @@ class Packing:
 
     def __init__(self, lengths: Streams, budget: Budget, costs: NDArray[np.float64], multiple: int) -> None:
         wide = {name: values.astype(np.int64) for name, values in lengths.items()}
-        alone = budget.fits(BatchShape(np.ones(len(costs), np.int64), wide, wide))  # now: reports missing streams
+        alone = budget.fits(BatchShape(np.ones(len(costs), np.int64), wide, wide))  # first use: reports missing streams
         self._room = room_of(lengths, budget)
         self._costs, self._list, self._multiple = costs, costs.tolist(), multiple
         order = np.argsort(-costs, kind="stable")
@@ -211,7 +211,8 @@ class Packing:
         return more if time <= (WORTH if equal else 1.0) * self._judged(fewest, per_step)[0] else fewest
 
     def _judged(self, parts: list[list[int]], per_step: float) -> tuple[float, bool]:
-        """Returns the predicted time of these batches; and whether each step has equal work (or one sample of more)."""
+        """Returns the predicted time of these batches, and whether each step has equal work (one larger sample is
+        allowed)."""
         work = np.asarray([self._costs[part].sum() for part in parts])
         by_row = np.argsort(-work, kind="stable").reshape(-1, self._multiple)
         longest = np.asarray([self._costs[part].max() for part in parts])[by_row].max(axis=1)
@@ -233,7 +234,7 @@ class Packing:
         return [*([s] for s in self._oversize), *found]
 
     def _least_bins(self) -> int:
-        """Returns a lower bound on the number of batches, from the sums of all samples (a limit may be 0)."""
+        """Returns a lower bound on the number of batches: sums over all samples, divided by the limits of a batch."""
         sums = ((sum(units[s] for s in self._order), limit) for units, limit in self._room.sums)
         by_sums = (math.ceil(total / max(limit, 1)) for total, limit in sums)
         return max(-(-len(self._order) // self._room.bin().slots), *by_sums)
@@ -242,7 +243,7 @@ class Packing:
         return -(-(bins + len(self._oversize)) // self._multiple)
 
     def balanced(self, rows: int) -> list[list[int]] | None:
-        """Divides the samples over ``rows`` steps, less one batch for each oversize sample; None: they do not fit."""
+        """Divides the samples over ``rows`` steps, in which oversize samples take a batch each; None: they do not fit."""
         count = min(rows * self._multiple, len(self._order) + len(self._oversize)) - len(self._oversize)
         if count < 1:
             return None if self._order else []

@@ -66,9 +66,7 @@ class OrderedWindow:
     allowed: IntArray | None = None  # allowed batch sizes, ascending, starting with 1; None: all sizes
     streams: tuple[NDArray[np.float64], ...] = ()  # if several streams are padded: work of each sample by stream
     maxima: tuple[RunMaxima, ...] = ()
-    limits: NDArray[np.float64] = field(
-        default_factory=lambda: np.zeros(0)
-    )  # the only values of a batch's work; empty: any
+    limits: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))  # a batch's possible work; empty: any
 
     def __post_init__(self) -> None:
         reach = int(self.most.max(initial=1))

@@ -89,7 +89,8 @@ class BatchPlan:
 
     @cached_property
     def shapes(self) -> BatchShape:
-        """The true shape of every batch, in the order of ``batches``."""
+        """The shape of every batch (samples, longest, total), before lengths are rounded up; in the order of
+        ``batches``."""
         return shapes_of(self.batches, self.lengths)
 
     @cached_property
@@ -182,7 +183,7 @@ class BatchPlan:
     def to_parquet(self, path: str | Path) -> None:
         """Writes the plan for other engines: one row per sample of each batch, with int64 columns ``update``, ``step``,
         ``rank``, ``sample`` (dataset index) and the batch's ``loss_scale`` (float64; 0 if the batch only fills its
-        row). Row groups have 4,096 steps. Needs pyarrow."""
+        step). Row groups have 4,096 steps. Needs pyarrow."""
         import pyarrow as pa
         from pyarrow.parquet import ParquetWriter
 

@@ -177,7 +177,7 @@ class Planner:
 
     @property
     def has_updates(self) -> bool:
-        """Whether a window is an update of a set size."""
+        """Whether each window is one update, of ``samples_per_update`` samples."""
         return self.config.samples_per_update is not None
 
     def window_size(self, world_size: int) -> int:
@@ -288,7 +288,8 @@ class Planner:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """Everything that a plan depends on, except epoch and number of ranks, for JSON; compared with saved states."""
+        """Everything that a plan depends on, except epoch and number of ranks, as JSON values to compare with saved
+        states."""
         knobs = {knob.name: getattr(self.config, knob.name) for knob in fields(self.config)}
         knobs |= {name: described(knobs[name]) for name in ("round_batch", "work")}
         facts = {"num_samples": self.num_samples, **self._checksums}

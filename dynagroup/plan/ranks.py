@@ -59,7 +59,7 @@ def cut(
 def cut_kinds(
     lengths: Streams, kinds: NDArray[np.integer], budget: Budget, num_ranks: int, *, together: bool, **how: Any
 ) -> list[Batches]:
-    """Works like :func:`cut`, with one kind of sample per batch; with ``together``, a step may have several kinds."""
+    """Cuts like :func:`cut`, with samples of one kind in a batch; with ``together``, a step may have several kinds."""
     by_kind = np.argsort(kinds, kind="stable") if kinds.any() else np.arange(len(kinds))
     parts = np.split(by_kind, 1 + np.flatnonzero(np.diff(kinds[by_kind])))
     of = [{name: values[part] for name, values in lengths.items()} for part in parts]
@@ -119,7 +119,7 @@ def _cheapest(window: OrderedWindow, num_ranks: int, price: float) -> IntArray:
         return price * len(dearest) + float(np.add.reduce(dearest))
 
     full = [offsets for offsets in cuts if (len(offsets) - 1) % num_ranks == 0]
-    return min(full, key=time) if full else _filled(window, window.least_time(FEWEST), num_ranks)  # none fills
+    return min(full, key=time) if full else _filled(window, window.least_time(FEWEST), num_ranks)  # no full steps
 
 
 def _filled(window: OrderedWindow, offsets: IntArray, num_ranks: int) -> IntArray:

@@ -207,7 +207,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         return self._start or self._planner.start_of(self._epoch, self._rank_and_size()[1])
 
     def state_dict(self, num_steps: int | None = None) -> dict[str, Any]:
-        """Returns the point in the epoch as a few integers, for JSON, the same on every rank.
+        """Returns the point in the epoch as a few integers that JSON can store, the same on every rank.
 
         Args:
             num_steps: int, steps of the epoch that training has used, including those before a resume; needed with a

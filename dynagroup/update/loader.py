@@ -95,7 +95,7 @@ class StepLoader(ABC, Generic[B]):
 
     @abstractmethod
     def _checked(self, states: list[Mapping[str, Any]]) -> Any:
-        """Returns what :meth:`_restore` needs from intact states; changes nothing. StateError: states do not match."""
+        """Checks saved states; returns what :meth:`_restore` needs, and changes nothing. StateError: they do not match."""
 
     @abstractmethod
     def _restore(self, found: Any) -> None:
@@ -228,7 +228,8 @@ class StepLoader(ABC, Generic[B]):
 
 
 def check_updates(samples_per_update: Any, accumulation: int, **of_set_sizes: bool) -> int:
-    """Returns ``accumulation``. ConfigError: given with ``samples_per_update``; or a setting needs the latter."""
+    """Checks that ``accumulation`` is not given beside ``samples_per_update``, and that settings which need
+    ``samples_per_update`` have it; returns ``accumulation``."""
     accumulation = check_int("accumulation", accumulation)
     for name, given in of_set_sizes.items():
         if check_flag(name, given) and samples_per_update is None:

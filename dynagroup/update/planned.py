@@ -35,7 +35,7 @@ from dynagroup.update.step import B, LoaderStats, Step, unplanned
 from dynagroup.update.updates import FreeUpdates, PlannedUpdate, PreservedUpdates, Updates, compare_ranks
 from dynagroup.validation import check_int, warn_user
 
-OURS = {"shuffle", "seed", "samples_per_update", "grouping", "uneven"}  # settings of plans that this loader sets
+OURS = {"shuffle", "seed", "samples_per_update", "grouping", "uneven"}  # plan settings with another meaning or default
 
 
 class PlannedDataLoader(StepLoader[B]):
@@ -242,8 +242,8 @@ class PlannedDataLoader(StepLoader[B]):
 # loss scales are exact, and any rank can save a resume point inside the update. Plans are equal on all ranks without
 # any exchange. A rank that fails sends NaN. Cost: an all-reduce of one float per step, and memory for the batches.
 class _Feed(Inner):
-    """Loads planned updates with the user's workers and collate function, and weighs them over all ranks. The object is
-    also the DataLoader's batch sampler: it yields indices, and remembers to which update they belong."""
+    """Loads planned updates with the user's workers and collate function, and computes their weights over all ranks.
+    The object is also the DataLoader's batch sampler: it yields indices, and remembers to which update they belong."""
 
     def __init__(self, dataset: Any, seed: int, weigh: Weigh, stats: LoaderStats, kwargs: Mapping[str, Any]) -> None:
         super().__init__(kwargs)
