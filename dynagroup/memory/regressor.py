@@ -126,7 +126,7 @@ class MemoryRegressor:
     @classmethod
     def load(cls, path: str | Path, workload: Workload | None = None) -> "MemoryRegressor":
         """Loads a file that :meth:`save` wrote. ``workload``: None means the saved one. Trees need XGBoost to predict.
-        StateError: the file does not match the JSON card beside it, or has another version."""
+        StateError: the file does not match the card (a JSON file) beside it, or has another version."""
         path = Path(path)
         trees, text = path.read_bytes(), path.with_suffix(".json").read_bytes()
         with explained(f"the JSON card of {path} is damaged", way_out="; save the regressor again", kind=StateError):

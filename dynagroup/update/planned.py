@@ -65,8 +65,8 @@ class PlannedDataLoader(StepLoader[B]):
             a shape of a :class:`~dynagroup.ShapeLadder`, also with rows of weight 0.
         pad: dict from field to padding value, for fields that transformers does not have; see :class:`FillingCollator`.
         world: ranks that share the data; None: all of ``torch.distributed``.
-        further: other settings of :class:`~dynagroup.LengthAwareBatchSampler` (``window``, ``oversize``, ``work``, ...)
-            and of the ``DataLoader`` (``collate_fn``, ``num_workers``, ``pin_memory``, ...).
+        further: ``window``, ``hardest_first``, ``round_batch``, ``work``, ``oversize`` and ``one_kind``, as in
+            :class:`~dynagroup.LengthAwareBatchSampler`; and arguments of ``DataLoader`` (``collate_fn``, ...).
 
     Raises ConfigError if an argument is wrong; BudgetError if a sample does not fit and ``oversize="error"``; during
     iteration AlignmentError if ranks have different data, seeds or settings, or one of them failed.
