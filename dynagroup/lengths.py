@@ -252,8 +252,8 @@ def _list_lengths(data: Any, column: str) -> NDArray[Any]:
         ids = table.column(0)
         is_list = pa.types.is_list(ids.type) or pa.types.is_large_list(ids.type)
         if not is_list or pa.types.is_nested(ids.type.value_type) or pa.types.is_string(ids.type.value_type):
-            said = f"column {column!r} must contain lists of token ids, but contains {ids.type}"
-            raise ConfigError(f"{said}; give a `tokenizer` for texts; {CHAT}")
+            way_out = f"give a `tokenizer` for texts; {CHAT}"
+            raise ConfigError(f"column {column!r} must contain lists of token ids, but contains {ids.type}; {way_out}")
         counts.append(pc.call_function("list_value_length", [ids]).to_numpy())  # None becomes nan, an error
     return np.concatenate(counts)
 

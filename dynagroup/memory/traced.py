@@ -101,8 +101,8 @@ class TracedMemory:
         for name in _SAME:
             theirs, ours = getattr(measured.workload, name), getattr(self.workload, name)
             if None not in (theirs, ours) and theirs != ours:
-                told = f"`measured` has {name}={theirs!r}, but the traced workload has {name}={ours!r}"
-                raise ConfigError(f"{told}; measure the workload that you will run")
+                way_out = "measure the workload that you will run"
+                raise ConfigError(f"`measured` has {name}={theirs!r}, but the traced model {name}={ours!r}; {way_out}")
         factor, constant = line_above(self._bytes(measured.shapes()), measured.batch_bytes())
         static = max(self.static_bytes, *(row.static_bytes for row in measured.complete))
         return replace(self, static_bytes=static, factor=factor, constant_bytes=constant)

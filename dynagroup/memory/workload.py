@@ -112,8 +112,8 @@ class Workload:
         try:
             return workload.traced(model_or_config, inputs) if trace else workload
         except ConfigError as error:
-            told = f"the memory of this model is only estimated from its sizes, because {error}"
-            warn_user(f"{told}; pass trace=False to silence this warning")
+            way_out = "pass trace=False to silence this warning"
+            warn_user(f"the memory of this model is only estimated from its sizes, because {error}; {way_out}")
             return workload
 
     def traced(self, model_or_config: Any, inputs: MakeInputs | None = None) -> Workload:

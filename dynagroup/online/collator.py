@@ -225,8 +225,10 @@ class RefinementCollator:
 
     def _check_alone(self, indices: Sequence[int], lengths: Streams) -> None:
         if len(indices) > 1:
-            told = f"the batch of dataset indices {shorten(indices)} must fit, because a larger one does"
-            raise BudgetError(f"{told}; correct the budget's `fits`, see assert_budget_law")
+            raise BudgetError(
+                f"the batch of dataset indices {shorten(indices)} must fit, because a larger one does; "
+                "correct the budget's `fits`, see assert_budget_law"
+            )
         if self.oversize == "error":
             way_out = "truncate it, filter it out, raise the budget, or pass oversize='alone'"
             raise BudgetError(f"sample {indices[0]} ({units_of(lengths, 0)}) does not fit even alone; {way_out}")

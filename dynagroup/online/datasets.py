@@ -128,8 +128,10 @@ def _fetch(dataset: Any, indices: Sequence[int]) -> list[Any]:
     except Exception as error:
         raise RuntimeError(f"dataset samples {shorten(asked)} raised {type(error).__name__}: {error}") from error
     if len(samples) != len(indices):
-        told = f"the dataset's __getitems__ returned {len(samples)} samples for the indices {shorten(indices)}"
-        raise RuntimeError(f"{told}; it must return one sample per index, in order")
+        raise RuntimeError(
+            f"the dataset's __getitems__ returned {len(samples)} samples for the indices {shorten(indices)}; "
+            "it must return one sample per index, in order"
+        )
     return samples
 
 

@@ -182,8 +182,10 @@ class OnlineDataLoader(StepLoader[Any]):
         needed = together(states, *self._rank_and_size())
         running, epoch, learned = needed[0]["running"], needed[0]["epoch"], self._learned
         if running is not None and running["order"] != self._orders.fingerprint(epoch):
-            told = f"`{self._orders.decided_by}` must give the same indices in epoch {epoch} as in the saved run"
-            raise StateError(f"{told}; seed its generator the same, or give it a set_epoch")
+            raise StateError(
+                f"`{self._orders.decided_by}` must give the same indices in epoch {epoch} as in the saved run; "
+                "seed its generator the same, or give it a set_epoch"
+            )
         return needed, None if learned is None else learned.restored([state["lengths"] for state in needed])
 
     def _restore(self, found: tuple[list[Mapping[str, Any]], LearnedLengths | None]) -> None:

@@ -131,8 +131,8 @@ class EpochOrders:
             raise ConfigError(f"`samples_per_update` needs a map-style dataset and no `batch_sampler`; {way_out}")
         ranks = getattr(sampler, "num_replicas", 1)
         if isinstance(ranks, int) and ranks > 1:
-            told = f"`sampler` shards its indices over {ranks} ranks already ({type(sampler).__name__})"
-            raise ConfigError(f"{told}; pass one that is not sharded, because the loader shards samples itself")
+            way_out = "pass one that is not sharded, because the loader shards samples itself"
+            raise ConfigError(f"`sampler` ({type(sampler).__name__}) already shards over {ranks} ranks; {way_out}")
         self._config, self.size = config, None if iterable else len(dataset)
         self.decided_by = given[0] if given else "dataset"
         self._source = None if sampler is None else OrderSource(sampler, len(dataset))

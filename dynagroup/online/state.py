@@ -43,8 +43,8 @@ def together(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> list[
     given, ordered = states[0]["world_size"], sorted(states, key=lambda state: state["rank"])
     ranks = [state["rank"] for state in ordered]
     if ranks != list(range(given)) and (given, ranks) != (size, [rank]):
-        told = f"this is rank {rank} of {size}, but states of ranks {ranks} of {given} were given"
-        raise StateError(f"{told}; give each rank its own state, or if the number of ranks changed, the list of all")
+        way_out = "give each rank its own state, or if the number of ranks changed, the list of all"
+        raise StateError(f"this is rank {rank} of {size}, but states of ranks {ranks} of {given} were given; {way_out}")
     stands = ("epoch", "steps", "samples_seen")
     places = {(s["world_size"], *(s["cursor"][name] for name in stands), str(s["changes"])) for s in ordered}
     if len(places) > 1:

@@ -204,8 +204,10 @@ def _cut(value: Any, name: str, num_samples: int, start: int, stop: int) -> Any:
     if fields is not None:
         parts = {key: _cut(part, f"{name}.{key}", num_samples, start, stop) for key, part in fields.items()}
         return _rebuild(value, parts, start, stop)
-    has = f"field `{name}` ({describe(value)}) has no entry per sample in a batch of {num_samples}"
-    raise ConfigError(f"{has}; say how to split it with BatchSplitter(rules=...)")
+    raise ConfigError(
+        f"field `{name}` ({describe(value)}) has no entry per sample in a batch of {num_samples}; "
+        "say how to split it with BatchSplitter(rules=...)"
+    )
 
 
 def _rebuild(like: Any, parts: Fields, start: int, stop: int) -> Any:

@@ -105,8 +105,8 @@ class Work:
         sizes = architecture(config)
         missing = [name for name in ("hidden_size", "num_layers", "num_heads", "head_size") if not sizes[name]]
         if missing:
-            said = f"the config of {type(model_or_config).__name__} does not have {', '.join(missing)}"
-            raise ConfigError(f"{said}; pass Work(per_step=..., crossover=6 * hidden size), or measure it: Work.fit")
+            way_out = "pass Work(per_step=..., crossover=6 * hidden size), or measure it: Work.fit"
+            raise ConfigError(f"the config of {type(model_or_config).__name__} has no {', '.join(missing)}; {way_out}")
         hidden, layers = sizes["hidden_size"], sizes["num_layers"] + sizes["num_encoder_layers"]
         attention = sizes["num_heads"] * sizes["head_size"]
         matrices = 2 * attention + 2 * sizes["num_kv_heads"] * sizes["head_size"]

@@ -220,8 +220,8 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
             num_steps = check_int("num_steps", num_steps, least=0)
         elif run is not None and run.steps and not run.ended and not by_itself:
             if any(child.daemon for child in multiprocessing.active_children()):
-                said = "worker processes fetch batches before training uses them"
-                raise StateError(f"{said}; call state_dict(num_steps=number of used steps)")
+                way_out = "call state_dict(num_steps=number of used steps)"
+                raise StateError(f"worker processes fetch batches before training uses them; {way_out}")
         if run is None:
             here = self._here()
             run = _Run([here], here.steps, 1, None)
@@ -250,8 +250,10 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         state = agreed(opened(states, KIND, self._planner.identity))
         cursor = Cursor.of(state["cursor"])
         if self._order is not None and self._order.checksum(cursor.epoch) != state["order"]:
-            said = f"`order` must yield the same indices in epoch {cursor.epoch} as when the state was saved"
-            raise StateError(f"{said}; seed its generator the same, or give it a set_epoch")
+            raise StateError(
+                f"`order` must yield the same indices in epoch {cursor.epoch} as when the state was saved; "
+                "seed its generator the same, or give it a set_epoch"
+            )
         with LearningBudget.taken_up(self._planner.budget, state):
             planner = self._planner.rebuilt()
             planner.check_left_out(state)

@@ -304,8 +304,9 @@ class PackedLadder(Wrapper):
         """Returns the shape to which a batch of ``total`` tokens is filled. ConfigError: all shapes have fewer tokens."""
         place = int(np.searchsorted(self._totals, total))
         if place == len(self._totals):
-            told = f"a packed batch of {num_samples} samples, {total} tokens, is larger than all shapes {self.shapes}"
-            raise ConfigError(f"{told}; form smaller batches")
+            raise ConfigError(
+                f"{num_samples} packed samples, {total} tokens, are more than all shapes hold: {self.shapes}"
+            )
         return self.shapes[place]
 
     @property

@@ -49,8 +49,10 @@ def count_label_tokens(batch: Any, *, shifted: bool = True) -> int:
     """
     name = _label_name(batch)
     if name is None:
-        has = f"weigh='tokens' needs a field 'labels' in every batch, but this {type(batch).__name__} has none"
-        raise ConfigError(f"{has}; pass weigh='samples', or a function from a batch to its weight")
+        raise ConfigError(
+            f"weigh='tokens' needs a field 'labels' in every batch, but this {type(batch).__name__} has none; "
+            "pass weigh='samples', or a function from a batch to its weight"
+        )
     labels = batch[name] if hasattr(batch[name], "ndim") else np.asarray(batch[name])
     if "float" in str(labels.dtype):  # torch's or numpy's
         return math.prod(labels.shape)
@@ -67,8 +69,8 @@ def mean_items(batch: Any, *, shifted: bool = True) -> float:
     values = batch.values() if hasattr(batch, "keys") else batch if isinstance(batch, (list, tuple)) else [batch]
     sized = [value for value in values if getattr(value, "ndim", 0) > 0]
     if not sized:
-        has = f"cannot count the samples of a batch, because this {type(batch).__name__} has no tensors"
-        raise ConfigError(f"{has}; pass `weigh`, a function from a batch to its weight")
+        way_out = "pass `weigh`, a function from a batch to its weight"
+        raise ConfigError(f"cannot count the samples of a batch: this {type(batch).__name__} has no tensors; {way_out}")
     return float(len(sized[0]))
 
 

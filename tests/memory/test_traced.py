@@ -291,7 +291,7 @@ def test_adapters_train_alone_and_a_quantised_models_dtype_is_that_of_what_it_co
     ({"model": IMAGES}, "the model reads images, whose memory cannot be computed from the text"),
     ({"model": lambda: hf.Gemma2ForCausalLM(GEMMA2), "attention": "sdpa"}, "because Gemma2ForCausalLM has only 'eager'"),
     ({"model": GEMMA2, "attention": "sdpa"}, "because Gemma2ForCausalLM has only 'eager'"),
-    ({"model": NO_PAD}, r"cannot build a model from this ModernBertConfig \(AssertionError.*Padding"),
+    ({"model": NO_PAD}, r"cannot build a model from a ModernBertConfig \(AssertionError.*Padding"),
     ({"model": lambda: torch.nn.Linear(2, 2)}, "has no transformers config; describe it"),
 ])  # fmt: skip
 def test_what_cannot_be_is_said_with_a_way_out(arguments, message):
@@ -363,7 +363,7 @@ def test_measured_rows_raise_the_trace_and_those_of_another_workload_or_of_none_
     asked = TracedMemory(0, Workload(mode="train", num_layers=3, attention="sdpa", phases=TRACED.workload.phases))
     for change in ({"mode": "forward"}, {"num_layers": 9}, {"attention": "eager"}):
         (name, value), *_ = change.items()
-        with pytest.raises(ConfigError, match=f"`measured` has {name}={value!r}, but the traced workload has {name}="):
+        with pytest.raises(ConfigError, match=f"`measured` has {name}={value!r}, but the traced model {name}="):
             asked.corrected(rows_of(TRACED, workload=Workload(**{"mode": "train", **change})))
     none = Measurements((Measurement(1, {"tokens": 5}, 0, None, oom=True),), TRACED.workload)
     for rows in (none, [1, 2]):

@@ -33,7 +33,7 @@ WRONG: list[tuple[Any, str]] = [
     (lambda: Work(meet="layer"), "`meet` must be one of"),
     (lambda: Price(unit=0), "`unit` must be"),
     (lambda: Work.fit([(1, 8, 0.1)] * 2), "at least 3 distinct shapes, but has 2 rows of 1 shapes"),
-    (lambda: Work.of(object()), "does not have hidden_size"),
+    (lambda: Work.of(object()), "has no hidden_size"),
     (lambda: ShapeLadder([5], PACKED), "needs a padded budget"),
     (lambda: ShapeLadder([5], 100).shape_for(2, 9), r"2 samples of \(9,\) tokens is larger than all shapes"),
     (lambda: ShapeLadder([], 100), "needs at least one length"),

@@ -72,8 +72,8 @@ def _from_config(config: Any, dtype: str | None, attention: str, device: torch.d
                 return auto.from_config(config, dtype=getattr(torch, dtype), attn_implementation=kind)
         except Exception as error:  # the model's own code may raise anything
             failed = error
-    told = f"cannot build a model from this {type(config).__name__} ({failed!r:.200})"
-    raise ConfigError(f"{told}; pass a model instead") from failed
+    way_out = "pass a model instead"
+    raise ConfigError(f"cannot build a model from a {type(config).__name__} ({failed!r:.200}); {way_out}") from failed
 
 
 def is_encoder(config: Any) -> bool:
@@ -147,8 +147,8 @@ def describe(source: Any, mode: str, known: Mapping[str, Any]) -> dict[str, Any]
     model: Any = source if is_model else as_meta_model(source, dtype=dtype, attention=attention)
     config = getattr(model, "config", None)
     if config is None:
-        told = "the model of `model_or_config` has no transformers config"
-        raise ConfigError(f"{told}; describe it yourself: Workload(mode=..., num_layers=..., ...)")
+        way_out = "describe it yourself: Workload(mode=..., num_layers=..., ...)"
+        raise ConfigError(f"the model of `model_or_config` has no transformers config; {way_out}")
     if mode == "generate" and is_encoder(config):
         raise ConfigError(f"`mode` 'generate' needs a model that decodes, but {type(config).__name__} is of an encoder")
     return {"mode": mode, **architecture(config), **_run_as(model, mode), **known}

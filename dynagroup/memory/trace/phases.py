@@ -279,6 +279,6 @@ def _simulated(traced: _Traced, error: ValueError) -> Phases:
     if off > FITS:
         raise error
     longest = int(lengths.max())
-    told = f"the memory of this model was fitted to simulations of up to {longest} tokens, because {error}"
-    warn_user(f"{told}; for longer samples the prediction may be wrong, so measure() them")
+    way_out = "for longer samples the prediction may be wrong, so measure() them"
+    warn_user(f"this model's memory was fitted to simulations of up to {longest} tokens, because {error}; {way_out}")
     return Phases.of(FITTED, found * (size / (known @ found.T).max(axis=1)).max())
