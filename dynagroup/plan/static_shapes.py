@@ -305,7 +305,7 @@ class PackedLadder(Wrapper):
         place = int(np.searchsorted(self._totals, total))
         if place == len(self._totals):
             raise ConfigError(
-                f"{num_samples} packed samples, {total} tokens, are more than all shapes hold: {self.shapes}"
+                f"{num_samples} packed samples, {total} tokens, exceed all shapes {self.shapes}; pack fewer"
             )
         return self.shapes[place]
 

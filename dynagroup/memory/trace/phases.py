@@ -280,5 +280,5 @@ def _simulated(traced: _Traced, error: ValueError) -> Phases:
         raise error
     longest = int(lengths.max())
     way_out = "for longer samples the prediction may be wrong, so measure() them"
-    warn_user(f"this model's memory was fitted to simulations of up to {longest} tokens, because {error}; {way_out}")
+    warn_user(f"the memory of this model was fitted to simulations up to {longest} tokens, because {error}; {way_out}")
     return Phases.of(FITTED, found * (size / (known @ found.T).max(axis=1)).max())
