@@ -123,7 +123,7 @@ def _told(sample: int, seen: BatchShape, budget: Budget) -> str:
 
 
 def _failure(run: Callable[[], None], world: World, told: str) -> str | None:
-    """Returns ``told`` and the allocator's message, equal on all ranks, if ``run`` runs out of memory on any rank."""
+    """Runs a batch on all ranks; if any runs out of memory, returns ``told`` and the allocator's message, equal on all."""
     error, said = None, b""
     try:
         run()

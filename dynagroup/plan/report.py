@@ -192,7 +192,7 @@ class Comparison:
         return format_table(["", *columns], list(shown))
 
     def plot(self) -> Any:
-        """Returns a matplotlib figure: the padding of the first way and of two of dynagroup's, side by side."""
+        """Returns a matplotlib figure: the padding of the first way and of two ways of dynagroup, side by side."""
         from dynagroup.plan.plots import plot_ways
 
         return plot_ways([self.ways[0], self.ways[2], self.ways[4]])

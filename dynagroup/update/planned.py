@@ -283,7 +283,7 @@ class _Feed(Inner):
             yield update, collected, weights, list(summed)
 
     def _loaded(self, batches: Iterator[Any], world: World) -> tuple[PlannedUpdate, list[Any], list[float]] | None:
-        """Loads the next update and weighs its batches. If this rank fails, the other ranks are told."""
+        """Loads the next update and computes the weights of its batches. If this rank fails, the other ranks are told."""
         began = time.perf_counter()
         try:
             collected = [*islice(batches, 1)]  # makes the DataLoader request the update
