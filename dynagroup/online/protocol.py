@@ -35,8 +35,8 @@ def agree(highest: Sequence[int]) -> Agreement:
     """Returns the numbers of steps that all ranks take next, from the maximum over ranks of what they :func:`offer`.
 
     For each kind, this is the smallest number of batches on any rank that may still get more; ranks without so many
-    split batches, or are idle. If it is 0 for every kind, all batches of the most frequent kind are run. When no rank
-    can get more, it is the largest number of each kind: no fewer steps are possible without moving samples.
+    split batches, or are idle. If it is 0 for every kind, all batches of the kind of which some rank has the most are
+    run. When no rank can get more, it is the largest number of each kind: the fewest steps without moving samples.
 
     >>> agree([max(column) for column in zip(offer([5], True), offer([3], True))]).steps
     [3]

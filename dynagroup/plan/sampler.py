@@ -77,7 +77,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         oversize: a sample that does not fit even alone: "alone" (a batch of its own, one warning), "error", or "drop".
         uneven: if the last step has too few samples for all ranks: "repeat" the smallest (one warning), or "drop" them.
         rank, world_size: int; None: those of ``torch.distributed``, read when an epoch starts. With ``world_size``
-            alone, the batches of all ranks are yielded row by row, for accelerate, which shards them.
+            alone, the batches of all ranks are yielded step by step, for accelerate, which shards them.
 
     Each new iteration is the next epoch, unless ``set_epoch`` chooses another.
 
