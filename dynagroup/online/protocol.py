@@ -149,7 +149,7 @@ class Exchange:
         return [*found[3 : len(vector)], *more]
 
     def gathered(self, values: Sequence[int], most: int) -> list[int]:
-        """Returns all ranks' integers, sorted, without repeats (positive, up to ``most`` a rank); only after a MAX."""
+        """Returns the integers of all ranks, sorted, each once (they are positive, up to ``most`` a rank); after a MAX."""
         start, slots = most * self.world.rank, [0] * (most * self.world.size)
         slots[start : start + len(values)] = values
         return sorted({*self.world.all_max(slots)} - {0})

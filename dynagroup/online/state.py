@@ -87,7 +87,7 @@ class LearnedLengths:
         names = sorted(fresh)
         if world.size > 1:
             most, fewest = world.all_max([len(names), -len(names)])
-            names = names if most == -fewest else []  # a rank that had no sample knows no streams
+            names = names if most == -fewest else []  # ranks without samples know no streams
         if not names:
             return
         changed = np.zeros(self.num_samples, np.bool_)

@@ -105,7 +105,7 @@ def run_parts(
     fn: Callable[[Any], T], batch: Any, splitter: Splitter[Any], learned: LearningBudget, *, min_samples: int = 1,
     indices: Sequence[int] = (), shape: Callable[[Any, int], BatchShape] = shape_of, watch: PeakWatch | None = None,
 ) -> list[Any]:  # fmt: skip
-    """Works like :func:`run_with_oom_retry`; ``shape(part, number of samples)`` returns the shape as memory sees it."""
+    """Works like :func:`run_with_oom_retry`; ``shape(part, number of samples)`` is the shape that decides its memory."""
     num_samples, smallest = splitter.num_samples(batch), 2 * check_int("min_samples", min_samples)
     done, waiting = [], [(0, num_samples)]
     while waiting:

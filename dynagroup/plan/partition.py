@@ -67,7 +67,7 @@ def _divided(cost: NDArray[np.float64], size: NDArray[np.float64], slots: list[i
         if len(found) <= len(slots):
             return [bin.members for bin in found] + [[] for _ in slots[len(found) :]]
         bins = [room.bin(slots=items) for items in slots]
-        for item in range(len(cost)):  # first fit, because callers may have counted parts in this way
+        for item in range(len(cost)):  # last try, by first fit: callers may have counted parts so
             number = next((number for number, bin in enumerate(bins) if room.admits(bin, item)), None)
             if number is None:
                 break

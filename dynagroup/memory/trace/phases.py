@@ -31,7 +31,7 @@ ALIGNMENT = 32
 PROBES = [(2, 65, 97), (3, 33, 33), (2, 257, 161), (5, 193, 97), (4, 321, 65), (3, 481, 257), (7, 97, 353), (2, 161, 481),
           (6, 65, 257), (3, 129, 321), (4, 385, 449), (5, 449, 129), (2, 33, 33), (8, 225, 289)]  # fmt: skip
 PACKED_PROBES: list[Probe] = [(1, 65, 0), (1, 513, 0), (1, 193, 0), (1, 1025, 0)]
-PROBED = 512  # most tokens of a sample in PROBES, about
+PROBED = 512  # about the longest length in PROBES, in tokens
 LONGEST = 4097  # tokens of the last traced shape, if the model has so many positions: checks long samples
 FEWEST_POSITIONS = 3 * ALIGNMENT + 1  # three traced lengths determine a polynomial of degree 2
 MOST_TOKENS = 131072  # in a sample or packed batch; polynomials that are the largest only above this are dropped
@@ -183,7 +183,7 @@ def _phases(traced: _Traced) -> Phases:
 
 
 def _probes(traced: _Traced, within: int = LONGEST) -> list[Probe]:
-    """Returns shapes to trace that determine all monomials, within the model's positions; the last is the longest."""
+    """Returns shapes to trace, enough to find all coefficients, within the model's positions; the last is the longest."""
     most = min(getattr(traced.config, "max_position_embeddings", None) or LONGEST, within)
     most_target = min(getattr(traced.config, "max_target_positions", None) or most, most)
 
