@@ -400,7 +400,7 @@ else:
 
 def test_outside_the_trained_range_it_is_careful_and_says_so_once():
     regressor = MemoryRegressor.pretrained(WORKLOADS["strange"])
-    with pytest.warns(UserWarning, match="not trained on workloads"):
+    with pytest.warns(UserWarning, match="not trained on models or batches"):
         ratio = regressor.relative(BatchShape.of([8, 16], 512), BatchShape.of(8, 512))
     assert ratio[1] >= 1.9
     regressor.relative(BatchShape.of([8, 16], 512), BatchShape.of(8, 512))

@@ -90,7 +90,7 @@ def test_a_program_that_pads_its_input_is_never_predicted_smaller(config, mode):
 
 def test_what_cannot_be_traced_is_estimated_or_fitted_and_that_is_said():
     """A state space model without its kernels: its program is another one for each length."""
-    with pytest.warns(UserWarning, match="fitted to simulations of up to 1025 tokens, because the program depends"):
+    with pytest.warns(UserWarning, match="fitted to simulations up to 1025 tokens, because its operations depend"):
         memory = TracedMemory.of(MAMBA, "forward", dtype="bf16")
     assert_as_simulated(memory, MAMBA, [(1, 1), (8, 64), (3, 200), (64, 9)], most=1.3)
     with pytest.warns(UserWarning, match="estimated from its sizes, because this model cannot be traced"):

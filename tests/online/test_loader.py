@@ -27,7 +27,7 @@ WRONG = [
     ({"window": 0}, "`window`"),
     ({"shuffle": True, "sampler": [0]}, "both set the order"),
     ({"length_hint": [1.0]}, "`length_hint`"),
-    ({"sampler": torch.utils.data.DistributedSampler(range(60), num_replicas=2, rank=0)}, "shards its indices"),
+    ({"sampler": torch.utils.data.DistributedSampler(range(60), num_replicas=2, rank=0)}, "already shards over 2"),
     ({"sampler": iter([0, 1])}, "anew in every epoch, but is <list_iterator"),
     ({"batch_sampler": iter([[0]])}, "anew in every epoch"),
     ({"samples_per_update": 4, "batch_sampler": [[0]]}, "no `batch_sampler`"),
