@@ -34,9 +34,9 @@ class Take(NamedTuple):
 
 @dataclass(eq=False)
 class Runner(ABC):
-    """Base class of both runners, which run one epoch, new or resumed. In ``stands``, ``begun_samples`` and
-    ``begun_weight`` are this rank's; ``under_way`` counts the current update's samples on all ranks. ``place``: a saved
-    state, whose queued batches come first. ``identity``: values that must be equal on all ranks."""
+    """Base class of both runners, which run one epoch or the rest of it. ``stands``: the point in the run (with this
+    rank's part of a begun update). ``under_way``: samples of the current update on all ranks. ``place``: a saved state,
+    whose queued batches come first. ``identity``: values that must be equal on all ranks."""
 
     source: Source
     workers: Workers

@@ -256,7 +256,7 @@ class OnlineDataLoader(StepLoader[Any]):
 
 
 def _bound(shapes: int | None, budget: Budget, hint: Any, config: OnlineConfig) -> Budget:
-    """Returns the budget; or with ``shapes``, a ladder of shapes for lengths like ``hint`` and the longest that fits."""
+    """Returns the budget; or with ``shapes``, a budget of so many shapes for lengths like ``hint``, and the longest."""
     bound = budget.bind({TOKENS: np.ones(1, np.int32)})
     if bound is not budget and bound.fingerprint != budget.fingerprint:
         way_out = "give MemoryBudget(..., longest=tokens of the longest sample), one .from_bytes, or a TokenBudget"

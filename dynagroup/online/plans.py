@@ -192,7 +192,7 @@ class Source(NamedTuple):
 
     @property
     def shares(self) -> bool:
-        """Whether ranks get windows during the epoch, according to their loads."""
+        """Whether ranks get windows one by one during the epoch, according to how many samples each still has."""
         divided = self.iterable or self.groups is not None or self.sizes is not None
         return not divided and self.lengths is None and self.rough is None
 
@@ -314,7 +314,7 @@ def as_hint(hint: Any, num_samples: int) -> FloatArray:
 
 
 def behind(cursor: Cursor, samples: int, sizes: UpdateSizes | None) -> Cursor:
-    """Returns the point after the next update, of ``samples`` samples; does not count ``steps``."""
+    """Returns the point in the run after one more update, of ``samples`` samples. Steps are not counted."""
     if sizes is not None:
         return next(sizes.cursors(cursor))
     used, seen = cursor.samples_used + samples, cursor.samples_seen + samples

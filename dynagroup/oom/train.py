@@ -270,7 +270,8 @@ class OomSafeBackward:
 
 
 def find_ddp(model: torch.nn.Module) -> DistributedDataParallel | None:
-    """Returns the ``DistributedDataParallel`` in a model, or None. ConfigError: a rank cannot repeat a step alone."""
+    """Returns the ``DistributedDataParallel`` in a model, or None. Raises ConfigError for FSDP, DeepSpeed and similar
+    classes, with which one rank cannot repeat a step alone."""
     modules = list(model.modules())
     ddp = next((m for m in modules if isinstance(m, DistributedDataParallel)), None)
     for module in modules:

@@ -56,7 +56,8 @@ def balanced_partitions(
 
 
 def _divided(cost: NDArray[np.float64], size: NDArray[np.float64], slots: list[int], most: float) -> list[list[int]]:
-    """Divides items into parts of at most ``slots`` items, within a limit; without it, cost is at most 4/3 of the best."""
+    """Divides items into parts of at most ``slots`` items, each of size ``most`` or less. Without a limit of size, the
+    highest cost of a part is at most 4/3 of the lowest possible."""
     room, costs = Room([(size, most)], len(cost)), cost.tolist()
     bins = [room.bin(slots=items) for items in slots]
     if size.max(initial=0.0) <= most:

@@ -195,7 +195,7 @@ def _evenest(window: OrderedWindow, start: int, stop: int, most_runs: int, low: 
 
 
 def _in_rows(work: NDArray[np.float64], num_ranks: int) -> IntArray:
-    """Returns the order of batches, step after step: those of similar work share a step; low numbers come early."""
+    """Sorts batches so that those of similar work share a step; returns their numbers, step after step."""
     by_work = np.argsort(-work, kind="stable")
     full = len(by_work) - len(by_work) % num_ranks
     rows = by_work[:full].reshape(-1, num_ranks)

@@ -66,8 +66,8 @@ class StepLoader(ABC, Generic[B]):
 
     @abstractmethod
     def examples(self) -> tuple[Streams, Callable[[int], Any], Callable[..., Any]]:
-        """Returns samples to try: their lengths; a function from a number in these lengths to the sample; and a
-        function from samples (and optionally a shape to pad to) to a batch."""
+        """Returns what is needed to try batches: lengths of some samples; a function that reads the sample with a
+        number in these lengths; and a function from samples (and optionally a shape to pad to) to a batch."""
 
     @abstractmethod
     def _run(self) -> Iterator[Step[B]]:
