@@ -31,7 +31,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str, str]]] = {
         "shards": ("predicted", "shards", "shards"),
     },
     "shapes": {"few": ("shapes", "few", "shapes"), "compiled": ("shapes", "compiled", "compiled")},
-    "kinds": {"rows": ("kinds", "rows", "kinds")},
+    "kinds": {"rows": ("kinds", "rows", "kinds"), "planning": ("kinds", "planning", "kinds_planning")},
     "check": {"architectures": ("check", "architectures", "check")},
     "ablation": {"ablation": ("ablation", "ablation", "ablation")},
     "loader": {"speed": ("loader", "speed", "loader_speed")},

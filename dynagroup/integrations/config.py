@@ -10,7 +10,7 @@ from dynagroup.distributed import World
 from dynagroup.errors import ConfigError
 from dynagroup.oom.split import Splitter
 from dynagroup.update.schedule import BatchSizeSchedule
-from dynagroup.validation import check_choice, check_flag
+from dynagroup.validation import check_choice, check_flag, check_int
 
 COUPLED = {
     "KTOTrainer": "its loss compares the samples of a batch with each other; use TRL's own batches",
@@ -47,6 +47,7 @@ class DynagroupConfig:
         weigh: the weight of a batch, if its loss is a mean: "auto" (predicted labels, if labels have a token dimension,
             else samples), "samples", or a function from a batch to a number.
         out_of_memory: "retry": a batch that runs out of memory is run in parts, with the same gradient; None: an error.
+        min_samples: with out_of_memory="retry", a part with fewer than twice this many samples is not split.
         preflight: True runs the largest batches before the first update, like :func:`~dynagroup.preflight`, so that an
             out-of-memory error comes in the first seconds, on all ranks.
         splitter: how to split a batch that runs out of memory; needed if inputs are not text.
@@ -74,6 +75,7 @@ class DynagroupConfig:
     length_of: Callable[[Any], Any] | None = None
     weigh: Literal["auto", "samples"] | Callable[[Any], float] = "auto"
     out_of_memory: Literal["retry"] | None = None
+    min_samples: int = 1
     preflight: bool = False
     splitter: Splitter[Any] | None = None
     plan: Mapping[str, Any] = field(default_factory=dict)
@@ -85,6 +87,9 @@ class DynagroupConfig:
         check_choice("updates", self.updates, ("preserved", "free"))
         check_choice("out_of_memory", self.out_of_memory, ("retry", None))
         check_flag("preflight", self.preflight)
+        check_int("min_samples", self.min_samples)
+        if self.min_samples > 1 and self.out_of_memory is None:
+            raise ConfigError("`min_samples` needs out_of_memory='retry': only then a batch is run in parts; set it")
         if self.updates == "free" and self.samples_per_update is not None:
             raise ConfigError("`samples_per_update` needs updates='preserved', because 'free' updates have no set size")
         if self.kind_of is not None and self.mode == "offline":
@@ -104,6 +109,7 @@ def refuse_unsupported(trainer: Any, config: DynagroupConfig) -> None:
     args, accelerator, ours = trainer.args, trainer.accelerator, trl_classes(trainer)
     shards, plugin = accelerator.dataloader_config, getattr(accelerator.state, "deepspeed_plugin", None)
     sharing = trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size()
+    multiple = config.budget.pad_to_multiple_of
     sorting = {"aot", "aot_unpaired"} & set(getattr(trainer, "loss_types", ())) if "DPOTrainer" in ours else ()
     own = "every rank loads its own batches; set it to False"
     wrong = {f"TRL's {name}": (name in ours, instead) for name, instead in COUPLED.items()}
@@ -128,6 +134,9 @@ def refuse_unsupported(trainer: Any, config: DynagroupConfig) -> None:
         f"tensor, context or sequence parallelism ({sharing} ranks share a sample)": (
             sharing > 1 and config.world is None,
             "pass DynagroupConfig(world=DistributedWorld(mesh.get_group('dp'))) with the mesh's data-parallel group"),
+        f"pad_to_multiple_of={multiple}": (
+            multiple % sharing and sharing > trainer.get_tp_size(),
+            f"{sharing} ranks divide the tokens of a sample; set a multiple of {sharing} in budget and collator"),
     }  # fmt: skip
     for what, (is_set, instead) in wrong.items():
         if is_set:

@@ -209,8 +209,8 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
                 may = f"the compute_loss of {type(self).__name__} may exchange data between ranks"
                 raise ConfigError(f"{alone}, and {may}")
             weigh, learned = self._weigh if mean else "sum", loader.budget.learner
-            how: Any = {"splitter": config.splitter, "world": loader.world, "backward": self.accelerator.backward}
-            self.guard = OomSafeBackward(model, weigh=weigh, learned=learned, **how)
+            how: Any = {"splitter": config.splitter, "min_samples": config.min_samples, "world": loader.world}
+            self.guard = OomSafeBackward(model, weigh=weigh, learned=learned, backward=self.accelerator.backward, **how)
             self._ooms_logged = self.guard.learned.report.num_ooms
         model.train()
 

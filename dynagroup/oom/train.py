@@ -22,6 +22,7 @@ from dynagroup.oom.split import BatchSplitter, Splitter, longest_of, shape_of
 from dynagroup.shapes import BatchShape
 from dynagroup.update.loss_weight import Weigh, predicts_next_token, weigher
 from dynagroup.update.step import Step
+from dynagroup.validation import check_int
 
 ComputeLoss: TypeAlias = Callable[[Any], torch.Tensor]
 
@@ -124,6 +125,7 @@ class OomSafeBackward:
         model: the model, alone or in ``DistributedDataParallel``; FSDP and DeepSpeed raise ConfigError.
         weigh: the weight of a batch, as for loaders; or "sum" for a loss that is a sum, or divided by a fixed number.
         splitter: how to count and split a batch. None: a splitter that trims padding on the right only.
+        min_samples: int: a part with fewer than twice this many samples is not split.
         world: ranks that train together. None: those of the ``DistributedDataParallel`` in ``model``.
         learned: a :class:`LearningBudget` that learns from failures; it splits batches that would fail again.
         backward: runs the backward pass of a scaled loss, e.g. ``accelerator.backward``. None: ``Tensor.backward``.
@@ -137,8 +139,9 @@ class OomSafeBackward:
 
     def __init__(
         self, model: torch.nn.Module, *,
-        weigh: Weigh | Literal["sum"] = "tokens", splitter: Splitter[Any] | None = None, world: World | None = None,
-        learned: LearningBudget | None = None, backward: Callable[[torch.Tensor], None] | None = None,
+        weigh: Weigh | Literal["sum"] = "tokens", splitter: Splitter[Any] | None = None, min_samples: int = 1,
+        world: World | None = None, learned: LearningBudget | None = None,
+        backward: Callable[[torch.Tensor], None] | None = None,
     ) -> None:  # fmt: skip
         self._model, self._ddp = model, find_ddp(model)
         if world is None:
@@ -146,6 +149,7 @@ class OomSafeBackward:
         self._world = world
         self._weigh = None if weigh == "sum" else weigher(weigh, shifted=predicts_next_token(model, unknown=True))
         self._splitter = splitter if splitter is not None else BatchSplitter()
+        self._smallest = 2 * check_int("min_samples", min_samples)  # a part that may be split
         self._backward = backward if backward is not None else lambda loss: loss.backward()
         self._device = next(model.parameters()).device
         self._peak = PeakWatch(self._device)
@@ -202,7 +206,7 @@ class OomSafeBackward:
             if may_fit and self._attempt(update, part):
                 update.done.append(part)
                 continue
-            if part.num_samples == 1:
+            if part.num_samples < self._smallest:
                 index = int(part.indices[part.start] if len(part.indices) > part.start else part.start)
                 update.verdict = index, longest_of(part.samples(self._splitter))
             else:
@@ -213,7 +217,7 @@ class OomSafeBackward:
     def _may_fit(self, update: Update, part: Part) -> bool:
         """Returns False if the part can be split, and learned limits or failures of this update say that it fails."""
         known = self.learned.has_learned or math.isfinite(update.failed_cost)
-        if not known or part.num_samples == 1:
+        if not known or part.num_samples < self._smallest:
             return True
         shape = part.shape(self._splitter)
         return bool(self.learned.allows(shape)[0]) and float(self.learned.cost(shape)[0]) < update.failed_cost
@@ -258,8 +262,11 @@ class OomSafeBackward:
         if rank >= 0:
             own = update.verdict if update.verdict is not None and self._world.rank == rank else (-1, -1)
             index, tokens = self._world.all_max(own)
-            way_out = "truncate or filter out such samples"
-            raise BudgetError(f"sample {index} ({tokens} tokens) does not fit on rank {rank} even alone; {way_out}")
+            told = f"sample {index} ({tokens} tokens) does not fit on rank {rank} even alone"
+            if self._smallest > 2:
+                few = f"fewer than {self._smallest} samples, from sample {index} on ({tokens} tokens)"
+                told = f"{few}, do not fit on rank {rank}, and are not split; reduce `min_samples`"
+            raise BudgetError(f"{told}; truncate or filter out such samples")
         if self._ddp is not None:
             used = [p for p, anywhere in zip(update.parameters, present, strict=True) if anywhere]
             group: Any = self._ddp.process_group

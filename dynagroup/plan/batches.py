@@ -173,9 +173,8 @@ def tokens_of(lengths: Mapping[str, NDArray[Any]], budget: Budget) -> NDArray[An
 
 
 def maxima_of(lengths: Streams) -> dict[str, IntArray]:
-    """Returns the greatest length in each block of samples, by stream: int64 (blocks,). Lets later passes skip blocks."""
-    starts = np.arange(0, len(lengths[primary(lengths)]), CHUNK)
-    return {name: np.maximum.reduceat(values, starts).astype(np.int64) for name, values in lengths.items()}
+    """Returns the greatest length in each block of samples, by stream: int64 (blocks,)."""
+    return {name: scanned(values)[0] for name, values in lengths.items()}
 
 
 def oversize_of(lengths: Streams, budget: Budget, maxima: Mapping[str, IntArray]) -> IntArray:
@@ -198,16 +197,19 @@ def oversize_of(lengths: Streams, budget: Budget, maxima: Mapping[str, IntArray]
     return np.concatenate(found)
 
 
-def checksum(values: NDArray[Any]) -> int:
-    """Returns a CRC-32 of an array. Instead of a full block's values, it uses the sums of rows and of columns of a
-    table of 64-bit words: a value that changes or moves changes a sum, and sums are as fast as reading memory."""
-    found = 0
+def scanned(values: NDArray[Any]) -> tuple[IntArray, int]:
+    """Reads an array once. Returns the greatest value in each block, int64 (blocks,), by which later passes skip blocks,
+    and a CRC-32. Instead of a full block's values, the CRC uses the sums of rows and of columns of a table of 64-bit
+    words: a value that changes or moves changes a sum, and sums are as fast as reading memory."""
+    greatest, crc = [], 0
     for start in range(0, len(values), CHUNK):
         block = np.ascontiguousarray(values[start : start + CHUNK])
-        table = block.view(np.int64).reshape(-1, ROW) if len(block) == CHUNK else block[None]
-        for part in [table.sum(axis=0), table.sum(axis=1)] if len(block) == CHUNK else table:
-            found = zlib.crc32(part.data, found)
-    return found
+        greatest.append(block.max())
+        full = block.nbytes % (8 * ROW) == 0
+        table = block.view(np.int64).reshape(-1, ROW) if full else block[None]
+        for part in [table.sum(axis=0), table.sum(axis=1)] if full else table:
+            crc = zlib.crc32(part.data, crc)
+    return np.asarray(greatest, np.int64), crc
 
 
 # Branch and bound: blocks with the largest upper bound first, until no other block can have a longer sample.

@@ -145,7 +145,8 @@ class Exchanges:
                 most = self.costs[timed].sum(axis=0).reshape(-1, self.ranks).max(axis=1)
                 slow = slow | (costs[timed].sum(axis=0) > most[batch // self.ranks])
         gain[slow] = 0.0
-        for best in [n for n in np.argsort(gain, axis=None, kind="stable")[:TRIED] if gain.flat[n] < -WORTH]:
+        lower = np.flatnonzero(gain < -WORTH)
+        for best in lower[np.argsort(gain.ravel()[lower], kind="stable")[:TRIED]]:
             pair = np.asarray([pairs[0][best // gain.shape[1], 0], pairs[1][0, best % gain.shape[1]]])
             self.who[pair] = self.who[pair[::-1]]
             parts = [self.who[(self.of == batch) & (self.who < self.nobody)] for batch in self.of[pair]]

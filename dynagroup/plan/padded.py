@@ -93,7 +93,7 @@ class OrderedWindow:
         if not self.maxima:
             by_work = limits / np.maximum(self.work, TINY)[:, None]
             sizes = np.minimum(by_work, len(self), out=by_work).astype(np.int64)
-            return self.rounded(np.clip(sizes, 1, self.most[:, None], out=sizes))
+            return self.rounded(np.minimum(np.maximum(sizes, 1, out=sizes), self.most[:, None], out=sizes))
         starts, low = np.arange(len(self))[:, None], np.ones((len(self), len(limits)), np.int64)
         high = np.broadcast_to(self.most[:, None] + 1, low.shape)
         while (high - low > 1).any():  # bisection, for all starts and limits at once

@@ -21,7 +21,7 @@ from dynagroup.distributed import World
 from dynagroup.errors import BudgetError, ConfigError, StateError
 from dynagroup.fingerprint import described, hashed
 from dynagroup.lengths import Kinds, as_streams
-from dynagroup.plan.batches import Batches, RoundBatch, checksum, longest_of, maxima_of, oversize_of, tokens_of
+from dynagroup.plan.batches import Batches, RoundBatch, longest_of, oversize_of, scanned, tokens_of
 from dynagroup.plan.cost import Work, check_work
 from dynagroup.plan.cursor import Cursor
 from dynagroup.plan.epoch import NONE, EpochOrder, GroupedOrder, Windows, windows_of_kinds
@@ -81,14 +81,18 @@ class PlanConfig:
 class Planner:
     """Makes plans from lengths, kinds, a budget bound to the lengths, and settings. Keeps no state of a run."""
 
-    def __init__(self, lengths: Streams, budget: Budget | int, config: PlanConfig, kinds: Kinds | None = None) -> None:
+    def __init__(
+        self, lengths: Streams, budget: Budget | int, config: PlanConfig, kinds: Kinds | None = None,
+        read: Mapping[str, tuple[IntArray, int]] | None = None,
+    ) -> None:  # fmt: skip
         self.lengths, self.kinds = lengths, kinds or Kinds.read(None, len(lengths[primary(lengths)]))
         bound = as_budget(budget).bind(lengths)
         self.limit = bound.applied
         self.budget = bound.held(self.limit)  # a fixed limit, so that a plan does not change while it is used
         self.config = config
         self.num_samples = len(lengths[primary(lengths)])
-        self.maxima = maxima_of(lengths)
+        self._read = read or {name: scanned(values) for name, values in lengths.items()}
+        self.maxima = {name: maxima for name, (maxima, _) in self._read.items()}
         self.oversize = oversize_of(lengths, self.budget, self.maxima)
         """Sorted dataset indices of samples that do not fit even alone."""
         self.left_out = self.oversize if config.oversize == "drop" else NONE
@@ -166,9 +170,7 @@ class Planner:
 
     def rebuilt(self) -> "Planner":
         """Returns a new planner with the same lengths and settings, and the budget's current limit."""
-        other = Planner(self.lengths, self.budget, self.config, self.kinds)
-        vars(other).update((name, value) for name, value in vars(self).items() if name == "_checksums")
-        return other
+        return Planner(self.lengths, self.budget, self.config, self.kinds, self._read)
 
     @property
     def num_planned(self) -> int:
@@ -292,15 +294,10 @@ class Planner:
         states."""
         knobs = {knob.name: getattr(self.config, knob.name) for knob in fields(self.config)}
         knobs |= {name: described(knobs[name]) for name in ("round_batch", "work")}
-        facts = {"num_samples": self.num_samples, **self._checksums}
-        return {**facts, "budget": self.budget.fingerprint, **knobs}
-
-    @cached_property
-    def _checksums(self) -> dict[str, Any]:
-        """Checksums of lengths and kinds, computed in one pass."""
         codes = self.kinds.codes if len(self.kinds.labels) > 1 else NONE
-        lengths = {name: checksum(values) for name, values in self.lengths.items()}
-        return {"lengths": lengths, "kinds": [checksum(codes), described(self.kinds.labels)]}
+        data = {"lengths": {name: crc for name, (_, crc) in self._read.items()}}
+        data["kinds"] = [scanned(codes)[1], described(self.kinds.labels)]
+        return {"num_samples": self.num_samples, **data, "budget": self.budget.fingerprint, **knobs}
 
     @property
     def fingerprint(self) -> str:

@@ -37,9 +37,18 @@ def cut(
         return Batches(np.argsort(-each, kind="stable"), np.arange(len(each) + 1))
     several = costs_of_rows(lengths, budget, work) if num_ranks > 1 else None
     if is_packed(budget, lengths):
-        batches = pack(lengths, budget, num_ranks, work=work, costs=None if several is None else several.mean(axis=0))
-        rows = batches.take(_in_rows(work.of_batches(batches, lengths, budget), num_ranks))
-        return rows if several is None else _even_rows(rows, num_ranks, several, lengths, budget, work, exchange=True)
+
+        def packed(costs: NDArray | None = None) -> Batches:
+            batches = pack(lengths, budget, num_ranks, work=work, costs=costs)
+            return batches.take(_in_rows(work.of_batches(batches, lengths, budget), num_ranks))
+
+        by_work = packed()
+        if several is None:
+            return by_work
+        rows = _even_rows(packed(several.mean(axis=0)), num_ranks, several, lengths, budget, work, exchange=True)
+        most = (1 + EQUAL) * time_of_rows(by_work, lengths, budget, num_ranks, work)  # what equal costs may take
+        even = time_of_rows(rows, lengths, budget, num_ranks, work) <= most
+        return rows if even else _even_rows(by_work, num_ranks, several, lengths, budget, work, exchange=True)
     order, window = in_order(lengths, budget, work, round_batch)
     offsets = _cheapest(window, num_ranks, work.per_step)
     runs, of_run = Batches(np.arange(len(order)), offsets), window.total(offsets)
@@ -162,7 +171,7 @@ def _limits(window: OrderedWindow, num_ranks: int, price: float) -> NDArray[np.f
     high = min(largest, 2 * mean + heaviest)
     low = max(min(price / 8, mean), float(window.work.min()), high / 1e6)
     count = max(min(TABLE // len(window), LIMITS), 12)
-    return low * (high / low) ** np.linspace(0.0, 1.0, count) if TINY < low < high else np.asarray([high])
+    return low * (high / low) ** (np.arange(count) / (count - 1)) if TINY < low < high else np.asarray([high])
 
 
 def _row_ends(window: OrderedWindow, limits: NDArray[np.float64], num_ranks: int) -> tuple[IntArray, NDArray]:

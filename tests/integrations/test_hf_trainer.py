@@ -9,6 +9,7 @@ import torch
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
 from dynagroup import ConfigError, MemoryBudget, StateError, TokenBudget
+from dynagroup.distributed import SingleProcess
 from dynagroup.integrations.config import DynagroupConfig, refuse_unsupported
 from dynagroup.integrations.hf import DynagroupTrainer, attach, dynagroup_trainer
 from dynagroup.integrations.hf_data import host_order, sample_lengths
@@ -297,6 +298,11 @@ def test_ranks_that_share_samples_or_parameters_are_asked_for_more(tmp_path, mon
     monkeypatch.setattr(Trainer, "get_tp_size", lambda self: 2)
     with pytest.raises(ConfigError, match="ranks share a sample.*world=DistributedWorld"):
         trainer("causal", tmp_path, fits=True)
+    monkeypatch.setattr(Trainer, "get_cp_size", lambda self: 4)
+    config = {"world": SingleProcess(), "budget": TokenBudget(96, pad_to_multiple_of=8)}
+    refuse_unsupported(run, DynagroupConfig(**config))
+    with pytest.raises(ConfigError, match="pad_to_multiple_of=12.*a multiple of 8 in budget and collator"):
+        refuse_unsupported(run, DynagroupConfig(**config | {"budget": TokenBudget(96, pad_to_multiple_of=12)}))
 
 
 def test_a_memory_budget_without_a_model_is_told_the_trainers(tmp_path):

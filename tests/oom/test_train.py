@@ -219,6 +219,15 @@ def test_a_step_of_a_loader_an_idle_one_and_a_sample_that_does_not_fit_alone() -
     torch.testing.assert_close(model.weight.grad, X.mean(0))
 
 
+def test_parts_have_at_least_min_samples() -> None:
+    model = linear(limit=2)[0]
+    backward = OomSafeBackward(model, weigh="samples", min_samples=2)
+    assert backward(lambda x: model(x).mean(), X[:4]).num_parts == 2
+    backward = OomSafeBackward(linear(limit=1)[0], weigh="samples", min_samples=2)
+    with pytest.raises(BudgetError, match=r"fewer than 4 samples, from sample 7 on \(2 tokens\).*reduce `min_samples`"):
+        backward(lambda x: backward._model(x).mean(), X[:3], indices=[7, 8, 9])
+
+
 def test_weights_come_from_the_user_the_loss_or_the_tokens_as_loaders_count_them() -> None:
     model = Linear(Allocator(2))
     backward = OomSafeBackward(model, weigh="sum", backward=lambda loss: (8 * loss).backward())  # as scalers do
