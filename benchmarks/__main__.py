@@ -58,8 +58,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str, str]]] = {
         "embed": ("infer", "embed", "gpu_embed"),
     },
 }
-"""Command -> part -> (module, function, name of its result). A function takes a machine; it gives figures back, or yields them as
-they come."""
+"""Command -> part -> (module, function, name of its result). A function takes a machine, and returns or yields its figures."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -58,8 +58,12 @@ class Numbered(torch.utils.data.Dataset):
             raise KeyError(f"record {index} is broken")
         if index == self.deadly and torch.utils.data.get_worker_info() is not None:
             os.kill(os.getpid(), signal.SIGKILL)
-        ids = torch.full((self.lengths[index],), index, dtype=torch.int64)
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+        return sample_of(torch.full((self.lengths[index],), index, dtype=torch.int64))
+
+
+def sample_of(ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A sample of a causal model; its labels are its tokens."""
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
 
 
 def collate(samples: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from benchmarks.data import lognormal
-from benchmarks.machine import Machine, build, config_of, paired
+from benchmarks.machine import Machine, build, config_of, noted, paired
 from benchmarks.methods import METHODS, Update, dynabatch, in_capped, in_fixed, longest_first, padded_tokens, planned
 from benchmarks.record import spread
 from dynagroup import MemoryBudget, TokenBudget, Work, embed_dataset
@@ -91,15 +91,12 @@ def _compared(
             figures["failed"][name] = "no time"
             continue
         machine.free()
-        try:
+        with noted(figures["failed"], name):
             taken[name].append(machine.seconds(partial(_pass, model, made, lengths, new_tokens, machine)))
-        except Exception as error:  # written down; the others go on
-            figures["failed"][name] = f"{type(error).__name__}: {error}"[:500]
-            continue
-        base = taken["fixed, as they come"]
-        found = {"speed": base and paired(base, taken[name]), "peak_bytes": machine.peak_bytes()}
-        rate = len(lengths) / float(np.median(taken[name]))
-        figures["methods"][name] = {"samples_per_s": rate, **found, **_about(made, lengths, new_tokens)}
+            base = taken["fixed, as they come"]
+            found = {"speed": base and paired(base, taken[name]), "peak_bytes": machine.peak_bytes()}
+            rate = len(lengths) / float(np.median(taken[name]))
+            figures["methods"][name] = {"samples_per_s": rate, **found, **_about(made, lengths, new_tokens)}
         slowest = max(slowest, left - machine.left_s())
         yield figures
     yield figures

@@ -62,9 +62,6 @@ def planning(machine: Machine) -> dict[str, Any]:
     for mode, (ranks, how) in MODES.items():
         runs = {str(n): partial(planned, lengths, TokenBudget(16_384), ranks, kinds=n, **how) for n in (None, labels)}
         without, with_kinds = machine.in_turns(runs, 5).values()
-        found[mode] = {
-            "without_s": without,
-            "with_s": with_kinds,
-            "ratio": float(np.median(with_kinds) / np.median(without)),
-        }
+        ratio = float(np.median(with_kinds) / np.median(without))
+        found[mode] = {"without_s": without, "with_s": with_kinds, "ratio": ratio}
     return found

@@ -9,7 +9,8 @@ import os
 import resource
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -121,6 +122,15 @@ def cpu_seconds() -> float:
     """Of this process and of its children that have ended."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + ended.ru_utime + ended.ru_stime
+
+
+@contextmanager
+def noted(failed: dict[str, Any], name: str) -> Iterator[None]:
+    """What fails here is written down under this name, so that all else goes on."""
+    try:
+        yield
+    except Exception as error:
+        failed[name] = f"{type(error).__name__}: {error}"[:500]
 
 
 def paired(over: Sequence[float], under: Sequence[float]) -> dict[str, Any]:

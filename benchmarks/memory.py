@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.machine import Machine, build, config_of
+from benchmarks.machine import Machine, build, config_of, noted
 from benchmarks.record import table
 from dynagroup import MemoryBudget
 from dynagroup.device import CudaDevice
@@ -22,10 +22,8 @@ def measured(machine: Machine) -> Iterator[dict[str, Any]]:
         if not machine.has(60):
             figures["left_out"].append(name)
             continue
-        try:
+        with noted(figures["failed"], name):
             figures["rows"] += rows_of(name, plan, device)
-        except Exception as error:  # one model's failure is written down, and costs no other its place
-            figures["failed"][name] = f"{type(error).__name__}: {error}"[:500]
         machine.free()
         yield figures
     yield figures
@@ -46,10 +44,8 @@ def fits(machine: Machine) -> Iterator[dict[str, Any]]:
     for size, longest in CASES[:1] if machine.dry else CASES:
         row: dict[str, Any] = {"model": size, "longest": longest}
         if machine.has(80):
-            try:
+            with noted(row, "error"):
                 row |= _largest(machine, size, 8 if machine.dry else longest, limit)
-            except Exception as error:  # written down; the other cases go on
-                row["error"] = f"{type(error).__name__}: {error}"[:500]
             machine.free()
         else:
             row["left out"] = "no time"

@@ -118,12 +118,7 @@ def doctor() -> list[str]:
     return ["```text", f"$ dynagroup {DOCTOR}", *printed.getvalue().splitlines(), "```"]
 
 
-ROWS: dict[str, Callable[[Any], list[Row]]] = {
-    "few_shapes": few_shapes,
-    "quality": quality,
-    "recovery": recovery,
-    "faults": fault_rows,
-}
+ROWS = {"few_shapes": few_shapes, "quality": quality, "recovery": recovery, "faults": fault_rows}
 """The rows of tables that are more than the entries of their file."""
 WIDE = {"rivals_same": rivals(True), "rivals_other": rivals(False)}
 """Tables whose columns depend on their file."""
@@ -179,8 +174,8 @@ def versions() -> str:
 def filled() -> dict[str, str]:
     """The pages with what stands between their marks written anew."""
     figures, pages = shown(), {name: (ROOT / name).read_text(encoding="utf-8") for name in PAGES}
-    mark = lambda found: f"<!-- figures: {found[1]} -->{figures[found[1]]}<!-- end -->"  # noqa: E731
-    return {name: MARK.sub(mark, page) for name, page in pages.items()}
+    mark = "<!-- figures: {} -->{}<!-- end -->".format
+    return {name: MARK.sub(lambda found: mark(found[1], figures[found[1]]), page) for name, page in pages.items()}
 
 
 def write() -> None:

@@ -15,12 +15,11 @@ import numpy as np
 import torch
 
 from benchmarks.data import lognormal
-from benchmarks.loader import light_loader
+from benchmarks.loader import BUDGET, light_loader
 from benchmarks.machine import Machine
 from benchmarks.methods import dynabatch, planned
 from dynagroup import Budget, LengthAwareBatchSampler, MemoryBudget, TokenBudget
 
-BUDGET = TokenBudget(16_384)
 SAMPLES = (10_000, 100_000, 1_000_000, 10_000_000)
 RANKS = (1, 8, 64, 512, 1024)
 PACKED, CHUNK = TokenBudget(16_384, layout="packed"), 1_000_000
@@ -80,7 +79,7 @@ def growth(_machine: Machine, samples: tuple[int, ...] = SAMPLES) -> dict[str, A
         return seconds(lambda: plan(lengths, ranks=num_ranks, **options), repeats)["min_s"]
 
     def loaded(count: int) -> float:
-        return Machine().seconds(partial(deque, light_loader(lognormal(count), BUDGET), maxlen=0))
+        return Machine().seconds(partial(deque, light_loader(lognormal(count)), maxlen=0))
 
     smaller = samples[:3]
     costs: dict[str, tuple[str, tuple[int, ...], str, Callable[[int], float]]] = {
@@ -127,11 +126,10 @@ def _scaled(_rank: int, folder: str, way: str) -> None:
 
     thread = threading.Thread(target=watch)
     thread.start()
-    at, taken = [time.perf_counter()], []
+    times = [time.perf_counter()]
 
     def lap(_done: Any) -> None:
-        taken.append(time.perf_counter() - at[0])
-        at[0] = time.perf_counter()
+        times.append(time.perf_counter())
 
     def made() -> LengthAwareBatchSampler:
         lengths = {name: np.load(f"{folder}/{name}.npy", mmap_mode="r") for name in names}
@@ -148,7 +146,7 @@ def _scaled(_rank: int, folder: str, way: str) -> None:
     lap(next(iter(again)))
     over.set()
     thread.join()
-    found = dict(zip(("first_batch_s", "set_epoch_s", "save_s", "resume_s"), taken, strict=True))
+    found = dict(zip(("first_batch_s", "set_epoch_s", "save_s", "resume_s"), np.diff(times).tolist(), strict=True))
     torch.save({**found, "anonymous_mb": peak[0] - before}, f"{folder}/found.pt")
 
 

@@ -77,11 +77,10 @@ Packed = tuple[list[list[list[int]]], dict[str, Any]]
 
 def padding_free(tokens: np.ndarray, cap: int) -> Packed:
     """TRL padding-free: batches as they come, of the most samples (a power of two) that here never held more than the cap."""
-    sizes = [
-        size for size in (1 << n for n in range(9)) if np.add.reduceat(tokens, range(0, len(tokens), size)).max() <= cap
-    ]
-    batches = [tokens[batch].tolist() for batch in in_fixed(np.arange(len(tokens)), sizes[-1])]
-    return in_fixed(batches, RANKS), {"samples_a_batch": sizes[-1], "same_updates": True}
+    most = {size: np.add.reduceat(tokens, range(0, len(tokens), size)).max() for size in (1 << n for n in range(9))}
+    size = max(size for size in most if most[size] <= cap)
+    batches = [tokens[batch].tolist() for batch in in_fixed(np.arange(len(tokens)), size)]
+    return in_fixed(batches, RANKS), {"samples_a_batch": size, "same_updates": True}
 
 
 Packs = list[list[int]]

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
-from benchmarks.data import CV_ONE, collate, lengths_of
+from benchmarks.data import CV_ONE, collate, lengths_of, sample_of
 from benchmarks.loader import BUDGET
 from benchmarks.machine import Machine, build, on_ranks
 from benchmarks.methods import in_fixed
-from benchmarks.train import FIXED, HELD_OUT, IGNORED, SHORT, loss_on, texts_of
+from benchmarks.train import FIXED, HELD_OUT, SHORT, loss_on, texts_of
 from dynagroup import OnlineDataLoader, TokenBudget
 from dynagroup.online.protocol import WIDTH, agree, hand_out, offer
 from dynagroup.plan.ranks import cut
@@ -26,7 +26,7 @@ DEPTH, LOW_WATER = 2, 32  # windows fetched ahead; batches below which a rank lo
 
 
 def batches_of(lengths: np.ndarray) -> int:
-    return len(cut({"tokens": lengths}, TokenBudget(BUDGET)))
+    return len(cut({"tokens": lengths}, BUDGET))
 
 
 def epoch_of(lengths: np.ndarray, ranks: int, window: int) -> tuple[int, int, int, int]:
@@ -84,8 +84,7 @@ def train(_machine: Machine, repeats: int = 2) -> dict[str, Any]:
 
 
 def _on_ranks(texts: list[np.ndarray], repeats: int) -> dict[str, Any]:
-    rows = [{"input_ids": torch.from_numpy(ids[:SHORT])} for ids in texts]
-    data = [{**row, "attention_mask": torch.ones_like(row["input_ids"]), "labels": row["input_ids"]} for row in rows]
+    data = [sample_of(torch.from_numpy(ids[:SHORT])) for ids in texts]
     found: dict[str, list[dict[str, Any]]] = {"fixed": [], "sorted": [], "free": [], "update": []}
     for _ in range(repeats):
         for kind, runs in found.items():
@@ -102,9 +101,8 @@ def _on_ranks(texts: list[np.ndarray], repeats: int) -> dict[str, Any]:
 
 def _trained(kind: str, data: list[Row], epochs: int = 2) -> dict[str, Any]:
     model, budget = DistributedDataParallel(build("small")), TokenBudget(FIXED * SHORT)
-    options: dict[str, Any] = (
-        {"samples_per_update": 4 * FIXED * dist.get_world_size()} if kind == "update" else {"window": 128}
-    )
+    of_updates = {"samples_per_update": 4 * FIXED * dist.get_world_size()}
+    options: dict[str, Any] = of_updates if kind == "update" else {"window": 128}
     loader = OnlineDataLoader(data, budget, collate_fn=collate, shuffle=True, **options)
     ours = ((step.batch, step.loss_scale, step.ends_update) for _ in range(epochs) for step in loader)
     plain = chain(*(_fixed(data, epoch, ordered=kind == "sorted") for epoch in range(epochs)))
@@ -134,7 +132,7 @@ def _fixed(data: list[Row], epoch: int, *, ordered: bool) -> Iterator[tuple[Row,
     for share in in_fixed(list(sampler), 4 * FIXED):
         share = sorted(share, key=lambda i: len(data[i]["input_ids"])) if ordered else share
         update = [collate([data[i] for i in batch]) for batch in in_fixed(share, FIXED)]
-        weights = [int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in update]
+        weights = [int((batch["labels"][:, 1:] != -100).sum()) for batch in update]
         total = torch.tensor([sum(weights)])
         dist.all_reduce(total)
         for number, (batch, weight) in enumerate(zip(update, weights, strict=True), start=1):

@@ -29,6 +29,7 @@ from dynagroup import (
     run_with_oom_retry,
 )
 from dynagroup.shapes import BatchShape
+from dynagroup.testing import Allocator
 
 NUM_TEXTS, NEW_TOKENS, PLANNED_TOKENS = 2000, 32, 800
 WORDS = 500
@@ -53,36 +54,32 @@ def texts_to_write() -> tuple[list[str], list[int], float]:
     return texts, sizes, float(np.quantile(sizes, 0.95))
 
 
-def asked_of_a_model(budget: Budget, learned: LearningBudget) -> dict[str, int]:
+def asked_of_a_model(budget: Budget) -> dict[str, int]:
     """What a run that was planned so asks of a model that only counts, whatever else the machine does."""
     model, (texts, _, limit) = build("small").eval(), texts_to_write()
-    count = {"forward_passes": 0, "tokens": 0, "failures": 0}
+    allocator, count = Allocator(limit), {"forward_passes": 0, "tokens": 0}
 
     def generate(**batch: Any) -> torch.Tensor:
         rows, columns = batch["input_ids"].shape
         for step in range(NEW_TOKENS):
-            if rows * (columns + step) > limit:
-                count["failures"] += 1
-                raise torch.OutOfMemoryError("CUDA out of memory (made up)")
+            allocator.claim(rows * (columns + step))
             count["forward_passes"] += 1
             count["tokens"] += rows if step else rows * columns
         return torch.nn.functional.pad(batch["input_ids"], (0, NEW_TOKENS), value=5)
 
     model.generate = generate
-    options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "progress": False, "learned": learned}
+    options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "progress": False, "learned": LearningBudget()}
     generate_dataset(model, word_tokenizer(WORDS), texts, budget=budget, **options)
-    return count
+    return {**count, "failures": len(allocator.failures)}
 
 
 def work(_machine: Machine) -> dict[str, Any]:
     """Texts of which 5 % of the planned batches do not fit, against a run that was planned with the limit."""
     _, sizes, limit = texts_to_write()
     budget = TokenBudget(PLANNED_TOKENS)
-    found: dict[str, Any] = {
-        "learned": asked_of_a_model(budget, LearningBudget()),
-        "knew": asked_of_a_model(budget & Known(limit), LearningBudget()),
-    }
-    found["ratio"] = {key: found["learned"][key] / found["knew"][key] for key in ("forward_passes", "tokens")}
+    learned, knew = map(asked_of_a_model, (budget, budget & Known(limit)))
+    ratio = {key: learned[key] / knew[key] for key in ("forward_passes", "tokens")}
+    found = {"learned": learned, "knew": knew, "ratio": ratio}
     about = {"texts": NUM_TEXTS, "new_tokens": NEW_TOKENS, "planned_batches": len(sizes)}
     return {**about, "batches_that_do_not_fit": float((np.array(sizes) > limit).mean()), **found}
 
@@ -93,10 +90,8 @@ def update(_machine: Machine, repeats: int = 36) -> dict[str, Any]:
     figures = {}
     for ranks in (1, 2):
         for batches, (plain, ours) in on_ranks(ranks, _updates, repeats).items():
-            figures[f"{batches} x 512 tokens, {ranks} process(es)"] = {
-                "seconds": spread(ours),
-                "ratio": paired(ours, plain),
-            }
+            one = {"seconds": spread(ours), "ratio": paired(ours, plain)}
+            figures[f"{batches} x 512 tokens, {ranks} process(es)"] = one
     return {"parameters": sum(p.numel() for p in build("5M").parameters()), "updates": figures}
 
 
@@ -134,18 +129,13 @@ class Limited:
     """A model, and a limit on memory: the device's for this process, or dry a stand-in that counts tokens in one layer."""
 
     def __init__(self, machine: Machine) -> None:
-        self.machine, self.tokens = machine, float("inf")
+        self.machine, self.allocator = machine, Allocator(float("inf"))
         self.model = build("oom", machine).float()
         if not machine.is_gpu:
-            self.model.model.layers[1].register_forward_pre_hook(self._claim, with_kwargs=True)
-
-    def _claim(self, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hidden = args[0] if args else kwargs["hidden_states"]
-        if hidden.shape[0] * hidden.shape[1] > self.tokens:
-            raise torch.OutOfMemoryError("CUDA out of memory (stand-in)")
+            self.allocator.in_forward(self.model.model.layers[1])
 
     def limit(self, num_bytes: float) -> None:
-        self.tokens = 40
+        self.allocator.limit = 40
         self.machine.free()
         self.machine.limit(int(num_bytes))
 

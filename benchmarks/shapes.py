@@ -1,6 +1,7 @@
 """What few shapes cost, counted and not run: predicted time and padding of ladders beside other choices of as many shapes."""
 
 import time
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 import torch._inductor.config
 
 from benchmarks.data import FILES, Numbered, collate, lengths_of
-from benchmarks.machine import Machine, build, cpu_seconds, paired
+from benchmarks.machine import Machine, build, paired
 from benchmarks.methods import planned
 from dynagroup import PlannedDataLoader, ShapeLadder, TokenBudget, Work
 
@@ -26,7 +27,7 @@ def few(_machine: Machine) -> dict[str, Any]:
         budget, cv = TokenBudget(4 * longest), round(float(tokens.std() / tokens.mean()), 2)
         for mode, how in (("updates of 64", {"samples_per_update": UPDATE}), ("a window", {"shuffle": True})):
             free = planned(tokens, budget, **how)
-            windows = [np.sort(tokens[window])[::-1] for window in windows_of(free, mode)]
+            windows = windows_of(free, tokens, mode)
             for number in COUNTS:
                 began = time.process_time()
                 size = UPDATE if mode == "updates of 64" else len(windows[0])
@@ -42,15 +43,15 @@ def few(_machine: Machine) -> dict[str, Any]:
     return rows
 
 
-def windows_of(plan: Any, mode: str) -> list[np.ndarray]:
-    """Dataset indices of what was cut together."""
+def windows_of(plan: Any, tokens: np.ndarray, mode: str) -> list[np.ndarray]:
+    """Lengths of what was cut together, the longest first."""
     if mode == "updates of 64":
         ends = np.flatnonzero(plan.update_ends) + 1
     else:
         size, sums = plan.start.window_size, np.cumsum(plan.batches.sizes)
         ends = np.unique([*np.searchsorted(sums, np.arange(size, sums[-1], size)) + 1, len(sums)])
     parts = np.split(np.arange(len(plan.batches)), ends[:-1])
-    return [plan.batches.take(part).order for part in parts]
+    return [np.sort(tokens[plan.batches.take(part).order])[::-1] for part in parts]
 
 
 def rivals(longest: int, number: int, cap: int) -> dict[str, list[tuple[int, int]]]:
@@ -78,7 +79,7 @@ WAYS = {"not compiled": None, "one dynamic graph": True, "a graph a shape": Fals
 """What torch.compile is told of shapes; None: it is not called."""
 
 
-def compiled(_machine: Machine, updates: int = 6, passes: int = 4) -> dict[str, Any]:
+def compiled(machine: Machine, updates: int = 6, passes: int = 4) -> dict[str, Any]:
     """A decoder of three layers of width 96 on gsm8k's lengths, with and without torch.compile: CPU seconds of each further pass
     over the same samples, and how much longer the first one took, which compiles."""
     lengths = lengths_of("gsm8k", UPDATE * updates)
@@ -96,12 +97,12 @@ def compiled(_machine: Machine, updates: int = 6, passes: int = 4) -> dict[str, 
         if way != "a graph a shape" or name.endswith("shapes"):
             model = build("small")
             runs[f"{name}, {way}"] = name, model if WAYS[way] is None else torch.compile(model, dynamic=WAYS[way])
-    taken: dict[str, list[float]] = {way: [] for way in runs}
-    for way, (name, model) in list(runs.items()) * passes:
-        began = cpu_seconds()
+
+    def run(name: str, model: Any) -> None:
         for batch in batches[name]:
             model(**batch).loss.backward()
-        taken[way].append(cpu_seconds() - began)
+
+    taken = machine.in_turns({way: partial(run, *what) for way, what in runs.items()}, passes)
     return {
         way: {
             "compiling_s": seconds[0] - seconds[1],

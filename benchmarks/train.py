@@ -14,15 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.data import lengths_of, lognormal
-from benchmarks.machine import SIZES, Machine, build, config_of
+from benchmarks.data import collate, lengths_of, lognormal, sample_of
+from benchmarks.machine import SIZES, Machine, build, config_of, noted
 from benchmarks.methods import METHODS, Job, Setting, Update
 from benchmarks.price import measured_work
 from dynagroup import MemoryBudget, Work
 from dynagroup.update.filling import FillingCollator
 
-PER_UPDATE, IGNORED = 64, -100
-SHORT, MEAN, FIXED, SAMPLES, HELD_OUT, UPDATES, TUNED = 256, 40, 8, 2048, 128, 20, 4
+PER_UPDATE, SHORT, MEAN, FIXED, SAMPLES, HELD_OUT, UPDATES, TUNED = 64, 256, 40, 8, 2048, 128, 20, 4
 LONGEST = 4096
 HEADROOM, SLICE_S = 0.8, 3.0
 """Share of a GPU that a batch may be predicted to take; seconds of a method's turn, which go round until the time is used."""
@@ -64,15 +63,15 @@ class Run:
         self.model: Any = None
         self.samples = self.padded = self.real = self.batches = self.done = self.peak = 0
 
-    def turn(self, *, seconds: float = 0.0, samples: int = 0) -> None:
-        """At least one update; until so many seconds are taken and so many samples trained on."""
+    def turn(self, *, seconds: float = 0.0, samples: int = 1) -> None:
+        """Updates until so many seconds are taken and so many samples trained on."""
         if self.model is None:
             self._begin()
             self._update()
-        count, taken, began = self.samples, 0.0, True
-        while began or taken < seconds or self.samples < count + samples:
+        count, taken = self.samples, 0.0
+        while taken < seconds or self.samples < count + samples:
             self.timed.append(self._update())
-            began, taken = False, taken + self.timed[-1][2]
+            taken += self.timed[-1][2]
         self.peak = max(self.peak, self.machine.peak_bytes())
         if self.machine.is_gpu:  # the methods share nothing but the device
             self.model = self.optimizer = None
@@ -129,13 +128,7 @@ class Run:
 
 def padded(rows: list[np.ndarray], ladder: Any = None) -> dict[str, torch.Tensor]:
     """Ids, mask and labels, to the longest row, or filled to one of a ladder's shapes."""
-    lengths = np.array([len(row) for row in rows])
-    width = int(lengths.max())
-    ids, mask = np.zeros((len(rows), width), np.int64), np.arange(width)[None] < lengths[:, None]
-    ids[mask] = np.concatenate(rows)
-    made = {"input_ids": ids, "attention_mask": mask.astype(np.int64), "labels": np.where(mask, ids, IGNORED)}
-    batch = {name: torch.from_numpy(values) for name, values in made.items()}
-    return FillingCollator(None, ladder).fill(batch, len(rows))
+    return FillingCollator(collate, ladder)([sample_of(torch.from_numpy(row)) for row in rows])
 
 
 # On the CPU
@@ -152,8 +145,8 @@ def texts_of(count: int = 8000) -> list[np.ndarray]:
     return [found[i] for i in np.random.default_rng(0).permutation(len(found)) if len(found[i]) >= 4]
 
 
-def compared(machine: Machine, job: Job, names: Sequence[str], updates: int = UPDATES) -> dict[str, Run]:
-    """Runs of these methods on the CPU, in turns over slices of real text; each with the setting that was fastest over some
+def compared(machine: Machine, job: Job) -> dict[str, Run]:
+    """Runs of all methods on the CPU, in turns over slices of real text; each with the setting that was fastest over some
     updates of its own. AssertionError: methods that should keep the updates made others."""
     text = np.concatenate(texts_of()[HELD_OUT:])
     starts = np.random.default_rng(1).integers(0, len(text) - SHORT, len(job.lengths))
@@ -170,8 +163,8 @@ def compared(machine: Machine, job: Job, names: Sequence[str], updates: int = UP
             tried.sort(key=lambda one: -one.figures()["real_tokens_per_s"])
         return tried[0].setting
 
-    runs = {name: start(name, setting=best(name)) for name in names}
-    turns(list(runs.values()), updates)
+    runs = {name: start(name, setting=best(name)) for name, method in METHODS.items() if method.available}
+    turns(list(runs.values()), UPDATES)
     same = [one.seen for one in runs.values() if one.method.same_updates]
     assert all(seen == same[0][: len(seen)] for seen in same), "not the same updates"
     return runs
@@ -180,21 +173,19 @@ def compared(machine: Machine, job: Job, names: Sequence[str], updates: int = UP
 SETS = ("gsm8k", "hh_rlhf_harmless_test", "azure_llm_conv_2023", "t0_mix_50k", "python_files", "CV 0.8", "CV 1.3")
 
 
-def rivals(
-    machine: Machine, updates: int = UPDATES, sets: Sequence[str] = SETS, names: Sequence[str] = ()
-) -> Iterator[dict[str, Any]]:
-    """Every method, or these: on the CPU over real and drawn lengths scaled to a mean of 40 tokens, on a GPU the 0.5B model."""
+def rivals(machine: Machine) -> Iterator[dict[str, Any]]:
+    """Every method: on the CPU over real and drawn lengths scaled to a mean of 40 tokens, on a GPU the 0.5B model."""
     if machine.is_gpu or machine.dry:
         yield from _cases(machine, ("0.5B, CV 1.0", "0.5B, CV 0.3", "0.5B, azure_llm_conv_2023"))
         return
     found, work, held_out = {}, measured_work(machine), [ids[:SHORT] for ids in texts_of()[:HELD_OUT]]
-    for name in sets:
+    for name in SETS:
         drawn = lognormal(SAMPLES, cv=float(name[3:])) if name.startswith("CV") else lengths_of(name, SAMPLES)
         lengths = (drawn * (MEAN / drawn.mean())).round().clip(4, SHORT).astype(np.int32)
         job = Job(lengths, PER_UPDATE, FIXED * int(lengths.max()), work=work)
-        runs = compared(machine, job, names or [name for name in METHODS if METHODS[name].available], updates)
-        methods = {name: {**one.figures(), "held_out_loss": loss_on(one.model, held_out)} for name, one in runs.items()}
-        found[name] = {**_about(job), "updates": updates, "methods": methods}
+        runs = compared(machine, job).items()
+        methods = {way: {**one.figures(), "held_out_loss": loss_on(one.model, held_out)} for way, one in runs}
+        found[name] = {**_about(job), "updates": UPDATES, "methods": methods}
         yield found
 
 
@@ -252,12 +243,11 @@ def _cases(machine: Machine, cases: Sequence[str]) -> Iterator[dict[str, Any]]:
     for number, case in enumerate(cases[:1] if machine.dry else cases):
         left = machine.left_s()
         figures[case] = {"failed": {"": "no time"}}
-        try:
+        with noted(failed := {}, ""):
             for so_far in _rounds(machine, case, left - (left - 20) / (len(cases) - number)):
                 figures[case] = so_far
                 yield figures
-        except Exception as error:  # written down; the other cases go on
-            figures[case] = {**figures[case], "failed": {"": f"{type(error).__name__}: {error}"[:500]}}
+        figures[case]["failed"] = failed or figures[case]["failed"]
         machine.free()
         yield figures
 
@@ -311,16 +301,15 @@ def _rounds(machine: Machine, case: str, end: float) -> Iterator[dict[str, Any]]
     runs = {name: _run(name, job, machine, case) for name, method in METHODS.items() if method.available}
     failed: dict[str, str] = {}
     while runs and (not rounds or (not machine.dry and machine.left_s() - len(runs) * longest > end)):
-        for name, one in list(runs.items()):
+        for name in list(runs):
             if not machine.has(30 + longest):
                 return
             left = machine.left_s()
-            try:
-                one.turn(seconds=0.0 if machine.dry else SLICE_S)
-            except Exception as error:  # one method's failure is written down, and costs no other its place
-                failed[name] = f"{type(error).__name__}: {error}"[:500]
+            with noted(failed, name):
+                runs[name].turn(seconds=0.0 if machine.dry else SLICE_S)
+            if name in failed:
                 del runs[name]
-            machine.free()  # outside the except block: its traceback kept the method's model alive
+            machine.free()  # outside the block: the error's traceback kept the method's model alive
             longest = max(longest, left - machine.left_s())
             methods = {name: one.figures() for name, one in runs.items() if one.timed}
             yield {**_about(job), "rounds": rounds + 1, "methods": methods, "failed": dict(failed)}

@@ -11,13 +11,13 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
-from benchmarks.data import collate, lognormal
+from benchmarks.data import collate, lognormal, sample_of
 from benchmarks.machine import Machine, build, cpu_seconds
 from benchmarks.record import spread
 from dynagroup import TokenBudget
 from dynagroup.integrations.hf import DynagroupConfig, DynagroupTrainer
 
-LONGEST, BATCH, ACCUMULATION = 128, 8, 4
+LONGEST, BATCH, ACCUMULATION, SESSIONS = 128, 8, 4, 4
 WARM_UP = 3
 """Updates of each that are not counted: the first ones plan, ask the model about its loss, and fill caches."""
 
@@ -45,8 +45,7 @@ def trained(size: str, lengths: np.ndarray, way: str) -> np.ndarray:
             remove_unused_columns=False, logging_strategy="no", dataloader_pin_memory=False,
             train_sampling_strategy="random" if ours else way,
         )  # fmt: skip
-        names = ("input_ids", "attention_mask", "labels")
-        data = [dict.fromkeys(names, torch.ones(n, dtype=torch.int64)) for n in lengths.tolist()]
+        data = [sample_of(torch.ones(n, dtype=torch.int64)) for n in lengths.tolist()]
         how: dict[str, Any] = {"train_dataset": data, "data_collator": collate, "callbacks": [Clock()]}
         config = DynagroupConfig(budget=TokenBudget(BATCH * LONGEST), lengths=lengths)
         made = partial(DynagroupTrainer, dynagroup=config) if ours else Trainer
@@ -54,29 +53,27 @@ def trained(size: str, lengths: np.ndarray, way: str) -> np.ndarray:
     return np.diff(after)[WARM_UP:]
 
 
-def pairs(
-    size: str, lengths: np.ndarray, sessions: int, way: str = "dynagroup", over: str = "random"
-) -> dict[str, Any]:
+def pairs(size: str, lengths: np.ndarray, way: str = "dynagroup", over: str = "random") -> dict[str, Any]:
     """CPU seconds of one way over another's, session by session (A, B, B, A, ...) and update by update."""
     seconds: tuple[list[np.ndarray], ...] = ([], [])
-    for session in range(sessions):
+    for session in range(SESSIONS):
         for place in (0, 1) if session % 2 else (1, 0):
             seconds[place].append(trained(size, lengths, (over, way)[place]))
     plain, ours = map(np.concatenate, seconds)
     return {"num_pairs": len(plain), "ratio": spread(ours / plain), "difference_ms": spread((ours - plain) * 1e3)}
 
 
-def adapter(_machine: Machine, updates: int = 30, sessions: int = 4) -> dict[str, Any]:
+def adapter(_machine: Machine, updates: int = 30) -> dict[str, Any]:
     """CPU seconds of an update under our Trainer over the plain one's."""
     logging.set_verbosity_error()
     steady_memory()
     samples = updates * BATCH * ACCUMULATION
     equal, texts = np.full(samples, LONGEST), lognormal(samples, mean=75, cv=0.95, shortest=8, longest=LONGEST)
     return {
-        "samples_per_update": BATCH * ACCUMULATION, "fixed_batch": BATCH, "updates": updates, "sessions": sessions,
-        "plain_over_plain": pairs("small", equal, sessions, way="random"),
-        "equal_batches": pairs("small", equal, sessions),
-        "tiny_equal_batches": pairs("tiny", equal, sessions),
-        "texts": pairs("small", texts, sessions),
-        "texts_batch_rebalance": pairs("small", texts, sessions, over="batch_rebalance"),
+        "samples_per_update": BATCH * ACCUMULATION, "fixed_batch": BATCH, "updates": updates, "sessions": SESSIONS,
+        "plain_over_plain": pairs("small", equal, way="random"),
+        "equal_batches": pairs("small", equal),
+        "tiny_equal_batches": pairs("tiny", equal),
+        "texts": pairs("small", texts),
+        "texts_batch_rebalance": pairs("small", texts, over="batch_rebalance"),
     }  # fmt: skip

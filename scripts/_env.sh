@@ -2,25 +2,16 @@
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PYTHON=.venv/bin/python
 
-find_python() {
-  for candidate in python3 python3.13 python3.12 python3.11 python3.10; do
-    if "$candidate" -c 'import sys, venv; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
-      echo "$candidate"
-      return
-    fi
-  done
-  echo "dynagroup needs Python 3.10 or newer with its venv module; none was found on PATH" >&2
-  return 1
-}
-
 # The stamp holds what the environment was installed from. It is written last, so an interrupted installation is redone.
 stamp_of() { cat pyproject.toml constraints.txt | cksum; }
 
 if [ ! -x "$PYTHON" ] || [ "$(cat .venv/stamp 2>/dev/null)" != "$(stamp_of)" ]; then
   echo "installing into .venv (a few minutes; later calls skip this)"
   if ! "$PYTHON" -m pip --version >/dev/null 2>&1; then
-    found=$(find_python)
-    "$found" -m venv --clear .venv
+    for python in python3 python3.13 python3.12 python3.11 python3.10 ""; do
+      if "$python" -c 'import sys, venv; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then break; fi
+    done
+    "${python:?dynagroup needs Python 3.10 or newer with its venv module; none was found on PATH}" -m venv --clear .venv
   fi
   "$PYTHON" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
   stamp_of > .venv/stamp

@@ -3,10 +3,9 @@
 # torch's oldest wheel brings CUDA libraries: gigabytes to download, minutes to an hour by the connection.
 # usage: bash scripts/test_lower_bounds.sh [folder for the environment]
 set -euo pipefail
-root=$(cd "$(dirname "$0")/.." && pwd)
+source "$(dirname "$0")/_own_env.sh"
 env=${1:-$root/.venv-lower-bounds}
 python=${PYTHON:-$root/.venv/bin/python}
-cd "$root"
 
 # "name>=1.2" of the core and of dynagroup[memory], as "name==1.2". Adapters are tested as constraints.txt pins them.
 bounds=$("$python" - <<'PY'

@@ -5,8 +5,7 @@
 
 Laws: every sample of an epoch once over all ranks and restarts; equally many steps on all ranks; batches within their
 budget; updates weighed, and their gradients summed, as one process would; results on disk complete and right, and what was
-finished not done again; errors are the library's own (or the user's). A hang is a case that does not end
-in ten minutes.
+finished not done again; errors are the library's own (or the user's). A hang is a case that does not end in ten minutes.
 
 ``oracle`` imports nothing of the library; ``case`` draws the configurations; the other files are the faults.
 """

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.data import Numbered, collate
-from benchmarks.faults.oracle import Seen, judged, over_budget
+from benchmarks.faults.oracle import Ranks, Seen, judged, over_budget
 from dynagroup import OnlineDataLoader, PlannedDataLoader, TokenBudget
 from dynagroup.testing import run_ranks
 
@@ -36,9 +36,8 @@ class Case:
         rng = self.rng = random.Random(seed)
         draw = np.random.default_rng(seed)
         count = rng.choice([1, 3, 17, 60, 200])
-        self.lengths: list[int] = (
-            np.clip(draw.lognormal(2.0, rng.choice([0.2, 0.8, 1.3]), count), 1, 80).astype(int).tolist()
-        )
+        drawn = draw.lognormal(2.0, rng.choice([0.2, 0.8, 1.3]), count)
+        self.lengths: list[int] = np.clip(drawn, 1, 80).astype(int).tolist()
         self.max_tokens = rng.choice([80, 160, 640])
         self.ranks = rng.choice([1, 1, 2, 3, 4])
         self.online = rng.random() < 0.5
@@ -75,7 +74,7 @@ class Case:
     def other_ranks(self) -> int:
         return self.rng.choice([1, 2, 3, 5])
 
-    def judged(self, ranks: Sequence[Sequence[Seen]], expected: Counter[int] | None = None) -> list[str]:
+    def judged(self, ranks: Ranks, expected: Counter[int] | None = None) -> list[str]:
         """What is wrong with an epoch whose lengths were told truly; by default every sample should have come once."""
         wrong = judged(self.lengths, ranks, self.everything if expected is None else expected)
         return wrong + over_budget(self.lengths, ranks, self.max_tokens, packed=self.packed)

@@ -89,8 +89,7 @@ def trained(case: Case, world: Any, wrap: Any) -> list[Update]:
         backward.step(lambda batch: wrapped(batch["labels"]), step)
         members += [] if step.idle else numbers_of(step.batch)
         if step.ends_update:
-            parameters = (model.weight, model.scale, model.bias)
-            found = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+            found = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
             updates.append((members, torch.cat([g.flatten() for g in found]).numpy()))
             members = []
             model.zero_grad(set_to_none=True)

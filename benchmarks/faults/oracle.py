@@ -32,7 +32,10 @@ class Seen:
         return cls(samples, step.loss_scale * mean, step.ends_update)
 
 
-def judged(lengths: Sequence[int], ranks: Sequence[Sequence[Seen]], expected: Counter[int]) -> list[str]:
+Ranks = Sequence[Sequence[Seen]]
+
+
+def judged(lengths: Sequence[int], ranks: Ranks, expected: Counter[int]) -> list[str]:
     """What is wrong with the steps of all ranks; empty if nothing."""
     if len({len(steps) for steps in ranks}) > 1:
         return [f"unequal steps: {[len(steps) for steps in ranks]}"]
@@ -45,7 +48,7 @@ def judged(lengths: Sequence[int], ranks: Sequence[Sequence[Seen]], expected: Co
     return wrong + wrong_gradients(lengths, ranks)
 
 
-def wrong_gradients(lengths: Sequence[int], ranks: Sequence[Sequence[Seen]]) -> list[str]:
+def wrong_gradients(lengths: Sequence[int], ranks: Ranks) -> list[str]:
     """The ranks' mean of the summed losses of an update against one mean over its predicted tokens."""
     update: list[Seen] = []
     for row in zip(*ranks, strict=True):
@@ -62,9 +65,7 @@ def wrong_gradients(lengths: Sequence[int], ranks: Sequence[Sequence[Seen]]) -> 
     return []
 
 
-def over_budget(
-    lengths: Sequence[int], ranks: Sequence[Sequence[Seen]], max_tokens: int, *, packed: bool = False
-) -> list[str]:
+def over_budget(lengths: Sequence[int], ranks: Ranks, max_tokens: int, *, packed: bool = False) -> list[str]:
     """Batches of more than one sample that hold too many tokens."""
     for step in (step for steps in ranks for step in steps if len(step.samples) > 1):
         found = [lengths[i] for i in step.samples]
