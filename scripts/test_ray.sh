@@ -4,4 +4,4 @@
 set -euo pipefail
 source "$(dirname "$0")/_own_env.sh"
 own_env "${1:-$root/.venv-ray}" ray==2.60.0 msgpack jsonschema referencing rpds-py jsonschema-specifications protobuf aiosignal frozenlist
-OMP_NUM_THREADS=1 PYTHONPATH=$root "$own" -m pytest -q tests/integrations/test_frameworks.py tests/integrations/test_ray.py -k ray
+OMP_NUM_THREADS=1 PYTHONPATH=$root "$own" -m pytest -q tests/integrations/test_ray.py

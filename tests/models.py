@@ -37,6 +37,8 @@ NAMES: dict[Any, dict[str, list[str]]] = {
         "inner": ["encoder_ffn_dim", "decoder_ffn_dim"], "dropout": ["dropout"],
     },
 }  # fmt: skip
+WORDS = [f"w{i}" for i in range(26)]
+TEXTS = [" ".join(np.random.default_rng(i).choice(WORDS, size=1 + (7 * i) % 13)) for i in range(40)]
 
 
 def config(
@@ -85,10 +87,6 @@ def word_tokenizer(words: list[str], pad: str, bos: str, eos: str, unk: str) -> 
     raw = Tokenizer(WordLevel({word: i for i, word in enumerate([pad, bos, eos, unk, *words])}, unk_token=unk))
     raw.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token=pad, bos_token=bos, eos_token=eos, unk_token=unk)
-
-
-WORDS = [f"w{i}" for i in range(26)]
-TEXTS = [" ".join(np.random.default_rng(i).choice(WORDS, size=1 + (7 * i) % 13)) for i in range(40)]
 
 
 def small_tokenizer() -> Any:

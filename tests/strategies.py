@@ -32,15 +32,13 @@ lengths = st.one_of(
 )
 
 PADDINGS, LAYOUTS, MOST = st.sampled_from([1, 8]), st.sampled_from(["padded", "packed"]), st.none() | st.integers(1, 9)
-token_budgets = st.builds(
-    TokenBudget, st.integers(1, 200), max_samples=MOST, pad_to_multiple_of=PADDINGS, layout=LAYOUTS
-)
+LIMITS = st.integers(1, 200)
+token_budgets = st.builds(TokenBudget, LIMITS, max_samples=MOST, pad_to_multiple_of=PADDINGS, layout=LAYOUTS)
 HEADROOMS = st.sampled_from([0.5, 0.9, 1.0])
 memory_budgets = st.builds(MemoryBudget, st.integers(1, 8), model=st.just(PaddedTokens()), headroom=HEADROOMS)
 budgets: st.SearchStrategy[Budget] = st.one_of(token_budgets, memory_budgets)
-capped_budgets: st.SearchStrategy[Budget] = st.builds(
-    lambda budget, limit: budget & AdditiveCap("patches", limit), token_budgets, st.integers(1, 90)
-)
+CAPS = st.builds(AdditiveCap, st.just("patches"), st.integers(1, 90))
+capped_budgets: st.SearchStrategy[Budget] = st.builds(lambda budget, cap: budget & cap, token_budgets, CAPS)
 SEEDS, KINDS = st.integers(0, 9), st.sampled_from(["step", "batch"])
 configs = st.builds(
     PlanConfig, shuffle=st.booleans(), window=st.none() | st.integers(1, 40), seed=SEEDS, one_kind=KINDS,

@@ -24,6 +24,9 @@ from dynagroup.oom.storage import Output
 from dynagroup.oom.train import Update
 from tests.torchrun import ROOT
 
+LENGTHS = [3, 2, 5]
+BROKEN = [("out-of-memory storm in training", 0, Update, "undo"), ("journal cut or damaged", 35, Output, "_checksum")]
+
 
 def test_every_part_is_there_and_writes_a_result_of_its_own_and_others_are_refused(capsys):
     parts = [part for parts in COMMANDS.values() for part in parts.values()]
@@ -78,9 +81,6 @@ def test_every_method_keeps_to_its_memory_and_uses_no_sample_twice(name):
     assert len(set(sum(drawn, []))) == sum(map(len, drawn)) >= 384
 
 
-LENGTHS = [3, 2, 5]
-
-
 def step(samples, *, scale=1.0, ends=True):
     weight = sum(LENGTHS[i] - 1 for i in samples)
     mean = sum((LENGTHS[i] - 1) * value_of(i) for i in samples) / weight if weight else 0.0
@@ -106,9 +106,6 @@ def test_every_violation_is_found():
     weight, scale, bias = memory.gradient_of(case, [0])
     assert weight == pytest.approx(0.7 * bias)
     assert memory.gradient_of(case, [0, 0]).tolist() == [weight, scale, bias], "a mean does not grow with its samples"
-
-
-BROKEN = [("out-of-memory storm in training", 0, Update, "undo"), ("journal cut or damaged", 35, Output, "_checksum")]
 
 
 @pytest.mark.parametrize(("fault", "first", "owner", "name"), BROKEN)

@@ -22,6 +22,9 @@ from dynagroup.shapes import BatchShape
 from tests import models
 
 LENGTHS = np.random.default_rng(0).integers(1, 100, 200).astype(np.int32)
+CHATS = b'{"c": [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]}\n'
+TOKENIZED = ["--tokenizer", "tokens"]
+NO_MODELS = ["unknown", "cut_off", "empty", "no/such/model", "lengths.npy", "", "\0"]
 
 
 @pytest.fixture(scope="module")
@@ -122,10 +125,6 @@ def test_streams_are_the_columns_that_were_named_and_the_output_says_which(tmp_p
         status, out, error = said("compare", str(path), "--batch-size", "8", "--json")
         assert (status, error.split("(")[0]) == (0, "streams: source, target, chars, odd ")
         assert json.loads(out)
-
-
-CHATS = b'{"c": [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]}\n'
-TOKENIZED = ["--tokenizer", "tokens"]
 
 
 def npy(array) -> bytes:
@@ -270,9 +269,6 @@ def test_python_m_dynagroup_runs_and_missing_or_unknown_arguments_are_one_line(f
     for line in ("", "plan", "plan lengths.npy", "doctor lengths.npy", "fit", "plan --what", "x"):
         status, _, error = said(*line.split())
         assert (status, error.count("\n"), error[:9]) == (2, 1, "dynagroup"), line
-
-
-NO_MODELS = ["unknown", "cut_off", "empty", "no/such/model", "lengths.npy", "", "\0"]
 
 
 @pytest.mark.parametrize(("line", "message"), [

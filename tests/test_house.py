@@ -23,6 +23,7 @@ MOST_FLOORS = 9
 MOST_FILES_OF_A_SAMPLE = 12
 # What shows a plan is asked by the plan's own methods when they are called; nothing else may point downstream.
 SHOWN_BY = {"plan/plan.py": {"plan/report.py", "plan/plots.py"}}
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def file_of(module: str) -> Path | None:
@@ -102,9 +103,6 @@ def definitions(*kinds: type) -> Iterator[tuple[str, Any]]:
     for path in MODULES:
         nodes = (node for node in ast.walk(tree_of(path)) if isinstance(node, kinds))
         yield from ((f"{name_of(path)}:{node.name}", node) for node in nodes)
-
-
-FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def lines_of_body(node: ast.FunctionDef) -> int:

@@ -20,7 +20,18 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from dynagroup import ConfigError, TokenBudget, text_dataloader
 from dynagroup.lengths import as_streams, measure_lengths
+from dynagroup.oom.split import packed_borders
 from tests import models
+
+MOST = 2**31 - 1
+DTYPES = ["i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "g", "O"]
+EDGES = [0, 1, 127, 2048, MOST - 127, MOST, MOST + 1, 2**32, 2**63, 65504.0, -1, 0.5, -0.0, 1e30]
+EDGES += [math.inf, -math.inf, math.nan]
+CHAT = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+NO_ROWS = [([5, 6, 7], 1), (torch.arange(7),), torch.ones(1, 7), [[5, 6, 7]], ["a"], "one", None]
+TWO = Dataset.from_dict({"a": ["x"], "b": ["y"]})
+NO_LENGTHS = [[[1, 2], [3]], [[1, 2], [3, 4]], 5, torch.ones(3, dtype=torch.bfloat16)]
+NO_IDS = [[CHAT], [["a"]], [[[5, 6]]], ["x"], [[1], None]]
 
 
 def words(begin: bool = False, kind: type[Any] = PreTrainedTokenizerFast, **special: str) -> PreTrainedTokenizerFast:
@@ -59,11 +70,10 @@ def test_every_text_once_in_batches_that_fit(tokenizer, lengths, shuffle):
 
 
 TEXTS = numbered([7, 3, 9, 1, 4, 4])
+COLUMN = Dataset.from_dict({"text": TEXTS})["text"]
 
 
-@pytest.mark.parametrize(
-    ("texts", "workers"), [(TEXTS, 2), (Dataset.from_dict({"text": TEXTS})["text"], 1), (pd.Series(TEXTS), 0)]
-)
+@pytest.mark.parametrize(("texts", "workers"), [(TEXTS, 2), (COLUMN, 1), (pd.Series(TEXTS), 0)])
 def test_workers_and_containers_change_nothing(tokenizer, texts, workers):
     loader = text_dataloader(texts, tokenizer, TokenBudget(18), num_workers=workers, labels=True)
     assert [seen(batch) for batch in loader] == [[TEXTS[i] for i in batch] for batch in loader.batch_sampler]
@@ -94,9 +104,8 @@ def test_few_shapes_are_filled_behind_the_texts(tokenizer, options):
     assert sorted(index for row in rows for index in row) == list(range(60))
     for row, batch in zip(rows, batches, strict=True):
         assert batch["attention_mask"][: len(row)].sum(1).tolist() == [lengths[index] for index in row]
-        assert (batch["labels"] != -100).sum(1).tolist() == [lengths[index] for index in row] + [0] * (
-            len(batch["labels"]) - len(row)
-        )
+        filled = [0] * (len(batch["labels"]) - len(row))
+        assert (batch["labels"] != -100).sum(1).tolist() == [lengths[index] for index in row] + filled
 
 
 def test_labels_leave_out_padding_and_nothing_else_and_a_model_runs_on_texts_without_any_token(tokenizer):
@@ -126,10 +135,21 @@ def test_mistakes_are_named(tokenizer, texts, options, message):
         list(text_dataloader(texts, **{"tokenizer": tokenizer, "budget": TokenBudget(3), **options}))
 
 
-MOST = 2**31 - 1
-DTYPES = ["i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "g", "O"]
-EDGES = [0, 1, 127, 2048, MOST - 127, MOST, MOST + 1, 2**32, 2**63, 65504.0, -1, 0.5, -0.0, 1e30]
-EDGES += [math.inf, -math.inf, math.nan]
+def test_the_one_liner_packs(tokenizer) -> None:
+    texts = numbered([7, 3, 9, 1, 4, 4, 0])
+    loader = text_dataloader(texts, tokenizer, TokenBudget(16, layout="packed"), labels=True)
+    seen = []
+    for batch in loader:
+        borders = packed_borders(batch)
+        assert borders is not None
+        assert batch["input_ids"].shape == batch["labels"].shape == (1, borders[-1])
+        assert borders[-1] <= 16
+        ids = batch["input_ids"][0].tolist()
+        seen += [" ".join(str(i - 2) for i in ids[a:b]) for a, b in zip(borders[:-1], borders[1:], strict=True)]
+    assert sorted(seen) == sorted(text for text in texts if text)
+    assert len(loader) == 2
+    batch = next(iter(text_dataloader(["", ""], tokenizer, TokenBudget(16, layout="packed"))))
+    assert (batch["input_ids"].tolist(), "labels" in batch) == ([[0]], False)
 
 
 @given(st.lists(st.sampled_from(EDGES) | st.integers(0, 70_000), min_size=1, max_size=5), st.sampled_from(DTYPES))
@@ -253,9 +273,6 @@ def test_any_map_style_dataset_with_a_length_function_that_may_name_several_stre
     assert (streams["words"][3], streams["patches"][3]) == (2, 9)
 
 
-CHAT = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
-
-
 @pytest.mark.parametrize(("bad", "said"), [
     (None, "text 1005 must be a string, but is None"),
     ("one \ud800 two", r"text 1005 has a lone surrogate at character 4; .*encode\('utf-8', 'replace'\)"),
@@ -266,9 +283,6 @@ def test_what_is_no_text_is_named(counting, bad, said):
     for data, column, num_proc in ((texts, None, 2), ([{"text": text} for text in texts], "text", None)):
         with pytest.raises(ConfigError, match=said):
             measure_lengths(data, counting, column, num_proc=num_proc)
-
-
-NO_ROWS = [([5, 6, 7], 1), (torch.arange(7),), torch.ones(1, 7), [[5, 6, 7]], ["a"], "one", None]
 
 
 def test_what_is_no_row_of_ids_is_not_counted_as_one():
@@ -282,13 +296,6 @@ def test_what_is_no_row_of_ids_is_not_counted_as_one():
 def some_of(count: int) -> Any:
     left = iter(range(count))
     return lambda sample: next(left)
-
-
-TWO = Dataset.from_dict({"a": ["x"], "b": ["y"]})
-
-
-NO_LENGTHS = [[[1, 2], [3]], [[1, 2], [3, 4]], 5, torch.ones(3, dtype=torch.bfloat16)]
-NO_IDS = [[CHAT], [["a"]], [[[5, 6]]], ["x"], [[1], None]]
 
 
 @pytest.mark.parametrize(("call", "message"), [

@@ -95,16 +95,10 @@ class AxolotlTrainer(Trainer):
 @pytest.fixture
 def axolotl(monkeypatch):
     """Axolotl does not install beside this torch; these are the names of its documented interface that the plugin uses."""
-    for name in (
-        "axolotl",
-        "axolotl.core",
-        "axolotl.core.trainers",
-        "axolotl.integrations",
-        "axolotl.integrations.base",
-    ):
-        module = ModuleType(name)
+    for part in ("", ".core", ".core.trainers", ".integrations", ".integrations.base"):
+        module = ModuleType(f"axolotl{part}")
         module.AxolotlTrainer, module.BasePlugin = AxolotlTrainer, type("BasePlugin", (), {})
-        monkeypatch.setitem(sys.modules, name, module)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     yield importlib.import_module("dynagroup.integrations.axolotl")
     sys.modules.pop("dynagroup.integrations.axolotl", None)
 

@@ -1,4 +1,4 @@
-"""verl's, OpenRLHF's, ms-swift's, LLaMA-Factory's and Ray's own code beside ours, in environments of their own."""
+"""verl's, OpenRLHF's, ms-swift's and LLaMA-Factory's own code beside ours, in environments of their own."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, TrainerCallback
 
-from dynagroup import PlannedDataLoader, TokenBudget, balanced_partitions, measure_lengths, shard_micro_batches
+from dynagroup import PlannedDataLoader, TokenBudget, balanced_partitions, shard_micro_batches
 from dynagroup.integrations.hf_data import UpdateItems
 from tests import models
 from tests.integrations import toys
 from tests.integrations.toys import parameters
-from tests.models import TEXTS, small_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ROOT = Path(__file__).parents[2]
@@ -74,9 +73,8 @@ sft_main(SftArguments(
 
 def write_swift_job(folder: Path) -> None:
     toys.tokenizer().save_pretrained(folder / "model")
-    LlamaForCausalLM(models.llama(vocab=toys.VOCAB, width=32, heads=2, pad_token_id=0)).save_pretrained(
-        folder / "model"
-    )
+    config = models.llama(vocab=toys.VOCAB, width=32, pad_token_id=0)
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
     rng = random.Random(0)
     with open(folder / "data.jsonl", "w") as file:
         for _ in range(45):
@@ -170,16 +168,3 @@ def test_llamafactory_makes_the_updates_of_fixed_batches(stage, tmp_path):
     assert (fixed.parameters - ours.parameters).abs().max() < 2e-5
     assert (fixed.parameters - parameters(toys.causal_lm().float())).abs().max() > 1e-2, "nothing was trained"
     assert (tmp_path / "ours" / "model.safetensors").exists()
-
-
-def test_ray_measures_lengths_on_a_local_cluster_as_this_process_does():
-    ray = own("ray", "ray")
-    importlib.import_module("ray.data")
-    ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR")
-    ray.data.DataContext.get_current().execution_options.preserve_order = True
-    tokenizer = small_tokenizer()
-    count = lambda batch: {"length": measure_lengths(list(batch["text"]), tokenizer, progress=False)}  # noqa: E731
-    rows = ray.data.from_items([{"text": text} for text in TEXTS], override_num_blocks=3)
-    batches = rows.map_batches(count, batch_size=7).iter_batches()
-    assert np.concatenate([batch["length"] for batch in batches]).tolist() == measure_lengths(TEXTS, tokenizer).tolist()
-    ray.shutdown()

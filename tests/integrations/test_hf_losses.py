@@ -22,6 +22,8 @@ from tests.models import Allocator
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 ONLINE: dict[str, Any] = {"mode": "online", "lengths": None}
 ONCE = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 16, "max_steps": 3, "max_grad_norm": 0.0}
+COUNT = 37
+BY_KIND = [{"kinds": "kind"}, {"mode": "online", "kind_of": lambda row: row["kind"]}]
 
 
 def mean_of_tokens(logits, labels):
@@ -223,9 +225,6 @@ def test_fact_means_of_accumulated_batches_are_summed_where_a_model_drops_num_it
     assert inflated["grad_norm"] > 2.5 * whole["grad_norm"]
 
 
-COUNT = 37
-
-
 def shares(found: Any) -> dict[str, float]:
     """Of two samples in a known place, and of all: wrong as soon as results lie in another order."""
     logits, labels = found.predictions, found.label_ids
@@ -256,10 +255,8 @@ def test_metrics_and_predictions_are_the_plain_trainers(kind, shapes, tmp_path):
     seen = models.shapes_seen(ours.model)
     found, expected = ours.predict(ours.eval_dataset), plain.predict(plain.eval_dataset)
     kept = expected.label_ids.shape[1:], expected.predictions.shape[1:]
-    labels, logits = (
-        of[(slice(None), *map(slice, wide))]
-        for of, wide in zip((found.label_ids, found.predictions), kept, strict=True)
-    )
+    both = zip((found.label_ids, found.predictions), kept, strict=True)
+    labels, logits = (of[(slice(None), *map(slice, wide))] for of, wide in both)
     assert (labels == expected.label_ids).all()
     assert np.abs(logits - expected.predictions)[expected.label_ids != -100].max() < 1e-6
     if kind == "classifier":  # the plain Trainer's mean of tokens depends on its batch size
@@ -345,9 +342,6 @@ def evaluated_by_kind(folder: Any, config: dict[str, Any]) -> tuple[dict[str, fl
         row["kind"] = "text" if number % 5 else "image"
     run.data_collator = lambda rows: seen.append({row["kind"] for row in rows}) or toys.collate(rows)
     return run.evaluate(), seen
-
-
-BY_KIND = [{"kinds": "kind"}, {"mode": "online", "kind_of": lambda row: row["kind"]}]
 
 
 @pytest.mark.parametrize("config", BY_KIND, ids=["column", "kind_of"])

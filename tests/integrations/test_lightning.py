@@ -18,6 +18,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 ROWS = toys.samples("causal", 48)
 LABELS = ["a", None, ("b", 2)] * 16
 STEPS = 9  # three epochs
+QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+RUNS = {"offline": (True, False), "online": (True, True), "manual": (False, False)}
 
 
 class Module(lightning.LightningModule):
@@ -61,9 +63,6 @@ def loader(online=False, budget=160, **how):
     return PlannedDataLoader(ROWS, toys.lengths(ROWS), budget, weigh=tokens, **how)
 
 
-QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-
-
 def fit(tmp_path, module, source, resume=None, callbacks=(), **settings):
     steps = LightningSteps(source)
     settings = {"max_epochs": 2, "callbacks": [steps, *callbacks], "enable_checkpointing": bool(callbacks), **settings}
@@ -96,15 +95,13 @@ def resumed_and_whole(tmp_path, module, online, step):
     return whole, resumed
 
 
-@pytest.mark.parametrize(
-    ("module", "online", "step"), [(Estimating, False, 2), (Module, True, 3), (Estimating, True, 4)]
-)
-def test_any_checkpoint_resumes_exactly(tmp_path, module, online, step):
+@pytest.mark.parametrize(("module", "online", "at"), [(Estimating, False, 2), (Module, True, 3), (Estimating, True, 4)])
+def test_any_checkpoint_resumes_exactly(tmp_path, module, online, at):
     """Within the first epoch, at its end, within the second; pytorch-lightning#20550: also where the loader was read early."""
-    whole, resumed = resumed_and_whole(tmp_path, module, online, step)
+    whole, resumed = resumed_and_whole(tmp_path, module, online, at)
     rest = [indices for _, indices in resumed.seen]  # Lightning's own epoch numbers differ under max_steps
     assert [indices for _, indices in whole.seen][-len(rest) :] == rest
-    assert sum(map(len, rest)) == 16 * (STEPS - step)
+    assert sum(map(len, rest)) == 16 * (STEPS - at)
     assert (parameters(whole) - parameters(resumed)).abs().max() < 1e-12
 
 
@@ -139,9 +136,6 @@ class Epochs(Module):
     def training_step(self, indices, batch_idx):
         self.seen.append((self.current_epoch, indices))
         return next(self.parameters()).sum()
-
-
-RUNS = {"offline": (True, False), "online": (True, True), "manual": (False, False)}
 
 
 def on_many_ranks(folder):

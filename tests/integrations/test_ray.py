@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from dynagroup import ConfigError, classify_dataset, embed_dataset, generate_dataset
+from dynagroup import ConfigError, classify_dataset, embed_dataset, generate_dataset, measure_lengths
 from dynagroup.integrations.ray import Predictor
 from dynagroup.testing import Allocator
 from tests import models
@@ -37,9 +37,8 @@ def load(task: str = "embed", held: float = float("inf")) -> tuple[Any, Any]:
 @pytest.mark.parametrize("column", ["text", "ids"])
 @pytest.mark.parametrize("task", RUN)
 def test_a_block_gets_a_column_in_its_own_order(task: str, column: str) -> None:
-    predict = Predictor(
-        lambda: load(task, HELD), task, column=column, output_column="found", batch_size=9, **OPTIONS[task]
-    )
+    how = {"column": column, "output_column": "found", "batch_size": 9, **OPTIONS[task]}
+    predict = Predictor(lambda: load(task, HELD), task, **how)
     wanted = RUN[task](*load(task), TEXTS, progress=False, **OPTIONS[task])
     ids = np.empty(len(TEXTS), object)
     ids[:] = [np.array(row) for row in small_tokenizer()(TEXTS)["input_ids"]]
@@ -96,3 +95,11 @@ def test_two_actors_give_what_this_process_gives(ray: Any, task: str) -> None:
     assert found == wanted if task == "generate" else np.allclose(found, wanted, rtol=1e-4, atol=1e-5)
     assert len({row["process"] for row in made} - {os.getpid()}) == 2
     assert max(row["failures"] for row in made) > 0
+
+
+def test_ray_measures_lengths_on_a_local_cluster_as_this_process_does(ray: Any) -> None:
+    tokenizer = small_tokenizer()
+    count = lambda batch: {"length": measure_lengths(list(batch["text"]), tokenizer, progress=False)}  # noqa: E731
+    rows = ray.data.from_items([{"text": text} for text in TEXTS], override_num_blocks=3)
+    batches = rows.map_batches(count, batch_size=7).iter_batches()
+    assert np.concatenate([batch["length"] for batch in batches]).tolist() == measure_lengths(TEXTS, tokenizer).tolist()

@@ -31,6 +31,9 @@ COMMON: dict[str, Any] = {
 }  # fmt: skip
 PADDED, PACKED = TokenBudget(280), TokenBudget(100, layout="packed")
 Run = tuple[torch.Tensor, list[dict[str, Any]]]
+FIGURES = [
+    "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected", "num_tokens",
+]  # fmt: skip
 
 
 def made(cls: type, args: Any, budget: TokenBudget | None, data: Dataset, **how: Any) -> Any:
@@ -93,11 +96,6 @@ def all_runs(folder: Any) -> dict[str, tuple[Run, Run]]:
         "reward": (found(reward(folder, PADDED)), found(reward(folder))),
         "dpo": (found(dpo(folder, PADDED)), found(dpo(folder))),
     }
-
-
-FIGURES = [
-    "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected", "num_tokens",
-]  # fmt: skip
 
 
 def assert_all_same(runs: dict[str, tuple[Run, Run]]) -> None:

@@ -1,15 +1,16 @@
-"""Packed attention with torch alone gives what the model's own attention gives, and refuses what it would get wrong."""
+"""Packed attention with torch alone gives what the model's own attention gives, and refuses what it would get wrong. Packed
+collation: what a model needs, what is refused before training, and what `dynagroup check` says."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import DataCollatorWithFlattening
 
 from dynagroup.errors import ConfigError
+from dynagroup.integrations.check import QUESTIONS, check_model
 from dynagroup.integrations.packing import packing_collator
 from dynagroup.integrations.varlen import NAME, kernel, one_by_one, use_varlen_attention
 from tests import models
@@ -39,6 +40,9 @@ MORE: dict[str, tuple[dict[str, Any], str]] = {
     "LayoutLM": ({}, "cannot use packed attention"),  # sees ahead, and says so to nobody
     "Bloom": ({}, "does not use transformers"),
 }  # fmt: skip
+WINDOWS = ["Gemma2", "Llama4Text", "Phimoe"]
+APART, PACK = "samples are kept apart with ", ": use layout='packed'"
+NONE = "not possible for encoder-decoders: use the padded layout, with both lengths"
 
 
 def built(name: str, **more: Any) -> Any:
@@ -83,9 +87,6 @@ def test_answers_and_gradients_are_those_of_the_models_own_attention_on_each_sam
         if key in gradients:
             small = 1e-5 * float(gradients[key].abs().max() + 1e-3)
             torch.testing.assert_close(p.grad, gradients[key], rtol=1e-4, atol=small)
-
-
-WINDOWS = ["Gemma2", "Llama4Text", "Phimoe"]
 
 
 @pytest.mark.parametrize(("name", "longer"), [*((name, 1) for name in MORE), *((name, 1000) for name in WINDOWS)])
@@ -166,24 +167,79 @@ def test_the_kernel_gives_what_one_by_one_gives(causal: bool, window: int | None
     torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
 
 
-class Elements(TorchDispatchMode):
-    """Counts the elements that operations make."""
-
-    made = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
-        self.made += sum(x.numel() for x in tree_leaves(found) if isinstance(x, torch.Tensor))
-        return found
+def llama(attention: str = "sdpa", **changes: object) -> transformers.LlamaForCausalLM:
+    return transformers.LlamaForCausalLM(models.llama(attn_implementation=attention, **{"use_cache": False, **changes}))
 
 
-def test_a_sample_more_costs_its_own_tokens_only() -> None:
-    def made(samples: int) -> int:
-        q, k, v = (torch.randn(4 * samples, 2, 4, requires_grad=True) for _ in range(3))
-        with Elements() as elements:
-            one_by_one(q, k, v, 4 * torch.arange(samples + 1), causal=True, scale=None, window=None).sum().backward()
-        return elements.made
+def roberta() -> Any:
+    config = models.config(transformers.RobertaConfig, pad_token_id=1)
+    return use_varlen_attention(transformers.RobertaForMaskedLM(config))
 
-    assert made(32) < 9 * made(4), (
-        "8 times the samples; a gradient as large as the batch for each of them would be 16 times"
-    )
+
+def test_a_model_that_keeps_samples_apart_is_given_its_collator_and_positions_begin_where_it_lets_them() -> None:
+    model = llama().train()
+    batch = packing_collator(model)([{"input_ids": [5, 6]}, {"input_ids": [7]}])
+    assert batch["position_ids"].tolist() == [[0, 1, 0]]
+    assert batch["labels"].tolist() == [[-100, 6, -100]]
+    assert "cu_seq_lens_q" not in batch
+    assert model.training
+    assert packing_collator(use_varlen_attention(llama()))([{"input_ids": [5, 6]}])["cu_seq_lens_q"].tolist() == [0, 2]
+    assert packing_collator(roberta())([{"input_ids": [5, 6]}])["position_ids"].tolist() == [[2, 3]]
+
+
+def mamba() -> Any:
+    sizes = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}
+    return transformers.MambaForCausalLM(transformers.MambaConfig(**sizes))
+
+
+def bert() -> Any:
+    return transformers.BertForMaskedLM(models.bert())
+
+
+def t5() -> Any:
+    return transformers.T5ForConditionalGeneration(models.t5())
+
+
+VARLEN = "call dynagroup.integrations.varlen.use_varlen_attention"
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "cache": (partial(llama, use_cache=True), {}, f"set model.config.use_cache = False .*, {VARLEN}"),
+    "BERT": (bert, {}, "its attention 'sdpa' mixes them; "),
+    "Mamba": (mamba, {}, "mixes them; .* or use the padded layout"),
+    "T5": (t5, {}, "cannot run two packed samples .*only models that read one row"),
+    "positions": (roberta, {"position_ids_start": 0}, "its positions, or layers"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_packed_is_refused_with_the_ways_out(name: str) -> None:
+    make, options, message = REFUSED[name]
+    model = make()
+    before = str(model.config)
+    with pytest.raises(ConfigError, match=message):
+        packing_collator(model, **options)
+    assert str(model.config) == before
+
+
+@pytest.mark.parametrize(("config", "answers"), [
+    (models.llama(), {"loss": "the mean over label tokens", "packed": f"{APART}sdpa or use_varlen_attention{PACK}"}),
+    (models.bert(), {"padding": "changes no answer", "packed": f"{APART}use_varlen_attention{PACK}"}),
+    (models.t5(), {"loss": "the mean over label tokens", "packed": NONE}),
+], ids=["llama", "bert", "t5"])  # fmt: skip
+def test_answers_of_architectures_that_are_known(config, answers):
+    found = check_model(config)
+    assert answers.items() <= found.items()
+    assert found["memory"].startswith("can be traced")
+
+
+def test_layers_that_run_along_the_row_are_told_their_kernels_and_no_text_model_is_refused(monkeypatch):
+    """Where transformers hands the borders of samples to such layers; Mamba 2's head drops them: no kernel helps there."""
+    for name in ("padding", "loss", "memory"):
+        monkeypatch.setitem(QUESTIONS, name, lambda model: "not asked")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64, "mamba_d_state": 8, "mamba_n_groups": 1}
+    found = check_model(transformers.FalconH1Config(**sizes, **heads, intermediate_size=32))
+    assert "only by kernels: on a GPU install causal_conv1d and mamba_ssm" in found["packed"]
+    found = check_model(transformers.Mamba2Config(**sizes, num_heads=4, head_dim=16, state_size=8, n_groups=1))
+    assert "not kept apart: use the padded layout" in found["packed"]
+    with pytest.raises(ConfigError, match="no config found for 'no/such'"):
+        check_model("no/such")

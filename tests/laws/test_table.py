@@ -27,6 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:there are too few samples", "ign
 WORLDS = [(1, 1, "padded"), (2, 2, "padded"), (3, 2, "padded"), (1, 3, "padded"), (2, 2, "packed"), (2, 3, "packed")]
 PLACES = [*((*world, 0) for world in WORLDS), (2, 2, "padded", 1), (2, 3, "padded", 1)]
 LAYOUTS = ["padded", "packed"]
+MORE = lengths_of(30, seed=1)
 
 
 @pytest.fixture(params=ENTRIES)
@@ -179,9 +180,6 @@ def test_what_is_no_state_or_a_damaged_one_is_refused(entry: Entry) -> None:
         with pytest.raises(StateError):
             loader.load_state_dict(broken)
     assert loader.state_dict() == before
-
-
-MORE = lengths_of(30, seed=1)
 
 
 def loses(step):

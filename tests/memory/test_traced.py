@@ -50,6 +50,10 @@ CASES = {
     "bert adapted": (BERT, "train", {"dtype": "bfloat16", "lora": 4}),
 }
 SHAPES = [(9, 33), (3, 120), (2, 500)]
+IMAGES = hf.LlavaConfig(text_config=models.llama(**SMALL))
+GEMMA2 = models.config(hf.Gemma2Config, **SMALL, layers=2, num_key_value_heads=2, head_dim=16)
+NO_PAD = hf.ModernBertConfig(vocab_size=2000, hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
+positive = st.floats(1, 1e12)
 
 
 @cache
@@ -153,11 +157,6 @@ def test_what_was_traced_holds_for_that_workload_only_and_a_wrong_one_is_named()
 class Odd(hf.LlamaForCausalLM):
     def forward(self, input_ids=None, **kwargs):
         return super().forward(input_ids=input_ids + int(input_ids.sum().item() > 3), **kwargs)
-
-
-IMAGES = hf.LlavaConfig(text_config=models.llama(**SMALL))
-GEMMA2 = models.config(hf.Gemma2Config, **SMALL, layers=2, num_key_value_heads=2, head_dim=16)
-NO_PAD = hf.ModernBertConfig(vocab_size=2000, hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
 
 
 @pytest.mark.parametrize(("config", "how"), [
@@ -332,9 +331,6 @@ def rows_of(memory, factor=1.0, constant=0.0, workload=None):
     sizes = memory.batch_bytes(BatchShape.of(*np.array(shapes).T)) * factor + constant
     rows = [Measurement(n, {"tokens": ln}, 1000, int(s)) for (n, ln), s in zip(shapes, sizes, strict=True)]
     return Measurements(tuple(rows), workload or memory.workload, "measured")
-
-
-positive = st.floats(1, 1e12)
 
 
 @settings(max_examples=60)

@@ -13,6 +13,8 @@ from dynagroup.online.messages import pack_tensors, unpack_tensors
 from dynagroup.testing import assert_conserves
 from tests.online.helpers import collate, collate_packed
 
+PAIRS = np.random.default_rng(0).lognormal(3, 0.8, (300, 2)).clip(1, 200).astype(int).tolist()
+
 
 def samples(*lengths: int) -> list[dict[str, torch.Tensor]]:
     return [{name: torch.ones(n, dtype=torch.int64) for name in ("input_ids", "labels")} for n in lengths]
@@ -108,9 +110,6 @@ def test_samples_are_collated_alone_only_where_that_changes_their_length_and_wid
     assert sorted(len(step.indices) for step in loader) == sorted(asked), "each batch once, and nothing else"
     with pytest.warns(UserWarning, match="pad_to_multiple_of"):
         refining(padded_by(1), length_of=ids_of)(samples(3, 4))
-
-
-PAIRS = np.random.default_rng(0).lognormal(3, 0.8, (300, 2)).clip(1, 200).astype(int).tolist()
 
 
 def both(pair: list[int]) -> dict[str, int]:

@@ -13,13 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from dynagroup import MemoryBudget, OnlineDataLoader, PlannedDataLoader, TokenBudget
+from dynagroup import MemoryBudget, OnlineDataLoader, TokenBudget
 from dynagroup.distributed import SingleProcess
 from dynagroup.errors import AlignmentError, ConfigError, StateError
 from dynagroup.memory import PaddedTokens
 from dynagroup.online.state import LearnedLengths
 from dynagroup.testing import run_ranks
-from dynagroup.update.schedule import linear_ramp
 from tests.online.helpers import Stream, Tokens, collate, lengths_of, make_loader, used
 
 LENGTHS = lengths_of(60, seed=3)
@@ -40,10 +39,7 @@ WRONG = [
     ({"kinds": [1, 2, 3]}, "`kinds` has 3 labels"),
     ({"one_kind": "batch"}, "`one_kind`.*needs a label"),
     ({"dataset": Stream, "kinds": ["a"]}, "`kinds` needs a map-style dataset"),
-    (
-        {"samples_per_update": lambda update, current: 0},
-        "`samples_per_update` must be an int of at least 1.* at update 0",
-    ),
+    ({"samples_per_update": lambda *_: 0}, "`samples_per_update` must be an int of at least 1.* at update 0"),
 ]
 
 
@@ -149,33 +145,6 @@ def test_a_rank_takes_no_other_ranks_state_and_one_that_cannot_load_again_tells_
         make_loader(SingleProcess(), LENGTHS).load_state_dict(states[0])
     with pytest.raises(StateError, match=r"ranks \[0, 0\] of 2"):
         make_loader(SingleProcess(), LENGTHS).load_state_dict([states[0]] * 2)
-
-
-RAMP = linear_ramp(5, 23, num_updates=7)
-
-
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize(("size", "workers"), [(1, {"num_workers": 2, "prefetch_factor": 2}), (2, {}), (3, {})])
-def test_updates_of_a_schedule_are_those_of_the_offline_loader(size, workers, drop_last):
-    """Whatever is prefetched."""
-    lengths, how = lengths_of(90, seed=4), {"samples_per_update": RAMP, "drop_last": drop_last, "seed": 3}
-
-    def epochs(loader: Any) -> list[list[list[int]]]:
-        found = []
-        for _ in range(3):
-            announced = loader.num_updates
-            found.append([[i for step in update for i in used(step)] for update in loader.updates()])
-            assert announced == len(found[-1])
-        return found
-
-    by_rank = run_ranks(size, lambda world: epochs(make_loader(world, lengths, shuffle=True, **how, **workers)))
-    offline = epochs(PlannedDataLoader(Tokens(lengths), lengths, TokenBudget(128), collate_fn=collate, **how))
-    found = [[sorted(sum(parts, [])) for parts in zip(*ranks, strict=True)] for ranks in zip(*by_rank, strict=True)]
-    assert found == [[sorted(update) for update in epoch] for epoch in offline]
-    sizes = [len(update) for epoch in found for update in epoch]
-    assert sizes[:5] == [5, 7, 10, 12, 15]
-    assert sum(sizes) < 270 if drop_last else sum(sizes) == 270
-    assert sizes[8:11] == [23, 23, 23], "the schedule counts over the whole run"
 
 
 def test_schedules_that_differ_are_refused_and_a_size_where_there_is_none() -> None:

@@ -22,12 +22,12 @@ OWN: Any = {"max_position_embeddings": 64, "decoder_start_token_id": EOS, "force
 FAMILIES: dict[str, tuple[str, Any, Any, int]] = {
     "llama": ("LlamaForCausalLM", models.llama(**SMALL), lambda m: m.model.layers, 6),
     "gpt2": ("GPT2LMHeadModel", models.gpt2(**{**SMALL, "inner": 64}, n_positions=64), lambda m: m.transformer.h, 3),
-    "t5": (
-        "T5ForConditionalGeneration", models.t5(**{**SMALL, "decoder_start_token_id": PAD}), lambda m: m.encoder.block, 3,
-    ),
+    "t5": ("T5ForConditionalGeneration", models.t5(**SMALL), lambda m: m.encoder.block, 3),
     "bart": ("BartForConditionalGeneration", models.bart(**SMALL, **OWN), lambda m: m.model.encoder.layers, 4),
 }  # fmt: skip
 LENGTHS = [3, 11, 5, 12, 2, 7, 9]
+OF_CONFIG: Any = {"max_new_tokens": 6, "num_beams": 2, "pad_token_id": PAD, "eos_token_id": EOS}
+CONFIG = transformers.GenerationConfig(**OF_CONFIG, decoder_start_token_id=PAD)
 
 
 @pytest.fixture(params=FAMILIES)
@@ -61,10 +61,6 @@ def with_limit(case: Any, limit: float, **kwargs: Any) -> tuple[Any, Any]:
     assert got.num_splits > 0
     assert allocator.failures
     return whole, got
-
-
-OF_CONFIG: Any = {"max_new_tokens": 6, "num_beams": 2, "pad_token_id": PAD, "eos_token_id": EOS}
-CONFIG = transformers.GenerationConfig(**OF_CONFIG, decoder_start_token_id=PAD)
 
 
 @pytest.mark.filterwarnings("ignore:Using the model-agnostic default")

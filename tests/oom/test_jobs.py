@@ -96,11 +96,8 @@ def test_a_memory_budget_without_a_model_is_that_of_the_batch_size(model, tokeni
     """The hardest four of another run fit; of what, this model says. One without a config is taken for a hungry one."""
     MemoryRegressor.of_model(model.model, "forward", max_new_tokens=0)  # a trace runs the hooks of a copy, too
     seen, runs = models.shapes_seen(model.model), []
-    for how in (
-        {"batch_size": 4},
-        {"budget": MemoryBudget(4)},
-        {"budget": MemoryBudget(4, model=MemoryRegressor.pretrained())},
-    ):
+    budgets = MemoryBudget(4), MemoryBudget(4, model=MemoryRegressor.pretrained())
+    for how in ({"batch_size": 4}, *({"budget": budget} for budget in budgets)):
         embed_dataset(model, tokenizer, TEXTS, progress=False, **how)
         runs.append([*seen])
         seen.clear()

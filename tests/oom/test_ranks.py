@@ -2,9 +2,12 @@
 all know, an error is the same on all, and none waits for ever."""
 
 import gc
+import os
+import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -17,11 +20,18 @@ from dynagroup import BudgetError, LearningBudget, PlannedDataLoader, TokenBudge
 from dynagroup.distributed import DistributedWorld
 from dynagroup.errors import AlignmentError
 from dynagroup.oom import OomSafeBackward, train
+from tests.integrations import toys
 from tests.models import Allocator
 from tests.online.helpers import make_loader
 from tests.oom import test_train as loop
 from tests.oom.test_storage import identity
 from tests.torchrun import on_ranks
+
+ROWS = [[1 + (i + k) % 49 for k in range(2 + (7 * i) % 40)] for i in range(128)]
+HELD, ALL = 100, 1 << 40  # tokens
+TIMEOUT_S, NEVER = 6, float("inf")
+WRAPS = DistributedDataParallel, fully_shard
+TOO_LARGE = "a batch of 23 samples of 11 tokens, which the budget allows, ran out of memory"
 
 
 def together(ranks: int, *jobs: Callable[[int, int], Any]) -> list[list[Any]]:
@@ -35,7 +45,6 @@ def _rank(size: int, jobs: tuple[Callable[[int, int], Any], ...]) -> list[Any]:
     return [job(dist.get_rank(), size) for job in jobs]
 
 
-NEVER = float("inf")
 CASES: list[tuple[str, bool, list[float]]] = [  # where, whether it learns, limit of each rank
     ("forward", True, [40, 48]),
     ("third layer", False, [NEVER, 48]),
@@ -167,11 +176,6 @@ def test_a_rank_that_leaves_is_an_error_within_the_timeout(two_ranks: dict[Any, 
         assert "rank 0 of 2 lost contact with the others" in said
 
 
-ROWS = [[1 + (i + k) % 49 for k in range(2 + (7 * i) % 40)] for i in range(128)]
-HELD, ALL = 100, 1 << 40  # tokens
-TIMEOUT_S = 6
-
-
 def collate(rows: list[list[int]]) -> torch.Tensor:
     return torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
 
@@ -180,14 +184,17 @@ def compute_loss(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(model(ids)[:, :-1].transpose(1, 2), ids[:, 1:], ignore_index=0)
 
 
+def loader_of(budget: Any) -> Any:
+    how: dict[str, Any] = {"samples_per_update": 32, "weigh": lambda ids: float(ids[:, 1:].ne(0).sum())}
+    return PlannedDataLoader(ROWS, [len(row) for row in ROWS], budget, collate_fn=collate, **how)
+
+
 def made(wrap: Any, budget: Any, held: float = ALL) -> tuple[Any, Any, Allocator]:
     torch.manual_seed(0)
     inner = torch.nn.Sequential(torch.nn.Embedding(50, 8), torch.nn.Dropout(), torch.nn.Linear(8, 50))
     allocator = Allocator(held)
-    how: dict[str, Any] = {"samples_per_update": 32, "weigh": lambda ids: float(ids[:, 1:].ne(0).sum())}
-    loader = PlannedDataLoader(ROWS, [len(row) for row in ROWS], budget, collate_fn=collate, **how)
     allocator.in_forward(inner[2])
-    return wrap(inner.double()), loader, allocator
+    return wrap(inner.double()), loader_of(budget), allocator
 
 
 def trained(wrap: Any, *, first: bool) -> torch.Tensor:
@@ -225,9 +232,6 @@ def flown() -> dict[str, Any]:
     return found
 
 
-WRAPS = DistributedDataParallel, fully_shard
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_ranks_agree_on_what_ran_out_of_memory_and_nothing_has_changed(ranks: int) -> None:
@@ -240,6 +244,105 @@ def test_ranks_agree_on_what_ran_out_of_memory_and_nothing_has_changed(ranks: in
         assert found["failures"] == 0
         assert all(found[name] == by_rank[0][name] for name in ("passed", "limits", "messages"))
         for message in found["messages"]:
-            assert "a batch of 23 samples of 11 tokens, which the budget allows, ran out of memory" in message
+            assert TOO_LARGE in message
             assert "add `& TokenBudget(227)` to the budget. Rank " in message
             assert "253 tokens; 100 fit" in message
+
+
+# DeepSpeed's ZeRO: a pre-flight changes nothing, an update is one step. Run by scripts/test_deepspeed.sh.
+needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="bash scripts/test_deepspeed.sh has it")
+FLOAT32, OFFLOADED = {"data_types": {"grad_accum_dtype": "fp32"}}, {"offload_optimizer": {"device": "cpu"}}
+ZERO: list[tuple[int, bool, dict[str, Any]]] = [
+    (0, False, {}), (1, True, FLOAT32), (2, True, FLOAT32), (2, False, OFFLOADED), (3, False, {}), (3, False, OFFLOADED)
+]  # fmt: skip
+
+
+class Zero(torch.nn.Module):
+    """``before`` training it uses a layer that training does not use, as that of images in a batch of texts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedded, self.head, self.other = torch.nn.Embedding(50, 8), torch.nn.Linear(8, 50), torch.nn.Linear(8, 50)
+        self.before = False
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = torch.nn.functional.dropout(self.embedded(ids))
+        return (self.head(hidden) + (self.other(hidden) if self.before else 0)).float()
+
+
+def engine_of(case: tuple[int, bool, dict[str, Any]], held: float = ALL) -> tuple[Any, Any]:
+    import deepspeed
+
+    stage, low, how = case
+    torch.manual_seed(0)
+    model = Zero()
+    Allocator(held).in_forward(model.head)
+    zero = {"stage": stage, **(how if how is OFFLOADED else {})}
+    config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "zero_optimization": zero}
+    config |= {"bf16": {"enabled": low}, "zero_force_ds_cpu_optimizer": False, **(how if how is FLOAT32 else {})}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters(), 1e-2), config=config)
+    return engine, loader_of(TokenBudget(256))
+
+
+def gathered(engine: Any) -> torch.Tensor:
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        return torch.cat([p.detach().flatten() for p in engine.module.parameters()]).clone()
+
+
+def zero_trained(case: tuple[int, bool, dict[str, Any]], *, first: bool) -> torch.Tensor:
+    engine, loader = engine_of(case)
+    if first:
+        engine.module.before = True
+        assert 0 < len(preflight(engine, loader, compute_loss)) <= 4
+        engine.module.before = False
+    for step in loader:
+        engine.set_gradient_accumulation_boundary(step.ends_update)
+        engine.backward(compute_loss(engine, step.batch) * step.loss_scale, scale_wrt_gas=False)
+        if step.ends_update:
+            engine.step()
+    assert engine.global_steps == 4
+    return gathered(engine)
+
+
+def zero_flown() -> tuple[list[bool], list[str]]:
+    import deepspeed
+
+    deepspeed.init_distributed("gloo", verbose=False)
+    said = []
+    for stage in (2, 3):
+        with pytest.raises(BudgetError) as error:
+            preflight(*engine_of((stage, False, {}), HELD), compute_loss)
+        said.append(str(error.value))
+    return [torch.equal(zero_trained(case, first=False), zero_trained(case, first=True)) for case in ZERO], said
+
+
+def run_of_trainer(stage: int | None) -> torch.Tensor:
+    os.environ.pop("ACCELERATE_USE_CPU")  # with it, there is no DeepSpeed
+    zero = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
+    how: dict[str, Any] = {} if stage is None else {"deepspeed": {**zero, "zero_optimization": {"stage": stage}}}
+    with tempfile.TemporaryDirectory() as folder:
+        model, config = toys.causal_lm().float(), {"preflight": True}
+        how |= {"use_cpu": stage is None, "max_steps": 4, "optim": "adamw_torch", "max_grad_norm": 0.0}
+        run = toys.trainer("causal", folder, fits=stage is not None, model=model, config=config, **how)
+        run.train()
+        assert stage is None or run.deepspeed.global_steps == 4
+        return toys.parameters(run.model) if stage is None else gathered(run.deepspeed)
+
+
+@pytest.mark.slow
+@needs_deepspeed
+def test_a_preflight_changes_nothing_and_ends_alike_on_all_ranks() -> None:
+    (same, said), (others, other_said) = on_ranks(2, zero_flown)
+    assert same == others == [True] * len(ZERO)
+    assert said == other_said
+    assert all(TOO_LARGE in text for text in said)
+
+
+@pytest.mark.slow
+@needs_deepspeed
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_update_of_the_trainer_is_one_step_of_the_engine(stage: int) -> None:
+    [fixed], [ours] = on_ranks(1, run_of_trainer, None), on_ranks(1, run_of_trainer, stage)
+    assert (fixed - ours).abs().max() < 1e-4

@@ -17,6 +17,7 @@ from tests.packed import test_training as training
 
 take = BatchSplitter().take
 Pair = namedtuple("Pair", "x y")
+COLLATE = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
 
 
 def mask_of(*rows: str) -> torch.Tensor:
@@ -102,9 +103,6 @@ def test_a_batch_encoding_stays_one_and_trimmed_columns_are_in_one_piece_as_loss
     mask = mask_of("1100", "1110", "1111")
     part = take({"attention_mask": mask, "labels": mask.clone() - 100 * (1 - mask)}, 0, 2)
     assert part["labels"].view(-1).tolist() == [1, 1, -100, 1, 1, 1]
-
-
-COLLATE = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
 
 
 def rows_of(lengths: list[int]) -> list[dict[str, Any]]:

@@ -22,6 +22,8 @@ from tests.models import TEXTS, adapted, small_llama, small_tokenizer
 
 JOB = {"task": "test", "texts": 4}
 RESULTS = ["zero", "eins\u2028", "", ["\0", "\n"]]
+TWENTY = [f"result {i}" for i in range(20)]
+RECEIPTS = [b"", b"\xff", b"null", b"{}", b"[" * 99999, b'{"job": 3, "bytes": 4, "checksum": 5}']
 
 
 def out_of(folder: Path, job: Any = JOB) -> Output:
@@ -36,9 +38,6 @@ def written(folder: Path, indices: list[int]) -> Path:
         for index in indices:
             out.append([index], [RESULTS[index]])
         return next(iter({*out.journal.glob("*")} - before), out.journal)
-
-
-TWENTY = [f"result {i}" for i in range(20)]
 
 
 def run(folder: Path, done: list[int], results: list[Any] = TWENTY) -> Any:
@@ -180,9 +179,6 @@ def test_vectors_are_kept_in_four_bytes_a_number_and_published_whole(tmp_path: P
     assert out.read().dtype == np.float32
 
 
-RECEIPTS = [b"", b"\xff", b"null", b"{}", b"[" * 99999, b'{"job": 3, "bytes": 4, "checksum": 5}']
-
-
 def test_a_receipt_that_is_damaged_or_an_output_that_is_a_folder_is_an_error_that_names_it(tmp_path: Path) -> None:
     run(tmp_path, [])
     out = Output(tmp_path / "out.jsonl", {**JOB, "texts": 20}, 20, LINES)
@@ -222,9 +218,7 @@ def differing(first: dict[str, Any], other: dict[str, Any]) -> list[str]:
     return [name for name in first if first[name] != other[name]]
 
 
-def test_other_models_texts_arguments_or_tokenizers_are_noticed_and_having_been_used_is_no_matter(
-    first, tmp_path
-) -> None:
+def test_other_models_texts_arguments_or_tokenizers_are_noticed_and_use_is_no_matter(first, tmp_path) -> None:
     joined = [TEXTS[0] + TEXTS[1][:1], TEXTS[1][1:], *TEXTS[2:]]
     assert differing(first, identity(texts=joined)) == differing(first, identity(texts=TEXTS[::-1])) == ["texts"]
     assert identity(texts=["\ud800"]) != identity(texts=["\ud801"])

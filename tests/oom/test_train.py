@@ -14,18 +14,18 @@ from tests import models
 from tests.integrations.toys import parameters
 from tests.models import Allocator, fails_in_backward
 
+VOCAB = 23
+PLACES = {"forward": "transformer.h.0", "third layer": "transformer.h.2", "start of backward": "lm_head"}
+PLACES |= {"backward": "transformer.h.1", "end of backward": "transformer.wte"}  # then most buckets are sent
+STEPS, ACCUMULATION, SAMPLES = 6, 2, 6
+X = torch.arange(10, dtype=torch.float64).reshape(5, 2)
+
 
 class Forgetful(LearningBudget):
     """Learns nothing, so that every batch fails that can."""
 
     def record_failed_cost(self, cost: float) -> None:
         pass
-
-
-VOCAB = 23
-PLACES = {"forward": "transformer.h.0", "third layer": "transformer.h.2", "start of backward": "lm_head"}
-PLACES |= {"backward": "transformer.h.1", "end of backward": "transformer.wte"}  # then most buckets are sent
-STEPS, ACCUMULATION, SAMPLES = 6, 2, 6
 
 
 def small_model() -> Any:
@@ -85,9 +85,7 @@ def train_plainly(size: int) -> torch.Tensor:
     return trained(model, lambda b, scale, _: (mean_loss(model, b) * scale / size).backward(), range(size), size)
 
 
-def train_with_failures(
-    place: str, limit: float, *, rank: int = 0, size: int = 1, **options: Any
-) -> tuple[torch.Tensor, OomSafeBackward, int]:
+def train_with_failures(place: str, limit: float, rank: int = 0, size: int = 1, **options: Any) -> tuple[Any, Any, int]:
     """The same training in which a batch above ``limit`` tokens fails at ``place``. Returns parameters and failures."""
     model, allocator = small_model(), Allocator(limit)
     fail = allocator.in_backward if "backward" in place else allocator.in_forward
@@ -131,9 +129,6 @@ class Linear(torch.nn.Module):
 def linear(limit: float, **options: Any) -> tuple[Linear, OomSafeBackward]:
     model = Linear(Allocator(limit))
     return model, OomSafeBackward(model, weigh="samples", **options)
-
-
-X = torch.arange(10, dtype=torch.float64).reshape(5, 2)
 
 
 @pytest.mark.parametrize("size", [1, 2], ids=["one rank", "two ranks"])
@@ -268,11 +263,7 @@ class FSDPModule(torch.nn.Linear):
     (Linear(Allocator(1)), {"weigh": "bytes"}, "`weigh` must be 'tokens', 'samples' or a function .*'bytes'"),
     (Linear(Allocator(2)), {}, "weigh='tokens' needs a field 'labels' in every batch, but this Tensor has none"),
     (FSDPModule(1, 1), {}, "`model` contains FSDPModule, with which no rank can repeat a step alone"),
-    (
-        Linear(Allocator(9), features=3),
-        {},
-        "mat1 and mat2|size mismatch|inconsistent",
-    ),  # not ours: it passes through
+    (Linear(Allocator(9), features=3), {}, "mat1 and mat2|size mismatch|inconsistent"),  # not ours: it passes through
 ])  # fmt: skip
 def test_what_cannot_be_is_refused(model: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(RuntimeError if "size" in message else ConfigError, match=message):

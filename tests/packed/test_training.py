@@ -24,6 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWa
 FLAT = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
 BUDGET = TokenBudget(90, layout="packed")
 LEARNING_RATE = 0.05
+CASES = [("planned", "eager", None), ("planned", "varlen", 3), ("online", "sdpa", None), ("online", "varlen", 3)]
 
 
 def llama(attention: str) -> Any:
@@ -57,9 +58,7 @@ def fixed(order: list[list[int]]) -> tuple[torch.Tensor, list[float]]:
     return parameters(model), losses
 
 
-def packed(
-    kind: str, attention: str, shapes: int | None = None
-) -> tuple[torch.Tensor, list[float], list[list[int]], float, set[Any]]:
+def packed(kind: str, attention: str, shapes: int | None = None) -> tuple[Any, list[float], Any, float, set[Any]]:
     """A plain loop over packed steps: parameters, losses, which samples made up each update, padding as counted, and what
     a compiled model would be specialised on."""
     size = dist.get_world_size() if dist.is_initialized() else 1
@@ -92,13 +91,8 @@ def packed(
     return parameters(model), losses, updates, loader.stats.padding, met
 
 
-CASES = [("planned", "eager", None), ("planned", "varlen", 3), ("online", "sdpa", None), ("online", "varlen", 3)]
-
-
 @pytest.mark.parametrize(("kind", "attention", "shapes"), CASES)
-def test_a_plain_loop_on_packed_batches_makes_the_updates_of_fixed_ones(
-    kind: str, attention: str, shapes: int | None
-) -> None:
+def test_a_plain_loop_on_packed_batches_makes_the_updates_of_fixed_ones(kind, attention, shapes) -> None:
     """With few shapes, totals, borders and the longest sample are always the same few, which is what kernels compile for."""
     ours, losses, updates, padding, met = packed(kind, attention, shapes)
     assert sorted(i for update in updates for i in update) == list(range(48))

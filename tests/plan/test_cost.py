@@ -23,6 +23,10 @@ from dynagroup.testing import assert_budget_law
 from dynagroup.update.planned import PlannedDataLoader
 from tests import models
 
+LLAMA = models.llama(vocab=512, width=256, inner=688, heads=4, num_key_value_heads=2)
+GPT2 = models.gpt2(vocab=512, width=256, heads=4)
+VALUES = st.lists(st.integers(0, 300), min_size=1, max_size=60)
+
 
 def test_literal_work_prices_and_where_ranks_meet() -> None:
     work, budget = Work(per_step=10, crossover=100), TokenBudget(1000, pad_to_multiple_of=8)
@@ -49,10 +53,6 @@ def test_literal_work_prices_and_where_ranks_meet() -> None:
         work.of_batches(batches, {"tokens": lengths["tokens"], "frames": lengths["patches"]}, TokenBudget(99))
 
 
-LLAMA = models.llama(vocab=512, width=256, inner=688, heads=4, num_key_value_heads=2)
-GPT2 = models.gpt2(vocab=512, width=256, heads=4)
-
-
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
 def test_the_crossover_is_what_a_traced_model_multiplies(config: object) -> None:
     def operations(tokens: int) -> float:
@@ -74,9 +74,6 @@ def test_the_planning_page_shows_what_configs_say(name: str, config: Any) -> Non
     work = Work.of(config)
     row = f"| {name} | {config.hidden_size:,}, {config.num_hidden_layers} | {work.per_step:,.0f} | {work.crossover:,.0f} |"
     assert row in (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
-
-
-VALUES = st.lists(st.integers(0, 300), min_size=1, max_size=60)
 
 
 @settings(max_examples=60, deadline=None)
@@ -173,9 +170,8 @@ def test_measured_steps_with_several_lengths_are_fitted(a: float, b: float, unit
 
 
 def test_a_vision_tower_is_priced_by_what_it_multiplies() -> None:
-    vision = CLIPVisionConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, image_size=56, patch_size=14
-    )
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
+    vision = CLIPVisionConfig(**sizes, image_size=56, patch_size=14)
     config = LlavaConfig(vision_config=vision, text_config=models.llama(vocab=512, width=128, inner=256, heads=4))
     price, patches = Work.of(config).streams["patches"], (56 // 14) ** 2 + 1
     with torch.device("meta"):

@@ -16,6 +16,8 @@ from dynagroup.plan.planner import PlanConfig, Planner
 from dynagroup.shapes import BatchShape
 from tests.plan.test_padded import streams
 
+SOME = st.lists(st.integers(1, 50), min_size=24, max_size=120)
+
 
 class Quadratic(Budget):
     """A memory of its own kind: tokens, the longest sample's square, and something for every sample."""
@@ -100,9 +102,7 @@ def uneven(rows: list[list[np.ndarray]], tokens: np.ndarray, cap: int, *, few: b
     return found
 
 
-@pytest.mark.parametrize(
-    "cases", [((1, None), (8, None), (64, None)), ((8, 256), (64, 1024))], ids=["windows", "updates"]
-)
+@pytest.mark.parametrize("cases", [((1, None), (8, None), (64, None)), ((8, 256), (64, 1024))], ids=["free", "updates"])
 def test_rows_are_filled_and_of_equal_work_and_ranks_wait_little(cases: Any) -> None:
     """On real lengths: as few rows as 99 % of full batches need, or one more that takes less time; and law 9."""
     count = bad = 0
@@ -158,9 +158,6 @@ def test_literal_parts() -> None:
     for equal in (False, True):
         loads = [costs[part].sum() for part in balanced_partitions(costs, 8, equal_size=equal)]
         assert max(loads) <= 1.001 * np.mean(loads)
-
-
-SOME = st.lists(st.integers(1, 50), min_size=24, max_size=120)
 
 
 @settings(max_examples=40)

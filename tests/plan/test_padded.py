@@ -25,6 +25,8 @@ from tests import strategies
 
 WORKS = st.builds(Work, per_step=st.sampled_from([0.0, 1.0, 30.0, 1024.0]), crossover=st.sampled_from([10.0, math.inf]))
 FEW = st.lists(st.integers(0, 20), min_size=1, max_size=8)
+PRICED = {"patches": Price(unit=0.1)}
+MEETS = [Work(), Work(streams=PRICED), Work(streams=PRICED, meet="stream")]
 
 
 def streams(values: list[int], **others: Any) -> dict[str, np.ndarray]:
@@ -210,10 +212,6 @@ def spread(values: NDArray, batches: Any, ranks: int) -> NDArray[np.float64]:
     sums = np.asarray([values[batch].sum() for batch in batches], np.float64).reshape(-1, ranks)
     sums = sums[sums.any(axis=1)]
     return sums.max(axis=1) / sums.mean(axis=1)
-
-
-PRICED = {"patches": Price(unit=0.1)}
-MEETS = [Work(), Work(streams=PRICED), Work(streams=PRICED, meet="stream")]
 
 
 @pytest.mark.parametrize("work", MEETS, ids=["unpriced", "step", "stream"])

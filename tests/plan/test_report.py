@@ -66,9 +66,8 @@ def test_a_plan_is_exported_by_indices(tmp_path: Any) -> None:
     made = plan(TokenBudget(2000), samples_per_update=64, shuffle=True)
     made.to_parquet(tmp_path / "plan.parquet")
     table = pandas.read_parquet(tmp_path / "plan.parquet")
-    steps = [
-        [table[(table.step == s) & (table["rank"] == r)] for r in range(made.world_size)] for s in range(made.num_steps)
-    ]
+    batch = lambda step, rank: table[(table.step == step) & (table["rank"] == rank)]  # noqa: E731
+    steps = [[batch(step, rank) for rank in range(made.world_size)] for step in range(made.num_steps)]
     assert [[batch["sample"].tolist() for batch in row] for row in steps] == made.rows
     assert [[batch["loss_scale"].iloc[0] for batch in row] for row in steps] == made.loss_scale.tolist()
     assert [row[0]["update"].iloc[0] for row in steps] == [int(made.update_ends[:s].sum()) for s in range(len(steps))]

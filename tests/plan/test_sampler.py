@@ -31,6 +31,10 @@ from tests import strategies
 
 LENGTHS = np.random.default_rng(0).lognormal(4, 1, 300).astype(np.int32).clip(max=1024)
 BUDGET = TokenBudget(1024)
+MODES: list[Any] = [{}, {"shuffle": True, "window": 40, "uneven": "drop"}, {"samples_per_update": 37}]
+MODES += [{"window": 64, "round_batch": multiple_of(4)}]
+COUNT = 20
+LITERAL = [[2, 6, 0, 3, 7, 4, 5, 1], [0, 2, 1, 6, 3, 7, 5, 4]]
 
 
 def sampler(rank: int | None = 0, world_size: int | None = 1, **options: Any) -> LengthAwareBatchSampler:
@@ -43,10 +47,6 @@ def shuffled_order(seed: int) -> Any:
 
 def reread(state: Any) -> Any:
     return json.loads(json.dumps(state))
-
-
-MODES: list[Any] = [{}, {"shuffle": True, "window": 40, "uneven": "drop"}, {"samples_per_update": 37}]
-MODES += [{"window": 64, "round_batch": multiple_of(4)}]
 
 
 @settings(max_examples=40, deadline=None)
@@ -224,9 +224,6 @@ def test_no_samples_make_no_batches(how: dict[str, Any], layout: Any) -> None:
     assert (list(made), len(made), made.plan.num_steps) == ([], 0, 0)
 
 
-COUNT = 20
-
-
 def seeded() -> torch.Generator:
     return torch.Generator().manual_seed(3)
 
@@ -265,9 +262,6 @@ def test_what_can_be_read_only_once_is_refused() -> None:
     ):
         source.of_epoch(1)
     assert OrderSource([], 3).of_epoch(1).tolist() == []
-
-
-LITERAL = [[2, 6, 0, 3, 7, 4, 5, 1], [0, 2, 1, 6, 3, 7, 5, 4]]
 
 
 @given(st.integers(0, 3000), st.integers(0, 2**40), st.integers(0, 50))

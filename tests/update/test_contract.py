@@ -35,6 +35,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "ramp": {"samples_per_update": linear_ramp(3, 11, num_updates=6)},
     "free": {"accumulation": 2},
 }
+TINY = {"vocab": 16, "width": 8, "layers": 1, "heads": 1}
 
 
 @pytest.fixture(params=[planned, online])
@@ -56,8 +57,9 @@ def epochs_of(loader: StepLoader[Any], number: int) -> list[list[list[int]]]:
 
 
 def test_epochs_differ_are_numbered_and_come_again(make, sizes):
-    first = epochs_of(make(**sizes), 3)
-    assert (first[0] != first[1] != first[2]) == (make is planned or "samples_per_update" in sizes)
+    first, sized = epochs_of(make(**sizes), 3), "samples_per_update" in sizes
+    assert (first[0] != first[1] != first[2]) == (make is planned or sized)
+    assert not sized or first == epochs_of(planned(**sizes), 3), "the same samples, whenever lengths are known"
     loader = make(**sizes)
     loader.set_epoch(2)
     for step in loader:
@@ -332,9 +334,6 @@ def test_a_batch_without_labels_is_a_mean_over_its_samples_and_a_function_must_g
     for weight in (-1.0, float("nan"), float("inf")):
         with pytest.raises(ConfigError, match="`weigh` must return a number from 0 to 1e\\+30, but returned"):
             weigher(lambda batch, weight=weight: weight)(None, 1)
-
-
-TINY = {"vocab": 16, "width": 8, "layers": 1, "heads": 1}
 
 
 def test_models_say_whether_their_loss_shifts():

@@ -157,9 +157,8 @@ def test_of_many_samples_some_are_looked_at_and_the_longest(monkeypatch: pytest.
     monkeypatch.setattr(flight, "SAMPLED", 4)
     lengths, ids = np.full(1000, 3), torch.ones(30, 2)
     lengths[777] = 30
-    loader = PlannedDataLoader(
-        [ids[:n] for n in lengths], lengths, TokenBudget(30), weigh="samples", collate_fn=lambda rows: rows[0]
-    )
+    data, how = [ids[:n] for n in lengths], {"weigh": "samples", "collate_fn": lambda rows: rows[0]}
+    loader = PlannedDataLoader(data, lengths, TokenBudget(30), **how)
     layer = torch.nn.Linear(2, 1)
     assert preflight(layer, loader, lambda model, batch: model(batch).sum()) == [(10, 3), (1, 30)]
 

@@ -1,8 +1,11 @@
-"""Laws of a loader whose items are updates."""
+"""Laws of a loader whose items are updates. And loaders learn: they apply what running out of memory has taught when an epoch
+begins, and keep it in their state."""
 
+import json
 import re
 import warnings
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,12 +13,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynagroup import AlignmentError, BudgetError, ConfigError, PlannedDataLoader, ShapeLadder, TokenBudget
+from dynagroup import (
+    LearningBudget,
+    LengthAwareBatchSampler,
+    OnlineDataLoader,
+    PlannedDataLoader,
+    ShapeLadder,
+    TokenBudget,
+)
+from dynagroup.errors import AlignmentError, BudgetError, ConfigError
+from dynagroup.shapes import BatchShape
 from dynagroup.testing import run_ranks
 from dynagroup.update.schedule import UpdateSizes, linear_ramp, scale_learning_rate
 
 LENGTHS = np.random.default_rng(0).integers(1, 40, 53).tolist()
 BUDGET = TokenBudget(80)
+RAMP = linear_ramp(5, 20, num_updates=4)
+MODES = [{"samples_per_update": 9}, {"samples_per_update": RAMP}, {}, {"accumulation": 3, "window": 16}]
 
 
 def loader_of(lengths=LENGTHS, budget=BUDGET, data=None, **settings):
@@ -155,10 +169,6 @@ def test_batches_that_are_not_what_was_planned_are_noticed_once_packed_labels_by
     assert warned_by(LENGTHS, BUDGET, torch.tensor, LENGTHS) == [], "a batch without names shows nothing"
 
 
-RAMP = linear_ramp(5, 20, num_updates=4)
-MODES = [{"samples_per_update": 9}, {"samples_per_update": RAMP}, {}, {"accumulation": 3, "window": 16}]
-
-
 @settings(max_examples=40)
 @given(ranks=st.integers(1, 4), epoch=st.integers(0, 2), stop=st.integers(0, 9), how=st.sampled_from(MODES))
 def test_a_plan_is_what_the_steps_are_that_remain(ranks, epoch, stop, how):
@@ -223,3 +233,89 @@ def test_literal_rules_of_the_learning_rate_ramps_and_changes_that_hold_in_later
     assert sizes.change(next(sizes.cursors(sizes.start(0))), 5) == 1
     assert [stop - start for epoch in (0, 1) for start, stop, _ in sizes.spans(sizes.start(epoch))] == [4, 5, 1, 5, 5]
     assert UpdateSizes(8, lambda: 1000).start(10**6).update == 125 * 10**6
+
+
+VARIED = np.random.default_rng(0).integers(5, 100, 300)
+ROWS = [{"input_ids": [1] * length} for length in VARIED]
+FAILED = BatchShape.of(9, 100)
+LEARNED = 810  # 0.9 of what failed
+HOW: dict[str, Any] = {"collate_fn": list, "weigh": "samples"}
+SIZED = {**HOW, "samples_per_update": 48}
+KINDS = {
+    "sampler": lambda learning, world: LengthAwareBatchSampler(VARIED, learning, shuffle=True, rank=0, world_size=1),
+    "preserved": lambda learning, world: PlannedDataLoader(ROWS, VARIED, learning, world=world, **SIZED),
+    "free": lambda learning, world: PlannedDataLoader(ROWS, VARIED, learning, world=world, **HOW),
+    "online": lambda learning, world: OnlineDataLoader(ROWS, learning, shuffle=True, window=64, world=world, **HOW),
+}
+
+
+@pytest.fixture(params=KINDS)
+def make(request: pytest.FixtureRequest) -> Any:
+    return lambda learning, world=None: KINDS[request.param](learning, world)
+
+
+def batches(items: Any) -> list[list[int]]:
+    return [list(getattr(item, "indices", item)) for item in items if not getattr(item, "idle", False)]
+
+
+def largest(found: list[list[int]]) -> int:
+    return max(len(batch) * max(VARIED[i] for i in batch) for batch in found)
+
+
+def test_an_epoch_follows_what_the_one_before_taught_and_states_hold_it(make):
+    learning = LearningBudget(TokenBudget(1000))
+    loader = make(learning)
+    items = iter(loader)
+    next(items)
+    learning.record_oom(FAILED)
+    assert largest(batches(items)) > LEARNED, "a plan stays what it was while it is carried out"
+    items = iter(loader)
+    second = batches([next(items) for _ in range(2)])
+    learning.record_oom(BatchShape.of(8, 100))
+    again = LearningBudget(TokenBudget(1000))
+    resumed = make(again)
+    resumed.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+    assert again.report.num_ooms == 2
+    rest = batches(items)
+    assert largest(second + rest) <= LEARNED
+    assert sorted(i for batch in second + rest for i in batch) == list(range(300))
+    assert batches(resumed) == rest
+    if hasattr(loader, "cursor"):
+        assert resumed.cursor == loader.cursor, "the books count what was, not what the new limit would have made of it"
+    assert largest(batches(resumed)) <= 0.9 * 800
+
+
+def test_free_updates_that_were_done_are_counted_as_they_were():
+    learning = LearningBudget(TokenBudget(1000))
+    loader = KINDS["free"](learning, None)
+    list(loader)
+    learning.record_oom(FAILED)
+    first, announced = loader.cursor.update, loader.num_updates
+    list(loader)
+    assert first == announced < loader.cursor.update - first
+    assert loader.updates_in(2) == loader.cursor.update
+
+
+@pytest.mark.parametrize("kind", ["preserved", "free", "online"])
+def test_ranks_follow_the_one_that_learned_most(kind):
+    def run(world):
+        learning = LearningBudget(TokenBudget(1000))
+        loader = KINDS[kind](learning, world)
+        batches(loader)
+        if world.rank == 1:
+            learning.record_oom(FAILED)
+        return batches(loader), loader.budget.fingerprint
+
+    results = run_ranks(2, run)
+    assert largest([batch for found, _ in results for batch in found]) <= LEARNED
+    assert results[0][1] == results[1][1]
+    assert sorted(i for found, _ in results for batch in found for i in batch) == list(range(300))
+
+
+def test_samples_that_no_batch_may_hold_after_what_was_learned_are_told_and_counted():
+    budget = LearningBudget(TokenBudget(64))
+    loader = PlannedDataLoader(range(4), [50, 40, 4, 3], budget, samples_per_update=2, oversize="drop", **HOW)
+    assert sorted(i for step in loader for i in step.indices) == [0, 1, 2, 3]
+    loader.budget.learner.record_oom(BatchShape.of(2, longest=16))
+    with pytest.warns(UserWarning, match="do not fit the budget even alone and are left out; the first is sample 0"):
+        assert sorted(i for step in loader for i in step.indices) == [2, 3]
