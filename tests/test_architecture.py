@@ -1,7 +1,4 @@
-"""The shape of the package: imports point upstream, importing is light and changes nothing, the front door is short.
-
-Sources are read with ``ast``; nothing is executed to learn what imports what.
-"""
+"""The package's form: imports point upstream, importing is light and changes nothing. Sources are read with ``ast``."""
 
 import ast
 import subprocess

@@ -1,6 +1,4 @@
-"""What is no argument is refused when it is given, by a TypeError or ValueError (as the project's errors are): nothing that was
-taken fails later, at the first step or the first checkpoint. What cannot be planned is refused by name, with its value and a way
-out."""
+"""A wrong argument is refused when it is given, by name, with its value and a way out: nothing fails later."""
 
 import json
 import math

@@ -1,5 +1,4 @@
-"""Benchmarks: every part is there, the GPU campaign runs dry on the CPU, rivals lose no sample, and the fault campaign's oracle
-finds what it looks for."""
+"""Benchmarks: each part is there, methods lose no sample, and the fault campaign finds what it looks for."""
 
 import json
 import re

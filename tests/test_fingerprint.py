@@ -1,5 +1,4 @@
-"""What settings are described as: alike in every process, otherwise wherever they act otherwise. One envelope for every saved
-state: what is damaged, mixed or of another run is refused, in words that say what."""
+"""Settings as text, alike in every process, and otherwise wherever they act otherwise; the envelope of every saved state."""
 
 import collections
 import functools

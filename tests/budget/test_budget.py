@@ -1,5 +1,4 @@
-"""What fits: the law of budgets for all of them, what each counts by hand, what is refused; and limits that are learned: they
-fall when a batch fails and rise while batches pass; plans follow what is applied, ranks the lowest of all."""
+"""What fits: the law of all budgets, what each counts by hand, what is refused; and limits that are learned."""
 
 import json
 import math

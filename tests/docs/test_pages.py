@@ -1,5 +1,4 @@
-"""README and the pages: every python block runs as printed on a tiny model and prints what its comments say, figures are those of
-the results, links, commands and messages exist, and the site builds without a network."""
+"""README and pages: each block runs as printed, figures are those of the results, links and messages exist, the site builds."""
 
 import ast
 import doctest

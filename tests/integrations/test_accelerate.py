@@ -1,5 +1,4 @@
-"""The Accelerate adapter against the real Accelerate; and small doors into other frameworks: each example is what a user writes.
-They skip where the framework is absent."""
+"""The Accelerate adapter against the real Accelerate; and small adapters of other frameworks, as a user calls them."""
 
 import importlib
 import sys

@@ -1,5 +1,4 @@
-"""Losses of every kind weigh under our Trainer what they weigh under the plain one, also when memory runs out; evaluation and
-prediction with batches that fit give what the plain Trainer gives, in dataset order."""
+"""Losses of every kind, also when memory runs out, and evaluation: our Trainer gives what the plain Trainer gives."""
 
 import warnings
 from typing import Any

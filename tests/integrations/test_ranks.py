@@ -1,5 +1,4 @@
-"""Two real gloo ranks, started once (to start them takes longer than to run them) and, for what is slow, once more: Trainers,
-Accelerate and DDP learn what one process learns."""
+"""Two real gloo ranks, started once, and once more for slow tests: they learn what one process learns."""
 
 import contextlib
 import warnings

@@ -1,5 +1,4 @@
-"""Packed attention with torch alone gives what the model's own attention gives, and refuses what it would get wrong. Packed
-collation: what a model needs, what is refused before training, and what `dynagroup check` says."""
+"""Packed attention gives what the model's own attention gives; packed collation; what both refuse, and `dynagroup check`."""
 
 from functools import partial
 from typing import Any

@@ -1,5 +1,4 @@
-"""The simulator, the closed form, the profile and the regressor against what is known: hand counts, errors, monotone predictions,
-artifacts that belong together; and every architecture is predicted at least as large as it is simulated."""
+"""The simulator, closed form, profile and regressor: hand counts, errors, monotone predictions; a survey of architectures."""
 
 import hashlib
 import json

@@ -1,5 +1,4 @@
-"""An online loader's own promises beside the laws: what is refused and when, copies, what goes on by itself, and that every
-fault of a rank ends in an error on every other one instead of a hang."""
+"""An online loader's promises beside the laws: what it refuses and when, and that a fault of one rank ends all."""
 
 import json
 import os

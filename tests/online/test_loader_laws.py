@@ -1,5 +1,4 @@
-"""Laws of the online loader, whatever its data and settings, wherever it stops; what known lengths are worth; and law 10: all
-batches of a step, on all ranks, are of the kind that processing says, and an idle rank's are, too."""
+"""Laws of the online loader, whatever its data and settings, wherever it stops; what known lengths are worth; law 10."""
 
 import json
 import random

@@ -1,5 +1,4 @@
-"""The loader with real worker processes, every kind of batch, and existing loaders taken over. Iterable datasets: they divide
-themselves, resume where they were, and are told where they do not divide themselves."""
+"""Real worker processes, batches of every type, existing loaders taken over; and iterable datasets."""
 
 import warnings
 from collections import UserDict

@@ -1,5 +1,4 @@
-"""Out of memory on some ranks of a DistributedDataParallel job: real processes, real gloo. And pre-flight: what one rank learns
-all know, an error is the same on all, and none waits for ever."""
+"""Out of memory on some ranks of a real job on gloo; and pre-flight, with DistributedDataParallel, FSDP and DeepSpeed."""
 
 import gc
 import os

@@ -1,5 +1,4 @@
-"""Whatever happens to a journal: its whole records count, the rest is done again. Two jobs whose results may differ have other
-identities; the same job has the same one in every process."""
+"""A journal's whole records count, whatever happens to it; jobs whose results may differ have other identities."""
 
 import os
 from collections.abc import Callable

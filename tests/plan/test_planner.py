@@ -1,5 +1,4 @@
-"""Plans: every sample once, in rows that fit; updates that hold what fixed batches would; and plans of real lengths as good as
-those of commit bbc3155, which cut by many more mechanisms."""
+"""Plans: each sample once, in rows that fit; the samples of updates; kinds; times of real plans, as commit bbc3155 had them."""
 
 import json
 import warnings

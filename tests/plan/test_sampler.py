@@ -1,5 +1,4 @@
-"""The sampler: it emits its plan, moves through epochs, and its state says what remains. The table of laws holds the rest. The
-order of an epoch, seeded or a user's: it has one, whenever it is asked for, and windows hold all of it."""
+"""The sampler emits its plan, moves through epochs and resumes; an epoch's order, seeded or a user's."""
 
 import copy
 import json
@@ -380,19 +379,6 @@ def test_small_updates_hardly_pad_and_are_as_many_as_before():
         sizes[grouping] = np.add.reduceat(plan.batches.sizes, np.append(0, 1 + np.flatnonzero(plan.update_ends)[:-1]))
     assert sizes[None].tolist() == sizes[50].tolist() == [8] * 250
     assert padding[50] < padding[None] / 4
-
-
-def test_samplers_and_planned_loaders_group_alike_and_a_schedule_by_its_epochs_first_size():
-    how = {"samples_per_update": 16, "grouping": 10, "seed": 3}
-    sampler = LengthAwareBatchSampler(GROUPED, 4000, rank=0, world_size=1, shuffle=True, **how)
-    loader = PlannedDataLoader(range(len(GROUPED)), GROUPED, 4000, collate_fn=list, weigh="samples", **how)
-    assert list(sampler) == [step.indices for step in loader]
-    schedule = lambda update, current: 4 + update  # noqa: E731
-    how = {"samples_per_update": schedule, "grouping": 3, "collate_fn": list, "weigh": "samples"}
-    loader = PlannedDataLoader(range(50), GROUPED[:50], 4000, **how)
-    updates = [sum(step.samples.local for step in update) for update in loader.updates()]
-    assert updates[:5] == [4, 5, 6, 7, 8]
-    assert sum(updates) == 50
 
 
 @pytest.mark.parametrize(("streams", "layout", "options"), [

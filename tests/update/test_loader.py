@@ -1,5 +1,4 @@
-"""Laws of a loader whose items are updates. And loaders learn: they apply what running out of memory has taught when an epoch
-begins, and keep it in their state."""
+"""Laws of a loader whose items are updates; and loaders apply what running out of memory has taught."""
 
 import json
 import re
