@@ -11,5 +11,12 @@ if [ "${1:-}" = "--all" ]; then
 fi
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
-"$PYTHON" -m basedpyright --pythonpath "$PYTHON"
-"$PYTHON" -m pytest -q -n auto --maxprocesses 4 --durations=15 ${selection[@]+"${selection[@]}"} "$@"
+# Types are checked by one thread, beside the tests, and told at the end.
+types=$(mktemp)
+trap 'rm -f "$types"' EXIT
+"$PYTHON" -m basedpyright --pythonpath "$PYTHON" > "$types" 2>&1 &
+failed=0
+"$PYTHON" -m pytest -q -n auto --maxprocesses 4 --durations=15 ${selection[@]+"${selection[@]}"} "$@" || failed=$?
+wait $! || failed=$?
+cat "$types"
+exit "$failed"
