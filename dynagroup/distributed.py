@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynagroup.errors import AlignmentError, ConfigError
-from dynagroup.validation import check_number, warn_user
+from dynagroup.validation import check_number, explained, warn_user
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -90,13 +90,10 @@ class DistributedWorld:
         import torch
 
         dist, vector = torch.distributed, torch.from_numpy(values.copy())
-        try:
+        lost = f"rank {self.rank} of {self.size} lost contact with the others: one was killed, failed, left its loop early, or"
+        said = f"{lost} did not answer within {self._timeout_s:g} s; see the other ranks' logs"
+        with explained(said, kind=AlignmentError):
             dist.all_reduce(vector, op=getattr(dist.ReduceOp, op), group=self._group)
-        except (RuntimeError, ValueError) as error:  # ValueError: the process group was destroyed
-            raise AlignmentError(
-                f"rank {self.rank} of {self.size} lost contact with the others: one was killed, failed, left its "
-                f"loop early, or did not answer within {self._timeout_s:g} s; see the other ranks' logs ({error})"
-            ) from error
         return vector.tolist()
 
 

@@ -19,7 +19,7 @@ from dynagroup.fingerprint import described, hashed
 from dynagroup.lengths import LONGEST, as_streams, by_position, limit_of, measure_lengths
 from dynagroup.oom.storage import Kind, Output
 from dynagroup.shapes import TOKENS, primary
-from dynagroup.validation import check_int, explained
+from dynagroup.validation import check_int, explained, sendable
 
 KINDS = "npy, npz, txt, csv, tsv, jsonl, json, parquet, or a folder of them, of a Hub dataset or saved by datasets"
 USUAL = ("length", "lengths", "num_tokens", "tokens", "input_ids")  # usual names of columns of lengths or token ids
@@ -94,6 +94,7 @@ class _Measure:
     tokenizer: Callable[..., Any] | None
     limit: int
 
+    @sendable(lambda: "measuring a file failed")
     def __getitem__(self, chunk: Chunk) -> tuple[int, NDArray[np.int32] | ConfigError]:
         number, (path, names, table) = chunk
         try:

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from dynagroup.errors import ConfigError
 from dynagroup.shapes import TOKENS, Streams, primary
-from dynagroup.validation import check_function, check_int, explained
+from dynagroup.validation import check_function, check_int, explained, sendable
 
 LONGEST = int(np.iinfo(np.int32).max)  # largest allowed length of a sample, in tokens
 CHAT = "turn a chat into a text with tokenizer.apply_chat_template(messages, tokenize=False)"
@@ -103,7 +103,7 @@ class Kinds:
         ConfigError: a label does not equal its copy or is not hashable, or their number is not ``num_samples``."""
         if given is None:
             return cls(np.broadcast_to(np.int32(0), num_samples), (None,))
-        if isinstance(given, (str, Mapping)) or not isinstance(given, Iterable):
+        if isinstance(given, (str, Mapping)) or not isinstance(given, Iterable) or not getattr(given, "ndim", 1):
             raise ConfigError(f"`kinds` must be one label per sample, but is {given!r:.80}")
         labels = getattr(given, "tolist", lambda: list(given))()
         if len(labels) != num_samples:
@@ -301,6 +301,7 @@ def _measure_with(data: Any, length_of: Callable[[Any], Any], workers: int, prog
     return {name: [lengths[name] for lengths in found] for name in found[0]}
 
 
+@sendable(lambda: "length_of failed")
 def _each(length_of: Callable[[Any], Any], samples: Sequence[Any]) -> list[Any]:
     return [length_of(sample) for sample in samples]
 

@@ -18,6 +18,7 @@ from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.plan.static_shapes import few_shapes
 from dynagroup.update.filling import FillingCollator
 from dynagroup.update.loader import checked_kwargs
+from dynagroup.validation import sendable
 
 IGNORED = -100  # the label that torch.nn.functional.cross_entropy ignores by default
 
@@ -69,7 +70,8 @@ def text_dataloader(
     kind = PackingCollator if budget.layout == "packed" else TokenizingCollator
     made = kind(tokens, max_length, budget.pad_to_multiple_of, labels)
     collate: Any = made if budget.ladder is None else FillingCollator(made, budget.ladder, {"input_ids": pad_id})
-    return DataLoader(_Texts(texts), batch_sampler=sampler, collate_fn=collate, **checked_kwargs(options))
+    ours: dict[str, Any] = {"batch_sampler": sampler, "collate_fn": collate}
+    return DataLoader(_Texts(texts), **ours, **checked_kwargs(options, **ours))
 
 
 class TokenizingCollator:
@@ -78,6 +80,7 @@ class TokenizingCollator:
     def __init__(self, tokens: Callable[..., Any], max_length: int | None, multiple: int, labels: bool) -> None:
         self._tokens, self._max_length, self._multiple, self._labels = tokens, max_length, multiple, labels
 
+    @sendable(lambda: "the tokenizer failed")
     def __call__(self, texts: Sequence[str]) -> dict[str, torch.Tensor]:
         batch = padded(self._tokens, texts, self._max_length, pad_to_multiple_of=self._multiple)
         if self._labels:
@@ -89,6 +92,7 @@ class PackingCollator(TokenizingCollator):
     """Collates texts to one unpadded row of ``input_ids`` (and ``labels``), ``position_ids`` and the texts' borders.
     Texts without tokens are left out; if no text has tokens, the row is one padding token."""
 
+    @sendable(lambda: "the tokenizer failed")
     def __call__(self, texts: Sequence[str]) -> dict[str, torch.Tensor]:
         from transformers import DataCollatorWithFlattening
 
@@ -109,4 +113,5 @@ class _Texts(Dataset[str]):
         return len(self._texts)
 
     def __getitem__(self, index: int) -> str:
-        return check_text(self._texts[index], index)  # measure_lengths checks texts, but `lengths` may be the user's
+        with sendable(lambda: f"text {index} failed"):  # measure_lengths checks texts, but `lengths` may be the user's
+            return check_text(self._texts[index], index)

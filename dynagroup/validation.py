@@ -4,9 +4,10 @@ import difflib
 import inspect
 import math
 import os
+import pickle
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ContextDecorator, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,44 @@ def explained(what: str, *passed: type[BaseException], way_out: str = "", kind: 
         raise kind(f"{what} ({reason}){way_out}") from error
 
 
+class sendable(ContextDecorator):  # noqa: N801
+    """Context manager for the user's code in a worker. Errors that torch cannot send to the main process, which would
+    wait for them without end, become RuntimeErrors that begin with ``what()``; ``always``: all but ConfigErrors do."""
+
+    def __init__(self, what: Callable[[], str], *, always: bool = False) -> None:
+        self._what, self._always = what, always
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if not isinstance(error, Exception):
+            return
+        from torch.utils.data import get_worker_info  # heavy
+
+        renamed = self._always and not isinstance(error, ConfigError)
+        if renamed or not (get_worker_info() is None or _arrives(type(error))):
+            raise RuntimeError(f"{self._what()}: {type(error).__name__}: {error}") from error
+
+
+def _arrives(kind: Any) -> bool:
+    with suppress(Exception):  # torch sends the class and a text, and makes a new error of them
+        pickle.dumps(kind)
+        return not getattr(kind, "message", None) or kind(message="") is not None
+    return False
+
+
+def fetch(dataset: Any, indices: Sequence[int], *, always: bool = False) -> Any:
+    """Returns samples, read together if the dataset can. Errors name their indices, as :func:`sendable` says."""
+    together, asked = getattr(dataset, "__getitems__", None), [*indices]
+    with sendable(lambda: f"dataset samples {shorten(asked)} failed", always=always):
+        return together(asked) if together is not None else [dataset[(asked := [index])[0]] for index in indices]
+
+
+def shorten(indices: Sequence[int], most: int = 16) -> str:
+    shown = ", ".join(str(i) for i in list(indices)[:most])
+    return f"[{shown}]" if len(indices) <= most else f"[{shown}, ... {len(indices)} in all]"
+
+
 def check_int(name: str, value: Any, *, least: int = 1, most: int = LARGEST, where: str = "") -> int:
     """Returns ``value`` as a Python int, which JSON can save. ConfigError: not an int from ``least`` to ``most``."""
     is_int = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
@@ -55,8 +94,8 @@ def check_flag(name: str, value: Any) -> bool:
 
 
 def check_function(name: str, value: Any, what: str) -> Any:
-    """Returns ``value`` if it is callable, else raises ConfigError with ``what``, e.g. "from samples to a batch"."""
-    if not callable(value):
+    """Returns ``value`` if it is callable or None, else raises ConfigError with ``what``, e.g. "from int to int"."""
+    if value is not None and not callable(value):
         raise ConfigError(f"`{name}` must be a function {what}, but is {value!r}")
     return value
 

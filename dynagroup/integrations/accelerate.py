@@ -32,7 +32,7 @@ class AcceleratedSteps:
 
     def local_until_update(self, model: Any, step: Step[Any]) -> contextlib.AbstractContextManager[Any]:
         """Returns a context for forward and backward pass in which ranks exchange gradients only at an update's end."""
-        self.accelerator.gradient_state._set_sync_gradients(step.ends_update)  # if so, DeepSpeed's backward pass steps
+        self.accelerator.sync_gradients = step.ends_update  # if so, DeepSpeed's backward pass steps
         return contextlib.nullcontext() if step.ends_update else self.accelerator.no_sync(model)
 
     def state_dict(self) -> dict[str, Any]:

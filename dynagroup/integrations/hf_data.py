@@ -18,6 +18,7 @@ from dynagroup.plan.cost import Work
 from dynagroup.shapes import TARGET, TOKENS, IntArray
 from dynagroup.update.loader import StepLoader
 from dynagroup.update.step import Step
+from dynagroup.validation import explained
 
 KEPT = "collate_fn num_workers persistent_workers prefetch_factor multiprocessing_context worker_init_fn timeout"
 STATES = "dynagroup.json"
@@ -124,10 +125,8 @@ def sample_kinds(dataset: Any, kinds: Any, *, name: str = "train_dataset") -> An
     """Returns the labels of the samples, as given or from the named column."""
     if not isinstance(kinds, str):
         return kinds
-    try:
+    with explained(f"`kinds` is {kinds!r}, but {name} has no column of that name"):
         return list(dataset[kinds]) if hasattr(dataset, "column_names") else [row[kinds] for row in dataset]
-    except (KeyError, TypeError, IndexError) as error:
-        raise ConfigError(f"`kinds` is {kinds!r}, but {name} has no column of that name") from error
 
 
 def _row_by_row(trainer: Any, dataset: Any, column: str, both: bool, name: str) -> Any:

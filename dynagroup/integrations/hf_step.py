@@ -223,7 +223,7 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
 
     def _local_gradients(self, model: Any, step: Step[Any]) -> Any:
         always = self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
-        self.accelerator.gradient_state._set_sync_gradients(step.ends_update)  # if so, DeepSpeed's backward pass steps
+        self.accelerator.sync_gradients = step.ends_update  # if so, DeepSpeed's backward pass steps
         if step.ends_update or always or self.accelerator.distributed_type == DistributedType.DEEPSPEED:
             return contextlib.nullcontext()
         return self.accelerator.no_sync(model)

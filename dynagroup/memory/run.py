@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from dynagroup.errors import ConfigError
 from dynagroup.shapes import BatchShape, primary, target_tokens
+from dynagroup.validation import explained
 
 FloatArray: TypeAlias = NDArray[np.float64]
 Mode: TypeAlias = Literal["train", "forward", "generate"]
@@ -30,11 +31,8 @@ MONOMIALS = ("1", "n", "L", "nL", "L2", "nL2", "T", "nT", "T2", "nT2", "LT", "nL
 
 def needed(module: str, purpose: str, extra: str = "memory") -> Any:
     """Imports an optional module. ConfigError: the module is missing; the message says how to install it."""
-    try:
+    with explained(f"{purpose} needs {module.partition('.')[0]}: pip install dynagroup[{extra}]"):
         return import_module(module)
-    except ImportError as error:
-        package = module.partition(".")[0]
-        raise ConfigError(f"{purpose} needs {package}: pip install dynagroup[{extra}]") from error
 
 
 def monomials(n: NDArray[Any], length: NDArray[Any], target: NDArray[Any]) -> FloatArray:

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
@@ -13,7 +14,7 @@ from torch.utils.data import default_collate
 from dynagroup.budget.base import Budget, is_packed, padded_streams, padded_tokens, real_tokens
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.lengths import LONGEST, Kinds, check_names
-from dynagroup.online.messages import Refined, RefinedWindow, Request, WindowSamples, number_of, shorten
+from dynagroup.online.messages import Refined, RefinedWindow, Request, WindowSamples, number_of
 from dynagroup.plan.batches import Batches, offsets_of, shapes_of
 from dynagroup.plan.cost import Work, check_work
 from dynagroup.plan.planner import OneKind
@@ -22,7 +23,7 @@ from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, units_of
 from dynagroup.update.filling import FillingCollator, Pad
 from dynagroup.update.loss_weight import Weigh, weigher
 from dynagroup.update.step import shown, total_of
-from dynagroup.validation import check_choice, check_function, warn_user
+from dynagroup.validation import check_choice, check_function, explained, sendable, shorten, warn_user
 
 LengthOf: TypeAlias = Callable[[Any], "int | Mapping[str, int]"]
 Oversize: TypeAlias = Literal["alone", "error"]
@@ -93,10 +94,8 @@ class RefinementCollator:
     one_kind: OneKind = "step"
 
     def __post_init__(self) -> None:
-        sample, batch = "from a sample to its", "from samples to a batch"
-        for name, what in {"collate_fn": batch, "length_of": f"{sample} tokens", "kind_of": f"{sample} label"}.items():
-            if getattr(self, name) is not None:
-                check_function(name, getattr(self, name), what)
+        check_function("length_of", self.length_of, "from a sample to its tokens")
+        check_function("kind_of", self.kind_of, "from a sample to its label")
         self.has_kinds = self.kind_of is not None or self.kinds is not None
         if self.kinds is not None and self.kind_of is not None:
             raise ConfigError("`kinds` and `kind_of` both label the samples; pass only one of them")
@@ -108,6 +107,7 @@ class RefinementCollator:
         self.filling = FillingCollator(self.collate_fn, self.budget.ladder, self.pad)
         self._warned_wide = self._collates_to_measure = False
 
+    @sendable(lambda: "making batches failed")
     def __call__(self, window: WindowSamples | Sequence[Any]) -> RefinedWindow:
         if not isinstance(window, WindowSamples):
             window = WindowSamples(Request.of(range(len(window))), list(window))
@@ -165,11 +165,9 @@ class RefinementCollator:
 
     def _label(self, sample: Any, index: int) -> Any:
         label = _asked("kind_of", self.kind_of or number_of, sample, of=index)
-        try:
+        what = f"`kind_of` must return a hashable label, but returned {label!r:.80} for sample {index}"
+        with explained(what, way_out="; return a text, or a tuple"):
             number_of(label)
-        except TypeError:
-            way_out = f"but returned {label!r:.80} for sample {index}; return a text, or a tuple"
-            raise ConfigError(f"`kind_of` must return a hashable label, {way_out}") from None
         return label
 
     def _divide(self, lengths: Streams, labels: Sequence[Any], request: Request) -> tuple[Batches, list[int]]:
@@ -269,23 +267,17 @@ def _ids_of(sample: Any) -> Any:
 
 def _collated_length(collate_fn: Callable[[list[Any]], Any], sample: Any) -> int:
     """Returns the tokens of the batch that the collate function makes of a copy of this one sample."""
-    try:
+    with suppress(Exception):  # a sample that cannot be copied is used itself
         sample = copy.deepcopy(sample)
-    except Exception:  # noqa: BLE001 - a sample that cannot be copied is used itself
-        pass
     tokens = total_of(collate_fn([sample]), TOKENS)
     return measure_sample(sample) if tokens is None else tokens
 
 
 def _asked(name: str, function: Callable[..., Any], *args: Any, of: int | list[int]) -> Any:
-    """Calls the user's function; errors name the function and its samples. StopIteration must not end the iteration."""
-    try:
+    """Calls the user's function; errors name it and its samples."""
+    asked = lambda: f"the batch of dataset indices {shorten(of)}" if isinstance(of, list) else f"sample {of}"  # noqa: E731
+    with sendable(lambda: f"{name} failed on {asked()}", always=True):
         return function(*args)
-    except ConfigError:
-        raise
-    except Exception as error:
-        asked = f"the batch of dataset indices {shorten(of)}" if isinstance(of, list) else f"sample {of}"
-        raise RuntimeError(f"{name} failed on {asked}: {type(error).__name__}: {error}") from error
 
 
 def _whole_numbers(name: str, values: list[Any], indices: Sequence[int]) -> NDArray[np.int32]:

@@ -1,8 +1,6 @@
 """Reads datasets in the workers, one window of samples at a time."""
 
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -11,7 +9,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from dynagroup.errors import ConfigError
 from dynagroup.fingerprint import hashed
-from dynagroup.online.messages import Request, WindowSamples, shorten
+from dynagroup.online.messages import Request, WindowSamples
+from dynagroup.validation import fetch, sendable, shorten
 
 OPENING = 16  # first samples that are compared between workers and ranks; ignored if most are equal
 FETCHED_AT_ONCE = 64  # samples that are read before their bytes are counted for the first time
@@ -90,6 +89,7 @@ class IndexedDataset(_Forwarding):
     def __len__(self) -> int:
         return len(self.dataset)
 
+    @sendable(lambda: "the dataset failed")
     def __getitems__(self, request: Request | list[int]) -> WindowSamples:
         if not isinstance(request, Request):
             return WindowSamples(Request.of(request), _fetch(self.dataset, request))
@@ -117,16 +117,7 @@ class IndexedDataset(_Forwarding):
 
 
 def _fetch(dataset: Any, indices: Sequence[int]) -> list[Any]:
-    together, asked, samples = getattr(dataset, "__getitems__", None), list(indices), list[Any]()
-    try:
-        if together is not None:
-            samples += together(asked)
-        else:
-            for index in indices:
-                asked = [index]
-                samples.append(dataset[index])
-    except Exception as error:
-        raise RuntimeError(f"dataset samples {shorten(asked)} raised {type(error).__name__}: {error}") from error
+    samples = [*fetch(dataset, indices, always=True)]
     if len(samples) != len(indices):
         raise RuntimeError(
             f"the dataset's __getitems__ returned {len(samples)} samples for the indices {shorten(indices)}; "
@@ -160,17 +151,25 @@ class IterableWindows(_Forwarding, IterableDataset):
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
         epoch, (resumed, spots) = int(self._epoch), self._resume
-        set_epoch(self.dataset, epoch)
         spot = spots.get(str(worker), FRESH) if resumed == epoch else FRESH
-        if spot["state"] is not None:
-            self.dataset.load_state_dict(spot["state"])
-        samples = iter(self.dataset)
-        if spot["state"] is None:
-            deque(islice(samples, spot["read"]), maxlen=0)
-        for place, chosen in self._windows(samples, spot):
-            arrivals = [(number * workers + worker) * self.size + self.rank for number in place["numbers"]]
-            request = Request(np.asarray(arrivals), number=place["read"], indices=arrivals, epoch=epoch)
-            yield WindowSamples(request, chosen, {**place, "worker": worker})
+        with sendable(lambda: f"the dataset of worker {worker} failed"):
+            set_epoch(self.dataset, epoch)
+            for place, chosen in self._windows(self._read(spot), spot):
+                arrivals = [(number * workers + worker) * self.size + self.rank for number in place["numbers"]]
+                request = Request(np.asarray(arrivals), number=place["read"], indices=arrivals, epoch=epoch)
+                yield WindowSamples(request, chosen, {**place, "worker": worker})
+
+    def _read(self, spot: Mapping[str, Any]) -> Iterator[Any]:
+        """Yields the dataset's samples from a resume point on."""
+        state, number = spot["state"], 0
+        if state is not None:
+            self.dataset.load_state_dict(state)
+            number = spot["read"]
+        with sendable(lambda: f"sample {number} of this worker's part failed"):
+            for sample in self.dataset:
+                if number >= spot["read"]:
+                    yield sample
+                number += 1
 
     def _windows(self, samples: Iterator[Any], spot: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], list[Any]]]:
         """Yields windows: resume point (with the dataset's state before the window) and samples."""

@@ -174,11 +174,6 @@ def pin(batch: Any) -> Any:
     return copied
 
 
-def shorten(indices: Sequence[int], most: int = 16) -> str:
-    shown = ", ".join(str(i) for i in list(indices)[:most])
-    return f"[{shown}]" if len(indices) <= most else f"[{shown}, ... {len(indices)} in all]"
-
-
 # A window is sent from a worker to the main process in a few blocks of shared memory, not tensor by tensor: each tensor
 # would cost a file descriptor and a connection, and a window of a hundred batches has hundreds, which halves the speed.
 Location: TypeAlias = tuple[torch.dtype, torch.Size, int, int]  # dtype, shape, number of its block, first byte

@@ -28,7 +28,7 @@ from dynagroup.shapes import IntArray, Streams, primary
 from dynagroup.update.loader import check_updates
 from dynagroup.update.loss_weight import Weigh
 from dynagroup.update.schedule import LARGEST_UPDATE, BatchSizeSchedule, UpdateSizes
-from dynagroup.validation import check_flag, check_int
+from dynagroup.validation import check_flag, check_int, explained
 
 ROWS_A_REQUEST = 16
 SORTED = 8  # windows per rank to sort together if lengths are known roughly
@@ -97,10 +97,8 @@ class BatchSource(OrderSource):
         for _ in range(0 if told else epoch - self._epoch - 1):
             deque(self._source, maxlen=0)
         set_epoch(self._source, epoch)
-        try:
+        with explained("`batch_sampler` must yield lists of dataset indices"):
             batches = [[as_index(index) for index in batch] for batch in self._source]  # type: ignore[attr-defined]
-        except TypeError as error:
-            raise ConfigError(f"`batch_sampler` must yield lists of dataset indices, but: {error}") from error
         self._groups = tuple(map(len, batches))
         return [*chain.from_iterable(batches)]
 

@@ -274,7 +274,7 @@ class OrderSource:
     NAME = "order"
 
     def __init__(self, source: Iterable[int], num_samples: int) -> None:
-        if not isinstance(source, Iterable) or isinstance(source, Iterator):
+        if not isinstance(source, Iterable) or isinstance(source, Iterator) or not getattr(source, "ndim", 1):
             wanted = "a list or a sampler, which can be read anew in every epoch"
             raise ConfigError(f"`{self.NAME}` must be {wanted}, but is {source!r}")
         self._source, self._num_samples = source, num_samples
@@ -330,9 +330,10 @@ class OrderSource:
         return list(self._source)
 
     def _checked(self, indices: list[int]) -> IntArray:
-        array = np.asarray(indices)
-        if len(array) and not np.issubdtype(array.dtype, np.integer):
-            raise ConfigError(f"`{self.NAME}` must yield integer indices, but yields {array.dtype}")
+        with explained(f"`{self.NAME}` must yield integer indices"):
+            array = np.asarray(indices)
+        if array.ndim != 1 or (len(array) and array.dtype.kind not in "iu"):
+            raise ConfigError(f"`{self.NAME}` must yield integer indices, but yields {array.dtype} {array.shape[1:]}")
         outside = np.flatnonzero((array < 0) | (array >= self._num_samples))
         if len(outside):
             given = array[outside[0]]

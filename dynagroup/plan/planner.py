@@ -74,8 +74,7 @@ class PlanConfig:
         for name, choices in (("oversize", Oversize), ("uneven", Uneven), ("one_kind", OneKind)):
             check_choice(name, getattr(self, name), get_args(choices))
         object.__setattr__(self, "work", check_work(self.work))
-        if self.round_batch is not None:
-            check_function("round_batch", self.round_batch, "from int to int")
+        check_function("round_batch", self.round_batch, "from int to int")
 
 
 class Planner:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynagroup.errors import ConfigError
+from dynagroup.memory.run import needed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,11 +26,7 @@ HEADROOM, SAMPLES_SHOWN = 1.2, 2000  # room above for the legend; with more samp
 
 def new_figure(width: float, height: float) -> Figure:
     """Returns an empty figure (size in inches) without pyplot's global state. ConfigError: matplotlib is missing."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("pictures need matplotlib; install it with: pip install dynagroup[viz]") from error
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = needed("matplotlib.figure", "a picture", "viz").Figure(figsize=(width, height), layout="constrained")
     vars(figure)["_repr_png_"] = partial(_drawn, figure, "png")  # otherwise notebooks would not show the figure
     return figure
 

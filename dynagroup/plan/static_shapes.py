@@ -49,7 +49,7 @@ class ShapeLadder(Wrapper):
         self, lengths: Sequence[int] | np.ndarray | Mapping[str, Any], budget: Budget | int, num_shapes: int = 8, *,
         window: int | None = None, grouping: int = 1, work: Work | None = None,
     ) -> None:  # fmt: skip
-        streams, num_shapes = as_streams(lengths), check_int("num_shapes", num_shapes)
+        streams, num_shapes = as_streams(lengths), check_int("num_shapes", num_shapes, most=TRIED)
         self.base, work = as_budget(budget).bind(streams), check_work(work)
         if not len(streams[primary(streams)]):
             raise ConfigError("a ShapeLadder needs at least one length, to choose shapes for, but `lengths` is empty")
@@ -293,7 +293,8 @@ class PackedLadder(Wrapper):
         totals = round_up(np.unique(np.append(quantiles, [self.longest] * beyond)).astype(np.int64), multiple)
         self._totals, self._most = totals, int(totals[-1 - beyond]) if len(rest) else 0
         self._room = int(np.searchsorted(np.cumsum(np.sort(given)), self._totals[-1], side="right"))
-        self.num_samples = self._room - (-int(np.diff(self._totals, prepend=0).max()) // self.longest)
+        tail = int(np.diff(self._totals, prepend=0).max())  # largest number of tokens of weight 0
+        self.num_samples = self._room + -(-tail // self.longest)
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
@@ -330,6 +331,7 @@ def few_shapes(
     """Returns the budget; or if ``shapes`` is given, one that allows at most so many batch shapes, chosen by lengths."""
     if shapes is None:
         return as_budget(budget)
+    shapes = check_int("shapes", shapes, most=TRIED)
     size: Any = samples_per_update(0, None) if callable(samples_per_update) else samples_per_update
     kind = PackedLadder if is_packed(as_budget(budget), as_streams(lengths)) else ShapeLadder
     return kind(lengths, as_budget(budget), shapes, window=size or window, grouping=grouping or 1, work=work)

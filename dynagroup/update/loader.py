@@ -6,6 +6,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from typing import Any, ClassVar, Generic
 
 import numpy as np
@@ -21,7 +22,7 @@ from dynagroup.shapes import Streams
 from dynagroup.state import listed, opened, sealed
 from dynagroup.update.schedule import UpdateSizes, Walk
 from dynagroup.update.step import B, LoaderStats, Step
-from dynagroup.validation import check_flag, check_int
+from dynagroup.validation import check_flag, check_function, check_int, check_number, explained, sendable
 
 
 class StepLoader(ABC, Generic[B]):
@@ -231,6 +232,8 @@ def check_updates(samples_per_update: Any, accumulation: int, **of_set_sizes: bo
     """Checks that ``accumulation`` is not given beside ``samples_per_update``, and that settings which need
     ``samples_per_update`` have it; returns ``accumulation``."""
     accumulation = check_int("accumulation", accumulation)
+    if isinstance(samples_per_update, type):
+        check_int("samples_per_update", samples_per_update, where="; or give a function (update, current) -> int")
     for name, given in of_set_sizes.items():
         if check_flag(name, given) and samples_per_update is None:
             raise ConfigError(f"`{name}` needs `samples_per_update`, which fixes the size of updates; give it as well")
@@ -249,11 +252,12 @@ class Inner:
     def __init__(self, kwargs: Mapping[str, Any]) -> None:
         if "batch_size" in kwargs:
             raise ConfigError("`batch_size` must be left out: the budget decides how large a batch is")
-        if kwargs.get("in_order") is False:
+        if not check_flag("in_order", kwargs.get("in_order", True)):
             raise ConfigError("`in_order=False` must be left out: batches are always used in the planned order")
         # A generator of its own: otherwise the DataLoader would draw from torch's, and do so once more after resuming.
         self._generator = torch.Generator()
-        self.kwargs = {**checked_kwargs(kwargs), "generator": kwargs.get("generator") or self._generator}
+        kwargs = checked_kwargs(kwargs, batch_sampler=[])
+        self.kwargs = {**kwargs, "generator": kwargs.get("generator") or self._generator}
         self.loader: DataLoader[Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -268,14 +272,26 @@ def seed_of(*place: int) -> int:
     return int(np.random.SeedSequence(place).generate_state(1)[0])
 
 
-def checked_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments for a ``DataLoader``, checked by making an empty one, which starts no worker. ConfigError:
-    torch refuses them, or ``num_workers`` is not an int."""
-    check_int("num_workers", kwargs.get("num_workers", 0), least=0)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the real DataLoader gives the same warnings
-            DataLoader([], batch_sampler=[], **kwargs)  # type: ignore[arg-type]
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"torch's DataLoader refuses the arguments {kwargs!r:.300}: {error}; change them") from error
-    return dict(kwargs)
+def checked_kwargs(given: Mapping[str, Any], **ours: Any) -> dict[str, Any]:
+    """Returns the arguments for a ``DataLoader``, checked by making an empty one, which starts no worker. ``ours``: the
+    arguments that dynagroup sets. ConfigError: torch refuses an argument, or would fail later because of it."""
+    workers, kwargs = check_int("num_workers", given.get("num_workers", 0), least=0, most=4096), dict(given)
+    if check_number("timeout", given.get("timeout", 0), or_zero=True) and not workers:
+        raise ConfigError(f"`timeout` ({given['timeout']}) is for workers; set `num_workers`, or leave it out")
+    if given.get("prefetch_factor") is not None:
+        check_int("prefetch_factor", given["prefetch_factor"])
+    generator = given.get("generator")
+    if generator is not None and not (isinstance(generator, torch.Generator) and generator.device.type == "cpu"):
+        raise ConfigError(f"`generator` must be a torch.Generator on the CPU, or None, but is {generator!r}")
+    if (starts := check_function("worker_init_fn", given.get("worker_init_fn"), "of a worker's number")) is not None:
+        kwargs["worker_init_fn"] = partial(_start, starts)
+    what = f"torch's DataLoader refuses the arguments {given!r:.300}"
+    with warnings.catch_warnings(), explained(what, way_out="; change them"):
+        warnings.simplefilter("ignore")  # the real DataLoader gives the same warnings
+        DataLoader([], **ours, **kwargs)  # type: ignore[arg-type]
+    return kwargs
+
+
+@sendable(lambda: "worker_init_fn failed")
+def _start(worker_init_fn: Callable[[int], Any], worker: int) -> None:
+    worker_init_fn(worker)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeAlias
@@ -96,7 +97,7 @@ def predicts_next_token(model: Any, *, unknown: bool = False) -> bool:
 
 def weigher(weigh: Weigh, *, shifted: bool = True) -> Callable[[Any, int], float]:
     """Returns the function (batch, number of samples) -> weight for ``weigh``. ConfigError: ``weigh`` is invalid."""
-    if not callable(weigh) and weigh not in ("tokens", "samples"):
+    if not (callable(weigh) or (isinstance(weigh, str) and weigh in ("tokens", "samples"))):
         known = "'tokens', 'samples' or a function from a batch to its weight"
         raise ConfigError(f"`weigh` must be {known}, but is {weigh!r}")
     return partial(_weight, weigh, shifted)
@@ -105,11 +106,9 @@ def weigher(weigh: Weigh, *, shifted: bool = True) -> Callable[[Any, int], float
 def _weight(weigh: Weigh, shifted: bool, batch: Any, num_samples: int) -> float:
     if not callable(weigh):
         return float(count_label_tokens(batch, shifted=shifted) if weigh == "tokens" else num_samples)
-    given = weigh(batch)
-    try:
+    given, weight = weigh(batch), math.nan
+    with suppress(TypeError, ValueError, RuntimeError, OverflowError):  # not a number, or several
         weight = float(given)
-    except (TypeError, ValueError, RuntimeError, OverflowError):  # not a number, or several
-        weight = math.nan
     if not 0 <= weight <= MOST:
         raise ConfigError(f"`weigh` must return a number from 0 to {MOST:g}, but returned {given!r}")
     return weight

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields
 from itertools import accumulate, islice
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ from dynagroup.update.loss_weight import Share, Weigh, loss_scale, weigher
 from dynagroup.update.schedule import LARGEST_UPDATE, BatchSizeSchedule
 from dynagroup.update.step import B, LoaderStats, Step, unplanned
 from dynagroup.update.updates import FreeUpdates, PlannedUpdate, PreservedUpdates, Updates, compare_ranks
-from dynagroup.validation import check_int, warn_user
+from dynagroup.validation import check_int, fetch, sendable, shorten, warn_user
 
 OURS = {"shuffle", "seed", "samples_per_update", "grouping", "uneven"}  # plan settings with another meaning or default
 
@@ -90,6 +91,9 @@ class PlannedDataLoader(StepLoader[B]):
         shapes: int | None = None, pad: Pad | None = None, world: World | None = None, **further: Any,
     ) -> None:  # fmt: skip
         super().__init__(dataset, world=world)
+        if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+            found = f"is a {type(dataset).__name__}; for a stream use OnlineDataLoader"
+            raise ConfigError(f"`dataset` must have __getitem__ and __len__, but {found}")
         free, how, self._weigh = samples_per_update is None, {"seed": seed, "shuffle": shuffle}, weigh
         of_set_sizes = {"sampler": sampler is not None, "drop_last": drop_last, "grouping": grouping is not None}
         accumulation = check_updates(samples_per_update, accumulation, **of_set_sizes)
@@ -107,9 +111,8 @@ class PlannedDataLoader(StepLoader[B]):
         else:
             order = None if sampler is None else OrderSource(sampler, planner.num_samples)
             self._plan = self.sizes = PreservedUpdates(planner, samples_per_update, order, drop_last=drop_last)
-        if planner.budget.ladder is not None:
-            further["collate_fn"] = FillingCollator(further.get("collate_fn"), planner.budget.ladder, pad)
-        self._feed = _Feed(dataset, planner.config.seed, weigh, self.stats, further)
+        collate = FillingCollator(further.pop("collate_fn", None), planner.budget.ladder, pad)
+        self._feed = _Feed(_SeededDataset(dataset, collate), planner.config.seed, weigh, self.stats, further)
         self._place = Cursor()  # the point in the run after all yielded steps
         self._resumed: Cursor | None = None  # a loaded resume point; iteration resumes while `_place` is this object
         planner.warn_of_oversize()
@@ -162,9 +165,7 @@ class PlannedDataLoader(StepLoader[B]):
         return self._feed.asked[-1].after if self._live is not None and self._feed.asked else self.cursor
 
     def examples(self) -> tuple[Streams, Callable[[int], Any], Callable[..., Any]]:
-        collate: Any = self._feed.kwargs.get("collate_fn")
-        made = FillingCollator(collate, None) if self.budget.ladder is None else collate
-        return self._plan.planner.lengths, self.dataset.__getitem__, made
+        return self._plan.planner.lengths, self.dataset.__getitem__, self._feed.dataset.collate
 
     def _forget(self) -> None:
         self._plan.on_ranks(self._rank_and_size()[1])
@@ -247,7 +248,7 @@ class _Feed(Inner):
 
     def __init__(self, dataset: Any, seed: int, weigh: Weigh, stats: LoaderStats, kwargs: Mapping[str, Any]) -> None:
         super().__init__(kwargs)
-        self._weight_of, self._seed, self._stats, self._dataset = weigher(weigh), seed, stats, _SeededDataset(dataset)
+        self._weight_of, self._seed, self._stats, self.dataset = weigher(weigh), seed, stats, dataset
         self.asked: deque[PlannedUpdate] = deque()  # updates that workers are loading or have loaded
         self._source: Iterator[PlannedUpdate] = iter(())
 
@@ -270,7 +271,8 @@ class _Feed(Inner):
         self._source = updates
         self.seed(self._seed, epoch)
         if self.loader is None:
-            self.loader = DataLoader(self._dataset, batch_sampler=self, **self.kwargs)  # type: ignore[arg-type]
+            how: Any = {"batch_sampler": self, "collate_fn": itemgetter(0), **self.kwargs}
+            self.loader = DataLoader(self.dataset, **how)
         batches = iter(self.loader)
         while (loaded := self._loaded(batches, world)) is not None:
             update, collected, weights = loaded
@@ -306,10 +308,10 @@ class _Feed(Inner):
 
 
 class _SeededDataset(Dataset):
-    """The user's dataset. In a worker, each batch sets its own random seed, so that a resumed run repeats the samples."""
+    """The user's collated samples. In a worker, each batch sets its own random seed, so that a resumed run repeats it."""
 
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
+    def __init__(self, dataset: Any, collate: FillingCollator) -> None:
+        self.dataset, self.collate = dataset, collate
 
     def __getitems__(self, request: tuple[int, list[int]]) -> list[Any]:
         seed, indices = request
@@ -317,8 +319,9 @@ class _SeededDataset(Dataset):
             torch.manual_seed(seed)
             random.seed(seed)
             np.random.seed(seed % 2**32)
-        together = getattr(self.dataset, "__getitems__", None)
-        return together(indices) if together is not None else [self.dataset[index] for index in indices]
+        samples = fetch(self.dataset, indices)
+        with sendable(lambda: f"collate_fn failed on dataset samples {shorten(indices)}"):
+            return [self.collate(samples)]
 
     def __len__(self) -> int:
         return len(self.dataset)

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Generic, TypeVar
 
@@ -69,10 +70,8 @@ def _shapes_shown(batch: Any, stream: str, streams: Iterable[str]) -> Iterator[t
         return
     usual = SHOWN_IN.get(stream, SHOWN_IN[TOKENS] if stream == primary(streams) else stream)
     for field_name in dict.fromkeys((stream, usual)):
-        try:
+        with suppress(TypeError, KeyError, AttributeError):
             yield tuple(batch[field_name].shape)
-        except (TypeError, KeyError, AttributeError):
-            continue
 
 
 def shown(batch: Any, num_samples: int, streams: Sequence[str], *, packed: bool) -> dict[str, int]:

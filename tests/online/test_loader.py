@@ -185,7 +185,7 @@ def text_of(world: Any, fault: str) -> str:
 
 
 @pytest.mark.parametrize(("fault", "of_faulty", "of_others"), [
-    ("item_raises", r"samples \[77\] raised KeyError", r"rank . failed while it loaded data: .*samples \[77\]"),
+    ("item_raises", r"samples \[77\] failed: KeyError", r"rank . failed while it loaded data: .*samples \[77\]"),
     ("worker_dies", "worker", "rank . failed while it loaded data: .*[Ww]orker"),
     ("wrong_lengths", "`collate_fn` made a batch", "rank 1 failed while it loaded data: .*`collate_fn` made a batch"),
     ("other_seed", "ranks have unequal seed", "ranks have unequal seed"),

@@ -11,6 +11,7 @@ import torch
 from dynagroup.errors import ConfigError
 from dynagroup.memory.run import ELEMENT_BYTES, Attention, Run, needed
 from dynagroup.shapes import primary
+from dynagroup.validation import explained
 
 ALIKE_LAYERS = 3  # a list of fewer layers is not treated as a stack
 
@@ -23,10 +24,8 @@ def as_config(value: Any) -> Any:
     """Returns a transformers config, either ``value`` itself or the one with this name."""
     transformers = _transformers()
     if isinstance(value, str):
-        try:
+        with explained(f"no config found for {value!r}", way_out="; give a model's name, or its folder"):
             return transformers.AutoConfig.from_pretrained(value)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"no config found for {value!r}; give a model's name, or its folder") from error
     if not isinstance(value, transformers.PretrainedConfig):
         raise ConfigError(f"`model_or_config` must be a model, its config or its name, but is {type(value).__name__}")
     return value
@@ -49,11 +48,9 @@ def as_meta_model(
     else:
         model = _from_config(source, run.dtype if run else dtype, kind)
     if attention is not None and hasattr(model, "set_attn_implementation"):
-        try:
+        none = f"{type(model).__name__} has only 'eager' attention"
+        with explained(f"`attention` must be 'eager', because {none}, but is {attention!r}"):
             model.set_attn_implementation(kind)
-        except (ValueError, ImportError) as error:
-            none = f"{type(model).__name__} has only 'eager' attention"
-            raise ConfigError(f"`attention` must be 'eager', because {none}, but is {attention!r}") from error
     return model if lora is None or lora is False else _with_adapters(model, lora)
 
 

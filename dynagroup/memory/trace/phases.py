@@ -7,7 +7,7 @@ adds the same bytes, from its forward pass to the end of its backward pass.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, TypeAlias
@@ -109,11 +109,9 @@ class _Traced:
 
         if max(layers, default=0) > ALIKE_LAYERS + 1:
             shallow = self.model(ALIKE_LAYERS)
-            try:
+            with suppress(ValueError, KeyError):  # layers are not equal, so all of them are traced
                 if abs(three_layers(check).max() / all_layers(check).max() - 1) < ALIKE:
                     return three_layers
-            except (ValueError, KeyError):
-                pass  # layers are not equal, so all of them are traced
         return all_layers
 
 
