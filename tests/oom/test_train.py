@@ -215,12 +215,12 @@ def test_a_step_of_a_loader_an_idle_one_and_a_sample_that_does_not_fit_alone() -
 
 
 def test_parts_have_at_least_min_samples() -> None:
-    model = linear(limit=2)[0]
+    model, _ = linear(limit=2)
     backward = OomSafeBackward(model, weigh="samples", min_samples=2)
     assert backward(lambda x: model(x).mean(), X[:4]).num_parts == 2
-    backward = OomSafeBackward(linear(limit=1)[0], weigh="samples", min_samples=2)
+    model.allocator.limit = 1
     with pytest.raises(BudgetError, match=r"fewer than 4 samples, from sample 7 on \(2 tokens\).*reduce `min_samples`"):
-        backward(lambda x: backward._model(x).mean(), X[:3], indices=[7, 8, 9])
+        backward(lambda x: model(x).mean(), X[:3], indices=[7, 8, 9])
 
 
 def test_weights_come_from_the_user_the_loss_or_the_tokens_as_loaders_count_them() -> None:
