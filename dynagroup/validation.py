@@ -6,7 +6,7 @@ import math
 import os
 import pickle
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ContextDecorator, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -98,6 +98,13 @@ def check_function(name: str, value: Any, what: str) -> Any:
     if value is not None and not callable(value):
         raise ConfigError(f"`{name}` must be a function {what}, but is {value!r}")
     return value
+
+
+def check_collating(collate_fn: Any, pad: Any) -> None:
+    """Checks a loader's ``collate_fn`` and ``pad``. ConfigError: neither None nor a function, nor (``pad``) a dict."""
+    check_function("collate_fn", collate_fn, "from samples to a batch")
+    if not (pad is None or callable(pad) or isinstance(pad, Mapping)):
+        raise ConfigError(f"`pad` must be a dict from field to padding value, or a function, but is {pad!r}")
 
 
 def check_number(name: str, value: Any, *, most: float = math.inf, or_zero: bool = False, finite: bool = True) -> float:

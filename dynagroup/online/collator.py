@@ -23,7 +23,7 @@ from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, units_of
 from dynagroup.update.filling import FillingCollator, Pad
 from dynagroup.update.loss_weight import Weigh, weigher
 from dynagroup.update.step import shown, total_of
-from dynagroup.validation import check_choice, check_function, explained, sendable, shorten, warn_user
+from dynagroup.validation import check_choice, check_collating, check_function, explained, sendable, shorten, warn_user
 
 LengthOf: TypeAlias = Callable[[Any], "int | Mapping[str, int]"]
 Oversize: TypeAlias = Literal["alone", "error"]
@@ -94,6 +94,7 @@ class RefinementCollator:
     one_kind: OneKind = "step"
 
     def __post_init__(self) -> None:
+        check_collating(self.collate_fn, self.pad)
         check_function("length_of", self.length_of, "from a sample to its tokens")
         check_function("kind_of", self.kind_of, "from a sample to its label")
         self.has_kinds = self.kind_of is not None or self.kinds is not None

@@ -294,8 +294,8 @@ class Planner:
         knobs = {knob.name: getattr(self.config, knob.name) for knob in fields(self.config)}
         knobs |= {name: described(knobs[name]) for name in ("round_batch", "work")}
         codes = self.kinds.codes if len(self.kinds.labels) > 1 else NONE
-        data = {"lengths": {name: crc for name, (_, crc) in self._read.items()}}
-        data["kinds"] = [scanned(codes)[1], described(self.kinds.labels)]
+        lengths = {name: crc for name, (_, crc) in self._read.items()}
+        data = {"lengths": lengths, "kinds": [scanned(codes)[1], described(self.kinds.labels)]}
         return {"num_samples": self.num_samples, **data, "budget": self.budget.fingerprint, **knobs}
 
     @property

@@ -12,7 +12,6 @@ from dynagroup.errors import ConfigError
 from dynagroup.shapes import BatchShape, primary
 from dynagroup.update.loss_weight import IGNORED
 from dynagroup.update.step import SHOWN_IN, total_of, width_of
-from dynagroup.validation import check_function
 
 Shape: TypeAlias = tuple[int, ...]
 Pad: TypeAlias = Mapping[str, float | None] | Callable[[Any, int, Any], Any]
@@ -39,11 +38,6 @@ class FillingCollator:
     collate_fn: Callable[[list[Any]], Any] | None
     ladder: Any
     pad: Pad | None = None
-
-    def __post_init__(self) -> None:
-        check_function("collate_fn", self.collate_fn, "from samples to a batch")
-        if not (self.pad is None or callable(self.pad) or isinstance(self.pad, Mapping)):
-            raise ConfigError(f"`pad` must be a dict from field to padding value, or a function, but is {self.pad!r}")
 
     def __call__(self, samples: list[Any], shape: Shape | None = None) -> Any:
         return self.fill((self.collate_fn or default_collate)(samples), len(samples), shape)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from dynagroup.budget.base import Budget
 from dynagroup.distributed import World
@@ -34,7 +34,7 @@ from dynagroup.update.loss_weight import Share, Weigh, loss_scale, weigher
 from dynagroup.update.schedule import LARGEST_UPDATE, BatchSizeSchedule
 from dynagroup.update.step import B, LoaderStats, Step, unplanned
 from dynagroup.update.updates import FreeUpdates, PlannedUpdate, PreservedUpdates, Updates, compare_ranks
-from dynagroup.validation import check_int, fetch, sendable, shorten, warn_user
+from dynagroup.validation import check_collating, check_int, fetch, sendable, shorten, warn_user
 
 OURS = {"shuffle", "seed", "samples_per_update", "grouping", "uneven"}  # plan settings with another meaning or default
 
@@ -111,7 +111,10 @@ class PlannedDataLoader(StepLoader[B]):
         else:
             order = None if sampler is None else OrderSource(sampler, planner.num_samples)
             self._plan = self.sizes = PreservedUpdates(planner, samples_per_update, order, drop_last=drop_last)
-        collate = FillingCollator(further.pop("collate_fn", None), planner.budget.ladder, pad)
+        check_collating(collate := further.pop("collate_fn", None), pad)
+        collate = collate or default_collate
+        if planner.budget.ladder is not None:
+            collate = FillingCollator(collate, planner.budget.ladder, pad)
         self._feed = _Feed(_SeededDataset(dataset, collate), planner.config.seed, weigh, self.stats, further)
         self._place = Cursor()  # the point in the run after all yielded steps
         self._resumed: Cursor | None = None  # a loaded resume point; iteration resumes while `_place` is this object
@@ -165,7 +168,9 @@ class PlannedDataLoader(StepLoader[B]):
         return self._feed.asked[-1].after if self._live is not None and self._feed.asked else self.cursor
 
     def examples(self) -> tuple[Streams, Callable[[int], Any], Callable[..., Any]]:
-        return self._plan.planner.lengths, self.dataset.__getitem__, self._feed.dataset.collate
+        collate = self._feed.dataset.collate
+        made = FillingCollator(collate, None) if self.budget.ladder is None else collate
+        return self._plan.planner.lengths, self.dataset.__getitem__, made
 
     def _forget(self) -> None:
         self._plan.on_ranks(self._rank_and_size()[1])
