@@ -11,13 +11,13 @@ from tests.torchrun import ROOT
 
 STUB = """#!/bin/sh
 echo "$*" >> calls
-case "$*" in *"pip install"*) [ ! -e broken ];; esac
+case "$*" in *"pip install"*) [ ! -e broken ];; *basedpyright*) [ ! -s broken ];; esac
 """
 
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A checkout whose interpreter writes down what it is asked, and fails to install while a file `broken` is there."""
+    """A checkout whose interpreter writes down what it is asked; with a file `broken` installing fails, with text in it types do."""
     for name in ("pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path)
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
@@ -28,10 +28,11 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(checkout: Path, *arguments: str) -> list[str]:
-    """Run a script; what its interpreter was asked."""
+def run(checkout: Path, *arguments: str, status: int | None = None) -> list[str]:
+    """Run a script, which ends with this status; what its interpreter was asked."""
     (calls := checkout / "calls").write_text("")
-    subprocess.run(["bash", *arguments], cwd=checkout.parent, check=False, capture_output=True)
+    done = subprocess.run(["bash", *arguments], cwd=checkout.parent, check=False, capture_output=True)
+    assert status in (None, done.returncode)
     return calls.read_text().splitlines()
 
 
@@ -48,10 +49,12 @@ def test_what_is_needed_is_installed_once_and_tests_are_linted_typed_and_run_in_
             file.write("# changed\n")
         assert run(checkout, demo)[-2:] == [install, "-m dynagroup demo"]
     calls = [call for call in run(checkout, str(checkout / "scripts" / "test.sh"), "-k", "x") if "pip" not in call]
-    assert [call.split()[1] for call in calls] == ["ruff", "ruff", "basedpyright", "pytest"]
-    assert calls[-1].endswith("-m not slow -k x")
-    everything = run(checkout, str(checkout / "scripts" / "test.sh"), "--all")[-1]
-    assert "not slow" not in everything
+    assert [call.split()[1] for call in calls[:2]] == ["ruff", "ruff"]
+    types, tests = sorted(calls[2:])  # at the same time
+    assert ("-m basedpyright" in types, tests.split()[1], tests.endswith("-m not slow -k x")) == (True, "pytest", True)
+    assert not any("not slow" in call for call in run(checkout, str(checkout / "scripts" / "test.sh"), "--all"))
+    (checkout / "broken").write_text("basedpyright")
+    assert run(checkout, str(checkout / "scripts" / "test.sh"), status=1)
     assert "bash scripts/test.sh" in (ROOT / ".ci" / "run").read_text(), "every change is checked by it"
 
 
