@@ -17,7 +17,7 @@ case "$*" in *"pip install"*) [ ! -e broken ];; *basedpyright*) [ ! -s broken ];
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A checkout whose interpreter writes down what it is asked; with a file `broken` installing fails, with text in it types do."""
+    """A checkout whose interpreter writes down what it is asked. With a file `broken` installing fails, with text in it types."""
     for name in ("pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path)
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
