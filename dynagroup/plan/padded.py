@@ -113,7 +113,7 @@ class OrderedWindow:
             offsets, place = [start], 0
             for _ in range(most_runs):
                 size, longest = int(limit / work[place]), most[place]
-                if size > longest:
+                if size > longest or (streams and work[place] <= TINY):  # samples without work, as in `sizes_under`
                     size = longest
                 if streams:
                     each = np.sum([np.maximum.accumulate(s[place : place + max(size, 1)]) for s in streams], axis=0)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -48,6 +48,7 @@ KINDS = st.one_of(
 
 @settings(max_examples=150, deadline=None)
 @given(strategies.lengths, KINDS, strategies.ROUNDINGS, WORKS, st.integers(1, 9))
+@example([0] * 3, (TokenBudget(2), "two"), None, Work(per_step=0.0, crossover=10.0), 2)
 def test_every_batch_fits_in_rows_that_are_full_wherever_a_batch_can_be_divided(values, kind, rounding, work, ranks):
     others: dict[str, Any] = {"two": {"labels": values[::-1]}, "patches": {"patches": [n % 37 for n in values]}}
     lengths = streams(values, **others.get(kind[1], {}))
