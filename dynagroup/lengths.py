@@ -169,8 +169,7 @@ def measure_lengths(
     elif tokenizer is not None:
         found = _measure_texts(_values(data, column), tokenizer, max_length, workers, _bar(data, "texts", progress))
     else:
-        in_mappings = len(data) > 0 and isinstance(next(iter(data)), Mapping)
-        field = (column or "input_ids") if in_mappings else None
+        field = (column or "input_ids") if len(data) > 0 and isinstance(next(iter(data)), Mapping) else None
         found = _counted(_values(data, field), _id_counts, _bar(data, "samples", progress))
     streams = as_streams(found)
     if max_length is not None:  # the limit is for text; other streams do not count tokens

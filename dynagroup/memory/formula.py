@@ -67,8 +67,7 @@ class ClosedForm:
     def shares(self, shape: BatchShape) -> FloatArray:
         """Returns the share of each component, and of terms quadratic in length, in the largest phase: float64 (K, 6)."""
         values, phases = columns(shape, self.packed), self.phases
-        largest = (values @ phases.sum(axis=1).T).argmax(axis=1)
-        terms = phases[largest] * values[:, None, :]
+        terms = phases[(values @ phases.sum(axis=1).T).argmax(axis=1)] * values[:, None, :]
         total = np.maximum(terms.sum(axis=(1, 2)), 1.0)
         quadratic = terms[:, :, QUADRATIC].sum(axis=(1, 2))
         return np.concatenate([terms.sum(axis=2), quadratic[:, None]], axis=1) / total[:, None]

@@ -241,8 +241,7 @@ class MemoryRegressor:
                 "training range), so it may predict too much memory; MemoryRegressor.fit(simulate(...)) fits your model"
             )
         floored = np.where(strange | beyond, np.maximum(predicted, np.exp(found.margin)), predicted)
-        padded = np.exp(values[:, CANDIDATE.index("padded_tokens")])
-        return np.where(beyond, np.maximum(floored, padded), floored)
+        return np.where(beyond, np.maximum(floored, np.exp(values[:, CANDIDATE.index("padded_tokens")])), floored)
 
 
 # Fields in which similar models should agree. If too few models agree in all of them, the last fields are ignored.

@@ -264,8 +264,7 @@ def _like(source: Source, rough: FloatArray, rank: int, size: int) -> Iterator[R
     config = source.config
     together, rng = config.window * size, np.random.default_rng((config.seed, source.cursor.epoch))
     for span in np.array_split(np.arange(len(rough)), range(SORTED * together, len(rough), SORTED * together)):
-        longest_first = span[np.argsort(-rough[span], kind="stable")]
-        groups = np.array_split(longest_first, range(together, len(span), together))
+        groups = np.array_split(span[np.argsort(-rough[span], kind="stable")], range(together, len(span), together))
         for number in rng.permutation(len(groups)):
             alike = groups[number]
             if source.kinds is not None:  # gives all ranks the same number of samples of each kind

@@ -261,8 +261,7 @@ def packed_borders(batch: Mapping[Any, Any]) -> list[int] | None:
     places, tokens = batch.get("position_ids"), int(row.shape[1])
     if places is None or tuple(places.shape) != (1, tokens) or batch.get("attention_mask") is not None:
         return None
-    starts = np.flatnonzero(np.diff(places[0].tolist()) != 1) + 1
-    return [0, *starts.tolist(), tokens]
+    return [0, *(np.flatnonzero(np.diff(places[0].tolist()) != 1) + 1).tolist(), tokens]
 
 
 def _take_packed(key: str, value: Any, borders: list[int], start: int, stop: int) -> Any:

@@ -24,8 +24,7 @@ class RunMaxima:
         levels, width = [values], 1
         while 2 * width <= reach:
             last = levels[-1]
-            shifted = np.append(last[width:], np.zeros(min(width, len(last)), last.dtype))
-            levels.append(np.maximum(last, shifted))
+            levels.append(np.maximum(last, np.append(last[width:], np.zeros(min(width, len(last)), last.dtype))))
             width *= 2
         self._levels = np.stack(levels)
 
@@ -67,8 +66,7 @@ def _divided(box: IntArray, units: IntArray, worth: int) -> list[IntArray]:
         order = longest_first({TOKENS: stream})
         wide = units[:, order]
         front = np.add.reduce(np.maximum.accumulate(wide, axis=1))[:-1]
-        back = np.add.reduce(np.maximum.accumulate(wide[:, ::-1], axis=1))[-2::-1]
-        padded = before * front + before[::-1] * back
+        padded = before * front + before[::-1] * np.add.reduce(np.maximum.accumulate(wide[:, ::-1], axis=1))[-2::-1]
         cut = int(padded.argmin()) if len(padded) else 0
         if len(padded) and padded[cut] <= most:
             most, best = int(padded[cut]) - 1, [box[order[cut + 1 :]], box[order[: cut + 1]]]

@@ -246,8 +246,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         same number of ranks the remaining batches are the same. On another number, the remaining samples of the current
         window are cut into new batches. Raises StateError if the state is damaged, or was saved with other lengths,
         another budget or other settings."""
-        states = listed(state_dict)
-        state = agreed(opened(states, KIND, self._planner.identity))
+        state = agreed(opened(listed(state_dict), KIND, self._planner.identity))
         cursor = Cursor.of(state["cursor"])
         if self._order is not None and self._order.checksum(cursor.epoch) != state["order"]:
             raise StateError(

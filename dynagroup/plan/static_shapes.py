@@ -69,8 +69,7 @@ class ShapeLadder(Wrapper):
             windows = self._drawn(units[:, fit], window, grouping)
             found = self._chosen(units[:, fit], windows, num_shapes - oversize, work)
             rungs = np.append(found, rungs[:oversize], axis=0)
-        last = np.arange(len(rungs)) >= len(rungs) - oversize
-        rungs = rungs[np.lexsort([self._time(rungs, work), last])]
+        rungs = rungs[np.lexsort([self._time(rungs, work), np.arange(len(rungs)) >= len(rungs) - oversize])]
         self._samples, self._widths = rungs[:, 0], rungs[:, 1:].T
         self._work = self._time(rungs, work)
 
