@@ -315,7 +315,7 @@ class _Feed(Inner):
 class _SeededDataset(Dataset):
     """The user's collated samples. In a worker, each batch sets its own random seed, so that a resumed run repeats it."""
 
-    def __init__(self, dataset: Any, collate: FillingCollator) -> None:
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
         self.dataset, self.collate = dataset, collate
 
     def __getitems__(self, request: tuple[int, list[int]]) -> list[Any]:
