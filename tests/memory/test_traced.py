@@ -21,7 +21,7 @@ from dynagroup.shapes import BatchShape
 from tests import models
 
 SMALL = {"vocab": 400, "width": 32, "heads": 4, "inner": 64}
-LLAMA = models.llama(**SMALL, layers=4, num_key_value_heads=2, max_position_embeddings=40_000)
+LLAMA = models.llama(**SMALL, layers=5, num_key_value_heads=2, max_position_embeddings=40_000)
 WIDE = models.llama(vocab=400, width=256, heads=4, inner=512, layers=2, num_key_value_heads=1)
 BERT = models.bert(**SMALL, layers=2, dropout=0.1)
 T5 = models.t5(**SMALL, layers=2, d_kv=8, dropout=0.1)
@@ -145,7 +145,7 @@ def test_three_layers_say_what_many_do_without_tracing_them_all(known, monkeypat
     inner = phases.trace
     monkeypatch.setattr(phases, "trace", lambda model, *args, **more: runs.append(model) or inner(model, *args, **more))
     Workload.from_model(LLAMA, **{"dtype": "float32", "attention": "eager", **known})
-    assert sum(len(model.model.layers) == 4 for model in runs) == 1
+    assert sum(len(model.model.layers) == 5 for model in runs) == 1
 
 
 def test_what_was_traced_holds_for_that_workload_only_and_a_wrong_one_is_named():
