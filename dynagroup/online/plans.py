@@ -311,7 +311,7 @@ def as_hint(hint: Any, num_samples: int) -> FloatArray:
 
 
 def behind(cursor: Cursor, samples: int, sizes: UpdateSizes | None) -> Cursor:
-    """Returns the point in the run after one more update, of ``samples`` samples. Steps are not counted."""
+    """Returns the point in the run after one more update of ``samples`` samples, without the number of its steps."""
     if sizes is not None:
         return next(sizes.cursors(cursor))
     used, seen = cursor.samples_used + samples, cursor.samples_seen + samples

@@ -78,7 +78,7 @@ class FillingCollator:
         [stream], longest, pad, made = self.ladder.streams, self.ladder.longest, self._pad(), copy.copy(batch)
         now = total_of(batch, stream, self.ladder.streams)
         if now is None:
-            raise ConfigError(f"no field of the batch shows the packed {stream!r} of its samples; {WAY_OUT}")
+            raise ConfigError(f"cannot find the packed {stream!r} of the samples in any field of the batch; {WAY_OUT}")
         if num_samples == 1 and now > self.ladder.shapes[-1][1]:
             return batch  # one sample that is larger than all shapes; its length was not known when they were chosen
         samples, total = shape or self.ladder.shape_for(num_samples, now)

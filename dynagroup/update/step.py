@@ -167,7 +167,7 @@ class LoaderStats:
         return LoaderStats(**{f.name: getattr(self, f.name) - getattr(before, f.name) for f in fields(self)})
 
     def merged(self, world: World) -> "LoaderStats":
-        """Returns the sum over ranks; all ranks must call it."""
+        """Returns these counts, added over all ranks; all ranks must call it."""
         names = [f.name for f in fields(self) if f.name != "batch_sizes"]
         [largest] = world.all_max([max(self.batch_sizes, default=0)])
         own = [*(getattr(self, name) for name in names), *(self.batch_sizes[size] for size in range(largest + 1))]
