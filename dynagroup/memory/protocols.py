@@ -14,7 +14,7 @@ class MemoryModel(Protocol):
     """Predicts the memory of a batch relative to another one; it never falls when a sample is added or grows."""
 
     def relative(self, shape: BatchShape, baseline: BatchShape, /) -> FloatArray:
-        """Returns the part of memory that depends on the batch, for K shapes, over that of ``baseline``: float64 (K,)."""
+        """Returns the memory of K shapes divided by that of ``baseline``, without what all batches need: float64 (K,)."""
         ...
 
     @property

@@ -173,7 +173,7 @@ class Runner(ABC):
                 self._smallest[kind] = own or lent.batches[0]
 
     def _total(self, updates: list[list[Refined]], extra: Sequence[int] = ()) -> list[float]:
-        """Appends the steps of these updates to ``due``, with totals over ranks; returns the sums of ``extra``."""
+        """Sums samples and weights of these updates over ranks, and appends their steps to ``due``; returns sums of ``extra``."""
         weights = [float(sum(batch.weight for batch in update)) for update in updates]
         samples = [sum(map(len, update)) for update in updates]
         if updates:

@@ -141,9 +141,9 @@ class Exchange:
             raise failure or AlignmentError(f"rank {found[2] - 1} failed while it loaded data: {text}")
         if found[0] != -found[1]:
             raise AlignmentError(
-                f"ranks are at different points: this one at exchange {self.count} of epoch {self.epoch}, the last at "
-                f"{found[0] & 0xFFFFFFFF} of epoch {found[0] >> 32}, the first at {-found[1] & 0xFFFFFFFF} of epoch "
-                f"{-found[1] >> 32}; iterate the loader equally often and far on every rank"
+                f"ranks are at different points: this rank at exchange {self.count} of epoch {self.epoch}, the rank furthest "
+                f"behind at {-found[1] & 0xFFFFFFFF} of epoch {-found[1] >> 32}, the rank furthest ahead at "
+                f"{found[0] & 0xFFFFFFFF} of epoch {found[0] >> 32}; iterate the loader equally often and far on every rank"
             )
         more = self.world.all_max(vector[WIDTH:]) if len(vector) > len(found) else []
         return [*found[3 : len(vector)], *more]

@@ -221,7 +221,7 @@ class Packing:
         return per_step * len(rows) + rows[:, 0].sum(), bool(equal.all())
 
     def _fewest(self) -> list[list[int]]:
-        """Returns batches for few steps, hardly more than best fit needs; no batch is empty."""
+        """Returns about as few batches as best fit, none of them empty."""
         rows = self._num_rows(self._least_bins())
         found = self.balanced(rows)
         if found is None:

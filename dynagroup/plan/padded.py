@@ -157,7 +157,7 @@ def most_by_start(ordered: Streams, budget: Budget) -> IntArray:
     if table is None:
         return np.minimum(np.maximum(_by_search(ordered, budget), 1), left)
     if (np.diff(table) < 0).any():
-        raise BudgetError("`budget.largest` must not fall when samples are shorter; check it with assert_budget_law")
+        raise BudgetError("`budget.largest` must allow at least as many shorter samples; try assert_budget_law")
     return np.minimum(np.repeat(np.maximum(table, 1), np.diff(np.append(firsts, len(tokens)))), left)
 
 

@@ -85,7 +85,7 @@ def _divided(cost: NDArray[np.float64], size: NDArray[np.float64], slots: list[i
 def _numbers(name: str, values: Sequence[float] | np.ndarray) -> NDArray[np.float64]:
     array = np.asarray(values, np.float64)
     if array.ndim != 1 or not np.isfinite(array).all() or (array < 0).any():
-        raise ConfigError(f"`{name}` must be one finite number of at least 0 for each item; correct {values!r:.80}")
+        raise ConfigError(f"`{name}` must be one finite number of at least 0 for each item, but is {values!r:.80}")
     return array
 
 
