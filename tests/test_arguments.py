@@ -10,14 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from dynagroup import (
-    LengthAwareBatchSampler,
-    MemoryBudget,
-    OnlineDataLoader,
-    PlannedDataLoader,
-    ShapeLadder,
-    TokenBudget,
-)
+from dynagroup import LengthAwareBatchSampler, MemoryBudget, OnlineDataLoader, PlannedDataLoader, TokenBudget
 from dynagroup.budget.learning import LearningBudget
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.plan.batches import multiple_of
@@ -26,6 +19,7 @@ from dynagroup.plan.epoch import Mixture, epoch_order
 from dynagroup.plan.partition import balanced_partitions, shard_micro_batches
 from dynagroup.plan.planner import PlanConfig
 from dynagroup.plan.report import compare
+from dynagroup.plan.static_shapes import ShapeLadder
 from tests.online.helpers import Tokens, collate
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -18,6 +18,19 @@ from dynagroup.fingerprint import described
 from dynagroup.state import agreed, listed, opened, sealed
 from tests.torchrun import ROOT
 
+PROGRAM = """
+import json, sys
+from tests.test_fingerprint import ALIKE, DIFFERENT, described
+print(json.dumps([described(v) for pairs in (ALIKE, DIFFERENT) for pair in pairs.values() for v in pair]))
+"""
+IDENTITY = {"seed": 0}
+STATE = sealed("Loader", IDENTITY, {"epoch": 2, "segments": [[2, 3]], "order": None})
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+
 
 def make(limit, scale=1):
     return lambda n: min(n * scale, limit)
@@ -124,17 +137,6 @@ def test_recursion_ends_what_cannot_be_seen_is_warned_of_and_an_objects_own_fing
     assert described([held]) == "(mine-3)"
 
 
-PROGRAM = """
-import json, sys
-from tests.test_fingerprint import ALIKE, DIFFERENT, described
-print(json.dumps([described(v) for pairs in (ALIKE, DIFFERENT) for pair in pairs.values() for v in pair]))
-"""
-
-
-IDENTITY = {"seed": 0}
-STATE = sealed("Loader", IDENTITY, {"epoch": 2, "segments": [[2, 3]], "order": None})
-
-
 @pytest.mark.parametrize(("change", "said"), [
     ({"epoch": 3}, "damaged: its content does not match its checksum"),
     ({"more": 1}, "not match its checksum"),
@@ -158,13 +160,6 @@ def test_a_state_of_another_run_says_what_differs_and_ranks_agree_but_for_what_e
     assert agreed([{**STATE, "learned": 2}, {**STATE, "learned": 3, "seal": "x"}])["learned"] == 2
     with pytest.raises(StateError, match="after different steps"):
         agreed([STATE, {**STATE, "epoch": 3}])
-
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
-    max_leaves=6,
-)
 
 
 @given(json_values, st.sampled_from([None, *STATE]))

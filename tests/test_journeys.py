@@ -1,7 +1,5 @@
-"""What things cost in counts, frozen as upper bounds: seconds vary with the machine, these do not. How many files of the package
-one journey passes, which a reader has to open to follow it: 14 for a sampler's first batch, 20 for a planned loader's first step,
-22 for an online one's. And what travels between ranks and to workers. A change that needs more says so by raising a number here.
-"""
+"""Costs in counts, as upper bounds: files that a reader opens to follow a journey, exchanges between ranks, and requests to
+workers. Seconds vary with the machine, these do not; a change that needs more says so by raising a number here."""
 
 import sys
 from collections.abc import Callable
@@ -27,6 +25,12 @@ BUDGET = TokenBudget(100)
 HOW: dict[str, Any] = {"weigh": "samples", "collate_fn": list}
 MANY = lengths_of(960, seed=4)
 SIZED = {"samples_per_update": 96}
+JOURNEYS: list[tuple[Callable[[], Any], int]] = [
+    (lambda: LengthAwareBatchSampler(LENGTHS, BUDGET, shuffle=True), 14),
+    (lambda: PlannedDataLoader(LENGTHS, LENGTHS, BUDGET, samples_per_update=16, **HOW), 20),
+    (lambda: PlannedDataLoader(LENGTHS, LENGTHS, BUDGET, **HOW), 20),
+    (lambda: OnlineDataLoader([{"input_ids": [1] * n} for n in LENGTHS], BUDGET, shuffle=True, **HOW), 22),
+]
 
 
 def files_of(journey: Callable[[], Any]) -> set[str]:
@@ -43,14 +47,6 @@ def files_of(journey: Callable[[], Any]) -> set[str]:
     finally:
         sys.setprofile(None)
     return {Path(name).relative_to(PACKAGE).as_posix() for name in found if Path(name).is_relative_to(PACKAGE)}
-
-
-JOURNEYS: list[tuple[Callable[[], Any], int]] = [
-    (lambda: LengthAwareBatchSampler(LENGTHS, BUDGET, shuffle=True), 14),
-    (lambda: PlannedDataLoader(LENGTHS, LENGTHS, BUDGET, samples_per_update=16, **HOW), 20),
-    (lambda: PlannedDataLoader(LENGTHS, LENGTHS, BUDGET, **HOW), 20),
-    (lambda: OnlineDataLoader([{"input_ids": [1] * n} for n in LENGTHS], BUDGET, shuffle=True, **HOW), 22),
-]
 
 
 @pytest.mark.parametrize(("make", "most"), JOURNEYS)

@@ -31,6 +31,22 @@ NO_ROWS = [([5, 6, 7], 1), (torch.arange(7),), torch.ones(1, 7), [[5, 6, 7]], ["
 TWO = Dataset.from_dict({"a": ["x"], "b": ["y"]})
 NO_LENGTHS = [[[1, 2], [3]], [[1, 2], [3, 4]], 5, torch.ones(3, dtype=torch.bfloat16)]
 NO_IDS = [[CHAT], [["a"]], [[[5, 6]]], ["x"], [[1], None]]
+SPOKEN = ["one two three", "", "one", "two two two two two", "three one"]
+COUNTS = [4, 1, 2, 6, 3]  # a token in front of every text
+ROWS = [[1, 2], [], [3]]
+TABLE = pd.DataFrame({"text": SPOKEN, "n": range(5)}, index=range(5, 0, -1))
+DATA = Dataset.from_dict({"text": SPOKEN, "label": [0, 1, 2, 3, 4]})
+HOLDERS: dict[str, tuple[Any, str | None]] = {
+    "list": (SPOKEN, None),
+    "tuple": (tuple(SPOKEN), None),
+    "array": (np.array(SPOKEN), None),
+    "mappings": ([{"text": text} for text in SPOKEN], "text"),
+    "datasets": (DATA, None),
+    "a column": (DATA["text"], None),
+    "pandas": (TABLE, "text"),
+    "Series": (TABLE["text"], None),
+    "pyarrow": (pa.table({"text": SPOKEN}), "text"),
+}
 
 
 def words(begin: bool = False, kind: type[Any] = PreTrainedTokenizerFast, **special: str) -> PreTrainedTokenizerFast:
@@ -173,24 +189,6 @@ def test_whole_numbers_of_any_container_survive_unchanged(container):
     tokens = as_streams(container([0, 7, MOST]))["tokens"]
     assert (tokens.dtype, tokens.tolist()) == (np.int32, [0, 7, MOST])
     assert as_streams(tokens)["tokens"] is tokens, "int32 is not copied"
-
-
-SPOKEN = ["one two three", "", "one", "two two two two two", "three one"]
-COUNTS = [4, 1, 2, 6, 3]  # a token in front of every text
-ROWS = [[1, 2], [], [3]]
-TABLE = pd.DataFrame({"text": SPOKEN, "n": range(5)}, index=range(5, 0, -1))
-DATA = Dataset.from_dict({"text": SPOKEN, "label": [0, 1, 2, 3, 4]})
-HOLDERS: dict[str, tuple[Any, str | None]] = {
-    "list": (SPOKEN, None),
-    "tuple": (tuple(SPOKEN), None),
-    "array": (np.array(SPOKEN), None),
-    "mappings": ([{"text": text} for text in SPOKEN], "text"),
-    "datasets": (DATA, None),
-    "a column": (DATA["text"], None),
-    "pandas": (TABLE, "text"),
-    "Series": (TABLE["text"], None),
-    "pyarrow": (pa.table({"text": SPOKEN}), "text"),
-}
 
 
 @pytest.fixture(scope="module")

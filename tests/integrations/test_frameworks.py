@@ -25,6 +25,16 @@ from tests.integrations.toys import parameters
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ROOT = Path(__file__).parents[2]
+SWIFT = """
+import sys
+from swift.arguments import SftArguments
+from swift.pipelines import sft_main
+sft_main(SftArguments(
+    model="model", model_type="llama", template="dummy", dataset=["data.jsonl"], output_dir=sys.argv[1], num_train_epochs=2,
+    per_device_train_batch_size=4, gradient_accumulation_steps=2, torch_dtype="float32", tuner_type="full",
+    external_plugins=sys.argv[2:], save_strategy="no", logging_steps=1, split_dataset_ratio=0.0, report_to=[], check_model=False,
+    learning_rate=1e-3, gradient_checkpointing=False, add_version=False))
+"""
 
 
 def own(package: str, script: str = "rl_frameworks") -> Any:
@@ -57,18 +67,6 @@ def test_openrlhf_passes_its_cap_and_the_line_of_the_page_does_not(monkeypatch: 
     [line] = [block for block in blocks(page) if "from openrlhf" in block]
     exec(compile(line, "packing.md", "exec"), {})
     assert sorted(theirs.get_seqlen_balanced_partitions([9000, 9000, 5000], 2, equal_size=False)) == [[0, 2], [1]]
-
-
-SWIFT = """
-import sys
-from swift.arguments import SftArguments
-from swift.pipelines import sft_main
-sft_main(SftArguments(
-    model="model", model_type="llama", template="dummy", dataset=["data.jsonl"], output_dir=sys.argv[1], num_train_epochs=2,
-    per_device_train_batch_size=4, gradient_accumulation_steps=2, torch_dtype="float32", tuner_type="full",
-    external_plugins=sys.argv[2:], save_strategy="no", logging_steps=1, split_dataset_ratio=0.0, report_to=[], check_model=False,
-    learning_rate=1e-3, gradient_checkpointing=False, add_version=False))
-"""
 
 
 def write_swift_job(folder: Path) -> None:

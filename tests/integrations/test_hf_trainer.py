@@ -23,6 +23,15 @@ from tests.packed.test_training import BUDGET, FLAT, llama
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 ONLINE = {"mode": "online", "lengths": None}
 SAVED = {"save_strategy": "steps", "save_steps": 1}
+REFUSED = {
+    "auto_find_batch_size=True .*: the budget limits batches already": {"auto_find_batch_size": True},
+    "dispatch_batches=True .* set it to False": {"accelerator_config": {"dispatch_batches": True}},
+    "split_batches=True .* set it to False": {"accelerator_config": {"split_batches": True}},
+    "dataloader_in_order=False .* True": {"dataloader_in_order": False, "dataloader_num_workers": 1},
+    "batch_rebalance' cannot be combined with dynagroup": {"train_sampling_strategy": "batch_rebalance"},
+    "`updates` must be one of": {"config": {"updates": "some"}},
+    "needs updates='preserved'": {"config": {"updates": "free", "samples_per_update": 4}},
+}
 
 
 class Recorder(TrainerCallback):
@@ -269,17 +278,6 @@ def test_lengths_are_measured_where_there_is_no_column(tmp_path):
     for kind in (list, np.asarray, torch.tensor):
         plain = [kind(row["input_ids"]) for row in rows]
         assert sample_lengths(causal, plain, name="")["tokens"].tolist() == toys.lengths(rows)
-
-
-REFUSED = {
-    "auto_find_batch_size=True .*: the budget limits batches already": {"auto_find_batch_size": True},
-    "dispatch_batches=True .* set it to False": {"accelerator_config": {"dispatch_batches": True}},
-    "split_batches=True .* set it to False": {"accelerator_config": {"split_batches": True}},
-    "dataloader_in_order=False .* True": {"dataloader_in_order": False, "dataloader_num_workers": 1},
-    "batch_rebalance' cannot be combined with dynagroup": {"train_sampling_strategy": "batch_rebalance"},
-    "`updates` must be one of": {"config": {"updates": "some"}},
-    "needs updates='preserved'": {"config": {"updates": "free", "samples_per_update": 4}},
-}
 
 
 @pytest.mark.parametrize("message", REFUSED)

@@ -1,7 +1,4 @@
-"""The table of laws: every loader, on one rank and on several, padded and packed, keeps each of them.
-
-A loader takes part by an entry in :mod:`tests.laws.loaders`.
-"""
+"""The table of laws: every loader of :mod:`tests.laws.loaders`, on one rank and on several, padded and packed, keeps each."""
 
 import copy
 import itertools
@@ -213,16 +210,6 @@ def test_broken_loaders_are_found(fault, message):
     kind, how = type("Faulty", (Broken,), fault), {"samples_per_update": 8, "collate_fn": collate}
     with pytest.raises(AssertionError, match=message):
         assert_loader_laws(lambda world: kind(Tokens(MORE), MORE, TokenBudget(96), world=world, **how))
-
-
-def test_a_rank_that_raises_is_heard_above_those_that_wait_for_it():
-    def run(world):
-        if world.rank == 1:
-            raise KeyError("mine")
-        return world.all_sum([1.0])
-
-    with pytest.raises(KeyError, match="mine"):
-        run_ranks(3, run)
 
 
 # Every state that a loader gives is taken back, on any number of ranks, and each sample of the epoch comes once.

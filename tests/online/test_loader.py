@@ -16,7 +16,6 @@ from dynagroup import MemoryBudget, OnlineDataLoader, TokenBudget
 from dynagroup.distributed import SingleProcess
 from dynagroup.errors import AlignmentError, ConfigError, StateError
 from dynagroup.memory import PaddedTokens
-from dynagroup.online.state import LearnedLengths
 from dynagroup.testing import run_ranks
 from tests.online.helpers import Stream, Tokens, collate, lengths_of, make_loader, used
 
@@ -82,24 +81,6 @@ def test_lengths_of_the_samples_in_use_are_enough(options: dict[str, Any]) -> No
 
     padded = np.sum(run_ranks(2, run), axis=0)
     assert padded[1] < padded[0], "batches of known lengths are matched"
-
-
-def test_lengths_are_steady_where_no_stream_changes() -> None:
-    learned = LearnedLengths(100)
-
-    def epoch(**changed: list[int]) -> bool:
-        lengths = {name: np.full(100, 7, np.int32) for name in ("tokens", "target")}
-        for name, samples in changed.items():
-            lengths[name][samples] += 1
-        learned.observe(range(100), lengths)
-        learned.merge(SingleProcess())
-        return learned.steady
-
-    assert epoch()
-    assert epoch(target=[3], tokens=[3])  # 1 % of the samples
-    assert not epoch(target=[4, 5])  # and 3, which changes back
-    assert not epoch()
-    assert epoch()
 
 
 @pytest.mark.parametrize("name", ["sampler", "batch_sampler"])

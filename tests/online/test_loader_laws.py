@@ -1,10 +1,8 @@
 """Laws of the online loader, whatever its data and settings, wherever it stops; what known lengths are worth; law 10."""
 
-import json
 import random
 from collections import Counter
 from collections.abc import Iterator
-from itertools import groupby, islice
 from typing import Any
 
 import numpy as np
@@ -32,6 +30,8 @@ WORK = Work()
 LABEL = st.sampled_from([("rare", 1), 4, 5, 6, 7])
 MODES = [{}, {"accumulation": 3}, {"samples_per_update": 12}, {"stream": True}]
 LABELLED = lengths_of(90, seed=4)
+ONES = (True, 1, 1.0, np.int64(1), np.float32(1))
+ALIKE = [ONES, ((1, "a"), (True, "a"), (1.0, np.str_("a"))), (0.5, np.float64(0.5))]
 
 
 def shard(count: int, rank: int, size: int) -> range:
@@ -121,15 +121,6 @@ def test_whatever_the_settings_every_sample_comes_once(lengths, most, source, ac
         expected = Counter(drawn if source == "sampler" else range(len(lengths)))
         assert not came - expected, "too often"
         assert (expected - came).total() < (4 if dropping else 1), "lost"
-
-
-def test_a_state_is_small_and_json():
-    lengths = lengths_of(4000, seed=1)
-    loader = make_loader(None, lengths, window=1024, shuffle=True)
-    list(islice(loader, 20))
-    state = loader.state_dict()
-    state.pop("lengths")
-    assert len(json.dumps(state)) < 6000
 
 
 def second_epoch(lengths, ranks=2, **options):
@@ -273,25 +264,6 @@ def test_a_step_is_of_one_kind_whatever_is_known_or_changes(samples, sizes, wind
         assert checked(rows, how.get("one_kind", "step"))[1] == [*range(len(samples))]
 
 
-@pytest.mark.parametrize("mode", MODES, ids=str)
-def test_rare_kinds(mode):
-    """Rarer than ranks."""
-    labels = [("part", i % 60) if i % 3 else None for i in range(90)]
-
-    def rank(world):
-        loader = labelled(world, LABELLED, labels, **mode)
-        return list(loader), loader.stats.kind_steps
-
-    ranks, added = zip(*run_ranks(4, rank), strict=True)
-    rows, used = checked(zip(*ranks, strict=True))
-    assert (used, len({*added})) == ([*range(len(labels))], 1)
-    ends = np.cumsum([0, *(row[0].ends_update for row in rows)])[:-1].tolist()
-    for _, update in groupby(zip(ends, rows, strict=True), key=lambda pair: pair[0]):
-        kinds = [kind for kind, _ in groupby(row[0].kind for _, row in update)]
-        assert "samples_per_update" not in mode or len(kinds) == len(set(kinds)), "kinds come one after another"
-    assert added[0] > 0
-
-
 def test_kinds_interleave_and_once_known_fill_their_rows():
     labels = np.random.default_rng(5).choice(["text", "image"], 600, p=[0.8, 0.2]).tolist()
 
@@ -305,13 +277,6 @@ def test_kinds_interleave_and_once_known_fill_their_rows():
         assert all(0 < fifth.mean() < 0.7 for fifth in fifths)
     assert len(second) < len(first)
     assert not any(step.idle for row in second for step in row)
-
-
-ALIKE = [
-    (True, 1, 1.0, np.int64(1), np.float32(1)),
-    ((1, "a"), (True, "a"), (1.0, np.str_("a"))),
-    (0.5, np.float64(0.5)),
-]
 
 
 @pytest.mark.parametrize("labels", [*ALIKE, ((1, 8), torch.Size([1, 8])), (None,)], ids=str)

@@ -108,12 +108,11 @@ class Tokenizer:
 
 WORKERS: dict[str, Any] = {"num_workers": 1, "worker_init_fn": started}
 LOADER: dict[str, Any] = {"collate_fn": collated, **WORKERS}
+FEW: dict[str, Any] = {"shapes": 2, **LOADER}
 ONLINE: dict[str, Any] = {"budget": Strict(20), "length_of": length_of, "window": 4, **LOADER}
 MAKE: dict[str, Callable[[], Any]] = {
     "planned": lambda: PlannedDataLoader(Items(LENGTHS), LENGTHS, 20, shuffle=False, **LOADER),
-    "planned updates": lambda: PlannedDataLoader(
-        Together(LENGTHS), LENGTHS, 20, samples_per_update=4, shapes=2, **LOADER
-    ),
+    "planned updates": lambda: PlannedDataLoader(Together(LENGTHS), LENGTHS, 20, samples_per_update=4, **FEW),
     "online": lambda: OnlineDataLoader(Items(LENGTHS), **ONLINE),
     "online updates": lambda: OnlineDataLoader(Together(LENGTHS), samples_per_update=4, **ONLINE),
     "stream": lambda: OnlineDataLoader(Samples(LENGTHS), **ONLINE),
@@ -162,9 +161,8 @@ def outcomes() -> list[tuple[str, str]]:
 
 def test_an_error_in_a_worker_arrives_with_its_words_its_traceback_and_the_sample() -> None:
     code = "import json; from tests.online.test_worker_errors import outcomes; print(json.dumps(outcomes()))"
-    ran = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=240, check=True
-    )
+    how: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 240, "check": True}
+    ran = subprocess.run([sys.executable, "-W", "ignore", "-c", code], **how)
     for case, (kind, text) in zip(CASES, json.loads(ran.stdout.splitlines()[-1]), strict=True):
         loader, _, error, said = case
         kept = error == "plain" and loader != "online"

@@ -23,6 +23,15 @@ JOB = {"task": "test", "texts": 4}
 RESULTS = ["zero", "eins\u2028", "", ["\0", "\n"]]
 TWENTY = [f"result {i}" for i in range(20)]
 RECEIPTS = [b"", b"\xff", b"null", b"{}", b"[" * 99999, b'{"job": 3, "bytes": 4, "checksum": 5}']
+DAMAGE: dict[str, Callable[[bytes, int], bytes]] = {
+    "cut": lambda data, at: data[:at],
+    "zeros to the end": lambda data, at: data[:at] + b"\0" * (len(data) - at),
+    "a flipped bit": lambda data, at: data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :],
+    "a byte more": lambda data, at: data[:at] + b"x" + data[at:],
+    "a byte less": lambda data, at: data[:at] + data[at + 1 :],
+    "other lines": lambda data, at: data[:at] + b'{"index": 0, "result": "wrong"}\n' * 3,
+    "twice": lambda data, at: data + data[at:],
+}
 
 
 def out_of(folder: Path, job: Any = JOB) -> Output:
@@ -74,17 +83,6 @@ def test_another_jobs_journal_is_refused_with_what_differs_and_never_read(tmp_pa
     with closing(other):
         other.claim()
         assert other.finished() == {}
-
-
-DAMAGE: dict[str, Callable[[bytes, int], bytes]] = {
-    "cut": lambda data, at: data[:at],
-    "zeros to the end": lambda data, at: data[:at] + b"\0" * (len(data) - at),
-    "a flipped bit": lambda data, at: data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :],
-    "a byte more": lambda data, at: data[:at] + b"x" + data[at:],
-    "a byte less": lambda data, at: data[:at] + data[at + 1 :],
-    "other lines": lambda data, at: data[:at] + b'{"index": 0, "result": "wrong"}\n' * 3,
-    "twice": lambda data, at: data + data[at:],
-}
 
 
 @settings(max_examples=100)

@@ -17,6 +17,11 @@ from dynagroup.shapes import BatchShape
 from tests.plan.test_padded import streams
 
 SOME = st.lists(st.integers(1, 50), min_size=24, max_size=120)
+CAPS = {
+    "azure_llm_code_2023": 16_384, "azure_llm_conv_2023": 16_384, "gsm8k": 8_192, "hh_rlhf_harmless_test": 8_192,
+    "mooncake_conv": 131_072, "python_files": 65_536, "synth_llava": 8_192, "synth_sharegpt4o": 16_384,
+    "synth_ultrachat": 16_384, "t0_mix_50k": 8_192,
+}  # fmt: skip
 
 
 class Quadratic(Budget):
@@ -78,13 +83,6 @@ def test_literal_packs_also_padded_to_a_multiple_as_a_whole() -> None:
     two = TokenBudget(160, layout="packed", pad_to_multiple_of=8)  # the sum of all streams is rounded, once
     assert len(pack(streams([50, 47], target=[30, 33]), two)) == 1
     assert len(pack(streams([50, 47], target=[30, 34]), two)) == 2
-
-
-CAPS = {
-    "azure_llm_code_2023": 16_384, "azure_llm_conv_2023": 16_384, "gsm8k": 8_192, "hh_rlhf_harmless_test": 8_192,
-    "mooncake_conv": 131_072, "python_files": 65_536, "synth_llava": 8_192, "synth_sharegpt4o": 16_384,
-    "synth_ultrachat": 16_384, "t0_mix_50k": 8_192,
-}  # fmt: skip
 
 
 def uneven(rows: list[list[np.ndarray]], tokens: np.ndarray, cap: int, *, few: bool) -> list[int]:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -15,8 +14,8 @@ from numpy.typing import NDArray
 from benchmarks.data import FILES, LENGTHS, pairs_of
 from dynagroup import LengthAwareBatchSampler, Price, ShapeLadder, TokenBudget, Work
 from dynagroup.budget.base import AdditiveCap, Budget, padded_tokens
-from dynagroup.plan.batches import Batches, allowed_sizes, friendly_size, multiple_of, shapes_of
-from dynagroup.plan.padded import FEWEST, OrderedWindow, by_queue, in_order, one_by_one
+from dynagroup.plan.batches import Batches, friendly_size, multiple_of, shapes_of
+from dynagroup.plan.padded import FEWEST, in_order
 from dynagroup.plan.ranks import cut, prove, time_of_rows
 from dynagroup.shapes import IntArray, Streams
 from tests import strategies
@@ -25,6 +24,11 @@ WORKS = st.builds(Work, per_step=st.sampled_from([0.0, 1.0, 30.0, 1024.0]), cros
 FEW = st.lists(st.integers(0, 20), min_size=1, max_size=8)
 PRICED = {"patches": Price(unit=0.1)}
 MEETS = [Work(), Work(streams=PRICED), Work(streams=PRICED, meet="stream")]
+KINDS = st.one_of(
+    st.tuples(strategies.budgets, st.just("one")),
+    st.tuples(strategies.budgets, st.just("two")),
+    st.tuples(strategies.capped_budgets, st.just("patches")),
+)
 
 
 def streams(values: list[int], **others: Any) -> dict[str, np.ndarray]:
@@ -37,13 +41,6 @@ def fits(batches: Batches, lengths: Streams, budget: Budget) -> bool:
 
 def time_of(batches: Batches, lengths: Streams, budget: Budget, work: Work) -> float:
     return work.of_rows(work.of_batches(batches, lengths, budget)[:, None])
-
-
-KINDS = st.one_of(
-    st.tuples(strategies.budgets, st.just("one")),
-    st.tuples(strategies.budgets, st.just("two")),
-    st.tuples(strategies.capped_budgets, st.just("patches")),
-)
 
 
 @settings(max_examples=150, deadline=None)
@@ -113,19 +110,6 @@ def test_literal_cuts_and_rows_with_rounding_before_the_fit_check_and_only_downw
     assert cut(lengths, TokenBudget(70), round_batch=lambda n: n + 2).sizes.max() <= 7  # 5 -> 7 fits, 6 -> 8 does not
     kinds = [2**n for n in range(8)] + [3 * 2**n for n in range(7)]
     assert all(friendly_size(size) == max(k for k in kinds if k <= size) for size in range(1, 200))
-
-
-@pytest.mark.parametrize(("per_step", "max_tokens"), [(256.0, 20_000), (1024.0, 200_000)])
-def test_large_windows_are_cut_run_by_run_nearly_as_well(per_step: float, max_tokens: int) -> None:
-    tokens = np.sort(np.random.default_rng(0).lognormal(5.5, 0.8, 20_000).astype(np.int64) + 1)[::-1]
-    most = np.minimum(np.maximum(max_tokens // tokens, 1), np.arange(len(tokens), 0, -1))
-    window = OrderedWindow(tokens.astype(np.float64), most)
-    found = (by_queue(window, per_step), one_by_one(window, per_step))
-    exact, greedy = (window.total(offsets).sum() + per_step * (len(offsets) - 1) for offsets in found)
-    assert exact <= greedy <= 1.002 * exact
-    rounded = replace(window, allowed=allowed_sizes(int(most.max()), multiple_of(8))).least_time(per_step)
-    assert (np.diff(rounded) <= most[rounded[:-1]]).all()
-    assert not (np.diff(rounded)[np.diff(rounded) > 8] % 8).any()
 
 
 def test_streams_that_have_little_to_do_with_one_another_are_hardly_padded() -> None:

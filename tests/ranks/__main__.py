@@ -1,12 +1,8 @@
 """One rank: runs a script, or the job of ``tests.torchrun.on_ranks`` in a folder, then leaves at once.
 usage: torchrun ... tests/ranks/__main__.py SCRIPT|FOLDER [ARGUMENTS]
 
-Scripts leave their process groups alone: what gloo's threads let go of may need the interpreter's lock, and so
-(seen with torch 2.13)
-
-* a DistributedDataParallel that outlives ``destroy_process_group`` waits for those threads with the lock held: a deadlock;
-* one that is torn down with the interpreter aborts: "terminate called without an active exception"
-  (pytorch issue 190489, pull request 179291).
+Scripts leave their process groups alone. With torch 2.13, a DistributedDataParallel that outlives ``destroy_process_group``
+waits for gloo's threads with the interpreter's lock held; torn down with the interpreter, it aborts (pytorch issue 190489).
 """
 
 import faulthandler

@@ -36,6 +36,38 @@ SIZES: dict[str, dict[str, Any]] = {
     "free": {"accumulation": 2},
 }
 TINY = {"vocab": 16, "width": 8, "layers": 1, "heads": 1}
+WRONG = [
+    ({"num_workers": -1}, "`num_workers`"),
+    ({"prefetch_factor": 2}, "prefetch_factor"),
+    ({"num_workers": 1, "multiprocessing_context": ""}, "multiprocessing_context"),
+    ({"num_worker": 1}, "num_worker"),
+    ({"in_order": False}, "`in_order=False` must be left out"),
+    ({"batch_size": 1}, "`batch_size` must be left out: the budget decides"),
+    ({"accumulation": 2, "samples_per_update": 8}, "`accumulation` .2. and `samples_per_update` cannot both be given"),
+    ({"samples_per_update": 0}, "`samples_per_update` must be an int of at least 1"),
+    ({"drop_last": True}, "`drop_last` needs `samples_per_update`"),
+    ({"seed": -1}, "`seed` must be an int of at least 0"),
+    ({"weigh": "bytes"}, "`weigh` must be 'tokens', 'samples' or a function"),
+    ({"weigh": np.zeros((2, 2))}, "`weigh` must be 'tokens', 'samples' or a function"),
+    ({"num_workers": 2**31}, "`num_workers` must be an int of at most 4096, but is 2147483648"),
+    ({"timeout": 5}, r"`timeout` \(5\) is for workers; set `num_workers`, or leave it out"),
+    ({"timeout": "5", "num_workers": 1}, "`timeout` must be a number"),
+    ({"prefetch_factor": 0, "num_workers": 1}, "`prefetch_factor` must be an int of at least 1, but is 0"),
+    ({"in_order": 0}, "`in_order` must be True or False, but is 0"),
+    ({"generator": 3}, "`generator` must be a torch.Generator on the CPU, or None, but is 3"),
+    ({"worker_init_fn": 3}, "`worker_init_fn` must be a function of a worker's number, but is 3"),
+    ({"collate_fn": 3}, "`collate_fn` must be a function from samples to a batch, but is 3"),
+    ({"pad": 3}, "`pad` must be a dict from field to padding value, or a function, but is 3"),
+    ({"samples_per_update": int}, "`samples_per_update` must be .* is <class 'int'>; or give a function"),
+    ({"kinds": np.array(3)}, r"`kinds` must be one label per sample, but is array\(3\)"),
+    ({"sampler": np.array(3), "samples_per_update": 4}, r"`order` must be a list or a sampler, .* but is array\(3\)"),
+    (
+        {"sampler": np.zeros((37, 2), int), "samples_per_update": 4},
+        r"must yield integer indices, .* yields int64 \(2,\)",
+    ),
+    ({"sampler": [[1], [2, 3]], "samples_per_update": 4}, "must yield integer indices .ValueError"),
+    ({"shapes": 2**31, "length_hint": LENGTHS}, "`shapes` must be an int of at most 600, but is 2147483648"),
+]
 
 
 @pytest.fixture(params=[planned, online])
@@ -283,40 +315,6 @@ def test_a_stray_stop_iteration_does_not_end_the_epoch(make, sizes, where, at):
     weigh = (lambda batch: stray("weigh")) if where == "weigh" else "samples"
     with pytest.raises(RuntimeError, match="StopIteration"):
         list(make(data=Strayed(LENGTHS), max_tokens=40, collate_fn=collated, weigh=weigh, **sizes))
-
-
-WRONG = [
-    ({"num_workers": -1}, "`num_workers`"),
-    ({"prefetch_factor": 2}, "prefetch_factor"),
-    ({"num_workers": 1, "multiprocessing_context": ""}, "multiprocessing_context"),
-    ({"num_worker": 1}, "num_worker"),
-    ({"in_order": False}, "`in_order=False` must be left out"),
-    ({"batch_size": 1}, "`batch_size` must be left out: the budget decides"),
-    ({"accumulation": 2, "samples_per_update": 8}, "`accumulation` .2. and `samples_per_update` cannot both be given"),
-    ({"samples_per_update": 0}, "`samples_per_update` must be an int of at least 1"),
-    ({"drop_last": True}, "`drop_last` needs `samples_per_update`"),
-    ({"seed": -1}, "`seed` must be an int of at least 0"),
-    ({"weigh": "bytes"}, "`weigh` must be 'tokens', 'samples' or a function"),
-    ({"weigh": np.zeros((2, 2))}, "`weigh` must be 'tokens', 'samples' or a function"),
-    ({"num_workers": 2**31}, "`num_workers` must be an int of at most 4096, but is 2147483648"),
-    ({"timeout": 5}, r"`timeout` \(5\) is for workers; set `num_workers`, or leave it out"),
-    ({"timeout": "5", "num_workers": 1}, "`timeout` must be a number"),
-    ({"prefetch_factor": 0, "num_workers": 1}, "`prefetch_factor` must be an int of at least 1, but is 0"),
-    ({"in_order": 0}, "`in_order` must be True or False, but is 0"),
-    ({"generator": 3}, "`generator` must be a torch.Generator on the CPU, or None, but is 3"),
-    ({"worker_init_fn": 3}, "`worker_init_fn` must be a function of a worker's number, but is 3"),
-    ({"collate_fn": 3}, "`collate_fn` must be a function from samples to a batch, but is 3"),
-    ({"pad": 3}, "`pad` must be a dict from field to padding value, or a function, but is 3"),
-    ({"samples_per_update": int}, "`samples_per_update` must be .* is <class 'int'>; or give a function"),
-    ({"kinds": np.array(3)}, r"`kinds` must be one label per sample, but is array\(3\)"),
-    ({"sampler": np.array(3), "samples_per_update": 4}, r"`order` must be a list or a sampler, .* but is array\(3\)"),
-    (
-        {"sampler": np.zeros((37, 2), int), "samples_per_update": 4},
-        r"must yield integer indices, but yields int64 \(2,\)",
-    ),
-    ({"sampler": [[1], [2, 3]], "samples_per_update": 4}, "must yield integer indices .ValueError"),
-    ({"shapes": 2**31, "length_hint": LENGTHS}, "`shapes` must be an int of at most 600, but is 2147483648"),
-]
 
 
 @pytest.mark.parametrize(("wrong", "said"), WRONG)

@@ -12,15 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynagroup import (
-    LearningBudget,
-    LengthAwareBatchSampler,
-    OnlineDataLoader,
-    PlannedDataLoader,
-    ShapeLadder,
-    TokenBudget,
-)
+from dynagroup import LearningBudget, LengthAwareBatchSampler, OnlineDataLoader, PlannedDataLoader, TokenBudget
 from dynagroup.errors import AlignmentError, BudgetError, ConfigError
+from dynagroup.plan.static_shapes import ShapeLadder
 from dynagroup.shapes import BatchShape
 from dynagroup.testing import run_ranks
 from dynagroup.update.schedule import UpdateSizes, linear_ramp, scale_learning_rate
@@ -29,6 +23,18 @@ LENGTHS = np.random.default_rng(0).integers(1, 40, 53).tolist()
 BUDGET = TokenBudget(80)
 RAMP = linear_ramp(5, 20, num_updates=4)
 MODES = [{"samples_per_update": 9}, {"samples_per_update": RAMP}, {}, {"accumulation": 3, "window": 16}]
+VARIED = np.random.default_rng(0).integers(5, 100, 300)
+ROWS = [{"input_ids": [1] * length} for length in VARIED]
+FAILED = BatchShape.of(9, 100)
+LEARNED = 810  # 0.9 of what failed
+HOW: dict[str, Any] = {"collate_fn": list, "weigh": "samples"}
+SIZED = {**HOW, "samples_per_update": 48}
+KINDS = {
+    "sampler": lambda learning, world: LengthAwareBatchSampler(VARIED, learning, shuffle=True, rank=0, world_size=1),
+    "preserved": lambda learning, world: PlannedDataLoader(ROWS, VARIED, learning, world=world, **SIZED),
+    "free": lambda learning, world: PlannedDataLoader(ROWS, VARIED, learning, world=world, **HOW),
+    "online": lambda learning, world: OnlineDataLoader(ROWS, learning, shuffle=True, window=64, world=world, **HOW),
+}
 
 
 def loader_of(lengths=LENGTHS, budget=BUDGET, data=None, **settings):
@@ -232,20 +238,6 @@ def test_literal_rules_of_the_learning_rate_ramps_and_changes_that_hold_in_later
     assert sizes.change(next(sizes.cursors(sizes.start(0))), 5) == 1
     assert [stop - start for epoch in (0, 1) for start, stop, _ in sizes.spans(sizes.start(epoch))] == [4, 5, 1, 5, 5]
     assert UpdateSizes(8, lambda: 1000).start(10**6).update == 125 * 10**6
-
-
-VARIED = np.random.default_rng(0).integers(5, 100, 300)
-ROWS = [{"input_ids": [1] * length} for length in VARIED]
-FAILED = BatchShape.of(9, 100)
-LEARNED = 810  # 0.9 of what failed
-HOW: dict[str, Any] = {"collate_fn": list, "weigh": "samples"}
-SIZED = {**HOW, "samples_per_update": 48}
-KINDS = {
-    "sampler": lambda learning, world: LengthAwareBatchSampler(VARIED, learning, shuffle=True, rank=0, world_size=1),
-    "preserved": lambda learning, world: PlannedDataLoader(ROWS, VARIED, learning, world=world, **SIZED),
-    "free": lambda learning, world: PlannedDataLoader(ROWS, VARIED, learning, world=world, **HOW),
-    "online": lambda learning, world: OnlineDataLoader(ROWS, learning, shuffle=True, window=64, world=world, **HOW),
-}
 
 
 @pytest.fixture(params=KINDS)
