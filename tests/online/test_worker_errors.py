@@ -1,5 +1,4 @@
-"""An error in a worker reaches the loop, with its words, its traceback and the sample where that is known. An error whose class
-cannot be sent would never arrive: torch's DataLoader waits for it without end."""
+"""An error in a worker reaches the loop, with its words, traceback and sample, also if its class cannot be sent."""
 
 import json
 import re
