@@ -141,7 +141,7 @@ def test_a_part_that_waits_heeds_what_its_sibling_has_taught(learned: LearningBu
 
 
 def test_a_failed_attempts_tensors_are_gone_before_the_next_begins() -> None:
-    alive: list[weakref.ref[torch.Tensor]] = []
+    alive, held = list[weakref.ref[torch.Tensor]](), list[Any]()
 
     def deep(x: torch.Tensor) -> torch.Tensor:
         big = x.new_zeros(1000)
@@ -157,7 +157,7 @@ def test_a_failed_attempts_tensors_are_gone_before_the_next_begins() -> None:
         try:
             return deep(kept).clone()
         except torch.OutOfMemoryError as error:  # a library's own handler: its frames hang on __cause__
-            raise RuntimeError("wrapped") from error
+            raise RuntimeError("wrapped") from (held.append(error) or error)  # kept, as by who logs it later
 
     gc.disable()  # the retry itself must collect
     try:
