@@ -68,17 +68,20 @@ class DistributedWorld:
 
         if not dist.is_initialized():
             raise ConfigError("torch.distributed is not initialised; call init_process_group first")
-        self._timeout_s = check_number("timeout_s", timeout_s)
+        timeout_s = check_number("timeout_s", timeout_s)
         parent = group if group is not None else dist.group.WORLD
         ranks = dist.get_process_group_ranks(parent)
         if dist.get_rank() not in ranks:
             raise ConfigError(f"`group` must include this process (rank {dist.get_rank()}), but has the ranks {ranks}")
+        self.rank, self.size = dist.get_rank(parent), len(ranks)
+        lost = f"rank {self.rank} of {self.size} lost contact with the others: one was killed, failed, left its loop early, or"
+        self._lost = f"{lost} did not answer within {timeout_s:,.10g} s; see the other ranks' logs"
         beside = _BESIDE.setdefault(parent, {})
-        if self._timeout_s not in beside:
-            how: Any = {"timeout": timedelta(seconds=self._timeout_s), "use_local_synchronization": group is not None}
-            beside[self._timeout_s] = dist.new_group(ranks, backend="gloo", **how)
-        self._group = beside[self._timeout_s]
-        self.rank, self.size = dist.get_rank(self._group), dist.get_world_size(self._group)
+        if timeout_s not in beside:
+            how: Any = {"timeout": timedelta(seconds=timeout_s), "use_local_synchronization": group is not None}
+            with explained(self._lost, kind=AlignmentError):
+                beside[timeout_s] = dist.new_group(ranks, backend="gloo", **how)
+        self._group = beside[timeout_s]
 
     def all_max(self, values: Sequence[int], /) -> list[int]:
         return self._reduce(as_int64(values), "MAX")
@@ -90,15 +93,12 @@ class DistributedWorld:
         import torch
 
         dist, vector = torch.distributed, torch.from_numpy(values.copy())
-        lost = f"rank {self.rank} of {self.size} lost contact with the others: one was killed, failed, left its loop early, or"
-        said = f"{lost} did not answer within {self._timeout_s:g} s; see the other ranks' logs"
-        with explained(said, kind=AlignmentError):
+        with explained(self._lost, kind=AlignmentError):
             dist.all_reduce(vector, op=getattr(dist.ReduceOp, op), group=self._group)
         return vector.tolist()
 
 
-# A gloo group takes five file descriptors and three threads until the job ends. So each process group of the job gets
-# only one, which is found by the process group's identity. The weak reference frees it with the process group.
+# A gloo group takes five file descriptors and three threads: each process group gets one per timeout, freed with it.
 _BESIDE: WeakKeyDictionary[Any, dict[float, Any]] = WeakKeyDictionary()
 
 

@@ -64,8 +64,7 @@ def text_dataloader(
     window = options.get("window") or (None if shuffle else len(texts))
     update, grouping, work = map(options.get, ("samples_per_update", "grouping", "work"))
     budget = few_shapes(shapes, known, budget, update, window, grouping, work)
-    of_sampler = options.keys() & inspect.signature(LengthAwareBatchSampler).parameters
-    how = {name: options.pop(name) for name in of_sampler}
+    how = {name: options.pop(name) for name in options.keys() & inspect.signature(LengthAwareBatchSampler).parameters}
     sampler = LengthAwareBatchSampler(known, budget, shuffle=shuffle, **how)
     kind = PackingCollator if budget.layout == "packed" else TokenizingCollator
     made = kind(tokens, max_length, budget.pad_to_multiple_of, labels)

@@ -107,8 +107,7 @@ def test_no_environment_variable_and_no_private_loader_name(path):
 
 def test_public_names_are_sorted_real_and_seen_by_type_checkers():
     assert dynagroup.__all__ == sorted(dynagroup.__all__)
-    rooms = {"__version__", "integrations", "memory", "oom", "testing"}
-    assert set(dir(dynagroup)) - set(dynagroup.__all__) == rooms
+    assert set(dir(dynagroup)) - set(dynagroup.__all__) == {"__version__", "integrations", "memory", "oom", "testing"}
     assert set(dynagroup.__all__) <= set(dir(dynagroup))
     for name in dynagroup.__all__:
         value = getattr(dynagroup, name)

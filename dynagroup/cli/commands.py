@@ -113,8 +113,7 @@ def doctor(args: argparse.Namespace) -> Found:
     waits = f"{found.world_size} ranks wait {today.waiting:.0%} of their time for the slowest of a step"
     waste = f"{today.padding:.0%} {multiplied} (group_by_length: {grouped.padding:.0%})"
     ranks = waits if found.world_size > 1 else "one rank, so no rank waits"
-    change = _change(found, args.layout, safe)
-    findings = {"waste": waste, "ranks": ranks, "memory": memory, "change": change}
+    findings = {"waste": waste, "ranks": ranks, "memory": memory, "change": _change(found, args.layout, safe)}
     *first, last = (f"{name:6}  {text}" for name, text in findings.items())
     return {"findings": findings, **found.figures()}, "\n".join([*first, "", found.report(), "", last]), found.plot
 

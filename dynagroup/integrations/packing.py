@@ -1,9 +1,11 @@
 """Makes the collator for packed batches of a transformers model, and tests that the model keeps the samples apart.
 
 If a model cannot process packed batches, transformers raises no error: samples attend to each other or get wrong
-positions, while the loss looks normal. So the model itself is tested, on two samples of a few tokens.
+positions, while the loss looks normal. So the model itself is tested, on two samples of a few tokens. Some models
+compress blocks of tokens (DeepSeek-V4: 4 or 128), so the samples are longer than the blocks that the config names.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -18,7 +20,7 @@ from dynagroup.validation import explained, warn_user
 LINEAR = ("flash_attention", "flex_attention", NAME)  # kinds of attention that keep samples apart without a mask
 Collate: TypeAlias = Callable[[Sequence[Any]], dict[str, Any]]
 PROBES = ((7, 5, 6, 9, 8), (6, 8, 5))
-SIZES = [len(probe) for probe in PROBES]
+LONGEST_BLOCK = 1024  # larger numbers in a config are no blocks, or too large to be tried
 WAYS_OUT = (
     "set model.config.use_cache = False (with a cache, transformers makes no mask between packed samples), "
     "call dynagroup.integrations.varlen.use_varlen_attention(model), or use the padded layout"
@@ -79,12 +81,16 @@ def check_packed_training(trainer: Any) -> None:
 
 
 def _answers(model: Any, collate_fn: Collate) -> tuple[torch.Tensor, torch.Tensor]:
-    batch = collate_fn([{"input_ids": list(ids), "labels": list(ids)} for ids in PROBES])
-    shape = tuple(batch["input_ids"].shape)
-    if shape != (1, sum(SIZES)):
-        raise ConfigError(f"`collate_fn` must pack 8 tokens in one row, but made {shape}; use packing_collator(model)")
+    named = re.findall(r"(?:compress|block_size)\w*': (\d+)", str(model.config.to_dict()))
+    longer = max((int(size) for size in named if int(size) <= LONGEST_BLOCK), default=0)
+    sizes = [len(probe) + longer for probe in PROBES]
+    probes = [(probe * size)[:size] for probe, size in zip(PROBES, sizes, strict=True)]
+    batch = collate_fn([{"input_ids": list(ids), "labels": list(ids)} for ids in probes])
+    shape, wanted = tuple(batch["input_ids"].shape), (1, sum(sizes))
+    if shape != wanted:
+        raise ConfigError(f"`collate_fn` must make one row {wanted}, but made {shape}; use packing_collator(model)")
     together = answer(model, batch)
-    parts = batch["input_ids"].split(SIZES, dim=1)  # taken from the packed row, because a collator may mask tokens
+    parts = batch["input_ids"].split(sizes, dim=1)  # taken from the packed row, because a collator may mask tokens
     alone = torch.cat([answer(model, {"input_ids": part}) for part in parts], dim=1)
     if together.shape != alone.shape:
         raise ConfigError(f"{type(model).__name__} has no output per token and cannot be packed; use padded layout")
@@ -105,8 +111,7 @@ def _rounding(model: Any, answer: Any) -> float:
     widths = [answer.dtype.itemsize, next(model.parameters()).dtype.itemsize]
     if min(widths) < 4 or torch.is_autocast_enabled(answer.device.type):
         return 5e-2
-    short = answer.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
-    return 5e-3 if short else 5e-5
+    return 5e-3 if answer.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest" else 5e-5
 
 
 def _is_linear(model: Any) -> bool:

@@ -334,8 +334,7 @@ def describe(parts: Sequence[Features], constants: Mapping[str, float]) -> dict[
 
 @lru_cache(maxsize=4)
 def _booster(trees: bytes) -> Any:
-    xgboost = needed("xgboost", "the trees of a regressor")
-    return xgboost.Booster({"nthread": 1}, model_file=bytearray(trees))
+    return needed("xgboost", "the trees of a regressor").Booster({"nthread": 1}, model_file=bytearray(trees))
 
 
 @lru_cache(maxsize=1)

@@ -23,8 +23,7 @@ def pack(values: Iterable[int] | NDArray[np.integer]) -> str:
 
 def unpack(text: str) -> IntArray:
     planes = np.frombuffer(zlib.decompress(base64.b64decode(text)), np.uint8)
-    steps = np.ascontiguousarray(planes.reshape(8, -1).T).view("<i8").reshape(-1)
-    return np.cumsum(steps, dtype=np.int64)
+    return np.cumsum(np.ascontiguousarray(planes.reshape(8, -1).T).view("<i8").reshape(-1), dtype=np.int64)
 
 
 def pack_groups(groups: Iterable[Sequence[int]]) -> list[Any]:

@@ -186,8 +186,7 @@ def _forward(model: Any, name: str, wanted: str, rows_of: Callable[[torch.Tensor
     """Makes a task of forward passes without gradients; ``rows_of`` makes rows of one output field and the mask."""
 
     def outputs(batch: dict[str, Any]) -> torch.Tensor:
-        output = model(**batch)
-        found = getattr(output, name, None)
+        found = getattr(model(**batch), name, None)
         if found is None:
             raise ConfigError(f"the output of {type(model).__name__} has no `{name}`; give the model {wanted}")
         return rows_of(found, batch["attention_mask"]).float().cpu()

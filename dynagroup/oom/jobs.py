@@ -40,8 +40,8 @@ _UNSET = 10**9  # a tokenizer's limit above this means none (it reports 10**30)
 _AT_ONCE = 2**26  # bytes of weights that are copied from a device at a time
 _WHERE_FROM = {"_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "_from_model_config"}
 _HOW = {"use_cache", "attn_implementation", "_attn_implementation", "dtype", "torch_dtype", "architectures"}
-_CHANGES = {"training", "gradient_checkpointing", "is_gradient_checkpointing", "name_or_path", "warnings_issued"}
-_CHANGES |= {"hf_device_map", "max_seq_len_cached"}  # attributes that change while a model runs, or with its device
+_CHANGES = {"gradient_checkpointing", "is_gradient_checkpointing", "name_or_path", "warnings_issued", "hf_device_map"}
+_CHANGES |= {"max_seq_len_cached", *vars(torch.nn.Module())}  # these change when a model runs or moves, or has hooks
 _PLAIN = (type(None), bool, int, float, str)
 _PROBES = ["A quick brown fox.", "Ein süßer Käse, 1,024 €", "\u4f60\u597d, def f(x): return x ** 2\n"]
 
@@ -90,7 +90,9 @@ class Job:
 
     def whole(self, output: str | Path | None = None, world: World | None = None) -> Any:
         """Returns all results in input order; reads them from ``output`` if that file is complete."""
-        world = world if world is not None else current_world(timeout_s=_PATIENCE_S)
+        if world is None:
+            current_world().all_max([0])  # ranks lost before the job are noticed within ten minutes, not a month
+            world = current_world(timeout_s=_PATIENCE_S)
         if output is None:
             if world.size > 1:
                 raise ConfigError("several ranks need `output`, the path of a file that all ranks can read and write")
@@ -112,10 +114,9 @@ class Job:
             out.clear()  # an earlier run may have been killed after writing the output
         return out.read()
 
-    # Ranks of a job wait for each other four times: until the first rank has locked the output; until all have read
-    # what was finished before (only then may any rank add to it); until all have finished (then the first rank writes
-    # the output); and until the output exists. Errors before that are raised on every rank. The lock is kept until the
-    # output exists, so another process is either refused, or finds a complete output.
+    # Ranks wait for each other four times: until the first has locked the output; until all have read what was finished
+    # before (only then may any add to it); until all have finished (then the first writes the output); and until it
+    # exists. The lock is kept until then, so another process is either refused, or finds a complete output.
     def _finish(self, out: Output, world: World) -> None:
         if _on_all(world, lambda: world.rank == 0 and out.claim()):  # another process has finished the job
             return

@@ -296,8 +296,7 @@ def _take_vision(fields: Mapping[Any, Any], key: str, start: int, stop: int, tok
         raise ConfigError(f"cannot tell which {kind}s belong to which sample; give {way_out}")
     shown = types == _TYPE_IDS[kind] if token_id is None else fields["input_ids"] == token_id
     patches = np.asarray(fields[f"{kind}_grid_thw"].prod(-1).tolist())
-    merge = 2 if tokens is None else tokens.merge_size
-    ends, wanted = _sums(patches // merge**2), _sums(shown.sum(-1).tolist())
+    ends, wanted = _sums(patches // (2 if tokens is None else tokens.merge_size) ** 2), _sums(shown.sum(-1).tolist())
     images = np.searchsorted(ends, wanted)
     wrong = np.flatnonzero(ends[np.minimum(images, len(patches))] != wanted)
     if len(wrong) or images[-1] != len(patches):

@@ -163,8 +163,7 @@ class Work:
         start, *factors = _non_negative(columns.T @ columns, columns.sum(axis=0))
         each = zip(names, factors[: len(names)], factors[len(names) :], strict=True)
         prices = {name: Price(unit=b / factors[0], crossover=b / c if c else math.inf) for name, b, c in each if b}
-        own = prices.pop(names[0])
-        return cls(per_step=start / factors[0], crossover=own.crossover, streams=prices)
+        return cls(per_step=start / factors[0], crossover=prices.pop(names[0]).crossover, streams=prices)
 
     def price(self, stream: str) -> Price:
         """Returns the price of one unit of this stream: its own, or that of a token."""

@@ -112,7 +112,7 @@ class OrderedWindow:
         def under(limit: float) -> list[int]:
             offsets, place = [start], 0
             for _ in range(most_runs):
-                size, longest = int(limit / work[place]), most[place]
+                size, longest = int(limit / work[place]) + bool(streams), most[place]  # + 1: may be rounded down
                 if size > longest or (streams and work[place] <= TINY):  # samples without work, as in `sizes_under`
                     size = longest
                 if streams:

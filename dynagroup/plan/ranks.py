@@ -167,8 +167,7 @@ def _limits(window: OrderedWindow, num_ranks: int, price: float) -> NDArray[np.f
         return window.limits
     mean = float(window.work.sum()) / num_ranks
     largest = float(window.work_of(np.arange(len(window)), window.most).max())
-    heaviest = float(sum(values.max() for values in window.streams or (window.work,)))
-    high = min(largest, 2 * mean + heaviest)
+    high = min(largest, 2 * mean + float(sum(values.max() for values in window.streams or (window.work,))))
     low = max(min(price / 8, mean), float(window.work.min()), high / 1e6)
     count = max(min(TABLE // len(window), LIMITS), 12)
     return low * (high / low) ** (np.arange(count) / (count - 1)) if TINY < low < high else np.asarray([high])

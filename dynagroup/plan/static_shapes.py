@@ -114,7 +114,7 @@ class ShapeLadder(Wrapper):
             chosen.append(int(np.minimum(time, least).sum(axis=0).argmin()))
         rungs = np.unique(tried[chosen], axis=0)
         if not (hardest.T[:, None] <= rungs[:, 1:]).all(axis=2).any(axis=1).all():
-            raise ConfigError(f"`num_shapes` ({num}) is too small: some samples are longer than all shapes; raise it")
+            raise ConfigError(f"`shapes` (`num_shapes`) is too small: {num} cannot hold all samples that fit; raise it")
         return rungs
 
     def _cut(self, units: IntArray, work: Work) -> IntArray:
@@ -289,8 +289,9 @@ class PackedLadder(Wrapper):
             drawn = {name: rng.choice(rest, size)}
             found += shapes_of(pack(drawn, self.base, work=check_work(work)), drawn).total[name].tolist()
         quantiles = np.quantile(found, np.arange(1, number + 1) / max(number, 1), method="higher")
-        totals = round_up(np.unique(np.append(quantiles, [self.longest] * beyond)).astype(np.int64), multiple)
-        self._totals, self._most = totals, int(totals[-1 - beyond]) if len(rest) else 0
+        self._full = np.unique(np.append(quantiles, [self.longest] * beyond)).astype(np.int64)  # tokens of samples
+        self._totals = round_up(self._full, multiple)
+        self._most = int(self._totals[-1 - beyond]) if len(rest) else 0
         self._room = int(np.searchsorted(np.cumsum(np.sort(given)), self._totals[-1], side="right"))
         tail = int(np.diff(self._totals, prepend=0).max())  # largest number of tokens of weight 0
         self.num_samples = self._room + -(-tail // self.longest)
@@ -314,13 +315,16 @@ class PackedLadder(Wrapper):
         return f"PackedLadder({described(self.shapes)}, {self.base.fingerprint})"
 
     def as_run(self, shape: BatchShape, /) -> BatchShape:
+        return self._filled(shape, self._totals)
+
+    def _filled(self, shape: BatchShape, totals: IntArray) -> BatchShape:
         total = shape.total[self.streams[0]]
-        place = np.searchsorted(self._totals, total).clip(max=len(self._totals) - 1)
-        return BatchShape(shape.num_samples, shape.longest, {self.streams[0]: np.maximum(self._totals[place], total)})
+        place = np.searchsorted(self._totals, total).clip(max=len(totals) - 1)
+        return BatchShape(shape.num_samples, shape.longest, {self.streams[0]: np.maximum(totals[place], total)})
 
     def fits(self, shape: BatchShape, /) -> BoolArray:
         known = (shape.total[self.streams[0]] <= self._most) & (shape.num_samples <= self._room)
-        return known & self.base.fits(self.as_run(shape))
+        return known & self.base.fits(self._filled(shape, self._full))  # the budget itself rounds up, or does not
 
 
 def few_shapes(

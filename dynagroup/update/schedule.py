@@ -41,8 +41,7 @@ class linear_ramp:  # noqa: N801
             check_int(name, value)
 
     def __call__(self, update: int, current: int | None) -> int:
-        done = min(update, self.num_updates)
-        samples = self.first + (self.last - self.first) * done // self.num_updates
+        samples = self.first + (self.last - self.first) * min(update, self.num_updates) // self.num_updates
         return max(samples - samples % self.multiple_of, self.multiple_of)
 
 

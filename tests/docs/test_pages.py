@@ -249,8 +249,7 @@ def read(path: Path) -> Any:
 
 
 def outputs(cell: Any) -> str:
-    shown = (o.get("text", "") + o.get("data", {}).get("text/plain", "") for o in cell.get("outputs", ()))
-    return "".join(shown)
+    return "".join(o.get("text", "") + o.get("data", {}).get("text/plain", "") for o in cell.get("outputs", ()))
 
 
 # A process of its own: zmq leaves its sockets to the collector, which would come upon them in the middle of another test.

@@ -71,8 +71,7 @@ def test_openrlhf_passes_its_cap_and_the_line_of_the_page_does_not(monkeypatch: 
 
 def write_swift_job(folder: Path) -> None:
     toys.tokenizer().save_pretrained(folder / "model")
-    config = models.llama(vocab=toys.VOCAB, width=32, pad_token_id=0)
-    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    LlamaForCausalLM(models.llama(vocab=toys.VOCAB, width=32, pad_token_id=0)).save_pretrained(folder / "model")
     rng = random.Random(0)
     with open(folder / "data.jsonl", "w") as file:
         for _ in range(45):

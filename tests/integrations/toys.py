@@ -76,8 +76,7 @@ def collate(rows: list[dict]) -> dict[str, torch.Tensor]:
 def collate_noisily(rows: list[dict]) -> dict[str, torch.Tensor]:
     """Processing that draws random numbers, as masking and augmentation do."""
     batch = collate(rows)
-    hide = torch.rand(batch["labels"].shape) < 0.2
-    batch["labels"] = batch["labels"].masked_fill(hide, -100)
+    batch["labels"] = batch["labels"].masked_fill(torch.rand(batch["labels"].shape) < 0.2, -100)
     return batch
 
 
@@ -104,8 +103,7 @@ def float64_seq2seq_loss(outputs, labels, num_items_in_batch=None):
 
 
 def float64_causal_loss(outputs, labels, num_items_in_batch=None):
-    shifted = type(outputs)(logits=outputs.logits[:, :-1])
-    return float64_seq2seq_loss(shifted, labels[:, 1:], num_items_in_batch)
+    return float64_seq2seq_loss(type(outputs)(logits=outputs.logits[:, :-1]), labels[:, 1:], num_items_in_batch)
 
 
 MODELS = {"causal": causal_lm, "seq2seq": seq2seq, "classifier": classifier}

@@ -63,8 +63,7 @@ class Stream(IterableDataset):
 def collate(samples):
     pad = torch.nn.utils.rnn.pad_sequence
     ids = pad([s["input_ids"] for s in samples], batch_first=True, padding_value=-1)
-    labels = pad([s["labels"] for s in samples], batch_first=True, padding_value=-100)
-    return {"input_ids": ids, "labels": labels}
+    return {"input_ids": ids, "labels": pad([s["labels"] for s in samples], batch_first=True, padding_value=-100)}
 
 
 def collate_packed(samples):

@@ -95,8 +95,7 @@ def test_lengths_must_be_counts_of_int32_and_padded_samples_are_measured_by_thei
 @pytest.mark.filterwarnings("ignore:.*of the tokens are padding")
 def test_what_a_collate_function_adds_is_measured(data: Any, collate_fn: Any, layout: Any) -> None:
     """Without `length_of` every batch fits as it comes, in every epoch, also where samples have no ids before."""
-    budget = TokenBudget(600, layout=layout)
-    loader = OnlineDataLoader(data, budget, collate_fn=collate_fn, window=16, shuffle=True)
+    loader = OnlineDataLoader(data, TokenBudget(600, layout=layout), collate_fn=collate_fn, window=16, shuffle=True)
     for _ in range(2):
         steps = list(loader)
         assert sorted(i for step in steps for i in step.indices) == list(range(60))

@@ -215,8 +215,7 @@ def resumed_once(make: Any, size: int) -> None:
     """Stopped after five steps, then one step later, every sample of a rank's share comes once."""
     rows = legs(make, [(size, 5), (size, 1), (size, None)], epochs=1)[0]
     for rank, steps in enumerate(zip(*rows, strict=True)):
-        ids = [i for step in steps for i in ids_in(step)]
-        assert sorted(ids) == sorted(shares_of(rank, size))
+        assert sorted([i for step in steps for i in ids_in(step)]) == sorted(shares_of(rank, size))
 
 
 def shares_of(rank: int, size: int) -> range:

@@ -60,11 +60,9 @@ def test_a_part_is_trimmed_to_its_own_longest(rows: tuple[str, ...], kept: int) 
 def test_what_would_lose_something_is_not_trimmed_and_position_ids_are_of_three_kinds() -> None:
     """A target side as wide as the source by accident, or labels on padding; a field of unknown meaning; no mask at all."""
     batch = {"input_ids": torch.ones(2, 4), "attention_mask": mask_of("1100", "1111")}
-    labels = torch.tensor([[5, 6, 7, 8]] * 2)
-    part = take({**batch, "labels": labels}, 0, 1)
+    part = take({**batch, "labels": torch.tensor([[5, 6, 7, 8]] * 2)}, 0, 1)
     assert (part["labels"].tolist(), part["input_ids"].shape) == ([[5, 6, 7, 8]], (1, 4))
-    tagged = {**batch, "tags": torch.ones(2, 4)}
-    assert take(tagged, 0, 1)["input_ids"].shape == (1, 4)
+    assert take({**batch, "tags": torch.ones(2, 4)}, 0, 1)["input_ids"].shape == (1, 4)
     assert take({"input_values": torch.ones(2, 5), "labels": torch.ones(2, 5)}, 0, 1)["labels"].shape == (1, 5)
     batch = {"input_ids": torch.ones(2, 4), "attention_mask": mask_of("1100", "1111")}
     mrope, own = torch.arange(24).reshape(3, 2, 4), torch.arange(8).reshape(2, 4)

@@ -65,8 +65,7 @@ def test_the_crossover_is_what_a_traced_model_multiplies(config: object) -> None
 
     short, long = operations(128), operations(512)
     quadratic = (long / 512 - short / 128) / (512 - 128)
-    linear = short / 128 - 128 * quadratic
-    assert Work.of(config).crossover == pytest.approx(linear / quadratic, rel=0.05)
+    assert Work.of(config).crossover == pytest.approx((short / 128 - 128 * quadratic) / quadratic, rel=0.05)
 
 
 @pytest.mark.parametrize(("name", "config"), [("GPT-2", GPT2Config()), ("Llama-2-7B", LlamaConfig())])
@@ -182,6 +181,5 @@ def test_a_vision_tower_is_priced_by_what_it_multiplies() -> None:
         with FlopCounterMode(display=False) as read:
             language(torch.zeros((1, 1), dtype=torch.int64))
     conv = 2 * 64 * 3 * 14 * 14 * (patches - 1)
-    work = Work.of(config)
-    of_token = read.get_total_flops() / float(work.of_lengths([1])[0])
+    of_token = read.get_total_flops() / float(Work.of(config).of_lengths([1])[0])
     assert float(price.of(patches)) == pytest.approx((seen.get_total_flops() - conv) / of_token, rel=0.02)

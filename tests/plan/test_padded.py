@@ -81,8 +81,7 @@ def test_no_cut_into_runs_takes_less_time(values, two, most, rounding, work, few
     lengths = streams(values, **({"labels": sorted(values)} if two else {}))
     if few_shapes:
         budget, rounding = ShapeLadder(lengths, TokenBudget(90), 3, window=3, work=work), None
-    order = in_order(lengths, budget, work, None)[0]
-    found = list(cuts(order, lengths, budget, rounding))
+    found = list(cuts(in_order(lengths, budget, work, None)[0], lengths, budget, rounding))
     best = min(time_of(batches, lengths, budget, work) for batches in found)
     taken = time_of(cut(lengths, budget, work=work, round_batch=rounding), lengths, budget, work)
     assert taken == pytest.approx(best, rel=1e-9, abs=1e-9)

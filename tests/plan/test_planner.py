@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.data import LENGTHS
@@ -66,6 +66,16 @@ def test_laws_of_a_plan(values, budget, config, ranks, number, epoch):
     if config.samples_per_update and number:
         plain = Planner.of(values, budget, replace(config, one_kind="step")).plan(epoch, ranks)
         assert by_update(plan) == by_update(plain)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from([2, 15, 26, 33, 60]), min_size=4, max_size=40), st.integers(2, 4))
+@example([15, 32, 60, 55, 2], 2)
+def test_no_sample_is_lost_where_lengths_of_two_streams_are_equal(targets, ranks):
+    """The work of a batch, divided by that of a sample, may be rounded to just below a whole number."""
+    lengths = {"source": np.full(len(targets), 26, np.int32), "target": np.asarray(targets, np.int32)}
+    plan = Planner(lengths, TokenBudget(200), PlanConfig(samples_per_update=8)).plan(0, ranks)
+    assert_conserves([batch for row in plan.rows for batch in row], [*range(len(targets)), *plan.repeated.tolist()])
 
 
 def by_update(plan: BatchPlan) -> list[list[int]]:

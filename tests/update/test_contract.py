@@ -146,8 +146,7 @@ def test_a_loader_is_copied_and_pickled_between_epochs_alone(make, sizes):
     loader = make(**sizes, num_workers=1, persistent_workers=True)
     for _ in range(2):
         copies = copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))
-        expected = epochs_of(loader, 1)
-        assert [epochs_of(one, 1) for one in copies] == [expected] * 2
+        assert [epochs_of(one, 1) for one in copies] == [epochs_of(loader, 1)] * 2
     steps = iter(loader)
     next(steps)
     for again in (copy.deepcopy, pickle.dumps):
