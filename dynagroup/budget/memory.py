@@ -198,8 +198,7 @@ class MemoryBudget(Budget):
 
     def most_samples(self, longest: Any) -> IntArray:
         """Returns the most samples of one length that fit, for K lengths (tokens, or by stream): int64 (K,)."""
-        size = len(BatchShape.of(1, longest))
-        return largest_within(lambda count: self.fits(BatchShape.of(count, longest)), size)
+        return largest_within(lambda count: self.fits(BatchShape.of(count, longest)), len(BatchShape.of(1, longest)))
 
     def max_tokens(self, longest: int) -> int:
         """Returns the largest token budget with which every batch of samples of up to ``longest`` tokens fits. For

@@ -212,8 +212,7 @@ class _Builder:
             phases += self._running(self.read, self.read2)
             cache, encoded = cache + per_layer * self.read, hidden * self.read
         phases += self._running(self.words, self.words2, cache=cache, activations=encoded)
-        last = _phase(activations=encoded + hidden * self.words, logits=c["logits_run"] * head, cache=cache)
-        return [*phases, last]
+        return [*phases, _phase(activations=encoded + hidden * self.words, logits=c["logits_run"] * head, cache=cache)]
 
     def _generation(self) -> list[FloatArray]:
         w, c = self.w, self.c

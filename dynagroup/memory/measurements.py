@@ -119,8 +119,7 @@ class Measurements:
             for values in table.to_pylist():
                 longest = {k[8:]: v for k, v in values.items() if k.startswith("longest_") and v is not None}
                 rows.append(Measurement(longest=longest, **{name: values[name] for name in _FIELDS}))
-            workload = Workload.from_json(about["workload"])
-            return cls(tuple(rows), workload, about["source"], json.loads(about["about"]))
+            return cls(tuple(rows), Workload.from_json(about["workload"]), about["source"], json.loads(about["about"]))
 
 
 def simulate(
@@ -208,8 +207,7 @@ def measure(
         allocated, reserved = counters.peaks() if passed else (None, None)
         grown = None if allocated is None else max(0, allocated - resident)
         rows.append(Measurement(num_samples, longest, resident + added, grown, not passed, reserved))
-    about = counters.about() if isinstance(counters, CudaDevice) else {}
-    return Measurements(tuple(rows), workload, "measured", about)
+    return Measurements(tuple(rows), workload, "measured", counters.about() if isinstance(counters, CudaDevice) else {})
 
 
 def _passes(run: Callable[[], None], counters: Device) -> bool:

@@ -154,6 +154,5 @@ def line_above(predicted: FloatArray, taken: FloatArray) -> tuple[float, float]:
     ends = [1.0, float((taken / predicted).max())]
     factors = np.unique(np.maximum([*ends, *slopes[np.isfinite(slopes)]], 1.0))
     constants = [max(float((taken - factor * predicted).max()), 0.0) for factor in factors]
-    excess = [np.mean((f * predicted + c) / taken) for f, c in zip(factors, constants, strict=True)]
-    best = int(np.argmin(excess))
+    best = int(np.argmin([np.mean((f * predicted + c) / taken) for f, c in zip(factors, constants, strict=True)]))
     return float(factors[best]), constants[best]

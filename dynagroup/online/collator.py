@@ -286,8 +286,7 @@ def _whole_numbers(name: str, values: list[Any], indices: Sequence[int]) -> NDAr
         array = np.asarray(values)
     except ValueError:  # values of unequal shape
         array = np.empty(0)
-    whole = array.ndim == 1 and array.dtype.kind in "iu"
-    if not whole or array.min(initial=0) < 0 or array.max(initial=0) > LONGEST:
+    if array.ndim != 1 or array.dtype.kind not in "iu" or array.min(initial=0) < 0 or array.max(initial=0) > LONGEST:
         found = f"{shorten(values)} for the samples {shorten(indices)}"
         raise ConfigError(f"`{name}` must return whole numbers from 0 to {LONGEST}, but returned {found}")
     return array.astype(np.int32)

@@ -195,8 +195,7 @@ class MapFeed:
     def _asked(self, request: Request, **how: Any) -> Request:
         self._number += 1
         how = {"number": self._number, "planned": False, "max_bytes": self._max_bytes, **how}
-        indices = self.source.order.at(request.positions)
-        return replace(request, indices=indices, epoch=self.source.cursor.epoch, **how)
+        return replace(request, indices=self.source.order.at(request.positions), epoch=self.source.cursor.epoch, **how)
 
     def state(self, front: Sequence[Refined], pool: Sequence[Refined]) -> dict[str, Any]:
         """Returns the state to save: batches not used yet, of agreed steps (``front``) and from the queue (``pool``)."""

@@ -302,8 +302,7 @@ def as_hint(hint: Any, num_samples: int) -> FloatArray:
     if isinstance(hint, (str, Path)):
         streams = as_streams(hint)
         hint = streams[primary(streams)]
-    values = [hint(i) for i in range(num_samples)] if callable(hint) else hint
-    array = np.asarray(values)
+    array = np.asarray([hint(i) for i in range(num_samples)] if callable(hint) else hint)
     if array.shape != (num_samples,) or array.dtype.kind not in "iuf" or not np.isfinite(array).all():
         wanted = f"one finite number for each of the {num_samples} samples, or a function from index to number"
         raise ConfigError(f"`length_hint` must be {wanted}, but is an array of {array.dtype} {array.shape}")

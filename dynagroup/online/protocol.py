@@ -64,8 +64,7 @@ def even_parts(sizes: Sequence[int], steps: int) -> list[int]:
     as many as there are samples. Greedy: the batch with the largest parts gets one more part, again and again."""
     parts = [1] * len(sizes)
     for _ in range(min(steps, sum(sizes)) - len(sizes)):
-        largest = max(range(len(sizes)), key=lambda i: (sizes[i] / parts[i] if parts[i] < sizes[i] else 0, -i))
-        parts[largest] += 1
+        parts[max(range(len(sizes)), key=lambda i: (sizes[i] / parts[i] if parts[i] < sizes[i] else 0, -i))] += 1
     return parts
 
 

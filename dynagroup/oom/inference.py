@@ -229,8 +229,7 @@ def _without_head(model: Any) -> Any:
 def _pool(states: torch.Tensor, mask: torch.Tensor, pooling: Pooling, normalize: bool) -> torch.Tensor:
     num_tokens = mask.sum(1).clamp(min=1)
     if pooling == "mean":  # summed in float32, because bfloat16 cannot count beyond 256
-        total = (states * mask.unsqueeze(-1).to(states.dtype)).sum(1, dtype=torch.float32)
-        pooled = total / num_tokens.unsqueeze(-1)
+        pooled = (states * mask.unsqueeze(-1).to(states.dtype)).sum(1, dtype=torch.float32) / num_tokens.unsqueeze(-1)
     else:
         position = torch.zeros_like(num_tokens) if pooling == "first" else num_tokens - 1
         pooled = states[torch.arange(len(states), device=states.device), position].float()

@@ -216,8 +216,7 @@ class OomSafeBackward:
 
     def _may_fit(self, update: Update, part: Part) -> bool:
         """Returns False if the part can be split, and learned limits or failures of this update say that it fails."""
-        known = self.learned.has_learned or math.isfinite(update.failed_cost)
-        if not known or part.num_samples < self._smallest:
+        if not (self.learned.has_learned or math.isfinite(update.failed_cost)) or part.num_samples < self._smallest:
             return True
         shape = part.shape(self._splitter)
         return bool(self.learned.allows(shape)[0]) and float(self.learned.cost(shape)[0]) < update.failed_cost

@@ -44,8 +44,7 @@ class Batches(Sequence[IntArray]):
         """Returns the batches of all parts, one after another."""
         if not parts:
             return cls(np.zeros(0, np.int64), np.zeros(1, np.int64))
-        sizes = np.concatenate([p.sizes for p in parts])
-        return cls(np.concatenate([p.order for p in parts]), offsets_of(sizes))
+        return cls(np.concatenate([p.order for p in parts]), offsets_of(np.concatenate([p.sizes for p in parts])))
 
     @property
     def sizes(self) -> IntArray:
@@ -152,8 +151,7 @@ def allowed_sizes(most: int, round_batch: RoundBatch) -> IntArray:
     """
     rounded = np.unique(np.fromiter((_rounded(size, round_batch) for size in range(1, most + 1)), np.int64, most))
     rounded = rounded[rounded <= most]
-    least = int(rounded[0]) if len(rounded) else most + 1
-    return np.concatenate([np.arange(1, least), rounded])
+    return np.concatenate([np.arange(1, int(rounded[0]) if len(rounded) else most + 1), rounded])
 
 
 def _rounded(size: int, round_batch: RoundBatch) -> int:

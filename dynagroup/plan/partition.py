@@ -49,8 +49,7 @@ def balanced_partitions(
         raise ConfigError(f"`sizes` must have {len(cost)} entries, as `costs`, but has {len(size)}")
     most = np.inf if limit is None else check_number("limit", limit, or_zero=True, finite=False)
     each, over = divmod(len(cost), num_parts)
-    slots = [each + (part < over) if equal_size else len(cost) for part in range(num_parts)]
-    parts = _divided(cost, size, slots, most)
+    parts = _divided(cost, size, [each + (part < over) if equal_size else len(cost) for part in range(num_parts)], most)
     fill_empty(parts)
     return [sorted(part) for part in parts]
 

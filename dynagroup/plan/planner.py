@@ -191,8 +191,7 @@ class Planner:
             return config.samples_per_update
         size = config.window or max(self.num_samples, 1)
         if config.window is None and config.shuffle:
-            wanted = max(BATCHES_PER_WINDOW, 25 * world_size) * self._batch_size
-            size = int(max(1, min(wanted, self.num_samples / 2)))
+            size = int(max(1, min(max(BATCHES_PER_WINDOW, 25 * world_size) * self._batch_size, self.num_samples / 2)))
         return -(-size // world_size) * world_size
 
     @cached_property

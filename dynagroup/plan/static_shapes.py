@@ -81,8 +81,7 @@ class ShapeLadder(Wrapper):
         window = min(window, num)
         count = max(min(SAMPLES // (window * pool), WINDOWS), 1)
         for places in np.random.default_rng(0).integers(0, num, (count, window * pool)):
-            ranked = places[np.argsort(units[:, places].sum(axis=0), kind="stable")]
-            yield from np.split(units[:, ranked], pool, axis=1)
+            yield from np.split(units[:, places[np.argsort(units[:, places].sum(axis=0), kind="stable")]], pool, axis=1)
 
     def _boxes(self, hardest: IntArray, most: IntArray) -> Iterator[IntArray]:
         """Yields candidate shapes (K, 1 + streams): samples ``hardest`` (streams, K), one stream as long as fits."""

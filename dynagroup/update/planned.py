@@ -286,8 +286,7 @@ class _Feed(Inner):
                 number = update.before.update
                 raise AlignmentError(f"another rank failed while it loaded or weighed update {number}; see its error")
             # Adds from left to right, step by step, so that a run resumed inside the update gets identical sums.
-            summed = accumulate(found, initial=update.before.begun_weight)
-            yield update, collected, weights, list(summed)
+            yield update, collected, weights, list(accumulate(found, initial=update.before.begun_weight))
 
     def _loaded(self, batches: Iterator[Any], world: World) -> tuple[PlannedUpdate, list[Any], list[float]] | None:
         """Loads the next update and computes the weights of its batches. If this rank fails, the other ranks are told."""

@@ -109,8 +109,7 @@ class _Updates(Walk):
 
     def plan(self, cursor: Cursor) -> BatchPlan:
         """Returns the plan of the rest of the cursor's epoch on all ranks; cached until something changes."""
-        place = replace(cursor, update=0, samples_seen=0, current=None)
-        key = (place, self._ranks, tuple(self.changes), self.planner)
+        key = (replace(cursor, update=0, samples_seen=0, current=None), self._ranks, tuple(self.changes), self.planner)
         if self._remembered is None or self._remembered[0] != key:
             self._remembered = key, self._plan(cursor)
         return self._remembered[1]
@@ -139,8 +138,7 @@ class PreservedUpdates(UpdateSizes, _Updates):
         """Returns dataset indices in the epoch's order; with ``grouping``, updates have samples of similar length."""
         planner = self.planner
         drawn = None if self.order is None else self.order.counted_epoch(epoch, planner.left_out)
-        grouped = planner.config.grouping is not None
-        first = next(self.spans(self.start(epoch)), None) if grouped else None
+        first = next(self.spans(self.start(epoch)), None) if planner.config.grouping is not None else None
         size = planner.num_samples if first is None else first[2].current
         return planner.order_of(epoch, drawn, shuffle=planner.config.shuffle, size=size or 1)
 
