@@ -121,8 +121,7 @@ def padded_streams(budget: Budget, names: Collection[str]) -> tuple[str, ...]:
     >>> padded_streams(AdditiveCap("patches", 9), ["tokens", "target", "patches"])
     ('tokens', 'target')
     """
-    first = primary(names)
-    return tuple(name for name in names if name == first or budget.pads(name))
+    return tuple(name for name in names if name == primary(names) or budget.pads(name))
 
 
 def is_packed(budget: Budget, names: Collection[str]) -> bool:

@@ -125,7 +125,11 @@ def _padding(model: Any) -> str:
     mask = torch.stack([torch.ones_like(long[0]), torch.tensor([1] * width + [0] * missing)])
     alone, beside = _answer(model, short)[0], _answer(model, torch.cat([long, padded]), attention_mask=mask)[1]
     apart = float((beside[: len(alone)][:width] - alone[:width]).abs().max() / alone.abs().max())
-    return "changes no answer" if apart < CLOSE else f"changes answers by {apart:.1%}: batch equal lengths only"
+    if apart >= CLOSE:
+        return f"changes answers by {apart:.1%}: batch equal lengths only"
+    if re.search(r"'rope_type': '(longrope|dynamic)'", str(model.config.to_dict())):
+        return "changes no answer, but positions depend on the longest sample of a batch: see the page on packing"
+    return "changes no answer"
 
 
 def _loss(model: Any) -> str:

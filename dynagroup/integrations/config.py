@@ -94,6 +94,8 @@ class DynagroupConfig:
             raise ConfigError("`samples_per_update` needs updates='preserved', because 'free' updates have no set size")
         if self.kind_of is not None and self.mode == "offline":
             raise ConfigError("`kind_of` needs mode='online'; with mode='offline' pass the labels as `kinds`")
+        if self.mode == "online" and isinstance(self.lengths, Mapping):
+            raise ConfigError(f"`lengths` must be one array with mode='online', but is a dict of {[*self.lengths]}")
         if self.grouping is not None and (self.mode, self.updates) != ("offline", "preserved"):
             known = "which know lengths and updates in advance"
             raise ConfigError(f"`grouping` needs mode='offline' and updates='preserved', {known}; set these")

@@ -110,8 +110,7 @@ class LightningSteps(Callback):
         if not pl_module.automatic_optimization:
             return
         # Lightning runs optimizers when (batch_idx + 1) % n == 0, and clears gradients when batch_idx % n == 0.
-        stepping = 1 if self._first else batch_idx + 1
-        trainer.accumulate_grad_batches = stepping if batch.ends_update else NEVER
+        trainer.accumulate_grad_batches = (1 if self._first else batch_idx + 1) if batch.ends_update else NEVER
         for optimizer in trainer.optimizers if self._first else ():
             optimizer.zero_grad()
 

@@ -5,10 +5,13 @@ positions, while the loss looks normal. So the model itself is tested, on two sa
 compress blocks of tokens (DeepSeek-V4: 4 or 128), so the samples are longer than the blocks that the config names.
 """
 
+import contextlib
+import inspect
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from transformers import DataCollatorWithFlattening
 
@@ -20,6 +23,7 @@ from dynagroup.validation import explained, warn_user
 LINEAR = ("flash_attention", "flex_attention", NAME)  # kinds of attention that keep samples apart without a mask
 Collate: TypeAlias = Callable[[Sequence[Any]], dict[str, Any]]
 PROBES = ((7, 5, 6, 9, 8), (6, 8, 5))
+FLOATS, WEAK = (torch.float16, torch.bfloat16, torch.float32, torch.float64), 1e-3  # root mean square of a weak matrix
 LONGEST_BLOCK = 1024  # larger numbers in a config are no blocks, or too large to be tried
 WAYS_OUT = (
     "set model.config.use_cache = False (with a cache, transformers makes no mask between packed samples), "
@@ -29,18 +33,52 @@ WAYS_OUT = (
 
 def packing_collator(model: Any, **options: Any) -> Collate:
     """Returns a ``transformers.DataCollatorWithFlattening`` for this model, after a test that its packed batches work.
+    It also packs other values per token that the model reads (``token_type_ids``), and keeps the first label of each
+    sample if the model's loss reads it, as that of an encoder does. When called, it raises ConfigError if samples have
+    other fields that the model reads, or padding.
 
     Args:
         model: a transformers model as it will be trained, with its attention implementation. See :func:`check_packing`.
         options: arguments of the collator, such as ``return_seq_idx=True`` for state-space models.
     """
+    if not hasattr(model, "config") or not isinstance(model, torch.nn.Module):
+        raise ConfigError(f"`model` must be a model of transformers, but is {model!r:.80}")
     # Models like RoBERTa count positions from one above their padding token's index.
     layers = [module for module in model.modules() if type(module).__name__.endswith("Embeddings")]
     padding = [getattr(getattr(layer, "position_embeddings", None), "padding_idx", None) for layer in layers]
     first = next(({"position_ids_start": int(index) + 1} for index in padding if index is not None), {})
-    collate = DataCollatorWithFlattening(**{"return_flash_attn_kwargs": _is_linear(model), **first, **options})
+    collate = _Flattening(model, {"return_flash_attn_kwargs": _is_linear(model), **first, **options})
     check_packing(model, collate)
     return collate
+
+
+class _Flattening(DataCollatorWithFlattening):
+    def __init__(self, model: Any, options: dict[str, Any]) -> None:
+        super().__init__(**options)
+        own = model.get_base_model() if hasattr(model, "get_base_model") else model  # without adapters
+        self.read, self.shifts = {*inspect.signature(own.forward).parameters} - {"input_ids", "position_ids"}, True
+        ids = torch.tensor([PROBES[1]], device=next(model.parameters()).device)
+        first = torch.full_like(ids, -100).index_fill(1, ids.new_zeros(1), 0)  # only the first token has a label
+        with contextlib.suppress(Exception), evaluating(model), torch.no_grad():  # there may be no loss
+            self.shifts = not model(input_ids=ids, labels=first).loss > 0
+
+    def __call__(self, features: Any, return_tensors: Any = None, separator_id: Any = None) -> dict[str, Any]:
+        made, sizes = super().__call__(features, return_tensors, separator_id), [len(f["input_ids"]) for f in features]
+        made["labels"] = made["labels"][:, [n > 0 for n in sizes for _ in range(max(n, 1))]]  # samples without tokens
+        given = {name for sample in features for name in sample}
+        for name in sorted(given & self.read):
+            rows = [np.asarray(sample.get(name)) for sample in features]
+            if [row.shape for row in rows] != [(n,) for n in sizes] or (
+                name == "attention_mask" and not np.hstack(rows).all()
+            ):
+                way_out = "give every sample one value per token and no padding, or use the padded layout"
+                raise ConfigError(f"cannot pack the field {name!r}, which the model reads; {way_out}")
+            if name != "attention_mask" and not (name == "labels" and self.shifts):
+                packed = np.concatenate([rows[0][:0].astype(np.int64), *(row for row in rows if len(row))])[None]
+                made[name] = torch.as_tensor(packed) if isinstance(made["input_ids"], torch.Tensor) else packed
+        if not self.shifts and "labels" not in given:
+            del made["labels"]  # would be the ids
+        return made
 
 
 class NotAskedError(ConfigError):
@@ -89,20 +127,28 @@ def _answers(model: Any, collate_fn: Collate) -> tuple[torch.Tensor, torch.Tenso
     shape, wanted = tuple(batch["input_ids"].shape), (1, sum(sizes))
     if shape != wanted:
         raise ConfigError(f"`collate_fn` must make one row {wanted}, but made {shape}; use packing_collator(model)")
-    together = answer(model, batch)
+    together = answer(model, batch, weak := _stronger(model))
     parts = batch["input_ids"].split(sizes, dim=1)  # taken from the packed row, because a collator may mask tokens
-    alone = torch.cat([answer(model, {"input_ids": part}) for part in parts], dim=1)
+    alone = torch.cat([answer(model, {"input_ids": part}, weak) for part in parts], dim=1)
     if together.shape != alone.shape:
         raise ConfigError(f"{type(model).__name__} has no output per token and cannot be packed; use padded layout")
     return together, alone
 
 
-def answer(model: Any, batch: dict[str, Any]) -> torch.Tensor:
-    """Returns a model's logits, or without logits its first output."""
+def _stronger(model: Any) -> dict[str, torch.Tensor]:
+    """Returns other weights for matrices that are nearly zero, as some models begin: their layers do nothing yet."""
+    usual = {name: p.detach() for name, p in model.named_parameters() if p.dim() > 1 and p.dtype in FLOATS}
+    weak = {name: p for name, p in usual.items() if p.norm() < WEAK * p.numel() ** 0.5}
+    waves = {name: torch.arange(p.numel(), device=p.device).square().sin() for name, p in weak.items()}
+    return {name: (waves[name].view_as(p) / p.shape[-1] ** 0.5).to(p.dtype) for name, p in weak.items()}
+
+
+def answer(model: Any, batch: dict[str, Any], weights: Any = None) -> torch.Tensor:
+    """Returns a model's logits, or without logits its first output; ``weights``: used instead of its own, by name."""
     device = next(model.parameters()).device
     inputs = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items() if k != "labels"}
     with evaluating(model), torch.no_grad():
-        output = model(**inputs)
+        output = torch.func.functional_call(model, weights, (), inputs) if weights else model(**inputs)
     return output.logits if getattr(output, "logits", None) is not None else output[0]
 
 

@@ -92,8 +92,7 @@ class _Builder:
         fixed, two_stacks = float(w["fixed_tokens"]), w["encoder_decoder"]
         speech = two_stacks and fixed > 0
         # Tokens (and their squares) in the decoder or only stack, with each sample's fixed tokens; then in the encoder.
-        alone = NL + fixed * N, NL2 + 2 * fixed * NL + fixed**2 * N
-        self.words, self.words2 = (NT, NT2) if two_stacks else alone
+        self.words, self.words2 = (NT, NT2) if two_stacks else (NL + fixed * N, NL2 + 2 * fixed * NL + fixed**2 * N)
         self.read, self.read2 = (fixed * N, fixed**2 * N) if speech else (NL, NL2)
         self.cross = fixed * self.words if speech else NLT
         # Models without dropout compute the softmax of attention scores in float32.

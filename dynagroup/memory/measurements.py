@@ -150,8 +150,7 @@ def simulate(
     from dynagroup.memory.trace.program import as_gathered, prepare, static_bytes, trace
 
     wanted = _checked_shapes(shapes)
-    is_model = isinstance(model_or_config, torch.nn.Module)
-    model_or_config = model_or_config if is_model else as_config(model_or_config)
+    model_or_config = model_or_config if isinstance(model_or_config, torch.nn.Module) else as_config(model_or_config)
     workload = _checked_workload(model_or_config, workload)
     rows = []
     with torch.inference_mode(False), torch.enable_grad():  # whatever mode the caller has set
@@ -244,8 +243,7 @@ def _prepared(model: Any, workload: Workload, device: torch.device) -> tuple[tor
     for p in trained:
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
     state = (8.0 if workload.optimizer_bytes is None else workload.optimizer_bytes) * sum(p.numel() for p in trained)
-    buckets = sum(p.numel() * p.element_size() for p in trained) if workload.sharding == "ddp" else 0
-    return model, int(state) + buckets
+    return model, int(state) + (sum(p.numel() * p.element_size() for p in trained) if workload.sharding == "ddp" else 0)
 
 
 def _run(model: Any, workload: Workload, num_samples: int, longest: Any, inputs: Any, counters: Device) -> None:

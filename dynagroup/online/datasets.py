@@ -40,8 +40,7 @@ def sample_bytes(sample: Any) -> int:
     if isinstance(sample, (torch.Tensor, np.ndarray)):
         return sample.nbytes
     if isinstance(sample, (list, tuple)):
-        flat = not sample or isinstance(sample[0], (int, float))
-        return 8 * len(sample) if flat else sum(map(sample_bytes, sample))
+        return 8 * len(sample) if not sample or isinstance(sample[0], (int, float)) else sum(map(sample_bytes, sample))
     if isinstance(sample, (str, bytes)):
         return len(sample)
     return sum(map(sample_bytes, getattr(sample, "__dict__", {}).values())) or 8

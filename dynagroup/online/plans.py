@@ -93,8 +93,7 @@ class BatchSource(OrderSource):
     NAME = "batch_sampler"
 
     def _read(self, epoch: int) -> list[int]:
-        told = hasattr(self._source, "set_epoch")
-        for _ in range(0 if told else epoch - self._epoch - 1):
+        for _ in range(0 if hasattr(self._source, "set_epoch") else epoch - self._epoch - 1):
             deque(self._source, maxlen=0)
         set_epoch(self._source, epoch)
         with explained("`batch_sampler` must yield lists of dataset indices"):

@@ -152,8 +152,9 @@ class Work:
         numbers = np.asarray([[s, n, *(longest.get(name, 0) for name in names)] for s, n, longest in table], np.float64)
         numbers = numbers.reshape(-1, 2 + len(names))
         least, different = 1 + 2 * len(names), len(np.unique(numbers[:, 1:], axis=0))
-        allowed = np.isfinite(numbers).all() and (numbers[:, :3] > 0).all() and (numbers >= 0).all()
-        if different < least or not allowed:
+        if different < least or not (
+            np.isfinite(numbers).all() and (numbers[:, :3] > 0).all() and (numbers >= 0).all()
+        ):
             wanted, given = f"at least {least} distinct shapes", f"{len(table)} rows of {different} shapes"
             raise ConfigError(
                 f"`rows` must have seconds above 0, measured for {wanted}, but has {given}; measure more shapes"
@@ -225,8 +226,7 @@ def _vision_tower(config: Any, of_token: float) -> dict[str, Price]:
     if not width or not layers:
         return {}
     inner = first("intermediate_size") or int((first("mlp_ratio") or 4) * width)
-    gated = first("hidden_act", "hidden_activation") == "silu"
-    weights = 2.0 * (4 * width**2 + (3 if gated else 2) * width * inner)
+    weights = 2.0 * (4 * width**2 + (3 if first("hidden_act", "hidden_activation") == "silu" else 2) * width * inner)
     wide = len(first("fullatt_block_indexes") or range(layers)) / layers  # other layers attend only in small windows
     return {PATCHES: Price(unit=layers * weights / of_token, crossover=weights / (4.0 * width * wide))}
 

@@ -62,7 +62,9 @@ class ShapeLadder(Wrapper):
         fit = self._most(units) > 0
         oversize = int(not fit.all())
         if num_shapes == oversize and fit.any():
-            raise ConfigError("`num_shapes` must be at least 2: samples that do not fit even alone need a shape")
+            raise ConfigError(
+                "`shapes` (`num_shapes`) must be at least 2: samples that do not fit even alone need a shape"
+            )
         rungs = np.array([[1, *units.max(axis=1)]])  # the shape for samples that do not fit even alone
         if fit.any():
             window = None if window is None else check_int("window", window)
@@ -224,8 +226,9 @@ class RungWindow(OrderedWindow):
         def under(limit: float) -> list[int]:
             rung, offsets = int(self.limits.searchsorted(limit, side="right")) - 1, [start]
             while offsets[-1] < stop and len(offsets) <= most_runs:
-                size = int(self.reach[offsets[-1], rung]) if rung >= 0 else 1
-                offsets.append(min(offsets[-1] + max(size, 1), stop))
+                offsets.append(
+                    min(offsets[-1] + max((int(self.reach[offsets[-1], rung]) if rung >= 0 else 1), 1), stop)
+                )
             return offsets
 
         return under

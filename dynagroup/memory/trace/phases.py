@@ -245,8 +245,7 @@ def _binding(phases: FloatArray, traced: _Traced) -> FloatArray:
     target = drawn(1, MOST_TOKENS) if traced.two_streams else np.zeros(6000, int)
     phases = np.unique(phases.round(1), axis=0)  # most allocations return to an earlier size
     shapes = monomials(n, length, target)[:, traced.columns]
-    winners = [(part @ phases.T).argmax(axis=1) for part in np.array_split(shapes, 12)]
-    return phases[np.unique(np.concatenate(winners))]
+    return phases[np.unique(np.concatenate([(part @ phases.T).argmax(axis=1) for part in np.array_split(shapes, 12)]))]
 
 
 # A model that loops over tokens has no exact polynomials. They are fitted to its peaks instead: at each length, traces
