@@ -106,9 +106,7 @@ def rank_and_size() -> tuple[int, int]:
     """Returns this process's rank and the number of ranks from ``torch.distributed``; (0, 1) without it."""
     import torch.distributed as dist
 
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
 
 
 def current_world(*, timeout_s: float = 600.0) -> World:

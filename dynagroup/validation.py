@@ -131,6 +131,5 @@ def check_names(where: str, given: Iterable[str], known: Collection[str]) -> Non
 def check_choice(name: str, value: Any, choices: Sequence[Any]) -> Any:
     """Returns ``value`` if it equals one of ``choices`` and has the same type, else raises ConfigError."""
     if not any(value is choice or (type(value) is type(choice) and value == choice) for choice in choices):
-        shown = ", ".join(map(repr, choices))
-        raise ConfigError(f"`{name}` must be one of {shown}, but is {value!r}")
+        raise ConfigError(f"`{name}` must be one of {', '.join(map(repr, choices))}, but is {value!r}")
     return value

@@ -66,6 +66,7 @@ class LearningBudget(Wrapper):
     """
 
     counts_every_stream: ClassVar[bool] = True
+    learner: Any = property(lambda self: self)
 
     def __init__(self, budget: Budget | None = None) -> None:
         self.base = TokenBudget(UNLIMITED) if budget is None else budget
@@ -74,10 +75,6 @@ class LearningBudget(Wrapper):
             raise ConfigError(f"a LearningBudget cannot contain a ShapeLadder; write {way_out}")
         self._lessons = _Lessons()
         self._held: float | None = None
-
-    @property
-    def learner(self) -> "LearningBudget":
-        return self
 
     def bind(self, lengths: Streams, /) -> "LearningBudget":
         """Returns a budget for these lengths; the old and the new budget share what they learn."""

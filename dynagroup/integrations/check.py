@@ -104,10 +104,8 @@ def _packed(model: Any) -> str:
         packing_collator(model, return_seq_idx=True, return_flash_attn_kwargs=True)
     except ConfigError as error:
         if "keep packed sequences apart" in str(error) and not any(hasattr(m, "x_proj") for m in model.modules()):
-            found = re.findall(
-                r'_with_fallback\("\w+", "(\w+)"', inspect.getsource(sys.modules[type(model).__module__])
-            )
-            needed = " and ".join(sorted(set(found)))
+            asks = re.findall(r'_with_fallback\("\w+", "(\w+)"', inspect.getsource(sys.modules[type(model).__module__]))
+            needed = " and ".join(sorted(set(asks)))
             return f"samples are kept apart only by kernels: on a GPU install {needed}, elsewhere use the padded layout"
     return f"samples are not kept apart: use the padded layout ({refused[0].partition(';')[0][:150]})"
 

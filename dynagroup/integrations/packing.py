@@ -68,9 +68,8 @@ class _Flattening(DataCollatorWithFlattening):
         given = {name for sample in features for name in sample}
         for name in sorted(given & self.read):
             rows = [np.asarray(sample.get(name)) for sample in features]
-            if [row.shape for row in rows] != [(n,) for n in sizes] or (
-                name == "attention_mask" and not np.hstack(rows).all()
-            ):
+            alike = [row.shape for row in rows] == [(n,) for n in sizes]
+            if not alike or (name == "attention_mask" and not np.hstack(rows).all()):
                 way_out = "give every sample one value per token and no padding, or use the padded layout"
                 raise ConfigError(f"cannot pack the field {name!r}, which the model reads; {way_out}")
             if name != "attention_mask" and not (name == "labels" and self.shifts):
@@ -124,9 +123,8 @@ def _answers(model: Any, collate_fn: Collate) -> tuple[torch.Tensor, torch.Tenso
     sizes = [len(probe) + longer for probe in PROBES]
     probes = [(probe * size)[:size] for probe, size in zip(PROBES, sizes, strict=True)]
     batch = collate_fn([{"input_ids": list(ids), "labels": list(ids)} for ids in probes])
-    shape, wanted = tuple(batch["input_ids"].shape), (1, sum(sizes))
-    if shape != wanted:
-        raise ConfigError(f"`collate_fn` must make one row {wanted}, but made {shape}; use packing_collator(model)")
+    if (shape := (*batch["input_ids"].shape,)) != (1, sum(sizes)):
+        raise ConfigError(f"`collate_fn` must pack {sum(sizes)} tokens, but made {shape}; use packing_collator(model)")
     together = answer(model, batch, weak := _stronger(model))
     parts = batch["input_ids"].split(sizes, dim=1)  # taken from the packed row, because a collator may mask tokens
     alone = torch.cat([answer(model, {"input_ids": part}, weak) for part in parts], dim=1)

@@ -72,8 +72,7 @@ def check_own_attention(model: Any) -> set[Any]:
     told = explained(tried, ConfigError, way_out=f"; {INSTEAD}")
     with told, settings_kept(model), evaluating(model), torch.no_grad():
         model.set_attn_implementation(PROBE)
-        ids = torch.arange(PROBE_TOKENS, device=next(model.parameters()).device) % 5 + 5
-        model(input_ids=ids[None])
+        model(input_ids=torch.arange(PROBE_TOKENS, device=next(model.parameters()).device)[None] % 5 + 5)
     if not asked:
         raise ConfigError(f"{name} does not use transformers' AttentionInterface, so it cannot be packed; {INSTEAD}")
     return asked

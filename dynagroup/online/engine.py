@@ -205,7 +205,8 @@ class Runner(ABC):
         else:
             self.stats.count_step(0, shown.real, shown.padded, idle=True)
         shares = take.samples, take.weight, loss_scale(take.weight, self.world.size)
-        return Step(shown.batch, [*shown.indices], *shares, take.ends_update, not batch, shown.label)
+        filled = self.source.budget.ladder is not None
+        return Step(shown.batch, [*shown.indices], *shares, take.ends_update, not batch, shown.label, filled)
 
     def _count(self, batch: Refined) -> None:
         self.stats.count_step(len(batch), batch.real, batch.padded)

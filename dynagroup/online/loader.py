@@ -150,9 +150,7 @@ class OnlineDataLoader(StepLoader[Any]):
 
     def examples(self) -> tuple[Streams, Callable[[int], Any], Callable[..., Any]]:
         if self._workers.iterable:
-            raise ConfigError(
-                "preflight cannot try an iterable dataset, which gives each sample only once; leave it out"
-            )
+            raise ConfigError("preflight cannot try an iterable dataset, which gives a sample only once; leave it out")
         places = np.unique(np.linspace(0, len(self.dataset) - 1, EXAMPLES).astype(np.int64)).tolist()
         samples, collator = [self.dataset[place] for place in places], self._workers.collator
         measured = collator.measure(samples, places).items()  # compared over ranks, because processing may be random
@@ -233,8 +231,7 @@ class OnlineDataLoader(StepLoader[Any]):
         order, groups = self._orders.of_epoch(epoch), self._orders.groups(epoch)
         # Plans use one limit for a whole epoch; workers split batches that later turn out not to fit.
         limit = states[0]["running"]["limit"] if states else self.budget.applied
-        facts = world, self.config, self.budget, workers.iterable
-        source = Source(*facts, cursor, order, self.sizes, groups, limit)
+        source = Source(world, self.config, self.budget, workers.iterable, cursor, order, self.sizes, groups, limit)
         source, place, joined = resumed(source, states, self._learned, self._orders)
         identity = {**self._of_ranks(source), "place": joined.steps} if world.size > 1 else {}
         under_way = states[0]["running"]["under_way"] if states else 0

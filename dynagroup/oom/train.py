@@ -50,6 +50,7 @@ class Part:
     start: int
     stop: int
     share: float = 1.0
+    whole: bool = True  # run as it came, with the samples of weight 0 that may fill it
     rng: Any = None
     loss: Any = None
 
@@ -57,18 +58,20 @@ class Part:
     def num_samples(self) -> int:
         return self.stop - self.start
 
+    def is_filled(self, splitter: Splitter[Any]) -> bool:
+        return self.whole and self.num_samples < splitter.num_samples(self.batch)
+
     def samples(self, splitter: Splitter[Any]) -> Any:
         """Returns this part's samples as a batch."""
-        whole = self.start == 0 and self.stop == splitter.num_samples(self.batch)
-        return self.batch if whole else splitter.take(self.batch, self.start, self.stop)
+        return self.batch if self.whole else splitter.take(self.batch, self.start, self.stop)
 
     def shape(self, splitter: Splitter[Any]) -> BatchShape:
-        return shape_of(self.samples(splitter), self.num_samples)
+        return shape_of(samples := self.samples(splitter), splitter.num_samples(samples))
 
     def cut(self, splitter: Splitter[Any], weigh: Callable[[Any, int], float] | None) -> "list[Part]":
-        """Splits the part into two halves, whose weights add up to the part's weight."""
-        both = halves(self.start, self.stop)
-        parts: list[Part] = [replace(self, start=a, stop=b, rng=None, loss=None) for a, b in both]
+        """Splits the part into two halves, whose weights add up to its weight; a filled one only loses its filling."""
+        both = [(self.start, self.stop)] if self.is_filled(splitter) else halves(self.start, self.stop)
+        parts: list[Part] = [replace(self, start=a, stop=b, whole=False, rng=None, loss=None) for a, b in both]
         if weigh is not None:
             weights = [weigh(half.samples(splitter), half.num_samples) for half in parts]
             for half, weight in zip(parts, weights, strict=True):
@@ -161,17 +164,19 @@ class OomSafeBackward:
     def step(self, compute_loss: ComputeLoss, step: Step[Any]) -> BackwardResult:
         """Runs a :class:`~dynagroup.Step` of a loader, with its loss scale. An idle step runs nothing."""
         how: Any = {name: getattr(step, name) for name in ("loss_scale", "ends_update", "indices", "idle")}
-        return self(compute_loss, step.batch, **how)
+        return self(compute_loss, step.batch, num_samples=len(step.indices) if step.filled else None, **how)
 
     def __call__(
         self, compute_loss: ComputeLoss, batch: Any, *,
         loss_scale: float = 1.0, ends_update: bool = True, indices: Sequence[int] = (), idle: bool = False,
+        num_samples: int | None = None,
     ) -> BackwardResult:  # fmt: skip
         """Runs ``backward(compute_loss(batch) * loss_scale)`` for one batch, in parts if needed.
 
         Args:
             indices: dataset indices of the samples, to name them in messages.
             idle: True: the rank has no samples in this step, so nothing is run.
+            num_samples: int: samples of weight 0 follow so many others. None: all samples count.
 
         Raises BudgetError on every rank, at the end of the update, if a sample does not fit even alone; AlignmentError if
         a rank has stopped. Other errors end the update and leave ``.grad`` as without this class."""
@@ -179,7 +184,7 @@ class OomSafeBackward:
         update.num_calls += 1
         try:
             if not idle:
-                stop = self._splitter.num_samples(batch)
+                stop = self._splitter.num_samples(batch) if num_samples is None else num_samples
                 update.waiting.append(Part(update.num_calls, batch, indices, compute_loss, loss_scale, 0, stop))
                 self._run_waiting(update)
         except BaseException:  # so that the next call begins a new update
@@ -206,7 +211,7 @@ class OomSafeBackward:
             if may_fit and self._attempt(update, part):
                 update.done.append(part)
                 continue
-            if part.num_samples < self._smallest:
+            if part.num_samples < self._smallest and not part.is_filled(self._splitter):
                 index = int(part.indices[part.start] if len(part.indices) > part.start else part.start)
                 update.verdict = index, longest_of(part.samples(self._splitter))
             else:
@@ -282,14 +287,11 @@ def find_ddp(model: torch.nn.Module) -> DistributedDataParallel | None:
     ddp = next((m for m in modules if isinstance(m, DistributedDataParallel)), None)
     for module in modules:
         if _SHARDED & {cls.__name__ for cls in type(module).__mro__}:
-            way_out = "use DistributedDataParallel, or a plain backward pass"
             told = f"`model` contains {type(module).__name__}, with which no rank can repeat a step alone"
-            raise ConfigError(f"{told}; {way_out}")
+            raise ConfigError(f"{told}; use DistributedDataParallel, or a plain backward pass")
         if ddp is not None and (isinstance(module, SyncBatchNorm) or getattr(module, "static_graph", False)):
-            way_out = "use another normalisation, and static_graph=False"
-            raise ConfigError(
-                f"`model` contains {type(module).__name__}, which exchanges data between ranks in each pass; {way_out}"
-            )
+            told = f"`model` contains {type(module).__name__}, which exchanges data between ranks in each pass"
+            raise ConfigError(f"{told}; use another normalisation, and static_graph=False")
     return ddp
 
 

@@ -156,9 +156,7 @@ class Work:
             np.isfinite(numbers).all() and (numbers[:, :3] > 0).all() and (numbers >= 0).all()
         ):
             wanted, given = f"at least {least} distinct shapes", f"{len(table)} rows of {different} shapes"
-            raise ConfigError(
-                f"`rows` must have seconds above 0, measured for {wanted}, but has {given}; measure more shapes"
-            )
+            raise ConfigError(f"`rows` must have seconds above 0 for {wanted}, but has {given}; measure more shapes")
         samples, units = numbers[:, 1:2], numbers[:, 2:]
         columns = np.hstack([samples**0, samples * units, samples * units**2]) / numbers[:, :1]
         start, *factors = _non_negative(columns.T @ columns, columns.sum(axis=0))

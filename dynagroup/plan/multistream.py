@@ -82,8 +82,7 @@ def costs_of_rows(lengths: Streams, budget: Budget, work: Work) -> NDArray[np.fl
     if len(each) < 2 or (summed and len(padded_streams(budget, lengths)) == len(lengths) and not work.streams):
         return None
     shared = [each[name] for name in priced if name in each]
-    both = [np.sum(shared, axis=0)] if summed and len(shared) > 1 else []
-    found = np.asarray([*both, *each.values()], np.float64)
+    found = np.asarray([*([np.sum(shared, axis=0)] if summed and len(shared) > 1 else []), *each.values()], np.float64)
     return found * (found[0].sum() / found.sum(axis=1, keepdims=True))
 
 

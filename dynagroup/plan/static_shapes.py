@@ -45,6 +45,8 @@ class ShapeLadder(Wrapper):
     (4, 50)
     """
 
+    ladder: Any = property(lambda self: self)
+
     def __init__(
         self, lengths: Sequence[int] | np.ndarray | Mapping[str, Any], budget: Budget | int, num_shapes: int = 8, *,
         window: int | None = None, grouping: int = 1, work: Work | None = None,
@@ -62,9 +64,7 @@ class ShapeLadder(Wrapper):
         fit = self._most(units) > 0
         oversize = int(not fit.all())
         if num_shapes == oversize and fit.any():
-            raise ConfigError(
-                "`shapes` (`num_shapes`) must be at least 2: samples that do not fit even alone need a shape"
-            )
+            raise ConfigError("`shapes` (`num_shapes`) must be at least 2: samples that do not fit even alone need one")
         rungs = np.array([[1, *units.max(axis=1)]])  # the shape for samples that do not fit even alone
         if fit.any():
             window = None if window is None else check_int("window", window)
@@ -151,15 +151,9 @@ class ShapeLadder(Wrapper):
         asked = BatchShape.of(num_samples, dict(zip(self._names, longest, strict=True)))
         if not self.holds(asked).any():
             told = f"a batch of {num_samples} samples of {longest} tokens is larger than all shapes"
-            raise ConfigError(
-                f"{told}, which are {self.shapes} (samples, tokens); use other shapes, or smaller batches"
-            )
+            raise ConfigError(f"{told}, which are {self.shapes} (samples, tokens); use others or smaller batches")
         run = self.as_run(asked)
         return (int(run.num_samples[0]), *(int(run.longest[name][0]) for name in self._names))
-
-    @property
-    def ladder(self) -> "ShapeLadder":
-        return self
 
     @property
     def fingerprint(self) -> str:
@@ -226,9 +220,7 @@ class RungWindow(OrderedWindow):
         def under(limit: float) -> list[int]:
             rung, offsets = int(self.limits.searchsorted(limit, side="right")) - 1, [start]
             while offsets[-1] < stop and len(offsets) <= most_runs:
-                offsets.append(
-                    min(offsets[-1] + max((int(self.reach[offsets[-1], rung]) if rung >= 0 else 1), 1), stop)
-                )
+                offsets.append(min(offsets[-1] + max(int(self.reach[offsets[-1], rung]) if rung >= 0 else 1, 1), stop))
             return offsets
 
         return under
@@ -307,9 +299,7 @@ class PackedLadder(Wrapper):
         """Returns the shape to which a batch of ``total`` tokens is filled. ConfigError: all shapes have fewer tokens."""
         place = int(np.searchsorted(self._totals, total))
         if place == len(self._totals):
-            raise ConfigError(
-                f"{num_samples} packed samples, {total} tokens, exceed all shapes {self.shapes}; pack fewer"
-            )
+            raise ConfigError(f"{num_samples} packed samples of {total} tokens exceed {self.shapes}; pack fewer")
         return self.shapes[place]
 
     @property

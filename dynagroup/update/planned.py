@@ -193,7 +193,8 @@ class PlannedDataLoader(StepLoader[B]):
                 step, weight = update.steps[number], Share(weights[number], summed[-1])
                 samples = Share(0 if step.idle else len(step.indices), update.num_samples)
                 scale, ends = loss_scale(weight, world.size), number == len(batches) - 1
-                yield Step(batch, step.indices, samples, weight, scale, ends, step.idle, step.kind)
+                filled = self.budget.ladder is not None
+                yield Step(batch, step.indices, samples, weight, scale, ends, step.idle, step.kind, filled)
 
     def _look(self, update: PlannedUpdate, number: int, batch: Any) -> None:
         """Counts a step as used; warns once if a collated batch does not have its planned shape."""

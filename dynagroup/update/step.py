@@ -30,6 +30,7 @@ class Step(Generic[B]):
         ends_update: True: run the optimizer after this batch; False: keep gradients local (``no_sync``).
         idle: True: this rank had no samples left, and runs the batch with weight 0 so that collectives match.
         kind: with ``kinds``, the label of all samples in ``batch``; else None.
+        filled: True: with ``shapes``, samples of weight 0 may follow those of ``indices`` in ``batch``.
 
     >>> from dynagroup import PlannedDataLoader, TokenBudget
     >>> loader = PlannedDataLoader("abcd", [3, 9, 2, 8], TokenBudget(18), shuffle=False, weigh="samples", collate_fn=list)
@@ -46,6 +47,7 @@ class Step(Generic[B]):
     ends_update: bool
     idle: bool = False
     kind: Any = None
+    filled: bool = False
 
     def map(self, fn: Callable[[B], Any]) -> "Step[Any]":
         """Returns this step with ``fn`` applied to its batch, e.g. to move the batch to a device."""

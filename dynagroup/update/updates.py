@@ -197,9 +197,7 @@ class FreeUpdates(_Updates):
         return (update.after for update in self.updates(cursor, 0))
 
     def end(self, epoch: int) -> Cursor:
-        if epoch != self._place.epoch:
-            return super().end(epoch)
-        return [self._place, *self.cursors(self._place)][-1]
+        return super().end(epoch) if epoch != self._place.epoch else [self._place, *self.cursors(self._place)][-1]
 
     def _plan(self, cursor: Cursor) -> BatchPlan:
         plan = self.planner.joined(list(self.planner.steps_from(cursor, self._ranks)), cursor, self._ranks)

@@ -51,9 +51,7 @@ class CudaKernels(TorchFunctionMode):
             return args[0] @ args[1][0]  # CUDA also multiplies other dtypes; the same bytes are alive
         if func in (torch.any, torch.Tensor.any) and len(args) == 1 and not kwargs and args[0].is_meta:
             return torch.tensor(False, device="cpu")
-        if func is torch.Tensor.__bool__ and args[0].is_meta:
-            return not self.padded
-        return func(*args, **kwargs)
+        return not self.padded if func is torch.Tensor.__bool__ and args[0].is_meta else func(*args, **kwargs)
 
     def end_forward(self) -> None:
         """Ends the autocast region: drops the weights that autocast has cast and cached."""
