@@ -151,8 +151,7 @@ def line_above(predicted: FloatArray, taken: FloatArray) -> tuple[float, float]:
     lines through two rows need to be tried."""
     with np.errstate(divide="ignore", invalid="ignore"):
         slopes = np.subtract.outer(taken, taken) / np.subtract.outer(predicted, predicted)
-    ends = [1.0, float((taken / predicted).max())]
-    factors = np.unique(np.maximum([*ends, *slopes[np.isfinite(slopes)]], 1.0))
+    factors = np.unique(np.maximum([1.0, float((taken / predicted).max()), *slopes[np.isfinite(slopes)]], 1.0))
     constants = [max(float((taken - factor * predicted).max()), 0.0) for factor in factors]
     best = int(np.argmin([np.mean((f * predicted + c) / taken) for f, c in zip(factors, constants, strict=True)]))
     return float(factors[best]), constants[best]

@@ -154,8 +154,7 @@ def describe(source: Any, mode: str, known: Mapping[str, Any]) -> dict[str, Any]
 def architecture(config: Any) -> dict[str, Any]:
     """Returns the sizes in a config, which go by other names from one model family to the next."""
     two_stacks = bool(getattr(config, "is_encoder_decoder", False))
-    nested = hasattr(config, "get_text_config") and not two_stacks
-    text = config.get_text_config(decoder=True) if nested else config
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") and not two_stacks else config
 
     def first(*names: str, decoder: tuple[str, ...] = ()) -> Any:
         return _first(text, *(decoder if two_stacks else ()), *names)

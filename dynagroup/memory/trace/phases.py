@@ -265,8 +265,7 @@ def _simulated(traced: _Traced, error: ValueError) -> Phases:
     one_token = len(timeline((1, 1, 0)))
     for length in _shown(sorted({min(length, most) for length in LENGTHS})):
         one, two = timeline((1, length, 0)), timeline((2, length, 0))
-        alike = len(one) == len(two)
-        peaks = [one + (n - 1) * (two - one) for n in SAMPLES] if alike else [one, two]
+        peaks = [one + (n - 1) * (two - one) for n in SAMPLES] if len(one) == len(two) else [one, two]
         rows += [(n, length, float(line.max())) for n, line in zip(SAMPLES, peaks, strict=False)]
         if length > SHORT and len(one) > LOOPS * one_token:
             break
