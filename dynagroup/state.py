@@ -41,9 +41,7 @@ def opened(states: Any, kind: str, identity: Mapping[str, Any]) -> list[Mapping[
         if state["version"] != VERSION:
             raise StateError(f"the state has version {state['version']!r}, but dynagroup reads {VERSION}; load another")
         if state["seal"] != seal_of(state):
-            raise StateError(
-                "the state is damaged: its content does not match its checksum; load an earlier checkpoint"
-            )
+            raise StateError("the state is damaged: its content does not match its checksum; load an earlier one")
         theirs, missing = state["identity"], object()
         names = [k for k in {*theirs, *identity} if theirs.get(k, missing) != identity.get(k, missing)]
         if names:

@@ -33,7 +33,7 @@ def text_dataloader(
     Args:
         texts: sequence of str; for a ``datasets.Dataset``, its text column (``dataset["text"]``).
         tokenizer: a transformers tokenizer that has a padding token. If every text starts with the tokenizer's BOS
-            token, as texts from a chat template do, the tokenizer adds no second BOS token.
+            token, as texts from a chat template do, the tokenizer adds no special tokens.
         budget: limit of a batch, e.g. ``TokenBudget(16384)``. Lengths are padded to the budget's
             ``pad_to_multiple_of``. With ``layout="packed"`` a batch is one row without padding, made by transformers'
             ``DataCollatorWithFlattening`` (with ``position_ids`` and ``cu_seq_lens_q``). Only some models then keep the

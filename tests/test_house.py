@@ -132,8 +132,7 @@ def test_no_class_is_a_giant_and_no_function_a_page():
     for kinds, most in (((ast.ClassDef,), MOST_LINES_OF_A_CLASS), (FUNCTIONS, MOST_LINES_OF_A_FUNCTION)):
         found = ((name, code_lines(node)) for name, node in definitions(*kinds))
         assert [(name, lines) for name, lines in found if lines > most] == []
-    tree = ast.parse('def f():\n    """One.\n\n    Two.\n    """\n    a = 1\n    return a\n')
-    assert code_lines(tree.body[0]) == 3
+    assert code_lines(ast.parse('def f():\n    """One.\n\n    Two.\n    """\n    a = 1\n    return a\n').body[0]) == 3
 
 
 def private_names(path: Path) -> tuple[set[str], set[str]]:

@@ -211,8 +211,7 @@ def test_rows_of_ids_are_counted(data):
     assert measure_lengths(data, max_length=10**30).tolist() == [2, 0, 1]  # a tokenizer's limit that nobody set
     assert measure_lengths(data, max_length=1).tolist() == [1, 0, 1]
     if isinstance(data, Dataset):  # of another name, and rows chosen
-        chosen = data.rename_column("input_ids", "mine").select([2, 0])
-        assert measure_lengths(chosen, column="mine").tolist() == [1, 2]
+        assert measure_lengths(data.rename_column("input_ids", "mine").select([2, 0]), column="mine").tolist() == [1, 2]
 
 
 def test_processes_measure_the_same_and_no_samples_have_no_lengths(counting):

@@ -136,6 +136,9 @@ def refuse_unsupported(trainer: Any, config: DynagroupConfig) -> None:
         f"tensor, context or sequence parallelism ({sharing} ranks share a sample)": (
             sharing > 1 and config.world is None,
             "pass DynagroupConfig(world=DistributedWorld(mesh.get_group('dp'))) with the mesh's data-parallel group"),
+        "out_of_memory='retry' for pairs of answers": (
+            {"DPOTrainer", "RewardTrainer"} & ours and config.out_of_memory and config.splitter is None,
+            "all chosen rows come before the rejected ones; pass a `splitter` that keeps pairs together"),
         f"pad_to_multiple_of={multiple}": (
             multiple % sharing and sharing > trainer.get_tp_size(),
             f"{sharing} ranks divide the tokens of a sample; set a multiple of {sharing} in budget and collator"),

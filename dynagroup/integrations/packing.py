@@ -63,18 +63,18 @@ class _Flattening(DataCollatorWithFlattening):
             self.shifts = not model(input_ids=ids, labels=first).loss > 0
 
     def __call__(self, features: Any, return_tensors: Any = None, separator_id: Any = None) -> dict[str, Any]:
-        made, sizes = super().__call__(features, return_tensors, separator_id), [len(f["input_ids"]) for f in features]
-        made["labels"] = made["labels"][:, [n > 0 for n in sizes for _ in range(max(n, 1))]]  # samples without tokens
-        given = {name for sample in features for name in sample}
-        for name in sorted(given & self.read):
-            rows = [np.asarray(sample.get(name)) for sample in features]
-            alike = [row.shape for row in rows] == [(n,) for n in sizes]
-            if not alike or (name == "attention_mask" and not np.hstack(rows).all()):
+        sizes, given = [len(f["input_ids"]) for f in features], {name for f in features for name in f}
+        rows = {name: [np.asarray(sample.get(name)) for sample in features] for name in given & self.read}
+        for name, values in sorted(rows.items()):
+            alike = [row.shape for row in values] == [(n,) for n in sizes]
+            if not alike or (name == "attention_mask" and not np.hstack(values).all()):
                 way_out = "give every sample one value per token and no padding, or use the padded layout"
                 raise ConfigError(f"cannot pack the field {name!r}, which the model reads; {way_out}")
-            if name != "attention_mask" and not (name == "labels" and self.shifts):
-                packed = np.concatenate([rows[0][:0].astype(np.int64), *(row for row in rows if len(row))])[None]
-                made[name] = torch.as_tensor(packed) if isinstance(made["input_ids"], torch.Tensor) else packed
+        made: Any = super().__call__(features, return_tensors, separator_id)
+        made["labels"] = made["labels"][:, [n > 0 for n in sizes for _ in range(max(n, 1))]]  # samples without tokens
+        for name in rows.keys() - {"attention_mask", *(["labels"] if self.shifts else [])}:
+            packed = np.concatenate([np.zeros(0, np.int64), *(row for row in rows[name] if len(row))])[None]
+            made[name] = torch.as_tensor(packed) if isinstance(made["input_ids"], torch.Tensor) else packed
         if not self.shifts and "labels" not in given:
             del made["labels"]  # would be the ids
         return made

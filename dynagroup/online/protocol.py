@@ -144,8 +144,7 @@ class Exchange:
                 f"behind at {-found[1] & 0xFFFFFFFF} of epoch {-found[1] >> 32}, the rank furthest ahead at "
                 f"{found[0] & 0xFFFFFFFF} of epoch {found[0] >> 32}; iterate the loader equally often and far on every rank"
             )
-        more = self.world.all_max(vector[WIDTH:]) if len(vector) > len(found) else []
-        return [*found[3 : len(vector)], *more]
+        return [*found[3 : len(vector)], *(self.world.all_max(vector[WIDTH:]) if len(vector) > len(found) else [])]
 
     def gathered(self, values: Sequence[int], most: int) -> list[int]:
         """Returns the integers of all ranks, sorted, each once (they are positive, up to ``most`` a rank); after a MAX."""

@@ -61,8 +61,7 @@ class Batches(Sequence[IntArray]):
 
     def __iter__(self) -> Iterator[IntArray]:
         bounds = self.offsets.tolist()
-        for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
-            yield self.order[start:stop]
+        yield from (self.order[start:stop] for start, stop in zip(bounds[:-1], bounds[1:], strict=True))
 
     def take(self, chosen: IntArray) -> "Batches":
         """Returns the chosen batches in the given order."""

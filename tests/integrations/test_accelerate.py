@@ -106,8 +106,7 @@ def test_axolotls_plugin_gives_its_trainer_batches_that_fit(axolotl, tmp_path):
     plugin = axolotl.DynagroupPlugin()
     name, _, cls = plugin.get_input_args().rpartition(".")
     keys = getattr(sys.modules[name], cls)(dynagroup_max_tokens=512)
-    cfg = SimpleNamespace(**keys.model_dump(), sample_packing=False, pad_to_sequence_len=False)
-    run = plugin.get_trainer_cls(cfg)(
+    run = plugin.get_trainer_cls(SimpleNamespace(**keys.model_dump(), sample_packing=False, pad_to_sequence_len=False))(
         toys.causal_lm(), args=arguments(tmp_path, max_steps=2), train_dataset=toys.samples("causal", 40),
         data_collator=toys.collate, bench_data_collator=None,
     )  # fmt: skip

@@ -82,8 +82,7 @@ def test_clips_of_one_bucket_share_a_batch_within_the_pixels_and_are_learned_fro
 
 def test_a_vision_language_batch_has_an_image_for_every_sample_or_for_none():
     pytest.importorskip("PIL")
-    program = example("train_vision_language.py")
-    losses, steps = program["main"](epochs=2)
+    losses, steps = example("train_vision_language.py")["main"](epochs=2)
     assert losses[-1] < losses[0]
     batches = [(step.kind, len(step.indices), step.batch) for step in steps]
     assert {kind for kind, _, _ in batches} == {"image", "text"}
@@ -104,8 +103,7 @@ def test_a_run_that_ran_out_of_memory_goes_on_with_smaller_batches_to_the_same_p
     with pytest.raises(AssertionError, match="OutOfMemoryError"):
         on_ranks(2, trained, tmp_path / "again", 245)
     assert (tmp_path / "again" / "last.json").exists(), "it had not even saved"
-    found = on_ranks(2, trained, tmp_path / "again")
-    for result in found:
+    for result in on_ranks(2, trained, tmp_path / "again"):
         assert result["limit"] <= 0.9 * 256
         torch.testing.assert_close(result["weights"], whole["weights"], rtol=1e-9, atol=1e-12)
     seen = Counter(line for path in tmp_path.glob("again/seen-*.txt") for line in path.read_text().split())

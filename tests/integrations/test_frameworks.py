@@ -50,8 +50,7 @@ def test_verl_restores_the_order_of_our_micro_batches() -> None:
     restore = importlib.import_module("verl.utils.seqlen_balancing").restore_dynamic_batch
     lengths = np.random.default_rng(0).integers(16, 4000, 64)
     [parts] = shard_micro_batches(lengths, 1, TokenBudget(16_384, layout="packed"))
-    shuffled = torch.cat([torch.tensor(lengths)[part] for part in parts])
-    assert restore(shuffled, parts).tolist() == lengths.tolist()
+    assert restore(torch.cat([torch.tensor(lengths)[part] for part in parts]), parts).tolist() == lengths.tolist()
 
 
 def test_openrlhf_passes_its_cap_and_the_line_of_the_page_does_not(monkeypatch: pytest.MonkeyPatch) -> None:

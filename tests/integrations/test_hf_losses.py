@@ -323,8 +323,7 @@ def evaluated_by_kind(folder: Any, config: dict[str, Any]) -> tuple[dict[str, fl
 def test_evaluation_follows_kinds(config, tmp_path):
     found, seen = evaluated_by_kind(tmp_path, config)
     assert {frozenset(kinds) for kinds in seen} == {frozenset({"text"}), frozenset({"image"})}
-    plain = evaluated("classifier", tmp_path, fits=False).evaluate()
-    assert figures(found) == pytest.approx(figures(plain), abs=1e-6)
+    assert figures(found) == pytest.approx(figures(evaluated("classifier", tmp_path, fits=False).evaluate()), abs=1e-6)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3, 50])

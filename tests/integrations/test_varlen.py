@@ -186,23 +186,46 @@ def test_a_model_that_keeps_samples_apart_is_given_its_collator_and_positions_be
     assert packing_collator(roberta())([{"input_ids": [5, 6]}])["position_ids"].tolist() == [[2, 3]]
 
 
+def test_labels_of_first_tokens_and_types_are_packed_where_a_model_reads_them() -> None:
+    """Only a causal loss never reads the first label. transformers' collator drops it always, and other fields."""
+    collate = packing_collator(use_varlen_attention(transformers.BertForTokenClassification(models.bert())))
+    rows = [{"input_ids": [5] * n, "labels": [1] * n, "token_type_ids": [0, 1, 1][:n]} for n in (2, 0, 3)]
+    batch = collate(rows)
+    assert (batch["labels"].tolist(), batch["token_type_ids"].tolist()) == ([[1] * 5], [[0, 1, 0, 1, 1]])
+    assert "labels" not in collate([{"input_ids": [5]}])
+    assert packing_collator(llama())(rows)["labels"].tolist() == [[-100, 1, -100, 1, 1]]
+    for field in ({"labels": 3}, {"labels": [1]}, {"attention_mask": [1, 0]}):
+        with pytest.raises(ConfigError, match="cannot pack the field '[a-z_]*', which the model reads"):
+            collate([{"input_ids": [5, 6], "labels": [1, 1], **field}])
+
+
 def mamba() -> Any:
     sizes = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}
     return transformers.MambaForCausalLM(transformers.MambaConfig(**sizes))
 
 
-def bert() -> Any:
-    return transformers.BertForMaskedLM(models.bert())
+def bert(**more: Any) -> Any:
+    return transformers.BertForMaskedLM(models.bert(**more))
 
 
 def t5() -> Any:
     return transformers.T5ForConditionalGeneration(models.t5())
 
 
+def deepseek() -> Any:
+    """Keys are compressed over windows of 4 and 128 tokens, which do not end where a sample does."""
+    kinds = ["heavily_compressed_attention", "compressed_sparse_attention"]
+    sizes = {"head_dim": 16, "qk_rope_head_dim": 8, "q_lora_rank": 8, "n_routed_experts": 2, "num_experts_per_tok": 1}
+    config = models.config(transformers.DeepseekV4Config, layer_types=kinds, moe_intermediate_size=8, **sizes)
+    return transformers.DeepseekV4ForCausalLM(config)
+
+
 VARLEN = "call dynagroup.integrations.varlen.use_varlen_attention"
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "cache": (partial(llama, use_cache=True), {}, f"set model.config.use_cache = False .*, {VARLEN}"),
     "BERT": (bert, {}, "its attention 'sdpa' mixes them; "),
+    "idle": (partial(bert, initializer_range=0.0), {}, "its attention 'sdpa' mixes them; "),  # until it is trained
+    "blocks": (deepseek, {}, "mixes them; .* or use the padded layout"),
     "Mamba": (mamba, {}, "mixes them; .* or use the padded layout"),
     "T5": (t5, {}, "cannot run two packed samples .*only models that read one row"),
     "positions": (roberta, {"position_ids_start": 0}, "its positions, or layers"),

@@ -58,8 +58,7 @@ def test_batches_fit_and_come_again(entry: Entry, layout: str, ranks: int) -> No
     assert [[facts_of(step) for step in steps] for steps in found] == [[facts_of(s) for s in steps] for steps in again]
     for step in itertools.chain.from_iterable(found):
         lengths = [LENGTHS[i] for i in step.indices]
-        tokens = sum(lengths) if layout == "packed" else len(lengths) * max(lengths)
-        assert tokens <= TOKENS or len(lengths) == 1
+        assert (sum(lengths) if layout == "packed" else len(lengths) * max(lengths)) <= TOKENS or len(lengths) == 1
         edges = sum(graph_of(length)["edges"] for length in lengths)
         assert not isinstance(entry.base.get("lengths"), dict) or edges <= MOST_EDGES or len(lengths) == 1
 
@@ -157,8 +156,7 @@ def test_a_state_of_every_other_setting_is_refused(entry: Entry) -> None:
     """And half of nothing is taken over."""
     state = json.loads(json.dumps(alone(entry, 2).state_dict()))
     for name, value in entry.others.items():
-        settings = {name: value} if name != "sampler" else {name: value, "shuffle": False}
-        other = alone(entry, 1, **settings)
+        other = alone(entry, 1, **({name: value} if name != "sampler" else {name: value, "shuffle": False}))
         before = copy.deepcopy(other.state_dict())
         with pytest.raises(StateError):
             other.load_state_dict(state)
@@ -298,8 +296,7 @@ def test_a_sampler_follows_what_was_applied_before_and_forgets_it_with_no_other_
 def test_an_epoch_under_way_leaves_out_what_it_left_out_or_is_refused(kind: str, when: str) -> None:
     def made(budget: LearningBudget) -> Any:
         how: dict[str, Any] = {"lengths": list(range(10, 74)), "max_tokens": lambda _layout: budget, "oversize": "drop"}
-        make = loaders.sampler if kind == "sampler" else loaders.planned
-        return make(SingleProcess(), **how, shuffle=True)
+        return (loaders.sampler if kind == "sampler" else loaders.planned)(SingleProcess(), **how, shuffle=True)
 
     budget, again = LearningBudget(TokenBudget(400)), LearningBudget(TokenBudget(400))
     loader, other = made(budget), made(again)

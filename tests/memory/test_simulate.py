@@ -88,8 +88,7 @@ class Net(torch.nn.Module):
 
     def forward(self, input_ids=None, x=None, **kwargs):
         if self.limit is None:
-            hidden = self.up(x)
-            return {"loss": self.down(hidden).sum()}
+            return {"loss": self.down(self.up(x)).sum()}
         if self.limit and input_ids.numel() > self.limit:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return {"loss": self.scale * (input_ids.float().sum() if self.limit else input_ids.sum().item())}
@@ -231,8 +230,7 @@ def test_shipped_artifact_is_monotone_on_a_dense_grid_and_budgets_say_what_it_sa
         assert (form.phases >= 0).all()
         assert form.shares(BatchShape.of(4, 100))[0, :-1].sum() == pytest.approx(1.0)
     n = np.unique(np.geomspace(1, 4096, 30).astype(int))
-    length = np.unique(np.geomspace(4, 16384, 30).astype(int))
-    mesh_n, mesh_length = np.meshgrid(n, length, indexing="ij")
+    mesh_n, mesh_length = np.meshgrid(n, np.unique(np.geomspace(4, 16384, 30).astype(int)), indexing="ij")
     for baseline in (BatchShape.of(1, 64), BatchShape.of(16, 2048), BatchShape.of(512, 128)):
         ratio = regressor.relative(BatchShape.of(mesh_n.ravel(), mesh_length.ravel()), baseline).reshape(mesh_n.shape)
         assert (np.diff(ratio, axis=0) >= -1e-9 * ratio[1:]).all()

@@ -354,7 +354,6 @@ def test_measured_rows_raise_the_trace_and_those_of_another_workload_or_of_none_
         (name, value), *_ = change.items()
         with pytest.raises(ConfigError, match=f"`measured` has {name}={value!r}, but the traced model {name}="):
             asked.corrected(rows_of(TRACED, workload=Workload(**{"mode": "train", **change})))
-    none = Measurements((Measurement(1, {"tokens": 5}, 0, None, oom=True),), TRACED.workload)
-    for rows in (none, [1, 2]):
+    for rows in (Measurements((Measurement(1, {"tokens": 5}, 0, None, oom=True),), TRACED.workload), [1, 2]):
         with pytest.raises(ConfigError, match="at least one row that did not run out of memory"):
             TRACED.corrected(rows)

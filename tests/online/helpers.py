@@ -16,8 +16,7 @@ torch.set_num_threads(1)
 
 
 def lengths_of(num_samples: int, seed: int = 0, top: int = 64) -> list[int]:
-    rng = np.random.default_rng(seed)
-    return np.clip(rng.lognormal(2.2, 0.9, num_samples), 1, top).astype(int).tolist()
+    return np.clip(np.random.default_rng(seed).lognormal(2.2, 0.9, num_samples), 1, top).astype(int).tolist()
 
 
 def sample_of(index, length):

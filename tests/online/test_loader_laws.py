@@ -273,8 +273,7 @@ def test_kinds_interleave_and_once_known_fill_their_rows():
 
     first, second = (checked(zip(*ranks, strict=True))[0] for ranks in zip(*run_ranks(4, rank), strict=True))
     for rows in (first, second):
-        fifths = np.array_split([row[0].kind == "image" for row in rows], 5)
-        assert all(0 < fifth.mean() < 0.7 for fifth in fifths)
+        assert all(0 < fifth.mean() < 0.7 for fifth in np.array_split([row[0].kind == "image" for row in rows], 5))
     assert len(second) < len(first)
     assert not any(step.idle for row in second for step in row)
 

@@ -213,8 +213,7 @@ def test_a_stream_that_every_rank_reads_wholly_is_told_of_on_every_rank() -> Non
 
 def resumed_once(make: Any, size: int) -> None:
     """Stopped after five steps, then one step later, every sample of a rank's share comes once."""
-    rows = legs(make, [(size, 5), (size, 1), (size, None)], epochs=1)[0]
-    for rank, steps in enumerate(zip(*rows, strict=True)):
+    for rank, steps in enumerate(zip(*legs(make, [(size, 5), (size, 1), (size, None)], epochs=1)[0], strict=True)):
         assert sorted([i for step in steps for i in ids_in(step)]) == sorted(shares_of(rank, size))
 
 

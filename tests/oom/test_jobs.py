@@ -110,8 +110,7 @@ def test_a_memory_budget_without_a_model_is_that_of_the_batch_size(model, tokeni
 def test_running_out_of_memory_changes_nothing_and_teaches_the_plan(model, tokenizer, expected):
     allocator, learned = Allocator(60), LearningBudget()
     remove = allocator.in_forward(model.model.layers[2])
-    got = generate_dataset(model, tokenizer, TEXTS, **{**NEW, "budget": TokenBudget(100)}, learned=learned)
-    assert got == expected
+    assert generate_dataset(model, tokenizer, TEXTS, **{**NEW, "budget": TokenBudget(100)}, learned=learned) == expected
     assert 1 <= len(allocator.failures) <= 4
     assert learned.report.num_ooms == len(allocator.failures)
     assert all(a > b for a, b in pairwise(allocator.failures))  # never the same twice
@@ -171,8 +170,7 @@ def test_a_generation_config_counts_like_arguments(model: Any, tokenizer: Any) -
     want = run(**asked)
     assert [len(texts) for texts in want] == [2] * 6
     assert run(generation_config=config) == want
-    one = run(generation_config=config, max_new_tokens=1)
-    assert {len(text.split()) for texts in one for text in texts} <= {0, 1}
+    assert {len(text.split()) for texts in run(generation_config=config, max_new_tokens=1) for text in texts} <= {0, 1}
     assert config.max_new_tokens == 3
     before, model.generation_config = model.generation_config, config
     try:

@@ -112,8 +112,7 @@ def buffers_and_unused_parameters(rank: int, size: int) -> tuple[list[float], li
     for _ in range(2):
         model.zero_grad()
         backward(lambda x: ddp(x).mean(), torch.ones(4, 2, dtype=torch.float64))
-    gradients = [None if p.grad is None else p.grad.flatten().tolist() for p in model.parameters()]
-    return [float(model.seen)], gradients
+    return [float(model.seen)], [None if p.grad is None else p.grad.flatten().tolist() for p in model.parameters()]
 
 
 def gradients_from_before(rank: int, size: int) -> list[list[float]]:

@@ -84,8 +84,7 @@ IMAGES["image_grid_thw"] = GRID
 )
 def test_concatenated_images_go_with_their_samples(span: tuple[int, int], images: Any, patches: Any) -> None:
     by_token = BatchSplitter(vision=VisionTokens(image_token_id=9)).take(IMAGES, *span)
-    by_type = take({**IMAGES, "mm_token_type_ids": (IDS == 9).long()}, *span)
-    for part in (by_token, by_type):
+    for part in (by_token, take({**IMAGES, "mm_token_type_ids": (IDS == 9).long()}, *span)):
         if images is None:
             assert part["pixel_values"] is part["image_grid_thw"] is None
         else:

@@ -76,8 +76,7 @@ def test_what_was_written_comes_back_and_a_job_that_finished_nothing_is_in_nobod
 def test_another_jobs_journal_is_refused_with_what_differs_and_never_read(tmp_path: Path) -> None:
     written(tmp_path, [1])
     said = r"out.jsonl.job .* saved by a run with other data or settings: texts was 4 then, is 5 now.*remove"
-    refused = pytest.raises(StateError, match=said)
-    with closing(other := out_of(tmp_path, {**JOB, "texts": 5})), refused:
+    with closing(other := out_of(tmp_path, {**JOB, "texts": 5})), pytest.raises(StateError, match=said):
         other.claim()
     (tmp_path / "out.jsonl.job").unlink()
     with closing(other):
@@ -276,8 +275,7 @@ def test_large_weights_are_told_apart_by_checksums_also_when_rows_change_places(
 
 
 def test_what_is_done_with_adapters_is_noticed() -> None:
-    peft = pytest.importorskip("peft")
-    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    lora = pytest.importorskip("peft").LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
     model = adapted(small_llama(), lora, "first", "second")
     seen = [before := identity(model)]
     for adapters in ("second", ["first", "second"]):

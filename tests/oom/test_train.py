@@ -71,8 +71,7 @@ def trained(model: Any, backward: Any, ranks: Iterable[int], size: int) -> torch
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     for step in range(STEPS):
         for rank in ranks:
-            scales = loss_scales(step, size)[rank]
-            for k, (batch, scale) in enumerate(zip(batches_of(step, rank), scales, strict=True)):
+            for k, (batch, scale) in enumerate(zip(batches_of(step, rank), loss_scales(step, size)[rank], strict=True)):
                 backward(batch, scale, k == ACCUMULATION - 1)
         optimizer.step()
         optimizer.zero_grad()
@@ -88,8 +87,7 @@ def train_plainly(size: int) -> torch.Tensor:
 def train_with_failures(place: str, limit: float, rank: int = 0, size: int = 1, **options: Any) -> tuple[Any, Any, int]:
     """The same training in which a batch above ``limit`` tokens fails at ``place``. Returns parameters and failures."""
     model, allocator = small_model(), Allocator(limit)
-    fail = allocator.in_backward if "backward" in place else allocator.in_forward
-    fail(model.get_submodule(PLACES[place]))
+    (allocator.in_backward if "backward" in place else allocator.in_forward)(model.get_submodule(PLACES[place]))
     wrapped = DistributedDataParallel(model) if size > 1 else model
     backward = OomSafeBackward(wrapped, **options)
 
@@ -212,6 +210,15 @@ def test_a_step_of_a_loader_an_idle_one_and_a_sample_that_does_not_fit_alone() -
     model.allocator.limit = 9
     backward(lambda x: model(x).mean(), X)  # the next update is none the worse
     torch.testing.assert_close(model.weight.grad, X.mean(0))
+
+
+@pytest.mark.parametrize(("limit", "num"), [(8, 5), (5, 5), (2, 5), (1, 5), (1, 1)])
+def test_parts_of_a_batch_that_is_filled_to_a_shape_have_the_weight_of_its_samples(limit: int, num: int) -> None:
+    """The filling is left out first, so a sample that does not fit with it is run alone."""
+    model, backward = linear(limit)
+    share, filled = Share(num, num), torch.cat([X[:num], X[:1].expand(8 - num, 2)])
+    backward.step(lambda x: model(x)[:num].mean(), Step(filled, range(num), share, share, 1.0, True, filled=True))
+    torch.testing.assert_close(model.weight.grad, X[:num].mean(0))
 
 
 def test_parts_have_at_least_min_samples() -> None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from transformers import DataCollatorWithFlattening, LlamaForCausalLM
 
 from benchmarks.data import lengths_of
-from dynagroup import ConfigError, OnlineDataLoader, PlannedDataLoader, TokenBudget
+from dynagroup import AdditiveCap, ConfigError, OnlineDataLoader, PlannedDataLoader, TokenBudget
 from dynagroup.integrations.varlen import use_varlen_attention
 from dynagroup.testing import run_ranks
 from tests import models
@@ -114,6 +114,13 @@ def test_a_sample_beyond_every_total_comes_alone_and_as_it_is():
     assert all(step.batch["cu_seq_lens_q"].diff().max() <= step.batch["max_length_q"] for step in steps)
 
 
+def test_a_cap_of_59_tokens_allows_samples_of_59_that_are_padded_to_60():
+    budget = TokenBudget(180, layout="packed", pad_to_multiple_of=3) & AdditiveCap("tokens", 59)
+    rows = [{"input_ids": [1] * n, "labels": [1] * n} for n in (59, 30, 29, 1)]
+    loader = PlannedDataLoader(rows, [59, 30, 29, 1], budget, shapes=2, collate_fn=FLAT)
+    assert (len(loader.plan.oversize), loader.plan.num_steps) == (0, 3)
+
+
 def test_an_order_that_repeats_short_samples_or_draws_empty_ones_keeps_the_number_of_borders():
     """As many samples as the dataset has short ones fill a total; an order may draw more of them."""
     lengths = [0, 1, 1, 20, 30, 40, 50]
@@ -142,7 +149,7 @@ def test_the_trainer_asks_a_model_before_it_trains_on_packed_samples(tmp_path) -
         run.train()
     assert run.state.global_step == 0
     assert torch.equal(parameters(run.model), before)
-    with pytest.raises(ConfigError, match=r"`collate_fn` must pack 8 tokens .* \(2, 5\); use packing_collator"):
+    with pytest.raises(ConfigError, match=r"`collate_fn` must pack 8 tokens, .* \(2, 5\); use packing_collator"):
         packed_trainer(tmp_path, toys.collate).train()
 
 

@@ -114,8 +114,7 @@ def test_literal_cuts_and_rows_with_rounding_before_the_fit_check_and_only_downw
 def test_streams_that_have_little_to_do_with_one_another_are_hardly_padded() -> None:
     tokens, labels = np.random.default_rng(0).lognormal(4, 0.8, (2, 2000)).clip(1, 900).astype(np.int32)
     labels[317] = 3000
-    lengths = {"tokens": tokens, "labels": labels}
-    plan = LengthAwareBatchSampler(lengths, TokenBudget(16_384), rank=0, world_size=1).plan
+    plan = LengthAwareBatchSampler({"tokens": tokens, "labels": labels}, TokenBudget(16_384), rank=0, world_size=1).plan
     assert plan.statistics["padding"] < 0.2
     assert 317 in plan.rows[0][0]  # the sample of most tokens comes first
 
@@ -159,8 +158,7 @@ def assert_equal_work(values: NDArray[np.int32], max_tokens: int, ranks: int, wo
     equal = by_row.max(axis=1) - by_row.min(axis=1) <= 0.05 * by_row.mean(axis=1)
     equal |= by_row.max(axis=1) <= 1.005 * forced
     assert (~equal).sum() <= 0.01 * len(equal), (np.flatnonzero(~equal), len(equal))
-    waited = by_row.max(axis=1).sum() - np.maximum(by_row.mean(axis=1), forced).sum()
-    assert waited <= 0.03 * work.of_rows(by_row)
+    assert (by_row.max(axis=1).sum() - np.maximum(by_row.mean(axis=1), forced).sum()) <= 0.03 * work.of_rows(by_row)
 
 
 @settings(max_examples=150, deadline=None)

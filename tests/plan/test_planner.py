@@ -175,8 +175,7 @@ def predicted_time(layout: str, file: str, update: str, ranks: int) -> float:
     order = np.random.default_rng(0).permutation(len(found["tokens"]))[:SAMPLES]
     lengths = {name: found[column][order].astype(np.int32) for name, column in names.items()}
     total = np.sum(list(lengths.values()), axis=0)
-    longest = sum(int(values.max()) for values in lengths.values())
-    budget = TokenBudget(max(4 * int(np.quantile(total, 0.99)), longest))
+    budget = TokenBudget(max(4 * int(np.quantile(total, 0.99)), sum(int(values.max()) for values in lengths.values())))
     if layout == "packed":
         budget = TokenBudget(CAPS[file], layout="packed")
     with warnings.catch_warnings():
@@ -228,11 +227,9 @@ def test_without_updates_kinds_come_throughout_an_epoch_in_full_batches():
         assert not len(made.repeated)
         assert made.statistics["padding"] < 0.07
         assert made.predicted_time < 1.06 * plan(MANY, 4, budget=4000, shuffle=True).predicted_time
-        longest = max(max(MANY[i] for i in batch) for batch in made.rows[0])
-        assert longest == MANY.max(), "the hardest lead"
+        assert max(max(MANY[i] for i in batch) for batch in made.rows[0]) == MANY.max(), "the hardest lead"
     assert free[0].rows != free[1].rows
-    done = plan(MANY, 4, SHARES, budget=4000)
-    tokens = [max(MANY[i] for batch in row for i in batch) for row in done.rows]
+    tokens = [max(MANY[i] for batch in row for i in batch) for row in plan(MANY, 4, SHARES, budget=4000).rows]
     assert tokens == sorted(tokens, reverse=True), "without shuffle the longest come first, whatever their kind"
 
 

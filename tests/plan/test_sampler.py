@@ -122,8 +122,7 @@ def test_after_a_resume_the_plan_is_what_is_emitted_and_len_is_the_whole_epoch(r
     plan = resumed.plan
     assert list(resumed) == [row[0] for row in plan.rows]
     assert plan.num_updates == 3  # of five
-    held = sum(len(batch) for row in plan.rows for batch in row)
-    assert plan.report().startswith(f"epoch 0: {held} samples ")
+    assert plan.report().startswith(f"epoch 0: {sum(len(batch) for row in plan.rows for batch in row)} samples ")
     assert resumed.plan_of(0).fingerprint == whole.plan.fingerprint
     assert len(resumed) == len(whole) > plan.num_steps
 
@@ -202,8 +201,7 @@ def test_an_order_that_differs_between_ranks_is_found_before_the_first_step(monk
 
     with pytest.raises(AlignmentError, match="`order` yields different indices .* in epoch 0, .* seed it the same"):
         run_ranks(2, lambda world: run(world, world.rank))
-    columns = run_ranks(2, lambda world: run(world, 7))
-    assert_conserves((batch for column in columns for batch in column), range(300))
+    assert_conserves((batch for column in run_ranks(2, lambda world: run(world, 7)) for batch in column), range(300))
 
 
 @pytest.mark.parametrize("settings", [{"samples_per_update": 2}, {"shuffle": True, "window": 2}])

@@ -159,8 +159,7 @@ def test_of_many_samples_some_are_looked_at_and_the_longest(monkeypatch: pytest.
     lengths[777] = 30
     data, how = [ids[:n] for n in lengths], {"weigh": "samples", "collate_fn": lambda rows: rows[0]}
     loader = PlannedDataLoader(data, lengths, TokenBudget(30), **how)
-    layer = torch.nn.Linear(2, 1)
-    assert preflight(layer, loader, lambda model, batch: model(batch).sum()) == [(10, 3), (1, 30)]
+    assert preflight(torch.nn.Linear(2, 1), loader, lambda model, batch: model(batch).sum()) == [(10, 3), (1, 30)]
 
 
 def test_a_shape_that_runs_out_of_memory_is_named_beforehand() -> None:

@@ -221,8 +221,7 @@ def test_a_sampler_that_draws_what_is_left_out_more_often_in_some_epoch_is_refus
         def set_epoch(self, epoch):
             self[:] = [0, 1, 2, 3] if epoch == 0 else [0, 0, 1, 2]
 
-    lengths = [1000, 5, 5, 5]
-    loader = loader_of(lengths, TokenBudget(50), sampler=Other(range(4)), samples_per_update=1, oversize="drop")
+    loader = loader_of([1000, 5, 5, 5], TokenBudget(50), sampler=Other(range(4)), samples_per_update=1, oversize="drop")
     assert len(list(loader)) == 3
     with pytest.raises(ConfigError, match=r"\(2 that fit\) in epoch 1, but \d+ \(3"):
         list(loader)
