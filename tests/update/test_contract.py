@@ -147,8 +147,7 @@ def test_a_loader_is_copied_and_pickled_between_epochs_alone(make, sizes):
     for _ in range(2):
         copies = copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))
         assert [epochs_of(one, 1) for one in copies] == [epochs_of(loader, 1)] * 2
-    steps = iter(loader)
-    next(steps)
+    next(_ := iter(loader))  # still alive
     for again in (copy.deepcopy, pickle.dumps):
         with pytest.raises(StateError, match="pickled or copied while it is iterated; do so between epochs"):
             again(loader)
