@@ -5,7 +5,6 @@ positions, while the loss looks normal. So the model itself is tested, on two sa
 compress blocks of tokens (DeepSeek-V4: 4 or 128), so the samples are longer than the blocks that the config names.
 """
 
-import contextlib
 import inspect
 import re
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from transformers import DataCollatorWithFlattening
 from dynagroup.errors import ConfigError
 from dynagroup.integrations.varlen import NAME, check_own_attention
 from dynagroup.oom.jobs import evaluating
+from dynagroup.update.loss_weight import predicts_next_token
 from dynagroup.validation import explained, warn_user
 
 LINEAR = ("flash_attention", "flex_attention", NAME)  # kinds of attention that keep samples apart without a mask
@@ -56,11 +56,8 @@ class _Flattening(DataCollatorWithFlattening):
     def __init__(self, model: Any, options: dict[str, Any]) -> None:
         super().__init__(**options)
         own = model.get_base_model() if hasattr(model, "get_base_model") else model  # without adapters
-        self.read, self.shifts = {*inspect.signature(own.forward).parameters} - {"input_ids", "position_ids"}, True
-        ids = torch.tensor([PROBES[1]], device=next(model.parameters()).device)
-        first = torch.full_like(ids, -100).index_fill(1, ids.new_zeros(1), 0)  # only the first token has a label
-        with contextlib.suppress(Exception), evaluating(model), torch.no_grad():  # there may be no loss
-            self.shifts = not model(input_ids=ids, labels=first).loss > 0
+        self.read = {*inspect.signature(own.forward).parameters} - {"input_ids", "position_ids"}
+        self.shifts = predicts_next_token(model, unknown=True)  # then the loss never reads a first label
 
     def __call__(self, features: Any, return_tensors: Any = None, separator_id: Any = None) -> dict[str, Any]:
         sizes, given = [len(f["input_ids"]) for f in features], {name for f in features for name in f}
