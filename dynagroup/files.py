@@ -2,7 +2,7 @@
 
 import glob
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from functools import partial
@@ -113,6 +113,8 @@ class _Measure:
         if (ndim := getattr(table[name], "ndim", 1)) != 1:
             raise ConfigError(f"column {name!r} has {ndim} dimensions; give one number per sample, an array (N,)")
         first = next(iter(by_position(table[name][:1])), 0)
+        if isinstance(first, Mapping):
+            raise ConfigError(f"column {name!r} must have texts, token ids or lengths, but has {first!r:.80}")
         if isinstance(first, str):
             if self.tokenizer is None:
                 raise ConfigError(f"column {name!r} contains texts; name the `--tokenizer` that measures them")
