@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from dynagroup.errors import ConfigError
 from dynagroup.fingerprint import described, hashed
 from dynagroup.lengths import LONGEST, as_streams, by_position, limit_of, measure_lengths
-from dynagroup.oom.storage import Kind, Output
+from dynagroup.oom.storage import VECTORS, Kind, Output
 from dynagroup.shapes import TOKENS, primary
 from dynagroup.validation import check_int, explained, sendable
 
@@ -253,7 +253,7 @@ def _kind(names: list[str]) -> Kind:
 def _write(names: Sequence[str], file: IO[bytes], chunks: Sequence[NDArray[np.int32]]) -> None:
     """Writes all lengths to ``file``, one column at a time, so that memory use is 4 bytes per sample."""
     if len(names) == 1:
-        return np.save(file, np.concatenate([chunk[0] for chunk in chunks]))
+        return VECTORS.write(file, np.concatenate([chunk[0] for chunk in chunks]))
     with ZipFile(file, "w") as archive:  # an .npz file is a zip archive of .npy files
         for place, name in enumerate(names):
             with archive.open(f"{name}.npy", "w", force_zip64=True) as member:

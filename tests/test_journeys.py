@@ -97,9 +97,8 @@ def planned(world: Any = None, **options: Any) -> Any:
     (planned, 8, 1, {}, 9, 96),
 ])  # fmt: skip
 def test_exchanges_and_their_bytes(make, ranks, epochs, options, exchanges, num_bytes):
-    """Of a rank in an epoch after so many. Ten updates of 96 samples: two exchanges each online, one planned, and one to compare
-    settings. Freely, one for many steps. Bytes do not grow with the number of ranks, but for what is learned, which grows with
-    the samples."""
+    """Of a rank in an epoch. Ten updates of 96 samples: two exchanges each online, one planned, and one to compare settings.
+    Their bytes do not grow with the number of ranks, but for what is learned, which grows with the samples."""
 
     def run(world: Any) -> list[int]:
         loader = make(counted := Counted(world), **options)

@@ -157,8 +157,7 @@ class LearningBudget(Wrapper):
         elif cost >= BACKOFF * limit:
             self._lessons.calm += 1
             if self._lessons.calm == PATIENCE:
-                grows = GROWTH * limit < wall and share * GROWTH <= FULL
-                self._move(GROWTH * limit if grows else limit, wall)
+                self._move(GROWTH * limit if GROWTH * limit < wall and share * GROWTH <= FULL else limit, wall)
 
     def _move(self, limit: float, wall: float) -> None:
         self._lessons.numbers[0], self._lessons.numbers[1] = limit, wall

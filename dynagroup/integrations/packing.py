@@ -23,7 +23,7 @@ from dynagroup.validation import explained, warn_user
 LINEAR = ("flash_attention", "flex_attention", NAME)  # kinds of attention that keep samples apart without a mask
 Collate: TypeAlias = Callable[[Sequence[Any]], dict[str, Any]]
 PROBES = ((7, 5, 6, 9, 8), (6, 8, 5))
-FLOATS, WEAK = (torch.float16, torch.bfloat16, torch.float32, torch.float64), 1e-3  # root mean square of a weak matrix
+WEAK = 0.3  # a matrix is weak if its root mean square, times the root of its width, is less
 LONGEST_BLOCK = 1024  # larger numbers in a config are no blocks, or too large to be tried
 WAYS_OUT = (
     "set model.config.use_cache = False (with a cache, transformers makes no mask between packed samples), "
@@ -131,9 +131,9 @@ def _answers(model: Any, collate_fn: Collate) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _stronger(model: Any) -> dict[str, torch.Tensor]:
-    """Returns other weights for matrices that are nearly zero, as some models begin: their layers do nothing yet."""
-    usual = {name: p.detach() for name, p in model.named_parameters() if p.dim() > 1 and p.dtype in FLOATS}
-    weak = {name: p for name, p in usual.items() if p.norm() < WEAK * p.numel() ** 0.5}
+    """Returns larger weights for matrices so small, as before training, that their layers do almost nothing yet."""
+    wide = [(n, p.detach()) for n, p in model.named_parameters() if p.dim() > 1 and p.dtype.is_floating_point]
+    weak = {n: p for n, p in wide if p.dtype.itemsize > 1 and p.norm() < WEAK * (p.numel() / p.shape[-1]) ** 0.5}
     waves = {name: torch.arange(p.numel(), device=p.device).square().sin() for name, p in weak.items()}
     return {name: (waves[name].view_as(p) / p.shape[-1] ** 0.5).to(p.dtype) for name, p in weak.items()}
 

@@ -158,8 +158,7 @@ def simulate(
         static = static_bytes(model, workload)
         model = as_gathered(model, workload)
         told = f"the model cannot run without data in mode {workload.mode!r}, so simulate() cannot be used"
-        way_out = "; use measure() on a device, or MemoryRegressor"
-        with explained(told, ConfigError, MemoryError, way_out=way_out):
+        with explained(told, ConfigError, MemoryError, way_out="; use measure() on a device, or MemoryRegressor"):
             for num_samples, longest in wanted:
                 peak = trace(model, workload, num_samples, longest, inputs=inputs).peak
                 rows.append(Measurement(num_samples, longest, static, peak))

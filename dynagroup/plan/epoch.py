@@ -290,6 +290,8 @@ class OrderSource:
 
     def counted(self, left_out: IntArray = NONE) -> int:
         """Returns the number of indices in every epoch, without those left out."""
+        if len(left_out) and isinstance(self._source, Mixture):
+            raise ConfigError("oversize='drop' would leave out more of a Mixture in some epochs; filter its `sources`")
         if len(left_out) not in self._counts:
             out = np.isin(self.of_epoch(max(self._epoch, 0)), left_out).sum() if len(left_out) else 0
             self._counts[len(left_out)] = len(self) - int(out)

@@ -224,7 +224,7 @@ VARLEN = "call dynagroup.integrations.varlen.use_varlen_attention"
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "cache": (partial(llama, use_cache=True), {}, f"set model.config.use_cache = False .*, {VARLEN}"),
     "BERT": (bert, {}, "its attention 'sdpa' mixes them; "),
-    "idle": (partial(bert, initializer_range=0.0), {}, "its attention 'sdpa' mixes them; "),  # until it is trained
+    "idle": (partial(bert, initializer_range=1e-9), {}, "its attention 'sdpa' mixes them; "),  # until it is trained
     "blocks": (deepseek, {}, "mixes them; .* or use the padded layout"),
     "Mamba": (mamba, {}, "mixes them; .* or use the padded layout"),
     "T5": (t5, {}, "cannot run two packed samples .*only models that read one row"),

@@ -108,14 +108,9 @@ def labelled(world: Any, layout: Any = "padded", *, kinds: Any, **how: Any) -> A
 
 @dataclass(frozen=True)
 class Entry:
-    """One loader of the table.
-
-    Args:
-        make: (world, layout, **settings) -> what one rank iterates.
-        base: settings of the entry.
-        others: settings, one at a time, with which a state of the entry must be refused.
-        moves: whether a state says what remains, in order and for any number of ranks; a stream's says how far it was read.
-    """
+    """One loader of the table. ``make``: (world, layout, **settings) -> what one rank iterates; ``base``: settings of the
+    entry; ``others``: settings, one at a time, with which a state of the entry must be refused; ``moves``: whether a state
+    says what remains, in order and for any number of ranks (a stream's says how far it was read)."""
 
     make: Callable[..., Any]
     base: dict[str, Any] = field(default_factory=dict)

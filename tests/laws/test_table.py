@@ -226,9 +226,8 @@ DRAWN = np.random.default_rng(24).integers(1, 60, 23).tolist()
 @example(lengths=DRAWN, most=1, kind="planned-free", layout="padded", seed=1, chain=[(2, 1, 0), (5, 3, 0), (1, 1, 0)])
 @example(lengths=DRAWN, most=150, kind="planned-free", layout="padded", seed=1, chain=[(2, 1, 0), (2, 3, 1), (1, 1, 1)])
 def test_a_state_is_taken_back_after_changes_of_ranks_and_of_what_was_learned(lengths, most, kind, layout, seed, chain):
-    """Rows are filled by repeats where a batch holds one sample: those come beyond the epoch's samples, never instead of them.
-
-    What is learned is applied when a state was loaded, and again while the epoch is under way."""
+    """Repeats come beyond the epoch's samples, never instead of them. What is learned is applied when a state was loaded,
+    and again while the epoch is under way."""
     emitted: Counter[int] = Counter()
     states: Any = None
     layout = "padded" if "shapes" in ENTRIES[kind].base else layout

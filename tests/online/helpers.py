@@ -96,9 +96,7 @@ def make_loader(world, lengths, *, dataset=Tokens, max_tokens=128, **options):
 
 def legs(make, plan, *, epochs, ends_known=False):
     """Epoch -> rows of the ranks' steps, of loaders that stop, are saved as JSON and go on on as many ranks or on others.
-
-    ``plan``: ranks and steps of each leg; None: until so many epochs are over. ``ends_known``: none is resumed at its end.
-    """
+    ``plan``: ranks and steps of each leg; None: until so many epochs are over. ``ends_known``: none is resumed at its end."""
     found, states = {}, None
 
     def leg(world, states, left):

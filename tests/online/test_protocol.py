@@ -113,11 +113,9 @@ def added(counts, others):
 
 @pytest.mark.parametrize(("size", "kinds", "most"), [(1, 1, 5), (2, 1, 5), (3, 1, 5), (1, 2, 4), (2, 2, 4), (3, 2, 2)])
 def test_every_order_of_loading_ends_without_deadlock(size, kinds, most):
-    """Of map-style data, whose rest is known, and of streams, whose end is found by asking: the rules are the same.
-
-    Loading touches a rank's own state only, so of three ranks one order stands for all, as is seen for two. Where no kind is on
-    all ranks that receive, all of one kind is taken; else no rank idles before the end.
-    """
+    """Of map-style data, whose rest is known, and of streams, whose end is found by asking. Loading touches a rank's own
+    state only, so of three ranks one order stands for all, as is seen for two. Where no kind is on all ranks that receive,
+    all of one kind is taken; else no rank idles before the end."""
     how = {"kinds": kinds, "most": MOST_BATCHES // kinds, "every_interleaving": size < 3}
     for start in combinations_with_replacement(range(most), size):
         Explorer(start, **how).explore()

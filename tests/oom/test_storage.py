@@ -1,6 +1,7 @@
 """A journal's whole records count, whatever happens to it; jobs whose results may differ have other identities."""
 
 import os
+import resource
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -46,6 +47,17 @@ def written(folder: Path, indices: list[int]) -> Path:
         for index in indices:
             out.append([index], [RESULTS[index]])
         return next(iter({*out.journal.glob("*")} - before), out.journal)
+
+
+def test_a_disk_that_is_full_in_the_last_bytes_is_an_error(tmp_path: Path) -> None:
+    """numpy writes to a real file through a buffer of its own, whose loss nobody reports."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"), (tmp_path / "x.npy").open("wb") as file:
+            VECTORS.write(file, np.zeros((1, 1000), np.float32))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def run(folder: Path, done: list[int], results: list[Any] = TWENTY) -> Any:

@@ -61,8 +61,7 @@ def test_every_sample_once_and_every_batch_fits(values, patches, budget, multipl
     batches = pack(lengths, budget, multiple)
     assert sorted(batches.order.tolist()) == list(range(len(values)))
     assert (batches.sizes > 0).all()
-    fits = budget.fits(shapes_of(batches, lengths)) if len(values) else np.ones(0, bool)
-    assert (fits | (batches.sizes == 1)).all()
+    assert not len(values) or (budget.fits(shapes_of(batches, lengths)) | (batches.sizes == 1)).all()
     assert all((np.diff(batch) > 0).all() for batch in batches)  # samples keep their order of arrival
     assert (np.diff(Work().of_batches(batches, lengths, budget)) <= 1e-9).all()  # batches come dearest first
     assert len(batches) % multiple == 0 or len(batches) == len(values)

@@ -141,13 +141,9 @@ def least_dearest(row: list[int], ranks: int, max_tokens: int, work: Work) -> fl
 
 
 def assert_equal_work(values: NDArray[np.int32], max_tokens: int, ranks: int, work: Work) -> None:
-    """Law 9, padded: in 99 % of the rows the batches differ by at most 5 %, or the dearest is the least that the row's samples,
-    which come whole, allow; and over all rows ranks wait at most 3 % beyond that least.
-
-    The least is exact: batches of least dearest work are runs of the sorted row (exchanging two samples lowers no other
-    division), and greedy runs under a limit are the fewest. With 8 samples a rank the means are up to 7.7 % below it: whole
-    samples force that wait. Between rows, simulated annealing of 60,000 exchanges an update saves at most 0.7 % of the time.
-    """
+    """Law 9, padded: 99 % of rows differ by at most 5 %, or have the least dearest batch that whole samples allow; over all
+    rows ranks wait at most 3 % beyond that least. The least is exact: such batches are runs of the sorted row, and greedy
+    runs under a limit are the fewest. With 8 samples a rank, whole samples force up to 7.7 % of waiting."""
     lengths, budget = {"tokens": values}, TokenBudget(max_tokens)
     batches = cut(lengths, budget, ranks, work=work)
     by_row = work.of_batches(batches, lengths, budget).reshape(-1, ranks)
