@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO, Any, TypeAlias
+from typing import IO, Any, TypeAlias, cast
 
 import numpy as np
 
@@ -61,7 +61,7 @@ TEXTS = Kind(  # texts, or lists of texts
 VECTORS = Kind(  # float32 vectors of one width, gathered into an array (num_samples, width)
     ".npy", lambda vector: np.ascontiguousarray(vector, dtype="<f4").tobytes(), lambda data: np.frombuffer(data, dtype="<f4"),
     lambda rows: np.stack(rows) if rows else np.zeros((0, 0), np.float32),
-    lambda file, rows: np.save(SimpleNamespace(write=file.write), rows), np.load,  # np.save(file) hides a full disk
+    lambda file, rows: np.save(cast("Any", SimpleNamespace(write=file.write)), rows), np.load,  # else full disks are hidden
 )  # fmt: skip
 
 
