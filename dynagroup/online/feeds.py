@@ -26,17 +26,6 @@ from dynagroup.validation import warn_user
 BLANK = Request(np.zeros(0, np.int64))
 
 
-class RequestQueue:
-    """The ``batch_sampler`` of the inner DataLoader: yields the feed's requests for samples. It yields empty requests
-    while the feed has none, because workers ask for requests before ranks have agreed on further ones."""
-
-    feed: "MapFeed | None" = None
-
-    def __iter__(self) -> Iterator[Request]:
-        while self.feed is not None and (request := self.feed.pull()) is not None:
-            yield request
-
-
 class Workers(Inner):
     """The DataLoader of an online loader; kept from epoch to epoch if its workers are persistent."""
 
@@ -44,7 +33,7 @@ class Workers(Inner):
         self, dataset: Any, collator: RefinementCollator, config: OnlineConfig, kwargs: Mapping[str, Any]
     ) -> None:
         super().__init__(kwargs)
-        self.queue, self.collator, self._dataset, self._config = RequestQueue(), collator, dataset, config
+        self.collator, self._dataset, self._config = collator, dataset, config
         self.iterable, self.num_workers = is_stream(dataset), self.kwargs.setdefault("num_workers", 0)
         self.persistent = bool(self.kwargs.get("persistent_workers"))
         if self.num_workers:
@@ -108,7 +97,7 @@ class MapFeed:
         self._pending: deque[Request] = deque()  # requests whose answers were not used yet, in order
         self._early: dict[int, RefinedWindow] = {}  # answers that came too early, by number of the request
         self.kinds_before: list[int] = []  # kinds of the agreed steps in the saved state
-        workers.queue.feed = self
+        workers.queue.pull = self.pull
         if place is not None:
             self._send_again(place)
 
@@ -185,8 +174,7 @@ class MapFeed:
         return window.batches
 
     def close(self) -> None:
-        # A later fork must not inherit workers: if a reference cycle keeps them, stopping takes five seconds each.
-        self._iterator = self.workers.queue.feed = None
+        self._iterator = self.workers.queue.pull = None
 
     def _send(self, request: Request, **how: Any) -> None:
         self._pending.append(self._asked(request, **how))

@@ -341,7 +341,7 @@ class _Window:
         made = [filled(part, tokens, world_size, bool(ends[part.order[:1]].all())) for part in cuts]
         batches, fills = Batches.concatenate([part for part, _ in made]), np.concatenate([fill for _, fill in made])
         rows = np.arange(len(batches)).reshape(-1, world_size)
-        if len(made) > 1 and len(rows) and not planner.has_updates:
+        if len(rows) and not planner.has_updates:
             longest = np.maximum.reduceat(tokens[batches.order], batches.offsets[:-1][::world_size])
             rows = rows[np.argsort(-longest, kind="stable")]
         if config.shuffle and not planner.has_updates:

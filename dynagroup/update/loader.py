@@ -246,6 +246,17 @@ def check_updates(samples_per_update: Any, accumulation: int, **of_set_sizes: bo
 ENDED_EARLY = "the dataset, `collate_fn` or `weigh` raised StopIteration before the epoch's end; none of them may"
 
 
+class RequestQueue:
+    """The ``batch_sampler`` of an inner DataLoader: yields requests while ``pull`` returns any. Between epochs it knows
+    no loader: torch needs five seconds to stop each worker of a DataLoader that is part of a reference cycle."""
+
+    pull: Callable[[], Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.pull is not None and (request := self.pull()) is not None:
+            yield request
+
+
 class Inner:
     """The user's settings for a ``DataLoader``, and that DataLoader, which is made on first use."""
 
@@ -258,6 +269,7 @@ class Inner:
         self._generator = torch.Generator()
         kwargs = checked_kwargs(kwargs, batch_sampler=[])
         self.kwargs = {**kwargs, "generator": kwargs.get("generator") or self._generator}
+        self.queue = RequestQueue()
         self.loader: DataLoader[Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:

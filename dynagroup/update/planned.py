@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields
+from functools import partial
 from itertools import accumulate, islice
 from operator import itemgetter
 from typing import Any
@@ -249,20 +250,15 @@ class PlannedDataLoader(StepLoader[B]):
 # loss scales are exact, and any rank can save a resume point inside the update. Plans are equal on all ranks without
 # any exchange. A rank that fails sends NaN. Cost: an all-reduce of one float per step, and memory for the batches.
 class _Feed(Inner):
-    """Loads planned updates with the user's workers and collate function, and computes their weights over all ranks.
-    The object is also the DataLoader's batch sampler: it yields indices, and remembers to which update they belong."""
+    """Loads planned updates with the user's workers and collate function, and computes their weights over all ranks."""
 
     def __init__(self, dataset: Any, seed: int, weigh: Weigh, stats: LoaderStats, kwargs: Mapping[str, Any]) -> None:
         super().__init__(kwargs)
         self._weight_of, self._seed, self._stats, self.dataset = weigher(weigh), seed, stats, dataset
         self.asked: deque[PlannedUpdate] = deque()  # updates that workers are loading or have loaded
-        self._source: Iterator[PlannedUpdate] = iter(())
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_source": iter(())}
-
-    def __iter__(self) -> Iterator[tuple[int, list[int]]]:
-        for update in self._source:
+    def _requests(self, updates: Iterator[PlannedUpdate]) -> Iterator[tuple[int, list[int]]]:
+        for update in updates:
             self.asked.append(update)
             before = update.before
             for row, step in enumerate(update.steps, start=before.steps):
@@ -274,20 +270,23 @@ class _Feed(Inner):
         """Yields (update, its batches on this rank, their weights, sums); ``sums[k]`` is the weight of the update's
         first k steps on all ranks, including any steps taken before a resume. All ranks must call it."""
         self.asked.clear()
-        self._source = updates
+        self.queue.pull = partial(next, self._requests(updates), None)
         self.seed(self._seed, epoch)
         if self.loader is None:
-            how: Any = {"batch_sampler": self, "collate_fn": itemgetter(0), **self.kwargs}
+            how: Any = {"batch_sampler": self.queue, "collate_fn": itemgetter(0), **self.kwargs}
             self.loader = DataLoader(self.dataset, **how)
         batches = iter(self.loader)
-        while (loaded := self._loaded(batches, world)) is not None:
-            update, collected, weights = loaded
-            found = weights if world.size == 1 else world.all_sum(weights)
-            if any(map(math.isnan, found)):
-                number = update.before.update
-                raise AlignmentError(f"another rank failed while it loaded or weighed update {number}; see its error")
-            # Adds from left to right, step by step, so that a run resumed inside the update gets identical sums.
-            yield update, collected, weights, list(accumulate(found, initial=update.before.begun_weight))
+        try:
+            while (loaded := self._loaded(batches, world)) is not None:
+                update, collected, weights = loaded
+                found = weights if world.size == 1 else world.all_sum(weights)
+                if any(map(math.isnan, found)):
+                    at = update.before.update
+                    raise AlignmentError(f"another rank failed while it loaded or weighed update {at}; see its error")
+                # Adds from left to right, step by step, so that a run resumed inside the update gets identical sums.
+                yield update, collected, weights, list(accumulate(found, initial=update.before.begun_weight))
+        finally:
+            self.queue.pull = None
 
     def _loaded(self, batches: Iterator[Any], world: World) -> tuple[PlannedUpdate, list[Any], list[float]] | None:
         """Loads the next update and computes the weights of its batches. If this rank fails, the other ranks are told."""

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -140,20 +141,16 @@ CASES: list[tuple[str, str, str, str]] = [
 ]  # fmt: skip
 
 
-def late(*_: Any) -> None:
-    raise TimeoutError("nothing arrived")
-
-
 def outcomes() -> list[tuple[str, str]]:
-    signal.signal(signal.SIGALRM, late)
     found = []
     for loader, place, error, _ in CASES:
         FAULT.update(place=place, error=error)
-        signal.alarm(PATIENCE_S)
+        signal.alarm(PATIENCE_S)  # ends this process if nothing arrives
         try:
             found.append(("nothing", str(len(list(MAKE[loader]())))))
         except Exception as caught:  # noqa: BLE001
             found.append((type(caught).__name__, str(caught)))
+            traceback.clear_frames(caught.__traceback__)  # torch's error is in a cycle: its workers would wait 5 s
         signal.alarm(0)
     return found
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from multiprocessing import active_children
 from typing import Any
 
 import numpy as np
@@ -142,8 +143,8 @@ def test_a_state_is_of_its_epoch_and_at_an_epochs_end_of_the_next(make, sizes):
 
 
 def test_a_loader_is_copied_and_pickled_between_epochs_alone(make, sizes):
-    """Also with workers that stay: a copy starts its own."""
-    loader = make(**sizes, num_workers=1, persistent_workers=True)
+    """Also with workers that stay: a copy starts its own, and they end with their loader (a cycle would keep them)."""
+    before, loader = active_children(), make(**sizes, num_workers=1, persistent_workers=True)
     for _ in range(2):
         copies = copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))
         assert [epochs_of(one, 1) for one in copies] == [epochs_of(loader, 1)] * 2
@@ -151,6 +152,8 @@ def test_a_loader_is_copied_and_pickled_between_epochs_alone(make, sizes):
     for again in (copy.deepcopy, pickle.dumps):
         with pytest.raises(StateError, match="pickled or copied while it is iterated; do so between epochs"):
             again(loader)
+    del loader, copies, _
+    assert set(active_children()) <= set(before)
 
 
 def test_iterating_leaves_the_global_random_state_alone(make):
