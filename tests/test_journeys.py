@@ -12,8 +12,8 @@ import pytest
 import dynagroup
 from benchmarks.data import collate
 from dynagroup import LengthAwareBatchSampler, OnlineDataLoader, PlannedDataLoader, TokenBudget, embed_dataset
-from dynagroup.online.feeds import RequestQueue
 from dynagroup.testing import run_ranks
+from dynagroup.update.loader import RequestQueue
 from tests.models import TEXTS, small_llama, small_tokenizer
 from tests.online.helpers import Tokens, lengths_of
 

@@ -34,8 +34,7 @@ Settings: TypeAlias = Budget | int | DynagroupConfig
 
 class DynagroupTrainerMixin(Evaluator):
     """Gives a Trainer class batches that fit: ``class MyTrainer(DynagroupTrainerMixin, Seq2SeqTrainer): ...``.
-    Arguments are those of :func:`dynagroup_trainer`. ``trainer.args`` is a copy with
-    ``gradient_accumulation_steps=1``."""
+    Arguments: those of :func:`dynagroup_trainer`. ``trainer.args`` is a copy with ``gradient_accumulation_steps=1``."""
 
     def __init__(
         self, *args: Any, dynagroup: Settings, dynagroup_eval: Budget | int | bool = True, **kwargs: Any

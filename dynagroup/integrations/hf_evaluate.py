@@ -47,7 +47,7 @@ class EvaluationRows:
         of_groups = {name: values[groups].max(axis=1).astype(np.int32) for name, values in lengths.items()}
         sampler = LengthAwareBatchSampler(of_groups, budget, work=work, kinds=of[groups[:, 0]], rank=0, world_size=1)
         left = [own[end:] for own, end in zip(of_kind, ends, strict=True) if end < len(own)]
-        self.num_ranks, self.ladder = num_ranks, budget.ladder
+        self.num_ranks, self.ladder, self.packed = num_ranks, budget.ladder, budget.layout == "packed"
         # For each row: dataset indices (samples of a rank, ranks); and how many ranks have samples of their own.
         self.rows: list[IntArray] = [groups[batch] for batch in sampler]
         self.num_real = [num_ranks] * len(self.rows) + [*map(len, left)]
@@ -177,6 +177,11 @@ class Evaluator(TrainerSteps):
         metrics: Any = output.metrics
         if name in metrics and (loss := run.mean_loss()) is not None:
             metrics[name] = loss
+        if rows.packed and output.predictions is not None:
+            warn_user(
+                "predictions of packed batches are one row a batch, in the order of the plan; for one row a sample in "
+                "the dataset's order, evaluate with a padded budget (`dynagroup_eval`) and a collator that pads"
+            )
         return output._replace(predictions=run.in_order(output.predictions), label_ids=run.in_order(output.label_ids))
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:

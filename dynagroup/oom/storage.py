@@ -49,14 +49,9 @@ def _write_jsonl(file: IO[bytes], results: list[Any]) -> None:
     file.writelines(f"{_as_json(row)}\n".encode() for row in rows)
 
 
-def _read_jsonl(path: Path) -> list[Any]:
-    with path.open(encoding="utf-8", newline="\n") as file:
-        return [json.loads(line)["result"] for line in file]
-
-
 TEXTS = Kind(  # texts, or lists of texts
     ".jsonl", lambda text: _as_json(text).encode(), lambda data: json.loads(bytes(data)),
-    list, _write_jsonl, _read_jsonl,
+    list, _write_jsonl, lambda path: [json.loads(line)["result"] for line in path.read_bytes().splitlines()],
 )  # fmt: skip
 VECTORS = Kind(  # float32 vectors of one width, gathered into an array (num_samples, width)
     ".npy", lambda vector: np.ascontiguousarray(vector, dtype="<f4").tobytes(), lambda data: np.frombuffer(data, dtype="<f4"),

@@ -152,9 +152,7 @@ class Work:
         numbers = np.asarray([[s, n, *(longest.get(name, 0) for name in names)] for s, n, longest in table], np.float64)
         numbers = numbers.reshape(-1, 2 + len(names))
         least, different = 1 + 2 * len(names), len(np.unique(numbers[:, 1:], axis=0))
-        if different < least or not (
-            np.isfinite(numbers).all() and (numbers[:, :3] > 0).all() and (numbers >= 0).all()
-        ):
+        if different < least or not (np.isfinite(numbers).all() and (numbers[:, :3] > 0).all() and numbers.min() >= 0):
             wanted, given = f"at least {least} distinct shapes", f"{len(table)} rows of {different} shapes"
             raise ConfigError(f"`rows` must have seconds above 0 for {wanted}, but has {given}; measure more shapes")
         samples, units = numbers[:, 1:2], numbers[:, 2:]

@@ -221,9 +221,7 @@ class Planner:
             return order
         return GroupedOrder(order, self.tokens_of, size=size, pool=config.grouping, **how)
 
-    def _windows(
-        self, cursor: Cursor, given: IntArray | None
-    ) -> tuple[Order, Windows | list[tuple[int, int]], IntArray]:
+    def _windows(self, cursor: Cursor, given: Drawn) -> tuple[Order, Windows | list[tuple[int, int]], IntArray]:
         """Returns the order of the cursor's epoch, (start, stop) of its windows, and the last window of each kind."""
         config, size = self.config, cursor.window_size or self.window_size(1)
         order = self.order_of(cursor.epoch, given, shuffle=config.shuffle or self.has_updates, size=size)

@@ -108,10 +108,10 @@ class FillingCollator:
 
 
 def _stream_of(key: str, streams: tuple[str, ...]) -> str:
-    of_decoder = key in LABELS or key.startswith("decoder_")
-    first = primary(streams)
+    first, of_decoder = primary(streams), key in LABELS or key.startswith("decoder_")
+    decoder = (name for name in streams if name == "target" or name in LABELS or name.startswith("decoder_"))
     named = (name for name in streams if key in (name, SHOWN_IN.get(name)) and name != first)
-    return next(named, streams[-1] if of_decoder else first)
+    return next(named, next(decoder, first) if of_decoder else first)
 
 
 def _grown(key: str, value: Any, num_samples: int, rows: int, widths: tuple[Any, int], pad: Mapping[str, Any]) -> Any:

@@ -1,5 +1,6 @@
 """Computes the weight of each batch's loss, and the factor that makes accumulated gradients exact."""
 
+import inspect
 import math
 from collections.abc import Callable
 from contextlib import suppress
@@ -87,6 +88,9 @@ def predicts_next_token(model: Any, *, unknown: bool = False) -> bool:
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return False
+    forward = inspect.unwrap(getattr(type(model), "forward", weigher))
+    if str(forward.__module__).startswith("transformers.models.") and "CrossEntropyLoss" in forward.__code__.co_names:
+        return "shift_logits" in forward.__code__.co_varnames  # False for Bart's decoder, whatever its `loss_type`
     named = getattr(model, "loss_type", "")
     if named is not None:
         return unknown if named == "" else named in SHIFTING_LOSSES

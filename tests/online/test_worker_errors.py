@@ -160,11 +160,10 @@ def test_an_error_in_a_worker_arrives_with_its_words_its_traceback_and_the_sampl
     how: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 240, "check": True}
     ran = subprocess.run([sys.executable, "-W", "ignore", "-c", code], **how)
     for case, (kind, text) in zip(CASES, json.loads(ran.stdout.splitlines()[-1]), strict=True):
-        loader, _, error, said = case
-        assert kind == ("KeyError" if (error == "plain" and loader != "online") else "RuntimeError"), (case, text)
+        assert kind == ("KeyError" if (case[2] == "plain" and case[0] != "online") else "RuntimeError"), (case, text)
         assert "broken record" in text, case
         assert "in fail\n" in text, f"{case}: the traceback says where"
-        assert re.search(said, text), (case, text)
+        assert re.search(case[3], text), (case, text)
 
 
 def test_without_workers_an_error_is_the_users_own() -> None:

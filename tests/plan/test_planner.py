@@ -117,7 +117,8 @@ def test_literal_rectangles_and_rows_that_cannot_be_filled() -> None:
 def test_shuffled_epochs_share_hardly_a_batch_lead_with_the_longest_and_windows_stay_windows() -> None:
     values = np.random.default_rng(0).lognormal(5, 1, 3000).astype(np.int32) + 1
     plans = [planner_of(values, TokenBudget(8192), shuffle=True).plan(epoch, 2) for epoch in range(2)]
-    assert all(any(int(values.argmax()) in batch for batch in plan.rows[0]) for plan in plans)
+    packed = planner_of(values, TokenBudget(8192, layout="packed"), shuffle=True).plan(0, 2)
+    assert all(any(int(values.argmax()) in batch for batch in plan.rows[0]) for plan in [*plans, packed])
     groups = [{tuple(sorted(b)) for row in plan.rows for b in row if len(b) > 3} for plan in plans]
     assert len(groups[0] & groups[1]) <= 1  # two long samples may meet again
     assert plans[0].statistics["efficiency"] > 0.9

@@ -356,12 +356,8 @@ def test_a_batch_without_labels_is_a_mean_over_its_samples_and_a_function_must_g
 
 
 def test_models_say_whether_their_loss_shifts():
-    gpt2 = hf.GPT2LMHeadModel(models.gpt2(**TINY))
-    t5 = hf.T5ForConditionalGeneration(models.t5(**TINY))
-    assert predicts_next_token(gpt2)
-    assert predicts_next_token(torch.nn.DataParallel(gpt2))
-    assert predicts_next_token(hf.LlamaForCausalLM(models.llama(**TINY)))
-    assert not predicts_next_token(t5)
-    assert not predicts_next_token(hf.BertForMaskedLM(models.bert(**TINY)))
-    assert not predicts_next_token(hf.BertForSequenceClassification(models.bert(**TINY)))
-    assert not predicts_next_token(torch.nn.Linear(2, 2))
+    gpt2, bert = hf.GPT2LMHeadModel(models.gpt2(**TINY)), models.bert(**TINY)
+    assert all(map(predicts_next_token, [gpt2, torch.nn.DataParallel(gpt2), hf.LlamaForCausalLM(models.llama(**TINY))]))
+    others = [hf.T5ForConditionalGeneration(models.t5(**TINY)), hf.BertForMaskedLM(bert), torch.nn.Linear(2, 2)]
+    others += [hf.BertForSequenceClassification(bert), hf.BartForCausalLM(hf.BartConfig(d_model=16, decoder_layers=1))]
+    assert not any(map(predicts_next_token, others))
