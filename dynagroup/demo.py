@@ -214,8 +214,7 @@ def _losses(model: torch.nn.Module, batches: Sequence[Tensors], device: torch.de
     """Yields each batch's part of the mean loss over all label tokens (a causal model does not predict the first)."""
     total = sum(int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in batches)
     for batch in batches:
-        on_device = {name: tensor.to(device) for name, tensor in batch.items()}
-        yield model(**on_device, num_items_in_batch=max(total, 1)).loss
+        yield model(**{k: v.to(device) for k, v in batch.items()}, num_items_in_batch=max(total, 1)).loss
 
 
 def _now(device: torch.device) -> float:

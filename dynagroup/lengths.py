@@ -291,13 +291,17 @@ def _measure_with(data: Any, length_of: Callable[[Any], Any], workers: int, prog
     if len(found) != len(data):
         why = "`length_of` raised StopIteration, or len() is wrong; correct them"
         raise ConfigError(f"only {len(found)} of {len(data)} samples were measured, because {why}")
-    if not found or not isinstance(found[0], Mapping):
-        return found
-    for index, lengths in enumerate(found):
-        if not isinstance(lengths, Mapping) or lengths.keys() != found[0].keys():
-            same = "`length_of` must return the same streams for every sample"
-            raise ConfigError(f"{same}, but returned {sorted(found[0])} for sample 0, {lengths!r} for sample {index}")
-    return {name: [lengths[name] for lengths in found] for name in found[0]}
+    return by_stream(found, range(len(found)))
+
+
+def by_stream(found: Sequence[Any], indices: Sequence[int]) -> Any:
+    """Returns lengths of samples by stream (without streams, as they are). ConfigError: samples have different streams."""
+    names = [frozenset(lengths) if isinstance(lengths, Mapping) else None for lengths in found]
+    other = next((number for number, own in enumerate(names) if own != names[0]), None)
+    if other is not None:
+        same = f"`length_of` must return the same streams for every sample, but returned {found[0]!r}"
+        raise ConfigError(f"{same} for sample {indices[0]}, {found[other]!r} for sample {indices[other]}")
+    return {name: [lengths[name] for lengths in found] for name in found[0]} if {*names} - {None} else found
 
 
 @sendable(lambda: "length_of failed")

@@ -283,8 +283,7 @@ class AllOf(Budget):
         return parts[0].cost(self.seen_by(parts[0], shape)) if parts else super().cost(shape)
 
     def bind(self, lengths: Streams, /) -> "AllOf":
-        apart = self._end_to_end - {primary(lengths)}
-        padded = {name: values for name, values in lengths.items() if name not in apart}
+        padded = {name: values for name, values in lengths.items() if name not in self._end_to_end - {primary(lengths)}}
         return AllOf(tuple(p.bind(padded if p.counts_every_stream else lengths) for p in self.parts))
 
     def with_memory(self, known: Callable[[], Any], /) -> "AllOf":

@@ -210,8 +210,7 @@ class MemoryBudget(Budget):
             total = largest_within(lambda count: self.fits(BatchShape.of(1, count, count)), 1)
             return int(total[0]) // self._multiple * self._multiple
         lengths = np.arange(1, longest + 1)
-        counted = round_up(lengths + self._new_tokens, self._multiple)
-        return int(((self.most_samples(lengths) + 1) * counted).min() - 1)
+        return int(((self.most_samples(lengths) + 1) * round_up(lengths + self._new_tokens, self._multiple)).min() - 1)
 
     def figures(self, lengths: Sequence[int] | None = None) -> dict[str, Any]:
         """Returns the table that ``print`` shows: per length the ``samples`` that fit, their ``tokens`` and ``share``

@@ -13,7 +13,7 @@ from transformers import EvalPrediction
 from dynagroup.budget.base import Budget
 from dynagroup.errors import ConfigError
 from dynagroup.integrations.hf_data import loader_kwargs, sample_kinds, sample_lengths, work_of
-from dynagroup.integrations.hf_step import TrainerSteps, trl_figures
+from dynagroup.integrations.hf_step import TrainerSteps, defines_compute_loss, trl_figures
 from dynagroup.lengths import Kinds
 from dynagroup.online.datasets import is_stream
 from dynagroup.plan.cost import DEFAULT_WORK, Work
@@ -178,10 +178,8 @@ class Evaluator(TrainerSteps):
         if name in metrics and (loss := run.mean_loss()) is not None:
             metrics[name] = loss
         if rows.packed and output.predictions is not None:
-            warn_user(
-                "predictions of packed batches are one row a batch, in the order of the plan; for one row a sample in "
-                "the dataset's order, evaluate with a padded budget (`dynagroup_eval`) and a collator that pads"
-            )
+            way_out = "for one row a sample, give `dynagroup_eval` a padded budget and a collator that pads"
+            warn_user(f"predictions of packed batches are one row a batch, in the order of the plan; {way_out}")
         return output._replace(predictions=run.in_order(output.predictions), label_ids=run.in_order(output.label_ids))
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -192,7 +190,8 @@ class Evaluator(TrainerSteps):
         repeats = self.accelerator.process_index >= run.rows.num_real[run.row]
         weight = 0.0 if repeats else self._evaluation_weight(inputs)
         count = len(run.rows.rows[run.row])
-        if run.rows.shapes:
+        own = defines_compute_loss(type(self)) or self.compute_loss_func is not None  # might count added rows
+        if run.rows.shapes and (self._filling_tried or not own):
             inputs = FillingCollator(None, run.rows.ladder, self._pad).fill(inputs, count, run.rows.shapes[run.row])
         with trl_figures(self, idle=repeats):
             found = super().prediction_step(model, inputs, *args, **kwargs)

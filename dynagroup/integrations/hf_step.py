@@ -25,8 +25,9 @@ from dynagroup.oom.jobs import evaluating
 from dynagroup.oom.preflight import preflight
 from dynagroup.oom.split import BatchSplitter
 from dynagroup.oom.train import OomSafeBackward
+from dynagroup.update.filling import LABELS
 from dynagroup.update.loader import StepLoader
-from dynagroup.update.loss_weight import mean_items, predicts_next_token
+from dynagroup.update.loss_weight import IGNORED, mean_items, predicts_next_token
 from dynagroup.update.step import LoaderStats, Step
 
 
@@ -75,6 +76,7 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
     _stats_logged: LoaderStats
     _ooms_logged = 0
     _idle_step = False
+    _filling_tried = False
     _found_mean: bool | None = None  # whether the loss is a mean; None: not tested yet
 
     @property
@@ -153,6 +155,10 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
             return super().training_step(model, inputs, num_items_in_batch)
         total: Any = 0.0
         mean = self._loss_is_a_mean(model, inputs, num_items_in_batch)
+        if inputs[0].filled and not self._filling_tried:
+            own = defines_compute_loss(type(self)) or self.compute_loss_func is not None
+            counts = own and mean and self.update_loader.budget.layout != "packed"
+            self._filling_tried = not counts or self._filling_is_ignored(model, inputs[0].batch)
         items = None if mean else num_items_in_batch
         for number, step in enumerate(inputs):
             if number:
@@ -179,6 +185,21 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
                 one = (config.splitter or BatchSplitter()).take if config.out_of_memory else lambda batch, *_: batch
                 self._found_mean = is_a_mean(self, model, one(step.batch, 0, 1), self.update_loader.world)
         return bool(self._found_mean)
+
+    def _filling_is_ignored(self, model: Any, batch: Any) -> bool:
+        """Tests that rows of weight 0 leave a mean loss as it is. False: this batch cannot show. All ranks must call it."""
+        twice = {n: value[[0, 0]] for n, value in batch.items() if isinstance(value, torch.Tensor) and value.ndim}
+        ignored = {n: torch.cat([twice[n][:1], torch.full_like(twice[n][:1], IGNORED)]) for n in LABELS & twice.keys()}
+        with evaluating(model), trl_figures(self, probe=True):
+            both = {**batch, **twice}, {**batch, **twice, **ignored}
+            same, filled = (_loss(self, model, self._prepare_inputs(rows), 1) for rows in both)
+        shows = not math.isnan(same)
+        counts = shows and not math.isclose(same, filled, rel_tol=0.1)
+        shows, counts = map(bool, self.update_loader.world.all_max([shows, counts]))
+        if counts:
+            way_out = "average it over the rows that have a label other than -100, or leave `shapes` out"
+            raise ConfigError(f"the loss counts the rows of weight 0 that `shapes` adds; {way_out}")
+        return shows
 
     @contextlib.contextmanager
     def _weighed(self, step: Step[Any], mean: bool, num_steps: int) -> Iterator[None]:
@@ -300,8 +321,7 @@ def is_a_mean(trainer: Any, model: Any, batch: Any, world: World) -> bool | None
     ratio = math.nan
     try:
         with evaluating(model), trl_figures(trainer, probe=True):
-            inputs = trainer._prepare_inputs(batch)
-            one, two = (_loss(trainer, model, inputs, count) for count in (1, 2))
+            one, two = (_loss(trainer, model, trainer._prepare_inputs(batch), count) for count in (1, 2))
         ratio = one / two if two else math.nan
     except Exception as caught:  # noqa: BLE001 - the other ranks must know before it is raised
         error = caught

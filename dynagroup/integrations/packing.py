@@ -116,8 +116,7 @@ def check_packed_training(trainer: Any) -> None:
 
 def _answers(model: Any, collate_fn: Collate) -> tuple[torch.Tensor, torch.Tensor]:
     named = re.findall(r"(?:compress|block_size)\w*': (\d+)", str(model.config.to_dict()))
-    longer = max((int(size) for size in named if int(size) <= LONGEST_BLOCK), default=0)
-    sizes = [len(probe) + longer for probe in PROBES]
+    sizes = [len(p) + max((int(size) for size in named if int(size) <= LONGEST_BLOCK), default=0) for p in PROBES]
     probes = [(probe * size)[:size] for probe, size in zip(PROBES, sizes, strict=True)]
     batch = collate_fn([{"input_ids": list(ids), "labels": list(ids)} for ids in probes])
     if (shape := (*batch["input_ids"].shape,)) != (1, sum(sizes)):

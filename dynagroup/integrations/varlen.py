@@ -68,9 +68,8 @@ def check_own_attention(model: Any) -> set[Any]:
     AttentionMaskInterface.register(NAME, _no_mask)
     AttentionInterface.register(PROBE, partial(_attend_both, asked))
     AttentionMaskInterface.register(PROBE, _probe_mask)
-    tried = f"cannot compare packed attention with {name}'s own on {PROBE_TOKENS} tokens"
-    told = explained(tried, ConfigError, way_out=f"; {INSTEAD}")
-    with told, settings_kept(model), evaluating(model), torch.no_grad():
+    what = f"cannot compare packed attention with {name}'s own on {PROBE_TOKENS} tokens"
+    with explained(what, ConfigError, way_out=f"; {INSTEAD}"), settings_kept(model), evaluating(model), torch.no_grad():
         model.set_attn_implementation(PROBE)
         model(input_ids=torch.arange(PROBE_TOKENS, device=next(model.parameters()).device)[None] % 5 + 5)
     if not asked:

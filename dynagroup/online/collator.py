@@ -13,7 +13,7 @@ from torch.utils.data import default_collate
 
 from dynagroup.budget.base import Budget, is_packed, padded_streams, padded_tokens, real_tokens
 from dynagroup.errors import BudgetError, ConfigError
-from dynagroup.lengths import LONGEST, Kinds, check_names
+from dynagroup.lengths import LONGEST, Kinds, by_stream, check_names
 from dynagroup.online.messages import Refined, RefinedWindow, Request, WindowSamples, number_of
 from dynagroup.plan.batches import Batches, offsets_of, shapes_of
 from dynagroup.plan.cost import Work, check_work
@@ -136,10 +136,8 @@ class RefinementCollator:
         """Returns the true lengths of these samples: stream -> int32 (N,)."""
         name, length_of = self._measure_by(samples[0])
         measured = [_asked(name, length_of, sample, of=index) for sample, index in zip(samples, indices, strict=True)]
-        columns: Mapping[str, Any] = {TOKENS: measured}
-        if isinstance(measured[0], Mapping):
-            check_names(measured[0])
-            columns = {stream: [m[stream] for m in measured] for stream in measured[0]}  # type: ignore[index]
+        found = by_stream(measured, indices)
+        check_names(columns := found if isinstance(found, Mapping) else {TOKENS: found})
         return {stream: _whole_numbers(name, values, indices) for stream, values in columns.items()}
 
     def _measure_by(self, sample: Any) -> tuple[str, LengthOf]:

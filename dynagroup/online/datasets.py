@@ -133,11 +133,8 @@ class IterableWindows(_Forwarding, IterableDataset):
     workers. Sample n of a worker gets the number ``(n * workers + worker) * size + rank``. A resumed worker begins with
     its first window that has unused samples, and leaves out the used ones."""
 
-    def __init__(
-        self, dataset: Any, window: int, *, max_bytes: int | None = None, rank: int = 0, size: int = 1
-    ) -> None:
+    def __init__(self, dataset: Any, **how: int | None) -> None:  # window, max_bytes, rank, size
         epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # so that persistent workers see changes
-        how: dict[str, Any] = {"window": window, "max_bytes": max_bytes, "rank": rank, "size": size}
         super().__init__(dataset=dataset, _epoch=epoch, _resume=(0, {}), **how)
 
     def start(self, epoch: int, spots: Mapping[str, Any]) -> None:

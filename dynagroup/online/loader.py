@@ -108,8 +108,7 @@ class OnlineDataLoader(StepLoader[Any]):
         knobs |= {"oversize": oversize, "pad": pad, "kind_of": kind_of, "kinds": orders.kinds}
         collator = RefinementCollator(collate_fn, budget, length_of, **knobs)
         self._workers = Workers(dataset, collator, config, dataloader_kwargs)
-        learns = batch_sampler is None and not self._workers.iterable  # whether measured lengths plan later epochs
-        self._learned = LearnedLengths(len(dataset)) if learns else None
+        self._learned = LearnedLengths(len(dataset)) if batch_sampler is None and not self._workers.iterable else None
         self._run_of: Runner | None = None  # runner of the epoch that began last, unless another epoch was chosen since
         self._resume: list[Mapping[str, Any]] = []  # loaded states, until an iteration resumes from them
         self._cursor = Cursor()  # the point where the last epoch ended, or the loaded resume point

@@ -218,8 +218,8 @@ class Source(NamedTuple):
         if known is None or learned is None:
             unknown = None if kinds is None else np.zeros(count)
             return source._replace(rough=unknown if orders.hint is None else orders.hint[at], kinds=kinds)
-        unused = np.zeros(count - used, np.int32)  # drop_last leaves these samples out: never measured
-        whole = {name: np.append(values, unused) for name, values in known.items()}
+        # drop_last leaves some samples out: never measured
+        whole = {name: np.append(values, np.zeros(count - used, np.int32)) for name, values in known.items()}
         source = source._replace(kinds=whole.pop(KINDS, kinds))
         if learned.steady:
             return source._replace(lengths=whole)

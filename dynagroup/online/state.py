@@ -17,8 +17,8 @@ def pack(values: Iterable[int] | NDArray[np.integer]) -> str:
     """Returns integers as compressed text. Consecutive or close integers take little space."""
     array = np.asarray(values if isinstance(values, np.ndarray) else list(values), np.int64)
     steps = np.diff(array, prepend=0).astype("<i8")
-    planes = steps.view(np.uint8).reshape(-1, 8).T.tobytes()  # bytes of equal significance in a row compress better
-    return base64.b64encode(zlib.compress(planes, 9)).decode()
+    # Bytes of equal significance in a row compress better.
+    return base64.b64encode(zlib.compress(steps.view(np.uint8).reshape(-1, 8).T.tobytes(), 9)).decode()
 
 
 def unpack(text: str) -> IntArray:

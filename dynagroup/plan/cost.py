@@ -177,8 +177,7 @@ class Work:
         if missing and len(names) > 1:
             known = f"`lengths` has only {sorted(names)}; add the stream, or leave out its price"
             raise ConfigError(f"`work` has a price for the stream {missing[0]!r}, but {known}")
-        counted = padded_streams(budget, names)
-        return tuple(name for name in names if name in counted or name in self.streams)
+        return tuple(name for name in names if name in padded_streams(budget, names) or name in self.streams)
 
     def by_stream(self, batches: Batches, lengths: Streams, budget: Budget) -> NDArray[np.float64]:
         """Returns the work of every batch per :meth:`priced` stream, without fixed costs: float64 (B, streams)."""

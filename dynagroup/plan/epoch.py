@@ -38,14 +38,12 @@ class EpochOrder:
     It is an alternating Feistel network over a grid of about sqrt(n) by sqrt(n) cells; cycle walking skips cells
     without a sample (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002; rounds of MurmurHash3)."""
 
-    def __init__(
-        self, num_samples: int, *, seed: int, epoch: int, shuffle: bool = True, left_out: IntArray = NONE
-    ) -> None:
+    def __init__(self, count: int, *, seed: int, epoch: int, shuffle: bool = True, left_out: IntArray = NONE) -> None:
         seed, epoch = check_int("seed", seed, least=0), check_int("epoch", epoch, least=0)
-        self.num_samples, self._shuffle, self._left_out = num_samples, shuffle, left_out
+        self.num_samples, self._shuffle, self._left_out = count, shuffle, left_out
         self._kept_before = left_out - np.arange(len(left_out))  # number of kept samples before each one left out
-        self._width = max(math.isqrt(max(num_samples - 1, 0)) + 1, 1)
-        self._height = max(-(-num_samples // self._width), 1)
+        self._width = max(math.isqrt(max(count - 1, 0)) + 1, 1)
+        self._height = max(-(-count // self._width), 1)
         self._keys = np.random.SeedSequence((seed, epoch)).generate_state(ROUNDS, np.uint32)
         self._block, self._block_at = NONE, 0
 

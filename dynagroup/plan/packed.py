@@ -201,8 +201,7 @@ class Packing:
     def rows(self, per_step: float) -> list[list[int]]:
         """Returns batches for the fewest steps; or for one step more, if work is then equal in at most 2 % more time."""
         fewest = self._fewest()
-        given = self._multiple == 1 or len(fewest) % self._multiple
-        if given or self._judged(fewest, per_step)[1]:
+        if self._multiple == 1 or len(fewest) % self._multiple or self._judged(fewest, per_step)[1]:
             return fewest
         more = [*([s] for s in self._oversize), *(self.balanced(len(fewest) // self._multiple + 1) or [])]
         if len(more) < len(fewest) or len(more) % self._multiple:

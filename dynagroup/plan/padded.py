@@ -38,21 +38,18 @@ def longest_batches_first(batches: Batches, lengths: Streams, budget: Budget) ->
     return np.argsort(-np.maximum.reduceat(tokens, batches.offsets[:-1]), kind="stable")
 
 
-def in_order(
-    lengths: Streams, budget: Budget, work: Work, rounded: RoundBatch | None
-) -> "tuple[IntArray, OrderedWindow]":
+def in_order(lengths: Streams, budget: Budget, work: Work, to: RoundBatch | None) -> "tuple[IntArray, OrderedWindow]":
     """Sorts a padded window (not empty) for cutting: the longest sample first, or if samples have several padded
     lengths, similar samples together. Returns the order as positions, and the sorted window."""
     names = padded_streams(budget, lengths)
     several = len(names) > 1
     order = alike_order([lengths[n].astype(np.int64) for n in names]) if several else longest_first(lengths)
     ordered = {name: values[order] for name, values in lengths.items()}
-    multiple = budget.pad_to_multiple_of
-    each = [work.price(name).of(round_up(ordered[name].astype(np.int64), multiple)) for name in names]
+    each = [work.price(name).of(round_up(ordered[name].astype(np.int64), budget.pad_to_multiple_of)) for name in names]
     most = most_by_start(ordered, budget)
     if budget.ladder is not None:
         return order, budget.ladder.window(ordered, np.sum(each, axis=0), most)
-    allowed = None if rounded is None else allowed_sizes(int(most.max()), rounded)
+    allowed = None if to is None else allowed_sizes(int(most.max()), to)
     return order, OrderedWindow(np.sum(each, axis=0), most, allowed, tuple(each) if several else ())
 
 
@@ -133,8 +130,7 @@ class OrderedWindow:
         large = len(self) > EXACT_UP_TO
         if self.streams or (self.allowed is not None and not large):
             return by_places(self, price)
-        many = large or float((1.0 / self.most).sum()) > MANY_RUNS
-        return one_by_one(self, price) if many else by_queue(self, price)
+        return one_by_one(self, price) if large or float((1.0 / self.most).sum()) > MANY_RUNS else by_queue(self, price)
 
     def middle(self, start: int, stop: int) -> int | None:
         """Returns where to divide a run so that the larger part has least work; None: no allowed sizes divide it."""

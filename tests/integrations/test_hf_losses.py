@@ -42,16 +42,14 @@ class MeanLoss:
         return (loss, outputs) if return_outputs else loss
 
 
-class PlainMean(MeanLoss, Trainer):
-    pass
+class CountedRows(DynagroupTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return super().compute_loss(model, inputs) * (inputs["labels"] >= 0).any(1).double().mean()
 
 
-class OursMean(DynagroupTrainerMixin, PlainMean):
-    """The loss is below ours in the order of classes."""
-
-
-class MeanOurs(MeanLoss, DynagroupTrainer):
-    """The loss is above ours."""
+PlainMean: Any = type("PlainMean", (MeanLoss, Trainer), {})
+OursMean: Any = type("OursMean", (DynagroupTrainerMixin, PlainMean), {})  # the loss is below ours
+MeanOurs: Any = type("MeanOurs", (MeanLoss, DynagroupTrainer), {})  # the loss is above ours
 
 
 def trained(cls, tmp_path, monkeypatch, mean=False, **changes):
@@ -88,6 +86,8 @@ def test_a_loss_that_cannot_be_asked_is_refused_with_the_way_out(tmp_path, monke
     assert [defines_compute_loss(kind) for kind in (DynagroupTrainer, PlainMean, OursMean)] == [False, True, True]
     with pytest.raises(ConfigError, match="does not require grad.*`loss_is_scaled_for_ga` to False"):
         trained(type("Mine", (Failing, DynagroupTrainer), {}), tmp_path, monkeypatch)
+    with pytest.raises(ConfigError, match="the loss counts the rows of weight 0 that `shapes` adds"):
+        trained(CountedRows, tmp_path, monkeypatch, config={"shapes": 3, "weigh": "samples"})
     told = type("Mine", (Failing, DynagroupTrainer), {"loss_is_scaled_for_ga": False})
     plain, ours = trained(PlainMean, tmp_path, monkeypatch), trained(told, tmp_path, monkeypatch)
     assert (parameters(plain.model) - parameters(ours.model)).abs().max() < 1e-8

@@ -78,6 +78,8 @@ def test_lengths_must_be_counts_of_int32_and_padded_samples_are_measured_by_thei
     for bad in (-1, 2.5, None, True, 2**31):
         with pytest.raises(ConfigError, match=f"length_of.*{2**31 - 1}.*{bad}"):
             refining(length_of=lambda sample, bad=bad: bad)(samples(3, 4))
+    with pytest.raises(ConfigError, match="same streams for every sample, but returned {'x': 3} for sample 0, {} for"):
+        refining(length_of=lambda sample: {"x": 3} if len(sample["input_ids"]) == 3 else {})(samples(3, 4))
     with pytest.raises(RuntimeError, match="length_of failed on sample 0.*StopIteration"):
         refining(length_of=lambda sample: next(iter(())))(samples(3, 4))
     with pytest.warns(UserWarning, match="samples are padded already"):

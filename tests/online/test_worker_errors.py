@@ -16,6 +16,7 @@ from dynagroup import OnlineDataLoader, PlannedDataLoader, TokenBudget, text_dat
 from dynagroup.lengths import measure_lengths
 from tests.online.helpers import Stream, Tokens, collate
 
+Refused = type("Refused", (Exception,), {})
 LENGTHS, PATIENCE_S = [5, 2, 9, 4, 7, 1, 3, 8], 20
 
 
@@ -33,10 +34,6 @@ class Told(Exception):
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
-
-
-class Refused(Exception):
-    pass
 
 
 Refused.__qualname__ = "a_function.<locals>.Refused"  # as a class in a function has it: pickle does not find it

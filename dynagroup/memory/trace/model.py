@@ -133,8 +133,7 @@ def make_inputs(
         if decodes:
             inputs["decoder_input_ids"] = words
     accepted = inspect.signature(model.forward).parameters
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
-    return {k: v for k, v in inputs.items() if takes_all or k in accepted}
+    return {k: v for k, v in inputs.items() if any(p.kind is p.VAR_KEYWORD for p in accepted.values()) or k in accepted}
 
 
 def describe(source: Any, mode: str, known: Mapping[str, Any]) -> dict[str, Any]:

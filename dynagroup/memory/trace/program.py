@@ -24,8 +24,7 @@ def prepare(model: torch.nn.Module, workload: Run) -> torch.nn.Module:
         return model
     if workload.gradient_checkpointing:
         # The autograd engine calls the recomputation outside of this function mode, so it enters one of its own.
-        autocast = _autocast(workload)
-        checkpoint_layers(model, context_fn=lambda: (nullcontext(), CudaKernels(autocast)))
+        checkpoint_layers(model, context_fn=lambda: (nullcontext(), CudaKernels(_autocast(workload))))
     for p in model.parameters():
         if p.requires_grad:
             p.grad = torch.empty_like(p)
