@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dynagroup.errors import ConfigError
-from dynagroup.shapes import TOKENS, Streams, primary
+from dynagroup.shapes import TOKENS, Streams, check_names, primary
 from dynagroup.validation import check_function, check_int, explained, sendable
 
 LONGEST = int(np.iinfo(np.int32).max)  # largest allowed length of a sample, in tokens
@@ -47,12 +47,6 @@ def as_streams(lengths: ArrayLike | Mapping[str, ArrayLike] | Path) -> Streams:
     if len(set(sizes.values())) > 1:
         raise ConfigError(f"the streams of `lengths` have {sizes} samples; each sample needs a length in all (or 0)")
     return streams
-
-
-def check_names(named: Mapping[str, Any]) -> None:
-    """Raises ConfigError unless ``named`` maps stream names (str) to lengths."""
-    if not named or not all(isinstance(name, str) for name in named):
-        raise ConfigError(f"`lengths` must be one number per sample, or a dict by stream name, but has {list(named)}")
 
 
 def _as_int32(values: ArrayLike, name: str) -> NDArray[np.int32]:

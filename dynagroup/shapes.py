@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+from dynagroup.errors import ConfigError
 
 __all__ = ["TARGET", "TOKENS", "BatchShape", "IntArray", "Streams", "largest_within", "primary", "round_up", "target_tokens",
            "units_of"]  # fmt: skip
@@ -28,6 +30,12 @@ def primary(streams: Iterable[str]) -> str:
     ('nodes', 'tokens')
     """
     return TOKENS if TOKENS in streams else next(iter(streams))
+
+
+def check_names(named: Mapping[str, Any]) -> None:
+    """Raises ConfigError unless ``named`` maps stream names (str) to lengths."""
+    if not named or not all(isinstance(name, str) for name in named):
+        raise ConfigError(f"`lengths` must be one number per sample, or a dict by stream name, but has {list(named)}")
 
 
 def units_of(lengths: Streams, sample: int) -> str:

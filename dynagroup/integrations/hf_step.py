@@ -193,9 +193,8 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
         with evaluating(model), trl_figures(self, probe=True):
             both = {**batch, **twice}, {**batch, **twice, **ignored}
             same, filled = (_loss(self, model, self._prepare_inputs(rows), 1) for rows in both)
-        shows = not math.isnan(same)
-        counts = shows and not math.isclose(same, filled, rel_tol=0.1)
-        shows, counts = map(bool, self.update_loader.world.all_max([shows, counts]))
+        counts = not math.isnan(same) and not math.isclose(same, filled, rel_tol=0.1)
+        shows, counts = map(bool, self.update_loader.world.all_max([not math.isnan(same), counts]))
         if counts:
             way_out = "average it over the rows that have a label other than -100, or leave `shapes` out"
             raise ConfigError(f"the loss counts the rows of weight 0 that `shapes` adds; {way_out}")

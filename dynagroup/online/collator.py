@@ -13,13 +13,13 @@ from torch.utils.data import default_collate
 
 from dynagroup.budget.base import Budget, is_packed, padded_streams, padded_tokens, real_tokens
 from dynagroup.errors import BudgetError, ConfigError
-from dynagroup.lengths import LONGEST, Kinds, by_stream, check_names
+from dynagroup.lengths import LONGEST, Kinds, by_stream
 from dynagroup.online.messages import Refined, RefinedWindow, Request, WindowSamples, number_of
 from dynagroup.plan.batches import Batches, offsets_of, shapes_of
 from dynagroup.plan.cost import Work, check_work
 from dynagroup.plan.planner import OneKind
 from dynagroup.plan.ranks import cut_kinds
-from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, units_of
+from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, check_names, units_of
 from dynagroup.update.filling import FillingCollator, Pad
 from dynagroup.update.loss_weight import Weigh, weigher
 from dynagroup.update.step import shown, total_of
@@ -136,8 +136,8 @@ class RefinementCollator:
         """Returns the true lengths of these samples: stream -> int32 (N,)."""
         name, length_of = self._measure_by(samples[0])
         measured = [_asked(name, length_of, sample, of=index) for sample, index in zip(samples, indices, strict=True)]
-        found = by_stream(measured, indices)
-        check_names(columns := found if isinstance(found, Mapping) else {TOKENS: found})
+        columns = by_stream(measured, indices) if isinstance(measured[0], Mapping) else {TOKENS: measured}
+        check_names(columns)
         return {stream: _whole_numbers(name, values, indices) for stream, values in columns.items()}
 
     def _measure_by(self, sample: Any) -> tuple[str, LengthOf]:

@@ -287,8 +287,7 @@ class PackedLadder(Wrapper):
         self._totals = round_up(self._full, multiple)
         self._most = int(self._totals[-1 - beyond]) if len(rest) else 0
         self._room = int(np.searchsorted(np.cumsum(np.sort(given)), self._totals[-1], side="right"))
-        # Behind the samples, the largest number of tokens of weight 0, in samples no longer than the longest.
-        self.num_samples = self._room + -(-int(np.diff(self._totals, prepend=0).max()) // self.longest)
+        self.num_samples = self._room + -(-int(np.diff(self._totals, prepend=0).max()) // self.longest)  # longest tail
 
     @property
     def shapes(self) -> list[tuple[int, int]]:

@@ -64,7 +64,7 @@ class PlannedDataLoader(StepLoader[B]):
         weigh: weight of a batch: "tokens" (labels that a causal model predicts), "samples", or a function of a batch.
         drop_last: True leaves out an epoch's last update if it is too small; only with ``samples_per_update``.
         shapes: int, largest number of batch shapes (samples, tokens) that a compiled model sees: batches are padded to
-            a shape of a :class:`~dynagroup.ShapeLadder`, also with rows of weight 0.
+            a shape of a :class:`~dynagroup.ShapeLadder`, also with rows of weight 0, which means over rows must leave out.
         pad: dict from field to padding value, for fields that transformers does not have; see :class:`FillingCollator`.
         world: ranks that share the data; None: all of ``torch.distributed``.
         further: ``window``, ``hardest_first``, ``round_batch``, ``work``, ``oversize`` and ``one_kind``, as in
@@ -257,12 +257,12 @@ class _Feed(Inner):
         self._weight_of, self._seed, self._stats, self.dataset = weigher(weigh), seed, stats, dataset
         self.asked: deque[PlannedUpdate] = deque()  # updates that workers are loading or have loaded
 
-    def _requests(self, updates: Iterator[PlannedUpdate]) -> Iterator[tuple[int, list[int]]]:
+    def _requests(self, updates: Iterator[PlannedUpdate], rank: int) -> Iterator[tuple[int, list[int]]]:
         for update in updates:
             self.asked.append(update)
             before = update.before
             for row, step in enumerate(update.steps, start=before.steps):
-                yield seed_of(self._seed, before.epoch, row), step.indices
+                yield seed_of(self._seed, before.epoch, row, rank), step.indices
 
     def open(
         self, updates: Iterator[PlannedUpdate], epoch: int, world: World
@@ -270,7 +270,7 @@ class _Feed(Inner):
         """Yields (update, its batches on this rank, their weights, sums); ``sums[k]`` is the weight of the update's
         first k steps on all ranks, including any steps taken before a resume. All ranks must call it."""
         self.asked.clear()
-        self.queue.pull = partial(next, self._requests(updates), None)
+        self.queue.pull = partial(next, self._requests(updates, world.rank), None)
         self.seed(self._seed, epoch)
         if self.loader is None:
             how: Any = {"batch_sampler": self.queue, "collate_fn": itemgetter(0), **self.kwargs}

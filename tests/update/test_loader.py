@@ -84,13 +84,15 @@ def test_workers_process_a_resumed_run_alike():
     def run(loader):
         return [[step.batch for step in update] for update in loader.updates()]
 
-    def made(num_workers):
-        return loader_of(data=Noise(), samples_per_update=12, num_workers=num_workers)
+    def made(num_workers, **more):
+        return loader_of(data=Noise(), samples_per_update=12, num_workers=num_workers, **more)
 
     whole, first, resumed = run(made(2)), made(1), made(1)
     assert len(list(islice(first.updates(), 2))) == 2
     resumed.load_state_dict(first.state_dict())
     assert run(resumed) == whole[2:]
+    found = run_ranks(2, lambda world: [n for step in made(1, world=world) if not step.idle for n in step.batch])
+    assert len({*found[0], *found[1]}) == 53, "ranks draw numbers of their own"
 
 
 def test_ranks_with_another_order_are_told():
