@@ -194,10 +194,9 @@ class FreeUpdates(_Updates):
             yield _update_of(taken, before)
 
     def cursors(self, cursor: Cursor) -> Iterator[Cursor]:
-        return (update.after for update in self.updates(cursor, 0))
-
-    def end(self, epoch: int) -> Cursor:
-        return super().end(epoch) if epoch != self._place.epoch else [self._place, *self.cursors(self._place)][-1]
+        if cursor == self._starts[0] != self._place:  # the beginning of an epoch of which a part is done
+            yield (cursor := self._place)
+        yield from (update.after for update in self.updates(cursor, 0))
 
     def _plan(self, cursor: Cursor) -> BatchPlan:
         plan = self.planner.joined(list(self.planner.steps_from(cursor, self._ranks)), cursor, self._ranks)

@@ -236,6 +236,8 @@ def test_books_go_on_after_resuming_on_other_ranks(make, sizes):
         assert (loader.epoch, loader.cursor.epoch, loader.cursor.update) == (3, 3, cursor.update)
         assert loader.cursor.samples_seen == cursor.samples_seen
         announced = loader.updates_in(5) if make is planned or "samples_per_update" in sizes else None
+        assert announced is None or loader.samples_after(loader.updates_in(4)) == 4 * 37
+        assert announced is None or loader.samples_after(0) in (0, 3 * 37), "at the first point that is known"
         rest = [int(update[0].samples.total) for update in loader.updates()]
         assert loader.cursor.update == cursor.update + len(rest)
         assert loader.cursor.samples_seen == cursor.samples_seen + sum(rest) == 4 * 37
