@@ -260,7 +260,7 @@ def _bound(shapes: int | None, budget: Budget, hint: Any, config: OnlineConfig) 
     if shapes is None:
         return budget
     if hint is None:
-        raise ConfigError("`shapes` needs `length_hint` (in a Trainer `lengths`), tokens of each sample; give it, or a ShapeLadder")
+        raise ConfigError("`shapes` needs `length_hint` (a Trainer's `lengths`): about the tokens of each sample")
     tokens = np.ceil(hint).clip(0, LONGEST).astype(np.int64)
     longest = largest_within(lambda count: budget.fits(BatchShape.of(1, count)), 1, LONGEST)
     how = {"samples_per_update": config.samples_per_update, "window": config.window, "work": config.work}
