@@ -134,7 +134,8 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
     def _weigh(self) -> Any:
         """The weight of a batch whose loss is a mean: with "auto" its predicted labels, else its samples."""
         shifted = self._loss_shifts_labels or predicts_next_token(self.accelerator.unwrap_model(self.model))
-        return partial(mean_items, shifted=bool(shifted)) if self.dynagroup.weigh == "auto" else self.dynagroup.weigh
+        weigh: Any = self.dynagroup.weigh
+        return partial(mean_items, shifted=bool(shifted)) if weigh in ("auto", "tokens") else weigh
 
     @property
     def _pad(self) -> dict[str, Any] | None:

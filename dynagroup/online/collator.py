@@ -138,6 +138,8 @@ class RefinementCollator:
         measured = [_asked(name, length_of, sample, of=index) for sample, index in zip(samples, indices, strict=True)]
         columns = by_stream(measured, indices) if isinstance(measured[0], Mapping) else {TOKENS: measured}
         check_names(columns)
+        if self.budget.ladder is not None and len(columns) > len(self.budget.ladder.streams):
+            raise ConfigError(f"`shapes` are for one length, but `length_of` returns {[*columns]}; leave `shapes` out")
         return {stream: _whole_numbers(name, values, indices) for stream, values in columns.items()}
 
     def _measure_by(self, sample: Any) -> tuple[str, LengthOf]:

@@ -44,14 +44,10 @@ def _as_json(value: Any) -> str:
     return _ESCAPED.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(value, ensure_ascii=False))
 
 
-def _write_jsonl(file: IO[bytes], results: list[Any]) -> None:
-    rows = ({"index": index, "result": result} for index, result in enumerate(results))
-    file.writelines(f"{_as_json(row)}\n".encode() for row in rows)
-
-
 TEXTS = Kind(  # texts, or lists of texts
     ".jsonl", lambda text: _as_json(text).encode(), lambda data: json.loads(bytes(data)),
-    list, _write_jsonl, lambda path: [json.loads(line)["result"] for line in path.read_bytes().splitlines()],
+    list, lambda file, rows: file.writelines(f"{_as_json({'index': k, 'result': r})}\n".encode() for k, r in enumerate(rows)),
+    lambda path: [json.loads(line)["result"] for line in path.read_bytes().splitlines()],
 )  # fmt: skip
 VECTORS = Kind(  # float32 vectors of one width, gathered into an array (num_samples, width)
     ".npy", lambda vector: np.ascontiguousarray(vector, dtype="<f4").tobytes(), lambda data: np.frombuffer(data, dtype="<f4"),

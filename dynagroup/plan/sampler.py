@@ -62,7 +62,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         shuffle: True forms new batches in every epoch. False: longest batches first, for inference and evaluation.
         window: int, samples planned together. None: all, or with ``shuffle`` enough for about a hundred batches.
         seed: int, seed of the shuffle, the same on every rank.
-        hardest_first: int, number of steps at each epoch's start with the longest samples; not with
+        hardest_first: int, steps at each epoch's start, with the longest samples of the first window; not with
             ``samples_per_update``.
         round_batch: function from a batch size to an allowed one: ``multiple_of(8)``, ``friendly_size``, or your own.
         work: predicted time of a batch, e.g. ``Work.of(model)``. None: that of a small decoder on this device.

@@ -205,7 +205,8 @@ class StepLoader(ABC, Generic[B]):
         return walk.start(whole).update + math.ceil(epochs * last) - whole * last
 
     def samples_after(self, updates: int) -> int:
-        """Returns how many samples training has used, over all ranks, after this many updates from its start."""
+        """Returns how many samples training has used, over all ranks, after this many updates from its start (without
+        ``samples_per_update`` at least those of the epochs before the current one, or before a resume)."""
         updates = check_int("updates", updates, least=0)
         return self._walk().after(updates).samples_seen
 
