@@ -44,8 +44,8 @@ class DynagroupConfig:
             ``{"tokens": ..., "target": ...}``. None: from the length column, else counted from the model's first input
             (with ``target`` from the labels of encoder-decoder models).
         length_of: function from a processed sample to its tokens (None: counts ``input_ids``), with mode="online".
-        weigh: the weight of a batch, if its loss is a mean: "auto" (predicted labels, if labels have a token dimension,
-            else samples), "samples", or a function from a batch to a number.
+        weigh: the weight of a batch, if its loss is a mean: "auto" or "tokens" (predicted labels, if labels have a token
+            dimension, else samples), "samples", or a function from a batch to a number.
         out_of_memory: "retry": a batch that runs out of memory is run in parts, with the same gradient; None: an error.
         min_samples: with out_of_memory="retry", a part with fewer than twice this many samples is not split.
         preflight: True runs the largest batches before the first update, like :func:`~dynagroup.preflight`, so that an
@@ -73,7 +73,7 @@ class DynagroupConfig:
     shapes: int | None = None
     lengths: Any = None
     length_of: Callable[[Any], Any] | None = None
-    weigh: Literal["auto", "samples"] | Callable[[Any], float] = "auto"
+    weigh: Literal["auto", "tokens", "samples"] | Callable[[Any], float] = "auto"
     out_of_memory: Literal["retry"] | None = None
     min_samples: int = 1
     preflight: bool = False

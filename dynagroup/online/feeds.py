@@ -140,7 +140,7 @@ class MapFeed:
         for start, stop in windows[world.rank]:
             self._send(Request(np.arange(start, stop), keep=world.size > 1))
 
-    def pull(self) -> Request | None:
+    def pull(self) -> Request | None:  # blank if none is agreed yet, because workers ask before that
         if self._waiting:
             return self._waiting.popleft()
         request, self._upcoming = self._peeked(), None

@@ -246,7 +246,7 @@ def test_metrics_and_predictions_are_the_plain_trainers(kind, shapes, tmp_path):
 def test_the_loss_is_that_of_one_batch_of_everything(exact_loss, tmp_path):
     """The plain Trainer's mean over batches of their means depends on its batch size; ours does not."""
     plain = evaluated("causal", tmp_path, fits=False, per_device_eval_batch_size=COUNT, exact_loss=exact_loss)
-    ours = evaluated("causal", tmp_path, fits=True, exact_loss=exact_loss)
+    ours = evaluated("causal", tmp_path, fits=True, exact_loss=exact_loss, config={"weigh": "tokens"})
     for run in (plain, ours):  # in a batch of its own it weighs as little as one can
         run.eval_dataset.append({"input_ids": [5, 6, 7], "labels": [-100, -100, 7]})
     plain.args.per_device_eval_batch_size += 1

@@ -97,8 +97,7 @@ def test_parameters_are_those_of_fixed_batches(kind, name, tmp_path):
         changes = {"exact_loss": kind != "classifier", "max_grad_norm": 0.0, "max_steps": 8, "logging_steps": 4, **both}
         changes |= {"model": llama("sdpa")} if name == "packed" else {}
         run = trainer(kind, tmp_path, fits=fits, **changes, **(ours if fits else {}))
-        if name == "packed" and fits:
-            run.data_collator = FLAT
+        run.data_collator = FLAT if name == "packed" and fits else run.data_collator
         before = parameters(run.model)
         if name == "label smoothing":
             run.model_accepts_loss_kwargs = True

@@ -129,6 +129,8 @@ def test_batches_of_two_streams_fit_and_are_counted_in_both_in_every_epoch(mode:
         stats = loader.stats - before
         assert stats.padded_tokens == sum(count * (source + target) for count, source, target in shapes)
         assert (stats.real_tokens, stats.padding < 0.45) == (np.sum(PAIRS), True)
+    with pytest.raises(ConfigError, match="`shapes` are for one length, but `length_of` returns .'source', 'target'.;"):
+        list(OnlineDataLoader(PAIRS, TokenBudget(2000), length_of=both, shapes=2, length_hint=[9] * 300))
 
 
 def longer_labels(batch: list[list[int]]) -> dict[str, np.ndarray]:
