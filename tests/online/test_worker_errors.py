@@ -15,8 +15,7 @@ from dynagroup import OnlineDataLoader, PlannedDataLoader, TokenBudget, text_dat
 from dynagroup.lengths import measure_lengths
 from tests.online.helpers import Stream, Tokens, collate
 
-Refused = type("Refused", (Exception,), {})
-LENGTHS = [5, 2, 9, 4, 7, 1, 3, 8]
+Refused, LENGTHS = type("Refused", (Exception,), {}), [5, 2, 9, 4, 7, 1, 3, 8]
 
 
 class Parts(Exception):
