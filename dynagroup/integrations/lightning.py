@@ -63,6 +63,9 @@ class LightningSteps(Callback):
         if not self._listens:
             raise ConfigError("LightningSteps must also be a callback; make the Trainer with callbacks=[steps]")
         self._ahead.clear()
+        if self.loader.sizes is not None and not self.loader.num_updates:  # Lightning would try for ever
+            few = f"{self.loader.num_samples} samples are too few for one update"
+            raise ConfigError(f"{few}; use smaller updates, or drop_last=False")
         self.begun_epoch = self.loader.epoch
         for update in self.loader.updates():
             self._ahead.append(self.loader.state_dict())

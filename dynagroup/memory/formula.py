@@ -74,8 +74,7 @@ class ClosedForm:
 
 
 def _phase(weights: Any = 0.0, **parts: Any) -> FloatArray:
-    rows = {"weights": weights * ONE, **parts}
-    return np.stack([NOTHING + rows.get(name, 0.0) for name in COMPONENTS])
+    return np.stack([NOTHING + {"weights": weights * ONE, **parts}.get(name, 0.0) for name in COMPONENTS])
 
 
 class _Builder:

@@ -110,7 +110,7 @@ class OnlineDataLoader(StepLoader[Any]):
         self._workers = Workers(dataset, collator, config, dataloader_kwargs)
         self._learned = LearnedLengths(len(dataset)) if batch_sampler is None and not self._workers.iterable else None
         self._run_of: Runner | None = None  # runner of the epoch that began last, unless another epoch was chosen since
-        self._resume: list[Mapping[str, Any]] = []  # loaded states, until an iteration resumes from them
+        self._resume: list[Mapping[str, Any]] | None = []  # loaded states, until used; None: their epoch is used up
         self._cursor = Cursor()  # the point where the last epoch ended, or the loaded resume point
         learner = collator.budget.learner
         if learner is not None and self._workers.persistent:
@@ -190,10 +190,10 @@ class OnlineDataLoader(StepLoader[Any]):
         own = needed[0]
         if self.sizes is not None:
             self.sizes.restore(own["changes"])
-        self._epoch = self._next = own["epoch"]
         cursor, running, self._run_of = Cursor.of(own["cursor"]), own["running"], None
-        self._resume = needed if running else []
-        self._cursor = handed_out(cursor, running["under_way"], self.sizes) if running else self._start(cursor)
+        self._epoch, self._next = cursor.epoch, own["epoch"]
+        self._resume = needed if running else [] if cursor.epoch == own["epoch"] else None
+        self._cursor = handed_out(cursor, running["under_way"], self.sizes) if running else cursor
         self._workers.loader = None
 
     def _start(self, done: Cursor) -> Cursor:
@@ -208,6 +208,8 @@ class OnlineDataLoader(StepLoader[Any]):
         return self.sizes
 
     def _run(self) -> Iterator[Step[Any]]:
+        if self._resume is None:
+            return
         run = self._run_of = self._begin()
         try:
             yield from run
@@ -215,7 +217,7 @@ class OnlineDataLoader(StepLoader[Any]):
             run.close()
 
     def _begin(self) -> Runner:
-        world, epoch, workers, states = self.world, self._epoch, self._workers, self._resume
+        world, epoch, workers, states = self.world, self._epoch, self._workers, self._resume or []
         cursor = Cursor.of(states[0]["cursor"]) if states else self._cursor
         self._resume = []
         learner = None if states else self.budget.learner

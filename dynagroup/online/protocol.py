@@ -73,7 +73,7 @@ def hand_out(
 ) -> tuple[list[list[tuple[int, int]]], int]:
     """Returns the windows of positions, from ``start`` to ``stop``, that each rank gets next; and where the rest
     starts. Greedy: the rank with the fewest samples left (``loads``) gets the next window, until each has ``target``
-    samples. When only one window per rank is left, all is given out in eighths, so that ranks end together.
+    samples. When only one window per rank is left, a rank gets an eighth of its part of that, so that all end together.
 
     >>> hand_out([0, 9], 0, 100, window=10, target=20)
     ([[(0, 10), (10, 20)], [(20, 30), (30, 40)]], 40)
@@ -81,7 +81,7 @@ def hand_out(
     loads, left, given = list(loads), stop - start, [0] * len(loads)
     while left and (min(loads) < target or left <= len(loads) * window):
         rank = loads.index(min(loads))
-        amount = min(left, window if left > len(loads) * window else -(-window // 8))
+        amount = min(left, window if left > len(loads) * window else -(-left // len(loads) // 8))
         loads[rank] += amount
         given[rank] += amount
         left -= amount

@@ -122,6 +122,8 @@ def test_misuse_is_named_and_a_fast_run_is_none(tmp_path):
     for number in (1, 3):
         with pytest.raises(ConfigError, match=rf"`limit_train_batches` must be 1.0, as {number} may end inside"):
             fit(tmp_path, Module(), loader(), limit_train_batches=number)
+    with pytest.raises(ConfigError, match="48 samples are too few for one update; use smaller"):
+        fit(tmp_path, Module(), loader(samples_per_update=99, drop_last=True), max_steps=1)
     with pytest.raises(ConfigError, match=r"callbacks=\[steps\]"):
         lightning.Trainer(**QUIET, enable_checkpointing=False).fit(Module(), LightningSteps(loader()))
 

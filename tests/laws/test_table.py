@@ -86,8 +86,7 @@ def test_a_model_meets_few_shapes(entry: Entry, ranks: int, resumed: int, layout
 def test_gradients_are_those_of_one_batch(entry: Entry, ranks: int) -> None:
     """Law 5, exactly: the loss of a batch is a mean over its units (label tokens, or samples), so what a sample adds to the
     averaged gradient is its units times the batch's loss scale, over the batch's units and the number of ranks."""
-    by_samples = entry.make.__name__ == "sampler"
-    units = {index: 1 if by_samples else length - 1 for index, length in enumerate(LENGTHS)}
+    units = {index: 1 if entry.make.__name__ == "sampler" else length - 1 for index, length in enumerate(LENGTHS)}
 
     def run(world: Any) -> list[list[Any]]:
         return list(entry.make(world, **entry.base).updates())

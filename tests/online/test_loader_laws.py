@@ -91,8 +91,8 @@ UPDATES += [{"samples_per_update": 4, "drop_last": True}]
 )
 def test_whatever_the_settings_every_sample_comes_once(lengths, most, source, accumulation, update, how, sizes, stops):
     """Stopped and saved anywhere in three epochs, twice, and resumed on other ranks: what came is read from the batches."""
-    divided = source in ("batches", "stream")  # among ranks, by the user
-    sizes, update = (sizes[:1] * 3, None) if divided else (sizes, update)
+    if source in ("batches", "stream"):  # divided among ranks by the user
+        sizes, update = sizes[:1] * 3, None
     sized, dropping = update or {"accumulation": accumulation}, update is UPDATES[-1]
 
     def order() -> Drawn:
@@ -125,8 +125,7 @@ def test_whatever_the_settings_every_sample_comes_once(lengths, most, source, ac
 
 def second_epoch(lengths, ranks=2, **options):
     def run(world):
-        loader = make_loader(world, lengths, shuffle=True, **options)
-        return [list(loader) for _ in range(2)][1]
+        return list(map(list, [make_loader(world, lengths, shuffle=True, **options)] * 2))[1]
 
     return run_ranks(ranks, run)
 

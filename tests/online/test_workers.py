@@ -37,8 +37,7 @@ def test_workers_give_every_sample_once(options: dict[str, Any]) -> None:
     """Also where they fetch before windows are handed out, so that blanks travel, and where they answer in parts."""
 
     def run(world: Any) -> Any:
-        loader = make_loader(world, LENGTHS, num_workers=2, shuffle=True, **options)
-        return [list(loader) for _ in range(2)]
+        return list(map(list, [make_loader(world, LENGTHS, num_workers=2, shuffle=True, **options)] * 2))
 
     by_rank = run_ranks(2, run)
     for epoch in range(2):

@@ -62,8 +62,7 @@ def batches_of(step: int, rank: int) -> list[dict[str, torch.Tensor]]:
 def loss_scales(step: int, size: int) -> list[list[float]]:
     """[rank][micro-batch]: so that DDP's mean over ranks is the mean over all labels of the update."""
     counts = [[int((b["labels"][:, 1:] != -100).sum()) for b in batches_of(step, rank)] for rank in range(size)]
-    total = sum(map(sum, counts))
-    return [[c * size / total for c in row] for row in counts]
+    return [[c * size / sum(map(sum, counts)) for c in row] for row in counts]
 
 
 def trained(model: Any, backward: Any, ranks: Iterable[int], size: int) -> torch.Tensor:

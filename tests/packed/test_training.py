@@ -105,8 +105,7 @@ def test_a_plain_loop_on_packed_batches_makes_the_updates_of_fixed_ones(kind, at
 
 def test_a_sample_beyond_every_total_comes_alone_and_as_it_is():
     """The hint of an online loader may be wrong: then nothing is lost, and no kernel is told a maximum that is too small."""
-    lengths = [5, 9, 3, 200, 7, 8, 120, 4]
-    rows = [{"input_ids": [1] * n, "labels": [1] * n} for n in lengths]
+    rows = [{"input_ids": [1] * n, "labels": [1] * n} for n in [5, 9, 3, 200, 7, 8, 120, 4]]
     how: dict[str, Any] = {"shapes": 3, "length_hint": [6] * len(rows), "collate_fn": FLAT, "window": 5}
     steps = list(OnlineDataLoader(rows, BUDGET, **how))
     assert sorted(index for step in steps for index in step.indices) == list(range(len(rows)))

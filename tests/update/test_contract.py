@@ -139,6 +139,8 @@ def test_a_state_is_of_its_epoch_and_at_an_epochs_end_of_the_next(make, sizes):
     resumed = make(**sizes)
     resumed.load_state_dict(json.loads(json.dumps(loader.state_dict())))
     assert resumed.epoch == loader.epoch == 1
+    resumed.set_epoch(0)
+    assert not [*resumed], "nothing of it remained"
     assert epochs_of(resumed, 1) == epochs_of(loader, 1)
 
 

@@ -102,9 +102,7 @@ def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.T
 
 
 def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-    if not training or p == 0.0:
-        return input
-    return torch.ops.aten.native_dropout(input, p, True)[0]  # the dropout mask takes one byte per element
+    return torch.ops.aten.native_dropout(input, p, True)[0] if training and p else input  # its mask: a byte per element
 
 
 def _softmax(func: Any, input: torch.Tensor, dim: int | None = None, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -45,7 +45,7 @@ def as_gathered(model: torch.nn.Module, workload: Run) -> torch.nn.Module:
 
 
 def _shares_parameters(workload: Run) -> bool:
-    return workload.mode == "train" and _STAGES[workload.sharding] == 3 and (workload.num_ranks or 1) > 1
+    return _STAGES[workload.sharding] == 3 and (workload.num_ranks or 1) > 1
 
 
 def _autocast(workload: Run) -> torch.dtype | None:
@@ -57,11 +57,9 @@ def static_bytes(model: torch.nn.Module, workload: Run) -> int:
     """Returns bytes that do not depend on the batch: parameters, buffers; for training gradients and optimizer. With
     sharding: this rank's part of these, plus what it gathers for a short time: a bucket of gradients ("zero1",
     "zero2"), or parameters outside the layers, two layers, and the gradients of one layer ("zero3", "fsdp")."""
-    kept = _blocks(model.buffers()) + kept_bytes(model, workload)
-    if workload.mode != "train":
-        return kept
-    gradients, stage = _blocks(_trained(model)), _STAGES[workload.sharding]
-    bucket = REDUCE_BUCKET * max((p.element_size() for p in _trained(model)), default=0)
+    kept, trained = _blocks(model.buffers()) + kept_bytes(model, workload), _trained(model, workload)
+    gradients, stage = _blocks(trained), _STAGES[workload.sharding]
+    bucket = REDUCE_BUCKET * max((p.element_size() for p in trained), default=0)
     if stage == 3:
         return kept + (_gathered(model, workload) if _shares_parameters(workload) else 0)
     return kept + (min(gradients, bucket) if stage else gradients * (workload.sharding == "ddp"))
@@ -69,12 +67,9 @@ def static_bytes(model: torch.nn.Module, workload: Run) -> int:
 
 def kept_bytes(model: torch.nn.Module, workload: Run) -> int:
     """Returns the bytes of this rank's part of the parameters and, for training, of gradients and optimizer state."""
-    held, trained = _blocks(model.parameters()), _trained(model)
-    if workload.mode != "train":
-        return held
+    trained, stage, ranks = _trained(model, workload), _STAGES[workload.sharding], workload.num_ranks or 1
     state = sum(_block(p.numel() * workload.optimizer_bytes) for p in trained)
-    stage, ranks = _STAGES[workload.sharding], workload.num_ranks or 1
-    parts = [state, _blocks(trained), held]  # higher ZeRO stages shard more of these, in this order
+    parts = [state, _blocks(trained), _blocks(model.parameters())]  # higher ZeRO stages shard more of them, in order
     return sum(-(-size // ranks) if place < stage else size for place, size in enumerate(parts))
 
 
@@ -86,11 +81,11 @@ def _gathered(model: torch.nn.Module, workload: Run) -> int:
     outside = sum(p.numel() for p in set(model.parameters()) if id(p) not in inside)
     largest = max((sum(p.numel() for p in layer) for layer in layers), default=0)
     trained = max((sum(p.numel() for p in layer if p.requires_grad) for layer in layers), default=0)
-    return element * (outside + 2 * largest + trained)
+    return element * (outside + 2 * largest + trained * (workload.mode == "train"))
 
 
-def _trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    return [p for p in model.parameters() if p.requires_grad]
+def _trained(model: torch.nn.Module, workload: Run) -> list[torch.nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad and workload.mode == "train"]
 
 
 def _blocks(tensors: Any) -> int:
@@ -148,8 +143,10 @@ def _generate(model: Any, batch: dict[str, torch.Tensor], new_tokens: int, trace
     two_stacks, text = model.config.is_encoder_decoder, model.config.get_text_config(decoder=True)
     own = DynamicCache(config=text)
     cache: Any = EncoderDecoderCache(own, DynamicCache(config=text)) if two_stacks else own
-    takes_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
-    keep: dict[str, Any] = {"logits_to_keep": 1} if takes_keep and not two_stacks else {}
+    takes = set() if two_stacks else {*inspect.signature(model.forward).parameters}
+    keep: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+    if "position_ids" in takes and "input_ids" in batch:  # as generate() does; rotary embeddings have as many rows
+        batch.setdefault("position_ids", torch.zeros_like(batch["input_ids"]))
     outputs = model(**batch, past_key_values=cache, use_cache=True, **keep)
     encoded = getattr(outputs, "encoder_last_hidden_state", None)
     scores = outputs.logits[:, -1, :].to(copy=True, dtype=torch.float32)  # generate() makes the same copy
@@ -161,6 +158,8 @@ def _generate(model: Any, batch: dict[str, torch.Tensor], new_tokens: int, trace
     _stretch(own, final)
     tracer.mark("stretched")
     held: dict[str, Any] = {"input_ids": words}
+    if "position_ids" in takes:
+        held["position_ids"] = torch.zeros_like(words)
     if two_stacks:
         held = {"encoder_outputs": (encoded,), "decoder_input_ids": words}
     if "attention_mask" in batch:
