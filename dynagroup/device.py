@@ -100,8 +100,7 @@ class Device(Protocol):
 
 
 class CudaDevice:
-    """PyTorch's caching allocator on the current CUDA device; measuring resets its statistics. Raises ConfigError if
-    there is no CUDA device."""
+    """PyTorch's caching allocator on the current CUDA device; measuring resets its statistics. ConfigError: none."""
 
     def __init__(self) -> None:
         if not torch.cuda.is_available():

@@ -19,7 +19,7 @@ from dynagroup.fingerprint import described, hashed
 from dynagroup.lengths import LONGEST, as_streams, by_position, limit_of, measure_lengths
 from dynagroup.oom.storage import VECTORS, Kind, Output
 from dynagroup.shapes import TOKENS, primary
-from dynagroup.validation import check_int, explained, sendable
+from dynagroup.validation import check_int, explained, sendable, warn_user
 
 KINDS = "npy, npz, txt, csv, tsv, jsonl, json, parquet, or a folder of them, of a Hub dataset or saved by datasets"
 USUAL = ("length", "lengths", "num_tokens", "tokens", "input_ids")  # usual names of columns of lengths or token ids
@@ -159,7 +159,13 @@ def _paths(data: Any) -> list[Path]:
         from datasets import load_dataset_builder
 
         with _reading(path):  # datasets finds the files of a split by the folder's README, or by the files' names
-            return [Path(name) for name in (load_dataset_builder(str(path)).config.data_files or {})["train"]]
+            found = {**(load_dataset_builder(str(path)).config.data_files or {})}
+            train, used = found["train"], {Path(name) for names in found.values() for name in names}
+        tables = {file for file in path.resolve().rglob("*") if file.suffix in (".csv", ".tsv", ".jsonl", ".parquet")}
+        if others := sorted(tables - used):
+            few = f"does not read {len(others)} files of {str(path)!r}, such as {str(others[0])!r}"
+            warn_user(f"`datasets` {few}; give a pattern such as '*.csv' to choose files yourself")
+        return [*map(Path, train)]
     found = [path] if path.exists() else [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
     if not found:
         raise ConfigError(f"there is no file {str(path)!r}; give {KINDS}")

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import BartConfig, BertConfig, GPT2Config, LlamaConfig, PretrainedConfig, T5Config
+from transformers import BartConfig, BertConfig, BertModel, GPT2Config, LlamaConfig, LlamaForCausalLM, T5Config
 
 from dynagroup import testing
 
@@ -42,7 +42,7 @@ TEXTS = [" ".join(np.random.default_rng(i).choice(WORDS, size=1 + (7 * i) % 13))
 
 
 def config(
-    kind: type[PretrainedConfig], *, vocab: int = 64, width: int = 16, layers: int = 2, heads: int = 2,
+    kind: type[Any], *, vocab: int = 64, width: int = 16, layers: int = 2, heads: int = 2,
     inner: int | None = None, dropout: float = 0.0, **more: Any,
 ) -> Any:  # fmt: skip
     """A configuration of ``kind``; ``inner`` is a layer's width inside, by default twice its ``width``. ``more`` are its own."""
@@ -94,8 +94,6 @@ def small_tokenizer() -> Any:
 
 
 def small_llama() -> Any:
-    from transformers import LlamaForCausalLM
-
     torch.manual_seed(6)
     config = llama(vocab=30, layers=3, inner=16, pad_token_id=0, bos_token_id=1, eos_token_id=2)
     return sharp(LlamaForCausalLM(config).eval())
@@ -103,8 +101,6 @@ def small_llama() -> Any:
 
 def save_encoder(folder: Path, *, max_seq_length: int = 256, pooling: str = "pooling_mode_mean_tokens") -> Any:
     """A small BERT in a folder as sentence-transformers lays it out; returns the model."""
-    from transformers import BertModel
-
     torch.manual_seed(0)
     model = BertModel(bert(vocab=30, inner=16)).eval()
     model.save_pretrained(folder)

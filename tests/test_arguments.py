@@ -113,6 +113,7 @@ WRONG: list[tuple[Any, str]] = [
     (lambda: ShapeLadder([], 100), "needs at least one length"),
     (lambda: ShapeLadder([5, 200], 100, 1), "must be at least 2: samples that do not fit even alone"),
     (lambda: ShapeLadder([5], 100) & TokenBudget(9), "a ShapeLadder cannot be a part of `&`"),
+    (lambda: LearningBudget("9"), "`budget` must be a budget such as"),
     (lambda: LearningBudget(ShapeLadder([5], 100)), "a LearningBudget cannot contain a ShapeLadder"),
     (lambda: PlanConfig(window=0), r"`window` must be an int of at least 1, but is 0 \(or None\)"),
     (lambda: PlanConfig(window=8, samples_per_update=8), "not both"),

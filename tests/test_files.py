@@ -126,6 +126,9 @@ def test_a_wrong_row_column_or_file_is_named(tmp_path, capfd):
         measure_files(tmp_path / "a.csv", None, "text", **how)
     with pytest.raises(ConfigError, match="no file .*nothing"):
         measure_files([data, tmp_path / "nothing*"], None, "n", **how)
+    (tmp_path / "c.jsonl").write_text('{"n": 3}\n')
+    with pytest.warns(match="does not read 1 files .*c.jsonl"), pytest.raises(ConfigError, match="must be one of"):
+        measure_files(tmp_path, small_tokenizer(), "text", **how)
     with pytest.raises(ConfigError, match=r"must end in \.npz"):
         measure_files(tmp_path / "a.csv", small_tokenizer(), "text,n", output=tmp_path / "x.npy", **how)
     arguments = ["lengths", str(tmp_path / "a.csv"), "--column", "n", "--output", str(tmp_path / "n.npy")]

@@ -136,8 +136,7 @@ def test_no_class_is_a_giant_and_no_function_a_page():
 
 
 def private_names(path: Path) -> tuple[set[str], set[str]]:
-    """Names with one leading underscore that a file makes; and those that it takes from others: imported, looked up on
-    anything but itself, or patched."""
+    """Names with one leading underscore that a file makes; and those it takes from others (imported, looked up, patched)."""
     text = path.read_text(encoding="utf-8")
     made = set(re.findall(r"(?m)(?:def |class |self\.|^)(_(?!_)\w+)", text))
     return made, set(re.findall(r"(?:(?<!self)(?<!cls)\.|import (?:\w+, )*|setattr\(\S+ \")(_(?!_)\w+)", text)) - made

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from dynagroup.budget.base import UNLIMITED, BoolArray, Budget, Wrapper, fits_of, largest_of
-from dynagroup.budget.tokens import TokenBudget
+from dynagroup.budget.tokens import TokenBudget, as_budget
 from dynagroup.distributed import World
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.shapes import BatchShape, IntArray, Streams, largest_within
@@ -68,8 +68,8 @@ class LearningBudget(Wrapper):
     counts_every_stream: ClassVar[bool] = True
     learner: Any = property(lambda self: self)
 
-    def __init__(self, budget: Budget | None = None) -> None:
-        self.base = TokenBudget(UNLIMITED) if budget is None else budget
+    def __init__(self, budget: Budget | int | None = None) -> None:
+        self.base = TokenBudget(UNLIMITED) if budget is None else as_budget(budget)
         if self.base.ladder is not None:
             way_out = "ShapeLadder(lengths, LearningBudget(budget))"
             raise ConfigError(f"a LearningBudget cannot contain a ShapeLadder; write {way_out}")

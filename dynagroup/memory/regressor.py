@@ -72,8 +72,7 @@ class Features:
 
 
 def features(shape: BatchShape, baseline: BatchShape, workload: Workload, form: ClosedForm) -> Features:
-    """Returns the trees' input for K batches and their baselines. It has no means, because adding a sample may lower a
-    mean."""
+    """Returns the trees' input for K batches and their baselines; without means, which an added sample may lower."""
     ratio = np.log(form.batch_bytes(shape)) - np.log(form.batch_bytes(baseline))
     n, length, target = _logs(shape)
     n_b, length_b, target_b = _logs(baseline)

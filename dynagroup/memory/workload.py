@@ -96,8 +96,7 @@ class Workload:
             trace: True runs a few layers without data (seconds on a CPU) to learn exactly how memory depends on the
                 batch. False, or if tracing fails (with a warning): memory is estimated from the model's sizes.
             inputs: ``(model, num_samples, longest) -> arguments of model.forward``, for models that read not only text.
-            known: values of fields, such as ``dtype="bfloat16"`` or ``max_new_tokens=256``; the optimizer is AdamW
-                unless ``optimizer_bytes`` is given.
+            known: values of fields, such as ``dtype="bfloat16"``; without ``optimizer_bytes`` the optimizer is AdamW.
 
         >>> from transformers import GPT2Config
         >>> workload = Workload.from_model(GPT2Config(), mode="generate", max_new_tokens=64)

@@ -69,8 +69,7 @@ class RefinementCollator:
         oversize: what to do with a sample that does not fit even alone: "alone" (a batch of its own) or "error".
         work: predicted time of a batch.
         pad: padding values, if the budget is a :class:`~dynagroup.ShapeLadder`; see :class:`FillingCollator`.
-        kind_of: function from a sample to its label: a batch then has samples of one kind. Or ``kinds``: labels by
-            index.
+        kind_of: function from a sample to its label (or ``kinds``: labels by index): a batch has samples of one kind.
         one_kind: "step": in one step all ranks have batches of one kind; "batch": each batch may have another kind.
 
     Raises BudgetError if a batch is longer than measured and does not fit, or a sample does not and oversize="error".

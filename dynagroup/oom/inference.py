@@ -44,8 +44,7 @@ def generate_dataset(
         world: ranks that share the work. None: all of ``torch.distributed``.
         options: ``batch_size`` (default 16: this many of the longest texts fit the device) or ``budget``;
             ``max_length`` (tokens to which texts are truncated, without new ones, unlike in ``generate``); ``progress``
-            (default True); ``learned`` (a :class:`~dynagroup.LearningBudget`); arguments of ``generate`` that are not
-            per sample.
+            (default True); ``learned`` (a :class:`~dynagroup.LearningBudget`); what ``generate`` takes for all samples.
 
     Raises ConfigError if arguments contradict each other, or a text has more tokens than the model has positions;
     StateError if ``output`` or its journal is damaged or was made with other arguments; BudgetError if a text does not

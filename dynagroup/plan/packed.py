@@ -24,8 +24,7 @@ LENGTHS = 97  # a budget is asked about so many lengths, with each number of sam
 def pack(
     lengths: Streams, budget: Budget, multiple: int = 1, *, work: Work = DEFAULT_WORK, costs: NDArray | None = None
 ) -> Batches:
-    """Divides a window into packed batches that fit ``budget``: few steps, each of ``multiple`` batches with equal
-    work.
+    """Divides a window into packed batches that fit ``budget``: few steps of ``multiple`` batches with equal work.
 
     A sample with more work than an equal part sets the time of its step anyway, so other batches may have as much work.
     An oversize sample is a batch of its own. Returns positions in the window, sorted within a batch; batches of most

@@ -89,8 +89,7 @@ class BatchPlan:
 
     @cached_property
     def shapes(self) -> BatchShape:
-        """The shape of every batch (samples, longest, total), before lengths are rounded up; in the order of
-        ``batches``."""
+        """The shape of every batch (samples, longest, total) in the order of ``batches``, before rounding up."""
         return shapes_of(self.batches, self.lengths)
 
     @cached_property

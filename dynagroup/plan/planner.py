@@ -286,8 +286,7 @@ class Planner:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """Everything that a plan depends on, except epoch and number of ranks, as JSON values to compare with saved
-        states."""
+        """Everything that a plan depends on, except epoch and number of ranks, as JSON values, for saved states."""
         knobs = {knob.name: getattr(self.config, knob.name) for knob in fields(self.config)}
         knobs |= {name: described(knobs[name]) for name in ("round_batch", "work")}
         codes = self.kinds.codes if len(self.kinds.labels) > 1 else NONE

@@ -146,7 +146,7 @@ def shuffled_way(plan: BatchPlan, batch_size: int | None) -> tuple[Way, int, int
     """Returns a plan's samples in shuffled batches of one size, and that size. None: as many of the longest as fit."""
     samples = plan.batches.order
     most = most_of_the_longest({name: values[samples] for name, values in plan.lengths.items()}, plan.budget)
-    size = batch_size or max(most, 1)
+    size = max(most, 1) if batch_size is None else check_int("batch_size", batch_size)
     order = np.random.default_rng(0).permutation(np.sort(samples))
     return fixed_way(f"fixed {size}, shuffled", fixed_batches(order, size), plan), size, max(most, 1)
 

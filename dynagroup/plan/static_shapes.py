@@ -52,6 +52,7 @@ class ShapeLadder(Wrapper):
         window: int | None = None, grouping: int = 1, work: Work | None = None,
     ) -> None:  # fmt: skip
         streams, num_shapes = as_streams(lengths), check_int("num_shapes", num_shapes, most=TRIED)
+        grouping = check_int("grouping", grouping)
         self.base, work = as_budget(budget).bind(streams), check_work(work)
         if not len(streams[primary(streams)]):
             raise ConfigError("a ShapeLadder needs at least one length, to choose shapes for, but `lengths` is empty")

@@ -200,7 +200,8 @@ class StepLoader(ABC, Generic[B]):
 
     def updates_in(self, epochs: float) -> int:
         """Returns the number of updates in this many epochs from the start of training; fractions are allowed."""
-        whole, walk = max(math.ceil(epochs), 1) - 1, self._walk()
+        epochs, walk = check_number("epochs", epochs, or_zero=True), self._walk()
+        whole = max(math.ceil(epochs), 1) - 1
         last = walk.num_updates(whole)  # as Trainers count: 2.1 epochs of 10 are 21; 20 + ceil((2.1 - 2) * 10) is 22
         return walk.start(whole).update + math.ceil(epochs * last) - whole * last
 
