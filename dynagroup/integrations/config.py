@@ -10,7 +10,7 @@ from dynagroup.distributed import World
 from dynagroup.errors import ConfigError
 from dynagroup.oom.split import Splitter
 from dynagroup.update.schedule import BatchSizeSchedule
-from dynagroup.validation import check_choice, check_flag, check_int
+from dynagroup.validation import check_choice, check_flag, check_int, warn_user
 
 COUPLED = {
     "KTOTrainer": "its loss compares the samples of a batch with each other; use TRL's own batches",
@@ -112,7 +112,8 @@ def refuse_unsupported(trainer: Any, config: DynagroupConfig) -> None:
     shards, plugin = accelerator.dataloader_config, getattr(accelerator.state, "deepspeed_plugin", None)
     sharing = trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size()
     multiple = config.budget.pad_to_multiple_of
-    sorting = {"aot", "aot_unpaired"} & set(getattr(trainer, "loss_types", ())) if "DPOTrainer" in ours else ()
+    losses = set(getattr(trainer, "loss_types", ())) if "DPOTrainer" in ours else set()
+    sorting, by_tokens = {"aot", "aot_unpaired"} & losses, "sft" in losses or "ORPOTrainer" in ours
     own = "every rank loads its own batches; set it to False"
     wrong = {f"TRL's {name}": (name in ours, instead) for name, instead in COUPLED.items()}
     wrong |= {
@@ -146,3 +147,6 @@ def refuse_unsupported(trainer: Any, config: DynagroupConfig) -> None:
     for what, (is_set, instead) in wrong.items():
         if is_set:
             raise ConfigError(f"{what} cannot be combined with dynagroup: {instead}")
+    if by_tokens or (ours and any(getattr(trainer, alpha, 0) for alpha in ("cpo_alpha", "tpo_alpha"))):
+        told = "a mean over pairs and a mean over tokens; dynagroup weighs both by pairs"
+        warn_user(f"the loss of {type(trainer).__name__} adds {told}, so the second part depends on the batches")

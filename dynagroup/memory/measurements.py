@@ -133,8 +133,7 @@ def simulate(
     Args:
         model_or_config: a torch model (which is not changed), a transformers config, or its name.
         workload: from :meth:`Workload.from_model`; None: training.
-        shapes: pairs ``(num_samples, longest)``; ``longest`` is int (tokens), or a dict by stream:
-            ``{"tokens": 512, "target": 64}``.
+        shapes: pairs ``(num_samples, longest)``; ``longest`` is int (tokens), or ``{"tokens": 512, "target": 64}``.
         inputs: ``(model, num_samples, longest) -> arguments of model.forward``, for models with other inputs.
 
     Raises ConfigError if the model cannot run on tensors without data.

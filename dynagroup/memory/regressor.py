@@ -224,8 +224,7 @@ class MemoryRegressor:
         return ClosedForm.of(self.workload, self.card["constants"])
 
     def _clamped(self, predicted: FloatArray, found: Features) -> FloatArray:
-        """Raises the trees' predictions for input unlike their training data: to the formula, or if a feature is out of
-        range, to the ratio of padded tokens."""
+        """Raises predictions for input unlike the training data: to the formula, or out of range, to padded tokens."""
         lowest, highest = (np.array(self.card["ranges"][k], dtype=np.float64) for k in ("lowest", "highest"))
         values, count = found.values, len(CANDIDATE)
         with np.errstate(invalid="ignore"):

@@ -110,8 +110,7 @@ def placed(dearest_first: Sequence[T], at: Sequence[float]) -> list[T]:
     return found
 
 
-# Number of integers in a MAX. It is fixed, so that even ranks at different points of a run can compare them. More
-# integers (for many kinds) are sent in a second MAX.
+# Integers in a MAX: fixed, so that ranks at different points of a run can compare them. A second MAX has more kinds.
 WIDTH = 48
 
 

@@ -135,8 +135,7 @@ class BatchSplitter:
         return _rebuild(batch, parts, start, stop)
 
     def _trim(self, parts: Fields, fields: Fields, num_samples: int, start: int, stop: int) -> None:
-        """Trims all fields with one entry per token, in place. It trims none if an unknown field is as wide as the
-        mask, or if a label would be removed."""
+        """Trims all fields with one entry per token, or none, if a label or a part of an unknown field would go."""
         mask, known = fields.get("attention_mask"), _TOKEN_KEYS | self.rules.keys() | _SHARED_KEYS
         if not _is_array(mask) or mask.ndim != 2:
             return

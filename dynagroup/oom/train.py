@@ -247,8 +247,9 @@ class OomSafeBackward:
             loss = part.compute_loss(samples)
             if loss.ndim:
                 raise ConfigError(f"`compute_loss` must return a scalar, but returned shape {tuple(loss.shape)}")
-            self._began = True
-            self._backward(loss * (part.loss_scale * part.share))
+            self._began, scale = True, part.loss_scale * part.share
+            loss = loss if scale else loss.nan_to_num(0.0, 0.0, 0.0)  # a mean over no labels is nan
+            self._backward(loss * scale)
         return loss.detach()
 
     # Every rank exchanges its result, even after a failure, so no rank waits forever. Gradients are exchanged only when

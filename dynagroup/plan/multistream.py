@@ -12,8 +12,7 @@ from dynagroup.plan.cost import Work
 from dynagroup.shapes import TOKENS, IntArray, Streams
 
 LEAST, SHARE, MOST = 128, 4096, 2048  # padded tokens that a division must save: 1/SHARE, but LEAST to MOST
-# For exchanges: how many similar batches, samples of a batch and exchanges are tried; stop if the most expensive batch
-# is within ENOUGH of the mean; least gain that counts
+# For exchanges: how many similar batches, samples and exchanges are tried; where they stop; the least gain that counts
 BESIDE, SOME, TRIED, ENOUGH, WORTH = 8, 32, 8, 1.01, 1e-6
 
 

@@ -209,8 +209,7 @@ class Packing:
         return more if time <= (WORTH if equal else 1.0) * self._judged(fewest, per_step)[0] else fewest
 
     def _judged(self, parts: list[list[int]], per_step: float) -> tuple[float, bool]:
-        """Returns the predicted time of these batches, and whether each step has equal work (one larger sample is
-        allowed)."""
+        """Returns the predicted time of these batches, and whether steps have equal work, but for one larger sample."""
         work = np.asarray([self._costs[part].sum() for part in parts])
         by_row = np.argsort(-work, kind="stable").reshape(-1, self._multiple)
         longest = np.asarray([self._costs[part].max() for part in parts])[by_row].max(axis=1)

@@ -107,8 +107,7 @@ def begun(epoch: int, done: Cursor) -> Cursor:
 
 
 class UpdateSizes(Walk):
-    """Computes the sizes of all updates from a schedule, later changes, and the samples of an epoch. ``drop_last``: an
-    epoch's last update is left out if it is too small.
+    """Computes the sizes of all updates from a schedule, later changes, and the samples of an epoch.
     >>> sizes = UpdateSizes(lambda update, current: 2 if current is None else 2 * current, lambda: 9)
     >>> [(start, stop) for start, stop, after in sizes.spans(sizes.start(0))]
     [(0, 2), (2, 6), (6, 9)]

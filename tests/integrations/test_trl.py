@@ -138,9 +138,9 @@ def test_losses_and_trainers_that_need_their_own_batches_are_refused(tmp_path) -
     for loss_type in ("aot", ["sigmoid", "aot_unpaired"]):
         with pytest.raises(ConfigError, match="loss_type='aot.*it sorts the pairs of a batch"):
             dpo(tmp_path, PADDED, loss_type=loss_type)
-    with pytest.raises(
-        ConfigError, match="out_of_memory='retry' for pairs .*pass a `splitter` that keeps pairs together"
-    ):
+    with pytest.warns(match="adds a mean over pairs and a mean over tokens; dynagroup weighs both by pairs"):
+        dpo(tmp_path, PADDED, loss_type=["sigmoid", "sft"])
+    with pytest.raises(ConfigError, match="out_of_memory='retry' for pairs .*pass a `splitter` that keeps"):
         attach(dpo(tmp_path), DynagroupConfig(budget=PADDED, out_of_memory="retry"))
     run = trainer("causal", tmp_path, fits=False)
     for original in [getattr(trl, name) for name in COUPLED if hasattr(trl, name)]:

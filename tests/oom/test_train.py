@@ -243,8 +243,9 @@ def test_weights_come_from_the_user_the_loss_or_the_tokens_as_loaders_count_them
     assert result.loss.item() == 0  # its own, without the scale
     model, batch = Linear(Allocator(1)), {"x": X[:3], "labels": torch.tensor([-100, 4, -100])}
     result = OomSafeBackward(model)(lambda b: model(b["x"])[b["labels"] != -100].mean(), batch)
-    assert model.weight.grad.tolist() == X[1].tolist(), "a part without labels adds nothing instead of NaN"
-    assert result.num_parts == 1
+    assert (result.num_parts, model.weight.grad.tolist()) == (1, X[1].tolist()), "a part without labels adds no NaN"
+    result = OomSafeBackward(model)(lambda b: model(b["x"])[:0].mean(), {"x": X[:1], "labels": X[:1]}, loss_scale=0.0)
+    assert (result.loss.item(), model.weight.grad.tolist()) == (0.0, X[1].tolist()), "nor does a batch without labels"
     # The first label of a sample is not predicted: lengths 9 and 4 have 8 and 3 tokens in the mean.
     model = torch.nn.Sequential(torch.nn.Embedding(30, 6), torch.nn.Linear(6, 30)).double()
     ids = torch.nn.utils.rnn.pad_sequence([torch.arange(1, 10), torch.arange(3, 7)], batch_first=True)
