@@ -42,12 +42,10 @@ def measure_files(
         tokenizer: called like a transformers tokenizer; not needed for columns of lengths or of token ids.
         column: name of a column of texts, token ids or lengths; several columns ("source,target", or a list) are
             measured as separate streams. None: the only column, or one with a usual name.
-        max_length: int, tokens: longer samples count as this many. The limit applies to the column ``tokens``, or
-            without such a column to the first.
+        max_length: int, tokens: longer samples count as this many (in the column ``tokens``, or without it the first).
         num_proc: int, number of processes; each reads a parquet row group or 10,000 rows at a time. None: one per core.
         output: path of the ``.npy`` file (``.npz`` for several columns) to write; the result is then a memory map of
-            the file. Finished chunks are saved beside the file: after a crash, the same call measures only the rest. If
-            the file is complete, the call only reads it.
+            the file. Finished chunks are saved beside it: the same call again measures only the rest, if any remains.
         kinds: name of a column of labels, which is not measured unless ``column`` names it.
 
     Raises ConfigError if a file is missing, cannot be read in its format, or has other rows than texts, ids or lengths;

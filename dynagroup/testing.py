@@ -140,8 +140,7 @@ def assert_loader_laws(
 
     Every sample comes once per epoch. All ranks take the same number of steps and end updates at the same steps. The
     samples and weights of an update's batches add up to the update's totals (``step.samples.total``), and their loss
-    scales to the number of ranks. A stopped run resumes with exactly the samples that remained. With ``kinds``, all
-    batches of a step have one kind.
+    scales to the number of ranks. A stopped run resumes with exactly the samples that remained.
 
     Args:
         make: function from a ``World`` to a new loader for one rank, with the same data and settings in every call.
@@ -149,8 +148,7 @@ def assert_loader_laws(
         world_size, resume_world_size: int, number of ranks before and after a stop, see :func:`assert_resumes_exactly`.
         epochs: int, number of epochs to check.
         resume_at: numbers of steps after which to stop. None: after every step of an epoch.
-        kinds: the kind of each sample; batches of idle ranks are checked too. With ``one_kind="batch"`` only the
-            samples of one batch must have one kind.
+        kinds: the kind of each sample: all batches of a step, also idle ones, or with ``one_kind="batch"`` each, have one.
 
     >>> from dynagroup import PlannedDataLoader, TokenBudget
     >>> options = {"samples_per_update": 3, "weigh": "samples", "collate_fn": list}

@@ -39,8 +39,7 @@ def text_dataloader(
             ``DataCollatorWithFlattening`` (with ``position_ids`` and ``cu_seq_lens_q``). Only some models then keep the
             samples' attention apart: see ``integrations.packing``.
         max_length: int, tokens: longer texts are truncated. None: no limit.
-        labels: True adds ``labels`` of a causal model: input ids, with -100 on padding or a packed sample's first
-            token.
+        labels: True adds ``labels`` of a causal model: ids, with -100 on padding or a packed sample's first token.
         lengths: int array (N,), tokens of each text, if you measured them before with the same ``max_length``.
         shuffle: True forms new batches in every epoch; False gives the longest batches first, for inference.
         shapes: int, largest number of batch shapes (samples, tokens) that a compiled model sees. Batches are padded to

@@ -286,8 +286,7 @@ class DynagroupCallback(TrainerCallback):
             trainer.changes_known = loader.num_changes
             state.max_steps = trainer.updates_of_run(loader)
 
-    # Only here may a loader without updates of a set size find that no samples remained of a resumed epoch. The Trainer
-    # would then end the training (as ``step < 0``).
+    # If nothing remained of a resumed epoch, which may be found only here, the Trainer would end training (step < 0).
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.trainer.just_resumed:
             self.trainer.just_resumed = False

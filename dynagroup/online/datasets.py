@@ -125,6 +125,15 @@ def _fetch(dataset: Any, indices: Sequence[int]) -> list[Any]:
     return samples
 
 
+def _has_buffer(dataset: Any) -> bool:
+    """Returns whether a Hugging Face stream is shuffled in a buffer, whose content its state leaves out (datasets 5.2)."""
+    parts = [dataset]
+    for part in parts:
+        held = [value for name, value in getattr(part, "__dict__", {}).items() if "ex_iterable" in name]
+        parts += [one for value in held for one in (value if isinstance(value, list) else [value])]
+    return any(type(part).__name__ == "BufferShuffledExamplesIterable" for part in parts)
+
+
 FRESH: Mapping[str, Any] = {"read": 0, "until": 0, "keep": (), "state": None}
 
 
@@ -170,7 +179,8 @@ class IterableWindows(_Forwarding, IterableDataset):
     def _windows(self, samples: Iterator[Any], spot: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], list[Any]]]:
         """Yields windows: resume point (with the dataset's state before the window) and samples."""
         read, until, keep, state = spot["read"], spot["until"], set(spot["keep"]), spot["state"]
-        keeps_state = callable(getattr(self.dataset, "state_dict", None)) and hasattr(self.dataset, "load_state_dict")
+        has_state = callable(getattr(self.dataset, "state_dict", None)) and hasattr(self.dataset, "load_state_dict")
+        keeps_state = has_state and not _has_buffer(self.dataset)
         while True:
             first, chosen, numbers, size = read, [], [], 0
             for sample in samples:

@@ -110,8 +110,7 @@ def encode(name: str | Path, texts: Sequence[str], *, batch_size: int = 32, **op
     """Embeds texts like :func:`embed_dataset`, by a model's name or folder, with its own settings, on a GPU if any.
 
     Vectors of a sentence-transformers model equal those of ``SentenceTransformer(name).encode(texts)``; other models
-    use pooling "mean". ``options`` of :func:`embed_dataset` override the folder's settings. Raises ConfigError if the
-    folder needs more than pooling and normalising.
+    use pooling "mean". ``options`` (:func:`embed_dataset`) override the folder's. ConfigError: it has further modules.
 
     >>> encode("sentence-transformers/all-MiniLM-L6-v2", texts).shape  # doctest: +SKIP
     (1000, 384)

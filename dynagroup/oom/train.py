@@ -121,8 +121,7 @@ class OomSafeBackward:
     keeps gradients and batches until all parts of the update have run; then gradients are averaged over ranks. A rank
     that runs out of memory repeats only its own work. If a sample does not fit even alone, all ranks raise BudgetError.
 
-    ``compute_loss`` must not exchange data between ranks, and its loss must be a mean or sum over its batch (so no
-    batch normalisation and no contrastive loss).
+    ``compute_loss`` must not exchange data, and must be a mean or sum (no batch normalisation, no contrastive loss).
 
     Args:
         model: the model, alone or in ``DistributedDataParallel``; FSDP and DeepSpeed raise ConfigError.

@@ -62,8 +62,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         shuffle: True forms new batches in every epoch. False: longest batches first, for inference and evaluation.
         window: int, samples planned together. None: all, or with ``shuffle`` enough for about a hundred batches.
         seed: int, seed of the shuffle, the same on every rank.
-        hardest_first: int, steps at each epoch's start, with the longest samples of the first window; not with
-            ``samples_per_update``.
+        hardest_first: int, steps with a window's longest samples that begin an epoch; not with ``samples_per_update``.
         round_batch: function from a batch size to an allowed one: ``multiple_of(8)``, ``friendly_size``, or your own.
         work: predicted time of a batch, e.g. ``Work.of(model)``. None: that of a small decoder on this device.
         samples_per_update: int: each update has exactly this many samples over all ranks, the same ones as with fixed
