@@ -228,8 +228,7 @@ def _map_counts(data: Any, column: str, tokenizer: Tokenizer, max_length: int | 
     def count(batch: Mapping[str, Any], indices: Sequence[int]) -> dict[str, list[int]]:
         return {"length": _token_counts(tokenizer, max_length, list(batch[column]), indices[0])}
 
-    # A fast tokenizer stores its truncation setting at its first call. Call it before `datasets` takes the fingerprint
-    # of `count`, so that later runs find the cached lengths.
+    # A fast tokenizer's first call changes it: call it before `datasets` takes the fingerprint by which it finds caches.
     _token_counts(tokenizer, max_length, ["a"], 0)
     how = {"batched": True, "batch_size": TEXTS_PER_CALL, "with_indices": True, "num_proc": num_proc}
     counted = data.select_columns([column]).map(count, remove_columns=[column], desc="measuring lengths", **how)

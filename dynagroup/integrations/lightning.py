@@ -67,6 +67,7 @@ class LightningSteps(Callback):
             few = f"{self.loader.num_samples} samples are too few for one update"
             raise ConfigError(f"{few}; use smaller updates, or drop_last=False")
         self.begun_epoch = self.loader.epoch
+        self._state = self._state or self.loader.state_dict()  # for a checkpoint inside the first update
         for update in self.loader.updates():
             self._ahead.append(self.loader.state_dict())
             for step in update:
@@ -100,7 +101,7 @@ class LightningSteps(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
-            self._restored, self.begun_epoch, self._listens, self._first = None, None, True, True
+            self._restored, self._state, self.begun_epoch, self._listens, self._first = None, None, None, True, True
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         limit = trainer.limit_train_batches
@@ -126,6 +127,9 @@ class LightningSteps(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         trainer.accumulate_grad_batches = 1
         self._listens = False
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.on_fit_end(trainer, pl_module)
 
 
 def update_loss(module: LightningModule, step: LightningStep, mean_loss: torch.Tensor) -> torch.Tensor:

@@ -34,8 +34,7 @@ WAYS_OUT = (
 def packing_collator(model: Any, **options: Any) -> Collate:
     """Returns a ``transformers.DataCollatorWithFlattening`` for this model, after a test that its packed batches work.
     It also packs other values per token that the model reads (``token_type_ids``), and keeps the first label of each
-    sample if the model's loss reads it, as that of an encoder does. When called, it raises ConfigError if samples have
-    other fields that the model reads, or padding.
+    sample if the model's loss reads it, as that of an encoder does. Called with other fields or padding: ConfigError.
 
     Args:
         model: a transformers model as it will be trained, with its attention implementation. See :func:`check_packing`.

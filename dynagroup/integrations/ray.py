@@ -20,8 +20,7 @@ TASKS: dict[str, tuple[Callable[..., Any], str]] = {
 
 class Predictor:
     """Runs a model in Ray actors on one block of rows after another. Each block is sorted by length and run in batches
-    that fit. A batch that runs out of memory is run in parts, and later blocks use what was learned. Rows keep their
-    order and columns, and get one new column.
+    that fit. A batch that runs out of memory is run in parts. Rows keep their order and columns, and get a new one.
 
     Args:
         load: function that returns (model, tokenizer), with the model on its device; called once in each actor.

@@ -58,8 +58,7 @@ def use_varlen_attention(model: Any) -> Any:
 
 # Runs a few tokens once. Each layer's attention is computed twice from equal queries, keys and values: by the model's
 # own "eager" function with its masks, and by this module. The values are large and random, not the layer's own, so that
-# soft caps and sinks show. Windows and chunks are longer than a few tokens; but masks are functions of two positions,
-# so they are evaluated at positions that are far apart.
+# soft caps and sinks show. Windows and chunks are longer; but masks are functions of two positions, far apart here.
 def check_own_attention(model: Any) -> set[Any]:
     """Compares packed attention with the model's own, layer by layer; returns the attention modules. ConfigError:
     results are unequal (soft caps, sinks, chunks, biases), or cannot be compared."""

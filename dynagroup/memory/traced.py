@@ -146,9 +146,8 @@ class TracedMemory:
 
 
 def line_above(predicted: FloatArray, taken: FloatArray) -> tuple[float, float]:
-    """Returns (factor, constant) of the line ``factor * predicted + constant`` above all ``taken`` with the least mean
-    relative excess (factor >= 1, constant >= 0). The excess is piecewise linear in the factor, so only its ends and
-    lines through two rows need to be tried."""
+    """Returns (factor >= 1, constant >= 0) of the line above all ``taken`` with the least mean relative excess. That is
+    piecewise linear in the factor, so only its ends and lines through two rows need to be tried."""
     with np.errstate(divide="ignore", invalid="ignore"):
         slopes = np.subtract.outer(taken, taken) / np.subtract.outer(predicted, predicted)
     factors = np.unique(np.maximum([1.0, float((taken / predicted).max()), *slopes[np.isfinite(slopes)]], 1.0))

@@ -1,5 +1,6 @@
 """Reads datasets in the workers, one window of samples at a time."""
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -125,13 +126,18 @@ def _fetch(dataset: Any, indices: Sequence[int]) -> list[Any]:
     return samples
 
 
-def _has_buffer(dataset: Any) -> bool:
-    """Returns whether a Hugging Face stream is shuffled in a buffer, whose content its state leaves out (datasets 5.2)."""
+def _resumes(dataset: Any) -> bool:
+    """Returns whether a stream can resume by its own state: that of ``datasets`` (5.2) leaves out the samples that
+    ``shuffle`` buffers, and those of LitData and MosaicML need arguments. Streams that cannot are read again."""
     parts = [dataset]
     for part in parts:
         held = [value for name, value in getattr(part, "__dict__", {}).items() if "ex_iterable" in name]
         parts += [one for value in held for one in (value if isinstance(value, list) else [value])]
-    return any(type(part).__name__ == "BufferShuffledExamplesIterable" for part in parts)
+    try:
+        inspect.signature(getattr(dataset, "state_dict", None)).bind()  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return False
+    return hasattr(dataset, "load_state_dict") and not any("BufferShuffled" in type(part).__name__ for part in parts)
 
 
 FRESH: Mapping[str, Any] = {"read": 0, "until": 0, "keep": (), "state": None}
@@ -179,8 +185,7 @@ class IterableWindows(_Forwarding, IterableDataset):
     def _windows(self, samples: Iterator[Any], spot: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], list[Any]]]:
         """Yields windows: resume point (with the dataset's state before the window) and samples."""
         read, until, keep, state = spot["read"], spot["until"], set(spot["keep"]), spot["state"]
-        has_state = callable(getattr(self.dataset, "state_dict", None)) and hasattr(self.dataset, "load_state_dict")
-        keeps_state = has_state and not _has_buffer(self.dataset)
+        keeps_state = _resumes(self.dataset)
         while True:
             first, chosen, numbers, size = read, [], [], 0
             for sample in samples:

@@ -78,8 +78,7 @@ class BatchSplitter:
             stays, because removing it would change positions.)
         pad_to_multiple_of: int, tokens: trimmed widths are rounded up to a multiple, at most to the batch's width.
         rules: dict from key to ``rule(value, batch, start, stop)``, for values that need your own way of splitting.
-        vision: token ids of images and videos, if ``pixel_values`` of all samples are joined (``image_grid_thw``) and
-            the batch has no ``mm_token_type_ids``.
+        vision: token ids of images and videos, if ``pixel_values`` are joined and there are no ``mm_token_type_ids``.
 
     >>> import torch
     >>> ids, mask = torch.tensor([[1, 2, 3], [4, 0, 0]]), torch.tensor([[1, 1, 1], [1, 0, 0]])

@@ -64,7 +64,7 @@ class Work:
     Args:
         per_step: float, fixed cost of a step in linear tokens, for launching kernels and reducing gradients.
         crossover: float, tokens at which attention takes as long as everything else; ``math.inf``: no attention.
-        streams: prices by stream, such as ``{"patches": Price(unit=0.1)}``. ConfigError: no stream has that name.
+        streams: prices by stream, such as ``{"patches": Price(unit=0.1)}``. ConfigError: none of several streams has that name.
         meet: where ranks wait for each other. "step": at the end of a step (DDP), which takes the largest work of a
             rank. "stream": in every layer (FSDP, ZeRO-3), which takes the sum over streams of the largest work.
 

@@ -32,8 +32,7 @@ def epoch_order(num_samples: int, *, seed: int, epoch: int) -> IntArray:
 
 
 class EpochOrder:
-    """A permutation of ``num_samples`` dataset indices that can be read at any position without storing it. The sorted
-    indices in ``left_out`` do not occur.
+    """A permutation of ``num_samples`` dataset indices, without ``left_out`` (sorted), read at any position, not stored.
 
     It is an alternating Feistel network over a grid of about sqrt(n) by sqrt(n) cells; cycle walking skips cells
     without a sample (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002; rounds of MurmurHash3)."""

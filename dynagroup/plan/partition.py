@@ -15,7 +15,7 @@ from dynagroup.plan.cursor import MOST_RANKS
 from dynagroup.plan.packed import Room, best_fit, fill_empty, least_loaded
 from dynagroup.plan.planner import Oversize, PlanConfig, Planner
 from dynagroup.plan.ranks import cut
-from dynagroup.validation import check_flag, check_int, check_number
+from dynagroup.validation import check_flag, check_int, check_number, explained
 
 
 def balanced_partitions(
@@ -74,7 +74,7 @@ def _divided(cost: NDArray[np.float64], size: NDArray[np.float64], slots: list[i
             room.add(bins[number], item, 0.0)
         else:
             return [bin.members for bin in bins]
-    least = max(math.ceil(size.sum() / most * (1 - 1e-12)), int((size > most / 2).sum()))
+    least = max(math.ceil(size.sum() / most * (1 - 1e-12)) if most else 0, int((size > most / 2).sum()))
     why = f"at least {least} are needed" if least > len(slots) else "list scheduling, best fit and first fit failed"
     items = f"{len(size)} items of size {size.sum():g}, the largest {size.max():g},"
     way_out = f"({why}); allow more parts or a higher limit"
@@ -82,7 +82,8 @@ def _divided(cost: NDArray[np.float64], size: NDArray[np.float64], slots: list[i
 
 
 def _numbers(name: str, values: Sequence[float] | np.ndarray) -> NDArray[np.float64]:
-    array = np.asarray(values, np.float64)
+    with explained(f"`{name}` must be numbers"):
+        array = np.asarray(values, np.float64)
     if array.ndim != 1 or not np.isfinite(array).all() or (array < 0).any():
         raise ConfigError(f"`{name}` must be one finite number of at least 0 for each item, but is {values!r:.80}")
     return array

@@ -181,8 +181,7 @@ class BatchPlan:
 
     def to_parquet(self, path: str | Path) -> None:
         """Writes the plan for other engines: one row per sample of each batch, with int64 columns ``update``, ``step``,
-        ``rank``, ``sample`` (dataset index) and the batch's ``loss_scale`` (float64; 0 if the batch only fills its
-        step). Row groups have 4,096 steps. Needs pyarrow."""
+        ``rank``, ``sample`` (dataset index), and float64 ``loss_scale``. Row groups: 4,096 steps. Needs pyarrow."""
         import pyarrow as pa
         from pyarrow.parquet import ParquetWriter
 

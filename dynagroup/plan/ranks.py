@@ -114,8 +114,7 @@ def filled(batches: Batches, tokens: IntArray, num_ranks: int, fill: bool) -> tu
 
 
 def _cheapest(window: OrderedWindow, num_ranks: int, price: float) -> IntArray:
-    """Returns the fastest cut with a multiple of ``num_ranks`` batches: the best for one rank, with some batches split;
-    or if steps are few, a cut made step by step."""
+    """Returns the fastest cut into a multiple of ``num_ranks`` batches: one rank's best, split; or one made by steps."""
     alone = window.least_time(price)
     if num_ranks == 1:
         return alone

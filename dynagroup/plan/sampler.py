@@ -247,9 +247,9 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         another budget or other settings."""
         state = agreed(opened(listed(state_dict), KIND, self._planner.identity))
         cursor = Cursor.of(state["cursor"])
-        if self._order is not None and self._order.checksum(cursor.epoch) != state["order"]:
+        if state["order"] != (None if self._order is None else self._order.checksum(cursor.epoch)):
             raise StateError(
-                f"`order` must yield the same indices in epoch {cursor.epoch} as when the state was saved; "
+                f"`order` must yield the same indices in epoch {cursor.epoch} as when the state was saved (or none, as then); "
                 "seed its generator the same, or give it a set_epoch"
             )
         with LearningBudget.taken_up(self._planner.budget, state):

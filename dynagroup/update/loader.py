@@ -29,8 +29,7 @@ class StepLoader(ABC, Generic[B]):
     """Yields steps, epoch after epoch: singly (``for step in loader``) or as lists per update (``loader.updates()``).
 
     Every rank gets the same number of steps. Each iteration is one epoch, the next one unless :meth:`set_epoch`
-    chooses. :meth:`state_dict` can be called after any step; :meth:`load_state_dict` then resumes with the steps that
-    remained. Subclasses write the abstract methods.
+    chooses. :meth:`state_dict` can be called after any step; :meth:`load_state_dict` resumes with what remained.
 
     Attributes:
         dataset: the dataset, as given.

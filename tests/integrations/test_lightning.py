@@ -52,6 +52,12 @@ class Estimating(Module):
         return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1 - k / total)]
 
 
+class Early(lightning.Callback):
+    def on_train_batch_end(self, trainer, *args):
+        if not trainer.global_step:  # inside the first update
+            trainer.save_checkpoint(f"{trainer.default_root_dir}/step=0.ckpt")
+
+
 def tokens(batch):
     return float(batch["labels"][:, 1:].ne(-100).sum())
 
@@ -87,7 +93,7 @@ def test_updates_do_not_depend_on_how_they_are_cut(tmp_path, automatic):
 
 def resumed_and_whole(tmp_path, module, online, step):
     saving = {} if step == 3 else {"every_n_train_steps": step}
-    saver = lightning.callbacks.ModelCheckpoint(dirpath=tmp_path, save_top_k=-1, **saving)
+    saver = lightning.callbacks.ModelCheckpoint(dirpath=tmp_path, save_top_k=-1, **saving) if step else Early()
     whole, resumed = module(), module()
     fit(tmp_path, whole, loader(online), callbacks=[saver], max_steps=STEPS, max_epochs=4)
     [saved] = tmp_path.glob(f"*step={step}.ckpt")
@@ -95,9 +101,11 @@ def resumed_and_whole(tmp_path, module, online, step):
     return whole, resumed
 
 
-@pytest.mark.parametrize(("module", "online", "at"), [(Estimating, False, 2), (Module, True, 3), (Estimating, True, 4)])
+@pytest.mark.parametrize(
+    ("module", "online", "at"), [(Estimating, False, 2), (Module, True, 3), (Estimating, True, 4), (Module, False, 0)]
+)
 def test_any_checkpoint_resumes_exactly(tmp_path, module, online, at):
-    """Within the first epoch, at its end, within the second; pytorch-lightning#20550: also where the loader was read early."""
+    """Within an epoch, at its end, in the first update; pytorch-lightning#20550: also where the loader was read early."""
     whole, resumed = resumed_and_whole(tmp_path, module, online, at)
     rest = [indices for _, indices in resumed.seen]  # Lightning's own epoch numbers differ under max_steps
     assert [indices for _, indices in whole.seen][-len(rest) :] == rest
@@ -124,8 +132,12 @@ def test_misuse_is_named_and_a_fast_run_is_none(tmp_path):
             fit(tmp_path, Module(), loader(), limit_train_batches=number)
     with pytest.raises(ConfigError, match="48 samples are too few for one update; use smaller"):
         fit(tmp_path, Module(), loader(samples_per_update=99, drop_last=True), max_steps=1)
+    steps, broken = LightningSteps(loader()), Module()
+    del broken.model
+    with pytest.raises(ValueError, match="empty parameter list"):
+        lightning.Trainer(**QUIET, callbacks=[steps], enable_checkpointing=False).fit(broken, steps)
     with pytest.raises(ConfigError, match=r"callbacks=\[steps\]"):
-        lightning.Trainer(**QUIET, enable_checkpointing=False).fit(Module(), LightningSteps(loader()))
+        lightning.Trainer(**QUIET, enable_checkpointing=False).fit(Module(), steps)
 
 
 class Epochs(Module):
