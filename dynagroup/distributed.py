@@ -54,8 +54,7 @@ class DistributedWorld:
 
     The own group keeps these vectors apart from the job's collectives, works when the job uses NCCL only, and has its
     own timeout: if one rank stops, the others raise :class:`AlignmentError` instead of hanging. The first
-    DistributedWorld of a process group creates the gloo group, so all ranks must create it together. Later ones share
-    the group; ``destroy_process_group`` closes it.
+    DistributedWorld of a process group creates the gloo group, so all ranks must create it together; others share it.
 
     Args:
         group: the ranks that take part, e.g. the data-parallel group of a device mesh. None: all ranks.

@@ -205,10 +205,10 @@ def _tables(path: Path, kind: str) -> Iterator[Any]:
             yield {"tokens": found} if kind == ".npy" else dict(found)
     elif kind == ".txt":
         with path.open(encoding=UTF8) as file:
-            lines, texts = (line.rstrip("\n") for line in file if line.strip()), None
+            lines, texts = (line.rstrip("\n") for line in file), None
             while chunk := list(islice(lines, ROWS)):
-                numbers: Any = pandas.to_numeric(pandas.Series(chunk), errors="coerce")
-                texts = bool(numbers.isna().any()) if texts is None else texts
+                numbers: Any = pandas.to_numeric(pandas.Series([s for s in chunk if s.strip()]), errors="coerce")
+                texts = not len(numbers) or bool(numbers.isna().any()) if texts is None else texts
                 yield {"tokens": chunk if texts else numbers}
     elif kind in (".csv", ".tsv"):
         sep = "," if kind == ".csv" else "\t"

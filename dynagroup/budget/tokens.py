@@ -19,8 +19,7 @@ class TokenBudget(Budget):
     Args:
         max_tokens: int. Padded layout: counts ``num_samples * longest`` of each stream; packed: the sum of all lengths.
         max_samples: int, most samples per batch; None: no limit.
-        pad_to_multiple_of: int, tokens: rounded up before the check are, in padded batches, the longest length of each
-            stream; in packed batches, the sum over all streams.
+        pad_to_multiple_of: int, tokens: the longest length of each stream (packed: the sum) is rounded up to a multiple.
         layout: "padded" (a batch costs samples times longest) or "packed" (the sum of its tokens).
 
     A stream with an :class:`AdditiveCap` joined by ``&`` does not count. A batch has at most ``max_tokens`` samples.

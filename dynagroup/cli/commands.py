@@ -138,7 +138,7 @@ def _memory(args: argparse.Namespace, found: Comparison) -> tuple[str, int | Non
     fit; and a token budget that is safe for all lengths (None: memory is not known)."""
     if args.gpu_memory is None:
         today = found.ways[0]
-        middle = int(sorted(today.plan.padded)[len(today.plan.padded) // 2])
+        middle = int([*sorted(today.plan.padded), 0][len(today.plan.padded) // 2])
         share = f"{middle / max(today.largest_batch, 1):.0%} of it"
         told = f"the largest batch has {today.largest_batch:,} tokens, a typical one {middle:,} ({share})"
         return f"{told}; give --model and --gpu-memory to see whether it fits", None

@@ -39,8 +39,7 @@ def use_varlen_attention(model: Any) -> Any:
     """Gives a transformers model attention for packed batches; returns the model. Batches must be packed by
     ``DataCollatorWithFlattening(return_flash_attn_kwargs=True)``. Parts without tokens (vision) keep their attention.
 
-    Raises ConfigError if the model needs other attention, see :func:`check_own_attention`; later, in forward passes, if
-    a batch has a mask, images, or no borders of samples.
+    Raises ConfigError if :func:`check_own_attention` does; later, if a batch has a mask, images, or no borders.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> small = LlamaConfig(vocab_size=16, hidden_size=8, num_attention_heads=2, num_hidden_layers=1, intermediate_size=8)

@@ -120,9 +120,10 @@ class EpochOrders:
         given = [name for name, source in sources.items() if source is not None] + ["shuffle"] * config.shuffle
         if len(given) > 1:
             raise ConfigError(f"`{given[0]}` and `{given[1]}` both set the order of samples; pass only one of them")
-        if iterable and (given or kinds is not None):
+        hints = {"kinds": kinds, "length_hint": length_hint}
+        if iterable and (wrong := [*given, *(name for name, hint in hints.items() if hint is not None)]):
             way_out = "leave it out: an iterable one has its own order, and `kind_of` labels its samples"
-            raise ConfigError(f"`{[*given, 'kinds'][0]}` needs a map-style dataset; {way_out}")
+            raise ConfigError(f"`{wrong[0]}` needs a map-style dataset; {way_out}")
         if config.samples_per_update is not None and (iterable or batch_sampler is not None):
             way_out = "otherwise set `accumulation`"
             raise ConfigError(f"`samples_per_update` needs a map-style dataset and no `batch_sampler`; {way_out}")

@@ -25,8 +25,7 @@ class Agreement(NamedTuple):
 
 
 def offer(queued: Sequence[int], receiving: bool) -> list[int]:
-    """Returns what a rank reports of its queue: its batches of each kind, and whether more may come. :func:`agree`
-    needs only the maximum over ranks of each number."""
+    """Returns a rank's numbers of batches by kind, and whether more may come; :func:`agree` takes the ranks' maxima."""
     counts = [sum(queued), *queued]
     return [*counts, *(-(count if receiving else NOTHING) for count in counts)]
 
