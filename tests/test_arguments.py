@@ -111,7 +111,6 @@ WRONG: list[tuple[Any, str]] = [
     (lambda: LearningBudget(ShapeLadder([5], 100)), "a LearningBudget cannot contain a ShapeLadder"),
     (lambda: PlanConfig(window=0), r"`window` must be an int of at least 1, but is 0 \(or None\)"),
     (lambda: PlanConfig(window=8, samples_per_update=8), "not both"),
-    (lambda: PlanConfig(grouping=4), "`grouping` needs `samples_per_update`"),
     (lambda: plan(one_kind="batch"), r"`one_kind` \('batch'\) needs a label"),
     (lambda: plan(kinds=["a", "b"]), "`kinds` has 2 labels for 3 lengths"),
     (lambda: plan(kinds=["a", ["b"], "c"]), r"kinds\[1\] must be a label that equals its own copy: .* but is \['b'\]"),

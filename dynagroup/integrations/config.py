@@ -120,6 +120,8 @@ def refuse_unsupported(trainer: Any, config: DynagroupConfig) -> None:
         f"DPO with loss_type={min(sorting, default='')!r}": (
             sorting,
             "it sorts the pairs of a batch against each other; choose a loss of single pairs, e.g. 'sigmoid'"),
+        "a packed budget for pairs of answers": (
+            {"DPOTrainer", "RewardTrainer"} & ours and config.budget.layout == "packed", "TRL pads them; use a padded one"),
         "auto_find_batch_size=True": (args.auto_find_batch_size, "the budget limits batches already; set it to False"),
         "dispatch_batches=True": (shards.dispatch_batches, own),
         "split_batches=True": (shards.split_batches, own),

@@ -68,8 +68,7 @@ class DynagroupTrainerMixin(Evaluator):
     def get_train_dataloader(self) -> Any:
         """Returns dynagroup's loader, for the dataset and the order of samples of the Trainer's own loader."""
         if (steps := self.args.gradient_accumulation_steps) != 1:
-            told = f"`gradient_accumulation_steps` was set to {steps} after the Trainer was made"
-            raise ConfigError(f"{told}; make a new Trainer with it, also in a search over it")
+            raise ConfigError(f"`gradient_accumulation_steps` was set to {steps} too late; make a new Trainer with it")
         self.args.gradient_accumulation_steps = self.accumulation
         try:
             host = super().get_train_dataloader()

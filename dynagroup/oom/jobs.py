@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from dynagroup.budget.base import Budget
 from dynagroup.budget.learning import LearningBudget
 from dynagroup.budget.memory import MemoryBudget
+from dynagroup.budget.tokens import as_budget
 from dynagroup.distributed import World, current_world
 from dynagroup.errors import ConfigError
 from dynagroup.fingerprint import described, hashed
@@ -140,7 +141,7 @@ class Job:
         if budget is None:
             one_batch = len(self.texts) <= self._batch_size  # fits by assumption: no trace needed
             budget, known = MemoryBudget(self._batch_size), PaddedTokens if one_batch else known
-        budget = budget.with_memory(known).bind({TOKENS: self.lengths})
+        budget = as_budget(budget).with_memory(known).bind({TOKENS: self.lengths})
         if self._shapes is None or not len(self.texts):
             return budget
         return few_shapes(self._shapes, self.lengths, budget, window=len(self.texts))

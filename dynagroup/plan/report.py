@@ -208,8 +208,7 @@ def compare(
         lengths: int (N,), tokens of each sample, or a dict by stream.
         batch_size: int, samples per batch on one rank today. accumulation: int, number of such batches per update.
         world_size: int, number of ranks.
-        budget: limit of a batch. None: the padded tokens of today's largest possible batch (``batch_size`` of the
-            longest samples), so that no way needs more memory than today.
+        budget: limit of a batch. None: the padded tokens of today's largest possible batch (``batch_size`` x longest).
         work: predicted time of a batch. None: ``Work()``, a small decoder on a fast GPU.
         kinds: label of each sample: dynagroup's steps then have one kind; in other ways, mixed steps are counted.
 

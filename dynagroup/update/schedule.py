@@ -53,8 +53,7 @@ def scale_learning_rate(
     Args:
         learning_rate: float, the rate tuned with ``base_samples_per_update`` samples per update.
         samples_per_update: float, samples per update in the new run.
-        rule: "linear" for SGD (Goyal et al. 2017, arXiv:1706.02677), "sqrt" for Adam and similar optimizers (Malladi et
-            al. 2022, arXiv:2205.10287), "none" for no change.
+        rule: "linear" (SGD; Goyal et al., arXiv:1706.02677), "sqrt" (Adam; Malladi et al., arXiv:2205.10287) or "none".
 
     >>> scale_learning_rate(1e-3, samples_per_update=64, base_samples_per_update=16, rule="sqrt")
     0.002
