@@ -23,7 +23,7 @@ from dynagroup.validation import explained, warn_user
 LINEAR = ("flash_attention", "flex_attention", NAME)  # kinds of attention that keep samples apart without a mask
 Collate: TypeAlias = Callable[[Sequence[Any]], dict[str, Any]]
 PROBES = ((7, 5, 6, 9, 8), (6, 8, 5))
-WEAK = 0.3  # a matrix is weak if its root mean square, times the root of its width, is less
+WEAK, STRONG = 0.3, 8.0  # a matrix is weak or strong if its root mean square, times the root of its width, is beyond
 LONGEST_BLOCK = 1024  # larger numbers in a config are no blocks, or too large to be tried
 WAYS_OUT = (
     "set model.config.use_cache = False (with a cache, transformers makes no mask between packed samples), "
@@ -120,7 +120,7 @@ def _answers(model: Any, collate_fn: Collate) -> tuple[torch.Tensor, torch.Tenso
     batch = collate_fn([{"input_ids": list(ids), "labels": list(ids)} for ids in probes])
     if (shape := (*batch["input_ids"].shape,)) != (1, sum(sizes)):
         raise ConfigError(f"`collate_fn` must pack {sum(sizes)} tokens, but made {shape}; use packing_collator(model)")
-    together = answer(model, batch, weak := _stronger(model))
+    together = answer(model, batch, weak := _usual(model))
     parts = batch["input_ids"].split(sizes, dim=1)  # taken from the packed row, because a collator may mask tokens
     alone = torch.cat([answer(model, {"input_ids": part}, weak) for part in parts], dim=1)
     if together.shape != alone.shape:
@@ -128,12 +128,12 @@ def _answers(model: Any, collate_fn: Collate) -> tuple[torch.Tensor, torch.Tenso
     return together, alone
 
 
-def _stronger(model: Any) -> dict[str, torch.Tensor]:
-    """Returns larger weights for matrices so small, as before training, that their layers do almost nothing yet."""
-    wide = [(n, p.detach()) for n, p in model.named_parameters() if p.dim() > 1 and p.dtype.is_floating_point]
-    weak = {n: p for n, p in wide if p.dtype.itemsize > 1 and p.norm() < WEAK * (p.numel() / p.shape[-1]) ** 0.5}
-    waves = {name: torch.arange(p.numel(), device=p.device).square().sin() for name, p in weak.items()}
-    return {name: (waves[name].view_as(p) / p.shape[-1] ** 0.5).to(p.dtype) for name, p in weak.items()}
+def _usual(model: Any) -> dict[str, torch.Tensor]:
+    """Returns weights of usual size for matrices that do almost nothing yet, or so much that attention is sharp."""
+    wide = {n: p.data for n, p in model.named_parameters() if p.dim() > 1 and p.is_floating_point() and p.itemsize > 1}
+    odd = {n: p for n, p in wide.items() if not WEAK <= p.norm() / (p.numel() / p.shape[-1]) ** 0.5 <= STRONG}
+    waves = {name: torch.arange(p.numel(), device=p.device).square().sin() for name, p in odd.items()}
+    return {name: (waves[name].view_as(p) / p.shape[-1] ** 0.5).to(p.dtype) for name, p in odd.items()}
 
 
 def answer(model: Any, batch: dict[str, Any], weights: Any = None) -> torch.Tensor:

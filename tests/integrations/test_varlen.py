@@ -220,11 +220,18 @@ def deepseek() -> Any:
     return transformers.DeepseekV4ForCausalLM(config)
 
 
+def cpmant() -> Any:
+    torch.manual_seed(13)  # attention so sharp that, with its own weights, no token happens to look at the other sample
+    config = models.config(transformers.CpmAntConfig, dim_head=8, dim_ff=16, use_cache=False, init_std=10.0)
+    return transformers.CpmAntForCausalLM(config)
+
+
 VARLEN = "call dynagroup.integrations.varlen.use_varlen_attention"
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "cache": (partial(llama, use_cache=True), {}, f"set model.config.use_cache = False .*, {VARLEN}"),
     "BERT": (bert, {}, "its attention 'sdpa' mixes them; "),
     "idle": (partial(bert, initializer_range=1e-9), {}, "its attention 'sdpa' mixes them; "),  # until it is trained
+    "sharp": (cpmant, {}, "its attention '.*' mixes them; "),
     "blocks": (deepseek, {}, "mixes them; .* or use the padded layout"),
     "Mamba": (mamba, {}, "mixes them; .* or use the padded layout"),
     "T5": (t5, {}, "cannot run two packed samples .*only models that read one row"),

@@ -216,8 +216,7 @@ def test_static_memory_is_divided_over_ranks():
         return simulate(BERT, workload, [(1, 16)]).rows[0].static_bytes
 
     whole = static_of(None, 1)
-    # a bucket of all gradients: as many bytes as the parameters, and each of two states
-    part = static_of("ddp", 8) - whole
+    part = static_of("ddp", 8) - whole  # a bucket of all gradients: as large as the parameters, and each of two states
     assert part == pytest.approx(whole / 4, rel=0.1)
     for kind, shared in (("zero1", 2), ("zero2", 3)):
         assert static_of(kind, 8) == pytest.approx(whole - shared * part * 7 / 8 + part, rel=0.05)

@@ -42,13 +42,10 @@ def test_laws_of_a_plan(values, budget, config, ranks, number, epoch):
     emitted, oversize = [batch for row in plan.rows for batch in row], set(plan.oversize.tolist())
     # conservation: what is repeated or left out is listed, everything else is there once
     assert_conserves([*emitted, plan.dropped.tolist()], [*range(len(values)), *plan.repeated.tolist()])
-    # equal steps
-    assert all(len(row) == ranks and all(row) for row in plan.rows)
-    # one kind (law 10)
+    assert all(len(row) == ranks and all(row) for row in plan.rows), "equal steps"
     kinds = [[{labels[i] for i in batch} for batch in row] for row in plan.rows]
     assert kinds == [[{kind} for kind in row] for row in plan.kinds]
-    assert config.one_kind == "batch" or all(len(set(row)) == 1 for row in plan.kinds)
-    # fit
+    assert config.one_kind == "batch" or all(len(set(row)) == 1 for row in plan.kinds), "law 10"
     for batch in emitted:
         shape = BatchShape.of_samples({"tokens": plan.lengths["tokens"][batch]})
         assert planner.budget.fits(shape)[0] or (len(batch) == 1 and batch[0] in oversize)
@@ -59,13 +56,11 @@ def test_laws_of_a_plan(values, budget, config, ranks, number, epoch):
     assert len(plan.dropped) <= unfilled or config.oversize == "drop"
     if windows == 1 and number < 2 and not config.round_batch and budget.layout == "padded" and len(plan.repeated):
         assert (plan.batches.sizes == 1).all()
-    # determinism
     again = Planner(planner.lengths, budget, planner.config, planner.kinds).plan(epoch, ranks)
     assert again.fingerprint == plan.fingerprint
-    # the samples of each update are those without kinds
     if config.samples_per_update and number:
         plain = Planner.of(values, budget, replace(config, one_kind="step")).plan(epoch, ranks)
-        assert by_update(plan) == by_update(plain)
+        assert by_update(plan) == by_update(plain), "the samples of each update are those without kinds"
 
 
 @settings(max_examples=60, deadline=None)
