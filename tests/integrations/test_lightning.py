@@ -149,7 +149,7 @@ class Epochs(Module):
 
     def training_step(self, indices, batch_idx):
         self.seen.append((self.current_epoch, indices))
-        return next(self.parameters()).sum()
+        return sum(p.sum() for p in self.parameters())  # DDP refuses parameters that are not used
 
 
 def on_many_ranks(folder):
