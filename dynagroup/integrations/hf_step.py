@@ -149,7 +149,8 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
             self.control.should_epoch_stop = True
             return [], None
         self.just_resumed = False
-        return [update], self._get_num_items_in_batch(_counted(update), device)
+        items = self._get_num_items_in_batch(_counted(update), device)  # 0 would make the gradients of idle steps nan
+        return [update], items if items is None else torch.as_tensor(items).clamp(min=1)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         if not isinstance(inputs, list):

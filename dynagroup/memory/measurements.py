@@ -50,8 +50,8 @@ _FIELDS = ("num_samples", "static_bytes", "batch_bytes", "oom", "reserved_bytes"
 class Measurements:
     """The memory of several batch shapes for one workload, one row per shape.
 
-    >>> [row.peak_bytes for row in Measurements((Measurement(2, {"tokens": 64}, 100, batch_bytes=50),), Workload())]
-    [150]
+    >>> Measurements((Measurement(2, {"tokens": 64}, 100, batch_bytes=50),), Workload()).rows[0].peak_bytes
+    150
     """
 
     rows: tuple[Measurement, ...]

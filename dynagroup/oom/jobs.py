@@ -108,7 +108,7 @@ class Job:
             what = ", ".join(differing)
             raise ConfigError(f"all ranks must run the same job, but have different {what}; give all ranks the same")
         if not _on_all(world, out.is_finished):
-            self._prepare()
+            _on_all(world, self._prepare)
             with closing(out):
                 self._finish(out, world)
         if world.rank == 0:
@@ -123,9 +123,7 @@ class Job:
             return
         finished: set[int] = set()
         _on_all(world, lambda: finished.update(out.finished()))
-        for indices, results in self._results(finished, world.rank, world.size):
-            out.append(indices, results)
-        world.all_max([0])
+        _on_all(world, lambda: any(out.append(*found) for found in self._results(finished, world.rank, world.size)))
         _on_all(world, lambda: out.publish() if world.rank == 0 else None)
 
     @cached_property
@@ -191,8 +189,9 @@ def _on_all(world: World, act: Callable[[], bool | None]) -> bool:
     found, error = False, None
     try:
         found = bool(act())
-    except Exception as caught:  # raised again when all ranks know
+    except Exception as caught:  # raised again when all ranks know, which first finish their own part
         error = caught
+        (_log.error if world.size > 1 else _log.debug)("rank %d failed: %r", world.rank, error)
     failed, anywhere = world.all_max([world.rank if error is not None else -1, int(found)])
     if error is not None:
         raise error

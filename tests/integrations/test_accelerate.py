@@ -161,7 +161,6 @@ def test_sentence_transformers_take_batches_that_fit():
     for batch in batches:
         longest = [max(len(data[i][column].split()) for i in batch) for column in ("a", "b")]
         assert len(batch) == 1 or len(batch) * sum(longest) <= 200
-    # accelerate would take a number for a fixed size, and lose samples
-    assert getattr(sampler, "batch_size", None) is None
+    assert getattr(sampler, "batch_size", None) is None, "accelerate would take a number for a fixed size"
     with pytest.raises(ConfigError, match="must have a text column"):
         make(datasets.Dataset.from_dict({"score": [0.5]}))

@@ -52,8 +52,7 @@ def plain_loop(shapes: int | None) -> Counter[str]:
 
 @pytest.fixture(autouse=True)
 def _no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    # thousands of lines that pytest would keep
-    monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", True)
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", True)  # pytest would keep thousands of lines
 
 
 def compiles_once_a_shape(found: Counter[str]) -> bool:

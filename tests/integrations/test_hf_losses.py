@@ -112,6 +112,8 @@ def test_asking_leaves_no_trace_and_a_batch_without_labels_does_not_decide(tmp_p
     assert is_a_mean(run, run.model, batch, SingleProcess()) is True
     assert torch.equal(before, torch.get_rng_state())
     assert modes == [m.training for m in run.model.modules()]
+    blank = {**batch, "labels": torch.full_like(batch["labels"], -100)}
+    assert run.get_batch_samples(iter([blank]), 1, "cpu")[1] == 1, "an idle rank would divide by 0"
 
 
 def with_and_without_failures(folder: Any, limits: list[float]) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
@@ -268,7 +270,6 @@ def test_inputs_and_losses_reach_the_metrics_in_order(wanted, name, tmp_path):
         how = {"compute_metrics": lambda found: seen.append(found) or {}, "include_for_metrics": [wanted]}
         with pytest.warns(match="the Trainer's own batches") if fits and wanted == "loss" else nullcontext():
             evaluated("classifier", tmp_path, fits=fits, **how).evaluate()
-    # within a batch they are padded with 0, between batches with -100
     found, expected = (np.maximum(getattr(one, name), 0) for one in seen)
     np.testing.assert_allclose(found, expected, atol=1e-6)
 

@@ -80,8 +80,7 @@ def test_answers_and_gradients_are_those_of_the_models_own_attention_on_each_sam
     model.zero_grad()
     found = use_varlen_attention(model)(**packed(samples())).logits
     found.square().mean().backward()
-    # many norms, and softmax in eager attention, are of float32
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)  # many norms and eager softmax are of float32
     for key, p in model.named_parameters():
         if key in gradients:
             small = 1e-5 * float(gradients[key].abs().max() + 1e-3)

@@ -74,8 +74,7 @@ def assert_as_simulated(memory, model, shapes, least=0.97, most=1.05):
 @pytest.mark.parametrize("name", [name for name in CASES if name != GEMMAS])
 def test_what_was_traced_is_what_the_whole_model_takes(name):
     config, _, how = CASES[name]
-    # its cache takes more than a prompt of one token
-    shapes = [(13, 1), (13, 10)] if name == "wide generating" else SHAPES
+    shapes = [(13, 1), (13, 10)] if name == "wide generating" else SHAPES  # its cache takes more than a short prompt
     if name == "t5":  # a target counts under any name
         shapes = [(n, {"tokens": ln, "target": to}) for (n, ln), to in zip(SHAPES, (90, 14, 600), strict=True)]
         renamed = [BatchShape.of(8, {"tokens": [64, 300], other: [200, 50]}) for other in ("target", "labels")]
@@ -246,7 +245,6 @@ def test_ranks_that_share_parameters_gather_them_as_they_run_and_hold_two_of_the
     half, whole, shared = (simulate(SHALLOW, workload, [(2, 256)]).rows[0] for workload in workloads)
     assert shared.batch_bytes == half.batch_bytes < whole.batch_bytes
     assert half.static_bytes / 8 < shared.static_bytes < whole.static_bytes / 2
-    # A decoder's, which look at the encoder too.
     model = as_meta_model(models.t5(**SMALL, layers=4, d_kv=8))
     sizes = [sum(p.numel() for p in layer.parameters()) for layer in (*model.encoder.block, *model.decoder.block)]
     outside = sum(p.numel() for p in model.parameters()) - sum(sizes)

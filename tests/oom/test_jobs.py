@@ -1,5 +1,6 @@
 """Whole datasets: results are those of one text at a time, whatever batches, memory, crashes, ranks and files do."""
 
+import copy
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -218,6 +219,16 @@ def test_an_error_on_one_rank_ends_all_and_other_jobs_are_noticed(model: Any, to
     assert both == ["all ranks must run the same job, but have different texts; give all ranks the same"] * 2
     first, second = run_ranks(2, lambda world: rank(world, False))
     assert first == "rank 1 of 2 could not continue the job; see that rank's error"
+
+    def retried(world: Any) -> Any:
+        own, fails = copy.deepcopy(model), [world.rank]
+        own.register_forward_pre_hook(lambda *_: 1 / (1 - fails[0]) and None)
+        with pytest.raises(ZeroDivisionError if fails[0] else ConfigError):
+            generate_dataset(own, tokenizer, TEXTS, output=tmp_path / "again.jsonl", world=world, **NEW)
+        fails[0] = 0
+        return generate_dataset(own, tokenizer, TEXTS, output=tmp_path / "again.jsonl", world=world, **NEW)
+
+    assert run_ranks(2, retried) == [generate_dataset(model, tokenizer, TEXTS, **NEW)] * 2
     assert "exists, but no 'there.jsonl.job'" in second
 
 

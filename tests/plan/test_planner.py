@@ -40,7 +40,6 @@ def test_laws_of_a_plan(values, budget, config, ranks, number, epoch):
     planner = Planner.of(values, budget, config if number else replace(config, one_kind="step"), labels)
     plan, labels = planner.plan(epoch, ranks), labels or [None] * len(values)
     emitted, oversize = [batch for row in plan.rows for batch in row], set(plan.oversize.tolist())
-    # conservation: what is repeated or left out is listed, everything else is there once
     assert_conserves([*emitted, plan.dropped.tolist()], [*range(len(values)), *plan.repeated.tolist()])
     assert all(len(row) == ranks and all(row) for row in plan.rows), "equal steps"
     kinds = [[{labels[i] for i in batch} for batch in row] for row in plan.rows]
@@ -49,7 +48,6 @@ def test_laws_of_a_plan(values, budget, config, ranks, number, epoch):
     for batch in emitted:
         shape = BatchShape.of_samples({"tokens": plan.lengths["tokens"][batch]})
         assert planner.budget.fits(shape)[0] or (len(batch) == 1 and batch[0] in oversize)
-    # only a row that cannot be filled repeats or leaves out, and at most ranks - 1 samples
     windows = -(-len(values) // config.samples_per_update) if config.samples_per_update else 1
     unfilled = windows * (len(set(labels)) if config.one_kind == "step" else 1) * (ranks - 1)
     assert len(plan.repeated) <= (unfilled if config.uneven == "repeat" else 0)
