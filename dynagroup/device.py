@@ -100,7 +100,7 @@ class Device(Protocol):
 
 
 class CudaDevice:
-    """PyTorch's caching allocator on the current CUDA device; measuring resets its statistics. ConfigError: none."""
+    """PyTorch's caching allocator on the current CUDA device; measuring resets its statistics. ConfigError: no CUDA."""
 
     def __init__(self) -> None:
         if not torch.cuda.is_available():

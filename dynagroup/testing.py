@@ -148,7 +148,7 @@ def assert_loader_laws(
         world_size, resume_world_size: int, number of ranks before and after a stop, see :func:`assert_resumes_exactly`.
         epochs: int, number of epochs to check.
         resume_at: numbers of steps after which to stop. None: after every step of an epoch.
-        kinds: the kind of each sample: all batches of a step, also idle ones, or with ``one_kind="batch"`` each, have one.
+        kinds: the kind of each sample: a step's batches, idle ones too, have one; with ``one_kind="batch"`` each batch.
 
     >>> from dynagroup import PlannedDataLoader, TokenBudget
     >>> options = {"samples_per_update": 3, "weigh": "samples", "collate_fn": list}

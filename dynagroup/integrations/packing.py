@@ -23,7 +23,7 @@ from dynagroup.validation import explained, warn_user
 LINEAR = ("flash_attention", "flex_attention", NAME)  # kinds of attention that keep samples apart without a mask
 Collate: TypeAlias = Callable[[Sequence[Any]], dict[str, Any]]
 PROBES = ((7, 5, 6, 9, 8), (6, 8, 5))
-WEAK, STRONG = 0.3, 8.0  # a matrix is weak or strong if its root mean square, times the root of its width, is beyond
+WEAK, STRONG = 0.3, 8.0  # a matrix whose root mean square, times the root of its width, is below or above is replaced
 LONGEST_BLOCK = 1024  # larger numbers in a config are no blocks, or too large to be tried
 WAYS_OUT = (
     "set model.config.use_cache = False (with a cache, transformers makes no mask between packed samples), "

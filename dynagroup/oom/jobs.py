@@ -189,7 +189,7 @@ def _on_all(world: World, act: Callable[[], bool | None]) -> bool:
     found, error = False, None
     try:
         found = bool(act())
-    except Exception as caught:  # raised again when all ranks know, which first finish their own part
+    except Exception as caught:  # raised again when all ranks know; the others first finish their part
         error = caught
         (_log.error if world.size > 1 else _log.debug)("rank %d failed: %r", world.rank, error)
     failed, anywhere = world.all_max([world.rank if error is not None else -1, int(found)])
