@@ -6,20 +6,20 @@ closures, installed code by its name. Module globals are not: give objects that 
 """
 
 import copyreg
-import functools
 import hashlib
 import sys
 import types
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import is_dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
 LONGEST = 240  # characters of a description; the end of a longer one is replaced by a hash of the whole
 PLAIN = (type(None), type(...), bool, int, float, complex, str, bytes)
-MEMBERS = (*PLAIN, list, tuple, dict, set, functools.partial, types.FunctionType)
+MEMBERS = (*PLAIN, list, tuple, dict, set, partial, types.FunctionType)
 
 
 def described(value: Any, *, ask: bool = True) -> str:
@@ -91,7 +91,7 @@ class _Describer:
             return f"{kind}({self.text(value.__wrapped__)})"  # pyright: ignore[reportFunctionMemberAccess]
         if isinstance(own := getattr(value, "fingerprint", None), str):
             return own
-        whole = isinstance(value, (np.ndarray, functools.partial)) or is_dataclass(value) or _is_tensor(value)
+        whole = isinstance(value, (np.ndarray, partial)) or is_dataclass(value) or _is_tensor(value)
         if names is None or whole or not hasattr(value, "__dict__"):
             return self.pickled(value)
         return f"{self._class(type(value))}({self._parts({k: v for k, v in vars(value).items() if k in names}, names)})"
@@ -114,8 +114,7 @@ class _Describer:
             return _named(value) if hasattr(value, "__qualname__") else f"{_named(kind)}.{reduced}"
         make, arguments, state, *rest = (*reduced, None)[:5]
         if isinstance(state, dict):  # cached values are left out
-            kept = functools.cached_property
-            state = {k: v for k, v in state.items() if not isinstance(getattr(kind, k, None), kept)}
+            state = {k: v for k, v in state.items() if not isinstance(getattr(kind, k, None), cached_property)}
             if getattr(make, "__name__", "") == "__newobj__":
                 return f"{self._class(kind)}({self._parts(state)})"
         items = [part if part is None or isinstance(part, dict) else list(part) for part in rest]

@@ -244,5 +244,4 @@ def check(args: argparse.Namespace) -> Found:
 def demo(args: argparse.Namespace) -> None:
     from dynagroup.demo import DemoConfig, run_demo
 
-    told = {name: value for name, value in vars(args).items() if name != "command" and value is not None}
-    run_demo(DemoConfig(**told))
+    run_demo(DemoConfig(**{k: v for k, v in vars(args).items() if k != "command" and v is not None}))

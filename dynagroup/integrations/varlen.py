@@ -193,9 +193,8 @@ def one_by_one(
     grouped = query.shape[1] != key.shape[1]
     # One split for all samples, because the gradient of each slice would be as large as the batch.
     samples = zip(sizes, *(x.transpose(0, 1)[None].split(sizes, dim=2) for x in (query, key, value)), strict=True)
-    for size, q, k, v in samples:
-        long = window is not None and size > window
-        near = _near(torch.arange(size, device=q.device), window, causal) if long else None
-        how = {"is_causal": causal and near is None and size > 1, "scale": scale, "enable_gqa": grouped}
+    for n, q, k, v in samples:
+        near = _near(torch.arange(n, device=q.device), window, causal) if window is not None and n > window else None
+        how = {"is_causal": causal and near is None and n > 1, "scale": scale, "enable_gqa": grouped}
         parts.append(scaled_dot_product_attention(q, k, v, attn_mask=near, dropout_p=dropout, **how)[0].transpose(0, 1))
     return torch.cat(parts)

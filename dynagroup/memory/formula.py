@@ -64,6 +64,10 @@ class ClosedForm:
             return self.traced.bytes(shape, self.packed)
         return np.maximum((columns(shape, self.packed) @ self.phases.sum(axis=1).T).max(axis=1), 1.0)
 
+    def baseline_bytes(self, baseline: BatchShape) -> FloatArray:
+        """Like :meth:`batch_bytes`, but without mask padding if the lengths need none."""
+        return self.batch_bytes(baseline) if self.traced is None else self.traced.baseline_bytes(baseline, self.packed)
+
     def shares(self, shape: BatchShape) -> FloatArray:
         """Returns the share of each component, and of terms quadratic in length, in the largest phase: float64 (K, 6)."""
         values, phases = columns(shape, self.packed), self.phases

@@ -73,7 +73,7 @@ class Features:
 
 def features(shape: BatchShape, baseline: BatchShape, workload: Workload, form: ClosedForm) -> Features:
     """Returns the trees' input for K batches and their baselines; without means, which an added sample may lower."""
-    ratio = np.log(form.batch_bytes(shape)) - np.log(form.batch_bytes(baseline))
+    ratio = np.log(form.batch_bytes(shape)) - np.log(form.baseline_bytes(baseline))
     n, length, target = _logs(shape)
     n_b, length_b, target_b = _logs(baseline)
     samples, longer = n - n_b, length - length_b

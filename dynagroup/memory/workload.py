@@ -72,10 +72,9 @@ class Workload:
     """Memory by batch shape, found by tracing the model."""
 
     def __post_init__(self) -> None:
-        for known in fields(self):
-            if (value := getattr(self, known.name)) is not None:
-                kind = str(known.type).removesuffix(" | None")
-                object.__setattr__(self, known.name, _checked(known.name, kind, value))
+        for one in fields(self):
+            if (value := getattr(self, one.name)) is not None:
+                object.__setattr__(self, one.name, _checked(one.name, str(one.type).removesuffix(" | None"), value))
         if self.layout == "packed" and self.mode == "generate":
             raise ConfigError("`layout` 'packed' needs mode 'train' or 'forward', because generate() pads its prompts")
         if self.layout == "packed" and self.encoder_decoder:

@@ -100,8 +100,7 @@ def all_runs(folder: Any) -> dict[str, tuple[Run, Run]]:
 
 def assert_all_same(runs: dict[str, tuple[Run, Run]]) -> None:
     for name, ((ours, our_logs), (theirs, their_logs)) in runs.items():
-        apart = 1e-6 if name == "dpo" else 1e-8  # its log-probabilities are of float32
-        assert (ours - theirs).abs().max() < apart, name
+        assert (ours - theirs).abs().max() < (1e-6 if name == "dpo" else 1e-8), name  # DPO sums float32
         for one, other in zip(our_logs, their_logs, strict=True):
             assert one["loss"] == pytest.approx(other["loss"], abs=1e-6)
             figures = FIGURES if name == "dpo" else ["num_tokens"] if name == "sft" else []
