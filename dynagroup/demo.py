@@ -93,9 +93,6 @@ def run_demo(config: DemoConfig) -> tuple[list[Run], NDArray[np.int32]]:
     return runs, lengths
 
 
-# The texts: docstrings, which vary in length and are on every machine that runs Python
-
-
 def docstrings(at_least: int = 12_000) -> list[str]:
     """Returns ``at_least`` or more distinct docstrings of the standard library and installed packages (or all). The
     order of files mixes packages, and is the same wherever the same packages are installed."""
@@ -117,8 +114,7 @@ def _docstrings_of(path: Path) -> Iterator[str]:
     except (OSError, SyntaxError, ValueError):  # broken links, and files with deliberate syntax errors
         return
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    found = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, documented))
-    yield from (text for text in found if text)
+    yield from filter(None, (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, documented)))
 
 
 def train_tokenizer(texts: Sequence[str], vocabulary: int = 1536) -> Any:
@@ -140,9 +136,6 @@ def train_tokenizer(texts: Sequence[str], vocabulary: int = 1536) -> Any:
     ends = [("[BOS]", 1), ("[EOS]", 2)]
     raw.post_processor = processors.TemplateProcessing(single="[BOS] $A [EOS]", special_tokens=ends)
     return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="[PAD]", bos_token="[BOS]", eos_token="[EOS]")
-
-
-# The two runs
 
 
 def make_runs(config: DemoConfig, lengths: NDArray, chosen: NDArray[np.int64], device: torch.device) -> list[Run]:

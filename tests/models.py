@@ -16,7 +16,6 @@ from transformers import BartConfig, BertConfig, BertModel, GPT2Config, LlamaCon
 
 from dynagroup import testing
 
-# What families call the words; a word of several names sets them all.
 USUAL = {
     "vocab": ["vocab_size"], "width": ["hidden_size"], "layers": ["num_hidden_layers"], "heads": ["num_attention_heads"],
     "inner": ["intermediate_size"], "dropout": [],

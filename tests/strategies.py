@@ -24,7 +24,6 @@ def _heavy_tailed(seed: int, count: int) -> list[int]:
 lengths = st.one_of(
     st.lists(st.integers(0, 60), min_size=1, max_size=60),
     st.builds(lambda n, value: [value] * n, st.integers(1, 60), st.integers(0, 40)),  # constant
-    # two-valued
     st.builds(lambda a, b, n: ([a] * n + [b])[:60], st.integers(0, 5), st.integers(20, 60), st.integers(0, 60)),
     st.builds(_heavy_tailed, st.integers(0, 2**32), st.integers(1, 60)),
     st.builds(lambda n: [0] * n, st.integers(1, 40)),  # all empty

@@ -108,10 +108,8 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
         if self.args.max_steps > 0:
             return self.args.max_steps
         if not (updates := loader.updates_in(self.args.num_train_epochs)):
-            raise ConfigError(
-                f"{loader.num_samples} samples are too few for one update of {self.samples_per_update}; "
-                "use smaller updates, or dataloader_drop_last=False"
-            )
+            few = f"{loader.num_samples} samples are too few for one update of {self.samples_per_update}"
+            raise ConfigError(f"{few}; use smaller updates, or dataloader_drop_last=False")
         return updates
 
     # This exchanges data. For "loss" and "learning_rate" the Trainer itself calls it on all ranks.

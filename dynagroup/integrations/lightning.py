@@ -46,11 +46,13 @@ class LightningSteps(Callback):
         self.sampler, self._offset = SimpleNamespace(set_epoch=self._set_epoch), 0
         self.begun_epoch: int | None = None
         """Number of an epoch that has begun, until its first update is used; else None."""
-        self._ahead: deque[dict[str, Any]] = deque()
+        self._ahead: deque[tuple[dict[str, Any], int]] = deque()
         self._state: dict[str, Any] | None = None
         """This rank's state after the last update that training has used."""
+        self._due, self._cut = 0, 0
+        """Epochs that follow the loader's in the epoch that Lightning counts; 1 if Lightning ended one early (max_steps)."""
         self._restored: Sequence[Mapping[str, Any]] | None = None
-        self._listens, self._first = False, True
+        self._inside, self._listens, self._first = False, False, True
 
     # Lightning reads from a run's first epoch before it calls set_epoch, and may pass a wrong number after a resume.
     def _set_epoch(self, epoch: int) -> None:
@@ -66,15 +68,17 @@ class LightningSteps(Callback):
         if self.loader.sizes is not None and not self.loader.num_updates:  # Lightning would try for ever
             few = f"{self.loader.num_samples} samples are too few for one update"
             raise ConfigError(f"{few}; use smaller updates, or drop_last=False")
-        self.begun_epoch = self.loader.epoch
+        self.begun_epoch, self._inside, self._cut = self.loader.epoch + self._due, True, 0
         self._state = self._state or self.loader.state_dict()  # for a checkpoint inside the first update
-        for update in self.loader.updates():
-            self._ahead.append(self.loader.state_dict())
-            for step in update:
-                weighed = step.loss_scale, step.ends_update, step.idle, step.kind
-                yield LightningStep(step.batch, list(step.indices), int(step.samples.local), *weighed)
+        for due in range(self._due, -1, -1):
+            for update in self.loader.updates():
+                self._ahead.append((self.loader.state_dict(), due))
+                for step in update:
+                    weighed = step.loss_scale, step.ends_update, step.idle, step.kind
+                    yield LightningStep(step.batch, list(step.indices), int(step.samples.local), *weighed)
+        self._inside = False
         if self._ahead:  # training has not used the last update yet; the next epoch comes after it
-            self._ahead[-1] = self.loader.state_dict()
+            self._ahead[-1] = self.loader.state_dict(), 0
         else:
             self._state = self.loader.state_dict()
 
@@ -84,7 +88,7 @@ class LightningSteps(Callback):
         states = [state] * rank_and_size()[1]
         if len(states) > 1:
             dist.all_gather_object(states, state)
-        return {"ranks": states}
+        return {"ranks": states, "due": self._due + self._cut}
 
     # Lightning restores callbacks before it makes a loader, and loaders only in mid-epoch; both get this same state.
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -98,10 +102,12 @@ class LightningSteps(Callback):
         self.loader.load_state_dict(states)
         rank = rank_and_size()[0]
         self._restored, self._state = states, states[rank if rank < len(states) else 0]
+        self._due = state_dict.get("due", 0)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
             self._restored, self._state, self.begun_epoch, self._listens, self._first = None, None, None, True, True
+            self._due = self._cut = 0
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         limit = trainer.limit_train_batches
@@ -121,8 +127,11 @@ class LightningSteps(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._first = batch.ends_update
         if batch.ends_update:
-            self._state = self._ahead.popleft()
+            self._state, self._due = self._ahead.popleft()
             self.begun_epoch = None
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._cut = int(self._inside)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         trainer.accumulate_grad_batches = 1

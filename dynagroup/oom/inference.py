@@ -132,10 +132,8 @@ def _recipe_of(name: str) -> dict[str, Any]:
     asked = [key.removeprefix("pooling_mode_") for key, on in config.items() if key.startswith("pooling_mode_") and on]
     asked += [mode for mode in [config.get("pooling_mode")] if isinstance(mode, str)]
     if unknown or len(asked) != 1 or asked[0] not in _POOLINGS:
-        raise ConfigError(
-            f"{name!r} has the pooling {asked} and the modules {unknown}, which dynagroup does not have; "
-            "use sentence-transformers"
-        )
+        lacking = f"has the pooling {asked} and the modules {unknown}, which dynagroup does not have"
+        raise ConfigError(f"{name!r} {lacking}; use sentence-transformers")
     limit = _read(name, "sentence_bert_config.json").get("max_seq_length")
     return {"pooling": _POOLINGS[asked[0]], "normalize": "Normalize" in kinds, "max_length": limit}
 

@@ -91,21 +91,17 @@ class Job:
 
     def whole(self, output: str | Path | None = None, world: World | None = None) -> Any:
         """Returns all results in input order; reads them from ``output`` if that file is complete."""
-        if world is None:
-            current_world().all_max([0])  # ranks lost before the job are noticed within ten minutes, not a month
-            world = current_world(timeout_s=_PATIENCE_S)
-        if output is None:
-            if world.size > 1:
-                raise ConfigError("several ranks need `output`, the path of a file that all ranks can read and write")
+        first = world or current_world()  # ranks lost before the job are noticed within ten minutes, not a month
+        if output is None and first.size == 1:
             found = dict(self.as_they_come())
             return self.task.kind.gather([found[i] for i in range(len(found))])
-        settings = {**self.task.settings, "max_length": self._max_length}
-        identity = identity_of(self.task.model, self.tokenizer, self.texts, settings)
-        out = Output(Path(output), identity, len(self.texts), self.task.kind)
-        numbers = [int(hashed(repr(value), 12), 16) for value in identity.values()]
+        outs: list[Output] = []
+        _on_all(first, lambda: outs.append(self._out(output, first.size)))
+        [out], world = outs, world or current_world(timeout_s=_PATIENCE_S)
+        numbers = [int(hashed(repr(item), 12), 16) for item in out.identity.items()]
+        numbers += [0] * (32 - len(numbers))  # jobs that differ may have other settings
         highest, lowest = world.all_max(numbers), world.all_max([-n for n in numbers])
-        if differing := [name for name, a, b in zip(identity, highest, lowest, strict=True) if a != -b]:
-            what = ", ".join(differing)
+        if what := ", ".join(name for name, a, b in zip(out.identity, highest, lowest, strict=False) if a != -b):
             raise ConfigError(f"all ranks must run the same job, but have different {what}; give all ranks the same")
         if not _on_all(world, out.is_finished):
             _on_all(world, self._prepare)
@@ -114,6 +110,13 @@ class Job:
         if world.rank == 0:
             out.clear()  # an earlier run may have been killed after writing the output
         return out.read()
+
+    def _out(self, output: str | Path | None, num_ranks: int) -> Output:
+        if output is None:
+            raise ConfigError(f"{num_ranks} ranks need `output`, the path of a file that all ranks can read and write")
+        settings = {**self.task.settings, "max_length": self._max_length}
+        identity = identity_of(self.task.model, self.tokenizer, self.texts, settings)
+        return Output(Path(output), identity, len(self.texts), self.task.kind)
 
     # Ranks wait for each other four times: until the first has locked the output; until all have read what was finished
     # before (only then may any add to it); until all have finished (then the first writes the output); and until it

@@ -202,10 +202,8 @@ def _cut(value: Any, name: str, num_samples: int, start: int, stop: int) -> Any:
     if fields is not None:
         parts = {key: _cut(part, f"{name}.{key}", num_samples, start, stop) for key, part in fields.items()}
         return _rebuild(value, parts, start, stop)
-    raise ConfigError(
-        f"field `{name}` ({describe(value)}) has no entry per sample in a batch of {num_samples}; "
-        "say how to split it with BatchSplitter(rules=...)"
-    )
+    found = f"field `{name}` ({describe(value)}) has no entry per sample in a batch of {num_samples}"
+    raise ConfigError(f"{found}; say how to split it with BatchSplitter(rules=...)")
 
 
 def _rebuild(like: Any, parts: Fields, start: int, stop: int) -> Any:

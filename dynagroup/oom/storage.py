@@ -67,10 +67,10 @@ class Output:
     def __init__(self, path: Path, identity: Mapping[str, Any], num_samples: int, kind: Kind) -> None:
         if path.suffix != kind.suffix:
             raise ConfigError(f"`output` must end in {kind.suffix}, but is {path.name!r}")
-        self._path, self._identity, self.num_samples, self._kind = path, dict(identity), num_samples, kind
+        self._path, self.identity, self.num_samples, self._kind = path, dict(identity), num_samples, kind
         self._receipt = path.with_name(path.name + ".job")
         self.journal = path.with_name(path.name + ".journal")
-        self._seed = zlib.crc32(json.dumps(self._identity, sort_keys=True).encode())
+        self._seed = zlib.crc32(json.dumps(self.identity, sort_keys=True).encode())
         self._lock: Any = None
         self._file: Any = None
 
@@ -109,7 +109,7 @@ class Output:
         """Raises StateError if the job file describes another job, or another output than ``found``."""
         try:
             line = self._receipt.read_bytes()
-            receipt = opened(json.loads(line.partition(b"\n")[0]), "job", self._identity)[0] if line else {}
+            receipt = opened(json.loads(line.partition(b"\n")[0]), "job", self.identity)[0] if line else {}
             if found and receipt.get("output") != found:
                 raise StateError(f"{self._path.name} was changed after its job was finished")
         except (OSError, ValueError, RecursionError, StateError) as error:
@@ -120,7 +120,7 @@ class Output:
     def _say(self, output: str) -> None:
         """Overwrites the first line of the job file in place. Older text after it does no harm, because it is not read."""
         self._lock.seek(0)
-        self._lock.write(json.dumps(sealed("job", self._identity, {"output": output})).encode() + b"\n")
+        self._lock.write(json.dumps(sealed("job", self.identity, {"output": output})).encode() + b"\n")
         self._lock.flush()
         os.fsync(self._lock.fileno())
 

@@ -36,8 +36,7 @@ README = ROOT / "README.md"
 EVERY = [README, *sorted(DOCS.glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.S | re.M)
 NAMED = "Qwen/Qwen2.5-0.5B"
-# Pages that take a model, texts or a device for granted have tests of their own, which bring them.
-OWN_TEST = {"README.md", "recovery.md", "memory.md"}
+OWN_TEST = {"README.md", "recovery.md", "memory.md"}  # they take a model, texts or a device for granted
 
 
 def text_of(path: Path) -> str:
@@ -218,7 +217,6 @@ def test_the_site_builds_strictly_and_offline(tmp_path, monkeypatch):
     assert loaded == [], "a reader without a network sees the same page"
 
 
-# ``help()`` of what users fill in explains every argument, and says what it counts.
 EXPLAINED = [DynagroupConfig, OnlineDataLoader, PlannedDataLoader, LengthAwareBatchSampler, TokenBudget, MemoryBudget]
 
 

@@ -72,7 +72,6 @@ def two_of_three(row):
     return len(row["input_ids"]) % 2
 
 
-# What both are given, and what ours is besides. Beyond an epoch of six.
 SAME = {
     "clipped": ({"max_grad_norm": 0.3}, {}),
     "shapes": ({}, {"config": {"shapes": 3}}),

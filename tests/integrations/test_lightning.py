@@ -113,6 +113,18 @@ def test_any_checkpoint_resumes_exactly(tmp_path, module, online, at):
     assert (parameters(whole) - parameters(resumed)).abs().max() < 1e-12
 
 
+@pytest.mark.parametrize("online", [False, True])
+def test_an_epoch_that_max_steps_ended_is_finished_before_the_next(tmp_path, online):
+    whole, legs, saver = Module(), [], Early()
+    fit(tmp_path, whole, loader(online), max_epochs=3)
+    for limits in ({"max_steps": 2}, {"max_steps": 4}, {}):
+        saved, saver = vars(saver).get("best_model_path"), lightning.callbacks.ModelCheckpoint(dirpath=tmp_path)
+        fit(tmp_path, leg := Module(), loader(online), resume=saved, callbacks=[saver], max_epochs=3, **limits)
+        legs.append([indices for _, indices in leg.seen])
+    assert sum(legs, []) == [indices for _, indices in whole.seen]
+    assert (parameters(whole) - parameters(leg)).abs().max() < 1e-12
+
+
 def test_a_place_that_comes_too_late_is_refused(tmp_path, monkeypatch):
     """As from strategies that restore after optimizers are made."""
     restored = LightningSteps.load_state_dict

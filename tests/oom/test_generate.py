@@ -18,7 +18,6 @@ SMALL: Any = {"vocab": VOCAB, "layers": 3, "inner": 16, "pad_token_id": PAD, "eo
 
 
 OWN: Any = {"max_position_embeddings": 64, "decoder_start_token_id": EOS, "forced_eos_token_id": None}
-# Class, configuration, blocks, and the seed with which samples end at different lengths.
 FAMILIES: dict[str, tuple[str, Any, Any, int]] = {
     "llama": ("LlamaForCausalLM", models.llama(**SMALL), lambda m: m.model.layers, 6),
     "gpt2": ("GPT2LMHeadModel", models.gpt2(**{**SMALL, "inner": 64}, n_positions=64), lambda m: m.transformer.h, 3),

@@ -148,7 +148,7 @@ WRONG: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
     (ALL, {"batch_size": 3}, r"`batch_size` \(3\) and `budget` both limit a batch"),
     (ALL, {"batch_size": 0, "budget": None}, "`batch_size` must be an int of at least 1"),
     (ALL, {"output": "out.csv"}, "must end in .(jsonl|npy), but"),
-    (ALL, {"world": SimpleNamespace(rank=0, size=2)}, "several ranks need `output`"),
+    (ALL, {"world": SimpleNamespace(rank=0, size=2, all_max=list)}, "2 ranks need `output`"),
     (ALL[:1], {"attention_mask": torch.ones(2, 2)}, "`attention_mask` is for one batch"),
     (ALL[1:2], {"pooling": "max"}, "`pooling` must be one of 'mean', 'first', 'last', but is 'max'"),
     (ALL[1:2], {"model": small("T5ForConditionalGeneration")}, r"pass model.get_encoder\(\)"),
@@ -208,17 +208,21 @@ def test_a_model_in_training_mode_runs_without_dropout_and_is_left_as_it_was(tok
 def test_an_error_on_one_rank_ends_all_and_other_jobs_are_noticed(model: Any, tokenizer: Any, tmp_path: Path) -> None:
     (tmp_path / "there.jsonl").write_text("")
 
-    def rank(world: Any, other_texts: bool) -> str:
-        texts = TEXTS[: 40 - world.rank] if other_texts else TEXTS
-        path = tmp_path / ("out.jsonl" if other_texts or world.rank == 0 else "there.jsonl")
-        with pytest.raises(ConfigError) as caught:
-            generate_dataset(model, tokenizer, texts, output=path, world=world, **NEW)
-        return str(caught.value)
+    def ended(second: str | None, texts: Any = TEXTS, run: Any = generate_dataset, how: Any = NEW) -> list[str]:
+        def rank(world: Any) -> str:
+            call, of, name, more = ((generate_dataset, TEXTS, "out.jsonl", NEW), (run, texts, second, how))[world.rank]
+            with pytest.raises(ConfigError) as caught:
+                call(model, tokenizer, of, output=name and tmp_path / name, world=world, **more)
+            return str(caught.value)
 
-    both = run_ranks(2, lambda world: rank(world, True))
-    assert both == ["all ranks must run the same job, but have different texts; give all ranks the same"] * 2
-    first, second = run_ranks(2, lambda world: rank(world, False))
+        return run_ranks(2, rank)
+
+    assert all("the same job, but have different texts; give" in said for said in ended("out.jsonl", TEXTS[1:]))
+    assert "task, max_new_tokens, arguments, max_length; give" in ended("x.npy", TEXTS, embed_dataset, SMALL)[0]
+    first, second = ended("there.jsonl")
+    assert "exists, but no 'there.jsonl.job'" in second
     assert first == "rank 1 of 2 could not continue the job; see that rank's error"
+    assert ended(None) == [first, "2 ranks need `output`, the path of a file that all ranks can read and write"]
 
     def retried(world: Any) -> Any:
         own, fails = copy.deepcopy(model), [world.rank]
@@ -229,7 +233,6 @@ def test_an_error_on_one_rank_ends_all_and_other_jobs_are_noticed(model: Any, to
         return generate_dataset(own, tokenizer, TEXTS, output=tmp_path / "again.jsonl", world=world, **NEW)
 
     assert run_ranks(2, retried) == [generate_dataset(model, tokenizer, TEXTS, **NEW)] * 2
-    assert "exists, but no 'there.jsonl.job'" in second
 
 
 def test_ranks_with_other_budgets_share_what_a_crash_has_left(tokenizer, expected, tmp_path, monkeypatch):

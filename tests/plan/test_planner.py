@@ -184,7 +184,6 @@ def test_plans_take_about_the_time_that_they_took() -> None:
     assert max(more.values()) <= 0.03, max(more, key=lambda case: more[case])
 
 
-# Kinds: all batches of a step, on all ranks, are of one kind (law 10), and nothing else changes.
 RNG = np.random.default_rng(0)
 MANY = np.clip(RNG.lognormal(4, 0.8, 6000), 4, 2000).astype(np.int32)
 SHARES = RNG.choice(["text", "image", None], 6000, p=[0.75, 0.2, 0.05])

@@ -255,9 +255,7 @@ def test_what_can_be_read_only_once_is_refused() -> None:
 
     source = OrderSource(Hiding(), 3)
     assert source.of_epoch(0).tolist() == [0, 1, 2]
-    with pytest.raises(
-        ConfigError, match="Hiding.* yields nothing after its first epoch; its __iter__ must begin anew"
-    ):
+    with pytest.raises(ConfigError, match="Hiding.* yields nothing after its first epoch; its __iter__ must begin"):
         source.of_epoch(1)
     assert OrderSource([], 3).of_epoch(1).tolist() == []
 
@@ -348,7 +346,6 @@ def test_a_loader_over_a_mixture_resumes_and_keeps_the_size_of_updates():
     assert [list(step.indices) for step in resumed] == epochs[1]
 
 
-# Grouped updates: of exactly the size that was asked, of samples that were drawn together, of similar length.
 GROUPED = np.random.default_rng(0).lognormal(4, 0.8, 2000).astype(np.int32) + 1
 
 
