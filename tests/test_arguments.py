@@ -55,8 +55,7 @@ CALLS: dict[str, Callable[..., Any]] = {
         lambda **how: sampler(budget=TokenBudget(**{"max_tokens": 20, **how})),
     "batch_size longest headroom pad_to_multiple_of":
         lambda **how: sampler(budget=MemoryBudget(**{"batch_size": 2, **how})),
-    "length": lambda length: sampler(lengths=[3, 3, length]),
-    "index": lambda index: sampler(order=[0, 1, index]),
+    "length": lambda length: sampler(lengths=[3, 3, length]), "index": lambda index: sampler(order=[0, 1, index]),
     "weight": lambda weight: planned(weigh=lambda batch: weight),
     "answer": lambda answer: online(length_of=lambda sample: answer),
 }  # fmt: skip

@@ -138,12 +138,9 @@ def test_recursion_ends_what_cannot_be_seen_is_warned_of_and_an_objects_own_fing
 
 
 @pytest.mark.parametrize(("change", "said"), [
-    ({"epoch": 3}, "damaged: its content does not match its checksum"),
-    ({"more": 1}, "not match its checksum"),
-    ({3: 1}, "not match its checksum"),
-    ({"identity": 3}, "not match its checksum"),
-    ({"version": 1}, "has version 1, but dynagroup reads 4"),
-    ({"kind": "Other"}, "of Loader, but got one of 'Other'"),
+    ({"epoch": 3}, "damaged: its content does not match its checksum"), ({"more": 1}, "not match its checksum"),
+    ({3: 1}, "not match its checksum"), ({"identity": 3}, "not match its checksum"),
+    ({"version": 1}, "has version 1, but dynagroup reads 4"), ({"kind": "Other"}, "of Loader, but got one of 'Other'"),
 ])  # fmt: skip
 def test_what_is_damaged_is_named(change, said):
     with pytest.raises(StateError, match=said):

@@ -121,10 +121,9 @@ def refuse_unsupported(trainer: Any, config: DynagroupConfig) -> None:
             sorting,
             "it sorts the pairs of a batch against each other; choose a loss of single pairs, e.g. 'sigmoid'"),
         "a packed budget for pairs of answers": (
-            {"DPOTrainer", "RewardTrainer"} & ours and config.budget.layout == "packed", "TRL pads them; use a padded one"),
+            ours and "SFTTrainer" not in ours and config.budget.layout == "packed", "TRL pads them; use a padded one"),
         "auto_find_batch_size=True": (args.auto_find_batch_size, "the budget limits batches already; set it to False"),
-        "dispatch_batches=True": (shards.dispatch_batches, own),
-        "split_batches=True": (shards.split_batches, own),
+        "dispatch_batches=True": (shards.dispatch_batches, own), "split_batches=True": (shards.split_batches, own),
         "dataloader_in_order=False": (not args.dataloader_in_order, "updates need batches in order; set it to True"),
         "DeepSpeed ZeRO-3 with mode='online'": (
             plugin is not None and plugin.zero_stage == 3 and config.mode == "online",

@@ -27,7 +27,7 @@ from dynagroup.oom.split import BatchSplitter
 from dynagroup.oom.train import OomSafeBackward
 from dynagroup.update.filling import LABELS
 from dynagroup.update.loader import StepLoader
-from dynagroup.update.loss_weight import IGNORED, mean_items, predicts_next_token
+from dynagroup.update.loss_weight import IGNORED, mean_items, predicts_next_token, weigher
 from dynagroup.update.step import LoaderStats, Step
 
 
@@ -37,11 +37,12 @@ from dynagroup.update.step import LoaderStats, Step
 @contextlib.contextmanager
 def trl_figures(trainer: Any, *, idle: bool = False, probe: bool = False) -> Iterator[None]:
     """Context manager for computing the loss of a TRL trainer. ``probe``: uses this rank's values only, no logs."""
-    if not (trl_classes(trainer) and hasattr(trainer, "_metrics")):
+    kept = next((vars(trainer)[name] for name in ("_metrics", "_stored_metrics") if name in vars(trainer)), None)
+    if kept is None or not trl_classes(trainer):
         yield
         return
     accelerator, counts = trainer.accelerator, [1]
-    noted = {mode: {key: len(values) for key, values in found.items()} for mode, found in trainer._metrics.items()}
+    noted = {(mode, key): len(values) for mode, figures in kept.items() for key, values in figures.items()}
 
     def gather(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         own = [] if idle else tensor.flatten().tolist()
@@ -53,9 +54,9 @@ def trl_figures(trainer: Any, *, idle: bool = False, probe: bool = False) -> Ite
         yield
     finally:
         del accelerator.gather, accelerator.gather_for_metrics
-    for mode, figures in trainer._metrics.items():
+    for mode, figures in kept.items():
         for key, values in [*figures.items()]:
-            before = noted[mode].get(key, 0)
+            before = noted.get((mode, key), 0)
             values[before:] = [] if probe else values[before:] * max(counts)
             if not values:
                 del figures[key]
@@ -179,12 +180,18 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
             return True
         if self.label_smoother is not None and self.compute_loss_func is None and not defines_compute_loss(type(self)):
             return False
-        config = self.dynagroup
         for step in update:
-            if self._found_mean is None:  # tested on one sample, which needs less memory than a batch
-                one = (config.splitter or BatchSplitter()).take if config.out_of_memory else lambda batch, *_: batch
-                self._found_mean = is_a_mean(self, model, one(step.batch, 0, 1), self.update_loader.world)
-        return bool(self._found_mean)
+            if self._found_mean is None:
+                self._found_mean = is_a_mean(self, model, self._probe(step.batch), self.update_loader.world)
+        return self._found_mean is not False
+
+    def _probe(self, batch: Any) -> Any:
+        """Returns the batch for tests of the loss: with retries its sample of most labels, which needs less memory."""
+        if self.dynagroup.out_of_memory is None:
+            return batch
+        splitter, weigh = self.dynagroup.splitter or BatchSplitter(), weigher(self._weigh)
+        samples = (splitter.take(batch, k, k + 1) for k in range(splitter.num_samples(batch)))
+        return max(samples, key=lambda one: weigh(one, 1))
 
     def _filling_is_ignored(self, model: Any, batch: Any) -> bool:
         """Tests that rows of weight 0 leave a mean loss as it is. False: this batch cannot show. All ranks must call it."""
@@ -228,10 +235,11 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
                 alone = f"`out_of_memory` ({config.out_of_memory!r}) must be None, as retries run on one rank alone"
                 may = f"the compute_loss of {type(self).__name__} may exchange data between ranks"
                 raise ConfigError(f"{alone}, and {may}")
-            weigh, learned = self._weigh if mean else "sum", loader.budget.learner
             how: Any = {"splitter": config.splitter, "min_samples": config.min_samples, "world": loader.world}
-            self.guard = OomSafeBackward(model, weigh=weigh, learned=learned, backward=self.accelerator.backward, **how)
+            how |= {"learned": loader.budget.learner, "backward": self.accelerator.backward}
+            self.guard = OomSafeBackward(model, **how)
             self._ooms_logged = self.guard.learned.report.num_ooms
+        self.guard.weigh = weigher(self._weigh) if mean else None
         model.train()
 
         def loss_of(batch: Any) -> torch.Tensor:
@@ -320,7 +328,7 @@ def is_a_mean(trainer: Any, model: Any, batch: Any, world: World) -> bool | None
     try:
         with evaluating(model), trl_figures(trainer, probe=True):
             one, two = (_loss(trainer, model, trainer._prepare_inputs(batch), count) for count in (1, 2))
-        ratio = one / two if two else math.nan
+        ratio = one / two if two and weigher(trainer._weigh)(batch, 1) else math.nan
     except Exception as caught:  # noqa: BLE001 - the other ranks must know before it is raised
         error = caught
     here = 1.5 < ratio < math.inf, abs(ratio - 1.0) < 0.1

@@ -69,7 +69,7 @@ class LightningSteps(Callback):
             few = f"{self.loader.num_samples} samples are too few for one update"
             raise ConfigError(f"{few}; use smaller updates, or drop_last=False")
         self.begun_epoch, self._inside, self._cut = self.loader.epoch + self._due, True, 0
-        self._state = self._state or self.loader.state_dict()  # for a checkpoint inside the first update
+        self._state = self._state or (None if self._restored else self.loader.state_dict())  # for the first update
         for due in range(self._due, -1, -1):
             for update in self.loader.updates():
                 self._ahead.append((self.loader.state_dict(), due))
@@ -84,10 +84,11 @@ class LightningSteps(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the states of all ranks. Lightning calls it on every rank, but saves only the result of rank 0."""
-        state = self._state if self._state is not None else self.loader.state_dict()
-        states = [state] * rank_and_size()[1]
-        if len(states) > 1:
-            dist.all_gather_object(states, state)
+        states = self._restored  # as long as nothing was trained since
+        if self._state is not None or states is None:
+            states = [self._state or self.loader.state_dict()] * rank_and_size()[1]
+            if len(states) > 1:
+                dist.all_gather_object(states, states[0])
         return {"ranks": states, "due": self._due + self._cut}
 
     # Lightning restores callbacks before it makes a loader, and loaders only in mid-epoch; both get this same state.
@@ -100,9 +101,7 @@ class LightningSteps(Callback):
             way_out = "use `trainer.max_steps` or `loader.num_updates` instead"
             raise StateError(f"Lightning read batches before it restored the checkpoint, {early}; {way_out}")
         self.loader.load_state_dict(states)
-        rank = rank_and_size()[0]
-        self._restored, self._state = states, states[rank if rank < len(states) else 0]
-        self._due = state_dict.get("due", 0)
+        self._restored, self._state, self._due = states, None, state_dict.get("due", 0)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":

@@ -76,10 +76,8 @@ class Part:
             weights = [weigh(half.samples(splitter), half.num_samples) for half in parts]
             for half, weight in zip(parts, weights, strict=True):
                 half.share = self.share * weight / sum(weights) if weight else 0.0
-            # The mean loss over no labels is NaN (0 / 0), so a half without labels is left out.
-            parts = [half for half in parts if half.share]
-        if parts:
-            parts[0].rng = self.rng
+            parts = [half for half in parts if half.share] or parts  # without any labels, gradients are 0 and not None
+        parts[0].rng = self.rng
         return parts
 
 
@@ -149,7 +147,7 @@ class OomSafeBackward:
         if world is None:
             world = SingleProcess() if self._ddp is None else DistributedWorld(self._ddp.process_group)
         self._world = world
-        self._weigh = None if weigh == "sum" else weigher(weigh, shifted=predicts_next_token(model, unknown=True))
+        self.weigh = None if weigh == "sum" else weigher(weigh, shifted=predicts_next_token(model, unknown=True))
         self._splitter = splitter if splitter is not None else BatchSplitter()
         self._smallest = 2 * check_int("min_samples", min_samples)  # a part that may be split
         self._backward = backward if backward is not None else lambda loss: loss.backward()
@@ -214,7 +212,7 @@ class OomSafeBackward:
                 index = int(part.indices[part.start] if len(part.indices) > part.start else part.start)
                 update.verdict = index, longest_of(part.samples(self._splitter))
             else:
-                update.waiting[:0] = part.cut(self._splitter, self._weigh)
+                update.waiting[:0] = part.cut(self._splitter, self.weigh)
             if may_fit and self._began and update.verdict is None:
                 update.undo()
 

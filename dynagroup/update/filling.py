@@ -60,10 +60,8 @@ class FillingCollator:
         asked = BatchShape.of(num_samples, now)  # type: ignore[arg-type]
         if num_samples > 1 and not ladder.holds(asked).any():
             came_out = f"a batch of {num_samples} samples has {[*now.values()]} tokens after collating"
-            raise ConfigError(
-                f"{came_out}, more than any of the shapes {ladder.shapes}; give `lengths` in dataset order, and "
-                "let `collate_fn` pad no further than the budget's `pad_to_multiple_of`"
-            )
+            way_out = "give `lengths` in dataset order, and pad no further than the budget's `pad_to_multiple_of`"
+            raise ConfigError(f"{came_out}, more than any of the shapes {ladder.shapes}; {way_out}")
         run = ladder.as_run(asked)
         rows, *wide = shape or (int(run.num_samples[0]), *(int(run.longest[name][0]) for name in now))
         to, made, pad = dict(zip(now, wide, strict=True)), copy.copy(batch), self._pad()

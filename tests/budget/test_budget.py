@@ -69,13 +69,11 @@ BY_HAND: dict[str, tuple[Budget, BatchShape, list[bool]]] = {
     ),
     "all parts": (
         TokenBudget(100) & AdditiveCap("patches", 10) & TokenBudget(50),
-        BatchShape.of([1, 1, 1], {"tokens": [50, 51, 50], "patches": [10, 1, 11]}),
-        [True, False, False],
+        BatchShape.of([1, 1, 1], {"tokens": [50, 51, 50], "patches": [10, 1, 11]}), [True, False, False],
     ),
     "a first batch beside a cap": (
         MemoryBudget(2, longest=7, model=PaddedTokens(), headroom=1.0) & AdditiveCap("patches", 10),
-        BatchShape.of([2, 2, 3], {"tokens": 7, "patches": [5, 6, 1]}),
-        [True, False, False],
+        BatchShape.of([2, 2, 3], {"tokens": 7, "patches": [5, 6, 1]}), [True, False, False],
     ),
     "a cap is not shown a packed row's padding": (
         PACKED, BatchShape.of([3, 3, 3], {"tokens": 8, "patches": 5}, {"tokens": [20, 21, 20], "patches": [9, 9, 10]}),

@@ -76,6 +76,24 @@ def test_a_loss_that_is_a_mean_counts_once_an_update(cls, config, tmp_path, monk
     assert plain.state.log_history[-1]["train_loss"] == pytest.approx(ours.state.log_history[-1]["train_loss"])
 
 
+@pytest.mark.parametrize("first", [0, 16])
+@pytest.mark.parametrize("cls", [OursMean, DynagroupTrainer])
+def test_retries_are_exact_where_few_samples_have_labels(cls, first, tmp_path, monkeypatch):
+    """The first samples, or the whole first update, have none: whether the loss is a mean is found out nevertheless."""
+    rows, limit, model = toys.samples("causal", 48), Allocator(45), toys.causal_lm()
+    for row in [row for i, row in enumerate(rows) if i % 6 < 5 or i < first]:
+        row["labels"] = [-100] * len(row["labels"])
+    monkeypatch.setattr(toys, "samples", lambda *_: rows)
+    limit.in_forward(model)
+    how = {"train_sampling_strategy": "sequential"}
+    whole = trained(cls, tmp_path, monkeypatch, **how)
+    parts = trained(cls, tmp_path, monkeypatch, config={"out_of_memory": "retry"}, model=model, **how)
+    assert limit.failures
+    assert (parameters(whole.model) - parameters(model)).abs().max() < 1e-8
+    losses = [run.state.log_history[-1]["train_loss"] for run in (whole, parts)]
+    assert losses[0] == pytest.approx(losses[1])
+
+
 class Failing(MeanLoss):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         loss = super().compute_loss(model, inputs)

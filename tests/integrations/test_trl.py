@@ -81,6 +81,13 @@ def reward(folder: Any, budget: TokenBudget | None = None) -> Any:
     return made(trl.RewardTrainer, args, budget, pairs(), model=model)
 
 
+def cpo(folder: Any, budget: TokenBudget | None = None) -> Any:
+    from trl.experimental import cpo
+
+    how = {"per_device_train_batch_size": UPDATE // ranks(), "max_steps": 2, "cpo_alpha": 0.0}
+    return made(cpo.CPOTrainer, cpo.CPOConfig(str(folder), **COMMON, **how), budget, pairs(), model=toys.causal_lm())
+
+
 def found(run: Any) -> Run:
     run.train()
     return parameters(run.model), [entry for entry in run.state.log_history if "loss" in entry]
@@ -95,15 +102,16 @@ def all_runs(folder: Any) -> dict[str, tuple[Run, Run]]:
         "sft, packed": (found(sft(folder, PACKED, padding_free=True)), theirs),
         "reward": (found(reward(folder, PADDED)), found(reward(folder))),
         "dpo": (found(dpo(folder, PADDED)), found(dpo(folder))),
+        "cpo": (found(cpo(folder, PADDED)), found(cpo(folder))),
     }
 
 
 def assert_all_same(runs: dict[str, tuple[Run, Run]]) -> None:
     for name, ((ours, our_logs), (theirs, their_logs)) in runs.items():
-        assert (ours - theirs).abs().max() < (1e-6 if name == "dpo" else 1e-8), name  # DPO sums float32
+        assert (ours - theirs).abs().max() < (1e-6 if name in ("cpo", "dpo") else 1e-8), name  # they sum float32
         for one, other in zip(our_logs, their_logs, strict=True):
             assert one["loss"] == pytest.approx(other["loss"], abs=1e-6)
-            figures = FIGURES if name == "dpo" else ["num_tokens"] if name == "sft" else []
+            figures = {"dpo": FIGURES, "cpo": FIGURES[:-1], "sft": ["num_tokens"]}.get(name, [])
             assert [one[key] for key in figures] == pytest.approx([other[key] for key in figures], rel=1e-4, abs=1e-5)
 
 

@@ -39,8 +39,7 @@ SHAPES = [(8, 200), (3, 555), (30, 100)]
 MAPPINGS = (hf.MODEL_FOR_CAUSAL_LM_MAPPING, hf.MODEL_FOR_MASKED_LM_MAPPING, hf.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING)
 KINDS = sorted({kind for mapping in MAPPINGS for kind in mapping}, key=lambda kind: kind.__name__)
 SIZES = {
-    512: ("vocab_size",),
-    64: ("hidden_size", "d_model", "n_embd"),
+    512: ("vocab_size",), 64: ("hidden_size", "d_model", "n_embd"),
     3: ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"),
     4: ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads",
         "num_experts", "num_local_experts", "n_routed_experts"),

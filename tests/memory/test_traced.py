@@ -269,17 +269,13 @@ def test_adapters_train_alone_and_a_quantised_models_dtype_is_that_of_what_it_co
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    ({"memory": "lots"}, "`memory` must be a size such as 80GB or 24GiB"),
-    ({"memory": "24"}, "write 24GB"),
+    ({"memory": "lots"}, "`memory` must be a size such as 80GB or 24GiB"), ({"memory": "24"}, "write 24GB"),
     ({"memory": "1e999"}, "`memory` must be a size"),
     ({"dtpye": "bf16"}, r"has no option `dtpye`; did you mean `dtype`\?$"),
     ({"gradient_checkpoint": True}, r"did you mean `gradient_checkpointing`\?$"),
-    ({"num_layer": 3}, r"did you mean `num_layers`\?$"),
-    ({"zzz": 3}, "no option `zzz`$"),
-    ({"headroom": 1.5}, "at most 1(.0)?, but is 1.5"),
-    ({"optimizer": "best"}, "or one of adamw, .* but is 'best'"),
-    ({"sharding": "fsdp"}, "pass e.g. num_ranks=8"),
-    ({"lora": "all"}, "`lora` must be True, an int"),
+    ({"num_layer": 3}, r"did you mean `num_layers`\?$"), ({"zzz": 3}, "no option `zzz`$"),
+    ({"headroom": 1.5}, "at most 1(.0)?, but is 1.5"), ({"optimizer": "best"}, "or one of adamw, .* but is 'best'"),
+    ({"sharding": "fsdp"}, "pass e.g. num_ranks=8"), ({"lora": "all"}, "`lora` must be True, an int"),
     ({"dtype": "int3"}, "`dtype` must be one of"),
     ({"mode": "generate", "layout": "packed"}, "`layout` 'packed' needs mode 'train'"),
     ({"model": T5, "layout": "packed"}, "`layout` 'packed' is not available for encoder-decoder"),

@@ -64,14 +64,10 @@ def with_limit(case: Any, limit: float, **kwargs: Any) -> tuple[Any, Any]:
 
 @pytest.mark.filterwarnings("ignore:Using the model-agnostic default")
 @pytest.mark.parametrize(("limit", "kwargs"), [
-    (12, {"max_new_tokens": 9}),
-    (12, {"max_new_tokens": 9, "num_beams": 3}),
-    (40, {"max_new_tokens": 9, "num_beams": 3, "num_return_sequences": 2}),
-    (25, {"max_length": 20}),
-    (25, {"max_new_tokens": 9, "no_repeat_ngram_size": 2, "min_length": 6}),
-    (25, {}),
-    (25, {"max_new_tokens": 30, "pad_token_id": 7}),
-    (50, {"generation_config": CONFIG}),
+    (12, {"max_new_tokens": 9}), (12, {"max_new_tokens": 9, "num_beams": 3}),
+    (40, {"max_new_tokens": 9, "num_beams": 3, "num_return_sequences": 2}), (25, {"max_length": 20}),
+    (25, {"max_new_tokens": 9, "no_repeat_ngram_size": 2, "min_length": 6}), (25, {}),
+    (25, {"max_new_tokens": 30, "pad_token_id": 7}), (50, {"generation_config": CONFIG}),
 ], ids=str)  # fmt: skip
 def test_the_output_is_the_unsplit_one_token_for_token(case: Any, limit: int, kwargs: dict[str, Any]) -> None:
     rows = 1 if case[0].config.is_encoder_decoder else kwargs.get("num_beams", 1)  # encoders run before beams part

@@ -142,8 +142,7 @@ ODD = {**COLLATE(rows_of([3, 4])), "extra": torch.zeros(5)}
     (ODD, r"`extra` \(5,\) has no entry for each of 7 tokens or of 2 samples"),
     ({"input_ids": torch.ones(3, 1), "past_key_values": DynamicCache()}, r"`past_key_values` \(DynamicCache\) has no entry"),
     ({"a": torch.ones(2), "b": torch.ones(3)}, "cannot tell how many samples a batch has"),
-    (3, "a batch of type int cannot be split"),
-    (IMAGES, "cannot tell which images belong to which sample"),
+    (3, "a batch of type int cannot be split"), (IMAGES, "cannot tell which images belong to which sample"),
 ])  # fmt: skip
 def test_what_fits_no_rule_is_refused_with_the_way_out(batch: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

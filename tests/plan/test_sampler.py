@@ -377,9 +377,7 @@ def test_small_updates_hardly_pad_and_are_as_many_as_before():
 
 
 @pytest.mark.parametrize(("streams", "layout", "options"), [
-    (1, "padded", {}),
-    (1, "packed", {"shuffle": True}),
-    (2, "padded", {"shuffle": True}),
+    (1, "padded", {}), (1, "packed", {"shuffle": True}), (2, "padded", {"shuffle": True}),
     (2, "packed", {"samples_per_update": 4096, "grouping": 4}),
 ])  # fmt: skip
 def test_the_first_batch_of_many_samples_needs_no_memory_in_proportion_to_them(streams, layout, options):

@@ -330,12 +330,9 @@ ROWS = [[-100, 5, 6], [7, 8, -100]]
 
 
 @pytest.mark.parametrize(("batch", "shifted", "expected"), [
-    ({"labels": torch.tensor(ROWS)}, True, 3),
-    ({"labels": np.array(ROWS)}, False, 4),
-    ({"labels": ROWS}, True, 3),
+    ({"labels": torch.tensor(ROWS)}, True, 3), ({"labels": np.array(ROWS)}, False, 4), ({"labels": ROWS}, True, 3),
     ({"shift_labels": torch.tensor(ROWS), "labels": torch.tensor(ROWS)}, True, 4),
-    ({"labels": torch.tensor([0, 2, 1])}, True, 3),
-    ({"labels": torch.full((2, 3), -100)}, True, 0),
+    ({"labels": torch.tensor([0, 2, 1])}, True, 3), ({"labels": torch.full((2, 3), -100)}, True, 0),
     ({"labels": torch.tensor([[0.5, -100.0], [1.0, 2.0]])}, True, 4),
 ])  # fmt: skip
 def test_label_tokens_are_those_that_are_predicted(batch, shifted, expected):
