@@ -39,7 +39,7 @@ def test_every_part_is_there_and_writes_a_result_of_its_own_and_others_are_refus
         assert re.search("no_such|--out|--device", capsys.readouterr().err)
 
 
-BARE = """
+BARE = """# a machine that has torch and transformers alone, and no network
 import socket, sys
 absent = "xgboost scipy datasets pyarrow trl accelerate matplotlib pandas PIL lightning odb dynabatch lhotse"
 sys.modules |= dict.fromkeys(absent.split())
@@ -47,7 +47,6 @@ socket.socket.connect = socket.create_connection = None
 from benchmarks.__main__ import main
 sys.exit(main(["gpu", "--dry", "--out", sys.argv[1]]))
 """
-"""The campaign on a machine that has torch and transformers alone, and no network."""
 
 
 def python(*words: str) -> str:

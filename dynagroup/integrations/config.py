@@ -19,6 +19,7 @@ COUPLED = {
     "DistillationTrainer": "it forms batches from the teacher's output; use TRL's own",
 }
 """TRL trainers whose losses need TRL's own batches, and what to do instead."""
+FITTING = ("SFTTrainer", "DPOTrainer", "RewardTrainer", "CPOTrainer", "ORPOTrainer", "TPOTrainer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +116,9 @@ def refuse_unsupported(trainer: Any, config: DynagroupConfig) -> None:
     losses = set(getattr(trainer, "loss_types", ())) if "DPOTrainer" in ours else set()
     sorting, by_tokens = {"aot", "aot_unpaired"} & losses, "sft" in losses or "ORPOTrainer" in ours
     own = "every rank loads its own batches; set it to False"
-    wrong = {f"TRL's {name}": (name in ours, instead) for name, instead in COUPLED.items()}
+    named = next((c.__name__ for c in type(trainer).__mro__ if c.__module__.startswith("trl.")), FITTING[0])
+    instead = COUPLED.get(named, f"only {', '.join(FITTING)} are known to fit; use TRL's own batches")
+    wrong = {f"TRL's {named}": (named not in FITTING, instead)}
     wrong |= {
         f"DPO with loss_type={min(sorting, default='')!r}": (
             sorting,

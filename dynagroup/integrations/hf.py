@@ -146,7 +146,7 @@ class DynagroupTrainerMixin(Evaluator):
 
 @cache
 def dynagroup_trainer(trainer_class: type) -> type:
-    """Makes a Trainer class with batches that fit from yours, transformers' or TRL's (SFT, DPO, Reward). New arguments:
+    """Makes a Trainer class with batches that fit from yours, transformers' or TRL's (SFT, DPO, ...). New arguments:
 
     * ``dynagroup``: limit of a batch: tokens with padding (int, or ``TokenBudget(16_384)``), any other budget, or a
       :class:`DynagroupConfig` with more settings. Required.

@@ -178,10 +178,8 @@ class OnlineDataLoader(StepLoader[Any]):
         needed = together(states, *self._rank_and_size())
         running, epoch, learned = needed[0]["running"], needed[0]["epoch"], self._learned
         if running is not None and running["order"] != self._orders.fingerprint(epoch):
-            raise StateError(
-                f"`{self._orders.decided_by}` must give the same indices in epoch {epoch} as in the saved run; "
-                "seed its generator the same, or give it a set_epoch"
-            )
+            must = f"must give the same indices in epoch {epoch} as in the saved run"
+            raise StateError(f"`{self._orders.decided_by}` {must}; seed its generator the same, or give it a set_epoch")
         return needed, None if learned is None else learned.restored([state["lengths"] for state in needed])
 
     def _restore(self, found: tuple[list[Mapping[str, Any]], LearnedLengths | None]) -> None:

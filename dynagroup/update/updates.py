@@ -234,7 +234,5 @@ def compare_ranks(world: World, plan: Updates, identity: Mapping[str, Any], plac
     found = world.all_max([*marks, *(-mark for mark in marks)])
     differing = [name for i, name in enumerate(facts) if found[i] != -found[i + len(marks)]]
     if differing:
-        raise AlignmentError(
-            f"ranks have different {', '.join(differing)} at the start of epoch {place.epoch}; "
-            "give all ranks the same data, seeds, schedules and saved states"
-        )
+        told = f"ranks have different {', '.join(differing)} at the start of epoch {place.epoch}"
+        raise AlignmentError(f"{told}; give all ranks the same data, seeds, schedules and saved states")

@@ -150,7 +150,8 @@ def test_losses_and_trainers_that_need_their_own_batches_are_refused(tmp_path) -
     with pytest.raises(ConfigError, match="out_of_memory='retry' for pairs .*pass a `splitter` that keeps"):
         attach(dpo(tmp_path), DynagroupConfig(budget=PADDED, out_of_memory="retry"))
     run = trainer("causal", tmp_path, fits=False)
-    for original in [getattr(trl, name) for name in COUPLED if hasattr(trl, name)]:
+    unknown = type("New", (trl.SFTTrainer,), {"__module__": "trl.x"})
+    for original in (unknown, *(getattr(trl, name) for name in COUPLED if hasattr(trl, name))):
         run.__class__ = type("Mine", (original,), {})
         with pytest.raises(ConfigError, match=f"TRL's {original.__name__} cannot be combined with dynagroup"):
             attach(run, 100)

@@ -209,7 +209,6 @@ def test_broken_loaders_are_found(fault, message):
         assert_loader_laws(lambda world: kind(Tokens(MORE), MORE, TokenBudget(96), world=world, **how))
 
 
-# Every state that a loader gives is taken back, on any number of ranks, and each sample of the epoch comes once.
 DRAWN = np.random.default_rng(24).integers(1, 60, 23).tolist()
 
 

@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ SIZES = {
 }  # fmt: skip
 OF_ANY = {name: size for size, names in SIZES.items() for name in names}
 HEADS = ("head_dim", "num_key_value_heads")
-LEFT_OUT = ((), HEADS[:1], HEADS[1:], HEADS, {*OF_ANY} - {*SIZES[512], *SIZES[3]}, OF_ANY)
+LEFT_OUT = ((), HEADS[:1], HEADS[1:], HEADS, {*OF_ANY} - {*SIZES[512], *SIZES[3]})
 ROOT = Path(__file__).parent.parent.parent
 DATA = ROOT / "regressor" / "data" / "simulated.parquet"
 SHIPPED = ROOT / "dynagroup" / "memory" / "artifacts" / "pretrained.ubj"
@@ -115,7 +116,6 @@ def test_a_linear_model_and_dropout_without_scores_are_counted_by_hand():
     x, hidden, out, weight = 4 * 128 * 256 * 4, 4 * 128 * 1024 * 4, 4 * 128 * 256 * 4, 1024 * 256 * 4
     # In the backward pass: input, hidden, hidden's gradient and a fresh weight gradient are alive together.
     assert x + 2 * hidden + weight <= row.batch_bytes <= x + 2 * hidden + out + weight + 4096
-    # CUDA's fused kernels take dropout; the CPU's path would keep L x L scores per head.
     config = models.gpt2(vocab=500, width=64, heads=8, dropout=0.1, n_positions=4096)
     short, long = batch_bytes(config, [(1, 1024), (1, 4096)], attention="flash", dtype="bfloat16")
     assert long / short == pytest.approx(4, rel=0.05)
@@ -176,9 +176,10 @@ def test_what_fails_or_has_no_time_left_is_written_down_and_the_others_are_measu
 
 def smaller(kind: Any) -> Iterator[Any]:
     """Configs of a model with fewer and smaller layers that can be built: small in all sizes first, at last in few."""
-    for left_out in LEFT_OUT:
+    for depth, left_out in (*product((3, 12), LEFT_OUT), (3, OF_ANY)):
+        sizes = {**OF_ANY, **dict.fromkeys(SIZES[3], depth)}
         with suppress(Exception):  # whatever the architecture's own code raises: other sizes may do
-            config = kind(**{k: v for k, v in OF_ANY.items() if k in kind().to_dict() and k not in left_out})
+            config = kind(**{k: v for k, v in sizes.items() if k in kind().to_dict() and k not in left_out})
             with torch.device("meta"):
                 hf.AutoModel.from_config(config)
             yield config
