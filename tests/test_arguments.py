@@ -51,10 +51,8 @@ CALLS: dict[str, Callable[..., Any]] = {
     "lengths budget shuffle window seed hardest_first work samples_per_update order oversize uneven rank world_size": sampler,
     "lengths budget samples_per_update shuffle seed weigh world": planned,
     "budget length_of batch_sampler shuffle length_hint window samples_per_update accumulation seed weigh world": online,
-    "max_tokens max_samples pad_to_multiple_of layout":
-        lambda **how: sampler(budget=TokenBudget(**{"max_tokens": 20, **how})),
-    "batch_size longest headroom pad_to_multiple_of":
-        lambda **how: sampler(budget=MemoryBudget(**{"batch_size": 2, **how})),
+    "max_tokens max_samples pad_to_multiple_of layout": lambda **how: sampler(budget=TokenBudget(**{"max_tokens": 20, **how})),
+    "batch_size longest headroom pad_to_multiple_of": lambda **how: sampler(budget=MemoryBudget(**{"batch_size": 2, **how})),
     "length": lambda length: sampler(lengths=[3, 3, length]), "index": lambda index: sampler(order=[0, 1, index]),
     "weight": lambda weight: planned(weigh=lambda batch: weight),
     "answer": lambda answer: online(length_of=lambda sample: answer),

@@ -52,13 +52,10 @@ SAID_OF_OTHERS = [
     "unable to write to file </torch_12_34>: No space left on device (28)",
 ]
 LOOK_ALIKES = [
-    *map(RuntimeError, SAID_OF_OTHERS),
-    accelerator_error("CUDA error: device-side assert triggered"),
-    ValueError("CUDA out of memory"),
-    OSError(errno.ENOSPC, "No space left on device"),
-    KeyboardInterrupt(),
+    *map(RuntimeError, SAID_OF_OTHERS), accelerator_error("CUDA error: device-side assert triggered"),
+    ValueError("CUDA out of memory"), OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt(),
     BudgetError("sample 3 does not fit even alone. The allocator said: CUDA out of memory"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("error", [*OUT_OF_MEMORY, *LOOK_ALIKES], ids=lambda e: f"{type(e).__name__}: {e}"[:60])
@@ -91,14 +88,11 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A CUDA device of 2,000 bytes whose counters stand where the test puts them."""
     counters = SimpleNamespace(peak=100, free=700, reserved=300, share=1.0)
     stand_ins: dict[str, Any] = {
-        "is_available": lambda: True,
-        "current_device": lambda: 3,
-        "mem_get_info": lambda at: (counters.free, 2000),
-        "memory_reserved": lambda at: counters.reserved,
-        "max_memory_allocated": lambda at: counters.peak,
+        "is_available": lambda: True, "current_device": lambda: 3, "mem_get_info": lambda at: (counters.free, 2000),
+        "memory_reserved": lambda at: counters.reserved, "max_memory_allocated": lambda at: counters.peak,
         "get_device_properties": lambda at: SimpleNamespace(total_memory=2000),
         "get_per_process_memory_fraction": lambda at: counters.share,
-    }
+    }  # fmt: skip
     for name, value in stand_ins.items():
         monkeypatch.setattr(torch.cuda, name, value, raising=False)
     return counters

@@ -65,30 +65,23 @@ class Slotted:
 LARGE = np.arange(5000)
 OTHER = np.where(LARGE == 2500, 0, LARGE)
 DIFFERENT = {
-    "lambda": (lambda n: n * 2, lambda n: n * 3),
-    "closure": (make(3), make(4)),
+    "lambda": (lambda n: n * 2, lambda n: n * 3), "closure": (make(3), make(4)),
     "closure over a function": ((lambda f: lambda n: f(n))(make(3)), (lambda f: lambda n: f(n))(make(4))),
-    "default": (lambda n, k=1: n, lambda n, k=2: n),
-    "a budget's number": (TokenBudget(16), TokenBudget(17)),
+    "default": (lambda n, k=1: n, lambda n, k=2: n), "a budget's number": (TokenBudget(16), TokenBudget(17)),
     "nested code": (lambda: [x + 1 for x in ()], lambda: [x + 2 for x in ()]),
-    "partial": (functools.partial(pow, 2), functools.partial(pow, 3)),
-    "large array": (LARGE, OTHER),
+    "partial": (functools.partial(pow, 2), functools.partial(pow, 3)), "large array": (LARGE, OTHER),
     "array in an object": (Holder(LARGE), Holder(OTHER)),
     "tensor": (torch.zeros(3000), torch.zeros(3000).index_fill(0, torch.tensor([1500]), 1.0)),
     "bound method": (Holder(3).rule, Holder(4).rule),
     "read through a closure": ((lambda h: lambda n: h.limit)(Holder(3)), (lambda h: lambda n: h.limit)(Holder(4))),
-    "object": (Holder(3), Holder(4)),
-    "constant outside the attributes": (own_budget(3), own_budget(4)),
-    "long text": ("a" * 900, "a" * 899 + "b"),
-    "name": (friendly_size, multiple_of(8)),
+    "object": (Holder(3), Holder(4)), "constant outside the attributes": (own_budget(3), own_budget(4)),
+    "long text": ("a" * 900, "a" * 899 + "b"), "name": (friendly_size, multiple_of(8)),
     "a budget's model": tuple(MemoryBudget(2, longest=8, model=Holder(factor)) for factor in (1, 2)),
-    "set": ({1, 2}, {1, 3}),
-    "what is held by name": (torch.float32, torch.float64),
+    "set": ({1, 2}, {1, 3}), "what is held by name": (torch.float32, torch.float64),
     "arguments of a pickle": (torch.device("cpu"), torch.device("meta")),
     "items of a mapping": (collections.OrderedDict(a=1), collections.OrderedDict(a=2)),
-    "class attribute": (type("Own", (), {"k": 1})(), type("Own", (), {"k": 2})()),
-    "slots": (Slotted(1), Slotted(2)),
-}
+    "class attribute": (type("Own", (), {"k": 1})(), type("Own", (), {"k": 2})()), "slots": (Slotted(1), Slotted(2)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("one", "other"), DIFFERENT.values(), ids=DIFFERENT)

@@ -20,6 +20,7 @@ from dynagroup.plan.cost import DEFAULT_WORK, Work
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.shapes import BatchShape, IntArray, primary
 from dynagroup.update.filling import FillingCollator
+from dynagroup.update.loss_weight import weigher
 from dynagroup.validation import warn_user
 
 
@@ -163,10 +164,9 @@ class Evaluator(TrainerSteps):
             rows = rows.batch_sampler
         if not isinstance(rows, EvaluationRows):
             return super().evaluation_loop(dataloader, description, *args, **kwargs)
-        run = self._evaluation = _Pass(rows, self.accelerator)
         compute, before = self.compute_metrics, self.args.average_tokens_across_devices
-        self.gather_function = run.gather
-        self.args.average_tokens_across_devices = False  # so that each rank's loss is the mean over its own batch
+        run = self._evaluation = _Pass(rows, self.accelerator)
+        self.gather_function, self.args.average_tokens_across_devices = run.gather, False
         if compute is not None and not self.args.batch_eval_metrics:
             parts = lambda found: (found.predictions, found.label_ids, found.inputs)  # noqa: E731
             self.compute_metrics = lambda found: compute(EvalPrediction(*map(run.in_order, parts(found))))
@@ -190,20 +190,22 @@ class Evaluator(TrainerSteps):
             return super().prediction_step(model, inputs, *args, **kwargs)
         run.row += 1
         repeats = self.accelerator.process_index >= run.rows.num_real[run.row]
-        weight = 0.0 if repeats else self._evaluation_weight(inputs)
         count = len(run.rows.rows[run.row])
         own = defines_compute_loss(type(self)) or self.compute_loss_func is not None  # might count added rows
+        items = self._get_num_items_in_batch([inputs], self.args.device)
+        mean = items is None or self.loss_is_scaled_for_ga is False or bool(self._found_mean)
+        if own or self.dynagroup.weigh not in ("auto", "tokens"):
+            mean = self._loss_is_a_mean(model, [inputs], items)
+        weight, scale = weigher(self._weigh)(inputs, len(next(iter(inputs.values())))) if mean else float(items), 1.0
+        if own and not mean:  # it may count on the items of all ranks; other losses are of a rank's batch alone
+            self.args.average_tokens_across_devices = True
+            total = float(self._get_num_items_in_batch([inputs], self.args.device))
+            scale = total / max(weight, 1.0) / self.accelerator.num_processes
         if run.rows.shapes and (self._filling_tried or not own):
             inputs = FillingCollator(None, run.rows.ladder, self._pad).fill(inputs, count, run.rows.shapes[run.row])
         with trl_figures(self, idle=repeats):
             found = super().prediction_step(model, inputs, *args, **kwargs)
+        self.args.average_tokens_across_devices = False
         if found[0] is not None:
-            run.losses.append((float(found[0]), weight))
+            run.losses.append((float(found[0]) * scale, 0.0 if repeats else weight))
         return found[0], *(_mapped(lambda values: values[:count] if values.ndim else values, one) for one in found[1:])
-
-    def _evaluation_weight(self, inputs: Any) -> float:
-        if self.dynagroup.weigh == "samples" and self._found_mean is not False:
-            return float(len(next(iter(inputs.values()))))
-        mean = self.loss_is_scaled_for_ga is False or self._found_mean
-        items = None if mean else self._get_num_items_in_batch([inputs], self.args.device)
-        return float(self._weigh(inputs) if items is None else items)

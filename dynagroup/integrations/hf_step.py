@@ -17,7 +17,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import has_length
 
 from dynagroup.device import is_out_of_memory
-from dynagroup.distributed import World
+from dynagroup.distributed import World, current_world
 from dynagroup.errors import ConfigError
 from dynagroup.integrations.config import DynagroupConfig, trl_classes
 from dynagroup.integrations.hf_data import UpdateItems
@@ -155,7 +155,7 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
         if not isinstance(inputs, list):
             return super().training_step(model, inputs, num_items_in_batch)
         total: Any = 0.0
-        mean = self._loss_is_a_mean(model, inputs, num_items_in_batch)
+        mean = self._loss_is_a_mean(model, [step.batch for step in inputs], num_items_in_batch)
         if inputs[0].filled and not self._filling_tried:
             own = defines_compute_loss(type(self)) or self.compute_loss_func is not None
             counts = own and mean and self.update_loader.budget.layout != "packed"
@@ -172,7 +172,7 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
                 total = total + super().training_step(model, step.batch, items)
         return total
 
-    def _loss_is_a_mean(self, model: Any, update: list[Step[Any]], num_items_in_batch: Any) -> bool:
+    def _loss_is_a_mean(self, model: Any, batches: list[Any], num_items_in_batch: Any) -> bool:
         """Returns whether the loss is a mean over its batch, and not a sum divided by the items of the whole update."""
         if self.loss_is_scaled_for_ga is not None:
             return not self.loss_is_scaled_for_ga
@@ -180,9 +180,9 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
             return True
         if self.label_smoother is not None and self.compute_loss_func is None and not defines_compute_loss(type(self)):
             return False
-        for step in update:
+        for batch in batches:
             if self._found_mean is None:
-                self._found_mean = is_a_mean(self, model, self._probe(step.batch), self.update_loader.world)
+                self._found_mean = is_a_mean(self, model, self._probe(batch), self.dynagroup.world or current_world())
         return self._found_mean is not False
 
     def _probe(self, batch: Any) -> Any:

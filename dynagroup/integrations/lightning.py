@@ -65,6 +65,11 @@ class LightningSteps(Callback):
         if not self._listens:
             raise ConfigError("LightningSteps must also be a callback; make the Trainer with callbacks=[steps]")
         self._ahead.clear()
+        if self._inside and self.begun_epoch is not None:  # a further fit of a Trainer begins its first epoch twice
+            if self._restored is None:
+                self.loader.set_epoch(self.begun_epoch)
+            else:
+                self.loader.load_state_dict(self._restored)
         if self.loader.sizes is not None and not self.loader.num_updates:  # Lightning would try for ever
             few = f"{self.loader.num_samples} samples are too few for one update"
             raise ConfigError(f"{few}; use smaller updates, or drop_last=False")
@@ -105,8 +110,11 @@ class LightningSteps(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
+            left = self.state_dict() if self._cut and trainer.current_epoch else None
             self._restored, self._state, self.begun_epoch, self._listens, self._first = None, None, None, True, True
             self._due = self._cut = 0
+            if left is not None:  # the Trainer's last fit ended inside an epoch, which is finished first
+                self.load_state_dict(left)
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         limit = trainer.limit_train_batches

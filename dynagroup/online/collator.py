@@ -223,10 +223,8 @@ class RefinementCollator:
 
     def _check_alone(self, indices: Sequence[int], lengths: Streams) -> None:
         if len(indices) > 1:
-            raise BudgetError(
-                f"the batch of dataset indices {shorten(indices)} must fit, because a larger one does; "
-                "correct the budget's `fits`, see assert_budget_law"
-            )
+            wrong = f"the batch of dataset indices {shorten(indices)} must fit, because a larger one does"
+            raise BudgetError(f"{wrong}; correct the budget's `fits`, see assert_budget_law")
         if self.oversize == "error":
             way_out = "truncate it, filter it out, raise the budget, or pass oversize='alone'"
             raise BudgetError(f"sample {indices[0]} ({units_of(lengths, 0)}) does not fit even alone; {way_out}")

@@ -119,10 +119,8 @@ class IndexedDataset(_Forwarding):
 def _fetch(dataset: Any, indices: Sequence[int]) -> list[Any]:
     samples = [*fetch(dataset, indices, always=True)]
     if len(samples) != len(indices):
-        raise RuntimeError(
-            f"the dataset's __getitems__ returned {len(samples)} samples for the indices {shorten(indices)}; "
-            "it must return one sample per index, in order"
-        )
+        found = f"the dataset's __getitems__ returned {len(samples)} samples for the indices {shorten(indices)}"
+        raise RuntimeError(f"{found}; it must return one sample per index, in order")
     return samples
 
 

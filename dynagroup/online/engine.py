@@ -211,10 +211,9 @@ class Runner(ABC):
     def _count(self, batch: Refined) -> None:
         self.stats.count_step(len(batch), batch.real, batch.padded)
         if batch.oversize and not self.stats.oversize:
-            warn_user(
-                f"sample {batch.indices[0]} ({units_of(batch.lengths, 0)}) does not fit the budget even alone and is a batch "
-                "of its own (stats.oversize counts such samples); truncate it, raise the budget, or pass oversize='error'"
-            )
+            who = f"sample {batch.indices[0]} ({units_of(batch.lengths, 0)})"
+            told = f"{who} does not fit the budget even alone and is a batch of its own (stats.oversize counts such samples)"
+            warn_user(f"{told}; truncate it, raise the budget, or pass oversize='error'")
         self.stats.oversize += batch.oversize
         if self.learned is not None:
             labelled = self.workers.collator.has_kinds

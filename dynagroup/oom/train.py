@@ -2,12 +2,14 @@
 gradients are averaged once, at the end of an update, and not by DDP."""
 
 import math
+import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn import SyncBatchNorm
@@ -225,13 +227,14 @@ class OomSafeBackward:
 
     def _attempt(self, update: Update, part: Part) -> bool:
         """Returns whether the part fits in memory. A failure may leave only gradients behind (``_began``)."""
-        # The random states that dropout uses: torch's on the CPU and on one device.
-        kind = self._device.type
-        sources: list[Any] = [torch] if kind == "cpu" else [torch, getattr(torch, kind)]
+        # The random states that layers use: torch's on the CPU and on one device, Python's and numpy's.
+        sources: Any = [(random.getstate, random.setstate), (np.random.get_state, np.random.set_state)]
+        for source in [torch] if self._device.type == "cpu" else [torch, getattr(torch, self._device.type)]:
+            sources.append((source.get_rng_state, source.set_rng_state))
         if part.rng is None:
-            part.rng = [source.get_rng_state() for source in sources]
-        for source, state in zip(sources, part.rng, strict=True):
-            source.set_rng_state(state)
+            part.rng = [read() for read, _ in sources]
+        for (_, restore), state in zip(sources, part.rng, strict=True):
+            restore(state)
         self._began = False
         samples, shape = part.samples(self._splitter), partial(part.shape, self._splitter)
         part.loss, error = attempt(partial(self._run, part), samples, shape, self.learned, self._peak)

@@ -131,10 +131,8 @@ class Planner:
             way_out = "truncate or filter them, raise the budget, or pass oversize='alone' or 'drop'"
             raise BudgetError(f"sample {first} ({units}) does not fit even alone, nor do {others} others; {way_out}")
         kept = "left out" if done == "drop" else "each a batch of its own"
-        warn_user(
-            f"{others + 1} samples do not fit the budget even alone and are {kept}; the first is sample {first} with {units}; "
-            "truncate them, raise the budget, or pass oversize='error'"
-        )
+        told = f"{others + 1} samples do not fit the budget even alone and are {kept}; the first is sample {first} with {units}"
+        warn_user(f"{told}; truncate them, raise the budget, or pass oversize='error'")
 
     def renewed(self, world: World | None = None, *, apply: bool = True) -> "Planner":
         """Returns the planner of the next epoch: a new one if the budget has learned another limit, else this one.

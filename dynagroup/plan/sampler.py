@@ -226,10 +226,8 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
             run = _Run([here], here.steps, 1, None)
         first, used = run.borders[0].steps, run.steps if num_steps is None else num_steps
         if not first <= used <= run.steps:
-            raise StateError(
-                f"`num_steps` must be from {first} to {run.steps}, the steps of this epoch that were yielded, "
-                f"but is {used}; count from the beginning of the epoch, with the steps before a resume"
-            )
+            must = f"must be from {first} to {run.steps}, the steps of this epoch that were yielded, but is {used}"
+            raise StateError(f"`num_steps` {must}; count from the epoch's beginning, with the steps before a resume")
         before = run.borders[bisect_right(run.borders, used, key=lambda cursor: cursor.steps) - 1]
         fields = {
             "cursor": before.after_rows(used - before.steps, run.ranks, run.limit).state(),
@@ -248,10 +246,8 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         state = agreed(opened(listed(state_dict), KIND, self._planner.identity))
         cursor = Cursor.of(state["cursor"])
         if state["order"] != (None if self._order is None else self._order.checksum(cursor.epoch)):
-            raise StateError(
-                f"`order` must yield the same indices in epoch {cursor.epoch} as when the state was saved (or none, as then); "
-                "seed its generator the same, or give it a set_epoch"
-            )
+            must = f"must yield the same indices in epoch {cursor.epoch} as when the state was saved (or none, as then)"
+            raise StateError(f"`order` {must}; seed its generator the same, or give it a set_epoch")
         with LearningBudget.taken_up(self._planner.budget, state):
             planner = self._planner.rebuilt()
             planner.check_left_out(state)

@@ -73,16 +73,13 @@ def two_of_three(row):
 
 
 SAME = {
-    "clipped": ({"max_grad_norm": 0.3}, {}),
-    "shapes": ({}, {"config": {"shapes": 3}}),
-    "preflight": ({}, {"config": {"preflight": True}}),
-    "online": ({}, {"config": ONLINE, "dataloader_num_workers": 1}),
+    "clipped": ({"max_grad_norm": 0.3}, {}), "shapes": ({}, {"config": {"shapes": 3}}),
+    "preflight": ({}, {"config": {"preflight": True}}), "online": ({}, {"config": ONLINE, "dataloader_num_workers": 1}),
     "kind_of": ({}, {"config": {**ONLINE, "kind_of": two_of_three}}),
-    "kinds": ({}, {"config": {"kinds": [None, "a", "a"] * 32}}),
-    "library loss": ({"exact_loss": False}, {}),
+    "kinds": ({}, {"config": {"kinds": [None, "a", "a"] * 32}}), "library loss": ({"exact_loss": False}, {}),
     "packed": ({}, {"config": {"budget": BUDGET}}),
     "label smoothing": ({"exact_loss": False, "label_smoothing_factor": 0.1}, {}),
-}
+}  # fmt: skip
 CASES = [(kind, name) for kind in MODELS for name in ("clipped", "shapes")]
 CASES += [("causal", name) for name in ("preflight", "online", "kind_of", "kinds", "packed", "library loss")]
 CASES += [("seq2seq", "label smoothing")]

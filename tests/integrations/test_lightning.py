@@ -125,6 +125,17 @@ def test_an_epoch_that_max_steps_ended_is_finished_before_the_next(tmp_path, onl
     assert (parameters(whole) - parameters(leg)).abs().max() < 1e-12
 
 
+@pytest.mark.parametrize("first", [{"max_epochs": 2}, {"max_epochs": 3, "max_steps": 4}], ids=str)
+def test_a_second_fit_goes_on_where_the_first_one_ended(tmp_path, first):
+    whole, module = Module(), Module()
+    fit(tmp_path, whole, loader(), max_epochs=3)
+    trainer = fit(tmp_path, module, loader(), **first)
+    trainer.fit_loop.max_epochs, trainer.fit_loop.epoch_loop.max_steps = 3, -1
+    [steps] = [callback for callback in trainer.callbacks if isinstance(callback, LightningSteps)]
+    trainer.fit(module, steps)
+    assert [indices for _, indices in module.seen] == [indices for _, indices in whole.seen]
+
+
 def test_a_place_that_comes_too_late_is_refused(tmp_path, monkeypatch):
     """As from strategies that restore after optimizers are made."""
     restored = LightningSteps.load_state_dict
@@ -152,12 +163,16 @@ def test_misuse_is_named_and_a_fast_run_is_none(tmp_path):
         lightning.Trainer(**QUIET, enable_checkpointing=False).fit(Module(), steps)
 
 
+class Unsized(torch.utils.data.DataLoader):
+    __len__ = None  # as the page says: Lightning would ask it once, and end later epochs there
+
+
 class Epochs(Module):
     """Only notes what a plain DataLoader brings."""
 
     def train_dataloader(self):
-        sampler = LengthAwareBatchSampler(toys.lengths(ROWS), TokenBudget(160), shuffle=True)
-        return torch.utils.data.DataLoader(range(len(ROWS)), batch_sampler=sampler, collate_fn=list)
+        sampler = LengthAwareBatchSampler(toys.lengths(ROWS), TokenBudget(70), shuffle=True)  # 6 steps, then 7
+        return Unsized(range(len(ROWS)), batch_sampler=sampler, collate_fn=list)
 
     def training_step(self, indices, batch_idx):
         self.seen.append((self.current_epoch, indices))

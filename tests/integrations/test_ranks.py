@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from dynagroup import ConfigError, LengthAwareBatchSampler, OnlineDataLoader, ShapeLadder, TokenBudget
+from dynagroup.integrations.hf import DynagroupTrainer
 from dynagroup.testing import assert_conserves
 from tests.integrations import test_accelerate, test_hf_losses, toys
 from tests.integrations.test_hf_losses import with_and_without_failures
@@ -124,6 +125,21 @@ def resumed_at_an_epochs_end(folder: str) -> tuple[int, int, torch.Tensor, torch
     return ends[0], again.state.global_step, parameters(whole.model), parameters(again.model)
 
 
+class OfSums(DynagroupTrainer):
+    """Loss of one's own, divided by the items of all ranks, whose mean gradient DDP takes."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+        loss = toys.float64_causal_loss(outputs, inputs["labels"], num_items_in_batch) * self.accelerator.num_processes
+        return (loss, outputs) if return_outputs else loss
+
+
+def loss_of(cls: type, folder: str) -> float:
+    run = trainer("causal", folder, fits=True, eval_dataset=toys.samples("causal", 11))
+    run.__class__ = cls
+    return run.evaluate()["eval_loss"]
+
+
 def trainers(folder: str) -> dict[str, Any]:
     cut = {"exact_loss": True, "gradient_accumulation_steps": 2, "count": 48, "max_steps": 3, "logging_steps": 1}
     run = trainer("classifier", folder, fits=True, eval_dataset=toys.samples("classifier", 11))
@@ -134,6 +150,7 @@ def trainers(folder: str) -> dict[str, Any]:
         "resumed": resumed_at_an_epochs_end(folder),
         "evaluated": [*evaluated, run.predict(run.eval_dataset)],
         "packed": [training.packed(kind, "sdpa") for kind in ("planned", "online")],
+        "losses": [loss_of(OfSums, folder), loss_of(DynagroupTrainer, folder)],
     }
 
 
@@ -160,6 +177,8 @@ def test_a_run_resumed_at_an_epochs_end_goes_on_and_predictions_are_in_dataset_o
         assert (whole - again).abs().max() < 1e-8
     run = trainer("classifier", tmp_path, fits=False, eval_dataset=toys.samples("classifier", 11))
     expected = run.predict(run.eval_dataset)
+    for rank in ranks:
+        assert rank["trainers"]["losses"] == pytest.approx([loss_of(DynagroupTrainer, tmp_path)] * 2)
     for found in (found for rank in ranks for found in rank["trainers"]["evaluated"]):
         assert abs(found.predictions - expected.predictions).max() < 1e-6
         assert found.metrics["test_loss"] == pytest.approx(expected.metrics["test_loss"], rel=1e-6)

@@ -22,15 +22,10 @@ MIXTURE = {"num_local_experts": 2, "num_experts": 2, "num_experts_per_tok": 1}
 VISION = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
 NO_HEAD_DIM = ("Phimoe", "ModernBert", "LayoutLM", "Bloom")
 ALIKE: dict[str, dict[str, Any]] = {
-    "Llama": {"num_key_value_heads": 1},
-    "Qwen3": {},
-    "Gemma": {},
-    "Mistral": {"sliding_window": 3},
-    "Gemma3Text": {"sliding_window": 3},
-    "Cohere2": {"sliding_window": 3},
-    "Olmoe": MIXTURE,
+    "Llama": {"num_key_value_heads": 1}, "Qwen3": {}, "Gemma": {}, "Mistral": {"sliding_window": 3},
+    "Gemma3Text": {"sliding_window": 3}, "Cohere2": {"sliding_window": 3}, "Olmoe": MIXTURE,
     "ModernBert": {"local_attention": 6},
-}
+}  # fmt: skip
 MORE: dict[str, tuple[dict[str, Any], str]] = {
     "Gemma2": ({"attn_logit_softcapping": 1.0, "sliding_window": 3}, "`softcap`, which packed attention does not support"),
     "GptOss": ({"sliding_window": 3, **MIXTURE}, "`s_aux`, which"),

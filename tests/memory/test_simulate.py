@@ -58,18 +58,14 @@ SHIPPED = ROOT / "dynagroup" / "memory" / "artifacts" / "pretrained.ubj"
 KNOWN = Workload(
     mode="train", num_layers=24, num_encoder_layers=0, hidden_size=896, num_heads=14, num_kv_heads=2, head_size=64,
     intermediate_size=4864, experts_per_token=1, gated_mlp=True, dropout=False, vocabulary_size=151936, lm_head=True,
-    encoder_decoder=False, fixed_tokens=0, num_parameters=494032768, trainable_share=1.0,
-    dtype="bfloat16", attention="sdpa", score_bias=False, gradient_checkpointing=False, optimizer_bytes=4.0,
-    max_new_tokens=0,
+    encoder_decoder=False, fixed_tokens=0, num_parameters=494032768, trainable_share=1.0, dtype="bfloat16",
+    attention="sdpa", score_bias=False, gradient_checkpointing=False, optimizer_bytes=4.0, max_new_tokens=0,
 )  # fmt: skip
 WORKLOADS = {
-    "unknown": Workload(),
-    "train": KNOWN,
-    "eager": KNOWN.replace(attention="eager", gradient_checkpointing=True),
+    "unknown": Workload(), "train": KNOWN, "eager": KNOWN.replace(attention="eager", gradient_checkpointing=True),
     "generate": KNOWN.replace(mode="generate", max_new_tokens=256, trainable_share=0.0, optimizer_bytes=0.0),
-    "mode": Workload(mode="generate"),
-    "strange": KNOWN.replace(hidden_size=20480, num_heads=320, num_layers=200),
-}
+    "mode": Workload(mode="generate"), "strange": KNOWN.replace(hidden_size=20480, num_heads=320, num_layers=200),
+}  # fmt: skip
 
 
 def batch_bytes(config, shapes, mode="train", **known):

@@ -37,17 +37,13 @@ MAMBA2 = hf.Mamba2Config(vocab_size=90, hidden_size=32, num_hidden_layers=2, num
 
 AUTOCAST = {"dtype": "float32", "autocast": "bfloat16", "attention": "eager", "gradient_checkpointing": True}
 CASES = {
-    "llama": (LLAMA, "train", {"dtype": "bfloat16"}),
-    "llama autocast": (LLAMA, "train", AUTOCAST),
-    "llama generating": (LLAMA, "generate", {"dtype": "bfloat16", "max_new_tokens": 70}),
-    "bert": (BERT, "train", {}),
-    "t5": (T5, "train", {"dtype": "bfloat16"}),
-    "wide generating": (WIDE, "generate", {"max_new_tokens": 40}),
+    "llama": (LLAMA, "train", {"dtype": "bfloat16"}), "llama autocast": (LLAMA, "train", AUTOCAST),
+    "llama generating": (LLAMA, "generate", {"dtype": "bfloat16", "max_new_tokens": 70}), "bert": (BERT, "train", {}),
+    "t5": (T5, "train", {"dtype": "bfloat16"}), "wide generating": (WIDE, "generate", {"max_new_tokens": 40}),
     "bart generating": (BART, "generate", {"max_new_tokens": 30}),
     "gemma generating": (GEMMA, "generate", {"dtype": "bfloat16", "max_new_tokens": 40}),
-    "olmoe": (OLMOE, "train", {"dtype": "bfloat16"}),
-    "bert adapted": (BERT, "train", {"dtype": "bfloat16", "lora": 4}),
-}
+    "olmoe": (OLMOE, "train", {"dtype": "bfloat16"}), "bert adapted": (BERT, "train", {"dtype": "bfloat16", "lora": 4}),
+}  # fmt: skip
 SHAPES = [(9, 33), (3, 120), (2, 500)]
 GEMMAS, LAWFUL = "gemma generating", ["llama", "wide generating", "bert adapted"]
 IMAGES = hf.LlavaConfig(text_config=models.llama(**SMALL))
