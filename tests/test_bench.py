@@ -88,12 +88,10 @@ def step(samples, *, scale=1.0, ends=True):
 def test_every_violation_is_found():
     sound, everything = [[step([0, 1, 2])]], Counter(range(3))
     violations = {
-        "1 samples lost": [[step([0, 1])]],
-        "1 samples repeated": [[step([0, 1, 2]), step([1])]],
-        "unequal steps": [[step([0, 1, 2])], []],
-        "gradient": [[step([0, 1, 2], scale=0.5)]],
+        "1 samples lost": [[step([0, 1])]], "1 samples repeated": [[step([0, 1, 2]), step([1])]],
+        "unequal steps": [[step([0, 1, 2])], []], "gradient": [[step([0, 1, 2], scale=0.5)]],
         "end at different steps": [[step([0])], [step([1, 2], ends=False)]],
-    }
+    }  # fmt: skip
     for said, ranks in violations.items():
         assert any(said in fault for fault in judged(LENGTHS, ranks, everything)), said
     packed = over_budget(LENGTHS, sound, 10, packed=True), over_budget(LENGTHS, sound, 9, packed=True)

@@ -192,15 +192,18 @@ class Evaluator(TrainerSteps):
         repeats = self.accelerator.process_index >= run.rows.num_real[run.row]
         count = len(run.rows.rows[run.row])
         own = defines_compute_loss(type(self)) or self.compute_loss_func is not None  # might count added rows
-        items = self._get_num_items_in_batch([inputs], self.args.device)
+        items: Any = self._get_num_items_in_batch([inputs], self.args.device)
         mean = items is None or self.loss_is_scaled_for_ga is False or bool(self._found_mean)
         if own or self.dynagroup.weigh not in ("auto", "tokens"):
             mean = self._loss_is_a_mean(model, [inputs], items)
-        weight, scale = weigher(self._weigh)(inputs, len(next(iter(inputs.values())))) if mean else float(items), 1.0
+        weight, scale = (
+            weigher(self._weigh)(inputs, len(next(iter(inputs.values())))) if mean else float(items or 0),
+            1.0,
+        )
         if own and not mean:  # it may count on the items of all ranks; other losses are of a rank's batch alone
             self.args.average_tokens_across_devices = True
-            total = float(self._get_num_items_in_batch([inputs], self.args.device))
-            scale = total / max(weight, 1.0) / self.accelerator.num_processes
+            total: Any = self._get_num_items_in_batch([inputs], self.args.device)
+            scale = float(total) / max(weight, 1.0) / self.accelerator.num_processes
         if run.rows.shapes and (self._filling_tried or not own):
             inputs = FillingCollator(None, run.rows.ladder, self._pad).fill(inputs, count, run.rows.shapes[run.row])
         with trl_figures(self, idle=repeats):

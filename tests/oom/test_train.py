@@ -1,8 +1,10 @@
 """Small models that run out of memory where a test says end with the parameters of models that never did."""
 
+import random
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -153,14 +155,15 @@ def test_what_has_run_before_is_repeated_as_it_was() -> None:
     torch.manual_seed(3)
     drawn = [F.dropout(x, 0.5).sum(0) for x in (ten, eleven[:6], eleven[6:])]
     torch.manual_seed(3)
-    model, allocator = Linear(Allocator(11)), Allocator(10)
+    model, allocator, drew = Linear(Allocator(11)), Allocator(10), list[Any]()
     backward = OomSafeBackward(model, weigh="samples")
 
     def loss(part: torch.Tensor) -> torch.Tensor:
+        drew.append((random.random(), np.random.rand()))
         return fails_in_backward(model(F.dropout(part, 0.5)).mean(), allocator, len(part))
 
     assert [backward(loss, ten, ends_update=False).num_parts, backward(loss, eleven).num_parts] == [1, 2]
-    assert model.allocator.claims == [10, 11, 10, 6, 5]
+    assert (model.allocator.claims, drew[0]) == ([10, 11, 10, 6, 5], drew[2])
     torch.testing.assert_close(model.weight.grad, drawn[0] / 10 + (drawn[1] + drawn[2]) / 11)
 
 
