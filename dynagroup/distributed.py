@@ -121,7 +121,5 @@ def warn_if_launched() -> None:
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_torchelastic_launched() and not dist.is_initialized():
-        warn_user(
-            "torchrun started this process, but torch.distributed is not initialised, so every rank uses all samples; "
-            "call torch.distributed.init_process_group() before the first batch is taken"
-        )
+        told = "torchrun started this process, but torch.distributed is not initialised, so every rank uses all samples"
+        warn_user(f"{told}; call torch.distributed.init_process_group() before the first batch is taken")

@@ -121,9 +121,8 @@ class Kinds:
 
 
 def measure_lengths(
-    data: Any, tokenizer: Callable[..., Any] | None = None, column: str | None = None,
-    max_length: int | None = None, num_proc: int | None = None, *,
-    length_of: Callable[[Any], Any] | None = None, progress: bool = True,
+    data: Any, tokenizer: Callable[..., Any] | None = None, column: str | None = None, max_length: int | None = None,
+    num_proc: int | None = None, *, length_of: Callable[[Any], Any] | None = None, progress: bool = True,
 ) -> Any:  # fmt: skip
     """Measures the tokens of every sample; returns int32 (N,) in dataset order, and shows a progress bar.
 

@@ -131,9 +131,8 @@ def assert_resumes_exactly(
 
 
 def assert_loader_laws(
-    make: Callable[[World], StepLoader[Any]], num_samples: int | None = None, *,
-    world_size: int = 2, resume_world_size: int | None = None,
-    epochs: int = 2, resume_at: Iterable[int] | None = (0, 1, 3),
+    make: Callable[[World], StepLoader[Any]], num_samples: int | None = None, *, world_size: int = 2,
+    resume_world_size: int | None = None, epochs: int = 2, resume_at: Iterable[int] | None = (0, 1, 3),
     kinds: Sequence[Any] | None = None, one_kind: Literal["step", "batch"] = "step",
 ) -> None:  # fmt: skip
     """Asserts what training needs from a loader; run it on your dataset with your collate function.

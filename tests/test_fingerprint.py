@@ -92,15 +92,13 @@ def test_what_acts_otherwise_is_described_otherwise(one, other):
 
 
 ALIKE = {
-    "two makings of a closure": (make(3), make(np.int64(3))),
-    "numpy numbers": (np.float64(0.5), 0.5),
+    "two makings of a closure": (make(3), make(np.int64(3))), "numpy numbers": (np.float64(0.5), 0.5),
     "a budget's numbers": tuple(TokenBudget(most) & AdditiveCap("patches", 4) for most in (np.int64(16), 16)),
     "order of a mapping": ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
     "state that code does not read": (Holder(3, steps=1).rule, Holder(3, steps=9).rule),
-    "two copies of an array": (LARGE, LARGE.copy()),
-    "list and tuple, as JSON gives them back": ((1, 2), [1, 2]),
+    "two copies of an array": (LARGE, LARGE.copy()), "list and tuple, as JSON gives them back": ((1, 2), [1, 2]),
     "what only computing it again would cost": (own_budget(3), own_budget(3)),
-}
+}  # fmt: skip
 
 
 def test_what_acts_alike_is_described_alike_in_another_process_too():

@@ -178,8 +178,12 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
             return not self.loss_is_scaled_for_ga
         if num_items_in_batch is None:
             return True
-        if self.label_smoother is not None and self.compute_loss_func is None and not defines_compute_loss(type(self)):
-            return False
+        if not defines_compute_loss(type(self)) and self.compute_loss_func is None:
+            if self.label_smoother is not None:
+                return False
+            config = getattr(self.accelerator.unwrap_model(self.model), "config", None)
+            if getattr(getattr(config, "get_text_config", lambda: config)(), "output_router_logits", False):
+                return True  # without a count of items, both the loss and the balancing loss of experts are means
         for batch in batches:
             if self._found_mean is None:
                 self._found_mean = is_a_mean(self, model, self._probe(batch), self.dynagroup.world or current_world())

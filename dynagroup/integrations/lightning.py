@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 
 from dynagroup.distributed import rank_and_size
 from dynagroup.errors import ConfigError, StateError
@@ -81,11 +81,11 @@ class LightningSteps(Callback):
                 for step in update:
                     weighed = step.loss_scale, step.ends_update, step.idle, step.kind
                     yield LightningStep(step.batch, list(step.indices), int(step.samples.local), *weighed)
+            if self._ahead:  # training has not used the last update yet; the next epoch comes after it
+                self._ahead[-1] = self.loader.state_dict(), max(due - 1, 0)
+            elif self._state is not None or not due:
+                self._state, self._due = self.loader.state_dict(), max(due - 1, 0)
         self._inside = False
-        if self._ahead:  # training has not used the last update yet; the next epoch comes after it
-            self._ahead[-1] = self.loader.state_dict(), 0
-        else:
-            self._state = self.loader.state_dict()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the states of all ranks. Lightning calls it on every rank, but saves only the result of rank 0."""
@@ -118,8 +118,9 @@ class LightningSteps(Callback):
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         limit = trainer.limit_train_batches
-        if trainer.accumulate_grad_batches != 1:
-            raise ConfigError("`accumulate_grad_batches` must be 1; set the loader's `samples_per_update` instead")
+        scheduled = any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks)
+        if trainer.accumulate_grad_batches != 1 or scheduled:
+            raise ConfigError("`accumulate_grad_batches` must be 1, without a scheduler; set `samples_per_update`")
         if not trainer.fast_dev_run and (isinstance(limit, int) or limit != 1.0):
             raise ConfigError(f"`limit_train_batches` must be 1.0, as {limit} may end inside an update; use max_steps")
 

@@ -47,10 +47,9 @@ def _workload_values(w: Workload) -> dict[str, float]:
         "heads": log(w.num_heads), "kv_share": share(w.num_kv_heads, w.num_heads),
         "ffn_share": share(w.intermediate_size, w.hidden_size),
         "vocabulary_share": share(w.vocabulary_size, w.hidden_size), "gated": w.gated_mlp,
-        "experts": log(w.experts_per_token), "dropout": w.dropout, "lm_head": w.lm_head,
-        "causal": w.causal, "score_bias": w.score_bias, "fixed_tokens": log(w.fixed_tokens),
-        "parameters": log(w.num_parameters), "trainable_share": w.trainable_share,
-        "parameter_bytes": told(w.dtype, ELEMENT_BYTES[w.dtype or "float32"]),
+        "experts": log(w.experts_per_token), "dropout": w.dropout, "lm_head": w.lm_head, "causal": w.causal,
+        "score_bias": w.score_bias, "fixed_tokens": log(w.fixed_tokens), "parameters": log(w.num_parameters),
+        "trainable_share": w.trainable_share, "parameter_bytes": told(w.dtype, ELEMENT_BYTES[w.dtype or "float32"]),
         "autocast": told(w.dtype, w.autocast is not None), "eager": told(w.attention, w.attention == "eager"),
         "checkpointing": w.gradient_checkpointing, "new_tokens": log(w.max_new_tokens),
     }  # fmt: skip

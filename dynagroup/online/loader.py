@@ -87,15 +87,14 @@ class OnlineDataLoader(StepLoader[Any]):
     KIND = "OnlineDataLoader"
 
     def __init__(
-        self, dataset: Any, budget: Budget | int, *,
-        collate_fn: Callable[[list[Any]], Any] | None = None, length_of: LengthOf | None = None,
-        batch_sampler: Iterable[Sequence[int]] | None = None, sampler: Iterable[int] | None = None, shuffle: bool = False,
-        length_hint: Any = None, window: int = 1024, window_bytes: int | None = WINDOW_BYTES,
-        samples_per_update: int | BatchSizeSchedule | None = None, drop_last: bool = False, accumulation: int = 1,
-        seed: int = 0, weigh: Weigh = "tokens", oversize: Oversize = "alone", work: Work | None = None,
-        shapes: int | None = None, pad: Pad | None = None,
-        kind_of: Callable[[Any], Hashable] | None = None, kinds: Iterable[Hashable] | None = None, one_kind: OneKind = "step",
-        world: World | None = None, **dataloader_kwargs: Any,
+        self, dataset: Any, budget: Budget | int, *, collate_fn: Callable[[list[Any]], Any] | None = None,
+        length_of: LengthOf | None = None, batch_sampler: Iterable[Sequence[int]] | None = None,
+        sampler: Iterable[int] | None = None, shuffle: bool = False, length_hint: Any = None, window: int = 1024,
+        window_bytes: int | None = WINDOW_BYTES, samples_per_update: int | BatchSizeSchedule | None = None,
+        drop_last: bool = False, accumulation: int = 1, seed: int = 0, weigh: Weigh = "tokens",
+        oversize: Oversize = "alone", work: Work | None = None, shapes: int | None = None, pad: Pad | None = None,
+        kind_of: Callable[[Any], Hashable] | None = None, kinds: Iterable[Hashable] | None = None,
+        one_kind: OneKind = "step", world: World | None = None, **dataloader_kwargs: Any,
     ) -> None:  # fmt: skip
         super().__init__(dataset, world=world)
         knobs: dict[str, Any] = {"work": work, "weigh": weigh, "one_kind": one_kind}

@@ -140,10 +140,9 @@ class OomSafeBackward:
     """
 
     def __init__(
-        self, model: torch.nn.Module, *,
-        weigh: Weigh | Literal["sum"] = "tokens", splitter: Splitter[Any] | None = None, min_samples: int = 1,
-        world: World | None = None, learned: LearningBudget | None = None,
-        backward: Callable[[torch.Tensor], None] | None = None,
+        self, model: torch.nn.Module, *, weigh: Weigh | Literal["sum"] = "tokens",
+        splitter: Splitter[Any] | None = None, min_samples: int = 1, world: World | None = None,
+        learned: LearningBudget | None = None, backward: Callable[[torch.Tensor], None] | None = None,
     ) -> None:  # fmt: skip
         self._model, self._ddp = model, find_ddp(model)
         if world is None:
@@ -157,6 +156,8 @@ class OomSafeBackward:
         self._peak = PeakWatch(self._device)
         self._began = False  # True: the latest attempt began its backward pass, which may have added to gradients
         self._update: Update | None = None
+        if learned is not None and not isinstance(learned, LearningBudget):
+            raise ConfigError(f"`learned` must be a LearningBudget (`budget.learner`) or None, but is {learned!r}")
         self.learned = learned if learned is not None else LearningBudget()
         """What out-of-memory errors have taught so far, with its report."""
 
@@ -166,9 +167,8 @@ class OomSafeBackward:
         return self(compute_loss, step.batch, num_samples=len(step.indices) if step.filled else None, **how)
 
     def __call__(
-        self, compute_loss: ComputeLoss, batch: Any, *,
-        loss_scale: float = 1.0, ends_update: bool = True, indices: Sequence[int] = (), idle: bool = False,
-        num_samples: int | None = None,
+        self, compute_loss: ComputeLoss, batch: Any, *, loss_scale: float = 1.0, ends_update: bool = True,
+        indices: Sequence[int] = (), idle: bool = False, num_samples: int | None = None,
     ) -> BackwardResult:  # fmt: skip
         """Runs ``backward(compute_loss(batch) * loss_scale)`` for one batch, in parts if needed.
 

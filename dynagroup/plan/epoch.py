@@ -214,9 +214,8 @@ class Mixture:
     """
 
     def __init__(
-        self, sources: Mapping[str, Sequence[int]],
-        shares: Mapping[str, float] | Callable[[int], Mapping[str, float]], *,
-        num_samples: int | None = None, seed: int = 0,
+        self, sources: Mapping[str, Sequence[int]], shares: Mapping[str, float] | Callable[[int], Mapping[str, float]],
+        *, num_samples: int | None = None, seed: int = 0,
     ) -> None:  # fmt: skip
         with explained(f"`sources` must map names to dataset indices, at least one each, but is {sources!r:.200}"):
             self._sources = {name: np.asarray(indices) for name, indices in sources.items()}

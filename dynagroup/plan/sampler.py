@@ -88,12 +88,11 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
     """
 
     def __init__(
-        self, lengths: Sequence[int] | np.ndarray | Mapping[str, Any], budget: Budget | int, *,
-        shuffle: bool = False, window: int | None = None, seed: int = 0, hardest_first: int = 1,
-        round_batch: RoundBatch | None = None, work: Work | None = None,
-        samples_per_update: int | None = None, grouping: int | None = None, kinds: Iterable[Any] | None = None,
-        one_kind: OneKind = "step", order: Iterable[int] | None = None, oversize: Oversize = "alone",
-        uneven: Uneven = "repeat", rank: int | None = None, world_size: int | None = None,
+        self, lengths: Sequence[int] | np.ndarray | Mapping[str, Any], budget: Budget | int, *, shuffle: bool = False,
+        window: int | None = None, seed: int = 0, hardest_first: int = 1, round_batch: RoundBatch | None = None,
+        work: Work | None = None, samples_per_update: int | None = None, grouping: int | None = None,
+        kinds: Iterable[Any] | None = None, one_kind: OneKind = "step", order: Iterable[int] | None = None,
+        oversize: Oversize = "alone", uneven: Uneven = "repeat", rank: int | None = None, world_size: int | None = None,
     ) -> None:  # fmt: skip
         how: dict[str, Any] = {"shuffle": shuffle, "window": window, "seed": seed, "hardest_first": hardest_first}
         how |= {"samples_per_update": samples_per_update, "grouping": grouping, "round_batch": round_batch}

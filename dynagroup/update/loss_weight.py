@@ -51,8 +51,8 @@ def count_label_tokens(batch: Any, *, shifted: bool = True) -> int:
     """
     name = _label_name(batch)
     if name is None:
-        lacking = f"a field 'labels' in every batch, but this {type(batch).__name__} has none"
-        raise ConfigError(f"weigh='tokens' needs {lacking}; pass weigh='samples', or a function of a batch")
+        lacking = f"weigh='tokens' needs a field 'labels' in every batch, but this {type(batch).__name__} has none"
+        raise ConfigError(f"{lacking}; pass weigh='samples', or a function of a batch")
     labels = batch[name] if hasattr(batch[name], "ndim") else np.asarray(batch[name])
     if "float" in str(labels.dtype):  # torch's or numpy's
         return math.prod(labels.shape)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
+from transformers import OlmoeConfig, OlmoeForCausalLM, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 
 from dynagroup import ConfigError, ShapeLadder, TokenBudget
 from dynagroup.distributed import SingleProcess
@@ -92,6 +92,17 @@ def test_retries_are_exact_where_few_samples_have_labels(cls, first, tmp_path, m
     assert (parameters(whole.model) - parameters(model)).abs().max() < 1e-8
     losses = [run.state.log_history[-1]["train_loss"] for run in (whole, parts)]
     assert losses[0] == pytest.approx(losses[1])
+
+
+def test_the_balancing_loss_of_experts_counts_once_an_update(tmp_path, monkeypatch):
+    def loss(cls, weight):
+        torch.manual_seed(0)
+        how = {"num_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": weight}
+        model = OlmoeForCausalLM(models.config(OlmoeConfig, vocab=toys.VOCAB, pad_token_id=0, **how))
+        return trained(cls, tmp_path, monkeypatch, model=model, max_steps=1).state.log_history[-1]["train_loss"]
+
+    plain, ours = (loss(cls, 0.5) - loss(cls, 0.0) for cls in (Trainer, DynagroupTrainer))
+    assert 0.1 < plain == pytest.approx(ours, rel=0.05)
 
 
 class Failing(MeanLoss):

@@ -117,11 +117,13 @@ def test_any_checkpoint_resumes_exactly(tmp_path, module, online, at):
 def test_an_epoch_that_max_steps_ended_is_finished_before_the_next(tmp_path, online):
     whole, legs, saver = Module(), [], Early()
     fit(tmp_path, whole, loader(online), max_epochs=3)
-    for limits in ({"max_steps": 2}, {"max_steps": 4}, {}):
-        saved, saver = vars(saver).get("best_model_path"), lightning.callbacks.ModelCheckpoint(dirpath=tmp_path)
+    for limits, every in (({"max_steps": 2}, None), ({"max_steps": 4}, None), ({}, 6), ({}, None)):
+        saved = vars(saver).get("best_model_path")
+        saver = lightning.callbacks.ModelCheckpoint(dirpath=tmp_path / str(len(legs)), every_n_train_steps=every)
         fit(tmp_path, leg := Module(), loader(online), resume=saved, callbacks=[saver], max_epochs=3, **limits)
         legs.append([indices for _, indices in leg.seen])
-    assert sum(legs, []) == [indices for _, indices in whole.seen]
+    assert sum(legs[:3], []) == [indices for _, indices in whole.seen]
+    assert (legs[3], sum(map(len, legs[3]))) == (legs[2][-len(legs[3]) :], 48), "from where the finished epoch ended"
     assert (parameters(whole) - parameters(leg)).abs().max() < 1e-12
 
 
@@ -150,6 +152,8 @@ def test_misuse_is_named_and_a_fast_run_is_none(tmp_path):
     fit(tmp_path, Module(), loader(), fast_dev_run=True)
     with pytest.raises(ConfigError, match="`accumulate_grad_batches` must be 1"):
         fit(tmp_path, Module(), loader(), accumulate_grad_batches=2)
+    with pytest.raises(ConfigError, match="`accumulate_grad_batches` must be 1, without a scheduler"):
+        fit(tmp_path, Module(), loader(), None, [lightning.callbacks.GradientAccumulationScheduler({0: 2})])
     for number in (1, 3):
         with pytest.raises(ConfigError, match=rf"`limit_train_batches` must be 1.0, as {number} may end inside"):
             fit(tmp_path, Module(), loader(), limit_train_batches=number)

@@ -214,13 +214,11 @@ DRAWN = np.random.default_rng(24).integers(1, 60, 23).tolist()
 
 @settings(max_examples=60, deadline=None)
 @given(
-    lengths=st.lists(st.integers(1, 60), min_size=8, max_size=40),
-    most=st.integers(1, 150),
+    lengths=st.lists(st.integers(1, 60), min_size=8, max_size=40), most=st.integers(1, 150),
     kind=st.sampled_from([name for name, entry in ENTRIES.items() if entry.moves]),
-    layout=st.sampled_from(["padded", "packed"]),
-    seed=st.integers(0, 9),
+    layout=st.sampled_from(["padded", "packed"]), seed=st.integers(0, 9),
     chain=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5), st.booleans()), min_size=3, max_size=3),
-)
+)  # fmt: skip
 @example(lengths=DRAWN, most=1, kind="planned-free", layout="padded", seed=1, chain=[(2, 1, 0), (5, 3, 0), (1, 1, 0)])
 @example(lengths=DRAWN, most=150, kind="planned-free", layout="padded", seed=1, chain=[(2, 1, 0), (2, 3, 1), (1, 1, 1)])
 def test_a_state_is_taken_back_after_changes_of_ranks_and_of_what_was_learned(lengths, most, kind, layout, seed, chain):

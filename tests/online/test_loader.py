@@ -21,8 +21,7 @@ from tests.online.helpers import Stream, Tokens, collate, lengths_of, make_loade
 
 LENGTHS = lengths_of(60, seed=3)
 WRONG = [
-    ({"window": 0}, "`window`"),
-    ({"shuffle": True, "sampler": [0]}, "both set the order"),
+    ({"window": 0}, "`window`"), ({"shuffle": True, "sampler": [0]}, "both set the order"),
     ({"length_hint": [1.0]}, "`length_hint`"),
     ({"sampler": torch.utils.data.DistributedSampler(range(60), num_replicas=2, rank=0)}, "already shards over 2"),
     ({"sampler": iter([0, 1])}, "anew in every epoch, but is <list_iterator"),
@@ -34,11 +33,10 @@ WRONG = [
     ({"kind_of": lambda sample: ["a"]}, r"hashable label, but returned \['a'\] for sample 0"),
     ({"kind_of": lambda sample: sample["modality"]}, "kind_of failed on sample 0: KeyError"),
     ({"kind_of": len, "kinds": [1] * 60}, "`kinds` and `kind_of` both label the samples"),
-    ({"kinds": [1, 2, 3]}, "`kinds` has 3 labels"),
-    ({"one_kind": "batch"}, "`one_kind`.*needs a label"),
+    ({"kinds": [1, 2, 3]}, "`kinds` has 3 labels"), ({"one_kind": "batch"}, "`one_kind`.*needs a label"),
     ({"dataset": Stream, "kinds": ["a"]}, "`kinds` needs a map-style dataset"),
     ({"samples_per_update": lambda *_: 0}, "`samples_per_update` must be an int of at least 1.* at update 0"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("options", "match"), WRONG)

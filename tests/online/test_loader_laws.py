@@ -81,14 +81,10 @@ UPDATES += [{"samples_per_update": 4, "drop_last": True}]
 @settings(max_examples=60, deadline=None)
 @given(
     lengths=st.lists(TOKENS, min_size=1, max_size=70) | st.lists(TOKENS, min_size=40, max_size=70),
-    most=st.sampled_from([30, 128, 400]),
-    source=st.sampled_from([*SOURCES]),
-    accumulation=st.sampled_from([1, 3]),
-    update=st.none() | st.sampled_from(UPDATES),
-    how=HOW,
-    sizes=st.tuples(RANKS, RANKS, RANKS),
+    most=st.sampled_from([30, 128, 400]), source=st.sampled_from([*SOURCES]), accumulation=st.sampled_from([1, 3]),
+    update=st.none() | st.sampled_from(UPDATES), how=HOW, sizes=st.tuples(RANKS, RANKS, RANKS),
     stops=st.tuples(st.integers(0, 40), st.integers(1, 40)),
-)
+)  # fmt: skip
 def test_whatever_the_settings_every_sample_comes_once(lengths, most, source, accumulation, update, how, sizes, stops):
     """Stopped and saved anywhere in three epochs, twice, and resumed on other ranks: what came is read from the batches."""
     if source in ("batches", "stream"):  # divided among ranks by the user
@@ -248,12 +244,10 @@ def checked(rows, one_kind="step"):
 @settings(max_examples=60)
 @given(
     samples=st.lists(st.tuples(st.integers(1, 200), st.sampled_from(["text", "image", None, 3]) | LABEL), max_size=60),
-    sizes=st.tuples(st.integers(1, 4), st.integers(1, 4)),
-    window=st.integers(1, 40),
-    stop=st.integers(0, 60),
+    sizes=st.tuples(st.integers(1, 4), st.integers(1, 4)), window=st.integers(1, 40), stop=st.integers(0, 60),
     mode=st.sampled_from(MODES),
     how=st.sampled_from([{}, {"known": True}, {"fickle": 0.3}, {"fickle": 0.01}, {"one_kind": "batch"}]),
-)
+)  # fmt: skip
 def test_a_step_is_of_one_kind_whatever_is_known_or_changes(samples, sizes, window, stop, mode, how):
     """In a first epoch and in a second, stopped within either, also inside a kind, on as many ranks or on others."""
     lengths, labels = [length for length, _ in samples], [label for _, label in samples]

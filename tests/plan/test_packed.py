@@ -51,11 +51,9 @@ BUDGETS = st.one_of(
 
 @settings(max_examples=60, deadline=None)
 @given(
-    values=st.lists(st.integers(0, 60), max_size=40),
-    patches=st.lists(st.integers(0, 9), min_size=40, max_size=40),
-    budget=BUDGETS,
-    multiple=st.integers(1, 5),
-)
+    values=st.lists(st.integers(0, 60), max_size=40), patches=st.lists(st.integers(0, 9), min_size=40, max_size=40),
+    budget=BUDGETS, multiple=st.integers(1, 5),
+)  # fmt: skip
 def test_every_sample_once_and_every_batch_fits(values, patches, budget, multiple):
     lengths = streams(values, patches=patches[: len(values)])
     batches = pack(lengths, budget, multiple)

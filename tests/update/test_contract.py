@@ -38,10 +38,8 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 TINY = {"vocab": 16, "width": 8, "layers": 1, "heads": 1}
 WRONG = [
-    ({"num_workers": -1}, "`num_workers`"),
-    ({"prefetch_factor": 2}, "prefetch_factor"),
-    ({"num_workers": 1, "multiprocessing_context": ""}, "multiprocessing_context"),
-    ({"num_worker": 1}, "num_worker"),
+    ({"num_workers": -1}, "`num_workers`"), ({"prefetch_factor": 2}, "prefetch_factor"),
+    ({"num_workers": 1, "multiprocessing_context": ""}, "multiprocessing_context"), ({"num_worker": 1}, "num_worker"),
     ({"in_order": False}, "`in_order=False` must be left out"),
     ({"batch_size": 1}, "`batch_size` must be left out: the budget decides"),
     ({"accumulation": 2, "samples_per_update": 8}, "`accumulation` .2. and `samples_per_update` cannot both be given"),
@@ -65,7 +63,7 @@ WRONG = [
     ({"sampler": np.zeros((37, 2), int), "samples_per_update": 4}, r"must yield integer indices.* int64 \(2,\)"),
     ({"sampler": [[1], [2, 3]], "samples_per_update": 4}, "must yield integer indices .ValueError"),
     ({"shapes": 2**31, "length_hint": LENGTHS}, "`shapes` must be an int of at most 600, but is 2147483648"),
-]
+]  # fmt: skip
 
 
 @pytest.fixture(params=[planned, online])
