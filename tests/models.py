@@ -27,8 +27,7 @@ NAMES: dict[Any, dict[str, list[str]]] = {
         "dropout": ["resid_pdrop", "embd_pdrop", "attn_pdrop"],
     },
     T5Config: {
-        "width": ["d_model"], "layers": ["num_layers"], "heads": ["num_heads"], "inner": ["d_ff"],
-        "dropout": ["dropout_rate"],
+        "width": ["d_model"], "layers": ["num_layers"], "heads": ["num_heads"], "inner": ["d_ff"], "dropout": ["dropout_rate"],
     },
     BartConfig: {
         "width": ["d_model"], "layers": ["encoder_layers", "decoder_layers"],

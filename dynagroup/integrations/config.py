@@ -20,6 +20,7 @@ COUPLED = {
 }
 """TRL trainers whose losses need TRL's own batches, and what to do instead."""
 FITTING = ("SFTTrainer", "DPOTrainer", "RewardTrainer", "CPOTrainer", "ORPOTrainer", "TPOTrainer")
+"""TRL trainers that were tested; the others are refused."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,9 +103,9 @@ class DynagroupConfig:
             raise ConfigError(f"`grouping` needs mode='offline' and updates='preserved', {known}; set these")
 
 
-def trl_classes(trainer: Any) -> set[str]:
-    """Returns the names of the TRL classes of a Trainer, without importing TRL."""
-    return {c.__name__ for c in type(trainer).__mro__ if c.__module__.startswith("trl.")}
+def trl_classes(trainer: Any) -> list[str]:
+    """Returns the names of the TRL classes of a Trainer, subclasses first, without importing TRL."""
+    return [c.__name__ for c in type(trainer).__mro__ if c.__module__.startswith("trl.")]
 
 
 def refuse_unsupported(trainer: Any, config: DynagroupConfig) -> None:
@@ -116,10 +117,10 @@ def refuse_unsupported(trainer: Any, config: DynagroupConfig) -> None:
     losses = set(getattr(trainer, "loss_types", ())) if "DPOTrainer" in ours else set()
     sorting, by_tokens = {"aot", "aot_unpaired"} & losses, "sft" in losses or "ORPOTrainer" in ours
     own = "every rank loads its own batches; set it to False"
-    named = next((c.__name__ for c in type(trainer).__mro__ if c.__module__.startswith("trl.")), FITTING[0])
+    named = ours[0] if ours else ""
     instead = COUPLED.get(named, f"only {', '.join(FITTING)} are known to fit; use TRL's own batches")
-    wrong = {f"TRL's {named}": (named not in FITTING, instead)}
-    wrong |= {
+    wrong: dict[str, tuple[Any, str]] = {
+        f"TRL's {named}": (ours and named not in FITTING, instead),
         f"DPO with loss_type={min(sorting, default='')!r}": (
             sorting,
             "it sorts the pairs of a batch against each other; choose a loss of single pairs, e.g. 'sigmoid'"),
@@ -142,7 +143,7 @@ def refuse_unsupported(trainer: Any, config: DynagroupConfig) -> None:
             sharing > 1 and config.world is None,
             "pass DynagroupConfig(world=DistributedWorld(mesh.get_group('dp'))) with the mesh's data-parallel group"),
         "out_of_memory='retry' for pairs of answers": (
-            {"DPOTrainer", "RewardTrainer"} & ours and config.out_of_memory and config.splitter is None,
+            {"DPOTrainer", "RewardTrainer", "TPOTrainer"} & {*ours} and config.out_of_memory and config.splitter is None,
             "all chosen rows come before the rejected ones; pass a `splitter` that keeps pairs together"),
         f"pad_to_multiple_of={multiple}": (
             multiple % sharing and sharing > trainer.get_tp_size(),

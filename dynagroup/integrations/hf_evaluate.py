@@ -13,7 +13,7 @@ from transformers import EvalPrediction
 from dynagroup.budget.base import Budget
 from dynagroup.errors import ConfigError
 from dynagroup.integrations.hf_data import loader_kwargs, sample_kinds, sample_lengths, work_of
-from dynagroup.integrations.hf_step import TrainerSteps, defines_compute_loss, trl_figures
+from dynagroup.integrations.hf_step import TrainerSteps, trl_figures
 from dynagroup.lengths import Kinds
 from dynagroup.online.datasets import is_stream
 from dynagroup.plan.cost import DEFAULT_WORK, Work
@@ -191,15 +191,13 @@ class Evaluator(TrainerSteps):
         run.row += 1
         repeats = self.accelerator.process_index >= run.rows.num_real[run.row]
         count = len(run.rows.rows[run.row])
-        own = defines_compute_loss(type(self)) or self.compute_loss_func is not None  # might count added rows
+        own = self._has_own_loss  # might count added rows
         items: Any = self._get_num_items_in_batch([inputs], self.args.device)
         mean = items is None or self.loss_is_scaled_for_ga is False or bool(self._found_mean)
         if own or self.dynagroup.weigh not in ("auto", "tokens"):
             mean = self._loss_is_a_mean(model, [inputs], items)
-        weight, scale = (
-            weigher(self._weigh)(inputs, len(next(iter(inputs.values())))) if mean else float(items or 0),
-            1.0,
-        )
+        weight = weigher(self._weigh)(inputs, len(next(iter(inputs.values())))) if mean else float(items or 0)
+        scale = 1.0
         if own and not mean:  # it may count on the items of all ranks; other losses are of a rank's batch alone
             self.args.average_tokens_across_devices = True
             total: Any = self._get_num_items_in_batch([inputs], self.args.device)

@@ -137,6 +137,10 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
         return partial(mean_items, shifted=bool(shifted)) if weigh in ("auto", "tokens") else weigh
 
     @property
+    def _has_own_loss(self) -> bool:
+        return defines_compute_loss(type(self)) or self.compute_loss_func is not None
+
+    @property
     def _pad(self) -> dict[str, Any] | None:
         """Padding values by field, for batches that are padded to few shapes; None: the tokenizer has no padding id."""
         ids = getattr(self.processing_class, "pad_token_id", None)
@@ -157,8 +161,7 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
         total: Any = 0.0
         mean = self._loss_is_a_mean(model, [step.batch for step in inputs], num_items_in_batch)
         if inputs[0].filled and not self._filling_tried:
-            own = defines_compute_loss(type(self)) or self.compute_loss_func is not None
-            counts = own and mean and self.update_loader.budget.layout != "packed"
+            counts = self._has_own_loss and mean and self.update_loader.budget.layout != "packed"
             self._filling_tried = not counts or self._filling_is_ignored(model, inputs[0].batch)
         items = None if mean else num_items_in_batch
         for number, step in enumerate(inputs):
@@ -178,7 +181,7 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
             return not self.loss_is_scaled_for_ga
         if num_items_in_batch is None:
             return True
-        if not defines_compute_loss(type(self)) and self.compute_loss_func is None:
+        if not self._has_own_loss:
             if self.label_smoother is not None:
                 return False
             config = getattr(self.accelerator.unwrap_model(self.model), "config", None)
@@ -215,8 +218,7 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
     def _weighed(self, step: Step[Any], mean: bool, num_steps: int) -> Iterator[None]:
         """Weighs a mean loss. The Trainer divides losses by a number of batches, so that number is set to 1 / scale."""
         stated, scale = self.loss_is_scaled_for_ga, step.loss_scale if mean else 1.0
-        nothing = step.idle or scale == 0.0
-        self._idle_step = nothing
+        self._idle_step = nothing = step.idle or scale == 0.0
         self.loss_is_scaled_for_ga = not mean and not nothing
         self.current_gradient_accumulation_steps = math.inf if nothing else 1.0 / scale if mean else num_steps
         try:
@@ -240,10 +242,11 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
                 may = f"the compute_loss of {type(self).__name__} may exchange data between ranks"
                 raise ConfigError(f"{alone}, and {may}")
             how: Any = {"splitter": config.splitter, "min_samples": config.min_samples, "world": loader.world}
-            how |= {"learned": loader.budget.learner, "backward": self.accelerator.backward}
+            how |= {"learned": loader.budget.learner, "backward": self.accelerator.backward, "weigh": "sum"}
             self.guard = OomSafeBackward(model, **how)
             self._ooms_logged = self.guard.learned.report.num_ooms
-        self.guard.weigh = weigher(self._weigh) if mean else None
+        if mean != (self.guard.weigh is not None):  # a test of the loss can show it later than the first batch
+            self.guard.weigh = weigher(self._weigh) if mean else None
         model.train()
 
         def loss_of(batch: Any) -> torch.Tensor:

@@ -344,7 +344,6 @@ def check_alike(order: OrderSource, epoch: int) -> None:
     crc = order.checksum(epoch)
     highest, lowest = current_world().all_max([crc, -crc])
     if highest != -lowest:
-        raise AlignmentError(
-            f"`order` yields different indices on different ranks in epoch {epoch}, so samples would be lost and repeated; "
-            "seed it the same on all ranks, e.g. RandomSampler(data, generator=torch.Generator().manual_seed(0))"
-        )
+        seed = "seed it the same on all ranks, e.g. RandomSampler(data, generator=torch.Generator().manual_seed(0))"
+        lost = f"in epoch {epoch}, so samples would be lost and repeated"
+        raise AlignmentError(f"`order` yields different indices on different ranks {lost}; {seed}")

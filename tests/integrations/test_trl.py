@@ -147,9 +147,11 @@ def test_losses_and_trainers_that_need_their_own_batches_are_refused(tmp_path) -
             dpo(tmp_path, PADDED, loss_type=loss_type)
     with pytest.warns(match="adds a mean over pairs and a mean over tokens; dynagroup weighs both by pairs"):
         dpo(tmp_path, PADDED, loss_type=["sigmoid", "sft"])
-    with pytest.raises(ConfigError, match="out_of_memory='retry' for pairs .*pass a `splitter` that keeps"):
-        attach(dpo(tmp_path), DynagroupConfig(budget=PADDED, out_of_memory="retry"))
-    run = trainer("causal", tmp_path, fits=False)
+    run, triples = (trainer("causal", tmp_path, fits=False) for _ in range(2))
+    triples.__class__ = type("TPOTrainer", (type(run),), {"__module__": "trl.x"})
+    for pairs in (dpo(tmp_path), triples):
+        with pytest.raises(ConfigError, match="out_of_memory='retry' for pairs .*pass a `splitter` that keeps"):
+            attach(pairs, DynagroupConfig(budget=PADDED, out_of_memory="retry"))
     unknown = type("New", (trl.SFTTrainer,), {"__module__": "trl.x"})
     for original in (unknown, *(getattr(trl, name) for name in COUPLED if hasattr(trl, name))):
         run.__class__ = type("Mine", (original,), {})

@@ -247,9 +247,8 @@ def test_ranks_that_share_parameters_gather_them_as_they_run_and_hold_two_of_the
     shared = Workload(mode="train", dtype="float32", optimizer_bytes=8.0, sharding="fsdp", num_ranks=10**9)
     assert min(sizes) < 0.8 * max(sizes)
     for mode, layers in (("train", 3), ("forward", 2)):
-        assert static_bytes(model, shared.replace(mode=mode)) == pytest.approx(
-            4 * (outside + layers * max(sizes)), rel=0.01
-        )
+        expected = 4 * (outside + layers * max(sizes))
+        assert static_bytes(model, shared.replace(mode=mode)) == pytest.approx(expected, rel=0.01)
 
 
 def test_adapters_train_alone_and_a_quantised_models_dtype_is_that_of_what_it_computes_with():

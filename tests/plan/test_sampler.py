@@ -255,7 +255,8 @@ def test_what_can_be_read_only_once_is_refused() -> None:
 
     source = OrderSource(Hiding(), 3)
     assert source.of_epoch(0).tolist() == [0, 1, 2]
-    with pytest.raises(ConfigError, match="Hiding.* yields nothing after its first epoch; its __iter__ must begin"):
+    said = "Hiding.* yields nothing after its first epoch; its __iter__ must begin anew"
+    with pytest.raises(ConfigError, match=said):
         source.of_epoch(1)
     assert OrderSource([], 3).of_epoch(1).tolist() == []
 

@@ -60,7 +60,7 @@ WRONG = [
     ({"samples_per_update": int}, "`samples_per_update` must be .* is <class 'int'>; or give a function"),
     ({"kinds": np.array(3)}, r"`kinds` must be one label per sample, but is array\(3\)"),
     ({"sampler": np.array(3), "samples_per_update": 4}, r"`order` must be a list or a sampler, .* but is array\(3\)"),
-    ({"sampler": np.zeros((37, 2), int), "samples_per_update": 4}, r"must yield integer indices.* int64 \(2,\)"),
+    ({"sampler": np.zeros((37, 2), int), "samples_per_update": 4}, r"must yield integer indices, .* yields int64 \(2,\)"),
     ({"sampler": [[1], [2, 3]], "samples_per_update": 4}, "must yield integer indices .ValueError"),
     ({"shapes": 2**31, "length_hint": LENGTHS}, "`shapes` must be an int of at most 600, but is 2147483648"),
 ]  # fmt: skip
