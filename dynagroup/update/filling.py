@@ -81,7 +81,7 @@ class FillingCollator:
             return batch  # one sample that is larger than all shapes; its length was not known when they were chosen
         samples, total = shape or self.ladder.shape_for(num_samples, now)
         tail = torch.arange(total - now)
-        for key, value in batch.items():
+        for key, value in ((key, batch[key]) for key in batch if pad.get(key, 0) is not None):
             if key.startswith("max_length"):
                 made[key] = max(int(value), longest)
             elif key.startswith("cu_seq_lens"):
@@ -90,9 +90,9 @@ class FillingCollator:
             elif isinstance(value, torch.Tensor) and value.ndim and value.shape[-1] == now:
                 start = (value.flatten()[:1] if key == "position_ids" else value.flatten()[-1:] + 1).sum()
                 counted = {"position_ids": start + tail % longest, "seq_idx": start + tail // longest}
-                if key not in counted and pad.get(key, None) is None:
+                if key not in counted and key not in pad:
                     raise ConfigError(f"field {key!r} is as long as the tokens, but has no padding value; {WAY_OUT}")
-                more = counted.get(key, torch.full_like(tail, pad.get(key) or 0))
+                more = counted.get(key, torch.full_like(tail, pad.get(key, 0)))
                 made[key] = torch.cat([value, more.to(value.dtype).expand(*value.shape[:-1], -1)], dim=-1)
         return made
 

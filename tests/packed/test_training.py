@@ -129,7 +129,8 @@ def test_an_order_that_repeats_short_samples_or_draws_empty_ones_keeps_the_numbe
     steps = list(PlannedDataLoader(rows, lengths, TokenBudget(60, layout="packed"), weigh="samples", **how))
     assert sorted(index for step in steps for index in step.indices) == sorted(order)
     assert len({len(step.batch["cu_seq_lens_q"]) for step in steps}) == 1
-    how |= {"sampler": None, "shapes": 1, "samples_per_update": 2}
+    how |= {"sampler": None, "shapes": 1, "samples_per_update": 2, "pad": {"once": None}}
+    how["collate_fn"] = lambda of: {**FLAT(of), "once": torch.ones(len(of))}  # as long as the tokens of short samples
     few = PlannedDataLoader(rows[1:4], [1, 1, 20], TokenBudget(60, layout="packed"), **how)
     assert all(step.batch["cu_seq_lens_q"].diff().max() <= 20 for step in few), "filled by no longer samples"
     assert len({step.batch["input_ids"].shape for step in steps}) <= 2

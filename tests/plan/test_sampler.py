@@ -306,11 +306,9 @@ def test_an_order_without_samples_is_never_stored_and_is_that_of_those_kept(out,
 
 
 @given(
-    sizes=st.lists(st.integers(1, 30), min_size=1, max_size=4),
-    weights=st.lists(st.integers(0, 5), min_size=12, max_size=12),
-    num_samples=st.integers(1, 60),
-    seed=st.integers(0, 5),
-)
+    sizes=st.lists(st.integers(1, 30), min_size=1, max_size=4), num_samples=st.integers(1, 60),
+    weights=st.lists(st.integers(0, 5), min_size=12, max_size=12), seed=st.integers(0, 5),
+)  # fmt: skip
 def test_a_mixture_gives_shares_and_each_source_pass_after_pass(sizes, weights, num_samples, seed):
     starts = np.cumsum([0, *sizes])
     sources = {str(k): range(starts[k], starts[k + 1]) for k in range(len(sizes))}
