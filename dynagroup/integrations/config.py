@@ -14,10 +14,9 @@ from dynagroup.validation import check_choice, check_flag, check_int, warn_user
 
 COUPLED = {
     "KTOTrainer": "its loss compares the samples of a batch with each other; use TRL's own batches",
-    "GRPOTrainer": "it generates samples in groups; divide these with shard_micro_batches",
-    "RLOOTrainer": "it generates samples in groups; divide these with shard_micro_batches",
+    **dict.fromkeys(["GRPOTrainer", "RLOOTrainer"], "it generates samples in groups; divide these with shard_micro_batches"),
     "DistillationTrainer": "it forms batches from the teacher's output; use TRL's own",
-}
+}  # fmt: skip
 """TRL trainers whose losses need TRL's own batches, and what to do instead."""
 FITTING = ("SFTTrainer", "DPOTrainer", "RewardTrainer", "CPOTrainer", "ORPOTrainer", "TPOTrainer")
 """TRL trainers that were tested; the others are refused."""
@@ -121,32 +120,26 @@ def refuse_unsupported(trainer: Any, config: DynagroupConfig) -> None:
     instead = COUPLED.get(named, f"only {', '.join(FITTING)} are known to fit; use TRL's own batches")
     wrong: dict[str, tuple[Any, str]] = {
         f"TRL's {named}": (ours and named not in FITTING, instead),
-        f"DPO with loss_type={min(sorting, default='')!r}": (
-            sorting,
+        f"DPO with loss_type={min(sorting, default='')!r}": (sorting,
             "it sorts the pairs of a batch against each other; choose a loss of single pairs, e.g. 'sigmoid'"),
         "a packed budget for pairs of answers": (
             ours and "SFTTrainer" not in ours and config.budget.layout == "packed", "TRL pads them; use a padded one"),
         "auto_find_batch_size=True": (args.auto_find_batch_size, "the budget limits batches already; set it to False"),
         "dispatch_batches=True": (shards.dispatch_batches, own), "split_batches=True": (shards.split_batches, own),
         "dataloader_in_order=False": (not args.dataloader_in_order, "updates need batches in order; set it to True"),
-        "DeepSpeed ZeRO-3 with mode='online'": (
-            plugin is not None and plugin.zero_stage == 3 and config.mode == "online",
+        "DeepSpeed ZeRO-3 with mode='online'": (plugin is not None and plugin.zero_stage == 3 and config.mode == "online",
             "ranks gather its parameters in every step together; use mode='offline'"),
         "nn.DataParallel": (args.n_gpu > 1, "start one process per device, with torchrun or accelerate launch"),
-        "train_sampling_strategy='batch_rebalance'": (
-            str(args.train_sampling_strategy) == "batch_rebalance",
+        "train_sampling_strategy='batch_rebalance'": (str(args.train_sampling_strategy) == "batch_rebalance",
             "it forms batches without a limit; set it to 'random', because dynagroup balances ranks as well"),
-        "average_tokens_across_devices=False": (
-            args.world_size > 1 and not args.average_tokens_across_devices,
+        "average_tokens_across_devices=False": (args.world_size > 1 and not args.average_tokens_across_devices,
             "ranks have batches of different sizes, so their tokens must be added; set it to True"),
-        f"tensor, context or sequence parallelism ({sharing} ranks share a sample)": (
-            sharing > 1 and config.world is None,
+        f"tensor, context or sequence parallelism ({sharing} ranks share a sample)": (sharing > 1 and config.world is None,
             "pass DynagroupConfig(world=DistributedWorld(mesh.get_group('dp'))) with the mesh's data-parallel group"),
         "out_of_memory='retry' for pairs of answers": (
             {"DPOTrainer", "RewardTrainer", "TPOTrainer"} & {*ours} and config.out_of_memory and config.splitter is None,
             "all chosen rows come before the rejected ones; pass a `splitter` that keeps pairs together"),
-        f"pad_to_multiple_of={multiple}": (
-            multiple % sharing and sharing > trainer.get_tp_size(),
+        f"pad_to_multiple_of={multiple}": (multiple % sharing and sharing > trainer.get_tp_size(),
             f"{sharing} ranks divide the tokens of a sample; set a multiple of {sharing} in budget and collator"),
     }  # fmt: skip
     for what, (is_set, instead) in wrong.items():

@@ -184,6 +184,10 @@ class Evaluator(TrainerSteps):
             warn_user(f"predictions of packed batches are one row a batch, in the order of the plan; {way_out}")
         return output._replace(predictions=run.in_order(output.predictions), label_ids=run.in_order(output.label_ids))
 
+    def _get_num_items_in_batch(self, batch_samples: Any, device: Any) -> Any:
+        self._items: Any = super()._get_num_items_in_batch(batch_samples, device)
+        return self._items
+
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         run = self._evaluation
         if run is None:
@@ -193,20 +197,19 @@ class Evaluator(TrainerSteps):
         count = len(run.rows.rows[run.row])
         own = self._has_own_loss  # might count added rows
         items: Any = self._get_num_items_in_batch([inputs], self.args.device)
-        mean = items is None or self.loss_is_scaled_for_ga is False or bool(self._found_mean)
+        mean = items is None or self.loss_is_scaled_for_ga is False or bool(self._found_mean.get(True))
         if own or self.dynagroup.weigh not in ("auto", "tokens"):
-            mean = self._loss_is_a_mean(model, [inputs], items)
-        weight = weigher(self._weigh)(inputs, len(next(iter(inputs.values())))) if mean else float(items or 0)
-        scale = 1.0
-        if own and not mean:  # it may count on the items of all ranks; other losses are of a rank's batch alone
-            self.args.average_tokens_across_devices = True
-            total: Any = self._get_num_items_in_batch([inputs], self.args.device)
-            scale = float(total) / max(weight, 1.0) / self.accelerator.num_processes
+            mean = self._loss_is_a_mean(model, [inputs], items, training=False)
+        # A loss of one's own may be divided by the items of all ranks; other losses are of a rank's batch alone.
+        self.args.average_tokens_across_devices, self._items, filled = own and not mean, None, inputs
         if run.rows.shapes and (self._filling_tried or not own):
-            inputs = FillingCollator(None, run.rows.ladder, self._pad).fill(inputs, count, run.rows.shapes[run.row])
+            filled = FillingCollator(None, run.rows.ladder, self._pad).fill(inputs, count, run.rows.shapes[run.row])
         with trl_figures(self, idle=repeats):
-            found = super().prediction_step(model, inputs, *args, **kwargs)
+            found = super().prediction_step(model, filled, *args, **kwargs)
         self.args.average_tokens_across_devices = False
+        told = not mean and self._items is not None  # in evaluation, TRL's SFT is told no items: its loss is a mean
+        weight = float(items or 0) if told else weigher(self._weigh)(inputs, len(next(iter(inputs.values()))))
+        scale = float(self._items or 0) / max(weight, 1.0) / self.accelerator.num_processes if told and own else 1.0
         if found[0] is not None:
             run.losses.append((float(found[0]) * scale, 0.0 if repeats else weight))
         return found[0], *(_mapped(lambda values: values[:count] if values.ndim else values, one) for one in found[1:])

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import DistributedType, gather_object
+from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import has_length
 
@@ -42,6 +43,7 @@ def trl_figures(trainer: Any, *, idle: bool = False, probe: bool = False) -> Ite
         yield
         return
     accelerator, counts = trainer.accelerator, [1]
+    counted = {name: n for name, n in vars(trainer).items() if name == "_total_train_tokens" and probe}
     noted = {(mode, key): len(values) for mode, figures in kept.items() for key, values in figures.items()}
 
     def gather(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -54,6 +56,7 @@ def trl_figures(trainer: Any, *, idle: bool = False, probe: bool = False) -> Ite
         yield
     finally:
         del accelerator.gather, accelerator.gather_for_metrics
+        vars(trainer).update(counted)
     for mode, figures in kept.items():
         for key, values in [*figures.items()]:
             before = noted.get((mode, key), 0)
@@ -78,7 +81,7 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
     _ooms_logged = 0
     _idle_step = False
     _filling_tried = False
-    _found_mean: bool | None = None  # whether the loss is a mean; None: not tested yet
+    _found_mean: Mapping[bool, bool | None] = {}  # whether the loss is a mean, as far as tested: {training: it is}
 
     @property
     def samples_per_update(self) -> int:
@@ -175,7 +178,7 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
                 total = total + super().training_step(model, step.batch, items)
         return total
 
-    def _loss_is_a_mean(self, model: Any, batches: list[Any], num_items_in_batch: Any) -> bool:
+    def _loss_is_a_mean(self, model: Any, batches: list[Any], num_items_in_batch: Any, training: bool = True) -> bool:
         """Returns whether the loss is a mean over its batch, and not a sum divided by the items of the whole update."""
         if self.loss_is_scaled_for_ga is not None:
             return not self.loss_is_scaled_for_ga
@@ -188,9 +191,10 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
             if getattr(getattr(config, "get_text_config", lambda: config)(), "output_router_logits", False):
                 return True  # without a count of items, both the loss and the balancing loss of experts are means
         for batch in batches:
-            if self._found_mean is None:
-                self._found_mean = is_a_mean(self, model, self._probe(batch), self.dynagroup.world or current_world())
-        return self._found_mean is not False
+            if self._found_mean.get(training) is None:
+                found = is_a_mean(self, model, self._probe(batch), self.dynagroup.world or current_world(), training)
+                self._found_mean = {**self._found_mean, training: found}
+        return self._found_mean.get(training) is not False
 
     def _probe(self, batch: Any) -> Any:
         """Returns the batch for tests of the loss: with retries its sample of most labels, which needs less memory."""
@@ -205,6 +209,7 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
         twice = {n: value[[0, 0]] for n, value in batch.items() if isinstance(value, torch.Tensor) and value.ndim}
         ignored = {n: torch.cat([twice[n][:1], torch.full_like(twice[n][:1], IGNORED)]) for n in LABELS & twice.keys()}
         with evaluating(model), trl_figures(self, probe=True):
+            model.training = self.accelerator.unwrap_model(model).training = True
             both = {**batch, **twice}, {**batch, **twice, **ignored}
             same, filled = (_loss(self, model, self._prepare_inputs(rows), 1) for rows in both)
         counts = not math.isnan(same) and not math.isclose(same, filled, rel_tol=0.1)
@@ -279,9 +284,16 @@ class DynagroupCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer: Any = self.trainer
-        if trainer.update_loader is None or not trainer.dynagroup.preflight:
+        if trainer.update_loader is None:
             return
-        counted = {name: n for name, n in vars(trainer).items() if name == "_total_train_tokens"}  # TRL's count
+        shared = args.world_size > 1 and trainer.accelerator.distributed_type.value.startswith("MULTI_")
+        own = trainer.dynagroup.world or getattr(trainer, "is_distributed_loading_by_transformers", False)
+        modules = trainer.model_wrapped.modules()
+        if shared and not own and not any(isinstance(one, DistributedDataParallel) for one in modules):
+            why = "after evaluate() or predict(), transformers does not wrap the model in DistributedDataParallel"
+            raise ConfigError(f"ranks would train apart: {why}; call train() first, or use eval_on_start=True")
+        if not trainer.dynagroup.preflight:
+            return
 
         def loss_of(model: Any, batch: Any) -> torch.Tensor:
             inputs, one = trainer._prepare_inputs(batch), torch.tensor(1, device=args.device)
@@ -290,7 +302,6 @@ class DynagroupCallback(TrainerCallback):
 
         trainer.model_wrapped.train()
         preflight(trainer.model_wrapped, trainer.update_loader, loss_of)
-        vars(trainer).update(counted)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer, loader = self.trainer, self.trainer.update_loader
@@ -328,12 +339,13 @@ def defines_compute_loss(trainer_class: type) -> bool:
 # cannot tell them apart: to it, heads that ignore the count (transformers#47688, open) and subclasses whose
 # ``compute_loss`` returns a mean look like sums, so their losses would be added up. Cost: two forward passes, once per
 # run. All ranks must call it; all return the same result, or all raise.
-def is_a_mean(trainer: Any, model: Any, batch: Any, world: World) -> bool | None:
+def is_a_mean(trainer: Any, model: Any, batch: Any, world: World, training: bool = True) -> bool | None:
     """Returns whether the loss is a mean over its batch, whatever item count it gets; None: this batch cannot show."""
     error: Exception | None = None
     ratio = math.nan
     try:
         with evaluating(model), trl_figures(trainer, probe=True):
+            model.training = trainer.model.training = training  # all that a loss may ask; no part drops anything out
             one, two = (_loss(trainer, model, trainer._prepare_inputs(batch), count) for count in (1, 2))
         ratio = one / two if two and weigher(trainer._weigh)(batch, 1) else math.nan
     except Exception as caught:  # noqa: BLE001 - the other ranks must know before it is raised

@@ -206,14 +206,14 @@ def _on_all(world: World, act: Callable[[], bool | None]) -> bool:
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
     """Context manager that turns off dropout; afterwards each module has its former mode."""
-    training = [module for module in model.modules() if module.training]
-    for module in training:
+    modes = [(module, module.training) for module in model.modules()]
+    for module, _ in modes:
         module.training = False
     try:
         yield
     finally:
-        for module in training:
-            module.training = True
+        for module, mode in modes:
+            module.training = mode
 
 
 def _positions(model: Any) -> tuple[int | None, int | None]:

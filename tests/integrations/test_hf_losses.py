@@ -128,6 +128,7 @@ def test_asking_leaves_no_trace_and_a_batch_without_labels_does_not_decide(tmp_p
 
     class Blank(MeanOurs):
         def compute_loss(self, *args, **kwargs):
+            assert args[0].training, "as in training, but nothing is dropped out"
             return super().compute_loss(*args, **kwargs) * (torch.nan if self.asked <= 2 else 1.0)
 
     run = trainer("causal", tmp_path, fits=True, model=toys.with_dropout(toys.causal_lm()), **ONCE)
@@ -238,9 +239,8 @@ def test_each_training_guards_the_model_that_it_trains(tmp_path):
 def shares(found: Any) -> dict[str, float]:
     """Of two samples in a known place, and of all: wrong as soon as results lie in another order."""
     logits, labels = found.predictions, found.label_ids
-    right = (logits.argmax(-1) == labels)[labels != -100]
     third, last = (float(logits[row].reshape(-1)[0]) for row in (2, -1))
-    return {"accuracy": right.mean(), "third": third, "last": last}
+    return {"accuracy": (logits.argmax(-1) == labels)[labels != -100].mean(), "third": third, "last": last}
 
 
 def evaluated(kind: str, folder: Any, *, fits: bool, eval_config: Any = True, **changes: Any) -> Any:
@@ -277,11 +277,13 @@ def test_metrics_and_predictions_are_the_plain_trainers(kind, shapes, tmp_path):
     assert shapes is None or {*seen} <= {*fits.shapes}
 
 
-@pytest.mark.parametrize("exact_loss", [True, False])
-def test_the_loss_is_that_of_one_batch_of_everything(exact_loss, tmp_path):
-    """The plain Trainer's mean over batches of their means depends on its batch size; ours does not."""
+@pytest.mark.parametrize(("exact_loss", "own"), [(True, False), (False, False), (False, True)])
+def test_the_loss_is_that_of_one_batch_of_everything(exact_loss, own, tmp_path):
+    """The plain Trainer's mean over batches of their means depends on its batch size; ours does not, also untrained."""
     plain = evaluated("causal", tmp_path, fits=False, per_device_eval_batch_size=COUNT, exact_loss=exact_loss)
     ours = evaluated("causal", tmp_path, fits=True, exact_loss=exact_loss, config={"weigh": "tokens"})
+    if own:
+        plain.__class__, ours.__class__ = PlainMean, OursMean
     for run in (plain, ours):  # in a batch of its own it weighs as little as one can
         run.eval_dataset.append({"input_ids": [5, 6, 7], "labels": [-100, -100, 7]})
     plain.args.per_device_eval_batch_size += 1

@@ -145,13 +145,14 @@ def trainers(folder: str) -> dict[str, Any]:
     run = trainer("classifier", folder, fits=True, eval_dataset=toys.samples("classifier", 11))
     evaluated, lengths = [run.predict(run.eval_dataset)], [len(row["input_ids"]) for row in run.eval_dataset]
     run.dynagroup_eval = ShapeLadder(lengths, TokenBudget(160), 2)
+    with pytest.raises(ConfigError, match="ranks would train apart: after evaluate"):
+        run.train()
     return {
         "same": train_both("causal", f"{folder}/same", {**cut, "max_grad_norm": 0.3}),
-        "resumed": resumed_at_an_epochs_end(folder),
         "evaluated": [*evaluated, run.predict(run.eval_dataset)],
         "packed": [training.packed(kind, "sdpa") for kind in ("planned", "online")],
-        "losses": [loss_of(OfSums, folder), loss_of(DynagroupTrainer, folder)],
-    }
+        "resumed": resumed_at_an_epochs_end(folder), "losses": [loss_of(OfSums, folder), loss_of(DynagroupTrainer, folder)],
+    }  # fmt: skip
 
 
 def test_two_ranks_make_the_updates_of_fixed_batches_also_of_packed_ones(ranks):

@@ -27,7 +27,7 @@ UPDATE = 12
 COMMON: dict[str, Any] = {
     "learning_rate": 1e-2, "report_to": [], "save_strategy": "no", "use_cpu": True, "bf16": False, "disable_tqdm": True,
     "logging_steps": 1, "dataloader_pin_memory": False, "gradient_checkpointing": False, "max_grad_norm": 0.0,
-    "per_device_eval_batch_size": 24,
+    "per_device_eval_batch_size": len(TEXTS),
 }  # fmt: skip
 PADDED, PACKED = TokenBudget(280), TokenBudget(100, layout="packed")
 Run = tuple[torch.Tensor, list[dict[str, Any]]]
@@ -90,7 +90,11 @@ def cpo(folder: Any, budget: TokenBudget | None = None) -> Any:
 
 def found(run: Any) -> Run:
     run.train()
-    return parameters(run.model), [entry for entry in run.state.log_history if "loss" in entry]
+    logs = [entry for entry in run.state.log_history if "loss" in entry]
+    if isinstance(run, trl.SFTTrainer):  # its evaluation divides by the items of a rank, its training by those of all
+        run.compute_loss_func = None
+        logs.append({**logs[-1], "loss": run.evaluate(run.train_dataset)["eval_loss"]})
+    return parameters(run.model), logs
 
 
 def all_runs(folder: Any) -> dict[str, tuple[Run, Run]]:
