@@ -41,7 +41,8 @@ def explained(what: str, *passed: type[BaseException], way_out: str = "", kind: 
 
 class sendable(ContextDecorator):  # noqa: N801
     """Context manager for the user's code in a worker. Errors that torch cannot send to the main process, which would
-    wait for them without end, become RuntimeErrors that begin with ``what()``; ``always``: all but ConfigErrors do."""
+    wait for them without end, or takes for the end of the data (StopIteration), become RuntimeErrors that begin with
+    ``what()``; ``always``: all but ConfigErrors do."""
 
     def __init__(self, what: Callable[[], str], *, always: bool = False) -> None:
         self._what, self._always = what, always
@@ -53,7 +54,7 @@ class sendable(ContextDecorator):  # noqa: N801
             return
         from torch.utils.data import get_worker_info  # heavy
 
-        renamed = self._always and not isinstance(error, ConfigError)
+        renamed = isinstance(error, StopIteration) or (self._always and not isinstance(error, ConfigError))
         if renamed or not (get_worker_info() is None or _arrives(type(error))):
             raise RuntimeError(f"{self._what()}: {type(error).__name__}: {error}") from error
 
@@ -66,10 +67,16 @@ def _arrives(kind: Any) -> bool:
 
 
 def fetch(dataset: Any, indices: Sequence[int], *, always: bool = False) -> Any:
-    """Returns samples, read together if the dataset can. Errors name their indices, as :func:`sendable` says."""
+    """Returns samples, read together if the dataset can. Errors name their indices, as :func:`sendable` says. RuntimeError:
+    the dataset returned too few or too many. ``always``: also reads samples that are not in a list."""
     together, asked = getattr(dataset, "__getitems__", None), [*indices]
     with sendable(lambda: f"dataset samples {shorten(asked)} failed", always=always):
-        return together(asked) if together is not None else [dataset[(asked := [index])[0]] for index in indices]
+        samples = together(asked) if together is not None else [dataset[(asked := [index])[0]] for index in indices]
+        samples = [*samples] if always or isinstance(samples, Iterator) else samples
+    if isinstance(samples, (list, tuple)) and len(samples) != len(indices):
+        found = f"the dataset's __getitems__ returned {len(samples)} samples for the indices {shorten(indices)}"
+        raise RuntimeError(f"{found}; it must return one sample per index, in order")
+    return samples
 
 
 def shorten(indices: Sequence[int], most: int = 16) -> str:

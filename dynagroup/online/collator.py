@@ -105,21 +105,21 @@ class RefinementCollator:
         self.work = check_work(self.work)
         self._weight_of = weigher(self.weigh)
         self.filling = FillingCollator(self.collate_fn, self.budget.ladder, self.pad)
-        self._warned_wide = self._collates_to_measure = False
+        self._warned_wide = self._collates_to_measure = self._ran = False
 
     @sendable(lambda: "making batches failed")
     def __call__(self, window: WindowSamples | Sequence[Any]) -> RefinedWindow:
         if not isinstance(window, WindowSamples):
             window = WindowSamples(Request.of(range(len(window))), list(window))
+        spare, self._ran = window.samples if self._ran or self.length_of else _copied(window.samples), True
         try:
             refined = self._refine(window)
         except _WiderThanMeasured as wider:
             self._collates_to_measure = True
-            warn_user(
-                f"{wider}: `collate_fn` changes lengths, so each sample is also collated alone to measure it, in about "
-                "twice the time; to avoid this, pass `length_of`, or give the budget the right `pad_to_multiple_of`"
-            )
-            refined = self._refine(window)
+            told = "`collate_fn` changes lengths, so each sample is also collated alone to measure it, in about twice the time"
+            way_out = "to avoid this, pass `length_of`, or give the budget the right `pad_to_multiple_of`"
+            warn_user(f"{wider}: {told}; {way_out}")
+            refined = self._refine(replace(window, samples=spare))
         return RefinedWindow(window.request.number, refined, window.place)
 
     def split_for_ranks(self, refined: Refined, parts: int) -> list[Refined]:
@@ -207,27 +207,23 @@ class RefinementCollator:
             places = members.tolist()
             chosen, indices = [samples[p] for p in places], [request.indices[p] for p in places]
             measured = {name: values[members] for name, values in lengths.items()}
-            batch = _asked("collate_fn", self.collate_fn or default_collate, chosen, of=indices)
             facts = {name: column[number] for name, column in columns.items()}
-            if facts["oversize"]:
-                self._check_alone(indices, measured)
-            else:
+            facts["samples"] = _copied(chosen) if number in kept else None
+            batch = _asked("collate_fn", self.collate_fn or default_collate, chosen, of=indices)
+            if facts["oversize"] and len(indices) > 1:
+                wrong = f"the batch of dataset indices {shorten(indices)} must fit, because a larger one does"
+                raise BudgetError(f"{wrong}; correct the budget's `fits`, see assert_budget_law")
+            if facts["oversize"] and self.oversize == "error":
+                way_out = "truncate it, filter it out, raise the budget, or pass oversize='alone'"
+                raise BudgetError(f"sample {indices[0]} ({units_of(measured, 0)}) does not fit even alone; {way_out}")
+            if not facts["oversize"]:
                 self._check_width(batch, indices, measured, {name: width[number] for name, width in widths.items()})
             weight = _asked("weigh", self._weight_of, batch, len(places), of=indices)
             facts |= {"label": labels[places[0]], "kind": agrees * number_of(labels[places[0]])}
-            facts["samples"] = chosen if number in kept else None
             positions = tuple(request.positions[members].tolist())
             batch = batch if self.budget.ladder is None else self.filling.fill(batch, len(places))
             made.append(Refined(batch, indices, positions, measured, weight, **facts))
         return made
-
-    def _check_alone(self, indices: Sequence[int], lengths: Streams) -> None:
-        if len(indices) > 1:
-            wrong = f"the batch of dataset indices {shorten(indices)} must fit, because a larger one does"
-            raise BudgetError(f"{wrong}; correct the budget's `fits`, see assert_budget_law")
-        if self.oversize == "error":
-            way_out = "truncate it, filter it out, raise the budget, or pass oversize='alone'"
-            raise BudgetError(f"sample {indices[0]} ({units_of(lengths, 0)}) does not fit even alone; {way_out}")
 
     def _check_width(self, batch: Any, indices: Sequence[int], lengths: Streams, widths: Mapping[str, int]) -> None:
         """Warns, or raises BudgetError, if a collated batch is longer than its samples were measured to be."""
@@ -265,10 +261,16 @@ def _ids_of(sample: Any) -> Any:
 
 def _collated_length(collate_fn: Callable[[list[Any]], Any], sample: Any) -> int:
     """Returns the tokens of the batch that the collate function makes of a copy of this one sample."""
-    with suppress(Exception):  # a sample that cannot be copied is used itself
-        sample = copy.deepcopy(sample)
-    tokens = total_of(collate_fn([sample]), TOKENS)
-    return measure_sample(sample) if tokens is None else tokens
+    copied = _copied([sample])
+    tokens = total_of(collate_fn(copied), TOKENS)
+    return measure_sample(copied[0]) if tokens is None else tokens
+
+
+def _copied(samples: list[Any]) -> list[Any]:
+    """Returns copies of samples that are collated twice, as ``collate_fn`` may change them; or these if they cannot be copied."""
+    with suppress(Exception):
+        samples = copy.deepcopy(samples)
+    return samples
 
 
 def _asked(name: str, function: Callable[..., Any], *args: Any, of: int | list[int]) -> Any:

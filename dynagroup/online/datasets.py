@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from dynagroup.errors import ConfigError
 from dynagroup.fingerprint import hashed
 from dynagroup.online.messages import Request, WindowSamples
-from dynagroup.validation import fetch, sendable, shorten
+from dynagroup.validation import fetch, sendable
 
 OPENING = 16  # first samples that are compared between workers and ranks; ignored if most are equal
 FETCHED_AT_ONCE = 64  # samples that are read before their bytes are counted for the first time
@@ -92,12 +92,12 @@ class IndexedDataset(_Forwarding):
     @sendable(lambda: "the dataset failed")
     def __getitems__(self, request: Request | list[int]) -> WindowSamples:
         if not isinstance(request, Request):
-            return WindowSamples(Request.of(request), _fetch(self.dataset, request))
+            return WindowSamples(Request.of(request), fetch(self.dataset, request, always=True))
         if self._epoch != request.epoch:
             self._epoch = request.epoch
             set_epoch(self.dataset, request.epoch)
         if request.max_bytes is None:
-            return WindowSamples(request, _fetch(self.dataset, request.indices) if len(request) else [])
+            return WindowSamples(request, fetch(self.dataset, request.indices, always=True) if len(request) else [])
         samples = self._fetch_bounded(request, request.max_bytes)
         return WindowSamples(request.part(0, len(samples)), samples)
 
@@ -109,19 +109,11 @@ class IndexedDataset(_Forwarding):
         size, wanted = 0, FETCHED_AT_ONCE
         while len(samples) < len(request) and (not samples or size < max_bytes):
             stop = int(ends[min(np.searchsorted(ends, min(wanted, len(request))), len(ends) - 1)])
-            fetched = _fetch(self.dataset, request.indices[len(samples) : stop])
+            fetched = fetch(self.dataset, request.indices[len(samples) : stop], always=True)
             samples += fetched
             size += sum(map(sample_bytes, fetched))
             wanted = max(int(max_bytes * len(samples) / max(size, 1)), len(samples) + 1)
         return samples
-
-
-def _fetch(dataset: Any, indices: Sequence[int]) -> list[Any]:
-    samples = [*fetch(dataset, indices, always=True)]
-    if len(samples) != len(indices):
-        found = f"the dataset's __getitems__ returned {len(samples)} samples for the indices {shorten(indices)}"
-        raise RuntimeError(f"{found}; it must return one sample per index, in order")
-    return samples
 
 
 def _resumes(dataset: Any) -> bool:

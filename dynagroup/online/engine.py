@@ -156,9 +156,8 @@ class Runner(ABC):
         self.stats.kind_steps += agreement.further
         if self.world.size > 1 and first and first == -last:
             if not self.source.iterable:
-                same = "`batch_sampler` gives the same batches on every rank, so each would use every sample"
-                each = "give each its own batches (LengthAwareBatchSampler does), or pass `sampler`"
-                raise AlignmentError(f"{same}; {each}, which the loader shards")
+                own = "give each its own (LengthAwareBatchSampler does), or pass `sampler`, which the loader shards"
+                raise AlignmentError(f"`batch_sampler` gives all ranks the same batches and samples; {own}")
             self.workers.tell_of_sharing(f"all {self.world.size} ranks")
         self._lend(lacking, agreement.steps)
         return agreement

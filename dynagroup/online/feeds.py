@@ -53,11 +53,10 @@ class Workers(Inner):
         """Warns, once in all epochs, that an iterable dataset is not sharded."""
         if not self._told:
             self._told = True
-            warn_user(
-                f"{who} read the same samples, which are repeated: the iterable dataset is not sharded; make each "
-                "worker and rank yield its own part, by torch.utils.data.get_worker_info() for workers, and by "
-                "dynagroup.distributed.rank_and_size() or datasets' split_dataset_by_node for ranks"
-            )
+            told = f"{who} read the same samples, which are repeated: the iterable dataset is not sharded"
+            workers = "make each worker and rank yield its own part, by torch.utils.data.get_worker_info() for workers"
+            ranks = "dynagroup.distributed.rank_and_size() or datasets' split_dataset_by_node for ranks"
+            warn_user(f"{told}; {workers}, and by {ranks}")
 
     def open_map(self) -> Iterator[Any]:
         if self.loader is None or not self.persistent:

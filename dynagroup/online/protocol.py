@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from dynagroup.distributed import SingleProcess, World
-from dynagroup.errors import AlignmentError
+from dynagroup.errors import AlignmentError, ConfigError
 from dynagroup.fingerprint import hashed
 
 T = TypeVar("T")
@@ -137,11 +137,10 @@ class Exchange:
             text = self._sent(said).decode(errors="replace")
             raise failure or AlignmentError(f"rank {found[2] - 1} failed while it loaded data: {text}")
         if found[0] != -found[1]:
-            raise AlignmentError(
-                f"ranks are at different points: this rank at exchange {self.count} of epoch {self.epoch}, the rank furthest "
-                f"behind at {-found[1] & 0xFFFFFFFF} of epoch {-found[1] >> 32}, the rank furthest ahead at "
-                f"{found[0] & 0xFFFFFFFF} of epoch {found[0] >> 32}; iterate the loader equally often and far on every rank"
-            )
+            behind, ahead = (f"{mark & 0xFFFFFFFF} of epoch {mark >> 32}" for mark in (-found[1], found[0]))
+            here = f"this rank at exchange {self.count} of epoch {self.epoch}, the rank furthest behind at {behind}"
+            alike = "iterate the loader equally often and far on every rank"
+            raise AlignmentError(f"ranks are at different points: {here}, the rank furthest ahead at {ahead}; {alike}")
         return [*found[3 : len(vector)], *(self.world.all_max(vector[WIDTH:]) if len(vector) > len(found) else [])]
 
     def gathered(self, values: Sequence[int], most: int) -> list[int]:
@@ -156,7 +155,7 @@ class Exchange:
         try:
             data = b"" if thing is None else pickle.dumps(thing)
         except Exception as error:  # noqa: BLE001 - sent to all ranks, and raised again
-            failure = error
+            failure = ConfigError(f"ranks without samples need a copy of a batch, so it must be picklable ({error})")
         giver = self.highest([self.world.rank + 1 if data else 0], failure)[0] - 1
         return None if giver < 0 else pickle.loads(self._sent(data if giver == self.world.rank else b""))
 

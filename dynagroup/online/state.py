@@ -53,8 +53,7 @@ def together(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> list[
 
 
 KINDS = "(kinds)"  # name of the kinds among the streams of lengths
-UNKNOWN = -1
-CHUNK = 1 << 16
+UNKNOWN, CHUNK = -1, 1 << 16
 STEADY_SHARE = 0.01  # exact batches are planned if at most this share of samples changes length between epochs
 
 

@@ -1,6 +1,7 @@
 """Runs training steps that recover from out-of-memory errors with the same gradients. With ``DistributedDataParallel``
 gradients are averaged once, at the end of an update, and not by DDP."""
 
+import copy
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -64,8 +65,9 @@ class Part:
         return self.whole and self.num_samples < splitter.num_samples(self.batch)
 
     def samples(self, splitter: Splitter[Any]) -> Any:
-        """Returns this part's samples as a batch."""
-        return self.batch if self.whole else splitter.take(self.batch, self.start, self.stop)
+        """Returns this part's samples as a batch, from which the user's function may take fields out."""
+        same = self.batch if isinstance(self.batch, torch.Tensor) else copy.copy(self.batch)
+        return same if self.whole else splitter.take(self.batch, self.start, self.stop)
 
     def shape(self, splitter: Splitter[Any]) -> BatchShape:
         return shape_of(samples := self.samples(splitter), splitter.num_samples(samples))

@@ -14,8 +14,7 @@ from dynagroup.errors import AlignmentError, ConfigError
 from dynagroup.shapes import IntArray
 from dynagroup.validation import check_int, explained
 
-ROUNDS = 8
-NONE = np.zeros(0, np.int64)
+ROUNDS, NONE = 8, np.zeros(0, np.int64)
 BLOCK = 1 << 14  # least number of indices that are computed at once
 
 
@@ -256,8 +255,11 @@ class Mixture:
             first, seed = start // size, self._seed + place
             passes = [epoch_order(size, seed=seed, epoch=number) for number in range(first, -(-stop // size))]
             parts.append(indices[np.concatenate([NONE, *passes])[start - first * size : stop - first * size]])
-        together = np.concatenate(parts, dtype=np.int64)
-        return together[epoch_order(len(together), seed=self._seed, epoch=epoch)]
+        shuffled = epoch_order(self._size, seed=self._seed, epoch=epoch)
+        of_source = np.repeat(np.arange(len(parts)), [*map(len, parts)])[shuffled]
+        mixed = np.empty_like(shuffled)
+        mixed[np.argsort(of_source, kind="stable")] = np.concatenate(parts)  # in the order of each source
+        return mixed
 
 
 class OrderSource:

@@ -212,10 +212,8 @@ class PlannedDataLoader(StepLoader[B]):
         differs = unplanned(batch, shape, self.budget)
         if differs is not None:
             self._said_unplanned = True
-            warn_user(
-                f"a batch does not have its planned shape: {differs}. Give `lengths` in dataset order, measured as "
-                "samples are processed and collated; or use OnlineDataLoader, which measures them itself"
-            )
+            way_out = "Give `lengths` in dataset order, measured as samples are processed and collated; or use OnlineDataLoader"
+            warn_user(f"a batch does not have its planned shape: {differs}. {way_out}, which measures them itself")
 
     def _identity(self) -> dict[str, Any]:
         return {**self._plan.identity, "budget": self.budget.fingerprint, "weigh": described(self._weigh)}
@@ -296,7 +294,7 @@ class _Feed(Inner):
             if not self.asked:
                 return None
             update = self.asked[0]
-            collected += islice(batches, len(update.steps) - len(collected))
+            collected += islice(batches, len(update.steps) - 1)
             if len(collected) < len(update.steps):
                 raise RuntimeError(ENDED_EARLY)
             pairs = zip(update.steps, collected, strict=True)

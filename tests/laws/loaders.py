@@ -16,8 +16,7 @@ from dynagroup.update.step import Step
 from tests.online.helpers import Stream, Tokens, collate, collate_packed, lengths_of
 
 LENGTHS = lengths_of(19, seed=2, top=30)
-TOKENS = 60
-MOST_EDGES = 120
+TOKENS, MOST_EDGES = 60, 120
 
 
 def kinds_of(number: int) -> list[Any]:

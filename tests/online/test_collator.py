@@ -111,6 +111,11 @@ def test_samples_are_collated_alone_only_where_that_changes_their_length_and_wid
     assert sorted(len(step.indices) for step in loader) == sorted(asked), "each batch once, and nothing else"
     with pytest.warns(UserWarning, match="pad_to_multiple_of"):
         refining(padded_by(1), length_of=ids_of)(samples(3, 4))
+    fresh: Any = type("Fresh", (Raw,), {"__getitem__": lambda self, index: samples(1 + index)[0]})()
+    one_more = lambda b: [s.update({name: torch.ones(len(s[name]) + 1) for name in s}) for s in b] and collate(b)  # noqa: E731
+    with pytest.warns(UserWarning, match="collated alone .*in about twice the time"):
+        steps = list(OnlineDataLoader(fresh, TokenBudget(600), collate_fn=one_more, window=16))
+    assert sum(int((step.batch["input_ids"] >= 0).sum()) for step in steps) == sum(range(2, 62)), "changed once each"
 
 
 def both(pair: list[int]) -> dict[str, int]:

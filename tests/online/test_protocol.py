@@ -14,8 +14,7 @@ import pytest
 from dynagroup.online.protocol import agree, even_parts, hand_out, offer
 
 LOADING, WAITING = 0, 1
-MOST_BATCHES = 4
-LOW_WATER = 3
+MOST_BATCHES, LOW_WATER = 4, 3
 
 
 class Explorer:

@@ -255,10 +255,10 @@ def test_weights_come_from_the_user_the_loss_or_the_tokens_as_loaders_count_them
     batch = {"input_ids": ids, "labels": ids.masked_fill(ids == 0, -100)}
 
     def loss_of(part: dict[str, torch.Tensor]) -> torch.Tensor:
-        predicted, labels = model(part["input_ids"])[:, :-1], part["labels"][:, 1:]
+        predicted, labels = model(part["input_ids"])[:, :-1], part.pop("labels")[:, 1:]
         return F.cross_entropy(predicted.reshape(-1, 30), labels.reshape(-1), ignore_index=-100)
 
-    whole = torch.autograd.grad(loss_of(batch), list(model.parameters()))
+    whole = torch.autograd.grad(loss_of({**batch}), list(model.parameters()))
     (allocator := Allocator(17)).in_forward(model)
     OomSafeBackward(model)(loss_of, batch)
     assert allocator.failures == [18]

@@ -146,9 +146,8 @@ def test_the_default_is_that_of_the_device_that_torch_has(device: str, price: fl
     data: list[dict] = [{"input_ids": [1, 2]}]
     found = [
         LengthAwareBatchSampler([2], 8, rank=0, world_size=1).plan.work,
-        PlannedDataLoader(data, [2], 8, work=None).plan.work,
-        OnlineDataLoader(data, 8).config.work,
-    ]
+        PlannedDataLoader(data, [2], 8, work=None).plan.work, OnlineDataLoader(data, 8).config.work,
+    ]  # fmt: skip
     assert [work.per_step for work in found] == [price] * 3
 
 

@@ -25,10 +25,9 @@ FEW = st.lists(st.integers(0, 20), min_size=1, max_size=8)
 PRICED = {"patches": Price(unit=0.1)}
 MEETS = [Work(), Work(streams=PRICED), Work(streams=PRICED, meet="stream")]
 KINDS = st.one_of(
-    st.tuples(strategies.budgets, st.just("one")),
-    st.tuples(strategies.budgets, st.just("two")),
+    st.tuples(strategies.budgets, st.just("one")), st.tuples(strategies.budgets, st.just("two")),
     st.tuples(strategies.capped_budgets, st.just("patches")),
-)
+)  # fmt: skip
 
 
 def streams(values: list[int], **others: Any) -> dict[str, np.ndarray]:

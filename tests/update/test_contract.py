@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from multiprocessing import active_children
 from typing import Any
 
@@ -32,10 +33,9 @@ Make = Callable[..., StepLoader[Any]]
 
 planned, online = (partial(make, lengths=LENGTHS, max_tokens=80) for make in (loaders.planned, loaders.online))
 SIZES: dict[str, dict[str, Any]] = {
-    "fixed": {"samples_per_update": 7},
+    "fixed": {"samples_per_update": 7}, "free": {"accumulation": 2},
     "ramp": {"samples_per_update": linear_ramp(3, 11, num_updates=6)},
-    "free": {"accumulation": 2},
-}
+}  # fmt: skip
 TINY = {"vocab": 16, "width": 8, "layers": 1, "heads": 1}
 WRONG = [
     ({"num_workers": -1}, "`num_workers`"), ({"prefetch_factor": 2}, "prefetch_factor"),
@@ -294,27 +294,31 @@ def test_a_sampler_draws_as_many_as_it_says_where_updates_are_counted(make, said
         list(loader)
 
 
-@pytest.mark.parametrize("where", ["dataset", "collate_fn", "weigh"])
+@pytest.mark.parametrize("where", ["dataset", "collate_fn", "weigh", "one sample per index"])
 @pytest.mark.parametrize("at", [0, 9])
 def test_a_stray_stop_iteration_does_not_end_the_epoch(make, sizes, where, at):
     """What a DataLoader takes for its end is an error while samples are left."""
-    calls = iter(range(at))
+    calls = count()
 
     def stray(place: str) -> float:
-        return float(next(calls) if place == where else 1)
+        return next(iter(()) if place == where and next(calls) == at else iter([1.0]))
 
     class Strayed(Tokens):
         def __getitem__(self, index: int) -> Any:
             stray("dataset")
             return super().__getitem__(index)
 
+        def __getitems__(self, indices: list[int]) -> list[Any]:
+            return [self[index] for index in indices][where.startswith("one") :]
+
     def collated(samples: list[Any]) -> Any:
         stray("collate_fn")
         return collate(samples)
 
     weigh = (lambda batch: stray("weigh")) if where == "weigh" else "samples"
-    with pytest.raises(RuntimeError, match="StopIteration"):
-        list(make(data=Strayed(LENGTHS), max_tokens=40, collate_fn=collated, weigh=weigh, **sizes))
+    loader = make(data=Strayed(LENGTHS), max_tokens=40, collate_fn=collated, weigh=weigh, **sizes)
+    with pytest.raises(RuntimeError, match=where if where.startswith("one") else "StopIteration"):
+        assert all(len(step.batch["input_ids"]) == len(step.indices) for step in loader), "those of another batch"
 
 
 @pytest.mark.parametrize(("wrong", "said"), WRONG)

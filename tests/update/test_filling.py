@@ -14,8 +14,7 @@ from dynagroup.testing import Allocator, run_ranks
 from dynagroup.update.filling import FillingCollator
 from tests.online.helpers import lengths_of
 
-LENGTHS = lengths_of(60, seed=3, top=30)
-WORDS = 12
+LENGTHS, WORDS = lengths_of(60, seed=3, top=30), 12
 
 
 class Texts(torch.utils.data.Dataset[Any]):

@@ -20,8 +20,7 @@ from dynagroup.testing import run_ranks
 from dynagroup.update.schedule import UpdateSizes, linear_ramp, scale_learning_rate
 
 LENGTHS = np.random.default_rng(0).integers(1, 40, 53).tolist()
-BUDGET = TokenBudget(80)
-RAMP = linear_ramp(5, 20, num_updates=4)
+BUDGET, RAMP = TokenBudget(80), linear_ramp(5, 20, num_updates=4)
 MODES = [{"samples_per_update": 9}, {"samples_per_update": RAMP}, {}, {"accumulation": 3, "window": 16}]
 VARIED = np.random.default_rng(0).integers(5, 100, 300)
 ROWS = [{"input_ids": [1] * length} for length in VARIED]
