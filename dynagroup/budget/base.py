@@ -139,7 +139,7 @@ def padded_tokens(shape: BatchShape, budget: Budget) -> IntArray:
     """Returns the tokens that a device computes for each shape, over all padded streams: int64 (K,)."""
     run = budget.as_run(shape)
     if is_packed(budget, shape.longest):
-        return real_tokens(run, budget)
+        return round_up(real_tokens(run, budget), budget.pad_to_multiple_of)
     return run.num_samples * sum(run.longest[name] for name in padded_streams(budget, run.longest))
 
 

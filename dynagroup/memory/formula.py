@@ -292,10 +292,9 @@ class ProfiledMemory:
             asked = int(np.max(shape.longest.get(of, 0), initial=0))
             if asked > 2 * reach and not self.__dict__.get("_warned"):
                 self.__dict__["_warned"] = True
-                warn_user(
-                    f"the profile was fitted to samples of up to {reach} {name}, but a batch has one of {asked}; the "
-                    "prediction may be far too low: measure longer shapes, or use MemoryBudget.from_model"
-                )
+                told = f"the profile was fitted to samples of up to {reach} {name}, but a batch has one of {asked}"
+                way_out = "measure longer shapes, or use MemoryBudget.from_model"
+                warn_user(f"{told}; the prediction may be far too low: {way_out}")
         return self.phases.bytes(shape)
 
     def relative(self, shape: BatchShape, baseline: BatchShape, /) -> FloatArray:

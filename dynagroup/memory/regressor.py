@@ -23,8 +23,7 @@ from dynagroup.state import seal_of
 from dynagroup.validation import explained, warn_user
 
 PRETRAINED = Path(__file__).parent / "artifacts" / "pretrained.ubj"
-FORMAT = 2
-MIN_ROWS = 8
+FORMAT, MIN_ROWS = 2, 8
 MOST_LIFT = 5.0  # largest correction of a log ratio by the trees; real ones are far smaller
 # If all of these fields are known, the formula describes the user's own model and not an average one.
 ESSENTIAL = ("mode", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_size", "intermediate_size",
@@ -233,10 +232,9 @@ class MemoryRegressor:
         if strange.any() and not self.__dict__.get("_warned"):
             self.__dict__["_warned"] = True
             feature = FEATURES[count + int(outside[:, count:].any(axis=0).argmax())]
-            warn_user(
-                f"the regressor was not trained on models or batches like these ({feature} is outside its "
-                "training range), so it may predict too much memory; MemoryRegressor.fit(simulate(...)) fits your model"
-            )
+            told = f"the regressor was not trained on models or batches like these ({feature} is outside its training range)"
+            way_out = "MemoryRegressor.fit(simulate(...)) fits your model"
+            warn_user(f"{told}, so it may predict too much memory; {way_out}")
         floored = np.where(strange | beyond, np.maximum(predicted, np.exp(found.margin)), predicted)
         return np.where(beyond, np.maximum(floored, np.exp(values[:, CANDIDATE.index("padded_tokens")])), floored)
 
@@ -284,12 +282,9 @@ def pairs_of(measurements: Measurements, form: ClosedForm) -> Features:
     """Returns the trees' input for all pairs of rows that did not run out of memory; one row of a pair is the baseline."""
     shapes, size = measurements.shapes(), np.maximum(measurements.batch_bytes(), 1.0)
     first, second = (a.ravel() for a in np.meshgrid(np.arange(len(size)), np.arange(len(size)), indexing="ij"))
-    candidate, baseline = (
-        BatchShape.of(shapes.num_samples[rows], {k: v[rows] for k, v in shapes.longest.items()})
-        for rows in (second, first)
-    )
+    of = lambda rows: BatchShape.of(shapes.num_samples[rows], {k: v[rows] for k, v in shapes.longest.items()})  # noqa: E731
     ratio = np.log(size[second]) - np.log(size[first])
-    return replace(features(candidate, baseline, measurements.workload, form), log_ratio=ratio)
+    return replace(features(of(second), of(first), measurements.workload, form), log_ratio=ratio)
 
 
 def train_booster(

@@ -105,8 +105,7 @@ def _largest(rows: Sequence[Sequence[float]], values: FloatArray) -> FloatArray:
     return np.maximum((values @ np.array(rows).T).max(axis=1), 1.0)
 
 
-MOST_PHASES = 4
-STARTS = 12
+MOST_PHASES, STARTS = 4, 12
 
 
 def max_affine(known: FloatArray, size: FloatArray) -> tuple[FloatArray, float]:

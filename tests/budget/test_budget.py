@@ -88,7 +88,8 @@ def test_what_fits_by_hand(budget: Budget, shape: BatchShape, fits: list[bool]) 
 
 
 def test_figures_by_hand() -> None:
-    assert padded_tokens(BatchShape.of(3, 17), TokenBudget(64, pad_to_multiple_of=8)).tolist() == [72]
+    by_layout = TokenBudget(64, pad_to_multiple_of=8), TokenBudget(64, layout="packed", pad_to_multiple_of=8)
+    assert [padded_tokens(BatchShape.of(3, 17), budget).tolist() for budget in by_layout] == [[72], [56]]
     assert TokenBudget.from_sequence_length(2048, 4) == TokenBudget(16384) == as_budget(16384)
     assert TokenBudget(64).largest(np.array([0])).tolist() == [64]  # type: ignore[union-attr]
     assert (TokenBudget(100) & TokenBudget(50)).largest(np.array([10])).tolist() == [5]  # type: ignore[union-attr]

@@ -11,8 +11,9 @@ import torch
 from dynagroup.errors import ConfigError
 from dynagroup.memory.run import ELEMENT_BYTES, Attention, Run, needed
 from dynagroup.shapes import primary
-from dynagroup.validation import explained
+from dynagroup.validation import explained, warn_user
 
+PREDICTED = {"use_cache": True, "num_beams": 1, "num_return_sequences": 1, "cache_implementation": "dynamic"}
 ALIKE_LAYERS = 3  # a list of fewer layers is not treated as a stack
 
 
@@ -147,6 +148,10 @@ def describe(source: Any, mode: str, known: Mapping[str, Any]) -> dict[str, Any]
         raise ConfigError(f"the model of `model_or_config` has no transformers config; {way_out}")
     if mode == "generate" and is_encoder(config):
         raise ConfigError(f"`mode` 'generate' needs a model that decodes, but {type(config).__name__} is of an encoder")
+    own = getattr(source, "generation_config", source)
+    odd = [f"{k}={v}" for k, usual in PREDICTED.items() if (v := getattr(own, k, usual)) not in (usual, None)]
+    if mode == "generate" and odd:
+        warn_user(f"generation with {', '.join(odd)} needs more memory than predicted, which is that of {PREDICTED}")
     return {"mode": mode, **architecture(config), **_run_as(model, mode), **known}
 
 
