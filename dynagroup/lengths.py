@@ -281,7 +281,7 @@ def _measure_with(data: Any, length_of: Callable[[Any], Any], workers: int, prog
             found += chunk
             bar.update(len(chunk))
     if len(found) != len(data):
-        why = "`length_of` raised StopIteration, or len() is wrong; correct them"
+        why = "the dataset raised StopIteration, or its len() is wrong; correct it"
         raise ConfigError(f"only {len(found)} of {len(data)} samples were measured, because {why}")
     return by_stream(found, range(len(found)))
 

@@ -19,8 +19,7 @@ from dynagroup.errors import ConfigError
 __all__ = ["TARGET", "TOKENS", "BatchShape", "IntArray", "Streams", "largest_within", "primary", "round_up", "target_tokens",
            "units_of"]  # fmt: skip
 
-TOKENS = "tokens"
-TARGET = "target"
+TOKENS, TARGET = "tokens", "target"
 
 
 def primary(streams: Iterable[str]) -> str:

@@ -58,7 +58,7 @@ def test_what_is_needed_is_installed_once_and_tests_are_linted_typed_and_run_in_
     assert "bash scripts/test.sh" in (ROOT / ".ci" / "run").read_text(), "every change is checked by it"
 
 
-def test_every_dependency_is_pinned():
+def test_every_dependency_is_pinned_and_scripts_name_no_host_and_no_machine():
     tomllib = pytest.importorskip("tomllib", reason="Python 3.11")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text().lower().replace("_", "-"))["project"]
     project["optional-dependencies"].pop("bench")
@@ -66,9 +66,6 @@ def test_every_dependency_is_pinned():
     names = {re.split(r"[\[<>=!;~ ]", dependency)[0] for dependency in wanted}
     pinned = re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text().lower().replace("_", "-"), re.M)
     assert names - {"dynagroup"} <= set(pinned)
-
-
-def test_scripts_and_constraints_name_no_host_and_no_machine():
     for path in [ROOT / "constraints.txt", *(ROOT / "scripts").glob("*.sh"), ROOT / ".ci" / "run"]:
         text = path.read_text()
         assert "://" not in text, path

@@ -279,9 +279,7 @@ def test_what_is_no_row_of_ids_is_not_counted_as_one():
                 measure_lengths(samples)
 
 
-def some_of(count: int) -> Any:
-    left = iter(range(count))
-    return lambda sample: next(left)
+Few = type("Few", (list,), {"__getitem__": lambda self, index: next(iter(range(index, 70)))})
 
 
 @pytest.mark.parametrize(("call", "message"), [
@@ -301,7 +299,7 @@ def some_of(count: int) -> Any:
     (lambda t: measure_lengths(SPOKEN, t, length_of=len), "pass only one of them"),
     (lambda t: measure_lengths([3, 1], length_of=lambda n: 2.5), r"\['tokens'\]\[0\] must be a whole number"),
     (lambda t: measure_lengths(["tokens", "x"], length_of=lambda name: {name: 1}), "for sample 1"),
-    (lambda t: measure_lengths(list(range(100)), length_of=some_of(70)), "64 of 100 samples were measured"),
+    (lambda t: measure_lengths(Few(range(100)), length_of=int), "64 of 100 samples were measured"),
 ])  # fmt: skip
 def test_messages_say_the_way_out(counting, call, message):
     with pytest.raises(ConfigError, match=message):

@@ -141,8 +141,8 @@ class Output:
                 end = stop
             if end < len(data):
                 _log.warning(
-                    "%s: the last %d of %d bytes are not complete results of this job (a run was killed while writing, "
-                    "or the file was damaged); their samples are run again", path, len(data) - end, len(data),
+                    "%s: the last %d of %d bytes are not complete results of this job (a run was killed while writing, or the "
+                    "file was damaged); their samples are run again", path, len(data) - end, len(data),
                 )  # fmt: skip
         return found
 

@@ -85,10 +85,8 @@ def cut_kinds(
             shares[max(growing, key=lambda n: time[n] / shares[n])] += 1
         if sum(shares) > len(kinds):
             break
-        found = [
-            cut(own, budget, n, **how) if n > len(before) else before
-            for own, n, before in zip(of, shares, found, strict=True)
-        ]
+        each = zip(of, shares, found, strict=True)
+        found = [cut(own, budget, n, **how) if n > len(before) else before for own, n, before in each]
     batches = Batches.concatenate([batches.map(part) for batches, part in zip(found, parts, strict=True)])
     ways = [batches.take(_in_rows(how["work"].of_batches(batches, lengths, budget), num_ranks))]
     ways += [] if any(len(row) % num_ranks for row in rows) else [Batches.concatenate(rows)]
@@ -259,7 +257,6 @@ def prove(batches: Batches, num_samples: int, lengths: Streams, budget: Budget, 
     if len(bad):
         batch = batches[int(bad[0])]
         longest = units_of({name: values[batch].max(keepdims=True) for name, values in lengths.items()}, 0)
-        raise BudgetError(
-            f"a batch of {len(batch)} samples, longest {longest}, does not fit {budget.fingerprint}, although a larger "
-            "one does; correct the budget's `fits`, and check it with dynagroup.testing.assert_budget_law"
-        )
+        refused = f"a batch of {len(batch)} samples, longest {longest}, does not fit {budget.fingerprint}"
+        law = "correct the budget's `fits`, and check it with dynagroup.testing.assert_budget_law"
+        raise BudgetError(f"{refused}, although a larger one does; {law}")

@@ -127,10 +127,9 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         rank, size = self._rank_and_size()
         if rank is None or size == 1:
             raise AttributeError("batches of LengthAwareBatchSampler have no fixed size")
-        own = f"this LengthAwareBatchSampler yields only the batches of rank {rank} of {size}"
         away = "keep the loader away from accelerator.prepare (Lightning: use_distributed_sampler=False)"
         again = f"sharding them again would lose samples; make it with world_size={size} and rank=None"
-        raise ConfigError(f"{own}, and {again}, or {away}")
+        raise ConfigError(f"this sampler yields only the batches of rank {rank} of {size}, and {again}, or {away}")
 
     @property
     def plan(self) -> BatchPlan:

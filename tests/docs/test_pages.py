@@ -31,8 +31,7 @@ from tests import models
 from tests.models import TEXTS, save_encoder, small_llama, small_tokenizer
 from tests.torchrun import ROOT
 
-DOCS = ROOT / "docs"
-README = ROOT / "README.md"
+DOCS, README = ROOT / "docs", ROOT / "README.md"
 EVERY = [README, *sorted(DOCS.glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.S | re.M)
 NAMED = "Qwen/Qwen2.5-0.5B"

@@ -22,8 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWa
 
 
 FLAT = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
-BUDGET = TokenBudget(90, layout="packed")
-LEARNING_RATE = 0.05
+BUDGET, LEARNING_RATE = TokenBudget(90, layout="packed"), 0.05
 CASES = [("planned", "eager", None), ("planned", "varlen", 3), ("online", "sdpa", None), ("online", "varlen", 3)]
 
 
