@@ -286,10 +286,10 @@ class DynagroupCallback(TrainerCallback):
         trainer: Any = self.trainer
         if trainer.update_loader is None:
             return
-        shared = args.world_size > 1 and trainer.accelerator.distributed_type.value.startswith("MULTI_")
-        own = trainer.dynagroup.world or getattr(trainer, "is_distributed_loading_by_transformers", False)
+        parallel = args.world_size > 1 and trainer.accelerator.distributed_type.value.startswith("MULTI_")
+        sharded = trainer.dynagroup.world or getattr(trainer, "is_distributed_loading_by_transformers", False)
         modules = trainer.model_wrapped.modules()
-        if shared and not own and not any(isinstance(one, DistributedDataParallel) for one in modules):
+        if parallel and not sharded and not any(isinstance(one, DistributedDataParallel) for one in modules):
             why = "after evaluate() or predict(), transformers does not wrap the model in DistributedDataParallel"
             raise ConfigError(f"ranks would train apart: {why}; call train() first, or use eval_on_start=True")
         if not trainer.dynagroup.preflight:

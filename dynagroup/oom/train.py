@@ -66,8 +66,8 @@ class Part:
 
     def samples(self, splitter: Splitter[Any]) -> Any:
         """Returns this part's samples as a batch, from which the user's function may take fields out."""
-        same = self.batch if isinstance(self.batch, torch.Tensor) else copy.copy(self.batch)
-        return same if self.whole else splitter.take(self.batch, self.start, self.stop)
+        batch = self.batch if self.whole else splitter.take(self.batch, self.start, self.stop)
+        return copy.copy(batch) if self.whole and not isinstance(batch, torch.Tensor) else batch
 
     def shape(self, splitter: Splitter[Any]) -> BatchShape:
         return shape_of(samples := self.samples(splitter), splitter.num_samples(samples))

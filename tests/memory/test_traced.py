@@ -296,7 +296,7 @@ def test_memory_may_be_said_in_any_way_and_static_memory_that_exceeds_it_is_name
     with pytest.raises(BudgetError, match="static memory .* alone exceeds 90% of limit_bytes=500,000"):
         MemoryBudget.from_model(BERT, "500KB")
     assert "not even one sample fits" in str(MemoryBudget.from_model(BERT, "895KB"))
-    with pytest.warns(UserWarning, match="generation with use_cache=False needs more memory than predicted"):
+    with pytest.warns(UserWarning, match="use_cache=False needs more memory than predicted .*; lower the limit"):
         MemoryBudget.from_model(type(LLAMA)(**{**LLAMA.to_dict(), "use_cache": False}), "1GB", mode="generate")
 
 

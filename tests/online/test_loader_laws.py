@@ -218,7 +218,7 @@ def kind_of(sample):
 
 
 def collated(samples):
-    return {**collate(samples), "kinds": [sample["kind"] for sample in samples]}
+    return {**collate(samples), "kinds": [sample.pop("kind") for sample in samples]}
 
 
 def labelled(world, lengths, labels, *, fickle=0.0, stream=False, known=False, **how):

@@ -148,10 +148,10 @@ def describe(source: Any, mode: str, known: Mapping[str, Any]) -> dict[str, Any]
         raise ConfigError(f"the model of `model_or_config` has no transformers config; {way_out}")
     if mode == "generate" and is_encoder(config):
         raise ConfigError(f"`mode` 'generate' needs a model that decodes, but {type(config).__name__} is of an encoder")
-    own = getattr(source, "generation_config", source)
+    own = getattr(source, "generation_config", source) if mode == "generate" else None
     odd = [f"{k}={v}" for k, usual in PREDICTED.items() if (v := getattr(own, k, usual)) not in (usual, None)]
-    if mode == "generate" and odd:
-        warn_user(f"generation with {', '.join(odd)} needs more memory than predicted, which is that of {PREDICTED}")
+    if odd:
+        warn_user(f"{', '.join(odd)} needs more memory than predicted (one sequence, growing cache); lower the limit")
     return {"mode": mode, **architecture(config), **_run_as(model, mode), **known}
 
 
