@@ -102,18 +102,17 @@ class LightningSteps(Callback):
         if states == self._restored:
             return
         if self.begun_epoch is not None:
-            early = "as `trainer.estimated_stepping_batches` can do (pytorch-lightning#20550): batches would repeat"
-            way_out = "use `trainer.max_steps` or `loader.num_updates` instead"
-            raise StateError(f"Lightning read batches before it restored the checkpoint, {early}; {way_out}")
+            early = "Lightning read batches before it restored the checkpoint, and would repeat them (pytorch-lightning#20550)"
+            raise StateError(f"{early}; use `max_steps` or `loader.num_updates`, no `estimated_stepping_batches`")
         self.loader.load_state_dict(states)
         self._restored, self._state, self._due = states, None, state_dict.get("due", 0)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == "fit":
-            left = self.state_dict() if self._cut and trainer.current_epoch else None
+        if stage == "fit":  # goes on where the Trainer's last fit ended, also inside an epoch
+            left = self.state_dict() if trainer.current_epoch and (self._cut or self.begun_epoch is not None) else None
             self._restored, self._state, self.begun_epoch, self._listens, self._first = None, None, None, True, True
             self._due = self._cut = 0
-            if left is not None:  # the Trainer's last fit ended inside an epoch, which is finished first
+            if left is not None:
                 self.load_state_dict(left)
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
@@ -139,7 +138,8 @@ class LightningSteps(Callback):
             self.begun_epoch = None
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._cut = int(self._inside)
+        # After a resume at an epoch's last batch, Lightning ends that epoch, while the next one is already open.
+        self._cut = int(self._inside and not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         trainer.accumulate_grad_batches = 1

@@ -42,6 +42,8 @@ class Module(lightning.LightningModule):
             optimizer.zero_grad()
         return None
 
+    def validation_step(self, *args): ...
+
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
@@ -56,6 +58,9 @@ class Early(lightning.Callback):
     def on_train_batch_end(self, trainer, *args):
         if not trainer.global_step:  # inside the first update
             trainer.save_checkpoint(f"{trainer.default_root_dir}/step=0.ckpt")
+
+    def on_validation_end(self, trainer, *args):  # at an epoch's last batch
+        trainer.save_checkpoint(f"{trainer.default_root_dir}/{trainer.current_epoch}.ckpt")
 
 
 def tokens(batch):
@@ -73,7 +78,7 @@ def fit(tmp_path, module, source, resume=None, callbacks=(), **settings):
     steps = LightningSteps(source)
     settings = {"max_epochs": 2, "callbacks": [steps, *callbacks], "enable_checkpointing": bool(callbacks), **settings}
     trainer = lightning.Trainer(**QUIET, default_root_dir=tmp_path, precision="64-true", **settings)
-    trainer.fit(module, steps, ckpt_path=resume)
+    trainer.fit(module, steps, [0], ckpt_path=resume and tmp_path / resume)
     return trainer
 
 
@@ -127,15 +132,16 @@ def test_an_epoch_that_max_steps_ended_is_finished_before_the_next(tmp_path, onl
     assert (parameters(whole) - parameters(leg)).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("first", [{"max_epochs": 2}, {"max_epochs": 3, "max_steps": 4}], ids=str)
+@pytest.mark.parametrize("first", [{"max_epochs": 2}, {"max_epochs": 3, "max_steps": 4}, {"resume": "1.ckpt"}], ids=str)
 def test_a_second_fit_goes_on_where_the_first_one_ended(tmp_path, first):
-    whole, module = Module(), Module()
-    fit(tmp_path, whole, loader(), max_epochs=3)
-    trainer = fit(tmp_path, module, loader(), **first)
+    fit(tmp_path, whole := Module(), loader(), callbacks=[Early()], max_epochs=3)
+    trainer = fit(tmp_path, module := Module(), loader(), **first)
     trainer.fit_loop.max_epochs, trainer.fit_loop.epoch_loop.max_steps = 3, -1
     [steps] = [callback for callback in trainer.callbacks if isinstance(callback, LightningSteps)]
     trainer.fit(module, steps)
-    assert [indices for _, indices in module.seen] == [indices for _, indices in whole.seen]
+    seen = [indices for _, indices in module.seen]
+    assert seen == [indices for _, indices in whole.seen][-len(seen) :]
+    assert sum(map(len, seen)) == (48 if "resume" in first else 3 * 48)
 
 
 def test_a_place_that_comes_too_late_is_refused(tmp_path, monkeypatch):
@@ -144,7 +150,7 @@ def test_a_place_that_comes_too_late_is_refused(tmp_path, monkeypatch):
     late = lambda self, *_: restored(self, self.late) if hasattr(self, "late") else None  # noqa: E731
     monkeypatch.setattr(LightningSteps, "load_state_dict", lambda self, state: setattr(self, "late", state))
     monkeypatch.setattr(LightningSteps, "on_train_start", late, raising=False)
-    with pytest.raises(StateError, match=r"would repeat; use `trainer.max_steps` or `loader.num_updates"):
+    with pytest.raises(StateError, match=r"would repeat them .*; use `max_steps` or `loader.num_updates"):
         resumed_and_whole(tmp_path, Estimating, False, 4)
 
 
@@ -187,12 +193,10 @@ def on_many_ranks(folder):
     warnings.simplefilter("ignore")  # Lightning's own, in a process that is not pytest's
     two, found = {"devices": 2, "strategy": "ddp"}, {}
     for name, (automatic, online) in RUNS.items():
-        module = Module(automatic)
-        fit(folder, module, loader(online), **two)
+        fit(folder, module := Module(automatic), loader(online), **two)
         found[name] = (module.seen, parameters(module))
     plain = {**QUIET, **two, "max_epochs": 2, "enable_checkpointing": False, "default_root_dir": folder}
-    module = Epochs()
-    lightning.Trainer(**plain, use_distributed_sampler=False).fit(module)
+    lightning.Trainer(**plain, use_distributed_sampler=False).fit(module := Epochs())
     try:
         lightning.Trainer(**plain).fit(Epochs())
     except ConfigError as error:
@@ -205,8 +209,7 @@ def test_two_ranks_make_the_updates_of_one_process(tmp_path):
     """FACTS: Lightning builds a sampler of its own into any loader unless told not to; ours says so before samples are lost."""
     ranks = on_ranks(2, on_many_ranks, tmp_path)
     for name, (automatic, online) in RUNS.items():
-        alone = Module(automatic)
-        fit(tmp_path, alone, loader(online, budget=10**6))
+        fit(tmp_path, alone := Module(automatic), loader(online, budget=10**6))
         seen = [rank[name][0] for rank in ranks]
         assert [epoch for epoch, _ in seen[0]] == [epoch for epoch, _ in seen[1]], "ranks take the same steps"
         for epoch in (0, 1):
@@ -218,5 +221,4 @@ def test_two_ranks_make_the_updates_of_one_process(tmp_path):
         assert_conserves(epoch, range(48))
     assert epochs[0] != epochs[1], "Lightning tells the sampler its epoch"
     for rank in ranks:
-        assert "lose samples" in rank["refused"]
-        assert "(Lightning: use_distributed_sampler=False)" in rank["refused"]
+        assert all(part in rank["refused"] for part in ("lose samples", "(Lightning: use_distributed_sampler=False)"))
