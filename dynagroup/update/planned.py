@@ -113,10 +113,8 @@ class PlannedDataLoader(StepLoader[B]):
             order = None if sampler is None else OrderSource(sampler, planner.num_samples)
             self._plan = self.sizes = PreservedUpdates(planner, samples_per_update, order, drop_last=drop_last)
         check_collating(collate := further.pop("collate_fn", None), pad)
-        collate = collate or default_collate
-        if planner.budget.ladder is not None:
-            collate = FillingCollator(collate, planner.budget.ladder, pad)
-        self._feed = _Feed(_SeededDataset(dataset, collate), planner.config.seed, weigh, self.stats, further)
+        seeded = _SeededDataset(dataset, FillingCollator(collate, planner.budget.ladder, pad), weigher(weigh))
+        self._feed = _Feed(seeded, planner.config.seed, self.stats, further)
         self._place = Cursor()  # the point in the run after all yielded steps
         self._resumed: Cursor | None = None  # a loaded resume point; iteration resumes while `_place` is this object
         planner.warn_of_oversize()
@@ -169,9 +167,7 @@ class PlannedDataLoader(StepLoader[B]):
         return self._feed.asked[-1].after if self._live is not None and self._feed.asked else self.cursor
 
     def examples(self) -> tuple[Streams, Callable[[int], Any], Callable[..., Any]]:
-        collate = self._feed.dataset.collate
-        made = FillingCollator(collate, None) if self.budget.ladder is None else collate
-        return self._plan.planner.lengths, self.dataset.__getitem__, made
+        return self._plan.planner.lengths, self.dataset.__getitem__, self._feed.dataset.filling
 
     def _forget(self) -> None:
         self._plan.on_ranks(self._rank_and_size()[1])
@@ -250,9 +246,9 @@ class PlannedDataLoader(StepLoader[B]):
 class _Feed(Inner):
     """Loads planned updates with the user's workers and collate function, and computes their weights over all ranks."""
 
-    def __init__(self, dataset: Any, seed: int, weigh: Weigh, stats: LoaderStats, kwargs: Mapping[str, Any]) -> None:
+    def __init__(self, dataset: "_SeededDataset", seed: int, stats: LoaderStats, kwargs: Mapping[str, Any]) -> None:
         super().__init__(kwargs)
-        self._weight_of, self._seed, self._stats, self.dataset = weigher(weigh), seed, stats, dataset
+        self._seed, self._stats, self.dataset = seed, stats, dataset
         self.asked: deque[PlannedUpdate] = deque()  # updates that workers are loading or have loaded
 
     def _requests(self, updates: Iterator[PlannedUpdate], rank: int) -> Iterator[tuple[int, list[int]]]:
@@ -297,9 +293,9 @@ class _Feed(Inner):
             collected += islice(batches, len(update.steps) - 1)
             if len(collected) < len(update.steps):
                 raise RuntimeError(ENDED_EARLY)
-            pairs = zip(update.steps, collected, strict=True)
-            weights = [0.0 if step.idle else self._weight_of(batch, len(step.indices)) for step, batch in pairs]
-            return self.asked.popleft(), collected, weights
+            of, pairs = self.dataset.weight_of, zip(update.steps, collected, strict=True)
+            weights = [0.0 if s.idle else of(b, len(s.indices)) if known is None else known for s, (b, known) in pairs]
+            return self.asked.popleft(), [batch for batch, _ in collected], weights
         except Exception:
             if self.asked:
                 with suppress(AlignmentError):  # this rank's own error is more useful
@@ -310,10 +306,11 @@ class _Feed(Inner):
 
 
 class _SeededDataset(Dataset):
-    """The user's collated samples. In a worker, each batch sets its own random seed, so that a resumed run repeats it."""
+    """Pairs of the user's collated samples and, if rows are added to them, their weight before that (else None).
+    In a worker, each batch sets its own random seed, so that a resumed run repeats it."""
 
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
-        self.dataset, self.collate = dataset, collate
+    def __init__(self, dataset: Any, filling: FillingCollator, weight_of: Callable[[Any, int], float]) -> None:
+        self.dataset, self.filling, self.weight_of = dataset, filling, weight_of
 
     def __getitems__(self, request: tuple[int, list[int]]) -> list[Any]:
         seed, indices = request
@@ -323,7 +320,9 @@ class _SeededDataset(Dataset):
             np.random.seed(seed % 2**32)
         samples = fetch(self.dataset, indices)
         with sendable(lambda: f"collate_fn failed on dataset samples {shorten(indices)}"):
-            return [self.collate(samples)]
+            batch = (self.filling.collate_fn or default_collate)(samples)
+            weight = None if self.filling.ladder is None else self.weight_of(batch, len(indices))
+            return [(self.filling.fill(batch, len(indices)), weight)]
 
     def __len__(self) -> int:
         return len(self.dataset)

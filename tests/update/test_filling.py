@@ -119,10 +119,11 @@ def test_what_cannot_be_filled_is_refused(batch: Any, message: str) -> None:
 
 
 def test_filling_counts_as_padding() -> None:
-    loader = PlannedDataLoader(Texts(), LENGTHS, TokenBudget(90), samples_per_update=16, shapes=4, collate_fn=collate)
-    shown = sum(step.batch["input_ids"].numel() for step in loader)
+    how: dict[str, Any] = {"samples_per_update": 16, "shapes": 4, "weigh": lambda batch: len(batch["input_ids"])}
+    steps = [*(loader := PlannedDataLoader(Texts(), LENGTHS, TokenBudget(90), collate_fn=collate, **how))]
+    assert all(step.weight == step.samples for step in steps), "`weigh` gets the batch before rows are added"
+    shown = sum(step.batch["input_ids"].numel() for step in steps)
     assert loader.stats.padded_tokens == shown == loader.plan_of(0).statistics["padded_tokens"]
-    assert loader.stats.real_tokens == sum(LENGTHS)
     assert np.isclose(loader.stats.padding, 1 - sum(LENGTHS) / shown)
 
 
@@ -165,8 +166,7 @@ def test_of_many_samples_some_are_looked_at_and_the_longest(monkeypatch: pytest.
 
 def test_a_shape_that_runs_out_of_memory_is_named_beforehand() -> None:
     loader = PlannedDataLoader(Texts(), LENGTHS, TokenBudget(90), collate_fn=collate, shapes=3)
-    model, allocator = Model(), Allocator(80)
-    allocator.in_forward(model)
+    Allocator(80).in_forward(model := Model())
     with pytest.raises(BudgetError, match=r"a batch of \d+ samples of \d+ tokens, which the budget allows, ran out"):
         preflight(model, loader, lambda model, batch: model(**batch))
     assert model.head.bias.grad is None
