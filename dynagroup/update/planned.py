@@ -294,8 +294,8 @@ class _Feed(Inner):
             if len(collected) < len(update.steps):
                 raise RuntimeError(ENDED_EARLY)
             of, pairs = self.dataset.weight_of, zip(update.steps, collected, strict=True)
-            weights = [0.0 if s.idle else of(b, len(s.indices)) if known is None else known for s, (b, known) in pairs]
-            return self.asked.popleft(), [batch for batch, _ in collected], weights
+            weights = [0.0 if s.idle else of(b, len(s.indices)) if known is None else known for s, (known, b) in pairs]
+            return self.asked.popleft(), [batch for _, batch in collected], weights
         except Exception:
             if self.asked:
                 with suppress(AlignmentError):  # this rank's own error is more useful
@@ -306,7 +306,7 @@ class _Feed(Inner):
 
 
 class _SeededDataset(Dataset):
-    """Pairs of the user's collated samples and, if rows are added to them, their weight before that (else None).
+    """The user's collated samples, behind their weight before rows are added to them (None: none are added).
     In a worker, each batch sets its own random seed, so that a resumed run repeats it."""
 
     def __init__(self, dataset: Any, filling: FillingCollator, weight_of: Callable[[Any, int], float]) -> None:
@@ -321,8 +321,9 @@ class _SeededDataset(Dataset):
         samples = fetch(self.dataset, indices)
         with sendable(lambda: f"collate_fn failed on dataset samples {shorten(indices)}"):
             batch = (self.filling.collate_fn or default_collate)(samples)
-            weight = None if self.filling.ladder is None else self.weight_of(batch, len(indices))
-            return [(self.filling.fill(batch, len(indices)), weight)]
+            if self.filling.ladder is None:
+                return [(None, batch)]
+            return [(self.weight_of(batch, len(indices)), self.filling.fill(batch, len(indices)))]
 
     def __len__(self) -> int:
         return len(self.dataset)
