@@ -156,28 +156,28 @@ def dynagroup_trainer(trainer_class: type) -> type:
     An update has ``per_device_train_batch_size * gradient_accumulation_steps * ranks`` samples, as before; the budget
     decides into how many batches they are divided. ``trainer.update_loader`` is the running loader, with its ``stats``.
 
-    The new class raises ConfigError if the ``TrainingArguments``, or a TRL trainer, need batches of their own.
+    ConfigError: not a Trainer's class; later, if the ``TrainingArguments``, or a TRL trainer, need batches of their own.
 
     >>> from transformers import Seq2SeqTrainer
     >>> dynagroup_trainer(Seq2SeqTrainer).__name__
     'DynagroupSeq2SeqTrainer'
     """
+    if {Trainer, DynagroupTrainerMixin} & {*getattr(trainer_class, "__mro__", ())} != {Trainer}:
+        raise ConfigError(f"{trainer_class!r} must be a Trainer without dynagroup: a subclass of transformers.Trainer")
     return type(f"Dynagroup{trainer_class.__name__}", (DynagroupTrainerMixin, trainer_class), {})
 
 
 def attach(trainer: Any, budget: Settings, *, dynagroup_eval: Budget | int | bool = True) -> None:
     """Gives an existing Trainer batches that fit, before it trains: ``attach(trainer, 16_384)``. Its class becomes
     ``dynagroup_trainer(type(trainer))``, with the same arguments. After a ConfigError the Trainer is unchanged."""
-    if not isinstance(trainer, Trainer) or isinstance(trainer, DynagroupTrainerMixin):
-        raise ConfigError(f"`trainer` must be a Trainer without dynagroup, but is a {type(trainer).__name__}")
+    original, made = type(trainer), dynagroup_trainer(type(trainer))
     if trainer.is_in_train or trainer.state.global_step:
         raise ConfigError(f"`trainer` has made {trainer.state.global_step} updates already; attach before training")
-    ours: Any = trainer
-    original, ours.__class__ = ours.__class__, dynagroup_trainer(ours.__class__)
+    trainer.__class__ = made
     try:
-        ours._take_over(budget, dynagroup_eval)
+        trainer._take_over(budget, dynagroup_eval)
     except BaseException:
-        ours.__class__ = original
+        trainer.__class__ = original
         raise
 
 

@@ -338,14 +338,14 @@ def test_attaching_makes_the_trainer_that_the_class_makes_and_too_late_twice_or_
     assert type(attached) is dynagroup_trainer(Trainer)
     rows = toys.samples("causal", 9)
     assert attached.evaluate(rows)["eval_loss"] == made.evaluate(rows)["eval_loss"]
-    late = trainer("causal", tmp_path, fits=False, max_steps=1)
-    late.train()
+    (late := trainer("causal", tmp_path, fits=False, max_steps=1)).train()
     alone = trainer("causal", tmp_path, fits=False, auto_find_batch_size=True)
     for run, message in ((late, "has made 1 updates"), (alone, "auto_find_batch_size=True cannot be combined with")):
         before, callbacks = run.args, len(run.callback_handler.callbacks)
         with pytest.raises(ConfigError, match=message):
             attach(run, 160)
         assert (type(run), run.args, len(run.callback_handler.callbacks)) == (Trainer, before, callbacks)
-    for run in (trainer("causal", tmp_path, fits=True), "a trainer"):
+    taken = trainer("causal", tmp_path, fits=True)
+    for make, *given in ((attach, taken, 160), (attach, "x", 160), (dynagroup_trainer, int)):
         with pytest.raises(ConfigError, match="must be a Trainer without dynagroup"):
-            attach(run, 160)
+            make(*given)
