@@ -16,6 +16,7 @@ from dynagroup.memory.trace.model import as_config, as_random_model
 from dynagroup.memory.traced import TracedMemory
 from dynagroup.memory.workload import Workload
 from dynagroup.oom.jobs import evaluating
+from dynagroup.update.loss_weight import predicts_next_token
 
 NARROW = {
     "hidden_size": 64, "d_model": 64, "n_embd": 64, "num_attention_heads": 4, "n_head": 4, "num_heads": 4,
@@ -140,8 +141,8 @@ def _loss(model: Any) -> str:
         rows = (slice(1), slice(1, 2), slice(2))
         first, second, both = (float(model(input_ids=ids[part], labels=labels[part]).loss) for part in rows)
     mean = (first * counts[0] + second * counts[1]) / sum(counts)
-    is_mean = abs(both - mean) < CLOSE * abs(mean)
-    return "the mean over label tokens" if is_mean else "not the mean over label tokens: pass weigh="
+    of = "the mean over label tokens" if predicts_next_token(model) else "the mean over all labels: weigh='labels'"
+    return of if abs(both - mean) < CLOSE * abs(mean) else "not the mean over label tokens: pass weigh="
 
 
 def _memory(model: Any) -> str:

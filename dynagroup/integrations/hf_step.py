@@ -150,8 +150,8 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
         return None if ids is None else dict.fromkeys(("input_ids", "decoder_input_ids"), ids)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
-        update = next(epoch_iterator, None)
-        if update is None:
+        done = 0 < self.state.max_steps <= self.state.global_step  # a finished run that is resumed
+        if done or (update := next(epoch_iterator, None)) is None:
             self.control.should_epoch_stop = True
             return [], None
         self.just_resumed = False
@@ -244,8 +244,7 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
         if self.guard is None:
             if defines_compute_loss(type(self)) and loader.world.size > 1:
                 alone = f"`out_of_memory` ({config.out_of_memory!r}) must be None, as retries run on one rank alone"
-                may = f"the compute_loss of {type(self).__name__} may exchange data between ranks"
-                raise ConfigError(f"{alone}, and {may}")
+                raise ConfigError(f"{alone}, and {type(self).__name__}'s compute_loss may exchange data with others")
             how: Any = {"splitter": config.splitter, "min_samples": config.min_samples, "world": loader.world}
             how |= {"learned": loader.budget.learner, "backward": self.accelerator.backward, "weigh": "sum"}
             self.guard = OomSafeBackward(model, **how)

@@ -293,8 +293,7 @@ class ProfiledMemory:
             if asked > 2 * reach and not self.__dict__.get("_warned"):
                 self.__dict__["_warned"] = True
                 told = f"the profile was fitted to samples of up to {reach} {name}, but a batch has one of {asked}"
-                way_out = "measure longer shapes, or use MemoryBudget.from_model"
-                warn_user(f"{told}; the prediction may be far too low: {way_out}")
+                warn_user(f"{told}; predictions may be far too low: measure longer shapes, or use from_model")
         return self.phases.bytes(shape)
 
     def relative(self, shape: BatchShape, baseline: BatchShape, /) -> FloatArray:

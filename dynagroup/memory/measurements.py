@@ -193,8 +193,7 @@ def measure(
     ``batch_bytes``. ``device``: an object that reads an allocator's counters; None: CUDA's. ConfigError: no CUDA device."""
     from dynagroup.device import CudaDevice
 
-    wanted = _checked_shapes(shapes)
-    workload = _checked_workload(model, workload)
+    wanted, workload = _checked_shapes(shapes), _checked_workload(model, workload)
     counters = device or CudaDevice()
     model, added = _prepared(model, workload, counters.device)
     counters.reset()

@@ -233,8 +233,7 @@ class MemoryRegressor:
             self.__dict__["_warned"] = True
             feature = FEATURES[count + int(outside[:, count:].any(axis=0).argmax())]
             told = f"the regressor was not trained on models or batches like these ({feature} is outside its training range)"
-            way_out = "MemoryRegressor.fit(simulate(...)) fits your model"
-            warn_user(f"{told}, so it may predict too much memory; {way_out}")
+            warn_user(f"{told}, so it may predict too much memory; MemoryRegressor.fit(simulate(...)) fits your model")
         floored = np.where(strange | beyond, np.maximum(predicted, np.exp(found.margin)), predicted)
         return np.where(beyond, np.maximum(floored, np.exp(values[:, CANDIDATE.index("padded_tokens")])), floored)
 

@@ -65,7 +65,7 @@ class RefinementCollator:
         budget: limit of a batch.
         length_of: function from a sample to its tokens, or to a dict by stream. None: :func:`measure_sample`, or if
             batches become longer than so measured, the length after ``collate_fn`` on each sample alone.
-        weigh: loss weight of a batch: "tokens" (predicted labels), "samples", or a function of the batch.
+        weigh: loss weight of a batch: "tokens" (predicted labels), "labels", "samples", or a function of the batch.
         oversize: what to do with a sample that does not fit even alone: "alone" (a batch of its own) or "error".
         work: predicted time of a batch.
         pad: padding values, if the budget is a :class:`~dynagroup.ShapeLadder`; see :class:`FillingCollator`.
@@ -117,8 +117,7 @@ class RefinementCollator:
         except _WiderThanMeasured as wider:
             self._collates_to_measure = True
             told = "`collate_fn` changes lengths, so each sample is also collated alone to measure it, in about twice the time"
-            way_out = "to avoid this, pass `length_of`, or give the budget the right `pad_to_multiple_of`"
-            warn_user(f"{wider}: {told}; {way_out}")
+            warn_user(f"{wider}: {told}; pass `length_of`, or give the budget the right `pad_to_multiple_of`")
             refined = self._refine(replace(window, samples=spare))
         return RefinedWindow(window.request.number, refined, window.place)
 

@@ -59,7 +59,7 @@ class OnlineDataLoader(StepLoader[Any]):
         drop_last: True leaves out an epoch's last update if it is too small.
         accumulation: int, steps per update, if ``samples_per_update`` is None.
         seed: int of at least 0, for the order and for random numbers in workers.
-        weigh: weight of a batch: "tokens" (labels that a causal model predicts), "samples", or a function of a batch.
+        weigh: weight of a batch: "tokens" (labels that a causal model predicts), "labels" (all), "samples", or a function.
         oversize: a sample that does not fit even alone: "alone" (a batch of its own, one warning) or "error".
         work: predicted time of a batch, e.g. ``Work.of(model)``; None: that of a small decoder on this device.
         kind_of: function from a processed sample to a hashable label, such as "image". All batches of a step, on all

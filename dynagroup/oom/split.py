@@ -111,8 +111,7 @@ class BatchSplitter:
 
     def take(self, batch: Any, start: int, stop: int, /) -> Any:
         """Returns samples ``start`` to ``stop - 1`` as a new batch, trimmed; tensors are views of the batch's."""
-        num_samples = self.num_samples(batch)
-        fields = _fields_of(batch)
+        num_samples, fields = self.num_samples(batch), _fields_of(batch)
         if fields is None or _holds_samples(batch):
             return batch[start:stop]
         borders = packed_borders(fields)

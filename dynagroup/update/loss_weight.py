@@ -12,10 +12,11 @@ import numpy as np
 
 from dynagroup.errors import ConfigError
 
-Weigh: TypeAlias = Literal["tokens", "samples"] | Callable[[Any], float]
+Weigh: TypeAlias = Literal["tokens", "labels", "samples"] | Callable[[Any], float]
 
 IGNORED = -100  # the label that torch.nn.functional.cross_entropy ignores by default
 MOST = 1e30  # largest weight, so that sums over ranks and steps are finite
+INPUTS = ("decoder_input_ids", "input_ids", "inputs_embeds", "input_features", "input_values")
 SHIFTING_LOSSES = ("ForCausalLM", "ForConditionalGeneration")  # losses of transformers that skip the first label
 
 
@@ -44,7 +45,7 @@ def count_label_tokens(batch: Any, *, shifted: bool = True) -> int:
 
     Causal models predict ``labels[..., 1:]``; ``shift_labels`` are shifted already. Labels with one dimension are
     classes, and all count; so do all non-integer labels (regression). Use ``shifted=False`` for models that also
-    predict the first label: encoder-decoder and masked language models. ConfigError: the batch has no labels.
+    predict the first label: encoder-decoder and masked language models. ConfigError: no labels, or not beside tokens.
 
     >>> count_label_tokens({"labels": np.array([[-100, 5, 6], [7, 8, -100]])})
     3
@@ -56,7 +57,12 @@ def count_label_tokens(batch: Any, *, shifted: bool = True) -> int:
     labels = batch[name] if hasattr(batch[name], "ndim") else np.asarray(batch[name])
     if "float" in str(labels.dtype):  # torch's or numpy's
         return math.prod(labels.shape)
-    labels = labels[..., 1:] if shifted and name == "labels" and labels.ndim > 1 else labels
+    if shifted and name == "labels" and labels.ndim > 1:
+        of = next((key for key in INPUTS if key in batch), name)
+        if of == INPUTS[0] or np.shape(batch[of])[:2] != labels.shape[:2]:
+            found = f"labels {tuple(labels.shape)} beside {of} {tuple(np.shape(batch[of]))} are of another one"
+            raise ConfigError(f"weigh='tokens' is for causal models, but {found}; pass weigh='labels', or a function")
+        labels = labels[..., 1:]
     if str(getattr(labels, "device", "cpu")) != "cpu":
         return int((labels != IGNORED).sum())
     return int(np.count_nonzero(np.asarray(labels) != IGNORED))  # five times faster than torch's sum of booleans
@@ -69,8 +75,7 @@ def mean_items(batch: Any, *, shifted: bool = True) -> float:
     values = batch.values() if hasattr(batch, "keys") else batch if isinstance(batch, (list, tuple)) else [batch]
     sized = [value for value in values if getattr(value, "ndim", 0) > 0]
     if not sized:
-        way_out = "pass `weigh`, a function from a batch to its weight"
-        raise ConfigError(f"cannot count the samples of a batch: this {type(batch).__name__} has no tensors; {way_out}")
+        raise ConfigError(f"cannot count a batch's samples: this {type(batch).__name__} has no tensors; pass `weigh`")
     return float(len(sized[0]))
 
 
@@ -99,15 +104,15 @@ def predicts_next_token(model: Any, *, unknown: bool = False) -> bool:
 
 def weigher(weigh: Weigh, *, shifted: bool = True) -> Callable[[Any, int], float]:
     """Returns the function (batch, number of samples) -> weight for ``weigh``. ConfigError: ``weigh`` is invalid."""
-    if not (callable(weigh) or (isinstance(weigh, str) and weigh in ("tokens", "samples"))):
-        known = "'tokens', 'samples' or a function from a batch to its weight"
-        raise ConfigError(f"`weigh` must be {known}, but is {weigh!r}")
+    if not (callable(weigh) or (isinstance(weigh, str) and weigh in ("tokens", "labels", "samples"))):
+        raise ConfigError(f"`weigh` must be 'tokens', 'labels', 'samples' or a function of a batch, but is {weigh!r}")
     return partial(_weight, weigh, shifted)
 
 
 def _weight(weigh: Weigh, shifted: bool, batch: Any, num_samples: int) -> float:
     if not callable(weigh):
-        return float(count_label_tokens(batch, shifted=shifted) if weigh == "tokens" else num_samples)
+        shifted = shifted and weigh == "tokens"
+        return float(num_samples if weigh == "samples" else count_label_tokens(batch, shifted=shifted))
     given, weight = weigh(batch), math.nan
     with suppress(TypeError, ValueError, RuntimeError, OverflowError):  # not a number, or several
         weight = float(given)

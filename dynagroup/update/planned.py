@@ -61,7 +61,7 @@ class PlannedDataLoader(StepLoader[B]):
             batches are new in each epoch. False: dataset order; without ``samples_per_update`` longest batches first.
         sampler: sampler of dataset indices, the same on every rank; only with ``samples_per_update``.
         seed: int, seed of the order and of random numbers in workers.
-        weigh: weight of a batch: "tokens" (labels that a causal model predicts), "samples", or a function of a batch.
+        weigh: weight of a batch: "tokens" (labels that a causal model predicts), "labels" (all), "samples", or a function.
         drop_last: True leaves out an epoch's last update if it is too small; only with ``samples_per_update``.
         shapes: int, largest number of batch shapes (samples, tokens) that a compiled model sees: batches are padded to
             a shape of a :class:`~dynagroup.ShapeLadder`, also with rows of weight 0, which means over rows must leave out.

@@ -246,7 +246,7 @@ def test_what_cannot_be_packed_is_refused_with_the_ways_out(name: str) -> None:
 @pytest.mark.parametrize(("config", "answers"), [
     (models.llama(), {"loss": "the mean over label tokens", "packed": f"{APART}sdpa or use_varlen_attention{PACK}"}),
     (models.bert(), {"padding": "changes no answer", "packed": f"{APART}use_varlen_attention{PACK}"}),
-    (models.t5(), {"loss": "the mean over label tokens", "packed": NONE}),
+    (models.t5(), {"loss": "the mean over all labels: weigh='labels'", "packed": NONE}),
 ], ids=["llama", "bert", "t5"])  # fmt: skip
 def test_answers_of_architectures_that_are_known(config, answers):
     found = check_model(config)

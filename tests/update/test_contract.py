@@ -18,7 +18,7 @@ import transformers as hf
 
 from dynagroup import ConfigError, OnlineDataLoader, StateError, StepLoader
 from dynagroup.testing import assert_conserves, run_ranks
-from dynagroup.update.loss_weight import count_label_tokens, mean_items, predicts_next_token, weigher
+from dynagroup.update.loss_weight import mean_items, predicts_next_token, weigher
 from dynagroup.update.schedule import linear_ramp
 from dynagroup.update.step import LoaderStats
 from tests import models
@@ -46,8 +46,8 @@ WRONG = [
     ({"samples_per_update": 0}, "`samples_per_update` must be an int of at least 1"),
     ({"drop_last": True}, "`drop_last` needs `samples_per_update`"),
     ({"seed": -1}, "`seed` must be an int of at least 0"),
-    ({"weigh": "bytes"}, "`weigh` must be 'tokens', 'samples' or a function"),
-    ({"weigh": np.zeros((2, 2))}, "`weigh` must be 'tokens', 'samples' or a function"),
+    ({"weigh": "bytes"}, "`weigh` must be 'tokens', 'labels', 'samples' or a function"),
+    ({"weigh": np.zeros((2, 2))}, "`weigh` must be 'tokens', 'labels', 'samples' or a function"),
     ({"num_workers": 2**31}, "`num_workers` must be an int of at most 4096, but is 2147483648"),
     ({"timeout": 5}, r"`timeout` \(5\) is for workers; set `num_workers`, or leave it out"),
     ({"timeout": "5", "num_workers": 1}, "`timeout` must be a number"),
@@ -311,10 +311,7 @@ def test_a_stray_stop_iteration_does_not_end_the_epoch(make, sizes, where, at):
         def __getitems__(self, indices: list[int]) -> list[Any]:
             return [self[index] for index in indices][where.startswith("one") :]
 
-    def collated(samples: list[Any]) -> Any:
-        stray("collate_fn")
-        return collate(samples)
-
+    collated = lambda samples: stray("collate_fn") and collate(samples)  # noqa: E731
     weigh = (lambda batch: stray("weigh")) if where == "weigh" else "samples"
     loader = make(data=Strayed(LENGTHS), max_tokens=40, collate_fn=collated, weigh=weigh, **sizes)
     with pytest.raises(RuntimeError, match=where if where.startswith("one") else "StopIteration"):
@@ -338,17 +335,19 @@ ROWS = [[-100, 5, 6], [7, 8, -100]]
     ({"labels": torch.tensor([[0.5, -100.0], [1.0, 2.0]])}, True, 4),
 ])  # fmt: skip
 def test_label_tokens_are_those_that_are_predicted(batch, shifted, expected):
-    assert count_label_tokens(batch, shifted=shifted) == mean_items(batch, shifted=shifted) == expected
+    assert weigher("tokens" if shifted else "labels")(batch, 9) == mean_items(batch, shifted=shifted) == expected
 
 
 def test_a_batch_without_labels_is_a_mean_over_its_samples_and_a_function_must_give_a_number():
-    assert mean_items({"name": "a", "input_ids": torch.ones(4, 7)}) == 4
-    assert mean_items(torch.ones(3, 2)) == 3
-    assert mean_items({"labels": None, "input_ids": torch.ones(4, 7)}) == 4
-    with pytest.raises(ConfigError, match="cannot count the samples of a batch: this dict has no tensors"):
+    batches = {"name": "a", "input_ids": torch.ones(4, 7)}, torch.ones(3, 2), {"labels": None, "x": torch.ones(4, 7)}
+    assert [*map(mean_items, batches)] == [4, 3, 4]
+    with pytest.raises(ConfigError, match="cannot count a batch.s samples: this dict has no tensors"):
         mean_items({"name": "a"})
     with pytest.raises(ConfigError, match="weigh='tokens' needs a field 'labels' .* this dict has none"):
         weigher("tokens")({"input_ids": torch.ones(4, 7)}, 4)
+    for inputs in ({"input_ids": torch.ones(2, 4)}, {"decoder_input_ids": torch.ones(2, 3)}):
+        with pytest.raises(ConfigError, match=r"causal models, but labels \(2, 3\) beside .*; pass weigh='labels'"):
+            weigher("tokens")({**inputs, "labels": torch.tensor(ROWS)}, 2)
     for weight in (-1.0, float("nan"), float("inf")):
         with pytest.raises(ConfigError, match="`weigh` must return a number from 0 to 1e\\+30, but returned"):
             weigher(lambda batch, weight=weight: weight)(None, 1)
