@@ -53,8 +53,7 @@ def text_dataloader(
 
     >>> loader = text_dataloader(texts, tokenizer, TokenBudget(16384), max_length=512)  # doctest: +SKIP
     """
-    budget = as_budget(budget)
-    pad_id = getattr(tokenizer, "pad_token_id", None)
+    budget, pad_id = as_budget(budget), getattr(tokenizer, "pad_token_id", None)
     if pad_id is None:
         raise ConfigError("`tokenizer` has no padding token; set one, e.g. tokenizer.pad_token = tokenizer.eos_token")
     texts, max_length = by_position(texts), limit_of(max_length)

@@ -20,6 +20,8 @@ COUPLED = {
 """TRL trainers whose losses need TRL's own batches, and what to do instead."""
 FITTING = ("SFTTrainer", "DPOTrainer", "RewardTrainer", "CPOTrainer", "ORPOTrainer", "TPOTrainer")
 """TRL trainers that were tested; the others are refused."""
+UNCLEAR = ("CTC", "RNNT", "PreTraining", "Segmentation", "Detection", "Estimation", "ImageModeling", "Matting")
+"""Ends of the names of models of transformers whose loss is not a mean over labels that are not -100, or samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +119,7 @@ def refuse_unsupported(trainer: Any, config: DynagroupConfig) -> None:
     sorting, by_tokens = {"aot", "aot_unpaired"} & losses, "sft" in losses or "ORPOTrainer" in ours
     own = "every rank loads its own batches; set it to False"
     named = ours[0] if ours else ""
+    head = type(getattr(trainer.model, "get_base_model", lambda: trainer.model)()).__name__
     instead = COUPLED.get(named, f"only {', '.join(FITTING)} are known to fit; use TRL's own batches")
     wrong: dict[str, tuple[Any, str]] = {
         f"TRL's {named}": (ours and named not in FITTING, instead),
@@ -139,6 +142,8 @@ def refuse_unsupported(trainer: Any, config: DynagroupConfig) -> None:
         "out_of_memory='retry' for pairs of answers": (
             {"DPOTrainer", "RewardTrainer", "TPOTrainer"} & {*ours} and config.out_of_memory and config.splitter is None,
             "all chosen rows come before the rejected ones; pass a `splitter` that keeps pairs together"),
+        f"the loss of {head} with weigh='auto'": (config.weigh == "auto" and head.endswith(UNCLEAR) and not trainer._has_own_loss,
+            "it is no mean over its labels; set weigh='samples' (for CTC with ctc_loss_reduction='mean'), or a function"),
         f"pad_to_multiple_of={multiple}": (multiple % sharing and sharing > trainer.get_tp_size(),
             f"{sharing} ranks divide the tokens of a sample; set a multiple of {sharing} in budget and collator"),
     }  # fmt: skip

@@ -135,9 +135,8 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
     @property
     def _weigh(self) -> Any:
         """The weight of a batch whose loss is a mean: with "auto" its predicted labels, else its samples."""
-        shifted = self._loss_shifts_labels or predicts_next_token(self.accelerator.unwrap_model(self.model))
-        weigh: Any = self.dynagroup.weigh
-        return partial(mean_items, shifted=bool(shifted)) if weigh in ("auto", "tokens") else weigh
+        shifted, weigh = predicts_next_token(self.accelerator.unwrap_model(self.model)), self.dynagroup.weigh
+        return partial(mean_items, shifted=shifted) if weigh in ("auto", "tokens") else weigh
 
     @property
     def _has_own_loss(self) -> bool:
@@ -150,9 +149,8 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
         return None if ids is None else dict.fromkeys(("input_ids", "decoder_input_ids"), ids)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
-        done = 0 < self.state.max_steps <= self.state.global_step  # a finished run that is resumed
-        if done or (update := next(epoch_iterator, None)) is None:
-            self.control.should_epoch_stop = True
+        if 0 < self.state.max_steps <= self.state.global_step or (update := next(epoch_iterator, None)) is None:
+            self.control.should_epoch_stop = True  # also where a finished run is resumed
             return [], None
         self.just_resumed = False
         items = self._get_num_items_in_batch(_counted(update), device)  # 0 would make the gradients of idle steps nan

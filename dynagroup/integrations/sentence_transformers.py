@@ -37,8 +37,9 @@ def batches_that_fit(
             name if number else "tokens": measure_lengths(dataset, tokenizer, name, max_length)
             for number, name in enumerate(columns)
         }
-        # accelerate runs batch k on rank k % W, so the sampler yields the batches of all ranks.
-        how: Any = {"shuffle": True, "seed": seed, **settings, "rank": None, "world_size": rank_and_size()[1]}
-        return LengthAwareBatchSampler(lengths, budget, **how)
+        # accelerate runs batch k on rank k % W, so the sampler yields the batches of all ranks. transformers asks for
+        # their number only once, so every epoch has the same batches (`order`), in another sequence.
+        how: Any = {"shuffle": True, "seed": seed, "order": range(len(dataset)), "window": len(dataset), **settings}
+        return LengthAwareBatchSampler(lengths, budget, **{**how, "rank": None, "world_size": rank_and_size()[1]})
 
     return sampler

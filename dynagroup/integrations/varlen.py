@@ -98,8 +98,7 @@ def _attend_both(
     asked: set[Any], module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, **options: Any
 ) -> tuple[torch.Tensor, None]:
     own: Any = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
-    seed = torch.Generator().manual_seed(len(asked))
-    wide = torch.promote_types(query.dtype, torch.float32)
+    seed, wide = torch.Generator().manual_seed(len(asked)), torch.promote_types(query.dtype, torch.float32)
     q, k, v = (2 * torch.randn(x.shape, generator=seed).to(x.device, wide) for x in (query, key, value))
     wanted = own(module, q, k, v, attention_mask, **options)[0]
     apart = float((_attend(module, q, k, v, **options)[0] - wanted).abs().max() / wanted.abs().max())

@@ -124,8 +124,7 @@ class Runner(ABC):
         return self.source.groups is not None or (self.source.lengths is not None and not self.split)
 
     def _loaded(self) -> Sequence[Refined] | None:
-        began = time.perf_counter()
-        window = self.feed.take()
+        began, window = time.perf_counter(), self.feed.take()
         self.stats.wait_s += time.perf_counter() - began
         self._note(window or ())
         return window

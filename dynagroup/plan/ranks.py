@@ -60,8 +60,7 @@ def cut(
         rows = runs.take(np.lexsort([-beside, -np.round(np.log(np.maximum(of_run, 1.0)) / EQUAL)])).map(order)
         return _even_rows(rows, num_ranks, several, lengths, budget, work, exchange=round_batch is None)
     by_row = in_front[_in_rows(of_run[in_front], num_ranks)]
-    rows = runs.take(by_row)
-    even = bool(window.streams) or len(window.limits)
+    rows, even = runs.take(by_row), bool(window.streams) or len(window.limits)
     return (rows if even else _levelled(rows, of_run[by_row], num_ranks, window)).map(order)
 
 

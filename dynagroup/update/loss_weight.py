@@ -99,7 +99,7 @@ def predicts_next_token(model: Any, *, unknown: bool = False) -> bool:
         return unknown if named == "" else named in SHIFTING_LOSSES
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as causal
 
-    return bool({c.__name__ for c in type(model).__mro__} & set(causal.values()))
+    return bool({c.__name__ for c in type(model).__mro__} & set(causal.values()) - {"XLMWithLMHeadModel"})
 
 
 def weigher(weigh: Weigh, *, shifted: bool = True) -> Callable[[Any, int], float]:

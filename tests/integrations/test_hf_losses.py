@@ -316,8 +316,7 @@ def test_generated_texts_are_the_plain_trainers(tmp_path):
         args = Seq2SeqTrainingArguments(**{**arguments(tmp_path, per_device_eval_batch_size=4).to_dict(), **own})
         run = cls(toys.seq2seq(), args, data_collator=toys.collate_seq2seq, **extra)
         run.model.generation_config.eos_token_id, run.model.generation_config.pad_token_id = 1, 0
-        seen = models.shapes_seen(run.model)
-        output = run.predict(rows)
+        seen, output = models.shapes_seen(run.model), run.predict(rows)
         found.append((decoded(output.predictions), decoded(output.label_ids)))
     assert found[0] == found[1]
     assert found[0][1] == [tuple(row["labels"]) for row in rows]

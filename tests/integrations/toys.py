@@ -48,8 +48,7 @@ def doubling(first: int, *milestones: int) -> Any:
 
 
 def samples(kind: str, count: int = 64, seed: int = 0) -> list[dict]:
-    rng = np.random.default_rng(seed)
-    rows = []
+    rng, rows = np.random.default_rng(seed), []
     for length in np.clip(rng.lognormal(2.3, 0.7, count), 3, 60).astype(int):
         ids = rng.integers(1, VOCAB, length).tolist()
         labels = [-100] * (length // 4) + ids[length // 4 :]
@@ -81,8 +80,7 @@ def collate_noisily(rows: list[dict]) -> dict[str, torch.Tensor]:
 
 
 def collate_seq2seq(rows: list[dict]) -> dict[str, torch.Tensor]:
-    batch = collate(rows)
-    first = torch.zeros(len(rows), 1, dtype=torch.long)
+    batch, first = collate(rows), torch.zeros(len(rows), 1, dtype=torch.long)
     return {**batch, "decoder_input_ids": torch.cat([first, batch["labels"][:, :-1].clamp(min=0)], dim=1)}
 
 

@@ -126,8 +126,7 @@ def both(pair: list[int]) -> dict[str, int]:
 def test_batches_of_two_streams_fit_and_are_counted_in_both_in_every_epoch(mode: dict[str, Any]) -> None:
     loader = OnlineDataLoader(PAIRS, TokenBudget(2000), collate_fn=list, length_of=both, weigh="samples", **mode)
     for _ in range(2):  # the second epoch is planned from what the first has measured
-        before = loader.stats.copy()
-        steps = list(loader)
+        before, steps = loader.stats.copy(), list(loader)
         assert_conserves([list(step.indices) for step in steps], range(300))
         shapes = [(len(step.batch), *np.max(step.batch, axis=0)) for step in steps]
         assert all(count * (source + target) <= 2000 for count, source, target in shapes)

@@ -45,8 +45,7 @@ def summed_loss(model: Any, batch: dict[str, Any]) -> torch.Tensor:
 def fixed(order: list[list[int]]) -> tuple[torch.Tensor, list[float]]:
     """One process, padded batches: each update the mean over all its label tokens."""
     model, rows = llama("sdpa"), toys.samples("causal", 48)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    losses = []
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE), []
     for update in order:
         batch = toys.collate([rows[i] for i in update])
         loss = summed_loss(model, batch) / (batch["labels"][:, 1:] != -100).sum()

@@ -117,8 +117,7 @@ def test_rows_are_filled_and_of_equal_work_and_ranks_wait_little(cases: Any) -> 
 
 
 def test_a_budget_that_must_be_asked_is_asked_seldom() -> None:
-    tokens = lengths_of("azure_llm_conv_2023", 1024).clip(max=5000)
-    budget = Quadratic(600_000)
+    tokens, budget = lengths_of("azure_llm_conv_2023", 1024).clip(max=5000), Quadratic(600_000)
     assert budget.fits(shapes_of(pack(streams(tokens), budget, 4), streams(tokens))).all()
     assert budget.asked < 4 * len(tokens)
 

@@ -234,8 +234,7 @@ def test_what_is_found_by_blocks_is_what_all_lengths_say(monkeypatch):
         tokens, budget, maxima = sum(lengths.values()), TokenBudget(limit := limit - size % 2), maxima_of(lengths)
         assert oversize_of(lengths, budget, maxima).tolist() == np.flatnonzero(tokens > limit).tolist()
         out = np.flatnonzero(rng.random(size) < 0.3)
-        kept = np.delete(np.arange(size), out)
-        found = longest_of(lengths, budget, out, maxima)
+        kept, found = np.delete(np.arange(size), out), longest_of(lengths, budget, out, maxima)
         assert not len(kept) or (found in kept and tokens[found] == tokens[kept].max())
 
 

@@ -38,8 +38,7 @@ def test_reports_and_plots_show_the_plans_own_figures_with_units_and_leave_pyplo
     assert not any(line != line.rstrip() for line in text.splitlines())
     assert float(row_of(text, "shuffled batches of")[-4].rstrip("%")) > 30
     assert format_table(["a", "b"], [["long", "1"], ["x", "10"]]) == "a      b\nlong   1\nx     10"
-    before = "matplotlib.pyplot" in sys.modules
-    figure = made.plot()
+    before, figure = "matplotlib.pyplot" in sys.modules, made.plot()
     first, second = (axes.get_title() for axes in figure.axes)
     assert first.startswith("fixed ")
     assert second == f"this plan: {made.statistics['padding']:.0%} padding, {made.num_steps} steps"

@@ -249,8 +249,7 @@ def test_statistics_add_up_subtract_and_merge(make, sizes):
     def run(world: Any) -> tuple[LoaderStats, LoaderStats, LoaderStats]:
         loader = make(world, **sizes)
         first = list(loader)
-        before = loader.stats.copy()
-        second = list(loader)
+        before, second = loader.stats.copy(), list(loader)
         since = loader.stats - before
         for found, steps in ((before, first), (since, second)):
             used = [step for step in steps if not step.idle]
@@ -357,5 +356,6 @@ def test_models_say_whether_their_loss_shifts():
     gpt2, bert = hf.GPT2LMHeadModel(models.gpt2(**TINY)), models.bert(**TINY)
     assert all(map(predicts_next_token, [gpt2, torch.nn.DataParallel(gpt2), hf.LlamaForCausalLM(models.llama(**TINY))]))
     others = [hf.T5ForConditionalGeneration(models.t5(**TINY)), hf.BertForMaskedLM(bert), torch.nn.Linear(2, 2)]
+    others += [hf.XLMWithLMHeadModel(hf.XLMConfig(emb_dim=16, n_layers=1, n_heads=2, vocab_size=40))]
     others += [hf.BertForSequenceClassification(bert), hf.BartForCausalLM(hf.BartConfig(d_model=16, decoder_layers=1))]
     assert not any(map(predicts_next_token, others))
