@@ -73,14 +73,11 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
     update_loader: Any  # the running training's StepLoader; None before training
     guard: OomSafeBackward | None
     fixed_samples: int
-    just_resumed = False
-    changes_known = 0
+    just_resumed, changes_known = False, 0
     _num_epochs = 0  # number of epochs in the run, as known at its start
     _logged_at = 0.0
     _stats_logged: LoaderStats
-    _ooms_logged = 0
-    _idle_step = False
-    _filling_tried = False
+    _ooms_logged, _idle_step, _filling_tried = 0, False, False
     _found_mean: Mapping[bool, bool | None] = {}  # whether the loss is a mean, as far as tested: {training: it is}
 
     @property

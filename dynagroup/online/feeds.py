@@ -212,8 +212,7 @@ class IterableFeed:
     """Feeds windows of an iterable dataset until it ends. The saved state has each worker's resume point, and which
     later samples were used. Warns if workers read the same samples, because then the dataset is not sharded."""
 
-    shares = False
-    pending_samples = 0
+    shares, pending_samples = False, 0
     kinds_before: Sequence[int] = []
 
     def __init__(self, source: Source, workers: Workers, place: Mapping[str, Any] | None) -> None:

@@ -158,7 +158,9 @@ class Odd(hf.LlamaForCausalLM):
     (SHALLOW, {"dtype": "bf16", "layout": "packed", "attention": "flash"}),
     (SHALLOW, {"dtype": torch.bfloat16, "pad_to_multiple_of": 16}),
     (BART, {"mode": "generate", "lora": 8, "max_new_tokens": 50}),
-], ids=["adapted", "packed", "to 16", "generating"])  # fmt: skip
+    (BERT, {"dtype": "bf16", "layout": "packed", "attention": "flash"}),
+    (models.gpt2(**SMALL, layers=2, n_positions=5000, pad_token_id=1), {"dtype": "bf16", "attention": "flash"}),
+], ids=["adapted", "packed", "to 16", "generating", "encoder", "padding id"])  # fmt: skip
 def test_the_answer_is_the_largest_batch_that_the_whole_model_fits(config, how):
     lengths = [128, 4096] if "pad_to_multiple_of" in how else [127, 4095]  # most lengths are no multiple of 16
     budget = MemoryBudget.from_model(config, 10**9, **how)

@@ -274,7 +274,6 @@ def _simulated(traced: _Traced, error: ValueError) -> Phases:
     found, off = max_affine(known, size)
     if off > FITS:
         raise error
-    longest = int(lengths.max())
-    way_out = "for longer samples the prediction may be wrong, so measure() them"
+    longest, way_out = int(lengths.max()), "for longer samples the prediction may be wrong, so measure() them"
     warn_user(f"the memory of this model was fitted to simulations up to {longest} tokens, because {error}; {way_out}")
     return Phases.of(FITTED, found * (size / (known @ found.T).max(axis=1)).max())

@@ -9,7 +9,7 @@ import torch
 
 from dynagroup.memory.run import ELEMENT_BYTES, MakeInputs, Run
 from dynagroup.memory.trace.kernels import BLOCK, CudaKernels, LiveBytes
-from dynagroup.memory.trace.model import checkpoint_layers, make_inputs, stacks
+from dynagroup.memory.trace.model import checkpoint_layers, is_encoder, make_inputs, stacks
 from dynagroup.shapes import TARGET, TOKENS, primary
 
 REDUCE_BUCKET = 500_000_000  # elements in a bucket of gradients; default of DeepSpeed's `reduce_bucket_size`
@@ -127,8 +127,13 @@ def _batch(model: torch.nn.Module, workload: Run, num_samples: int, longest: Map
         longest = {**longest, TARGET: 1}
     shape = (1, {TOKENS: total}) if packed else (num_samples, longest)
     batch = make_inputs(model, *shape, with_labels=workload.mode == "train")
+    if packed and is_encoder(model.config):  # packed rows may be longer than the positions that a model has
+        takes = {"position_ids", "token_type_ids"} & {*inspect.signature(model.forward).parameters}
+        batch |= {name: torch.zeros_like(batch["input_ids"]) for name in takes}
     if packed or workload.attention == "flash":
         batch.pop("attention_mask", None)
+        for module in model.modules():  # it would look for padding among ids, and the meta device has none
+            vars(module)["warn_if_padding_and_no_attention_mask"] = lambda *_: None
     if packed and workload.attention != "flash":
         dtype = torch.bool if workload.attention == "sdpa" else next(model.parameters()).dtype
         batch["attention_mask"] = torch.ones(1, 1, total, total, dtype=dtype)
