@@ -48,7 +48,7 @@ class DynagroupConfig:
             (with ``target`` from the labels of encoder-decoder models).
         length_of: function from a processed sample to its tokens (None: counts ``input_ids``), with mode="online".
         weigh: the weight of a batch, if its loss is a mean: "auto" or "tokens" (predicted labels, if labels have a token
-            dimension, else samples), "samples", or a function from a batch to a number.
+            dimension, else samples), "labels" (all), "samples", or a function from a batch to a number.
         out_of_memory: "retry": a batch that runs out of memory is run in parts, with the same gradient; None: an error.
         min_samples: with out_of_memory="retry", a part with fewer than twice this many samples is not split.
         preflight: True runs the largest batches before the first update, like :func:`~dynagroup.preflight`, so that an
@@ -76,7 +76,7 @@ class DynagroupConfig:
     shapes: int | None = None
     lengths: Any = None
     length_of: Callable[[Any], Any] | None = None
-    weigh: Literal["auto", "tokens", "samples"] | Callable[[Any], float] = "auto"
+    weigh: Literal["auto", "tokens", "labels", "samples"] | Callable[[Any], float] = "auto"
     out_of_memory: Literal["retry"] | None = None
     min_samples: int = 1
     preflight: bool = False
@@ -143,7 +143,7 @@ def refuse_unsupported(trainer: Any, config: DynagroupConfig) -> None:
             {"DPOTrainer", "RewardTrainer", "TPOTrainer"} & {*ours} and config.out_of_memory and config.splitter is None,
             "all chosen rows come before the rejected ones; pass a `splitter` that keeps pairs together"),
         f"the loss of {head} with weigh='auto'": (config.weigh == "auto" and head.endswith(UNCLEAR) and not trainer._has_own_loss,
-            "it is no mean over its labels; set weigh='samples' (for CTC with ctc_loss_reduction='mean'), or a function"),
+            "say what it is a mean of: weigh='samples' (CTC with ctc_loss_reduction='mean'), 'labels', or a function"),
         f"pad_to_multiple_of={multiple}": (multiple % sharing and sharing > trainer.get_tp_size(),
             f"{sharing} ranks divide the tokens of a sample; set a multiple of {sharing} in budget and collator"),
     }  # fmt: skip

@@ -29,7 +29,7 @@ REFUSED = {
     "split_batches=True .* set it to False": {"accelerator_config": {"split_batches": True}},
     "dataloader_in_order=False .* True": {"dataloader_in_order": False, "dataloader_num_workers": 1},
     "batch_rebalance' cannot be combined with dynagroup": {"train_sampling_strategy": "batch_rebalance"},
-    "loss of OwnForCTC with weigh='auto' .* set weigh='samples'": {
+    "loss of OwnForCTC with weigh='auto' .* of: weigh='samples'": {
         "model": type("OwnForCTC", (torch.nn.Linear,), {})(2, 2)
     },
     "`updates` must be one of": {"config": {"updates": "some"}},
