@@ -16,7 +16,7 @@ Weigh: TypeAlias = Literal["tokens", "labels", "samples"] | Callable[[Any], floa
 
 IGNORED = -100  # the label that torch.nn.functional.cross_entropy ignores by default
 MOST = 1e30  # largest weight, so that sums over ranks and steps are finite
-INPUTS = ("decoder_input_ids", "input_ids", "inputs_embeds", "input_features", "input_values")
+INPUTS = ("decoder_input_ids", "input_ids", "inputs_embeds", "input_features", "input_values", "pixel_values")
 SHIFTING_LOSSES = ("ForCausalLM", "ForConditionalGeneration")  # losses of transformers that skip the first label
 
 
