@@ -20,7 +20,7 @@ COUPLED = {
 """TRL trainers whose losses need TRL's own batches, and what to do instead."""
 FITTING = ("SFTTrainer", "DPOTrainer", "RewardTrainer", "CPOTrainer", "ORPOTrainer", "TPOTrainer")
 """TRL trainers that were tested; the others are refused."""
-UNCLEAR = ("CTC", "RNNT", "PreTraining", "Segmentation", "Detection", "Estimation", "ImageModeling", "Matting")
+UNCLEAR = ("CTC", "RNNT", "PreTraining", "Segmentation", "Detection", "Estimation", "MaskedImageModeling", "Matting")
 """Ends of the names of models of transformers whose loss is not a mean over labels that are not -100, or samples."""
 
 
@@ -143,7 +143,7 @@ def refuse_unsupported(trainer: Any, config: DynagroupConfig) -> None:
             {"DPOTrainer", "RewardTrainer", "TPOTrainer"} & {*ours} and config.out_of_memory and config.splitter is None,
             "all chosen rows come before the rejected ones; pass a `splitter` that keeps pairs together"),
         f"the loss of {head} with weigh='auto'": (config.weigh == "auto" and head.endswith(UNCLEAR) and not trainer._has_own_loss,
-            "say what it is a mean of: weigh='samples' (CTC with ctc_loss_reduction='mean'), 'labels', or a function"),
+            "say what it is a mean of: weigh='samples' (CTC with ctc_loss_reduction='mean'), or a function"),
         f"pad_to_multiple_of={multiple}": (multiple % sharing and sharing > trainer.get_tp_size(),
             f"{sharing} ranks divide the tokens of a sample; set a multiple of {sharing} in budget and collator"),
     }  # fmt: skip

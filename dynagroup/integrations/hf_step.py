@@ -309,7 +309,7 @@ class DynagroupCallback(TrainerCallback):
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.trainer.just_resumed:
             self.trainer.just_resumed = False
-            control.should_training_stop = False
+            control.should_training_stop = state.global_step >= state.max_steps
 
 
 def _counted(inputs: Any) -> list[Any]:

@@ -103,7 +103,7 @@ class LightningSteps(Callback):
             return
         if self.begun_epoch is not None:
             early = "Lightning read batches before it restored the checkpoint, and would repeat them (pytorch-lightning#20550)"
-            raise StateError(f"{early}; use `max_steps` or `loader.num_updates`, no `estimated_stepping_batches`")
+            raise StateError(f"{early}; use `max_steps` or `loader.num_updates`, not `estimated_stepping_batches`")
         self.loader.load_state_dict(states)
         self._restored, self._state, self._due = states, None, state_dict.get("due", 0)
 

@@ -5,6 +5,7 @@ contrastive loss (multiple negatives ranking, CoSENT) compares the samples of a 
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from random import Random
 from typing import Any
 
 from dynagroup.budget.base import Budget
@@ -38,8 +39,9 @@ def batches_that_fit(
             for number, name in enumerate(columns)
         }
         # accelerate runs batch k on rank k % W, so the sampler yields the batches of all ranks. transformers asks for
-        # their number only once, so every epoch has the same batches (`order`), in another sequence.
-        how: Any = {"shuffle": True, "seed": seed, "order": range(len(dataset)), "window": len(dataset), **settings}
+        # their number only once, so every epoch has the same batches, of one random order, in another sequence.
+        order = Random(seed).sample(range(len(dataset)), len(dataset))
+        how: Any = {"shuffle": True, "seed": seed, "order": order, "window": len(dataset), **settings}
         return LengthAwareBatchSampler(lengths, budget, **{**how, "rank": None, "world_size": rank_and_size()[1]})
 
     return sampler

@@ -203,8 +203,7 @@ def _in_rows(work: NDArray[np.float64], num_ranks: int) -> IntArray:
     by_work = np.argsort(-work, kind="stable")
     full = len(by_work) - len(by_work) % num_ranks
     rows = by_work[:full].reshape(-1, num_ranks)
-    rows = rows[np.argsort(rows.min(axis=1, initial=full), kind="stable")]
-    return np.append(rows.ravel(), by_work[full:])
+    return np.append(rows[np.argsort(rows.min(axis=1, initial=full), kind="stable")].ravel(), by_work[full:])
 
 
 # An uneven step is cut again: its samples, sorted, within the lowest limit of work that suffices for the ranks. By an

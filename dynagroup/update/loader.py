@@ -207,8 +207,7 @@ class StepLoader(ABC, Generic[B]):
     def samples_after(self, updates: int) -> int:
         """Returns how many samples training has used, over all ranks, after this many updates from its start (without
         ``samples_per_update`` at least those of the epochs before the current one, or before a resume)."""
-        updates = check_int("updates", updates, least=0)
-        return self._walk().after(updates).samples_seen
+        return self._walk().after(check_int("updates", updates, least=0)).samples_seen
 
     def state_dict(self) -> dict[str, Any]:
         """Returns this rank's state, for JSON; all yielded steps count as used. Save the states of all ranks."""

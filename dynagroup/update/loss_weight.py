@@ -17,7 +17,7 @@ Weigh: TypeAlias = Literal["tokens", "labels", "samples"] | Callable[[Any], floa
 IGNORED = -100  # the label that torch.nn.functional.cross_entropy ignores by default
 MOST = 1e30  # largest weight, so that sums over ranks and steps are finite
 INPUTS = ("decoder_input_ids", "input_ids", "inputs_embeds", "input_features", "input_values", "pixel_values")
-SHIFTING_LOSSES = ("ForCausalLM", "ForConditionalGeneration")  # losses of transformers that skip the first label
+SHIFTING_LOSSES = ("ForCausalLM", "ForConditionalGeneration", "CsmForConditionalGeneration")  # skip the first label
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +52,16 @@ def count_label_tokens(batch: Any, *, shifted: bool = True) -> int:
     """
     name = _label_name(batch)
     if name is None:
-        lacking = f"weigh='tokens' needs a field 'labels' in every batch, but this {type(batch).__name__} has none"
+        lacking = f"weigh='tokens' or 'labels' needs a field 'labels' in every batch, but this {type(batch).__name__} has none"
         raise ConfigError(f"{lacking}; pass weigh='samples', or a function of a batch")
     labels = batch[name] if hasattr(batch[name], "ndim") else np.asarray(batch[name])
     if "float" in str(labels.dtype):  # torch's or numpy's
         return math.prod(labels.shape)
     if shifted and name == "labels" and labels.ndim > 1:
-        of = next((key for key in INPUTS if key in batch), name)
-        if of == INPUTS[0] or np.shape(batch[of])[:2] != labels.shape[:2]:
-            found = f"labels {tuple(labels.shape)} beside {of} {tuple(np.shape(batch[of]))} are of another one"
-            raise ConfigError(f"weigh='tokens' is for causal models, but {found}; pass weigh='labels', or a function")
+        of = next((key for key in INPUTS if key in batch and hasattr(batch[key], "shape")), name)
+        if of != name and (of not in INPUTS[1:3] or batch[of].shape[:2] != labels.shape[:2]):
+            told = f"weigh='tokens' is for causal models, but labels {[*labels.shape]} lie beside {of} {[*batch[of].shape]}"
+            raise ConfigError(f"{told}; pass weigh='labels' (encoder-decoders), 'samples' (classes, CTC) or a function")
         labels = labels[..., 1:]
     if str(getattr(labels, "device", "cpu")) != "cpu":
         return int((labels != IGNORED).sum())

@@ -81,8 +81,7 @@ class PlannedDataLoader(StepLoader[B]):
     (4, 2)
     """
 
-    KIND = "PlannedDataLoader"
-    _said_unplanned = False
+    KIND, _said_unplanned = "PlannedDataLoader", False
 
     def __init__(
         self, dataset: Any, lengths: Any, budget: Budget | int, *,
@@ -113,8 +112,9 @@ class PlannedDataLoader(StepLoader[B]):
             order = None if sampler is None else OrderSource(sampler, planner.num_samples)
             self._plan = self.sizes = PreservedUpdates(planner, samples_per_update, order, drop_last=drop_last)
         check_collating(collate := further.pop("collate_fn", None), pad)
-        seeded = _SeededDataset(dataset, FillingCollator(collate, planner.budget.ladder, pad), weigher(weigh))
-        self._feed = _Feed(seeded, planner.config.seed, self.stats, further)
+        filling, weight_of = FillingCollator(collate, planner.budget.ladder, pad), weigher(weigh)
+        seeded = _SeededDataset(dataset, filling, None if filling.ladder is None else weight_of)
+        self._feed = _Feed(seeded, planner.config.seed, weight_of, self.stats, further)
         self._place = Cursor()  # the point in the run after all yielded steps
         self._resumed: Cursor | None = None  # a loaded resume point; iteration resumes while `_place` is this object
         planner.warn_of_oversize()
@@ -246,9 +246,9 @@ class PlannedDataLoader(StepLoader[B]):
 class _Feed(Inner):
     """Loads planned updates with the user's workers and collate function, and computes their weights over all ranks."""
 
-    def __init__(self, dataset: "_SeededDataset", seed: int, stats: LoaderStats, kwargs: Mapping[str, Any]) -> None:
+    def __init__(self, dataset: Any, seed: int, weigh: Any, stats: LoaderStats, kwargs: Mapping[str, Any]) -> None:
         super().__init__(kwargs)
-        self._seed, self._stats, self.dataset = seed, stats, dataset
+        self._seed, self._weight_of, self._stats, self.dataset = seed, weigh, stats, dataset
         self.asked: deque[PlannedUpdate] = deque()  # updates that workers are loading or have loaded
 
     def _requests(self, updates: Iterator[PlannedUpdate], rank: int) -> Iterator[tuple[int, list[int]]]:
@@ -293,7 +293,7 @@ class _Feed(Inner):
             collected += islice(batches, len(update.steps) - 1)
             if len(collected) < len(update.steps):
                 raise RuntimeError(ENDED_EARLY)
-            of, pairs = self.dataset.weight_of, zip(update.steps, collected, strict=True)
+            of, pairs = self._weight_of, zip(update.steps, collected, strict=True)
             weights = [0.0 if s.idle else of(b, len(s.indices)) if known is None else known for s, (known, b) in pairs]
             return self.asked.popleft(), [batch for _, batch in collected], weights
         except Exception:
@@ -309,7 +309,7 @@ class _SeededDataset(Dataset):
     """The user's collated samples, behind their weight before rows are added to them (None: none are added).
     In a worker, each batch sets its own random seed, so that a resumed run repeats it."""
 
-    def __init__(self, dataset: Any, filling: FillingCollator, weight_of: Callable[[Any, int], float]) -> None:
+    def __init__(self, dataset: Any, filling: FillingCollator, weight_of: Callable[[Any, int], float] | None) -> None:
         self.dataset, self.filling, self.weight_of = dataset, filling, weight_of
 
     def __getitems__(self, request: tuple[int, list[int]]) -> list[Any]:
@@ -321,7 +321,7 @@ class _SeededDataset(Dataset):
         samples = fetch(self.dataset, indices)
         with sendable(lambda: f"collate_fn failed on dataset samples {shorten(indices)}"):
             batch = (self.filling.collate_fn or default_collate)(samples)
-            if self.filling.ladder is None:
+            if self.weight_of is None:
                 return [(None, batch)]
             return [(self.weight_of(batch, len(indices)), self.filling.fill(batch, len(indices)))]
 

@@ -271,7 +271,7 @@ class FSDPModule(torch.nn.Linear):
 
 @pytest.mark.parametrize(("model", "options", "message"), [
     (Linear(Allocator(1)), {"weigh": "bytes"}, "`weigh` must be 'tokens', 'labels', 'samples' or a function .*'bytes'"),
-    (Linear(Allocator(2)), {}, "weigh='tokens' needs a field 'labels' in every batch, but this Tensor has none"),
+    (Linear(Allocator(2)), {}, "weigh='tokens' or 'labels' needs a field 'labels' in every batch, but this Tensor has none"),
     (Linear(Allocator(2)), {"learned": 3}, "`learned` must be a LearningBudget .* but is 3"),
     (FSDPModule(1, 1), {}, "`model` contains FSDPModule, with which no rank can repeat a step alone"),
     (Linear(Allocator(9), features=3), {}, "mat1 and mat2|size mismatch|inconsistent"),  # not ours: it passes through

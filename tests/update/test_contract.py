@@ -342,10 +342,10 @@ def test_a_batch_without_labels_is_a_mean_over_its_samples_and_a_function_must_g
     assert [*map(mean_items, batches)] == [4, 3, 4]
     with pytest.raises(ConfigError, match="cannot count a batch.s samples: this dict has no tensors"):
         mean_items({"name": "a"})
-    with pytest.raises(ConfigError, match="weigh='tokens' needs a field 'labels' .* this dict has none"):
+    with pytest.raises(ConfigError, match="weigh='tokens' or 'labels' needs a field 'labels' .* this dict has none"):
         weigher("tokens")({"input_ids": torch.ones(4, 7)}, 4)
     for inputs in ({"input_ids": torch.ones(2, 4)}, {"decoder_input_ids": torch.ones(2, 3)}):
-        with pytest.raises(ConfigError, match=r"causal models, but labels \(2, 3\) beside .*; pass weigh='labels'"):
+        with pytest.raises(ConfigError, match=r"causal models, but labels \[2, 3\] lie beside .*; pass weigh='labels'"):
             weigher("tokens")({**inputs, "labels": torch.tensor(ROWS)}, 2)
     for weight in (-1.0, float("nan"), float("inf")):
         with pytest.raises(ConfigError, match="`weigh` must return a number from 0 to 1e\\+30, but returned"):
