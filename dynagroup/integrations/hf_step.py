@@ -335,8 +335,7 @@ def defines_compute_loss(trainer_class: type) -> bool:
 # run. All ranks must call it; all return the same result, or all raise.
 def is_a_mean(trainer: Any, model: Any, batch: Any, world: World, training: bool = True) -> bool | None:
     """Returns whether the loss is a mean over its batch, whatever item count it gets; None: this batch cannot show."""
-    error: Exception | None = None
-    ratio = math.nan
+    error, ratio = None, math.nan
     try:
         with evaluating(model), trl_figures(trainer, probe=True):
             model.training = trainer.model.training = training  # all that a loss may ask; no part drops anything out

@@ -105,13 +105,14 @@ class RefinementCollator:
         self.work = check_work(self.work)
         self._weight_of = weigher(self.weigh)
         self.filling = FillingCollator(self.collate_fn, self.budget.ladder, self.pad)
-        self._warned_wide = self._collates_to_measure = self._ran = False
+        self._warned_wide = self._collates_to_measure = False
+        self._ran = self.length_of is not None or self.collate_fn is None  # then no copies are needed
 
     @sendable(lambda: "making batches failed")
     def __call__(self, window: WindowSamples | Sequence[Any]) -> RefinedWindow:
         if not isinstance(window, WindowSamples):
             window = WindowSamples(Request.of(range(len(window))), list(window))
-        spare, self._ran = window.samples if self._ran or self.length_of else _copied(window.samples), True
+        spare, self._ran = window.samples if self._ran else _copied(window.samples), True
         try:
             refined = self._refine(window)
         except _WiderThanMeasured as wider:

@@ -16,7 +16,8 @@ Weigh: TypeAlias = Literal["tokens", "labels", "samples"] | Callable[[Any], floa
 
 IGNORED = -100  # the label that torch.nn.functional.cross_entropy ignores by default
 MOST = 1e30  # largest weight, so that sums over ranks and steps are finite
-INPUTS = ("decoder_input_ids", "input_ids", "inputs_embeds", "input_features", "input_values", "pixel_values")
+CAUSAL = ("input_ids", "inputs_embeds")  # inputs of causal models, whose labels have the same width
+INPUTS = ("decoder_input_ids", *CAUSAL, "input_features", "input_values", "pixel_values")
 SHIFTING_LOSSES = ("ForCausalLM", "ForConditionalGeneration", "CsmForConditionalGeneration")  # skip the first label
 
 
@@ -59,7 +60,7 @@ def count_label_tokens(batch: Any, *, shifted: bool = True) -> int:
         return math.prod(labels.shape)
     if shifted and name == "labels" and labels.ndim > 1:
         of = next((key for key in INPUTS if key in batch and hasattr(batch[key], "shape")), name)
-        if of != name and (of not in INPUTS[1:3] or batch[of].shape[:2] != labels.shape[:2]):
+        if of != name and (of not in CAUSAL or batch[of].shape[:2] != labels.shape[:2]):
             told = f"weigh='tokens' is for causal models, but labels {[*labels.shape]} lie beside {of} {[*batch[of].shape]}"
             raise ConfigError(f"{told}; pass weigh='labels' (encoder-decoders), 'samples' (classes, CTC) or a function")
         labels = labels[..., 1:]
@@ -109,10 +110,9 @@ def weigher(weigh: Weigh, *, shifted: bool = True) -> Callable[[Any, int], float
     return partial(_weight, weigh, shifted)
 
 
-def _weight(weigh: Weigh, shifted: bool, batch: Any, num_samples: int) -> float:
+def _weight(weigh: Weigh, causal: bool, batch: Any, samples: int) -> float:
     if not callable(weigh):
-        shifted = shifted and weigh == "tokens"
-        return float(num_samples if weigh == "samples" else count_label_tokens(batch, shifted=shifted))
+        return float(samples if weigh == "samples" else count_label_tokens(batch, shifted=causal and weigh == "tokens"))
     given, weight = weigh(batch), math.nan
     with suppress(TypeError, ValueError, RuntimeError, OverflowError):  # not a number, or several
         weight = float(given)

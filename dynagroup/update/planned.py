@@ -246,9 +246,9 @@ class PlannedDataLoader(StepLoader[B]):
 class _Feed(Inner):
     """Loads planned updates with the user's workers and collate function, and computes their weights over all ranks."""
 
-    def __init__(self, dataset: Any, seed: int, weigh: Any, stats: LoaderStats, kwargs: Mapping[str, Any]) -> None:
+    def __init__(self, dataset: Any, seed: int, weight_of: Any, stats: LoaderStats, kwargs: Mapping[str, Any]) -> None:
         super().__init__(kwargs)
-        self._seed, self._weight_of, self._stats, self.dataset = seed, weigh, stats, dataset
+        self._seed, self._weight_of, self._stats, self.dataset = seed, weight_of, stats, dataset
         self.asked: deque[PlannedUpdate] = deque()  # updates that workers are loading or have loaded
 
     def _requests(self, updates: Iterator[PlannedUpdate], rank: int) -> Iterator[tuple[int, list[int]]]:
@@ -319,7 +319,7 @@ class _SeededDataset(Dataset):
             random.seed(seed)
             np.random.seed(seed % 2**32)
         samples = fetch(self.dataset, indices)
-        with sendable(lambda: f"collate_fn failed on dataset samples {shorten(indices)}"):
+        with sendable(lambda: f"collate_fn (or weigh) failed on dataset samples {shorten(indices)}"):
             batch = (self.filling.collate_fn or default_collate)(samples)
             if self.weight_of is None:
                 return [(None, batch)]

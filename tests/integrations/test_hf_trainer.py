@@ -140,6 +140,7 @@ def test_a_resumed_run_ends_with_the_same_parameters(mode, tmp_path):
         resumed = run(f"resumed{step}", str(tmp_path / "whole" / f"checkpoint-{step}"))
         assert torch.equal(parameters(resumed.model), parameters(whole.model)), f"resumed after update {step}"
         assert (resumed.state.epoch, resumed.state.global_step) == (whole.state.epoch, 5)
+        assert resumed.update_loader.cursor == whole.update_loader.cursor
 
 
 def test_checkpoints_of_others_are_refused_and_an_epoch_can_begin_anew(tmp_path):

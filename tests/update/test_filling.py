@@ -124,6 +124,7 @@ def test_filling_counts_as_padding() -> None:
     assert all(step.weight == step.samples for step in steps), "`weigh` gets the batch before rows are added"
     shown = sum(step.batch["input_ids"].numel() for step in steps)
     assert loader.stats.padded_tokens == shown == loader.plan_of(0).statistics["padded_tokens"]
+    assert loader.stats.real_tokens == sum(LENGTHS)
     assert np.isclose(loader.stats.padding, 1 - sum(LENGTHS) / shown)
 
 
