@@ -319,7 +319,7 @@ class _SeededDataset(Dataset):
             random.seed(seed)
             np.random.seed(seed % 2**32)
         samples = fetch(self.dataset, indices)
-        with sendable(lambda: f"collate_fn (or weigh) failed on dataset samples {shorten(indices)}"):
+        with sendable(lambda: f"collate_fn failed on dataset samples {shorten(indices)}"):
             batch = (self.filling.collate_fn or default_collate)(samples)
             if self.weight_of is None:
                 return [(None, batch)]
