@@ -120,7 +120,7 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
             stats = (loader.stats - self._stats_logged).merged(loader.world)
             if stats.updates:
                 now = time.perf_counter()
-                logs["samples_per_update"] = stats.samples_per_update
+                logs["samples_per_update"] = stats.update_samples / stats.updates
                 logs["padding"] = round(stats.padding, 4)
                 logs["tokens_per_s"] = round(stats.real_tokens / max(now - self._logged_at, 1e-9), 1)
                 if self.guard is not None:

@@ -13,7 +13,6 @@ import numpy as np
 from dynagroup.errors import ConfigError
 
 Weigh: TypeAlias = Literal["tokens", "labels", "samples"] | Callable[[Any], float]
-
 IGNORED = -100  # the label that torch.nn.functional.cross_entropy ignores by default
 MOST = 1e30  # largest weight, so that sums over ranks and steps are finite
 CAUSAL = ("input_ids", "inputs_embeds")  # inputs of causal models, whose labels have the same width
@@ -46,7 +45,7 @@ def count_label_tokens(batch: Any, *, shifted: bool = True) -> int:
 
     Causal models predict ``labels[..., 1:]``; ``shift_labels`` are shifted already. Labels with one dimension are
     classes, and all count; so do all non-integer labels (regression). Use ``shifted=False`` for models that also
-    predict the first label: encoder-decoder and masked language models. ConfigError: no labels, or not beside tokens.
+    predict the first label: encoder-decoder and masked language models. ConfigError: a batch without labels.
 
     >>> count_label_tokens({"labels": np.array([[-100, 5, 6], [7, 8, -100]])})
     3
@@ -59,10 +58,6 @@ def count_label_tokens(batch: Any, *, shifted: bool = True) -> int:
     if "float" in str(labels.dtype):  # torch's or numpy's
         return math.prod(labels.shape)
     if shifted and name == "labels" and labels.ndim > 1:
-        of = next((key for key in INPUTS if key in batch and hasattr(batch[key], "shape")), name)
-        if of != name and (of not in CAUSAL or batch[of].shape[:2] != labels.shape[:2]):
-            told = f"weigh='tokens' is for causal models, but labels {[*labels.shape]} lie beside {of} {[*batch[of].shape]}"
-            raise ConfigError(f"{told}; pass weigh='labels' (encoder-decoders), 'samples' (classes, CTC) or a function")
         labels = labels[..., 1:]
     if str(getattr(labels, "device", "cpu")) != "cpu":
         return int((labels != IGNORED).sum())
@@ -110,7 +105,23 @@ def weigher(weigh: Weigh, *, shifted: bool = True) -> Callable[[Any, int], float
     return partial(_weight, weigh, shifted)
 
 
+def _check_causal(batch: Any) -> None:
+    """Raises a ConfigError if labels do not lie beside tokens, or a sample has a first label, and labels unlike its tokens."""
+    labels = batch["labels"] if _label_name(batch) == "labels" else None
+    if getattr(labels, "ndim", 0) < 2 or "float" in str(labels.dtype):
+        return
+    of, ids = next(((key, batch[key]) for key in INPUTS if hasattr(batch.get(key), "shape")), ("input_ids", labels))
+    causal = of in CAUSAL and ids.shape[:2] == labels.shape[:2]
+    if causal and ids.shape == labels.shape and type(ids) is type(labels):
+        causal = not ((labels != ids) & (labels != IGNORED) & (labels[:, :1] != IGNORED)).any()
+    if not causal:
+        told = f"weigh='tokens' is for causal models, but labels {[*labels.shape]} are not those of {of} {[*ids.shape]}"
+        raise ConfigError(f"{told}; pass weigh='labels' (encoder-decoders), 'samples' (classes, CTC) or a function")
+
+
 def _weight(weigh: Weigh, causal: bool, batch: Any, samples: int) -> float:
+    if causal and weigh == "tokens":
+        _check_causal(batch)
     if not callable(weigh):
         return float(samples if weigh == "samples" else count_label_tokens(batch, shifted=causal and weigh == "tokens"))
     given, weight = weigh(batch), math.nan

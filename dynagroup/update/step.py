@@ -127,21 +127,10 @@ class LoaderStats:
         sized = f"batches of {min(sizes):,} to {max(sizes):,} samples, {self.padding:.0%} padding"
         return f"{done}; {sized}; waited {self.wait_s:.1f} s for workers{rare}"
 
-    def _repr_html_(self) -> str:
-        shown = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "batch_sizes"}
-        shown["padding"] = f"{self.padding:.1%}"
-        rows = "".join(f"<tr><td>{name.replace('_', ' ')}</td><td>{value}</td></tr>" for name, value in shown.items())
-        return f"<table>{rows}</table>"
-
     @property
     def padding(self) -> float:
         """Share of the padded tokens that is padding, from 0 to 1."""
         return 1.0 - self.real_tokens / self.padded_tokens if self.padded_tokens else 0.0
-
-    @property
-    def samples_per_update(self) -> float:
-        """Mean number of samples per update, over all ranks."""
-        return self.update_samples / self.updates if self.updates else 0.0
 
     def count_step(self, samples: int = 0, real_tokens: int = 0, padded_tokens: int = 0, *, idle: bool = False) -> None:
         self.steps += 1

@@ -328,10 +328,10 @@ ROWS = [[-100, 5, 6], [7, 8, -100]]
 
 
 @pytest.mark.parametrize(("batch", "shifted", "expected"), [
-    ({"labels": torch.tensor(ROWS)}, True, 3), ({"labels": np.array(ROWS)}, False, 4), ({"labels": ROWS}, True, 3),
+    ({"labels": torch.tensor(ROWS), "input_ids": torch.tensor([[1, 2, 3], [7, 8, 9]])}, True, 3),
+    ({"labels": np.array(ROWS)}, False, 4), ({"labels": ROWS}, True, 3), ({"labels": torch.tensor([0, 2, 1])}, True, 3),
     ({"shift_labels": torch.tensor(ROWS), "labels": torch.tensor(ROWS)}, True, 4),
-    ({"labels": torch.tensor([0, 2, 1])}, True, 3), ({"labels": torch.full((2, 3), -100)}, True, 0),
-    ({"labels": torch.tensor([[0.5, -100.0], [1.0, 2.0]])}, True, 4),
+    ({"labels": torch.full((2, 3), -100)}, True, 0), ({"labels": torch.tensor([[0.5, -100.0], [1.0, 2.0]])}, True, 4),
 ])  # fmt: skip
 def test_label_tokens_are_those_that_are_predicted(batch, shifted, expected):
     assert weigher("tokens" if shifted else "labels")(batch, 9) == mean_items(batch, shifted=shifted) == expected
@@ -344,9 +344,9 @@ def test_a_batch_without_labels_is_a_mean_over_its_samples_and_a_function_must_g
         mean_items({"name": "a"})
     with pytest.raises(ConfigError, match="weigh='tokens' or 'labels' needs a field 'labels' .* this dict has none"):
         weigher("tokens")({"input_ids": torch.ones(4, 7)}, 4)
-    for inputs in ({"input_ids": torch.ones(2, 4)}, {"decoder_input_ids": torch.ones(2, 3)}):
-        with pytest.raises(ConfigError, match=r"causal models, but labels \[2, 3\] lie beside .*; pass weigh='labels'"):
-            weigher("tokens")({**inputs, "labels": torch.tensor(ROWS)}, 2)
+    for name, width in (("input_ids", 4), ("decoder_input_ids", 3), ("input_ids", 3)):
+        with pytest.raises(ConfigError, match=rf"labels \[2, 3\] are not those of {name} .*; pass weigh='labels'"):
+            weigher("tokens")({name: torch.ones(2, width, dtype=torch.int64), "labels": torch.tensor(ROWS)}, 2)
     for weight in (-1.0, float("nan"), float("inf")):
         with pytest.raises(ConfigError, match="`weigh` must return a number from 0 to 1e\\+30, but returned"):
             weigher(lambda batch, weight=weight: weight)(None, 1)
