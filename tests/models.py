@@ -22,18 +22,12 @@ USUAL = {
 }  # fmt: skip
 NAMES: dict[Any, dict[str, list[str]]] = {
     BertConfig: {"dropout": ["hidden_dropout_prob", "attention_probs_dropout_prob"]},
-    GPT2Config: {
-        "width": ["n_embd"], "layers": ["n_layer"], "heads": ["n_head"], "inner": ["n_inner"],
-        "dropout": ["resid_pdrop", "embd_pdrop", "attn_pdrop"],
-    },
-    T5Config: {
-        "width": ["d_model"], "layers": ["num_layers"], "heads": ["num_heads"], "inner": ["d_ff"], "dropout": ["dropout_rate"],
-    },
-    BartConfig: {
-        "width": ["d_model"], "layers": ["encoder_layers", "decoder_layers"],
-        "heads": ["encoder_attention_heads", "decoder_attention_heads"],
-        "inner": ["encoder_ffn_dim", "decoder_ffn_dim"], "dropout": ["dropout"],
-    },
+    GPT2Config: {"width": ["n_embd"], "layers": ["n_layer"], "heads": ["n_head"], "inner": ["n_inner"],
+        "dropout": ["resid_pdrop", "embd_pdrop", "attn_pdrop"]},
+    T5Config: {"width": ["d_model"], "layers": ["num_layers"], "heads": ["num_heads"], "inner": ["d_ff"],
+        "dropout": ["dropout_rate"]},
+    BartConfig: {"width": ["d_model"], "layers": ["encoder_layers", "decoder_layers"], "dropout": ["dropout"],
+        "heads": ["encoder_attention_heads", "decoder_attention_heads"], "inner": ["encoder_ffn_dim", "decoder_ffn_dim"]},
 }  # fmt: skip
 WORDS = [f"w{i}" for i in range(26)]
 TEXTS = [" ".join(np.random.default_rng(i).choice(WORDS, size=1 + (7 * i) % 13)) for i in range(40)]

@@ -43,6 +43,5 @@ configs = st.builds(
     PlanConfig, shuffle=st.booleans(), window=st.none() | st.integers(1, 40), seed=SEEDS, one_kind=KINDS,
     hardest_first=st.integers(0, 3), round_batch=ROUNDINGS, uneven=st.sampled_from(["repeat", "drop"]),
     oversize=st.sampled_from(["alone", "drop"]),
-) | st.builds(
-    PlanConfig, samples_per_update=st.integers(16, 40), grouping=st.none() | st.integers(1, 3), seed=SEEDS, one_kind=KINDS
-)  # fmt: skip
+) | st.builds(PlanConfig, samples_per_update=st.integers(16, 40), grouping=st.none() | st.integers(1, 3), seed=SEEDS,
+              one_kind=KINDS)  # fmt: skip

@@ -14,33 +14,25 @@ ALLOC = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 40000
 accelerator_error = getattr(torch, "AcceleratorError", RuntimeError)  # torch 2.8 and later
 
 SAID = [  # what RuntimeErrors say
-    "CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0; 10.76 GiB total capacity)",
-    "HIP out of memory. Tried to allocate 2.00 GiB",
+    "CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0; 10.76 GiB total capacity)", "hipHostMalloc: out of memory",
+    "HIP out of memory. Tried to allocate 2.00 GiB", "RCCL: HIP failure 'out of memory'", "std::bad_alloc",
     "XPU out of memory. Tried to allocate 2.00 GiB (GPU 0; 15.91 GiB total capacity)",
     "MPS backend out of memory (MPS allocated: 17.96 GB, other allocations: 1.01 MB, max allowed: 18.13 GB)",
-    "NPU out of memory. Tried to allocate 2.00 GiB",
+    "NPU out of memory. Tried to allocate 2.00 GiB", "Triton Error [CUDA]: out of memory", "cuFFT error: CUFFT_ALLOC_FAILED",
     "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",
-    "Triton Error [CUDA]: out of memory",
     "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
     "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
-    "cuFFT error: CUFFT_ALLOC_FAILED",
     "NCCL error: unhandled cuda error, NCCL version 2.21.5\nLast error:\nCuda failure 2 'out of memory'",
-    "RCCL: HIP failure 'out of memory'",
     f"[enforce fail at alloc_cpu.cpp:117] err == 0. {ALLOC}",
     "[enforce fail at alloc_cpu.cpp:80] DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes.",
     "unable to mmap 1024 bytes from file </torch_12_34>: Cannot allocate memory (12)",
-    "hipHostMalloc: out of memory",
-    "std::bad_alloc",
     "Resource exhausted: Failed to allocate request for 1.00GiB (1073741824B) on device ordinal 0",
     "RESOURCE_EXHAUSTED: Attempting to reserve 3.22G at the bottom of memory. That was not possible.",
-]
+]  # fmt: skip
 OUT_OF_MEMORY = [
-    *map(RuntimeError, SAID),
+    *map(RuntimeError, SAID), torch.OutOfMemoryError("any text"), MemoryError(), OSError(errno.ENOMEM, "Cannot allocate memory"),
     accelerator_error("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions."),
-    torch.OutOfMemoryError("any text"),
-    MemoryError(),
-    OSError(errno.ENOMEM, "Cannot allocate memory"),
-]
+]  # fmt: skip
 SAID_OF_OTHERS = [
     "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input.",
     "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",

@@ -57,7 +57,6 @@ class DynagroupTrainerMixin(Evaluator):
         self.guard: OomSafeBackward | None = None
         self._planned_rows = {}
         self.accumulation = int(self.args.gradient_accumulation_steps)
-        self.fixed_samples = super().get_total_train_batch_size(self.args)
         self.args = copy.copy(self.args)
         self.args.gradient_accumulation_steps = 1
         self.callback_handler.callbacks.insert(0, DynagroupCallback(self))
@@ -89,7 +88,7 @@ class DynagroupTrainerMixin(Evaluator):
             "one_kind": config.one_kind,
             "shapes": config.shapes,
             "pad": self._pad,
-            "samples_per_update": None if free else config.samples_per_update or self.fixed_samples,
+            "samples_per_update": None if free else config.samples_per_update or self.samples_per_update,
             "accumulation": self.accumulation if free else 1,
             "seed": args.data_seed if args.data_seed is not None else args.seed,
             "weigh": self._weigh,
@@ -140,8 +139,12 @@ class DynagroupTrainerMixin(Evaluator):
     # gets the checkpoint's folder, which callbacks do not get (a hyperparameter search has its own folders).
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        if self.update_loader is not None:
-            hf_data.write_states(output_dir, self.update_loader)
+        if (loader := self.update_loader) is not None:
+            state = loader.state_dict() if self.state.global_step >= self._begun else self._before
+            if state is None:
+                told = f"{output_dir} is saved inside an update"
+                raise StateError(f"{told}; save it at the end of a step, or set enable_jit_checkpoint=True")
+            hf_data.write_states(output_dir, loader.world, state)
 
 
 @cache

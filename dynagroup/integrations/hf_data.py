@@ -1,7 +1,7 @@
 """Reads a Trainer's data for a loader: order and lengths of samples, updates as items, and saved states."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from accelerate.utils import gather_object
 
+from dynagroup.distributed import World
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.lengths import count_ids, measure_lengths
 from dynagroup.memory import MemoryRegressor
@@ -76,10 +77,10 @@ def memory_of(trainer: Any, mode: Mode) -> MemoryRegressor:
     return MemoryRegressor.of_model(trainer.model, mode, **{name: value for name, value in how.items() if value})
 
 
-def write_states(folder: str, loader: StepLoader[Any]) -> None:
+def write_states(folder: str, world: World, state: Mapping[str, Any]) -> None:
     """Writes the states of all ranks into a checkpoint; all ranks must call it, and the first rank writes."""
-    states = dict(gather_object([(loader.world.rank, loader.state_dict())]))
-    if loader.world.rank == 0:
+    states = dict(gather_object([(world.rank, state)]))
+    if world.rank == 0:
         Path(folder).mkdir(parents=True, exist_ok=True)
         Path(folder, STATES).write_text(json.dumps([states[rank] for rank in sorted(states)]), encoding="utf-8")
 

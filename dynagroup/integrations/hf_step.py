@@ -72,8 +72,9 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
     dynagroup: DynagroupConfig
     update_loader: Any  # the running training's StepLoader; None before training
     guard: OomSafeBackward | None
-    fixed_samples: int
+    accumulation: int  # as the arguments say; those of the running Trainer say 1
     just_resumed, changes_known = False, 0
+    _begun, _before = 0, None  # number of the last update that began, from 1; with JIT checkpoints, the state before it
     _num_epochs = 0  # number of epochs in the run, as known at its start
     _logged_at = 0.0
     _stats_logged: LoaderStats
@@ -84,7 +85,8 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
     def samples_per_update(self) -> int:
         """Samples per update over all ranks; with a schedule, those of the first update."""
         wanted = self.dynagroup.samples_per_update
-        return self.fixed_samples if wanted is None else wanted(0, None) if callable(wanted) else wanted
+        fixed = super().get_total_train_batch_size(self.args) * self.accumulation
+        return fixed if wanted is None else wanted(0, None) if callable(wanted) else wanted
 
     # The Trainer passes only its training loader; a callback that reads the data makes a loader of its own.
     def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
@@ -93,7 +95,7 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
         if loader is not None:
             self.update_loader, self.guard = loader, None  # a new guard, because the model may be new
             self._stats_logged, self.changes_known = loader.stats.copy(), loader.num_changes
-            self._logged_at, self._num_epochs = time.perf_counter(), 0
+            self._logged_at, self._num_epochs, self._begun = time.perf_counter(), 0, 0
         if loader is None or loader.num_samples is None or not has_length(dataloader):
             return super().set_initial_training_values(args, dataloader)
         num_samples, max_steps = loader.num_samples, self.updates_of_run(loader)
@@ -146,10 +148,11 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
         return None if ids is None else dict.fromkeys(("input_ids", "decoder_input_ids"), ids)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
+        self._before = self.update_loader.state_dict() if getattr(self.args, "enable_jit_checkpoint", False) else None
         if 0 < self.state.max_steps <= self.state.global_step or (update := next(epoch_iterator, None)) is None:
             self.control.should_epoch_stop = True  # also where a finished run is resumed
             return [], None
-        self.just_resumed = False
+        self.just_resumed, self._begun = False, self.state.global_step + 1
         items = self._get_num_items_in_batch(_counted(update), device)  # 0 would make the gradients of idle steps nan
         return [update], items if items is None else torch.as_tensor(items).clamp(min=1)
 

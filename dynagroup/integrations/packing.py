@@ -15,7 +15,7 @@ import torch
 from transformers import DataCollatorWithFlattening
 
 from dynagroup.errors import ConfigError
-from dynagroup.integrations.varlen import NAME, check_own_attention
+from dynagroup.integrations.varlen import NAME, check_own_attention, settings_kept
 from dynagroup.oom.jobs import evaluating
 from dynagroup.update.loss_weight import predicts_next_token
 from dynagroup.validation import explained, warn_user
@@ -89,7 +89,9 @@ def check_packing(model: Any, collate_fn: Collate) -> None:
         check_own_attention(model)
     tried = f"{name} cannot run two packed samples of `input_ids`"
     can = "; only models that read one row of tokens can be packed, so use the padded layout"
-    with explained(tried, ConfigError, way_out=can, kind=NotAskedError):
+    with explained(tried, ConfigError, way_out=can, kind=NotAskedError), settings_kept(model) as settings:
+        for own in settings:  # from this place in a row on, a model scales its attention (Llama 4: 8,192)
+            own.update({name: 1 for name, value in own.items() if "floor" in name and isinstance(value, int)})
         together, alone = _answers(model, collate_fn)
     apart = float((together - alone).abs().max() / alone.abs().max().clamp(min=1e-12))
     if apart > _rounding(model, alone):

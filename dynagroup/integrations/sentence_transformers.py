@@ -5,6 +5,7 @@ contrastive loss (multiple negatives ranking, CoSENT) compares the samples of a 
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -25,23 +26,24 @@ def batches_that_fit(
         tokenizer: the model's, e.g. ``model.tokenizer``; texts are truncated to ``max_length`` tokens, as by the model.
         settings: further settings of :class:`~dynagroup.LengthAwareBatchSampler`, e.g. ``window``.
     """
+    return partial(_sampler, budget, tokenizer, max_length, settings)
 
-    def sampler(dataset: Any, valid_label_columns: Sequence[str] | None = None, seed: int = 0, **_: Any) -> Any:
-        """Makes the sampler; ``**_`` are batch size, drop_last and generator, which it does not need."""
-        kinds = {name: getattr(kind, "dtype", None) for name, kind in dataset.features.items()}
-        unread = {*(valid_label_columns or ()), "dataset_name"}
-        columns = [name for name, kind in kinds.items() if kind in ("string", "large_string") and name not in unread]
-        if not columns:
-            raise ConfigError(f"the dataset must have a text column, but has only {list(kinds)}")
-        # The first column is named "tokens", which every budget knows.
-        lengths: Mapping[str, Any] = {
-            name if number else "tokens": measure_lengths(dataset, tokenizer, name, max_length)
-            for number, name in enumerate(columns)
-        }
-        # accelerate runs batch k on rank k % W, so the sampler yields the batches of all ranks. transformers asks for
-        # their number only once, so every epoch has the same batches, of one random order, in another sequence.
-        order = Random(seed).sample(range(len(dataset)), len(dataset))
-        how: Any = {"shuffle": True, "seed": seed, "order": order, "window": len(dataset), **settings}
-        return LengthAwareBatchSampler(lengths, budget, **{**how, "rank": None, "world_size": rank_and_size()[1]})
 
-    return sampler
+def _sampler(
+    budget: Any, tokenizer: Any, max_length: int | None, settings: Mapping[str, Any], dataset: Any,
+    valid_label_columns: Sequence[str] | None = None, seed: int = 0, **_: Any,
+) -> LengthAwareBatchSampler:  # fmt: skip
+    """Makes the sampler; ``**_`` are batch size, drop_last and generator, which it does not need."""
+    kinds = {name: getattr(kind, "dtype", None) for name, kind in dataset.features.items()}
+    unread = {*(valid_label_columns or ()), "dataset_name"}
+    columns = [name for name, kind in kinds.items() if kind in ("string", "large_string") and name not in unread]
+    if not columns:
+        raise ConfigError(f"the dataset must have a text column, but has only {list(kinds)}")
+    # The first column is named "tokens", which every budget knows.
+    measured = (measure_lengths(dataset, tokenizer, name, max_length) for name in columns)
+    lengths = dict(zip(["tokens", *columns[1:]], measured, strict=True))
+    # accelerate runs batch k on rank k % W, so the sampler yields the batches of all ranks. transformers asks for
+    # their number only once, so every epoch has the same batches, of one random order, in another sequence.
+    order = Random(seed).sample(range(len(dataset)), len(dataset))
+    how: Any = {"shuffle": True, "seed": seed, "order": order, "window": len(dataset), **settings}
+    return LengthAwareBatchSampler(lengths, budget, **{**how, "rank": None, "world_size": rank_and_size()[1]})

@@ -192,13 +192,10 @@ class RefinementCollator:
     ) -> list[Refined]:
         request, samples, shapes = window.request, window.samples, shapes_of(batches, lengths)
         agrees = self.has_kinds and self.one_kind == "step"
-        columns = {
-            "group": groups,
-            "oversize": (~self.budget.fits(shapes)).tolist(),
-            "padded": padded_tokens(shapes, self.budget).tolist(),
-            "work": self.work.of_batches(batches, lengths, self.budget).tolist(),
-            "real": real_tokens(shapes, self.budget).tolist(),
-        }
+        columns = {"group": groups, "oversize": (~self.budget.fits(shapes)).tolist()}
+        columns["padded"] = padded_tokens(shapes, self.budget).tolist()
+        columns["work"] = self.work.of_batches(batches, lengths, self.budget).tolist()
+        columns["real"] = real_tokens(shapes, self.budget).tolist()
         measured_by = shapes.total if is_packed(self.budget, lengths) else shapes.longest
         widths = {name: measured_by[name].tolist() for name in padded_streams(self.budget, lengths)}
         kept = set(np.argsort(-batches.sizes, kind="stable")[: request.keep].tolist())

@@ -34,17 +34,21 @@ def set_epoch(holder: Any, epoch: int) -> None:
         tell(epoch)
 
 
-def sample_bytes(sample: Any) -> int:
-    """Returns the approximate bytes of a processed sample: its tensors, arrays and texts."""
+def sample_bytes(sample: Any, seen: set[int] | None = None) -> int:
+    """Returns the approximate bytes of a processed sample. ``seen``: objects, by id, that are counted (a node's parent)."""
+    seen = set() if seen is None else seen
     if type(sample) is dict or hasattr(sample, "items"):  # dicts first, because the check runs once per sample
-        return sum(map(sample_bytes, sample.values()))
+        return sum([sample_bytes(value, seen) for value in sample.values()])
     if isinstance(sample, (torch.Tensor, np.ndarray)):
         return sample.nbytes
     if isinstance(sample, (list, tuple)):
-        return 8 * len(sample) if not sample or isinstance(sample[0], (int, float)) else sum(map(sample_bytes, sample))
+        plain = not sample or isinstance(sample[0], (int, float))
+        return 8 * len(sample) if plain else sum([sample_bytes(value, seen) for value in sample])
     if isinstance(sample, (str, bytes)):
         return len(sample)
-    return sum(map(sample_bytes, getattr(sample, "__dict__", {}).values())) or 8
+    held = () if isinstance(sample, type) or id(sample) in seen else getattr(sample, "__dict__", {}).values()
+    seen.add(id(sample))
+    return sum([sample_bytes(value, seen) for value in held]) or 8
 
 
 def opening_of(samples: Sequence[Any]) -> int:

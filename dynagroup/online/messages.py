@@ -111,7 +111,9 @@ class Refined:
 
 @lru_cache(maxsize=4096)
 def number_of(label: Any) -> int:
-    """Returns a 63-bit hash of a label, the same in every process, to compare kinds. TypeError: it is not hashable."""
+    """Returns a 63-bit hash of a label, the same in every process. TypeError: not hashable, or compared by identity."""
+    if copy.deepcopy(label) != label:
+        raise TypeError("it does not equal its own copy")
     return (int(hashed(described(_plain(label))), 16) >> 1) or 1
 
 

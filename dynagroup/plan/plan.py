@@ -120,7 +120,7 @@ class BatchPlan:
 
     @cached_property
     def statistics(self) -> Mapping[str, float]:
-        """Statistics by name: counts, tokens, ``efficiency`` (real over padded tokens), ``row_imbalance``.
+        """Statistics by name: counts, tokens, ``padding`` (their share that is padding), ``row_imbalance``.
 
         Tokens are those of all padded streams. ``row_imbalance`` is the predicted time of all steps over their time if
         all ranks had equal work: 1.0 is the best. With several streams, ``imbalance_NAME`` is the median, over steps,
@@ -129,24 +129,15 @@ class BatchPlan:
         real = int(real_tokens(self.shapes, self.budget).sum())
         quantiles = np.quantile(sizes, [0.0, 0.5, 1.0]) if len(sizes) else np.zeros(3)
         return {
-            "num_samples": len(self.batches.order) - len(self.repeated),
-            "num_batches": len(sizes),
-            "num_steps": self.num_steps,
-            "num_updates": self.num_updates,
-            "real_tokens": real,
-            "padded_tokens": padded,
-            "efficiency": real / max(padded, 1),
-            "padding": 1.0 - real / max(padded, 1),
-            "smallest_batch": int(quantiles[0]),
-            "median_batch": float(quantiles[1]),
-            "largest_batch": int(quantiles[2]),
+            "num_samples": len(self.batches.order) - len(self.repeated), "num_batches": len(sizes),
+            "num_steps": self.num_steps, "num_updates": self.num_updates,
+            "real_tokens": real, "padded_tokens": padded, "padding": 1.0 - real / max(padded, 1),
+            "smallest_batch": int(quantiles[0]), "median_batch": float(quantiles[1]), "largest_batch": int(quantiles[2]),
             "predicted_time": self.predicted_time,
             "row_imbalance": float(self.work.row_times(self._work).sum() / max(mean, 1e-9)) or 1.0,
-            "num_oversize": len(self.oversize),
-            "num_repeated": len(self.repeated),
-            "num_dropped": len(self.dropped),
+            "num_oversize": len(self.oversize), "num_repeated": len(self.repeated), "num_dropped": len(self.dropped),
             **{f"imbalance_{name}": self._imbalance(name) for name in (self.lengths if len(self.lengths) > 1 else ())},
-        }
+        }  # fmt: skip
 
     def _imbalance(self, stream: str) -> float:
         """Returns a stream's largest sum on a rank over the mean sum of the ranks: the median over steps."""
@@ -196,9 +187,7 @@ class BatchPlan:
 
     def to_html(self, path: str | Path) -> None:
         """Writes :meth:`report` and pictures of padding, work, memory and shapes to one static HTML file."""
-        Path(path).write_text(self._repr_html_(), encoding="utf-8")
-
-    def _repr_html_(self) -> str:
         from dynagroup.plan.plots import page, plot_plan
 
-        return page(f"dynagroup: plan of epoch {self.epoch}", self.report(), plot_plan(self))
+        made = page(f"dynagroup: plan of epoch {self.epoch}", self.report(), plot_plan(self))
+        Path(path).write_text(made, encoding="utf-8")

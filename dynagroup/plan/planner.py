@@ -272,15 +272,12 @@ class Planner:
         drawn = self.left_out if order is None else order[np.isin(order, self.left_out)]
         batches, none = Batches.concatenate([part.batches for part in parts]), np.zeros(0, np.int64)
         return self.planned(
-            batches,
-            np.concatenate([np.zeros((0, world_size)), *(part.loss_scale for part in parts)]),
+            batches, np.concatenate([np.zeros((0, world_size)), *(part.loss_scale for part in parts)]),
             update_ends=np.concatenate([np.zeros(0, np.bool_), *(part.update_ends for part in parts)]),
             repeated=np.concatenate([none, *(part.repeated for part in parts)]),
-            dropped=np.concatenate([drawn, *(part.dropped for part in parts)]),
-            start=cursor,
-            end=parts[-1].end if parts else cursor,
-            windows=np.asarray([part.num_steps for part in parts], np.int64),
-        )
+            dropped=np.concatenate([drawn, *(part.dropped for part in parts)]), start=cursor,
+            end=parts[-1].end if parts else cursor, windows=np.asarray([part.num_steps for part in parts], np.int64),
+        )  # fmt: skip
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -359,12 +356,7 @@ class _Window:
             total, ends[:-1] = len(indices) - len(unused), False
         batches = batches.map(indices)
         return planner.planned(
-            batches,
-            counts * ranks / np.maximum(total, 1),
-            update_ends=ends,
-            repeated=batches.order[np.repeat(fills.ravel(), batches.sizes)],
-            dropped=unused[gone],
-            start=self.cursor,
-            end=behind.after_window(unused[~gone].tolist()),
-            windows=np.asarray([num_steps]),
-        )
+            batches, counts * ranks / np.maximum(total, 1), update_ends=ends, dropped=unused[gone],
+            repeated=batches.order[np.repeat(fills.ravel(), batches.sizes)], windows=np.asarray([num_steps]),
+            start=self.cursor, end=behind.after_window(unused[~gone].tolist()),
+        )  # fmt: skip

@@ -178,13 +178,8 @@ class Comparison:
 
     def report(self) -> str:
         """Returns a table, one row per way: steps, padding, waiting, largest batch, time as a share of the first's."""
-        columns = {
-            "steps": ("steps", "{:,}"),
-            "padding": ("padding", "{:.1%}"),
-            "ranks wait": ("waiting", "{:.1%}"),
-            "largest batch": ("largest_batch_tokens", "{:,}"),
-            "predicted time": ("share_of_time", "{:.2f}"),
-        }
+        columns = {"steps": ("steps", "{:,}"), "padding": ("padding", "{:.1%}"), "ranks wait": ("waiting", "{:.1%}")}
+        columns |= {"largest batch": ("largest_batch_tokens", "{:,}"), "predicted time": ("share_of_time", "{:.2f}")}
         if len(self.ways[0].plan.sample_kinds.labels) > 1:
             columns["steps that mix kinds"] = ("mixed_steps", "{:,}")
         ways = self.figures()["ways"].items()

@@ -98,8 +98,9 @@ def predicts_next_token(model: Any, *, unknown: bool = False) -> bool:
     return bool({c.__name__ for c in type(model).__mro__} & set(causal.values()) - {"XLMWithLMHeadModel"})
 
 
-def weigher(weigh: Weigh, *, shifted: bool = True) -> Callable[[Any, int], float]:
-    """Returns the function (batch, number of samples) -> weight for ``weigh``. ConfigError: ``weigh`` is invalid."""
+def weigher(weigh: Weigh, *, shifted: bool | None = None) -> Callable[[Any, int], float]:
+    """Returns the function (batch, number of samples) -> weight for ``weigh``. ``shifted``: whether the model skips first
+    labels; None: not known, so it raises ConfigErrors for labels of other models. ConfigError: ``weigh`` is invalid."""
     if not (callable(weigh) or (isinstance(weigh, str) and weigh in ("tokens", "labels", "samples"))):
         raise ConfigError(f"`weigh` must be 'tokens', 'labels', 'samples' or a function of a batch, but is {weigh!r}")
     return partial(_weight, weigh, shifted)
@@ -107,7 +108,7 @@ def weigher(weigh: Weigh, *, shifted: bool = True) -> Callable[[Any, int], float
 
 def _check_causal(batch: Any) -> None:
     """Raises a ConfigError if labels do not lie beside tokens, or a sample has a first label, and labels unlike its tokens."""
-    labels = batch["labels"] if _label_name(batch) == "labels" else None
+    labels: Any = batch["labels"] if _label_name(batch) == "labels" else None
     if getattr(labels, "ndim", 0) < 2 or "float" in str(labels.dtype):
         return
     of, ids = next(((key, batch[key]) for key in INPUTS if hasattr(batch.get(key), "shape")), ("input_ids", labels))
@@ -119,11 +120,12 @@ def _check_causal(batch: Any) -> None:
         raise ConfigError(f"{told}; pass weigh='labels' (encoder-decoders), 'samples' (classes, CTC) or a function")
 
 
-def _weight(weigh: Weigh, causal: bool, batch: Any, samples: int) -> float:
-    if causal and weigh == "tokens":
+def _weight(weigh: Weigh, shifted: bool | None, batch: Any, samples: int) -> float:
+    if shifted is None and weigh == "tokens":
         _check_causal(batch)
     if not callable(weigh):
-        return float(samples if weigh == "samples" else count_label_tokens(batch, shifted=causal and weigh == "tokens"))
+        shifted = shifted is not False and weigh == "tokens"
+        return float(samples if weigh == "samples" else count_label_tokens(batch, shifted=shifted))
     given, weight = weigh(batch), math.nan
     with suppress(TypeError, ValueError, RuntimeError, OverflowError):  # not a number, or several
         weight = float(given)

@@ -59,26 +59,16 @@ BY_HAND: dict[str, tuple[Budget, BatchShape, list[bool]]] = {
     "the first batch by the data": (BOUND, BatchShape.of(5, [4, 5]), [True, False]),
     "one stream by the data": (PARTLY, BatchShape.of([2, 2, 3], {"tokens": 10, "labels": [30, 31, 20]}), [True, False, False]),
     "bytes": (MemoryBudget.from_bytes(4000, model=Bytes(), headroom=1.0), BatchShape.of([10, 11], 10), [True, False]),
-    "bytes of two streams": (
-        MemoryBudget.from_bytes(2800, model=Bytes(), headroom=1.0), BatchShape.of([6, 7], {"tokens": 10, "labels": 10}),
-        [True, False],
-    ),
-    "padded tokens of two streams": (
-        TokenBudget(80, pad_to_multiple_of=8), BatchShape.of([2, 2, 2], {"tokens": 17, "target": [16, 17, 8]}),
-        [True, False, True],
-    ),
-    "all parts": (
-        TokenBudget(100) & AdditiveCap("patches", 10) & TokenBudget(50),
-        BatchShape.of([1, 1, 1], {"tokens": [50, 51, 50], "patches": [10, 1, 11]}), [True, False, False],
-    ),
-    "a first batch beside a cap": (
-        MemoryBudget(2, longest=7, model=PaddedTokens(), headroom=1.0) & AdditiveCap("patches", 10),
-        BatchShape.of([2, 2, 3], {"tokens": 7, "patches": [5, 6, 1]}), [True, False, False],
-    ),
-    "a cap is not shown a packed row's padding": (
-        PACKED, BatchShape.of([3, 3, 3], {"tokens": 8, "patches": 5}, {"tokens": [20, 21, 20], "patches": [9, 9, 10]}),
-        [True, False, False],
-    ),
+    "bytes of two streams": (MemoryBudget.from_bytes(2800, model=Bytes(), headroom=1.0),
+        BatchShape.of([6, 7], {"tokens": 10, "labels": 10}), [True, False]),
+    "padded tokens of two streams": (TokenBudget(80, pad_to_multiple_of=8),
+        BatchShape.of([2, 2, 2], {"tokens": 17, "target": [16, 17, 8]}), [True, False, True]),
+    "all parts": (TokenBudget(100) & AdditiveCap("patches", 10) & TokenBudget(50),
+        BatchShape.of([1, 1, 1], {"tokens": [50, 51, 50], "patches": [10, 1, 11]}), [True, False, False]),
+    "a first batch beside a cap": (MemoryBudget(2, longest=7, model=PaddedTokens(), headroom=1.0) & AdditiveCap("patches", 10),
+        BatchShape.of([2, 2, 3], {"tokens": 7, "patches": [5, 6, 1]}), [True, False, False]),
+    "a cap is not shown a packed row's padding": (PACKED, BatchShape.of([3, 3, 3], {"tokens": 8, "patches": 5},
+        {"tokens": [20, 21, 20], "patches": [9, 9, 10]}), [True, False, False]),
 }  # fmt: skip
 
 

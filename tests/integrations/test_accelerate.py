@@ -1,6 +1,7 @@
 """The Accelerate adapter against the real Accelerate; and small adapters of other frameworks, as a user calls them."""
 
 import importlib
+import pickle
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -155,6 +156,7 @@ def test_sentence_transformers_take_batches_that_fit():
     texts = [" ".join("w" * (1 + (5 * i) % 23)) for i in range(40)]
     data = datasets.Dataset.from_dict({"a": texts, "b": texts[::-1], "score": [0.5] * 40})
     make = batches_that_fit(150, lambda batch, **kwargs: {"input_ids": [text.split() for text in batch]})
+    pickle.dumps(batches_that_fit(150, len))  # as TrainingArguments are, into every checkpoint
     sampler = make(data, batch_size=8, drop_last=False, valid_label_columns=["score"], generator=None, seed=1)
     epochs = [list(sampler) for _ in range(5)]
     assert len({*map(len, epochs)}) == 1, "transformers asks for the number only once"

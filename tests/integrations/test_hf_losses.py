@@ -321,6 +321,8 @@ def test_generated_texts_are_the_plain_trainers(tmp_path):
     assert found[0] == found[1]
     assert found[0][1] == [tuple(row["labels"]) for row in rows]
     assert max(n for n, _ in seen) > 4
+    with pytest.raises(ConfigError, match=r"generate\(\) made .* texts for .* samples; set dynagroup_eval=False"):
+        run.predict(rows, num_beams=2, num_return_sequences=2)
 
 
 def test_evaluation_can_be_left_to_the_trainer_or_have_its_own_budget(tmp_path):

@@ -29,12 +29,10 @@ REFUSED = {
     "split_batches=True .* set it to False": {"accelerator_config": {"split_batches": True}},
     "dataloader_in_order=False .* True": {"dataloader_in_order": False, "dataloader_num_workers": 1},
     "batch_rebalance' cannot be combined with dynagroup": {"train_sampling_strategy": "batch_rebalance"},
-    "loss of OwnForCTC with weigh='auto' .* of: weigh='samples'": {
-        "model": type("OwnForCTC", (torch.nn.Linear,), {})(2, 2)
-    },
+    "loss of OwnForCTC with weigh='auto' .* of: weigh='samples'": {"model": type("OwnForCTC", (torch.nn.Linear,), {})(2, 2)},
     "`updates` must be one of": {"config": {"updates": "some"}},
     "needs updates='preserved'": {"config": {"updates": "free", "samples_per_update": 4}},
-}
+}  # fmt: skip
 
 
 class Recorder(TrainerCallback):
@@ -159,6 +157,23 @@ def test_checkpoints_of_others_are_refused_and_an_epoch_can_begin_anew(tmp_path)
         assert list(map(sorted, recorder.samples.values())) == first[:2]
 
 
+class Inside(TrainerCallback):  # saves as transformers does when a machine is taken away (SIGTERM)
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            self.run._save_checkpoint(self.run.model, None)
+
+
+def test_a_checkpoint_inside_an_update_has_the_samples_before_it_or_is_refused(tmp_path):
+    with pytest.raises(
+        StateError, match="checkpoint-2 is saved inside an update; save it at the end of a step, or set"
+    ):
+        recorded(tmp_path, [Inside()], max_steps=4)
+    how = {"max_steps": 4, "enable_jit_checkpoint": True}
+    whole, rest = (recorded(tmp_path, resume=resume, callbacks=[Inside()] * (not resume), **how)[1].samples
+                   for resume in (None, str(tmp_path / "checkpoint-2")))  # fmt: skip
+    assert rest == {update: whole[update] for update in (2, 3)}
+
+
 @pytest.mark.parametrize("config", [{}, {"updates": "free"}, {"grouping": 2}], ids=str)
 def test_every_sample_is_trained_on_once_an_epoch(tmp_path, config):
     """A callback that looks at the data in the middle of training changes nothing."""
@@ -247,6 +262,8 @@ def test_a_sampler_that_groups_by_length_groups_by_the_update(tmp_path, monkeypa
         run.get_train_dataloader()
     assert [host_order(host).batch_size for host in hosts] == [8, 8]
     assert runs[1].args.gradient_accumulation_steps == 1
+    runs[1]._train_batch_size = 3  # as a search for hyperparameters sets it
+    assert runs[1].get_train_dataloader().loader.sizes.schedule == 6
 
 
 def test_free_updates_and_streams_take_as_many_steps_as_asked(tmp_path):

@@ -101,12 +101,11 @@ def all_runs(folder: Any) -> dict[str, tuple[Run, Run]]:
     """Every trainer, ours and theirs, on this rank. All in float64."""
     warnings.simplefilter("ignore")  # the libraries' own, in a process that is not pytest's
     theirs = found(sft(folder))
+    pairs = {"reward": reward, "dpo": dpo, "cpo": cpo}
     return {
         "sft": (found(sft(folder, TokenBudget(160))), theirs),
         "sft, packed": (found(sft(folder, PACKED, padding_free=True)), theirs),
-        "reward": (found(reward(folder, PADDED)), found(reward(folder))),
-        "dpo": (found(dpo(folder, PADDED)), found(dpo(folder))),
-        "cpo": (found(cpo(folder, PADDED)), found(cpo(folder))),
+        **{name: (found(make(folder, PADDED)), found(make(folder))) for name, make in pairs.items()},
     }
 
 

@@ -31,6 +31,7 @@ WRONG = [
     ({"batch_sampler": [[0, -1]]}, "`batch_sampler` yields index -1, but there are only 60 samples"),
     ({"kind_of": "kind"}, "`kind_of` must be a function"),
     ({"kind_of": lambda sample: ["a"]}, r"hashable label, but returned \['a'\] for sample 0"),
+    ({"kind_of": lambda sample: object()}, r"hashable label, but returned <object .* for sample 0 \(TypeError: it does not"),
     ({"kind_of": lambda sample: sample["modality"]}, "kind_of failed on sample 0: KeyError"),
     ({"kind_of": len, "kinds": [1] * 60}, "`kinds` and `kind_of` both label the samples"),
     ({"kinds": [1, 2, 3]}, "`kinds` has 3 labels"), ({"one_kind": "batch"}, "`one_kind`.*needs a label"),

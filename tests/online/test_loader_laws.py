@@ -285,7 +285,9 @@ def of_two_towers():
     """Real ranks with real workers; only the first has images."""
     dist.init_process_group("gloo")
     labels = ["image" if i % 2 == 0 and i < 40 else "text" for i in range(90)]
-    return [[*labelled(DistributedWorld(), LABELLED, labels, num_workers=2, **mode)] for mode in (MODES[2], MODES[3])]
+    dist.new_group([0])  # now the first rank is in a group more than the other
+    world = DistributedWorld(dist.new_group([0, 1]))
+    return [[*labelled(world, LABELLED, labels, num_workers=2, **mode)] for mode in (MODES[2], MODES[3])]
 
 
 def test_ranks_without_a_kind_idle_on_a_batch_of_it_that_another_lends():

@@ -2,6 +2,7 @@
 
 import warnings
 from collections import UserDict
+from enum import Enum
 from typing import Any, NamedTuple
 
 import pytest
@@ -29,7 +30,7 @@ LENGTHS = lengths_of(120, seed=3)
 SPAWN = pytest.param({"multiprocessing_context": "spawn"}, marks=pytest.mark.slow)
 PARTS = {"prefetch_factor": 2, "window_bytes": 700}
 OPTIONS = [{"persistent_workers": True}, {"prefetch_factor": 4, "window": 4}, {"samples_per_update": 20}, PARTS, SPAWN]
-FEW = LENGTHS[:60]
+FEW, KIND = LENGTHS[:60], Enum("KIND", "image")  # its members hold their class, which holds its members
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -59,7 +60,7 @@ class Images(torch.utils.data.Dataset):
         return 300
 
     def __getitem__(self, index: int) -> Any:
-        return {"pixels": torch.full((3, 64, 64), float(index)), "input_ids": [index]}
+        return {"pixels": torch.full((3, 64, 64), float(index)), "input_ids": [index], "kind": KIND.image}
 
 
 def stack(samples: list[Any]) -> Any:
@@ -98,7 +99,7 @@ class Counting(Tokens):
 
 
 def test_getitems_and_set_epoch_reach_persistent_workers() -> None:
-    loader = make_loader(None, LENGTHS, dataset=Counting, num_workers=2, persistent_workers=True)
+    loader = make_loader(None, LENGTHS, dataset=Counting, num_workers=2, persistent_workers=True, weigh="labels")
     for epoch in range(2):
         assert {int(v) for step in loader for v in step.batch["labels"].unique() if v >= 0} == {epoch}
 

@@ -32,11 +32,9 @@ TIMEOUT_S, NEVER = 6, float("inf")
 WRAPS = DistributedDataParallel, fully_shard
 TOO_LARGE = "a batch of 23 samples of 11 tokens, which the budget allows, ran out of memory"
 CASES: list[tuple[str, bool, list[float]]] = [  # where, whether it learns, limit of each rank
-    ("forward", True, [40, 48]),
-    ("third layer", False, [NEVER, 48]),
-    ("backward", False, [48, NEVER]),
+    ("forward", True, [40, 48]), ("third layer", False, [NEVER, 48]), ("backward", False, [48, NEVER]),
     ("end of backward", False, [NEVER, 48]),
-]
+]  # fmt: skip
 
 
 def together(ranks: int, *jobs: Callable[[int, int], Any]) -> list[list[Any]]:

@@ -39,10 +39,8 @@ class Quadratic(Budget):
 
 
 BUDGETS = st.one_of(
-    st.builds(
-        TokenBudget, st.integers(5, 80), max_samples=st.none() | st.integers(1, 5), layout=st.just("packed"),
-        pad_to_multiple_of=st.integers(1, 9),
-    ),
+    st.builds(TokenBudget, st.integers(5, 80), max_samples=st.none() | st.integers(1, 5), layout=st.just("packed"),
+              pad_to_multiple_of=st.integers(1, 9)),
     st.builds(lambda t, p: TokenBudget(t, layout="packed") & AdditiveCap("patches", p), st.integers(5, 80), st.integers(3, 30)),
     st.builds(Quadratic, st.integers(10, 200)),
     st.builds(lambda t, q: TokenBudget(t, layout="packed") & Quadratic(q), st.integers(5, 80), st.integers(10, 200)),

@@ -97,7 +97,7 @@ def test_an_update_holds_the_samples_that_fixed_batches_would(values, budget, si
 def test_literal_rectangles_and_rows_that_cannot_be_filled() -> None:
     plan = planner_of([1, 9, 2, 8, 3, 7], TokenBudget(18)).plan(0, 2)
     assert list(plan.rows) == [[[1], [4, 2, 0]], [[3], [5]]]  # four batches, mates of equal work: 9 with 9, 8 with 7
-    assert plan.statistics["efficiency"] == 30 / (9 + 8 + 7 + 9)
+    assert plan.statistics["padding"] == 1 - 30 / (9 + 8 + 7 + 9)
     assert planner_of([], TokenBudget(9)).plan(0, 3).num_steps == 0
     repeated = planner_of([9, 9, 8, 9, 9], TokenBudget(9)).plan(0, 4)
     assert (repeated.num_steps, len(repeated.repeated), repeated.repeated[0]) == (2, 3, 2)  # the smallest first
@@ -114,7 +114,7 @@ def test_shuffled_epochs_share_hardly_a_batch_lead_with_the_longest_and_windows_
     assert all(any(int(values.argmax()) in batch for batch in plan.rows[0]) for plan in [*plans, packed])
     groups = [{tuple(sorted(b)) for row in plan.rows for b in row if len(b) > 3} for plan in plans]
     assert len(groups[0] & groups[1]) <= 1  # two long samples may meet again
-    assert plans[0].statistics["efficiency"] > 0.9
+    assert plans[0].statistics["padding"] < 0.1
     values = np.arange(1, 401)
     plan = planner_of(values, TokenBudget(1000), shuffle=True, window=400, hardest_first=3).plan(1, 2)
     longest = [max(values[i] for batch in row for i in batch) for row in plan.rows]
