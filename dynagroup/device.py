@@ -22,9 +22,7 @@ _MESSAGES = (
     r"(?i)\b(?:cuda|hip) failure\b[^\n]{0,20}'out of memory'",  # NCCL and RCCL, with and without an error number
     r"\b(?:cuda|hip)(?:Host)?(?:Malloc|Alloc)\w*\b[^\n]{0,40}out of memory",  # libraries with their own allocator
     r"DefaultCPUAllocator: (?:can't allocate|not enough) memory",  # Linux, Windows
-    r"\[enforce fail at alloc_cpu\.cpp",
-    r"std::bad_alloc",
-    r"Cannot allocate memory",  # strerror(ENOMEM), e.g. from mmap of shared memory
+    r"\[enforce fail at alloc_cpu\.cpp|std::bad_alloc|Cannot allocate memory",  # strerror(ENOMEM), as of shared memory
     r"(?i)\bRESOURCE[_ ]EXHAUSTED\b[^\n]*(?:out of memory|allocat|reserve|hbm)",  # XLA; gRPC reports quotas with it too
 )
 

@@ -98,9 +98,8 @@ PACKED = TokenBudget(100, layout="packed")
 WRONG: list[tuple[Any, str]] = [
     (lambda: Work(streams={"patches": 0.5}), "`streams` must be a dict from names to prices"),
     (lambda: Work.fit([(1, 8, 0.1)] * 2), "at least 3 distinct shapes, but has 2 rows of 1 shapes"),
-    (lambda: ShapeLadder([5], PACKED), "needs a padded budget"),
+    (lambda: ShapeLadder([5], PACKED), "needs a padded budget"), (lambda: ShapeLadder([], 100), "needs at least one length"),
     (lambda: ShapeLadder([5], 100).shape_for(2, 9), r"2 samples of \(9,\) tokens is larger than all shapes"),
-    (lambda: ShapeLadder([], 100), "needs at least one length"),
     (lambda: ShapeLadder([5, 200], 100, 1), "must be at least 2: samples that do not fit even alone"),
     (lambda: ShapeLadder([5], 100) & TokenBudget(9), "a ShapeLadder cannot be a part of `&`"),
     (lambda: LearningBudget("9"), "`budget` must be a budget such as"),

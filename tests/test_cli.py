@@ -151,8 +151,7 @@ def zipped(**arrays) -> bytes:
     ("x.csv", b"a,length\n1,2\n3,4,5\n", [], "saw 3"), ("x.csv", b'a,length\n1,"2\n3,4\n', [], "EOF inside string"),
     ("x.jsonl", CHATS, ["--column", "c", *TOKENIZED], "apply_chat_template(messages, tokenize=False)"),
     ("x.jsonl", b'{"length": 3}\n{"length": \n', [], "cannot be read in the format of its ending"),
-    ("x.docx", b"", [], "has an unknown file ending"),
-    ("empty", None, [], "cannot be read in the format of its ending"),
+    ("x.docx", b"", [], "has an unknown file ending"), ("empty", None, [], "cannot be read in the format of its ending"),
 ])  # fmt: skip
 def test_a_wrong_file_is_one_line(folder, name, content, arguments, message):
     if content is not None:
@@ -270,8 +269,7 @@ def test_python_m_dynagroup_runs_and_missing_or_unknown_arguments_are_one_line(f
 
 
 @pytest.mark.parametrize(("line", "message"), [
-    ("plan lengths.npy --max-tokens=16kk", "such as 16384 or 16k"),
-    ("plan lengths.npy --max-tokens -8", "`max_tokens` must be"),
+    ("plan lengths.npy --max-tokens=16kk", "such as 16384 or 16k"), ("plan lengths.npy --max-tokens -8", "`max_tokens` must be"),
     ("plan lengths.npy --max-tokens 800 --picture a.nothing", "must end in one of"),
     ("fit model --gpu-memory 2GB --for trl --mode forward", "needs `--mode train`, but `--mode` is forward"),
     ("fit model --gpu-memory 6MB --for trl --max-length 2k", "`--max-length` is 2048, but a packed batch may have only"),
@@ -280,8 +278,7 @@ def test_python_m_dynagroup_runs_and_missing_or_unknown_arguments_are_one_line(f
     ("doctor lengths.npy --batch-size 8 --gpu-memory 24GB", "`--gpu-memory` needs `--model`"),
     ("doctor lengths.npy --batch-size 8 --model nosuch", "no config found for 'nosuch'"),
     ("demo --texts nowhere.txt", "No such file"), ("demo --texts bytes.txt", "can't decode byte"),
-    ("demo --texts texts.txt", "at least 4 texts, but got 2"),
-    ("demo --texts many.txt --model nosuch", "We couldn't connect"),
+    ("demo --texts texts.txt", "at least 4 texts, but got 2"), ("demo --texts many.txt --model nosuch", "We couldn't connect"),
     ("demo --texts many.txt --samples 0", "`samples` must be"),
     *((f"fit {model} --gpu-memory 24GB", f"dynagroup fit: no config found for {model!r}") for model in NO_MODELS),
 ])  # fmt: skip

@@ -38,9 +38,8 @@ TABLE = pd.DataFrame({"text": SPOKEN, "n": range(5)}, index=range(5, 0, -1))
 DATA = Dataset.from_dict({"text": SPOKEN, "label": [0, 1, 2, 3, 4]})
 HOLDERS: dict[str, tuple[Any, str | None]] = {
     "list": (SPOKEN, None), "tuple": (tuple(SPOKEN), None), "array": (np.array(SPOKEN), None),
-    "mappings": ([{"text": text} for text in SPOKEN], "text"), "datasets": (DATA, None),
-    "a column": (DATA["text"], None), "pandas": (TABLE, "text"), "Series": (TABLE["text"], None),
-    "pyarrow": (pa.table({"text": SPOKEN}), "text"),
+    "mappings": ([{"text": text} for text in SPOKEN], "text"), "datasets": (DATA, None), "a column": (DATA["text"], None),
+    "pandas": (TABLE, "text"), "Series": (TABLE["text"], None), "pyarrow": (pa.table({"text": SPOKEN}), "text"),
 }  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """Settings for a Trainer with batches that fit, and checks of Trainer settings that cannot be combined with them."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -119,6 +120,8 @@ def refuse_unsupported(trainer: Any, config: DynagroupConfig) -> None:
     sorting, by_tokens = {"aot", "aot_unpaired"} & losses, "sft" in losses or "ORPOTrainer" in ours
     own = "every rank loads its own batches; set it to False"
     named = ours[0] if ours else ""
+    steps = [vars(c)["training_step"] for c in type(trainer).__mro__ if "training_step" in vars(c)]
+    alone = [step for step in steps if "training_step" not in inspect.unwrap(step).__code__.co_names]
     head = type(getattr(trainer.model, "get_base_model", lambda: trainer.model)()).__name__
     instead = COUPLED.get(named, f"only {', '.join(FITTING)} are known to fit; use TRL's own batches")
     wrong: dict[str, tuple[Any, str]] = {
@@ -127,6 +130,7 @@ def refuse_unsupported(trainer: Any, config: DynagroupConfig) -> None:
             "it sorts the pairs of a batch against each other; choose a loss of single pairs, e.g. 'sigmoid'"),
         "a packed budget for pairs of answers": (
             ours and "SFTTrainer" not in ours and config.budget.layout == "packed", "TRL pads them; use a padded one"),
+        f"training_step of {type(trainer).__name__}": (len(alone) > 1, "it must call super().training_step, which weighs"),
         "auto_find_batch_size=True": (args.auto_find_batch_size, "the budget limits batches already; set it to False"),
         "dispatch_batches=True": (shards.dispatch_batches, own), "split_batches=True": (shards.split_batches, own),
         "dataloader_in_order=False": (not args.dataloader_in_order, "updates need batches in order; set it to True"),

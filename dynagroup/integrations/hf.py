@@ -142,8 +142,7 @@ class DynagroupTrainerMixin(Evaluator):
         if (loader := self.update_loader) is not None:
             state = loader.state_dict() if self.state.global_step >= self._begun else self._before
             if state is None:
-                told = f"{output_dir} is saved inside an update"
-                raise StateError(f"{told}; save it at the end of a step, or set enable_jit_checkpoint=True")
+                raise StateError(f"{output_dir} is inside an update; save later, or set enable_jit_checkpoint=True")
             hf_data.write_states(output_dir, loader.world, state)
 
 

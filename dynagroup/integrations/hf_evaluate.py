@@ -105,7 +105,7 @@ class Evaluator(TrainerSteps):
 
     dynagroup_eval: Budget | bool
     _evaluation: _Pass | None = None
-    _planned_rows: dict[tuple[int, str, float | None], tuple[Any, EvaluationRows | None]]
+    _planned_rows: dict[tuple[int, int, str, float | None], tuple[Any, EvaluationRows | None]]
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         own: Any = self.eval_dataset
@@ -129,7 +129,7 @@ class Evaluator(TrainerSteps):
         generates = getattr(self.args, "predict_with_generate", False)
         if budget.ladder is not None and (generates or budget.layout == "packed"):
             budget = budget.ladder.base  # generated and packed batches are not padded to few shapes
-        key = (id(dataset), budget.fingerprint, budget.applied)
+        key = (id(dataset), len(dataset), budget.fingerprint, budget.applied)
         if key not in self._planned_rows:
             rows: Any = None
             try:

@@ -75,8 +75,7 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
     accumulation: int  # as the arguments say; those of the running Trainer say 1
     just_resumed, changes_known = False, 0
     _begun, _before = 0, None  # number of the last update that began, from 1; with JIT checkpoints, the state before it
-    _num_epochs = 0  # number of epochs in the run, as known at its start
-    _logged_at = 0.0
+    _num_epochs, _logged_at = 0, 0.0  # number of epochs in the run, as known at its start
     _stats_logged: LoaderStats
     _ooms_logged, _idle_step, _filling_tried = 0, False, False
     _found_mean: Mapping[bool, bool | None] = {}  # whether the loss is a mean, as far as tested: {training: it is}

@@ -16,6 +16,13 @@ from dynagroup.lengths import measure_lengths
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 
 
+class _SameEveryEpoch(LengthAwareBatchSampler):
+    """Has its batches in one sequence: on several ranks, accelerate hides the epoch from a sampler that is resumed."""
+
+    def set_epoch(self, epoch: int) -> None:
+        super().set_epoch(0)
+
+
 def batches_that_fit(
     budget: Budget | int, tokenizer: Callable[..., Any], *, max_length: int | None = None, **settings: Any
 ) -> Callable[..., LengthAwareBatchSampler]:
@@ -46,4 +53,5 @@ def _sampler(
     # their number only once, so every epoch has the same batches, of one random order, in another sequence.
     order = Random(seed).sample(range(len(dataset)), len(dataset))
     how: Any = {"shuffle": True, "seed": seed, "order": order, "window": len(dataset), **settings}
-    return LengthAwareBatchSampler(lengths, budget, **{**how, "rank": None, "world_size": rank_and_size()[1]})
+    made = _SameEveryEpoch if (ranks := rank_and_size()[1]) > 1 else LengthAwareBatchSampler
+    return made(lengths, budget, **{**how, "rank": None, "world_size": ranks})

@@ -238,13 +238,10 @@ class OnlineDataLoader(StepLoader[Any]):
     def _of_ranks(self, source: Source) -> dict[str, Any]:
         orders, sizes, base, epoch = self._orders, self.sizes, source.order.base, source.cursor.epoch
         varying = None if sizes is None or sizes.is_constant else sizes.spans(sizes.start(epoch))
-        told = {
-            "order": [orders.decided_by, None if orders.num_samples is None else orders.fingerprint(epoch)],
-            "epoch": epoch,
-            "rest": None if base is None else print_of(base.tolist()),
-            "num_workers": [self._workers.num_workers, self._workers.depth],
-            "sizes of updates": varying and [stop for _, stop, _ in varying],
-        }
+        order = [orders.decided_by, None if orders.num_samples is None else orders.fingerprint(epoch)]
+        told = {"order": order, "epoch": epoch, "rest": None if base is None else print_of(base.tolist())}
+        told["num_workers"] = [self._workers.num_workers, self._workers.depth]
+        told["sizes of updates"] = varying and [stop for _, stop, _ in varying]
         own = {"kind_of", *["weigh"] * callable(self.config.weigh)}  # functions may depend on the rank's device
         return {name: value for name, value in {**self._identity(), **told}.items() if name not in own}
 

@@ -237,13 +237,11 @@ def identity_of(model: Any, tokenizer: Any, texts: Iterable[str], settings: Mapp
     return {
         "model": f"{type(model).__name__} {_digest(_weights(model))}",
         "model's attention": ", ".join(sorted({str(getattr(c, "_attn_implementation", "")) for c in configs} - {""})),
-        "model's switches and adapters": _digest(_switches(model)),
-        "model's config": _said(getattr(model, "config", None)),
-        "model's generation_config": _said(getattr(model, "generation_config", None)),
-        "tokenizer": _tokenizer(tokenizer),
+        "model's switches and adapters": _digest(_switches(model)), "tokenizer": _tokenizer(tokenizer),
+        **{f"model's {name}": _said(getattr(model, name, None)) for name in ("config", "generation_config")},
         "texts": f"{len(texts := list(texts))} texts {_digest(texts)}",
         **{name: _said(value) for name, value in settings.items()},
-    }
+    }  # fmt: skip
 
 
 def _digest(parts: Iterable[str]) -> str:

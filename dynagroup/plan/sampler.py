@@ -226,13 +226,10 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
             must = f"must be from {first} to {run.steps}, the steps of this epoch that were yielded, but is {used}"
             raise StateError(f"`num_steps` {must}; count from the epoch's beginning, with the steps before a resume")
         before = run.borders[bisect_right(run.borders, used, key=lambda cursor: cursor.steps) - 1]
-        fields = {
-            "cursor": before.after_rows(used - before.steps, run.ranks, run.limit).state(),
-            "learned": LearningBudget.saved(self._planner.budget),
-            "left_out": self._planner.left_print,
-            "order": None if self._order is None else self._order.checksum(self._epoch),
-        }
-        return sealed(KIND, self._planner.identity, fields)
+        cursor = before.after_rows(used - before.steps, run.ranks, run.limit).state()
+        order = None if self._order is None else self._order.checksum(self._epoch)
+        fields = {"learned": LearningBudget.saved(self._planner.budget), "left_out": self._planner.left_print}
+        return sealed(KIND, self._planner.identity, {"cursor": cursor, "order": order, **fields})
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Resumes from a saved state, on any number of ranks: the rest of its epoch comes next, or if nothing remained,

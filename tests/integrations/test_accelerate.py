@@ -152,7 +152,7 @@ def test_lhotses_own_sampler_makes_batches_that_fit_of_every_cut_once(size):
         BudgetConstraint(30, [8, 40], length_of=int)
 
 
-def test_sentence_transformers_take_batches_that_fit():
+def test_sentence_transformers_take_batches_that_fit(monkeypatch):
     texts = [" ".join("w" * (1 + (5 * i) % 23)) for i in range(40)]
     data = datasets.Dataset.from_dict({"a": texts, "b": texts[::-1], "score": [0.5] * 40})
     make = batches_that_fit(150, lambda batch, **kwargs: {"input_ids": [text.split() for text in batch]})
@@ -165,6 +165,8 @@ def test_sentence_transformers_take_batches_that_fit():
     for batch in batches:
         longest = [max(len(data[i][column].split()) for i in batch) for column in ("a", "b")]
         assert len(batch) == 1 or len(batch) * sum(longest) <= 150
+    monkeypatch.setattr("dynagroup.integrations.sentence_transformers.rank_and_size", lambda: (0, 2))
+    assert [*(ranks := make(data, seed=1))] == [*ranks], "accelerate hides the epoch from ranks that are resumed"
     assert getattr(sampler, "batch_size", None) is None, "accelerate would take a number for a fixed size"
     with pytest.raises(ConfigError, match="must have a text column"):
         make(datasets.Dataset.from_dict({"score": [0.5]}))

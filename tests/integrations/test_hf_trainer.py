@@ -76,9 +76,8 @@ def two_of_three(row):
 SAME = {
     "clipped": ({"max_grad_norm": 0.3}, {}), "shapes": ({}, {"config": {"shapes": 3}}),
     "preflight": ({}, {"config": {"preflight": True}}), "online": ({}, {"config": ONLINE, "dataloader_num_workers": 1}),
-    "kind_of": ({}, {"config": {**ONLINE, "kind_of": two_of_three}}),
-    "kinds": ({}, {"config": {"kinds": [None, "a", "a"] * 32}}), "library loss": ({"exact_loss": False}, {}),
-    "packed": ({}, {"config": {"budget": BUDGET}}),
+    "kind_of": ({}, {"config": {**ONLINE, "kind_of": two_of_three}}), "kinds": ({}, {"config": {"kinds": [None, "a", "a"] * 32}}),
+    "library loss": ({"exact_loss": False}, {}), "packed": ({}, {"config": {"budget": BUDGET}}),
     "label smoothing": ({"exact_loss": False, "label_smoothing_factor": 0.1}, {}),
 }  # fmt: skip
 CASES = [(kind, name) for kind in MODELS for name in ("clipped", "shapes")]
@@ -164,9 +163,7 @@ class Inside(TrainerCallback):  # saves as transformers does when a machine is t
 
 
 def test_a_checkpoint_inside_an_update_has_the_samples_before_it_or_is_refused(tmp_path):
-    with pytest.raises(
-        StateError, match="checkpoint-2 is saved inside an update; save it at the end of a step, or set"
-    ):
+    with pytest.raises(StateError, match="checkpoint-2 is inside an update; save later, or set"):
         recorded(tmp_path, [Inside()], max_steps=4)
     how = {"max_steps": 4, "enable_jit_checkpoint": True}
     whole, rest = (recorded(tmp_path, resume=resume, callbacks=[Inside()] * (not resume), **how)[1].samples
@@ -359,6 +356,8 @@ def test_attaching_makes_the_trainer_that_the_class_makes_and_too_late_twice_or_
     assert type(attached) is dynagroup_trainer(Trainer)
     rows = toys.samples("causal", 9)
     assert attached.evaluate(rows)["eval_loss"] == made.evaluate(rows)["eval_loss"]
+    rows += rows[:2]
+    assert len(made.predict(rows).label_ids) == 11, "a list may grow"
     (late := trainer("causal", tmp_path, fits=False, max_steps=1)).train()
     alone = trainer("causal", tmp_path, fits=False, auto_find_batch_size=True)
     for run, message in ((late, "has made 1 updates"), (alone, "auto_find_batch_size=True cannot be combined with")):
@@ -366,6 +365,9 @@ def test_attaching_makes_the_trainer_that_the_class_makes_and_too_late_twice_or_
         with pytest.raises(ConfigError, match=message):
             attach(run, 160)
         assert (type(run), run.args, len(run.callback_handler.callbacks)) == (Trainer, before, callbacks)
+    old = type("Old", (DynagroupTrainer,), {"training_step": lambda self, model, inputs, items=None: None})
+    with pytest.raises(ConfigError, match="training_step of Old cannot be combined .* must call super"):
+        old(toys.causal_lm(), arguments(tmp_path), dynagroup=16)
     taken = trainer("causal", tmp_path, fits=True)
     for make, *given in ((attach, taken, 160), (attach, "x", 160), (dynagroup_trainer, int)):
         with pytest.raises(ConfigError, match="must be a Trainer without dynagroup"):

@@ -23,8 +23,7 @@ VISION = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, 
 NO_HEAD_DIM = ("Phimoe", "ModernBert", "LayoutLM", "Bloom")
 ALIKE: dict[str, dict[str, Any]] = {
     "Llama": {"num_key_value_heads": 1}, "Qwen3": {}, "Gemma": {}, "Mistral": {"sliding_window": 3},
-    "Gemma3Text": {"sliding_window": 3}, "Cohere2": {"sliding_window": 3}, "Olmoe": MIXTURE,
-    "ModernBert": {"local_attention": 6},
+    "Gemma3Text": {"sliding_window": 3}, "Cohere2": {"sliding_window": 3}, "Olmoe": MIXTURE, "ModernBert": {"local_attention": 6},
 }  # fmt: skip
 MORE: dict[str, tuple[dict[str, Any], str]] = {
     "Gemma2": ({"attn_logit_softcapping": 1.0, "sliding_window": 3}, "`softcap`, which packed attention does not support"),

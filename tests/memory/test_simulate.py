@@ -43,10 +43,9 @@ SIZES = {
     3: ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"),
     4: ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads",
         "num_experts", "num_local_experts", "n_routed_experts"),
-    2: ("num_key_value_heads", "num_experts_per_tok", "eos_token_id"),
-    128: ("intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "n_inner"),
-    32: ("moe_intermediate_size",), 16: ("head_dim",), 0: ("pad_token_id",), 1: ("bos_token_id",),
-    2048: ("max_position_embeddings",),
+    2: ("num_key_value_heads", "num_experts_per_tok", "eos_token_id"), 16: ("head_dim",), 0: ("pad_token_id",),
+    128: ("intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "n_inner"), 1: ("bos_token_id",),
+    32: ("moe_intermediate_size",), 2048: ("max_position_embeddings",),
 }  # fmt: skip
 OF_ANY = {name: size for size, names in SIZES.items() for name in names}
 HEADS = ("head_dim", "num_key_value_heads")
@@ -124,6 +123,10 @@ def test_what_masks_logits_and_caches_cost():
     wide = models.llama(vocab=50_000, width=64)
     kept, gone = (batch_bytes(wide, [(4, 128)], dtype="bf16", keeps_outputs=keeps)[0] for keeps in (None, False))
     assert kept - gone == pytest.approx(4 * 128 * 50_000 * 2, rel=0.01)
+    falcon = models.config(
+        hf.FalconConfig, width=64, heads=8
+    )  # one key head: no fused kernel takes it, scores are stored
+    assert batch_bytes(falcon, [(2, 1024)], "forward", attention="sdpa")[0] > 2 * 8 * 1024 * 1024 * 4
     few, many = (batch_bytes(SMALL, [(8, 64)], "generate", max_new_tokens=t)[0] for t in (16, 1016))
     assert many - few >= 900 * 2 * 8 * 2 * 16 * 4 * 2  # tokens, keys and values, samples, heads of 16, float32, layers
 
@@ -342,8 +345,7 @@ def edit(path, sealed=True, **changes):
 @pytest.mark.parametrize(("damage", "message"), [
     (lambda p: p.write_bytes(p.read_bytes()[:-9] + b"123456789"), "not match the JSON file beside it in hashes"),
     (lambda p: p.with_suffix(".json").write_text("{"), "is damaged"),
-    (lambda p: edit(p, features=["other"]), "beside it in features"),
-    (lambda p: edit(p, format=99), "beside it in format"),
+    (lambda p: edit(p, features=["other"]), "beside it in features"), (lambda p: edit(p, format=99), "beside it in format"),
     (lambda p: edit(p, sealed=False, constants={"keep_hidden": 0.1}), "beside it in seal"),
 ])  # fmt: skip
 def test_damaged_artifacts_are_refused(fitted, tmp_path, damage, message):

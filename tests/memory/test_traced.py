@@ -156,8 +156,7 @@ class Odd(hf.LlamaForCausalLM):
 @pytest.mark.parametrize(("config", "how"), [
     (SHALLOW, {"dtype": "bf16", "lora": 8, "gradient_checkpointing": True}),
     (SHALLOW, {"dtype": "bf16", "layout": "packed", "attention": "flash"}),
-    (SHALLOW, {"dtype": torch.bfloat16, "pad_to_multiple_of": 16}),
-    (BART, {"mode": "generate", "lora": 8, "max_new_tokens": 50}),
+    (SHALLOW, {"dtype": torch.bfloat16, "pad_to_multiple_of": 16}), (BART, {"mode": "generate", "lora": 8, "max_new_tokens": 50}),
     (BERT, {"dtype": "bf16", "layout": "packed", "attention": "flash"}),
     (models.gpt2(**SMALL, layers=2, n_positions=5000, pad_token_id=1), {"dtype": "bf16", "attention": "flash"}),
 ], ids=["adapted", "packed", "to 16", "generating", "encoder", "padding id"])  # fmt: skip

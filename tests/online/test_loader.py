@@ -168,8 +168,7 @@ def text_of(world: Any, fault: str) -> str:
     ("item_raises", r"samples \[77\] failed: KeyError", r"rank . failed while it loaded data: .*samples \[77\]"),
     ("worker_dies", "worker", "rank . failed while it loaded data: .*[Ww]orker"),
     ("wrong_lengths", "`collate_fn` made a batch", "rank 1 failed while it loaded data: .*`collate_fn` made a batch"),
-    ("other_seed", "ranks have unequal seed", "ranks have unequal seed"),
-    ("starts_over", "different points", "different points"),
+    ("other_seed", "ranks have unequal seed", "ranks have unequal seed"), ("starts_over", "different points", "different points"),
 ])  # fmt: skip
 def test_a_fault_reaches_every_rank(fault: str, of_faulty: str, of_others: str) -> None:
     texts = run_ranks(3, lambda world: text_of(world, fault))

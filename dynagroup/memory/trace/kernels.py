@@ -77,12 +77,17 @@ def attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """Runs ``scaled_dot_product_attention`` with the kernel that CUDA would choose: flash, else memory-efficient."""
+    """Runs ``scaled_dot_product_attention`` as CUDA would: flash, else memory-efficient, else with all scores stored."""
+    repeats = query.shape[-3] // key.shape[-3]
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), float("-inf"))
+    if repeats > 1 and not enable_gqa:  # Falcon (aten/native/transformers/cuda/sdp_utils.cpp: num_heads_dense)
+        stored = torch.ops.aten._scaled_dot_product_attention_math
+        return stored(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]
     if attn_mask is None and query.dtype in HALF and query.shape[-1] == value.shape[-1] <= FLASH_HEAD_SIZE:
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
-    repeats = query.shape[-3] // key.shape[-3]
-    if enable_gqa and repeats > 1:  # the memory-efficient kernel needs as many key heads as query heads
+    if repeats > 1:  # the memory-efficient kernel needs as many key heads as query heads
         key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
     if attn_mask is not None:
         attn_mask = _bias(attn_mask, query, key)
@@ -93,8 +98,6 @@ def attention(
 
 def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """Returns a mask as the additive bias of the memory-efficient kernel; every call makes a copy, as on CUDA."""
-    if mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
     width = mask.shape[-1]
     if padding := -width % MASK_ALIGNMENT:
         mask = F.pad(mask, (0, padding))[..., :width]
