@@ -118,10 +118,10 @@ def refuse_unsupported(trainer: Any, config: DynagroupConfig) -> None:
     multiple = config.budget.pad_to_multiple_of
     losses = set(getattr(trainer, "loss_types", ())) if "DPOTrainer" in ours else set()
     sorting, by_tokens = {"aot", "aot_unpaired"} & losses, "sft" in losses or "ORPOTrainer" in ours
-    own = "every rank loads its own batches; set it to False"
-    named = ours[0] if ours else ""
-    steps = [vars(c)["training_step"] for c in type(trainer).__mro__ if "training_step" in vars(c)]
-    alone = [step for step in steps if "training_step" not in inspect.unwrap(step).__code__.co_names]
+    own, named = "every rank loads its own batches; set it to False", "".join(ours[:1])
+    steps = (inspect.unwrap(vars(c)["training_step"]) for c in type(trainer).__mro__ if "training_step" in vars(c))
+    named_in = [getattr(getattr(step, "__code__", None), "co_names", ()) for step in steps]
+    alone = [names for names in named_in if "backward" in names and "training_step" not in names]  # as transformers'
     head = type(getattr(trainer.model, "get_base_model", lambda: trainer.model)()).__name__
     instead = COUPLED.get(named, f"only {', '.join(FITTING)} are known to fit; use TRL's own batches")
     wrong: dict[str, tuple[Any, str]] = {

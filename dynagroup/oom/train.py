@@ -150,7 +150,7 @@ class OomSafeBackward:
         if world is None:
             world = SingleProcess() if self._ddp is None else DistributedWorld(self._ddp.process_group)
         self._world = world
-        self.weigh = None if weigh == "sum" else weigher(weigh, shifted=predicts_next_token(model, unknown=True))
+        self.weigh = None if weigh == "sum" else weigher(weigh, shifted=predicts_next_token(model, unknown=None))
         """The weight of a batch as a function, None for sums; may be set between updates."""
         self._splitter = splitter if splitter is not None else BatchSplitter()
         self._smallest = 2 * check_int("min_samples", min_samples)  # a part that may be split

@@ -80,7 +80,7 @@ def _label_name(batch: Any) -> str | None:
     return next((name for name in names if name in batch and batch[name] is not None), None)
 
 
-def predicts_next_token(model: Any, *, unknown: bool = False) -> bool:
+def predicts_next_token(model: Any, *, unknown: Any = False) -> Any:
     """Returns whether a model's own loss skips the first label of each sample, judged by its ``loss_type``, or without
     that by its class (inside DDP and PEFT wrappers). ``unknown``: the result for a model without ``loss_type``."""
     model = getattr(model, "module", model)
