@@ -77,8 +77,7 @@ class DistributedWorld:
         self._lost = f"{lost} did not answer within {timeout_s:,.10g} s; see the other ranks' logs"
         beside = _BESIDE.setdefault(parent, {})
         if timeout_s not in beside:
-            # Groups of a part of the ranks connect only if all their ranks are in equally many groups (torch 2.13).
-            part = len(ranks) < dist.get_world_size()
+            part = len(ranks) < dist.get_world_size()  # connects only if its ranks are in equally many groups
             how: Any = {"timeout": timedelta(seconds=timeout_s), "use_local_synchronization": part}
             with explained(self._lost, kind=AlignmentError):
                 beside[timeout_s] = dist.new_group(ranks, backend="gloo", **how)

@@ -212,8 +212,7 @@ class Evaluator(TrainerSteps):
         scale = float(self._items or 0) / max(weight, 1.0) / self.accelerator.num_processes if told and own else 1.0
         if found[0] is not None:
             run.losses.append((float(found[0]) * scale, 0.0 if repeats else weight))
-        if found[1] is not None and getattr(self.args, "predict_with_generate", False) and len(found[1]) > count:
-            raise ConfigError(f"generate() made {len(found[1])} texts for {count} samples; set dynagroup_eval=False")
-        if filled is inputs:
-            return found
+        made = next(iter(getattr(found[1], "shape", ())), 0)
+        if made > count and getattr(self.args, "predict_with_generate", False):
+            raise ConfigError(f"generate() made {made} texts for {count} samples; set dynagroup_eval=False")
         return found[0], *(_mapped(lambda values: values[:count] if values.ndim else values, one) for one in found[1:])

@@ -8,6 +8,7 @@ compress blocks of tokens (DeepSeek-V4: 4 or 128), so the samples are longer tha
 import inspect
 import re
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from transformers import DataCollatorWithFlattening
 
 from dynagroup.errors import ConfigError
-from dynagroup.integrations.varlen import NAME, check_own_attention, settings_kept
+from dynagroup.integrations.varlen import NAME, check_own_attention
 from dynagroup.oom.jobs import evaluating
 from dynagroup.update.loss_weight import predicts_next_token
 from dynagroup.validation import explained, warn_user
@@ -89,9 +90,10 @@ def check_packing(model: Any, collate_fn: Collate) -> None:
         check_own_attention(model)
     tried = f"{name} cannot run two packed samples of `input_ids`"
     can = "; only models that read one row of tokens can be packed, so use the padded layout"
-    with explained(tried, ConfigError, way_out=can, kind=NotAskedError), settings_kept(model) as settings:
-        for own in settings:  # from this place in a row on, a model scales its attention (Llama 4: 8,192)
-            own.update({name: 1 for name, value in own.items() if "floor" in name and isinstance(value, int)})
+    with explained(tried, ConfigError, way_out=can, kind=NotAskedError), ExitStack() as kept:
+        for own, key in [(vars(m), n) for m in model.modules() for n in vars(m) if "floor" in n]:  # 8,192 in Llama 4
+            kept.callback(own.__setitem__, key, own[key])
+            own[key] = 1
         together, alone = _answers(model, collate_fn)
     apart = float((together - alone).abs().max() / alone.abs().max().clamp(min=1e-12))
     if apart > _rounding(model, alone):

@@ -76,12 +76,12 @@ def check_own_attention(model: Any) -> set[Any]:
 
 
 @contextlib.contextmanager
-def settings_kept(model: Any) -> Iterator[list[dict[str, Any]]]:
-    """Context manager that yields the attributes of a model's modules and configs, and restores them at its end."""
-    parts = {id(part): part for module in model.modules() for part in (module, getattr(module, "config", None))}
-    before = [(vars(part), dict(vars(part))) for part in parts.values() if hasattr(part, "__dict__")]
+def settings_kept(model: Any) -> Iterator[None]:
+    """Context manager that restores a model's settings at its end."""
+    configs = [config for part in model.modules() if hasattr(config := getattr(part, "config", None), "to_dict")]
+    before = [(vars(config), dict(vars(config))) for config in configs]
     try:
-        yield [settings for settings, _ in before]
+        yield
     finally:
         for settings, old in before:
             settings.clear()

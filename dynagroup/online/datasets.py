@@ -34,9 +34,9 @@ def set_epoch(holder: Any, epoch: int) -> None:
         tell(epoch)
 
 
-def sample_bytes(sample: Any, seen: set[int] | None = None) -> int:
+def sample_bytes(sample: Any, seen: dict[int, Any] | None = None) -> int:
     """Returns the approximate bytes of a processed sample. ``seen``: objects, by id, that are counted (a node's parent)."""
-    seen = set() if seen is None else seen
+    seen = {} if seen is None else seen
     if type(sample) is dict or hasattr(sample, "items"):  # dicts first, because the check runs once per sample
         return sum([sample_bytes(value, seen) for value in sample.values()])
     if isinstance(sample, (torch.Tensor, np.ndarray)):
@@ -47,7 +47,7 @@ def sample_bytes(sample: Any, seen: set[int] | None = None) -> int:
     if isinstance(sample, (str, bytes)):
         return len(sample)
     held = () if isinstance(sample, type) or id(sample) in seen else getattr(sample, "__dict__", {}).values()
-    seen.add(id(sample))
+    seen[id(sample)] = sample
     return sum([sample_bytes(value, seen) for value in held]) or 8
 
 

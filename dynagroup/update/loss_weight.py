@@ -111,8 +111,8 @@ def _check_causal(batch: Any) -> None:
     labels: Any = batch["labels"] if _label_name(batch) == "labels" else None
     if getattr(labels, "ndim", 0) < 2 or "float" in str(labels.dtype):
         return
-    of, ids = next(((key, batch[key]) for key in INPUTS if hasattr(batch.get(key), "shape")), ("input_ids", labels))
-    causal = of in CAUSAL and ids.shape[:2] == labels.shape[:2]
+    ids = batch[of := next((key for key in INPUTS if key in batch and hasattr(batch[key], "shape")), "labels")]
+    causal = of in ("labels", *CAUSAL) and ids.shape[:2] == labels.shape[:2]
     if causal and ids.shape == labels.shape and type(ids) is type(labels):
         causal = not ((labels != ids) & (labels != IGNORED) & (labels[:, :1] != IGNORED)).any()
     if not causal:
