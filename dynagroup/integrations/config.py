@@ -130,7 +130,7 @@ def refuse_unsupported(trainer: Any, config: DynagroupConfig) -> None:
             "it sorts the pairs of a batch against each other; choose a loss of single pairs, e.g. 'sigmoid'"),
         "a packed budget for pairs of answers": (
             ours and "SFTTrainer" not in ours and config.budget.layout == "packed", "TRL pads them; use a padded one"),
-        f"training_step of {type(trainer).__name__}": (len(alone) > 1, "it must call super().training_step, which weighs"),
+        f"training_step of {type(trainer).__name__}": (len(alone) > 1, "it must call super().training_step to weigh losses"),
         "auto_find_batch_size=True": (args.auto_find_batch_size, "the budget limits batches already; set it to False"),
         "dispatch_batches=True": (shards.dispatch_batches, own), "split_batches=True": (shards.split_batches, own),
         "dataloader_in_order=False": (not args.dataloader_in_order, "updates need batches in order; set it to True"),
