@@ -123,8 +123,7 @@ def shard_micro_batches(
     planner.warn_of_oversize()
     kept = np.delete(np.arange(planner.num_samples), planner.left_out)
     streams = {name: values[kept] for name, values in planner.lengths.items()}
-    work = planner.config.work
-    batches = cut(streams, planner.budget, every, work=work)
+    batches = cut(streams, planner.budget, every, work=(work := planner.config.work))
     if len(batches) % every:
         more = f"{every} (num_ranks x multiple_of); collect {-len(kept) % every} more, or use a smaller multiple_of"
         raise ConfigError(f"{len(kept)} samples do not give a number of micro-batches that is a multiple of {more}")

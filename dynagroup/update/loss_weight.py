@@ -99,8 +99,7 @@ def predicts_next_token(model: Any, *, unknown: Any = False) -> Any:
 
 
 def weigher(weigh: Weigh, *, shifted: bool | None = None) -> Callable[[Any, int], float]:
-    """Returns the function (batch, number of samples) -> weight for ``weigh``. ``shifted``: whether the model skips first
-    labels; None: not known, so it raises ConfigErrors for labels of other models. ConfigError: ``weigh`` is invalid."""
+    """Returns the function (batch, samples) -> weight. ``shifted``: first labels do not count; None: checks labels too."""
     if not (callable(weigh) or (isinstance(weigh, str) and weigh in ("tokens", "labels", "samples"))):
         raise ConfigError(f"`weigh` must be 'tokens', 'labels', 'samples' or a function of a batch, but is {weigh!r}")
     return partial(_weight, weigh, shifted)
@@ -108,12 +107,14 @@ def weigher(weigh: Weigh, *, shifted: bool | None = None) -> Callable[[Any, int]
 
 def _check_causal(batch: Any) -> None:
     """Raises a ConfigError if labels do not lie beside tokens, or a sample has a first label, and labels unlike its tokens."""
-    labels: Any = batch["labels"] if _label_name(batch) == "labels" else None
-    if getattr(labels, "ndim", 0) < 2 or "float" in str(labels.dtype):
+    given: Any = batch["labels"] if _label_name(batch) == "labels" else 0
+    labels: Any = given if hasattr(given, "ndim") else np.asarray(given)
+    if labels.ndim < 2 or "float" in str(labels.dtype):
         return
-    ids = batch[of := next((key for key in INPUTS if key in batch and hasattr(batch[key], "shape")), "labels")]
+    of, ids = next(((k, batch[k]) for k in INPUTS if k in batch and hasattr(batch[k], "shape")), ("labels", labels))
     causal = of in ("labels", *CAUSAL) and ids.shape[:2] == labels.shape[:2]
-    if causal and ids.shape == labels.shape and type(ids) is type(labels):
+    if causal and ids.shape == labels.shape:
+        ids, labels = (ids, labels) if type(ids) is type(labels) else map(np.array, (ids.tolist(), labels.tolist()))
         causal = not ((labels != ids) & (labels != IGNORED) & (labels[:, :1] != IGNORED)).any()
     if not causal:
         told = f"weigh='tokens' is for causal models, but labels {[*labels.shape]} are not those of {of} {[*ids.shape]}"

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import count
+from itertools import count, product
 from multiprocessing import active_children
 from typing import Any
 
@@ -323,7 +323,7 @@ def test_wrong_arguments_are_refused_at_once(make, wrong, said):
         next(iter(make(**{name: value for name, value in wrong.items() if name not in own})))
 
 
-ROWS = [[-100, 5, 6], [7, 8, -100]]
+ROWS, KINDS = [[-100, 5, 6], [7, 8, -100]], (list, np.array, torch.tensor)
 
 
 @pytest.mark.parametrize(("batch", "shifted", "expected"), [
@@ -343,10 +343,10 @@ def test_a_batch_without_labels_is_a_mean_over_its_samples_and_a_function_must_g
         mean_items({"name": "a"})
     with pytest.raises(ConfigError, match="weigh='tokens' or 'labels' needs a field 'labels' .* this dict has none"):
         weigher("tokens")({"input_ids": torch.ones(4, 7)}, 4)
-    for name, width in (("input_ids", 4), ("decoder_input_ids", 3), ("input_ids", 3)):
+    for kind, (name, width) in product(KINDS, (("input_ids", 4), ("decoder_input_ids", 3), ("input_ids", 3))):
         said = rf"causal models, but labels \[2, 3\] are not those of {name} .*; pass weigh='labels'"
         with pytest.raises(ConfigError, match=said):
-            weigher("tokens")({name: torch.ones(2, width, dtype=torch.int64), "labels": torch.tensor(ROWS)}, 2)
+            weigher("tokens")({name: torch.ones(2, width, dtype=torch.int64), "labels": kind(ROWS)}, 2)
     for weight in (-1.0, float("nan"), float("inf")):
         with pytest.raises(ConfigError, match="`weigh` must return a number from 0 to 1e\\+30, but returned"):
             weigher(lambda batch, weight=weight: weight)(None, 1)
