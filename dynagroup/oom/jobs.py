@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
@@ -36,14 +37,13 @@ from dynagroup.validation import check_int
 
 _log = logging.getLogger(__name__)
 _PATIENCE_S = 30 * 24 * 3600.0  # a month: ranks wait for each other; dead ranks close their connections
-_BATCH_SIZE = 16
 _UNSET = 10**9  # a tokenizer's limit above this means none (it reports 10**30)
 _AT_ONCE = 2**26  # bytes of weights that are copied from a device at a time
 _WHERE_FROM = {"_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "_from_model_config"}
 _HOW = {"use_cache", "attn_implementation", "_attn_implementation", "dtype", "torch_dtype", "architectures"}
 _CHANGES = {"gradient_checkpointing", "is_gradient_checkpointing", "name_or_path", "warnings_issued", "hf_device_map"}
 _CHANGES |= {"max_seq_len_cached", *vars(torch.nn.Module())}  # these change when a model runs or moves, or has hooks
-_PLAIN = (type(None), bool, int, float, str)
+_PLAIN = (type(None), int, float, str, Enum, np.generic, np.ndarray, torch.dtype)
 _PROBES = ["A quick brown fox.", "Ein süßer Käse, 1,024 €", "\u4f60\u597d, def f(x): return x ** 2\n"]
 
 
@@ -73,10 +73,9 @@ class Job:
             raise ConfigError(f"`budget` must have layout='padded', as these batches are padded, but is {budget!r}")
         if batch_size is not None and budget is not None:
             raise ConfigError(f"`batch_size` ({batch_size!r}) and `budget` both limit a batch; pass only one of them")
-        self.task, self.tokenizer, self.texts = task, tokenizer, by_position(texts)
+        self.task, self.tokenizer, self.texts, self._shapes = task, tokenizer, by_position(texts), shapes
         self._tokens, self._given_budget, self._progress = begun_once(tokenizer, self.texts), budget, progress
-        self._shapes = shapes
-        self._batch_size = check_int("batch_size", _BATCH_SIZE if batch_size is None else batch_size)
+        self._batch_size = check_int("batch_size", 16 if batch_size is None else batch_size)
         self.learned = learned if learned is not None else LearningBudget()
         self._says_limit = max_length is None and task.mode == "forward"
         said = [getattr(tokenizer, "model_max_length", None), *_positions(task.model)]  # the smallest limit is used
@@ -114,8 +113,8 @@ class Job:
     def _out(self, output: str | Path | None, num_ranks: int) -> Output:
         if output is None:
             raise ConfigError(f"{num_ranks} ranks need `output`, the path of a file that all ranks can read and write")
-        settings = {**self.task.settings, "max_length": self._max_length}
-        identity = identity_of(self.task.model, self.tokenizer, self.texts, settings)
+        how = {**self.task.settings, "max_length": self._max_length}
+        identity = identity_of(self.task.model, self.tokenizer, self.texts, how)
         return Output(Path(output), identity, len(self.texts), self.task.kind)
 
     # Ranks wait for each other four times: until the first has locked the output; until all have read what was finished
@@ -219,8 +218,7 @@ def evaluating(model: Any) -> Iterator[None]:
 def _positions(model: Any) -> tuple[int | None, int | None]:
     """Returns how many tokens a model accepts by its config, and how many learned positions it has; None: unknown."""
     config = getattr(model, "config", None)
-    narrow = getattr(config, "get_text_config", None)
-    stated = getattr(config if narrow is None else narrow(), "max_position_embeddings", None)
+    stated = getattr(getattr(config, "get_text_config", lambda: config)(), "max_position_embeddings", None)
     for name, module in model.named_modules():
         rows, last = getattr(module, "num_embeddings", None), name.rpartition(".")[2]
         if rows is None or stated is None or not ("position" in last or last == "wpe") or not 0 <= rows - stated <= 8:
@@ -274,12 +272,14 @@ def _switches(model: Any) -> Iterator[str]:
         private = type(module).__module__.partition(".")[0] == "peft"
         for key, value in sorted(vars(module).items()):
             if key not in _CHANGES and (private or not key.startswith("_")) and _is_plain(value):
-                yield f"{name}.{key}={value!r}"
+                yield f"{name}.{key}={described(value)}"
 
 
 def _is_plain(value: Any) -> bool:
     inner = [*value, *value.values()] if isinstance(value, dict) else value
-    return all(map(_is_plain, inner)) if isinstance(inner, (list, tuple)) else type(value) in _PLAIN
+    if isinstance(inner, (list, tuple, set, frozenset)):
+        return all(map(_is_plain, inner))
+    return isinstance(value, _PLAIN) or (torch.is_tensor(value) and value.numel() == 1)
 
 
 def _weights(model: Any) -> Iterator[str]:

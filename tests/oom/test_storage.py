@@ -298,9 +298,10 @@ def test_what_is_done_with_adapters_is_noticed() -> None:
     assert identity(model) == before
     with model.disable_adapter():
         seen.append(identity(model))
-    for scaling in [m.scaling for m in model.modules() if isinstance(getattr(m, "scaling", None), dict)]:
-        scaling["first"] *= 2
-    seen.append(identity(model))
+    scalings = [m.scaling for m in model.modules() if isinstance(getattr(m, "scaling", None), dict)]
+    for scale in 2.0, np.float32(3), torch.tensor(4.0), np.float64(5):
+        [scaling.update(first=scale) for scaling in scalings]
+        seen.append(identity(model))
     model.merge_adapter()
     seen.append(identity(model))
     assert len({one["model's switches and adapters"] for one in seen}) == len(seen)
