@@ -149,7 +149,7 @@ class IterableWindows(_Forwarding, IterableDataset):
     def start(self, epoch: int, spots: Mapping[str, Any]) -> None:
         """Sets the epoch of the next iteration, and for each worker the point from which it resumes."""
         self._epoch.fill_(epoch)
-        self._resume = epoch, spots
+        self._resume, self.resumed = (epoch, spots), bool(spots)
         set_epoch(self.dataset, epoch)
 
     def __iter__(self) -> Iterator[WindowSamples]:

@@ -65,7 +65,7 @@ class Workers(Inner):
         return iter(self.loader)
 
     def open_iterable(self, epoch: int, world: World, spots: Mapping[str, Any]) -> Iterator[Any]:
-        if self.loader is None or self._windows is None or not self.persistent or spots:
+        if self.loader is None or self._windows is None or not self.persistent or spots or self._windows.resumed:
             how = {"window": self._config.window, "max_bytes": self._config.window_bytes}
             self._windows = IterableWindows(self._dataset, **how, rank=world.rank, size=world.size)
             self.loader = DataLoader(self._windows, batch_size=None, collate_fn=self.collator, **self.kwargs)

@@ -249,3 +249,8 @@ def test_hugging_face_streams_resume_and_are_shuffled_anew_in_persistent_workers
     loader = make_loader(None, FEW, **how, persistent_workers=num_workers > 0)
     first, second = ([i for step in loader for i in ids_in(step)] for _ in range(2))
     assert sorted(first) == sorted(second) == list(range(60)) != first != second
+    next(iter(loader))
+    loader.load_state_dict(loader.state_dict())
+    for whole in False, True:  # the resumed epoch, and then all of it again
+        assert (sorted(i for step in loader for i in ids_in(step)) == list(range(60))) == whole
+        loader.set_epoch(2)
