@@ -208,7 +208,7 @@ class Evaluator(TrainerSteps):
             found = super().prediction_step(model, filled, *args, **kwargs)
         self.args.average_tokens_across_devices = False
         told = not mean and self._items is not None  # in evaluation, TRL's SFT is told no items: its loss is a mean
-        weight = float(items or 0) if told else weigher(self._weigh)(inputs, len(next(iter(inputs.values()))))
+        weight = float(items or 0) if told else weigher(self._weigh)(inputs, count)
         scale = float(self._items or 0) / max(weight, 1.0) / self.accelerator.num_processes if told and own else 1.0
         if found[0] is not None:
             run.losses.append((float(found[0]) * scale, 0.0 if repeats else weight))
