@@ -135,7 +135,7 @@ class LightningSteps(Callback):
         self._first = batch.ends_update
         if batch.ends_update:
             self._state, self._due = self._ahead.popleft()
-            self.begun_epoch = None
+            self.begun_epoch = self._restored = None
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # After a resume at an epoch's last batch, Lightning ends that epoch, while the next one is already open.

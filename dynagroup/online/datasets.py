@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -19,12 +20,11 @@ FETCHED_AT_ONCE = 64  # samples that are read before their bytes are counted for
 
 def is_stream(dataset: Any) -> bool:
     """Returns whether a dataset is iterable-style. ConfigError: it is neither iterable-style nor map-style."""
-    if isinstance(dataset, IterableDataset):
+    map_style = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if isinstance(dataset, IterableDataset) or (hasattr(dataset, "__iter__") and not map_style):
         return True
-    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+    if map_style:
         return False
-    if hasattr(dataset, "__iter__"):
-        return True
     raise ConfigError(f"`dataset` must have __getitem__ and __len__, or __iter__, but is a {type(dataset).__name__}")
 
 
@@ -149,7 +149,7 @@ class IterableWindows(_Forwarding, IterableDataset):
     def start(self, epoch: int, spots: Mapping[str, Any]) -> None:
         """Sets the epoch of the next iteration, and for each worker the point from which it resumes."""
         self._epoch.fill_(epoch)
-        self._resume, self.resumed = (epoch, spots), bool(spots)
+        self._resume = epoch, spots
         set_epoch(self.dataset, epoch)
 
     def __iter__(self) -> Iterator[WindowSamples]:
@@ -166,10 +166,9 @@ class IterableWindows(_Forwarding, IterableDataset):
 
     def _read(self, spot: Mapping[str, Any]) -> Iterator[Any]:
         """Yields the dataset's samples from a resume point on."""
-        state, number = spot["state"], 0
-        if state is not None:
-            self.dataset.load_state_dict(state)
-            number = spot["read"]
+        number = 0 if spot["state"] is None else spot["read"]
+        if spot["state"] is not None:
+            self.dataset.load_state_dict(deepcopy(spot["state"]))
         with sendable(lambda: f"sample {number} of this worker's part failed"):
             for sample in self.dataset:
                 if number >= spot["read"]:
@@ -195,4 +194,4 @@ class IterableWindows(_Forwarding, IterableDataset):
             opening = 0 if first else opening_of(chosen)
             yield {"read": first, "until": read, "state": state, "numbers": numbers, "opening": opening}, chosen
             # Asked for after the first read: before that, a dataset may report the state of an earlier run.
-            state = self.dataset.state_dict() if keeps_state else None
+            state = deepcopy(self.dataset.state_dict()) if keeps_state else None  # may be its living one

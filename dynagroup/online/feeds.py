@@ -65,11 +65,12 @@ class Workers(Inner):
         return iter(self.loader)
 
     def open_iterable(self, epoch: int, world: World, spots: Mapping[str, Any]) -> Iterator[Any]:
-        if self.loader is None or self._windows is None or not self.persistent or spots or self._windows.resumed:
+        if self.loader is None or self._windows is None or not self.persistent or spots:
             how = {"window": self._config.window, "max_bytes": self._config.window_bytes}
             self._windows = IterableWindows(self._dataset, **how, rank=world.rank, size=world.size)
             self.loader = DataLoader(self._windows, batch_size=None, collate_fn=self.collator, **self.kwargs)
         self._windows.start(epoch, spots)
+        self._windows = None if spots else self._windows  # workers that live on would begin at these spots again
         return iter(self.loader)
 
 
@@ -89,9 +90,8 @@ class MapFeed:
         self._plans = source.requests(world.rank, world.size)
         self._planned = 0  # requests taken from the plans so far
         self._upcoming: Request | None = None
-        self._start, self._stop = 0, source.order.num_positions * source.shares
+        self._start, self._stop, self._number = 0, source.order.num_positions * source.shares, 0
         self._iterator: Iterator[RefinedWindow] | None = None
-        self._number = 0
         self._waiting: deque[Request] = deque()  # requests that workers have not taken yet
         self._pending: deque[Request] = deque()  # requests whose answers were not used yet, in order
         self._early: dict[int, RefinedWindow] = {}  # answers that came too early, by number of the request

@@ -213,9 +213,11 @@ class OnlineDataLoader(StepLoader[Any]):
             run.close()
 
     def _begin(self) -> Runner:
-        world, epoch, workers, states = self.world, self._epoch, self._workers, self._resume or []
-        cursor = Cursor.of(states[0]["cursor"]) if states else self._cursor
-        self._resume = []
+        world, epoch, workers = self.world, self._epoch, self._workers
+        states = (
+            together(self._resume, world.rank, world.size) if self._resume else []
+        )  # loaded before there were ranks
+        cursor, self._resume = Cursor.of(states[0]["cursor"]) if states else self._cursor, []
         learner = None if states else self.budget.learner
         learned = self._learned if cursor.samples_seen and not states else None
         if learned is not None or learner is not None:
@@ -227,11 +229,10 @@ class OnlineDataLoader(StepLoader[Any]):
         workers.seed(self.config.seed, epoch, world.rank, cursor.steps)
         order, groups = self._orders.of_epoch(epoch), self._orders.groups(epoch)
         # Plans use one limit for a whole epoch; workers split batches that later turn out not to fit.
-        limit = states[0]["running"]["limit"] if states else self.budget.applied
+        limit, under_way = map(states[0]["running"].get, ("limit", "under_way")) if states else (self.budget.applied, 0)
         source = Source(world, self.config, self.budget, workers.iterable, cursor, order, self.sizes, groups, limit)
         source, place, joined = resumed(source, states, self._learned, self._orders)
         identity = {**self._of_ranks(source), "place": joined.steps} if world.size > 1 else {}
-        under_way = states[0]["running"]["under_way"] if states else 0
         make = FreeRunner if self.sizes is None else UpdateRunner
         return make(source, workers, joined, place, under_way, identity, self.stats, self._learned)
 

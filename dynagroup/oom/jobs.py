@@ -113,8 +113,8 @@ class Job:
     def _out(self, output: str | Path | None, num_ranks: int) -> Output:
         if output is None:
             raise ConfigError(f"{num_ranks} ranks need `output`, the path of a file that all ranks can read and write")
-        how = {**self.task.settings, "max_length": self._max_length}
-        identity = identity_of(self.task.model, self.tokenizer, self.texts, how)
+        settings = {**self.task.settings, "max_length": self._max_length}
+        identity = identity_of(self.task.model, self.tokenizer, self.texts, settings)
         return Output(Path(output), identity, len(self.texts), self.task.kind)
 
     # Ranks wait for each other four times: until the first has locked the output; until all have read what was finished

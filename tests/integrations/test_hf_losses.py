@@ -293,6 +293,13 @@ def test_the_loss_is_that_of_one_batch_of_everything(exact_loss, own, tmp_path):
     assert ours.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-5)
 
 
+def test_a_batch_weighs_its_samples_whatever_its_first_field_has(tmp_path):
+    ours = evaluated("classifier", tmp_path, fits=True, eval_config=TokenBudget(40), config={"weigh": "samples"})
+    collate, expected = ours.data_collator, ours.evaluate()["eval_loss"]
+    ours.data_collator = lambda samples: {"output_attentions": torch.tensor([False]), **collate(samples)}
+    assert ours.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
+
+
 @pytest.mark.parametrize(("wanted", "name"), [("inputs", "inputs"), ("loss", "losses")])
 def test_inputs_and_losses_reach_the_metrics_in_order(wanted, name, tmp_path):
     """Losses of samples are those of the Trainer's own batches: it is left to evaluate by itself."""

@@ -102,7 +102,8 @@ def resumed_and_whole(tmp_path, module, online, step):
     whole, resumed = module(), module()
     fit(tmp_path, whole, loader(online), callbacks=[saver], max_steps=STEPS, max_epochs=4)
     [saved] = tmp_path.glob(f"*step={step}.ckpt")
-    fit(tmp_path, resumed, loader(online), resume=str(saved), max_steps=STEPS, max_epochs=4)
+    how = {"max_steps": STEPS, "max_epochs": 4, "reload_dataloaders_every_n_epochs": int(step == 2)}
+    fit(tmp_path, resumed, loader(online), resume=str(saved), **how)
     return whole, resumed
 
 

@@ -59,6 +59,26 @@ class Stream(IterableDataset):
         return (sample_of(index, self.lengths[index]) for index in self.own()[worker::workers])
 
 
+class Living(Stream):
+    """Resumes by its own state: the dict that it goes on changing."""
+
+    state = None
+
+    def __iter__(self):
+        self.state = self.state or {"at": 0}
+        for place, sample in enumerate(super().__iter__()):
+            if place >= self.state["at"]:
+                self.state["at"] = place + 1
+                yield sample
+        self.state = None
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
 def collate(samples):
     pad = torch.nn.utils.rnn.pad_sequence
     ids = pad([s["input_ids"] for s in samples], batch_first=True, padding_value=-1)

@@ -17,7 +17,7 @@ from dynagroup.distributed import SingleProcess
 from dynagroup.errors import AlignmentError, ConfigError, StateError
 from dynagroup.memory import PaddedTokens
 from dynagroup.testing import run_ranks
-from tests.online.helpers import Stream, Tokens, collate, lengths_of, make_loader, used
+from tests.online.helpers import Stream, Tokens, all_ids, collate, lengths_of, make_loader, used
 
 LENGTHS = lengths_of(60, seed=3)
 WRONG = [
@@ -119,7 +119,15 @@ def test_a_rank_takes_no_other_ranks_state_and_one_that_cannot_load_again_tells_
         with pytest.raises(RuntimeError if world.rank else AlignmentError, match="the disk is gone"):
             list(loader)
 
+    def rest(world: Any, own: bool) -> list[Any]:
+        loader = make_loader(world if own else None, LENGTHS)
+        loader.load_state_dict(states[world.rank] if own else states)
+        loader._world = world  # as if init_process_group came after the states were loaded
+        return list(loader)
+
     run_ranks(2, load)
+    late, usual = (all_ids(run_ranks(2, lambda world, own=own: rest(world, own))) for own in (False, True))
+    assert late == usual
     with pytest.raises(StateError, match="the list of all"):
         make_loader(SingleProcess(), LENGTHS).load_state_dict(states[0])
     with pytest.raises(StateError, match=r"ranks \[0, 0\] of 2"):

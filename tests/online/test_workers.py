@@ -14,6 +14,7 @@ from dynagroup.online.datasets import IndexedDataset
 from dynagroup.online.messages import pin
 from dynagroup.testing import assert_resumes_exactly, run_ranks
 from tests.online.helpers import (
+    Living,
     Stream,
     Tokens,
     all_ids,
@@ -221,11 +222,11 @@ def shares_of(rank: int, size: int) -> range:
     return range(60 if size == 1 else 6 if rank else 54)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_stream_resumes_also_while_a_rank_idles(size: int) -> None:
+@pytest.mark.parametrize(("size", "kind"), [(1, Stream), (2, Stream), (1, Living)])
+def test_a_stream_resumes_also_while_a_rank_idles(size: int, kind: Any) -> None:
     def make(world: Any) -> Any:
-        data = Stream(FEW[: shares_of(world.rank, size).stop])
-        how = {"window": 20, "window_bytes": 900, "max_tokens": 64, "num_workers": 2}
+        data = kind(FEW[: shares_of(world.rank, size).stop])
+        how = {"window": 4 if kind is Living else 20, "window_bytes": 900, "max_tokens": 64, "num_workers": 2}
         return make_loader(world, data, dataset=lambda data: data, **how)
 
     resumed_once(make, size)
