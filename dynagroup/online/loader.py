@@ -214,9 +214,7 @@ class OnlineDataLoader(StepLoader[Any]):
 
     def _begin(self) -> Runner:
         world, epoch, workers = self.world, self._epoch, self._workers
-        states = (
-            together(self._resume, world.rank, world.size) if self._resume else []
-        )  # loaded before there were ranks
+        states = together(self._resume, world.rank, world.size) if self._resume else []  # loaded by one rank
         cursor, self._resume = Cursor.of(states[0]["cursor"]) if states else self._cursor, []
         learner = None if states else self.budget.learner
         learned = self._learned if cursor.samples_seen and not states else None
