@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 from accelerate.utils import gather_object, recursively_apply
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, SequentialSampler
 from transformers import EvalPrediction
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from dynagroup.budget.base import Budget
 from dynagroup.errors import ConfigError
-from dynagroup.integrations.hf_data import loader_kwargs, sample_kinds, sample_lengths, work_of
+from dynagroup.integrations.hf_data import host_order, loader_kwargs, sample_kinds, sample_lengths, work_of
 from dynagroup.integrations.hf_step import TrainerSteps, trl_figures
 from dynagroup.lengths import Kinds
 from dynagroup.online.datasets import is_stream
@@ -69,6 +70,9 @@ class EvaluationRows:
             yield from row.T.tolist()
 
 
+IN_ORDER = (SequentialSampler, LengthGroupedSampler)  # the Trainer's own samplers for evaluation
+
+
 class _Pass:
     """One evaluation of a dataset, over all its batches."""
 
@@ -83,7 +87,8 @@ class _Pass:
         found, real = self.accelerator.gather(tensors), self.rows.num_real[self.row]
         if real == self.rows.num_ranks:
             return found
-        return _mapped(lambda values: values[:real] if values.ndim else values, found)
+        ranks = self.rows.num_ranks  # each with one sample, which may have several rows (pairs of answers)
+        return _mapped(lambda values: values[: len(values) * real // ranks] if values.ndim else values, found)
 
     def mean_loss(self) -> float | None:
         """Returns the mean loss over all ranks; None: no batch has a loss."""
@@ -91,9 +96,18 @@ class _Pass:
         return math.fsum(loss * weight for loss, weight in found) / math.fsum(w for _, w in found) if found else None
 
     def in_order(self, found: Any) -> Any:
-        """Returns gathered results of all samples in dataset order."""
+        """Returns gathered results of all samples in dataset order; several rows a sample, in the order of the plan."""
         places = np.argsort(self.rows.order)
+        if any(len(values) > len(places) for values in _leaves(found)) and not self.rows.packed:
+            way_out = "dynagroup_eval=False evaluates in the dataset's order"
+            warn_user(f"predictions with several rows a sample stay in the order of the plan; {way_out}")
         return _mapped(lambda values: values[places] if values.ndim and len(values) == len(places) else values, found)
+
+
+def _leaves(values: Any) -> list[Any]:
+    found: list[Any] = []
+    _mapped(lambda value: found.append(value) if value.ndim else None, values)
+    return found
 
 
 def _mapped(fn: Callable[[Any], Any], values: Any) -> Any:
@@ -133,6 +147,8 @@ class Evaluator(TrainerSteps):
         if key not in self._planned_rows:
             rows: Any = None
             try:
+                if len(host.dataset) != len(dataset) or type(host_order(host)) not in IN_ORDER:
+                    raise ConfigError("the Trainer class chooses other samples or another order; in order, they would fit,")
                 lengths = sample_lengths(self, dataset, name="eval_dataset")
                 labels = self._labels(dataset, host.dataset)
                 rows = EvaluationRows(lengths, budget, self.accelerator.num_processes, work_of(self), labels)
@@ -215,4 +231,6 @@ class Evaluator(TrainerSteps):
         made = next(iter(getattr(found[1], "shape", ())), 0)
         if made > count and getattr(self.args, "predict_with_generate", False):
             raise ConfigError(f"generate() made {made} texts for {count} samples; set dynagroup_eval=False")
+        if filled is inputs:
+            return found
         return found[0], *(_mapped(lambda values: values[:count] if values.ndim else values, one) for one in found[1:])

@@ -23,7 +23,8 @@ try:
 except ImportError:
     varlen_attn: Any = lambda: None  # noqa: E731
 
-HAS_KERNEL = {"window_size", "scale"} <= inspect.signature(varlen_attn).parameters.keys()
+TAKES = inspect.signature(varlen_attn).parameters.keys()
+HAS_KERNEL, HAS_GROUPS = {"window_size", "scale"} <= TAKES, "enable_gqa" in TAKES
 NAME, PROBE = "dynagroup_varlen", "dynagroup_probe"
 NO_MATTER = frozenset(
     "position_ids position_embeddings cache_position seq_idx cu_seq_lens_k max_length_k num_items_in_batch use_cache "
@@ -176,11 +177,12 @@ def _attend(
 def kernel(query: Any, key: Any, value: Any, borders: torch.Tensor, longest: int, **how: Any) -> Any:
     """Computes the same result as :func:`one_by_one` in one call; only on CUDA devices, in half precision."""
     groups = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (key, value))
+    grouped: Any = {"enable_gqa": groups > 1} if HAS_GROUPS else {}  # from torch 2.12 on; before, heads are repeated
+    key, value = (x if groups == 1 or grouped else x.repeat_interleave(groups, dim=1) for x in (key, value))
     near = how["window"] - 1 if how["window"] else -1
     window: Any = near, 0 if how["causal"] else near
     borders = borders.to(device=query.device, dtype=torch.int32)
-    return varlen_attn(query, key, value, borders, borders, longest, longest, window_size=window, scale=how["scale"])
+    return varlen_attn(query, key, value, *2 * (borders,), *2 * (longest,), window_size=window, scale=how["scale"], **grouped)
 
 
 def one_by_one(

@@ -113,14 +113,20 @@ class RefinementCollator:
         if not isinstance(window, WindowSamples):
             window = WindowSamples(Request.of(range(len(window))), list(window))
         spare, self._ran = window.samples if self._ran else _copied(window.samples), True
+        refined = self._measured_again(lambda chosen: self._refine(replace(window, samples=chosen)), window.samples, spare)
+        return RefinedWindow(window.request.number, refined, window.place)
+
+    def _measured_again(
+        self, make: Callable[[list[Any]], list[Refined]], samples: list[Any], spare: list[Any]
+    ) -> list[Refined]:
+        """Makes batches of ``samples``; if their lengths were measured wrongly, once more of ``spare``, copies of them."""
         try:
-            refined = self._refine(window)
+            return make(samples)
         except _WiderThanMeasured as wider:
             self._collates_to_measure = True
             told = "`collate_fn` changes lengths, so each sample is also collated alone to measure it, in about twice the time"
             warn_user(f"{wider}: {told}; pass `length_of`, or give the budget the right `pad_to_multiple_of`")
-            refined = self._refine(replace(window, samples=spare))
-        return RefinedWindow(window.request.number, refined, window.place)
+            return make(spare)
 
     def split_for_ranks(self, refined: Refined, parts: int) -> list[Refined]:
         """Splits a batch into ``parts`` batches that fit as well, to give all ranks the same number of steps."""
@@ -128,8 +134,13 @@ class RefinementCollator:
         bounds = np.linspace(0, len(refined), parts + 1).astype(int)
         request = Request(np.asarray(refined.positions), indices=refined.indices, keep=parts)
         groups, labels = [refined.group] * parts, [refined.label] * len(refined)
-        window = WindowSamples(request, refined.samples)
-        return self._collate_all(_neighbours(np.diff(bounds)), groups, refined.lengths, labels, window)
+
+        def make(samples: list[Any]) -> list[Refined]:
+            lengths = self.measure(samples, refined.indices) if self._collates_to_measure else refined.lengths
+            window = WindowSamples(request, samples)
+            return self._collate_all(_neighbours(np.diff(bounds)), groups, lengths, labels, window)
+
+        return self._measured_again(make, refined.samples, _copied(refined.samples))
 
     def measure(self, samples: Sequence[Any], indices: Sequence[int]) -> Streams:
         """Returns the true lengths of these samples: stream -> int32 (N,)."""

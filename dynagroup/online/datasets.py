@@ -142,15 +142,9 @@ class IterableWindows(_Forwarding, IterableDataset):
     workers. Sample n of a worker gets the number ``(n * workers + worker) * size + rank``. A resumed worker begins with
     its first window that has unused samples, and leaves out the used ones."""
 
-    def __init__(self, dataset: Any, **how: int | None) -> None:  # window, max_bytes, rank, size
+    def __init__(self, dataset: Any, **how: int | None) -> None:  # _window, _max_bytes, _rank, _size
         epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # so that persistent workers see changes
         super().__init__(dataset=dataset, _epoch=epoch, _resume=(0, {}), **how)
-
-    def start(self, epoch: int, spots: Mapping[str, Any]) -> None:
-        """Sets the epoch of the next iteration, and for each worker the point from which it resumes."""
-        self._epoch.fill_(epoch)
-        self._resume = epoch, spots
-        set_epoch(self.dataset, epoch)
 
     def __iter__(self) -> Iterator[WindowSamples]:
         info = get_worker_info()
@@ -160,7 +154,7 @@ class IterableWindows(_Forwarding, IterableDataset):
         with sendable(lambda: f"the dataset of worker {worker} failed"):
             set_epoch(self.dataset, epoch)
             for place, chosen in self._windows(self._read(spot), spot):
-                arrivals = [(number * workers + worker) * self.size + self.rank for number in place["numbers"]]
+                arrivals = [(number * workers + worker) * self._size + self._rank for number in place["numbers"]]
                 request = Request(np.asarray(arrivals), number=place["read"], indices=arrivals, epoch=epoch)
                 yield WindowSamples(request, chosen, {**place, "worker": worker})
 
@@ -185,9 +179,9 @@ class IterableWindows(_Forwarding, IterableDataset):
                 if read >= until or read in keep:
                     chosen.append(sample)
                     numbers.append(read)
-                    size += 0 if self.max_bytes is None else sample_bytes(sample)
+                    size += 0 if self._max_bytes is None else sample_bytes(sample)
                 read += 1
-                if len(chosen) >= self.window or (self.max_bytes is not None and size >= self.max_bytes):
+                if len(chosen) >= self._window or (self._max_bytes is not None and size >= self._max_bytes):
                     break
             if not chosen:
                 return
@@ -195,3 +189,11 @@ class IterableWindows(_Forwarding, IterableDataset):
             yield {"read": first, "until": read, "state": state, "numbers": numbers, "opening": opening}, chosen
             # Asked for after the first read: before that, a dataset may report the state of an earlier run.
             state = deepcopy(self.dataset.state_dict()) if keeps_state else None  # may be its living one
+
+
+def begin_at(windows: IterableWindows, epoch: int, spots: Mapping[str, Any]) -> None:
+    """Sets the epoch of the next iteration, and for each worker the point from which it resumes. (A public name of the
+    class would hide the dataset's own of that name from a ``worker_init_fn``.)"""
+    windows._epoch.fill_(epoch)
+    windows._resume = epoch, spots
+    set_epoch(windows.dataset, epoch)

@@ -55,6 +55,7 @@ class Runner(ABC):
         self.agreed: list[Refined] = []  # agreed steps that wait for the rest of their update; empty batches are idle
         self.due: deque[Take] = deque()  # steps of updates whose totals are known
         self.ended = False  # True: the agreed steps are the epoch's last
+        self._failure: Exception | None = None  # of a split, not told to the other ranks yet
         self.split: bool = place is not None and place["split"]  # True: some rank had to split a planned batch
         self.kinds = [0]  # kinds that any rank has had, in the same order on all ranks
         # Batches for idle steps: a copy of the smallest batch of each kind, this rank's or another's.
@@ -112,11 +113,15 @@ class Runner(ABC):
                 self._more()
 
     def _even_out(self, batches: Sequence[Refined], steps: int) -> list[Refined]:
-        """Splits batches whose samples were kept, until there are ``steps`` batches or none can be split."""
+        """Splits batches whose samples were kept, until there are ``steps`` batches or none can be split. If that fails,
+        they stay whole, and the next exchange raises the error."""
         sizes = [1 if batch.samples is None else len(batch) for batch in batches]
-        split = self.workers.collator.split_for_ranks
-        pairs = zip(batches, even_parts(sizes, steps), strict=True)
-        return [part for batch, parts in pairs for part in ([batch] if parts == 1 else split(batch, parts))]
+        split, pairs = self.workers.collator.split_for_ranks, zip(batches, even_parts(sizes, steps), strict=True)
+        try:
+            return [part for batch, parts in pairs for part in ([batch] if parts == 1 else split(batch, parts))]
+        except Exception as error:  # noqa: BLE001 - sent to all ranks, and raised again
+            self._failure = error
+            return [*batches]
 
     @property
     def _in_rows(self) -> bool:
@@ -170,20 +175,24 @@ class Runner(ABC):
                 self._smallest[kind] = own or lent.batches[0]
 
     def _total(self, updates: list[list[Refined]], extra: Sequence[int] = ()) -> list[float]:
-        """Sums samples and weights of these updates over ranks, and appends their steps to ``due``; returns sums of ``extra``."""
+        """Sums samples and weights of these updates over ranks, and appends their steps to ``due``; returns sums of ``extra``.
+        Raises the error of a split on all ranks; a split fails only before a sum, or an exchange of a free run."""
         weights = [float(sum(batch.weight for batch in update)) for update in updates]
         samples = [sum(map(len, update)) for update in updates]
         if updates:
             weights[0] += self.stands.begun_weight
             samples[0] += self.stands.begun_samples
         values = [*weights, *samples, *extra]
-        found = self.exchange.world.all_sum(values) if values else []  # only after a MAX, which checks the ranks
+        failed = float(self._failure is not None)
+        found = self.exchange.world.all_sum([*values, failed]) if values else []  # only after a MAX, which checks the ranks
+        if found and found[-1]:
+            self.exchange.highest([], self._failure)
         for number, update in enumerate(updates):
             total, count = found[number], round(found[len(updates) + number])
             for place, batch in enumerate(update):
                 shares = Share(len(batch), count), Share(batch.weight, total)
                 self.due.append(Take(batch, *shares, ends_update=place == len(update) - 1))
-        return found[2 * len(updates) :]
+        return found[2 * len(updates) : len(values)]
 
     def _emit(self) -> Step[Any]:
         take, cursor = self.due.popleft(), self.stands
@@ -233,7 +242,7 @@ class FreeRunner(Runner):
             self._exchange()
 
     def _exchange(self) -> None:
-        failure, feed, wanted = None, self.feed, LOW_WATER + OF_EACH * (len(self.kinds) - 1)
+        failure, feed, wanted = self._failure, self.feed, LOW_WATER + OF_EACH * (len(self.kinds) - 1)
         try:
             while feed.can_take and len(self.queue) < wanted:
                 self.queue += self._loaded() or ()
@@ -279,9 +288,9 @@ class FreeRunner(Runner):
         bounds = [0, *range(size - self.stands.begun_rows, count + 1, size)]
         if self.ended and bounds[-1] < count:
             bounds.append(count)
-        updates = [self.agreed[start:stop] for start, stop in pairwise(bounds)]
-        self.agreed = self.agreed[bounds[-1] :]
-        return self._total(updates, extra)
+        found = self._total([self.agreed[start:stop] for start, stop in pairwise(bounds)], extra)
+        self.agreed = self.agreed[bounds[-1] :]  # not before: if a rank stops, the state has them
+        return found
 
 
 class UpdateRunner(Runner):

@@ -13,7 +13,7 @@ from dynagroup.distributed import World
 from dynagroup.errors import StateError
 from dynagroup.fingerprint import described
 from dynagroup.online.collator import RefinementCollator
-from dynagroup.online.datasets import IndexedDataset, IterableWindows, is_stream
+from dynagroup.online.datasets import IndexedDataset, IterableWindows, begin_at, is_stream
 from dynagroup.online.messages import Refined, RefinedWindow, Request
 from dynagroup.online.plans import EpochOrders, OnlineConfig, Order, Source, handed_out
 from dynagroup.online.protocol import hand_out, print_of
@@ -66,10 +66,10 @@ class Workers(Inner):
 
     def open_iterable(self, epoch: int, world: World, spots: Mapping[str, Any]) -> Iterator[Any]:
         if self.loader is None or self._windows is None or not self.persistent or spots:
-            how = {"window": self._config.window, "max_bytes": self._config.window_bytes}
-            self._windows = IterableWindows(self._dataset, **how, rank=world.rank, size=world.size)
+            how = {"_window": self._config.window, "_max_bytes": self._config.window_bytes}
+            self._windows = IterableWindows(self._dataset, **how, _rank=world.rank, _size=world.size)
             self.loader = DataLoader(self._windows, batch_size=None, collate_fn=self.collator, **self.kwargs)
-        self._windows.start(epoch, spots)
+        begin_at(self._windows, epoch, spots)
         self._windows = None if spots else self._windows  # workers that live on would begin at these spots again
         return iter(self.loader)
 

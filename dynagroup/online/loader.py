@@ -162,16 +162,19 @@ class OnlineDataLoader(StepLoader[Any]):
         if self._resume:
             if len(self._resume) > 1 or self._resume[0]["world_size"] != size:
                 raise StateError("a state was just loaded on another number of ranks; run one step before saving again")
-            return dict(self._resume[0])
-        run, sizes, learned = self._run_of, self.sizes, self._learned
+            return {**self._resume[0], "changes": self._changes}
+        run, learned = self._run_of, self._learned
         running = None if run is None else run.state()
         if running is not None:
             running["order"] = self._orders.fingerprint(self._epoch)
         epoch = self.epoch if run is None else self._epoch + (running is None)
         place = {"world_size": size, "rank": rank, "epoch": epoch, "running": running}
         place["cursor"] = (self._cursor if run is None else run.stands).state()
-        place["changes"] = [] if sizes is None else [list(change) for change in sizes.changes]
-        return {**place, "lengths": None if learned is None else learned.state()}
+        return {**place, "changes": self._changes, "lengths": None if learned is None else learned.state()}
+
+    @property
+    def _changes(self) -> list[list[int]]:
+        return [] if self.sizes is None else [list(change) for change in self.sizes.changes]
 
     def _checked(self, states: list[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], LearnedLengths | None]:
         needed = together(states, *self._rank_and_size())
@@ -208,14 +211,17 @@ class OnlineDataLoader(StepLoader[Any]):
             return
         run = self._run_of = self._begin()
         try:
-            yield from run
+            for step in run:
+                self._resume = []  # not before: if loading fails, the loaded states are still the point to resume from
+                yield step
+            self._resume = []
         finally:
             run.close()
 
     def _begin(self) -> Runner:
         world, epoch, workers = self.world, self._epoch, self._workers
         states = together(self._resume, world.rank, world.size) if self._resume else []  # loaded by one rank
-        cursor, self._resume = Cursor.of(states[0]["cursor"]) if states else self._cursor, []
+        cursor, self._resume = Cursor.of(states[0]["cursor"]) if states else self._cursor, states
         learner = None if states else self.budget.learner
         learned = self._learned if cursor.samples_seen and not states else None
         if learned is not None or learner is not None:

@@ -110,7 +110,7 @@ def encode(name: str | Path, texts: Sequence[str], *, batch_size: int = 32, **op
     """Embeds texts like :func:`embed_dataset`, by a model's name or folder, with its own settings, on a GPU if any.
 
     Vectors of a sentence-transformers model equal those of ``SentenceTransformer(name).encode(texts)``; other models
-    use pooling "mean". ``options`` (:func:`embed_dataset`) override the folder's. ConfigError: it has further modules.
+    use pooling "mean". ``options`` (:func:`embed_dataset`) override the folder's. ConfigError: further modules, changed texts.
 
     >>> encode("sentence-transformers/all-MiniLM-L6-v2", texts).shape  # doctest: +SKIP
     (1000, 384)
@@ -134,8 +134,10 @@ def _recipe_of(name: str) -> dict[str, Any]:
     if unknown or len(asked) != 1 or asked[0] not in _POOLINGS:
         lacking = f"has the pooling {asked} and the modules {unknown}, which dynagroup does not have"
         raise ConfigError(f"{name!r} {lacking}; use sentence-transformers")
-    limit = _read(name, "sentence_bert_config.json").get("max_seq_length")
-    return {"pooling": _POOLINGS[asked[0]], "normalize": "Normalize" in kinds, "max_length": limit}
+    own, more = _read(name, "sentence_bert_config.json"), _read(name, "config_sentence_transformers.json")
+    if own.get("do_lower_case") or (more.get("prompts") or {}).get(more.get("default_prompt_name")):
+        raise ConfigError(f"{name!r} changes texts (do_lower_case, default_prompt_name); use sentence-transformers")
+    return {"pooling": _POOLINGS[asked[0]], "normalize": "Normalize" in kinds, "max_length": own.get("max_seq_length")}
 
 
 def _read(name: str, file: str) -> Any:

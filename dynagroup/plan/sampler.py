@@ -27,6 +27,11 @@ from dynagroup.validation import check_int, warn_user
 KIND = "LengthAwareBatchSampler"
 
 
+def _by_torchdata() -> bool:
+    """Returns whether torchdata called the calling method."""
+    return str(sys._getframe(2).f_globals.get("__name__", "")).startswith("torchdata.")
+
+
 @dataclass
 class _Run:
     """One iteration: the borders of windows that it has passed, from its start, and how many steps it has yielded."""
@@ -40,16 +45,25 @@ class _Run:
 
 class EpochHandle:
     """The object ``batch_sampler.sampler``, on which accelerate and Lightning call ``set_epoch``. After a state was
-    loaded, accelerate counts epochs from 0 again, so its first call is taken as the epoch of the state."""
+    loaded, accelerate counts epochs from 0 again, so its first call is taken as the epoch of the state; or its last one,
+    if torchdata loads the state, because torchdata does so when accelerate has begun the epoch."""
 
     def __init__(self, sampler: "LengthAwareBatchSampler") -> None:
         self._sampler, self._ahead = sampler, 0
-        self.expected: int | None = None  # the epoch that a loaded state resumes
+        self._expected: int | None = None  # the epoch that a loaded state resumes
+        self._called: int | None = None  # the last epoch that was set
 
     def set_epoch(self, epoch: int) -> None:
-        if self.expected is not None:
-            self._ahead, self.expected = self.expected - epoch, None
+        if self._expected is not None:
+            self._ahead, self._expected = self._expected - epoch, None
+        self._called = epoch
         self._sampler.set_epoch(epoch + self._ahead)
+
+    def resume(self, epoch: int, *, begun: bool) -> None:
+        """Notes the epoch of a loaded state; ``begun``: the host has set the number of this epoch already."""
+        self._expected = epoch
+        if begun and self._called is not None:
+            self._ahead, self._expected = epoch - self._called, None
 
 
 class LengthAwareBatchSampler(Sampler[list[int]]):
@@ -211,7 +225,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
 
         Raises StateError if the iteration did not yield ``num_steps`` steps, or it is missing while workers run."""
         run = self._run
-        by_itself = str(sys._getframe(1).f_globals.get("__name__", "")).startswith("torchdata.")  # counts used steps
+        by_itself = _by_torchdata()  # counts used steps
         if num_steps is not None:
             num_steps = check_int("num_steps", num_steps, least=0)
         elif run is not None and run.steps and not run.ended and not by_itself:
@@ -249,7 +263,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         self._epoch, self._run = cursor.epoch, None
         self._start = cursor if cursor.windows_done or cursor.segments else None
         self._advance = int(planner.is_done(cursor, self._rank_and_size()[1], self._order_of(cursor.epoch)))
-        self.sampler.expected = self.epoch
+        self.sampler.resume(self.epoch, begun=_by_torchdata())
 
     def _rank_and_size(self) -> tuple[int | None, int]:
         return rank_and_size() if self._world_size is None else (self._rank, self._world_size)

@@ -184,6 +184,7 @@ def architecture(config: Any) -> dict[str, Any]:
 
 _PLAIN_MLP = {"gpt2", "opt", "bert", "roberta", "bart", "marian", "m2m_100", "whisper", "gpt_neox", "bloom", "phi", "distilbert",
               "electra", "gpt_neo", "gptj", "falcon", "mpt", "codegen", "starcoder2", "deberta-v2"}  # fmt: skip
+_ATTENTION = {"eager": "eager", "flash": "flash", "varlen": "flash"}  # part of a name in transformers -> how it is traced
 _DROPOUTS = ("hidden_dropout_prob", "hidden_dropout", "resid_pdrop", "dropout", "dropout_rate", "mlp_dropout")
 
 
@@ -204,7 +205,7 @@ def _run_as(model: Any, mode: str) -> dict[str, Any]:
         "num_parameters": total, "trainable_share": count / max(total, 1) if mode == "train" else 0.0,
         "lm_head": getattr(model, "get_output_embeddings", lambda: None)() is not None,
         "dtype": dtype if dtype in ELEMENT_BYTES else "float32", "gradient_checkpointing": bool(checkpoints),
-        "attention": next((kind for kind in ("eager", "flash") if kind in stated), "sdpa"),
+        "attention": next((kind for name, kind in _ATTENTION.items() if name in stated), "sdpa"),
         "optimizer_bytes": 2.0 * width if mode == "train" else 0.0,
         "max_new_tokens": new_tokens if mode == "generate" else 0,
     }  # fmt: skip

@@ -2,8 +2,9 @@
 
 A trace runs the model without data and records the bytes alive after each allocation. Each of these values is a
 polynomial in (n samples, L tokens), so a few traces determine it (least squares, error 0). The peak of a batch is the
-largest of the polynomials, called phases. If all layers have one class, three layers are traced: every further layer
-adds the same bytes, from its forward pass to the end of its backward pass.
+largest of the polynomials, called phases. If all layers have one class, only the first are traced, up to two of those
+at the end that have parameters of equal shapes: every further layer adds the same bytes, from its forward pass to the
+end of its backward pass.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,7 +24,7 @@ from dynagroup.validation import warn_user
 
 Probe: TypeAlias = "tuple[int, int, int]"  # shape to trace: samples, tokens, target tokens
 Timeline: TypeAlias = "Callable[[Probe], FloatArray]"  # returns the bytes alive after each allocation
-ALIKE = 5e-3  # largest relative error of a peak that is computed from three layers
+ALIKE = 5e-3  # largest relative error of a peak that is computed from a few layers
 EXACT = 1e-4  # largest error of a polynomial, relative to the largest value of its trace
 # CUDA kernels pad rows to multiples of 32 and masks to multiples of 16. Traced lengths are multiples of 32 plus 1, so
 # all get the most padding. A program that pads to 64 or 512 gives no polynomial at these lengths, and so is noticed.
@@ -83,11 +84,11 @@ class _Traced:
         config: Any = getattr(as_meta_model(self.source, self.workload), "config", None)
         return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
-    def model(self, most_layers: int | None = None) -> torch.nn.Module:
-        """Returns the model, ready to trace, with at most ``most_layers`` layers in each stack."""
+    def model(self, depths: Sequence[int] = ()) -> torch.nn.Module:
+        """Returns the model, ready to trace, with all layers, or at most ``depths`` layers in each stack."""
         model = as_meta_model(self.source, self.workload)
-        for stack in stacks(model) if most_layers else ():
-            del stack[most_layers:]
+        for stack, depth in zip(stacks(model), depths, strict=False):
+            del stack[depth:]
         return as_gathered(prepare(model, self.workload), self.workload)
 
     def run(self, model: torch.nn.Module, probe: Probe, watch: Any = None) -> LiveBytes:
@@ -96,27 +97,34 @@ class _Traced:
         return trace(model, self.workload, n, longest, inputs=self.inputs, watch=watch, smooth=True)
 
     def timeline(self, check: Probe) -> Timeline:
-        """Returns a function from shapes to timelines; it traces three layers if their peak is right for ``check``."""
+        """Returns a function from shapes to timelines; it traces a few layers if their peak is right for ``check``."""
         whole = self.model()
-        layers = [len(stack) for stack in stacks(whole)]
+        layers, depths = [*map(len, stacks(whole))], [*map(_depth, stacks(whole))]
 
         def all_layers(probe: Probe) -> FloatArray:
             return np.array(self.run(whole, probe).timeline, dtype=np.float64)
 
-        def three_layers(probe: Probe) -> FloatArray:
+        def few_layers(probe: Probe) -> FloatArray:
             deepen = _Deepen(shallow, layers, self.workload)
             return deepen.raised(self.run(shallow, probe, watch=deepen))
 
-        if max(layers, default=0) > ALIKE_LAYERS + 1:
-            shallow = self.model(ALIKE_LAYERS)
+        if any(depth + 1 < count for depth, count in zip(depths, layers, strict=True)):
+            shallow = self.model(depths)
             with suppress(ValueError, KeyError):  # layers are not equal, so all of them are traced
-                if abs(three_layers(check).max() / all_layers(check).max() - 1) < ALIKE:
-                    return three_layers
+                if abs(few_layers(check).max() / all_layers(check).max() - 1) < ALIKE:
+                    return few_layers
         return all_layers
 
 
+def _depth(stack: torch.nn.ModuleList) -> int:
+    """Returns how many layers to trace: all up to two of those at the end that have parameters of equal shapes."""
+    shapes = [[p.shape for p in layer.parameters()] for layer in stack]
+    others = [place for place, shape in enumerate(shapes) if shape != shapes[-1]]
+    return max([ALIKE_LAYERS, *(place + 3 for place in others[-1:])])
+
+
 class _Deepen:
-    """Computes the timeline of a model with ``layers`` equal layers from a trace of three, by watching the last two."""
+    """Computes the timeline of a model with so many ``layers`` from a trace of a few, by watching the last two."""
 
     def __init__(self, model: torch.nn.Module, layers: Sequence[int], workload: Run) -> None:
         self._stacks, self._layers = stacks(model), layers
@@ -130,7 +138,7 @@ class _Deepen:
         for stack, span in zip(self._stacks, self._spans, strict=True):
             for place in (1, 2):
                 note = partial(self._note, tracer, span, place)
-                handles.append(stack[place].register_forward_pre_hook(note, with_kwargs=True))
+                handles.append(stack[place - 3].register_forward_pre_hook(note, with_kwargs=True))
         yield
         for handle in handles:
             handle.remove()
@@ -150,13 +158,13 @@ class _Deepen:
         prefilled, at_prompt = tracer.marks.get("prefilled", (len(line), 0))
         _, at_full = tracer.marks.get("stretched", (len(line), 0))
         for stack, layers, span in zip(self._stacks, self._layers, self._spans, strict=True):
-            kept, added = span["live2"] - span["live1"], layers - ALIKE_LAYERS
+            kept, added = span["live2"] - span["live1"], layers - len(stack)
             end = span.get("end", len(line))
             line[span["start2"] : min(end, prefilled)] += kept * added
             if self._drops_casts:
-                line[tracer.marks["forward_ends"][0] : end] -= _cast_bytes(stack[1]) * added
+                line[tracer.marks["forward_ends"][0] : end] -= _cast_bytes(stack[-2]) * added
             if kept:  # the stack with the key-value cache, which grows from the prompt's length to the final length
-                line[prefilled:] += (kept + (at_full - at_prompt) / ALIKE_LAYERS) * added
+                line[prefilled:] += (kept + (at_full - at_prompt) / len(stack)) * added
         return line
 
 
