@@ -94,6 +94,7 @@ class _Describer:
         whole = isinstance(value, (np.ndarray, partial)) or is_dataclass(value) or _is_tensor(value)
         if names is None or whole or not hasattr(value, "__dict__"):
             return self.pickled(value)
+        names = _reached(type(value), names)
         return f"{self._class(type(value))}({self._parts({k: v for k, v in vars(value).items() if k in names}, names)})"
 
     def pickled(self, value: Any) -> str:
@@ -168,6 +169,14 @@ def _names_in(code: types.CodeType) -> frozenset[str]:
     """Returns the names of all attributes and globals that code reads, nested functions included."""
     nested = (_names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
     return frozenset(code.co_names).union(*nested)
+
+
+def _reached(kind: type, names: frozenset[str]) -> frozenset[str]:
+    """Returns the names, and those that the user's own methods and properties of these names read in turn."""
+    members = [getattr(member := getattr(kind, name, None), "fget", member) for name in names]
+    codes = (m.__code__ for m in members if isinstance(m, types.FunctionType) and _is_own(m))
+    wider = names.union(*map(_names_in, codes))
+    return names if wider == names else _reached(kind, wider)
 
 
 def _is_own(thing: Any) -> bool:

@@ -42,6 +42,13 @@ class Holder:
     def rule(self, n):
         return n * self.limit
 
+    @property
+    def through(self):
+        return lambda n: self.rule(n)
+
+    def twice(self, n):
+        return self.through(self.through(n))
+
     def relative(self, shape, baseline):
         return self.limit * shape.num_samples / baseline.num_samples
 
@@ -70,7 +77,7 @@ DIFFERENT = {
     "nested code": (lambda: [x + 1 for x in ()], lambda: [x + 2 for x in ()]),
     "partial": (functools.partial(pow, 2), functools.partial(pow, 3)), "large array": (LARGE, OTHER),
     "tensor": (torch.zeros(3000), torch.zeros(3000).index_fill(0, torch.tensor([1500]), 1.0)),
-    "bound method": (Holder(3).rule, Holder(4).rule), "array in an object": (Holder(LARGE), Holder(OTHER)),
+    "bound method": (Holder(3).rule, Holder(4).rule), "what it calls": (Holder(3).twice, Holder(4).twice), "array in an object": (Holder(LARGE), Holder(OTHER)),
     "read through a closure": ((lambda h: lambda n: h.limit)(Holder(3)), (lambda h: lambda n: h.limit)(Holder(4))),
     "object": (Holder(3), Holder(4)), "constant outside the attributes": (own_budget(3), own_budget(4)),
     "long text": ("a" * 900, "a" * 899 + "b"), "name": (friendly_size, multiple_of(8)),

@@ -148,7 +148,9 @@ class Evaluator(TrainerSteps):
             rows: Any = None
             try:
                 if len(host.dataset) != len(dataset) or type(host_order(host)) not in IN_ORDER:
-                    raise ConfigError("the Trainer class chooses other samples or another order; in order, they would fit,")
+                    raise ConfigError(
+                        "the Trainer class chooses other samples or another order: choose them in eval_dataset,"
+                    )
                 lengths = sample_lengths(self, dataset, name="eval_dataset")
                 labels = self._labels(dataset, host.dataset)
                 rows = EvaluationRows(lengths, budget, self.accelerator.num_processes, work_of(self), labels)

@@ -113,7 +113,9 @@ class RefinementCollator:
         if not isinstance(window, WindowSamples):
             window = WindowSamples(Request.of(range(len(window))), list(window))
         spare, self._ran = window.samples if self._ran else _copied(window.samples), True
-        refined = self._measured_again(lambda chosen: self._refine(replace(window, samples=chosen)), window.samples, spare)
+        refined = self._measured_again(
+            lambda chosen: self._refine(replace(window, samples=chosen)), window.samples, spare
+        )
         return RefinedWindow(window.request.number, refined, window.place)
 
     def _measured_again(

@@ -184,7 +184,9 @@ class Runner(ABC):
             samples[0] += self.stands.begun_samples
         values = [*weights, *samples, *extra]
         failed = float(self._failure is not None)
-        found = self.exchange.world.all_sum([*values, failed]) if values else []  # only after a MAX, which checks the ranks
+        found = (
+            self.exchange.world.all_sum([*values, failed]) if values else []
+        )  # only after a MAX, which checks the ranks
         if found and found[-1]:
             self.exchange.highest([], self._failure)
         for number, update in enumerate(updates):

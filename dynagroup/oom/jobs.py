@@ -261,14 +261,16 @@ def _tokenizer(tokenizer: Any) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = tokenizer.get_vocab() if backend is None else json.loads(backend.to_str())
     rules = sorted((k, v) for k, v in rules.items() if k not in ("truncation", "padding"))  # every call changes these
-    special = [getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id", "truncation_side")]
+    special = [getattr(tokenizer, name, None) for name in _OF_TOKENIZER]
     return f"{type(tokenizer).__name__} #{hashed(repr((rules, special, tokenizer(_PROBES)['input_ids'])))}"
 
 
+_OF_TOKENIZER = ("pad_token_id", "eos_token_id", "truncation_side", "clean_up_tokenization_spaces")
 # Weights do not show which adapter is active, turned off or merged, or its scaling. Such settings are plain attributes
 # of modules. Private attributes are the framework's, and left out, except in the layers of peft.
 def _switches(model: Any) -> Iterator[str]:
     for name, module in model.named_modules():
+        yield f"{name} {type(module).__qualname__}"  # an activation function has no weights
         private = type(module).__module__.partition(".")[0] == "peft"
         for key, value in sorted(vars(module).items()):
             if key not in _CHANGES and (private or not key.startswith("_")) and _is_plain(value):

@@ -8,7 +8,8 @@ from types import ModuleType, SimpleNamespace
 import datasets
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.state import AcceleratorState
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
@@ -71,6 +72,25 @@ def test_a_state_saved_within_an_epoch_resumes_exactly(tmp_path, online):
     accelerator.load_state(tmp_path)
     train(steps, accelerator, model, optimizer, epochs=(1,))
     assert (parameters(model) - whole).abs().max() < 1e-12
+
+
+def test_torchdatas_loader_goes_on_with_the_next_epoch_after_a_resume(tmp_path):
+    """It loads the sampler's state late: accelerate has set the epoch by then."""
+
+    def made():
+        AcceleratorState._reset_state(True)
+        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
+        sampler = LengthAwareBatchSampler(toys.lengths(ROWS), 160, shuffle=True, world_size=1)
+        return accelerator, prepare(accelerator, DataLoader(range(48), batch_sampler=sampler, collate_fn=list))
+
+    _, whole = made()
+    epochs = [list(whole) for _ in range(3)]
+    accelerator, stopped = made()
+    assert next(iter(stopped)) == epochs[0][0]
+    accelerator.save_state(tmp_path)
+    accelerator, resumed = made()
+    accelerator.load_state(tmp_path)
+    assert [list(resumed) for _ in range(3)] == [epochs[0][1:], *epochs[1:]]
 
 
 def test_misuse_is_named():

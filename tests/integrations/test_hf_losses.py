@@ -343,6 +343,30 @@ def test_evaluation_can_be_left_to_the_trainer_or_have_its_own_budget(tmp_path):
     assert max(n * width for n, width in seen if n > 1) <= 64
 
 
+class Chosen(Trainer):
+    """Evaluates every second sample, by a sampler of its own."""
+
+    def get_eval_dataloader(self, eval_dataset=None):
+        how = {"collate_fn": self.data_collator, "sampler": range(0, COUNT, 2), "batch_size": 4}
+        return torch.utils.data.DataLoader(self.eval_dataset, **how)
+
+    def training_step(self, *args, **kwargs):
+        return super().training_step(*args, **kwargs)
+
+
+def test_a_class_that_chooses_its_samples_keeps_them_and_a_step_of_its_own_is_not_skipped(tmp_path, monkeypatch):
+    monkeypatch.setattr(toys, "DynagroupTrainer", dynagroup_trainer(Chosen))
+    run = evaluated("classifier", tmp_path, fits=True)
+    seen = models.shapes_seen(run.model)
+    with pytest.warns(UserWarning, match="because the Trainer class chooses other samples or another order"):
+        run.evaluate()
+    assert [n for n, _ in seen] == [4, 4, 4, 4, 3]
+    with pytest.raises(
+        ConfigError, match="out_of_memory='retry' with a training_step of .*; leave|leave one of them out"
+    ):
+        trainer("causal", tmp_path, fits=True, config={"out_of_memory": "retry"})
+
+
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_unknown_lengths_are_said_once_and_evaluated_as_ever(tmp_path):
     with warnings.catch_warnings():

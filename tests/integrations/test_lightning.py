@@ -76,7 +76,7 @@ def loader(online=False, budget=160, **how):
 
 def fit(tmp_path, module, source, resume=None, callbacks=(), **settings):
     steps = LightningSteps(source)
-    settings = {"max_epochs": 2, "callbacks": [steps, *callbacks], "enable_checkpointing": bool(callbacks), **settings}
+    settings = {"max_epochs": 2, "callbacks": [*callbacks, steps], "enable_checkpointing": bool(callbacks), **settings}
     trainer = lightning.Trainer(**QUIET, default_root_dir=tmp_path, precision="64-true", **settings)
     trainer.fit(module, steps, [0], ckpt_path=resume and tmp_path / resume)
     return trainer

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynagroup import AdditiveCap, BudgetError, ConfigError, LengthAwareBatchSampler, MemoryBudget, TokenBudget
+from dynagroup.integrations.varlen import use_varlen_attention
 from dynagroup.memory import Measurement, Measurements, MemoryRegressor, TracedMemory, Workload, simulate
 from dynagroup.memory.run import Phases
 from dynagroup.memory.trace.model import as_meta_model
@@ -30,6 +31,8 @@ SHALLOW = models.llama(**SMALL, layers=2, num_key_value_heads=2, max_position_em
 GEMMA = models.config(hf.Gemma3TextConfig, **SMALL, layers=3, num_key_value_heads=2, head_dim=16, sliding_window=144,
                       layer_types=["sliding_attention", "sliding_attention", "full_attention"])  # fmt: skip
 OLMOE = models.config(hf.OlmoeConfig, **SMALL, layers=2, num_experts=4, num_experts_per_tok=2)
+GLM = models.config(hf.Glm4MoeConfig, **SMALL, layers=7, num_key_value_heads=2, head_dim=16, n_routed_experts=64, n_group=1,
+                    moe_intermediate_size=64, num_experts_per_tok=2, topk_group=1, first_k_dense_replace=3)  # fmt: skip
 LONGFORMER = models.config(hf.LongformerConfig, **SMALL, attention_window=32)
 MAMBA = hf.MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1)
 MAMBA2 = hf.Mamba2Config(vocab_size=90, hidden_size=32, num_hidden_layers=2, num_heads=4, head_dim=16, state_size=8, n_groups=1,
@@ -42,7 +45,8 @@ CASES = {
     "t5": (T5, "train", {"dtype": "bfloat16"}), "wide generating": (WIDE, "generate", {"max_new_tokens": 40}),
     "bart generating": (BART, "generate", {"max_new_tokens": 30}),
     "gemma generating": (GEMMA, "generate", {"dtype": "bfloat16", "max_new_tokens": 40}),
-    "olmoe": (OLMOE, "train", {"dtype": "bfloat16"}), "bert adapted": (BERT, "train", {"dtype": "bfloat16", "lora": 4}),
+    "olmoe": (OLMOE, "train", {"dtype": "bfloat16"}), "glm": (GLM, "train", {"gradient_checkpointing": True}),
+    "bert adapted": (BERT, "train", {"dtype": "bfloat16", "lora": 4}),
 }  # fmt: skip
 SHAPES = [(9, 33), (3, 120), (2, 500)]
 GEMMAS, LAWFUL = "gemma generating", ["llama", "wide generating", "bert adapted"]
@@ -203,6 +207,8 @@ def test_packed_batches_are_held_against_the_sum_of_their_tokens():
     line, square = (memory.batch_bytes(BatchShape.of(1, [8192, 16384])) for memory in (budget.model, squared))
     assert line[1] / line[0] == pytest.approx(2, rel=0.02)
     assert square[1] / square[0] > 3
+    packed = use_varlen_attention(hf.LlamaForCausalLM(SHALLOW).bfloat16())
+    assert MemoryBudget.from_model(packed, "1GB", layout="packed").max_tokens(512) == most
 
 
 def test_static_memory_is_divided_over_ranks():

@@ -1,5 +1,6 @@
 """An online loader's promises beside the laws: what it refuses and when, and that a fault of one rank ends all."""
 
+import contextlib
 import json
 import os
 import re
@@ -103,14 +104,15 @@ def stopped(loader: Any, count: int = 1) -> Any:
     return loader.state_dict()
 
 
+class Gone(Tokens):
+    def __getitem__(self, index: int) -> Any:
+        raise OSError("the disk is gone")
+
+
 def test_a_rank_takes_no_other_ranks_state_and_one_that_cannot_load_again_tells_the_others() -> None:
     """Also where the epoch's last steps were agreed, so that resumed ranks ask each other whether that is still the end."""
     states = run_ranks(2, lambda world: stopped(make_loader(world, LENGTHS)))
     assert states[0]["running"]["ended"]
-
-    class Gone(Tokens):
-        def __getitem__(self, index: int) -> Any:
-            raise OSError("the disk is gone")
 
     def load(world: Any) -> None:
         with pytest.raises(StateError, match=rf"this is rank {world.rank} of 2, .* ranks \[{1 - world.rank}\] of 2"):
@@ -134,6 +136,64 @@ def test_a_rank_takes_no_other_ranks_state_and_one_that_cannot_load_again_tells_
         make_loader(SingleProcess(), LENGTHS).load_state_dict(states[0])
     with pytest.raises(StateError, match=r"ranks \[0, 0\] of 2"):
         make_loader(SingleProcess(), LENGTHS).load_state_dict([states[0]] * 2)
+
+
+def leg(world: Any, states: Any, gone: Any = (), stop: int | None = None, **how: Any) -> tuple[list[int], Any]:
+    """Samples that this rank uses until it stops or fails, and its state then."""
+    data = how.pop("data", Gone if world.rank in gone else Tokens)
+    loader, came = make_loader(world, LENGTHS, dataset=data, **how), []
+    loader.load_state_dict(states) if states else None
+    with contextlib.suppress(AlignmentError, RuntimeError):
+        for step in islice(loader, stop):
+            came += used(step)
+    return came, json.loads(json.dumps(loader.state_dict()))
+
+
+@pytest.mark.parametrize("how", [{"samples_per_update": 30}, {"accumulation": 5, "window": 8}, {"window": 8}])
+@pytest.mark.parametrize("gone", [[(0,)], [(0, 1), (1,)]])
+def test_a_resume_that_fails_before_its_first_step_leaves_the_state_as_it_was(how: Any, gone: Any) -> None:
+    """Fails once or twice, on some ranks, within an update; then all samples come, on as many ranks or on others."""
+    for ranks in (1, 2):
+        came, states = zip(*run_ranks(2, lambda world: leg(world, None, stop=3, **how)), strict=True)
+        for failing in gone:
+            before = states
+            nothing, states = zip(*run_ranks(2, lambda w, now=failing: leg(w, before, now, **how)), strict=True)  # noqa: B023
+            assert (nothing, states) == (([], []), before)
+        rest = [samples for samples, _ in run_ranks(ranks, lambda world: leg(world, [*states], **how))]  # noqa: B023
+        assert sorted(i for samples in (*came, *rest) for i in samples) == list(range(60))
+    with pytest.raises(StateError, match="run one step before saving again"):
+        leg(SingleProcess(), [*states], gone=(0,), **how)
+
+
+def few_fail(samples: Any) -> Any:
+    if len(samples) < 6 and len(samples[0]["input_ids"]) == 1:
+        raise ValueError("statistics need six samples")
+    return collate(samples)
+
+
+def rounded(samples: Any) -> Any:
+    batch = collate(samples)
+    return {n: torch.nn.functional.pad(v, (0, -v.shape[1] % 8), value=-100) for n, v in batch.items()}
+
+
+@pytest.mark.parametrize("how", [{"window": 12}, {"samples_per_update": 24}])
+def test_a_batch_that_fails_as_it_is_split_reaches_every_rank_and_stays_in_the_state(how: Any) -> None:
+    """Rank 0 has one batch of short samples, rank 1 has twelve batches; so rank 0 splits its own, for equal steps."""
+    how |= {"max_tokens": 20, "length_of": lambda sample: len(sample["input_ids"])}
+    how |= {"data": lambda _: Tokens([1] * 12 + [20] * 12)}
+    states = [state for _, state in run_ranks(2, lambda world: leg(world, None, collate_fn=few_fail, **how))]
+    rest = [samples for samples, _ in run_ranks(2, lambda world: leg(world, states, **how))]
+    assert sorted(sum(rest, [])) == list(range(24))
+
+
+@pytest.mark.parametrize("how", [{"window": 6}, {"samples_per_update": 12}])
+@pytest.mark.filterwarnings("ignore:.*`collate_fn` changes lengths:UserWarning")
+def test_a_part_that_is_padded_further_than_its_batch_is_measured_again(how: Any) -> None:
+    """The batch ends at a multiple of 8, its last part does not."""
+    how |= {"max_tokens": 48, "length_of": None, "collate_fn": rounded}
+    how |= {"data": lambda _: Tokens([8] + [5] * 5 + [40] * 6)}
+    came = [samples for samples, _ in run_ranks(2, lambda world: leg(world, None, **how))]
+    assert sorted(sum(came, [])) == list(range(12))
 
 
 def test_schedules_that_differ_are_refused_and_a_size_where_there_is_none() -> None:

@@ -1,6 +1,7 @@
 """Whole datasets: results are those of one text at a time, whatever batches, memory, crashes, ranks and files do."""
 
 import copy
+import json
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -340,6 +341,12 @@ def test_a_folder_is_pooled_normalised_and_shortened_as_it_says(tmp_path: Path) 
     same(vectors, (torch.nn.functional.normalize(s.mean(0), dim=0) for s in states(model, 6)))
     first = encode(str(tmp_path), TEXTS, pooling="first", normalize=False, max_length=4, progress=False)
     same(first, (s[0] for s in states(model, 4)))
+    prompts, lower = {"prompts": {"query": "q: "}, "default_prompt_name": "query"}, {"do_lower_case": True}
+    for name, own in {"config_sentence_transformers.json": prompts, "sentence_bert_config.json": lower}.items():
+        (tmp_path / name).write_text(json.dumps(own))
+        with pytest.raises(ConfigError, match="changes texts"):
+            encode(tmp_path, TEXTS)
+        (tmp_path / name).write_text("{}")
     for name in ("modules.json", "sentence_bert_config.json"):
         (tmp_path / name).unlink()
     same(encode(tmp_path, TEXTS, progress=False), (s.mean(0) for s in states(model)))
