@@ -11,6 +11,7 @@ from dynagroup.budget.base import Budget
 from dynagroup.budget.tokens import as_budget
 from dynagroup.distributed import World
 from dynagroup.errors import ConfigError, StateError
+from dynagroup.fingerprint import described
 from dynagroup.lengths import LONGEST
 from dynagroup.online.collator import LengthOf, Oversize, RefinementCollator
 from dynagroup.online.engine import FreeRunner, Runner, UpdateRunner
@@ -167,7 +168,8 @@ class OnlineDataLoader(StepLoader[Any]):
         running = None if run is None else run.state()
         if running is not None:
             running["order"] = self._orders.fingerprint(self._epoch)
-        epoch = self.epoch if run is None else self._epoch + (running is None)
+        used_up = self._resume is None if run is None else running is None
+        epoch = self._epoch + used_up
         place = {"world_size": size, "rank": rank, "epoch": epoch, "running": running}
         place["cursor"] = (self._cursor if run is None else run.stands).state()
         return {**place, "changes": self._changes, "lengths": None if learned is None else learned.state()}
@@ -245,6 +247,7 @@ class OnlineDataLoader(StepLoader[Any]):
         varying = None if sizes is None or sizes.is_constant else sizes.spans(sizes.start(epoch))
         order = [orders.decided_by, None if orders.num_samples is None else orders.fingerprint(epoch)]
         told = {"order": order, "epoch": epoch, "rest": None if base is None else print_of(base.tolist())}
+        told["lengths of earlier epochs"] = None if self._learned is None else described(self._learned.seen)
         told["num_workers"] = [self._workers.num_workers, self._workers.depth]
         told["sizes of updates"] = varying and [stop for _, stop, _ in varying]
         own = {"kind_of", *["weigh"] * callable(self.config.weigh)}  # functions may depend on the rank's device

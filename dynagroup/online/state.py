@@ -44,8 +44,10 @@ def together(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> list[
     if ranks != list(range(given)) and (given, ranks) != (size, [rank]):
         way_out = "give each rank its own state, or if the number of ranks changed, the list of all"
         raise StateError(f"this is rank {rank} of {size}, but states of ranks {ranks} of {given} were given; {way_out}")
-    stands = ("epoch", "steps", "samples_seen")
-    places = {(s["world_size"], *(s["cursor"][name] for name in stands), str(s["changes"])) for s in ordered}
+    places = set()  # the end of an epoch is the beginning of the next one
+    for state in ordered:
+        cursor, steps = state["cursor"], state["cursor"]["steps"] * bool(state["running"])
+        places.add((state["world_size"], state["epoch"], steps, cursor["samples_seen"], str(state["changes"])))
     if len(places) > 1:
         told = f"(ranks, epoch, step, samples, changes) are {sorted(places)}"
         raise StateError(f"the ranks saved their states after different steps: {told}; load states of one step")
@@ -81,14 +83,11 @@ class LearnedLengths:
 
     def merge(self, world: World) -> None:
         """Combines what all ranks measured in this epoch (each sample's largest length); call it on all ranks."""
-        fresh, self._fresh = self._fresh, {}
-        names = sorted(fresh)
+        fresh, names = self._fresh, sorted(self._fresh)
         if world.size > 1:
             most, fewest = world.all_max([len(names), -len(names)])
             names = names if most == -fewest else []  # ranks without samples know no streams
-        if not names:
-            return
-        changed = np.zeros(self.num_samples, np.bool_)
+        changed, seen = np.zeros(self.num_samples, np.bool_), dict(self.seen)
         for name in names:
             for start in range(0, self.num_samples if world.size > 1 else 0, CHUNK):
                 part = fresh[name][start : start + CHUNK]
@@ -96,8 +95,9 @@ class LearnedLengths:
             unseen = fresh[name] == UNKNOWN
             if name in self.seen:
                 changed |= (fresh[name] != self.seen[name]) & ~unseen
-            self.seen[name] = np.where(unseen, self.seen.get(name, fresh[name]), fresh[name])
-        self.steady = int(changed.sum()) <= STEADY_SHARE * self.num_samples
+            seen[name] = np.where(unseen, self.seen.get(name, fresh[name]), fresh[name])
+        self.steady = int(changed.sum()) <= STEADY_SHARE * self.num_samples if names else self.steady
+        self.seen, self._fresh = seen, {}  # not before: if a rank stops, the state still has them
 
     def state(self) -> dict[str, Any]:
         fresh = {name: pack(values.astype(np.int64)) for name, values in self._fresh.items()}

@@ -165,6 +165,34 @@ def test_a_resume_that_fails_before_its_first_step_leaves_the_state_as_it_was(ho
         leg(SingleProcess(), [*states], gone=(0,), **how)
 
 
+@pytest.mark.parametrize("how", [{"samples_per_update": 30}, {}])
+def test_an_epoch_that_fails_as_it_begins_is_not_used_up(how: Any) -> None:
+    """One rank has stopped between two epochs, so the other loses contact as the next one begins."""
+
+    def run(world: Any, states: Any, epochs: int) -> tuple[list[list[int]], Any]:
+        loader, came = make_loader(SimpleNamespace(**{n: getattr(world, n) for n in WORLD}), LENGTHS, **how), [[], []]
+        loader.load_state_dict(states) if states else None
+        with contextlib.suppress(AlignmentError):
+            for epoch in range(loader.epoch, epochs):
+                if epoch and not states:
+                    loader.world.all_max = lost
+                came[epoch] += [i for step in loader for i in used(step)]
+        return came, json.loads(json.dumps(loader.state_dict()))
+
+    begun = run_ranks(2, lambda world: run(world, None, 2 - world.rank))
+    for ranks in (1, 2):
+        rest = run_ranks(ranks, lambda world: run(world, [state for _, state in begun], 2))
+        for epoch in (0, 1):
+            assert sorted(i for came, _ in (*begun, *rest) for i in came[epoch]) == list(range(60))
+
+
+WORLD = ("rank", "size", "all_max", "all_sum")
+
+
+def lost(values: Any) -> Any:
+    raise AlignmentError("lost contact")
+
+
 def few_fail(samples: Any) -> Any:
     if len(samples) < 6 and len(samples[0]["input_ids"]) == 1:
         raise ValueError("statistics need six samples")
