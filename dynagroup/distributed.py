@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from operator import index
 from typing import TYPE_CHECKING, Any, Protocol
@@ -80,7 +82,7 @@ class DistributedWorld:
             part = len(ranks) < dist.get_world_size()  # connects only if its ranks are in equally many groups
             how: Any = {"timeout": timedelta(seconds=timeout_s), "use_local_synchronization": part}
             with explained(self._lost, kind=AlignmentError):
-                beside[timeout_s] = dist.new_group(ranks, backend="gloo", **how)
+                beside[timeout_s] = _connected(lambda: dist.new_group(ranks, backend="gloo", **how))
         self._group = beside[timeout_s]
 
     def all_max(self, values: Sequence[int], /) -> list[int]:
@@ -96,6 +98,23 @@ class DistributedWorld:
         with explained(self._lost, kind=AlignmentError):
             dist.all_reduce(vector, op=getattr(dist.ReduceOp, op), group=self._group)
         return vector.tolist()
+
+
+CONNECTS_S = 600.0
+
+
+def _connected(make: Callable[[], Any]) -> Any:
+    """Makes a group in a thread, because while it connects, its own timeout, perhaps a month, would be the only limit."""
+    made: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            made.set_result(make())
+        except Exception as error:  # noqa: BLE001 - raised by `result`
+            made.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return made.result(CONNECTS_S)
 
 
 # A gloo group takes five file descriptors and three threads: each process group gets one per timeout, freed with it.

@@ -2,12 +2,20 @@
 
 import gc
 import os
+import threading
 import warnings
 
 import pytest
 import torch.distributed as dist
 
-from dynagroup import AlignmentError, ConfigError, LengthAwareBatchSampler, OnlineDataLoader, PlannedDataLoader
+from dynagroup import (
+    AlignmentError,
+    ConfigError,
+    LengthAwareBatchSampler,
+    OnlineDataLoader,
+    PlannedDataLoader,
+    distributed,
+)
 from dynagroup.distributed import DistributedWorld, SingleProcess, current_world
 from dynagroup.testing import run_ranks
 
@@ -40,6 +48,16 @@ def test_all_worlds_of_a_job_share_one_group_that_is_closed_with_it():
         dist.destroy_process_group()
         counts.append(opened())
     assert all(last <= first for first, last in zip(counts[0], counts[-1], strict=True)), counts
+
+
+def test_a_group_that_does_not_connect_is_given_up_long_before_its_own_timeout(gloo, monkeypatch):
+    """Its other ranks were killed before they made it."""
+    never = threading.Event()
+    monkeypatch.setattr(dist, "new_group", lambda *args, **kwargs: never.wait())
+    monkeypatch.setattr(distributed, "CONNECTS_S", 0.01)
+    with pytest.raises(AlignmentError, match="lost contact"):
+        DistributedWorld(timeout_s=3e6)
+    never.set()
 
 
 def test_without_a_group_there_is_one_process(gloo):

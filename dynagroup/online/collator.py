@@ -105,14 +105,14 @@ class RefinementCollator:
         self.work = check_work(self.work)
         self._weight_of = weigher(self.weigh)
         self.filling = FillingCollator(self.collate_fn, self.budget.ladder, self.pad)
-        self._warned_wide = self._collates_to_measure = False
-        self._ran = self.length_of is not None or self.collate_fn is None  # then no copies are needed
+        self._warned_wide = self._collates_to_measure = self._ran = False
 
     @sendable(lambda: "making batches failed")
     def __call__(self, window: WindowSamples | Sequence[Any]) -> RefinedWindow:
         if not isinstance(window, WindowSamples):
             window = WindowSamples(Request.of(range(len(window))), list(window))
-        spare, self._ran = window.samples if self._ran else _copied(window.samples), True
+        sure = self.length_of is not None or self.collate_fn is None or self._collates_to_measure  # no second time then
+        spare, self._ran = window.samples if sure else _copied(window.samples, deep=not self._ran), True
         refined = self._measured_again(
             lambda chosen: self._refine(replace(window, samples=chosen)), window.samples, spare
         )
@@ -276,10 +276,11 @@ def _collated_length(collate_fn: Callable[[list[Any]], Any], sample: Any) -> int
     return measure_sample(copied[0]) if tokens is None else tokens
 
 
-def _copied(samples: list[Any]) -> list[Any]:
-    """Returns copies of samples that are collated twice, as ``collate_fn`` may change them; or these if they cannot be copied."""
+def _copied(samples: list[Any], *, deep: bool = True) -> list[Any]:
+    """Returns copies of samples that are collated twice, as ``collate_fn`` may change them; or these if they cannot be
+    copied. ``deep=False`` copies only their fields, which costs little."""
     with suppress(Exception):
-        samples = copy.deepcopy(samples)
+        samples = copy.deepcopy(samples) if deep else [*map(copy.copy, samples)]
     return samples
 
 

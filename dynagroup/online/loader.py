@@ -18,7 +18,7 @@ from dynagroup.online.engine import FreeRunner, Runner, UpdateRunner
 from dynagroup.online.feeds import Workers, resumed
 from dynagroup.online.plans import WINDOW_BYTES, EpochOrders, OnlineConfig, Source, handed_out
 from dynagroup.online.protocol import Exchange, print_of
-from dynagroup.online.state import LearnedLengths, together
+from dynagroup.online.state import LearnedLengths, standing, together
 from dynagroup.plan.cost import Work
 from dynagroup.plan.cursor import Cursor
 from dynagroup.plan.planner import OneKind
@@ -47,7 +47,8 @@ class OnlineDataLoader(StepLoader[Any]):
         budget: limit of a batch, such as ``TokenBudget(16384)`` or just 16384. A MemoryBudget needs ``longest``.
         collate_fn: function from processed samples to a batch. None: torch's ``default_collate``.
         length_of: function from a processed sample to its tokens, or to a dict by stream. None: length of
-            ``input_ids``; if ``collate_fn`` changes these, the length after ``collate_fn`` on the sample alone.
+            ``input_ids``; if ``collate_fn`` changes these, the length after ``collate_fn`` on the sample alone
+            (``collate_fn`` may then replace a sample's fields, but not change their lists or tensors in place).
         batch_sampler: this rank's batches of dataset indices, which are cut to fit. The loader then forms no windows.
         sampler: dataset indices for all ranks together, the same on every rank. None: dataset order.
         shuffle: True draws samples in random order, seeded by ``seed`` and the epoch.
@@ -120,12 +121,14 @@ class OnlineDataLoader(StepLoader[Any]):
         """Makes an online loader with an existing loader's dataset, order, workers and collate function, unless
         ``options`` override them. A ``RandomSampler`` becomes ``shuffle=True`` with a seed, so that ranks agree and
         runs can resume. ``drop_last`` is ignored: no sample is left out. The existing loader is not changed."""
-        taken, sampler = {name: getattr(loader, name) for name in CARRIED}, loader.sampler
-        if type(loader.batch_sampler) not in (BatchSampler, type(None)):
-            taken["batch_sampler"] = loader.batch_sampler
-        elif type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source):
+        taken, batches = {name: getattr(loader, name) for name in CARRIED}, loader.batch_sampler
+        sampler: Any = batches.sampler if type(batches) is BatchSampler else loader.sampler
+        every = lambda: len(sampler) == len(sampler.data_source) == len(loader.dataset)  # type: ignore[arg-type] # noqa: E731
+        if type(batches) not in (BatchSampler, type(None)):
+            taken["batch_sampler"] = batches
+        elif type(sampler) is RandomSampler and not sampler.replacement and every():
             taken["shuffle"] = True
-        elif not isinstance(loader.dataset, IterableDataset) and not isinstance(sampler, SequentialSampler):
+        elif not isinstance(loader.dataset, IterableDataset) and not (type(sampler) is SequentialSampler and every()):
             taken["sampler"] = sampler
         return cls(**{**taken, **options, "budget": budget})
 
@@ -238,7 +241,8 @@ class OnlineDataLoader(StepLoader[Any]):
         limit, under_way = map(states[0]["running"].get, ("limit", "under_way")) if states else (self.budget.applied, 0)
         source = Source(world, self.config, self.budget, workers.iterable, cursor, order, self.sizes, groups, limit)
         source, place, joined = resumed(source, states, self._learned, self._orders)
-        identity = {**self._of_ranks(source), "place": joined.steps} if world.size > 1 else {}
+        stands = [joined.steps, *(standing(state) for state in states[:1])]
+        identity = {**self._of_ranks(source), "point of the saved states": stands} if world.size > 1 else {}
         make = FreeRunner if self.sizes is None else UpdateRunner
         return make(source, workers, joined, place, under_way, identity, self.stats, self._learned)
 

@@ -266,6 +266,8 @@ def _tokenizer(tokenizer: Any) -> str:
 
 
 _OF_TOKENIZER = ("pad_token_id", "eos_token_id", "truncation_side", "clean_up_tokenization_spaces")
+
+
 # Weights do not show which adapter is active, turned off or merged, or its scaling. Such settings are plain attributes
 # of modules. Private attributes are the framework's, and left out, except in the layers of peft.
 def _switches(model: Any) -> Iterator[str]:

@@ -34,6 +34,23 @@ def longer_packed(batch: list[Any]) -> Any:
     return collate_packed([{name: torch.cat([ids[:2], ids]) for name, ids in sample.items()} for sample in batch])
 
 
+def test_a_window_that_is_collated_twice_is_the_one_that_came() -> None:
+    """Also a later one: the collate function puts 9, 8 for each 9, and gives its samples the new ids."""
+
+    def expanded(batch: list[Any]) -> Any:
+        for sample in batch:
+            sample["input_ids"] = torch.tensor(
+                [t for i in sample["input_ids"].tolist() for t in ([9, 8] if i == 9 else [i])]
+            )
+        return collate([{"labels": sample["input_ids"], **sample} for sample in batch])
+
+    refine = refining(expanded, weigh="samples")
+    list(refine([{"input_ids": torch.tensor([1, 2, 3])}]))
+    with pytest.warns(UserWarning, match="`collate_fn` changes lengths"):
+        [batch] = refine([{"input_ids": torch.tensor([1, 9, 3])}])
+    assert batch.batch["input_ids"].tolist() == [[1, 9, 8, 3]]
+
+
 def from_text(batch: list[Any]) -> Any:
     """Tokenizes in the collate function, takes the text out of the samples, and puts five tokens in front."""
     return collate(samples(*(5 + len(sample.pop("text")) for sample in batch)))

@@ -138,12 +138,19 @@ def test_a_rank_takes_no_other_ranks_state_and_one_that_cannot_load_again_tells_
         make_loader(SingleProcess(), LENGTHS).load_state_dict([states[0]] * 2)
 
 
-def leg(world: Any, states: Any, gone: Any = (), stop: int | None = None, **how: Any) -> tuple[list[int], Any]:
+def leg(
+    world: Any,
+    states: Any,
+    gone: Any = (),
+    stop: int | None = None,
+    fails: Any = (AlignmentError, RuntimeError),
+    **how: Any,
+) -> tuple[list[int], Any]:
     """Samples that this rank uses until it stops or fails, and its state then."""
     data = how.pop("data", Gone if world.rank in gone else Tokens)
     loader, came = make_loader(world, LENGTHS, dataset=data, **how), []
     loader.load_state_dict(states) if states else None
-    with contextlib.suppress(AlignmentError, RuntimeError):
+    with contextlib.suppress(*fails):
         for step in islice(loader, stop):
             came += used(step)
     return came, json.loads(json.dumps(loader.state_dict()))
@@ -191,6 +198,33 @@ WORLD = ("rank", "size", "all_max", "all_sum")
 
 def lost(values: Any) -> Any:
     raise AlignmentError("lost contact")
+
+
+def test_states_of_ranks_that_were_interrupted_at_different_exchanges_are_refused() -> None:
+    """Rank 0 as its first one returns; rank 1 knows by then who gets which window, and fails in the next one."""
+
+    def interrupted(world: Any) -> Any:
+        loader, calls = make_loader(SimpleNamespace(**{n: getattr(world, n) for n in WORLD}), LENGTHS), iter(range(9))
+
+        def all_max(values: Any) -> Any:
+            if world.rank and next(calls):
+                raise KeyboardInterrupt
+            found = world.all_max(values)
+            if not world.rank:
+                raise KeyboardInterrupt
+            return found
+
+        loader.world.all_max = all_max
+        with pytest.raises(KeyboardInterrupt):
+            list(loader)
+        return loader.state_dict()
+
+    states = run_ranks(2, interrupted)
+    assert states[0]["running"]["feed"]["start"] < states[1]["running"]["feed"]["start"]
+    with pytest.raises(StateError, match="what they had agreed"):
+        make_loader(SingleProcess(), LENGTHS).load_state_dict(states)
+    with pytest.raises(AlignmentError, match="unequal point of the saved states"):
+        run_ranks(2, lambda world: leg(world, states[world.rank], fails=()))
 
 
 def few_fail(samples: Any) -> Any:

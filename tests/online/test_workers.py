@@ -7,7 +7,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from dynagroup import LengthAwareBatchSampler, OnlineDataLoader, RefinementCollator, TokenBudget
 from dynagroup.online.datasets import IndexedDataset
@@ -134,6 +141,14 @@ def test_a_loader_is_taken_over_with_its_samplers_order_and_not_changed() -> Non
         assert loader.config.shuffle is kept
         assert all_ids([list(loader)]) == list(range(120))
         assert vars(plain) == before
+    for some in (
+        SequentialSampler(range(9)),
+        RandomSampler(range(9)),
+        BatchSampler(SubsetRandomSampler(range(9)), 4, False),
+    ):
+        how: dict[str, Any] = {"batch_sampler" if isinstance(some, BatchSampler) else "sampler": some}
+        loader = OnlineDataLoader.from_dataloader(DataLoader(data, collate_fn=collate, **how), TokenBudget(128))
+        assert all_ids([list(loader)]) == list(range(9))
     weights = WeightedRandomSampler([1.0] * 60 + [0.0] * 60, 90, generator=torch.Generator().manual_seed(1))
     plain = DataLoader(Tokens(LENGTHS), batch_size=8, sampler=weights, collate_fn=collate)
     ids = [i for step in OnlineDataLoader.from_dataloader(plain, TokenBudget(128), window=16) for i in used(step)]
