@@ -40,9 +40,7 @@ def speed(machine: Machine, samples: int = 8_000, repeats: int = 3) -> dict[str,
     lengths, epochs, walls = lengths_of(CV_ONE, samples), {}, {}
     how: dict[str, Any] = {"shuffle": True, "num_workers": 2, "collate_fn": collate}
     ours = partial(OnlineDataLoader, Numbered(lengths), BUDGET, seed=1, **how)
-    loaders: dict[str, Callable[[], Iterable[Any]]] = {
-        PLAIN: partial(DataLoader, Numbered(lengths), batch_size=16, **how)
-    }
+    loaders: dict[str, Callable[[], Iterable[Any]]] = {PLAIN: partial(DataLoader, Numbered(lengths), batch_size=16, **how)}
     for waiting in (256, 2048):
         name = f"{waiting:,} samples waiting"
         loaders[f"dynagroup, {name}"] = partial(ours, window=waiting // 2)

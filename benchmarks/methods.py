@@ -293,9 +293,7 @@ METHODS: dict[str, Method] = {
     "TRL padding-free": Method(_shuffled, _sizes, packed=True),  # fixed numbers of samples, flattened
     "transformers group_by_length": Method(_group_by_length, _sizes, same_updates=False),
     "TRL packing (bfd)": Method(_best_fit_packs, _caps, packed=True, needs=TRL, **OTHER),
-    "dynabatch": Method(
-        _dynabatch, _each("max_batch_range", 4.0, 2.0), capped=False, needs=("dynabatch", "xgboost"), **OTHER
-    ),
+    "dynabatch": Method(_dynabatch, _each("max_batch_range", 4.0, 2.0), capped=False, needs=("dynabatch", "xgboost"), **OTHER),
     "online-dynamic-batching": Method(_online_dynamic_batching, _each("waiting", 1024, 256), needs=("odb",), **OTHER),
     "lhotse DynamicBucketingSampler": Method(_lhotse, _each("num_buckets", 10, 30), needs=("lhotse",), **OTHER),
     "dynagroup": Method(_ours()),

@@ -202,17 +202,14 @@ def shards(_machine: Machine, updates: int = 10) -> dict[str, Any]:
     """Of each file, padded and packed: predicted time of some updates of 256 samples by ``shard_micro_batches`` and two rules."""
     rules = {
         "ours": lambda part, cap, layout: shard_micro_batches(part, RANKS, TokenBudget(cap, layout=layout), work=WORK),
-        "differencing": lambda part, cap, layout: by_differencing(
-            part, differencing(WORK.of_lengths(part), RANKS), cap, layout
-        ),
+        "differencing": lambda part, cap, layout: by_differencing(part, differencing(WORK.of_lengths(part), RANKS), cap, layout),
         **{f"dealt {share}": partial(sorted_and_dealt, share=share) for share in (1, 2, 4, 8, 16)},
     }
     found = {}
     for (name, cap), layout in itertools.product(PACKED.items(), ("padded", "packed")):
         parts = lengths_of(name, updates * UPDATE).clip(max=cap).reshape(-1, UPDATE)
         times = {
-            rule: sum(critical_path(made(part, cap, layout), part, layout) for part in parts)
-            for rule, made in rules.items()
+            rule: sum(critical_path(made(part, cap, layout), part, layout) for part in parts) for rule, made in rules.items()
         }
         dealt = min(time for rule, time in times.items() if rule.startswith("dealt"))
         found[f"{name}, {layout}"] = {"cap": cap, **{k: times[k] for k in ("ours", "differencing")}, "dealt": dealt}

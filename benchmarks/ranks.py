@@ -94,8 +94,7 @@ def _on_ranks(texts: list[np.ndarray], repeats: int) -> dict[str, Any]:
     rates = {kind: [one["samples_per_s"] for one in runs] for kind, runs in found.items()}
     over = {kind: sorted(a / b for a, b in zip(own, rates["fixed"], strict=True)) for kind, own in rates.items()}
     return {
-        kind: {**runs[0], "samples_per_s": sorted(rates[kind]), "speed_over_fixed": over[kind]}
-        for kind, runs in found.items()
+        kind: {**runs[0], "samples_per_s": sorted(rates[kind]), "speed_over_fixed": over[kind]} for kind, runs in found.items()
     }
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from datetime import timedelta
+from multiprocessing.pool import ThreadPool
 from operator import index
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
@@ -18,6 +17,9 @@ from dynagroup.validation import check_number, explained, warn_user
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+
+CONNECTS_S = 600.0  # until ranks must have connected, because a group's own timeout may be a month
 
 
 class World(Protocol):
@@ -69,8 +71,7 @@ class DistributedWorld:
 
         if not dist.is_initialized():
             raise ConfigError("torch.distributed is not initialised; call init_process_group first")
-        timeout_s = check_number("timeout_s", timeout_s)
-        parent = group if group is not None else dist.group.WORLD
+        timeout_s, parent = check_number("timeout_s", timeout_s), group if group is not None else dist.group.WORLD
         ranks = dist.get_process_group_ranks(parent)
         if dist.get_rank() not in ranks:
             raise ConfigError(f"`group` must include this process (rank {dist.get_rank()}), but has the ranks {ranks}")
@@ -81,8 +82,8 @@ class DistributedWorld:
         if timeout_s not in beside:
             part = len(ranks) < dist.get_world_size()  # connects only if its ranks are in equally many groups
             how: Any = {"timeout": timedelta(seconds=timeout_s), "use_local_synchronization": part}
-            with explained(self._lost, kind=AlignmentError):
-                beside[timeout_s] = _connected(lambda: dist.new_group(ranks, backend="gloo", **how))
+            with explained(self._lost, kind=AlignmentError), ThreadPool(1) as pool:
+                beside[timeout_s] = pool.apply_async(dist.new_group, (ranks,), {"backend": "gloo", **how}).get(CONNECTS_S)
         self._group = beside[timeout_s]
 
     def all_max(self, values: Sequence[int], /) -> list[int]:
@@ -98,23 +99,6 @@ class DistributedWorld:
         with explained(self._lost, kind=AlignmentError):
             dist.all_reduce(vector, op=getattr(dist.ReduceOp, op), group=self._group)
         return vector.tolist()
-
-
-CONNECTS_S = 600.0
-
-
-def _connected(make: Callable[[], Any]) -> Any:
-    """Makes a group in a thread, because while it connects, its own timeout, perhaps a month, would be the only limit."""
-    made: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            made.set_result(make())
-        except Exception as error:  # noqa: BLE001 - raised by `result`
-            made.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return made.result(CONNECTS_S)
 
 
 # A gloo group takes five file descriptors and three threads: each process group gets one per timeout, freed with it.

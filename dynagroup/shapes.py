@@ -95,8 +95,7 @@ class BatchShape:
     def of(cls, num_samples: ArrayLike, longest: Units, total: Units | None = None) -> BatchShape:
         """Makes shapes from numbers or arrays, which are broadcast; those without a name are the stream ``tokens``.
         Without ``total``, every sample of a batch counts as long as the longest."""
-        count = np.asarray(num_samples, dtype=np.int64)
-        longest_by = _by_stream(longest)
+        count, longest_by = np.asarray(num_samples, dtype=np.int64), _by_stream(longest)
         total_by = {k: count * v for k, v in longest_by.items()} if total is None else _by_stream(total)
         size = np.broadcast_shapes((1,), np.shape(count), *map(np.shape, longest_by.values()))
         spread = lambda streams: {name: np.broadcast_to(v, size) for name, v in streams.items()}  # noqa: E731
@@ -128,9 +127,7 @@ def target_tokens(shape: BatchShape) -> IntArray:
     """
     first = primary(shape.longest)
     others = [values for name, values in shape.longest.items() if name != first]
-    if TARGET in shape.longest or not others:
-        return shape.longest.get(TARGET, shape.longest[first])
-    return np.sum(others, axis=0)
+    return shape.longest.get(TARGET, shape.longest[first]) if TARGET in shape.longest or not others else np.sum(others, axis=0)
 
 
 def _by_stream(value: Units) -> dict[str, IntArray]:

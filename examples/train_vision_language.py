@@ -70,9 +70,7 @@ def main(epochs: int = 2) -> tuple[list[float], list[Any]]:
         batch["labels"] = batch["input_ids"].masked_fill(batch["input_ids"] < 4, -100)
         return batch
 
-    patches = [
-        processor.image_processor.get_number_of_image_patches(*s) if (s := size_of(i)) else 0 for i in range(COUNT)
-    ]
+    patches = [processor.image_processor.get_number_of_image_patches(*s) if (s := size_of(i)) else 0 for i in range(COUNT)]
     words = [len(text_of(i).split()) + (2 + n // 4 if n else 0) for i, n in enumerate(patches)]
     lengths, kinds = {"tokens": words, "patches": patches}, ["image" if n else "text" for n in patches]
     budget = TokenBudget(MOST_TOKENS) & AdditiveCap("patches", MOST_PATCHES)

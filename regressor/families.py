@@ -99,9 +99,9 @@ class VisionLanguage(torch.nn.Module):
         super().__init__()
         self.config, self.text, self.vision = config, text, vision
         wide, hidden = config.vision_config.hidden_size, config.text_config.hidden_size
-        self.project = torch.nn.Sequential(
-            torch.nn.Linear(wide, hidden), torch.nn.GELU(), torch.nn.Linear(hidden, hidden)
-        ).to(next(text.parameters()).dtype)
+        self.project = torch.nn.Sequential(torch.nn.Linear(wide, hidden), torch.nn.GELU(), torch.nn.Linear(hidden, hidden)).to(
+            next(text.parameters()).dtype
+        )
 
     def get_output_embeddings(self) -> Any:
         return self.text.get_output_embeddings()  # type: ignore[operator]

@@ -94,9 +94,7 @@ def check(family: Family, sizes: Sizes, setting: dict[str, Any], row: dict[str, 
     """What simulating the whole model says of each of CHECK_SHAPES, bytes: an independent truth for the phases."""
     workload = Workload.from_json(row["workload"])
     model = prepare(build(family, sizes, setting, workload), workload)
-    streams = [
-        {"tokens": length, **({"target": target} if row["two_streams"] else {})} for _, length, target in CHECK_SHAPES
-    ]
+    streams = [{"tokens": length, **({"target": target} if row["two_streams"] else {})} for _, length, target in CHECK_SHAPES]
     return [trace(model, workload, n, longest).peak for (n, *_), longest in zip(CHECK_SHAPES, streams, strict=True)]
 
 

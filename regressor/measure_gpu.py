@@ -213,9 +213,7 @@ def measure_all(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run it; 1 if nothing was measured or a model failed."""
     parser = argparse.ArgumentParser(prog="regressor.measure_gpu", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument(
-        "--models", default=",".join(MODELS), help="names of regressor/families.py (default: %(default)s)"
-    )
+    parser.add_argument("--models", default=",".join(MODELS), help="names of regressor/families.py (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=25.0, help="(default: %(default)s)")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     parser.add_argument("--dry", action="store_true", help="tiny models on the CPU, made-up counters")
@@ -229,9 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = DryDevice() if args.dry else CudaDevice()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*pad_token_id.*")
-        rows, about = measure_all(
-            models, DRY if args.dry else Plan(), device, args.output, args.minutes, time.monotonic
-        )
+        rows, about = measure_all(models, DRY if args.dry else Plan(), device, args.output, args.minutes, time.monotonic)
     if rows:
         print(report(rows))
         print(f"written: {save(args.output, rows, about).name}")

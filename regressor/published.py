@@ -160,18 +160,14 @@ def _correctors(rows: dict[str, Any], known: np.ndarray, memory: TracedMemory, l
     }
 
 
-def _corrected(
-    rows: dict[str, Any], runs: np.ndarray, simulated: np.ndarray, ratio: np.ndarray
-) -> list[dict[str, Any]]:
+def _corrected(rows: dict[str, Any], runs: np.ndarray, simulated: np.ndarray, ratio: np.ndarray) -> list[dict[str, Any]]:
     """Runs held out in ten folds: the simulation, plus or times one number, and times what trees say, each for the same quantile.
 
     ``exceeded``: batches that took more than was said; ``slack``: median of said / taken; ``accepted``: batches said to take
     at most 0.9 of their run's first; ``unsafe_of_accepted``: of these, those that took more than it.
     """
     values = np.log(np.stack([rows["num_samples"], rows["longest"], simulated], axis=1)).astype(np.float32)
-    said = {
-        name: np.empty_like(simulated) for name in ("simulated", "plus one number", "times one number", "times trees")
-    }
+    said = {name: np.empty_like(simulated) for name in ("simulated", "plus one number", "times one number", "times trees")}
     for fold in range(FOLDS):
         out = runs % FOLDS == fold
         said["simulated"][out] = simulated[out]

@@ -184,9 +184,7 @@ still allows. Where memory is linear in padded tokens a token budget is all that
 def by_family(result: Figures) -> str:
     """Where the closed form of the sizes is furthest off, and what the trees' lift does to it."""
     found = {n: (f["regressor, sizes known"], f["closed form, sizes known"]) for n, f in result["by_family"].items()}
-    less_safe = [
-        n for n, (ours, form) in found.items() if ours["unsafe_percent_of_all"] > form["unsafe_percent_of_all"]
-    ]
+    less_safe = [n for n, (ours, form) in found.items() if ours["unsafe_percent_of_all"] > form["unsafe_percent_of_all"]]
     rows = [["family", "RMSE", "of the form", "unsafe % of accepted", "of the form", "growth", "of the form"]]
     for name in sorted(found, key=lambda n: -found[n][1]["rmse"])[:10]:
         cells = [(f"{f['rmse']:.3f}", f"{f['unsafe_percent']:.2f}", f"{f['growth']:.3f}") for f in found[name]]
@@ -198,9 +196,7 @@ def by_family(result: Figures) -> str:
 def write(result: Figures) -> str:
     """The whole page."""
     error, counted = result["traced_bytes_error"], result["measured_workloads"]
-    measured = (
-        f"{counted} measured ones are among its rows." if counted else "No GPU was at hand: nothing here is measured."
-    )
+    measured = f"{counted} measured ones are among its rows." if counted else "No GPU was at hand: nothing here is measured."
     about = {"workloads": result["workloads"], "families": len(result["by_family"]), "measured": measured}
     percent = {name: 100 * error[name] for name in ("lowest", "highest", "median")}
     rows_of = {name: result[name]["padded tokens"]["rows"] for name in ("overall", "counted")}

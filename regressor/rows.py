@@ -62,9 +62,7 @@ def load_groups(path: Path) -> list[Group]:
         checked = None if row["checked"] is None else tuple(row["checked"])
         known = {k: v for k, v in json.loads(row["workload"]).items() if k not in NO_FIELDS}
         workload, phases = Workload(**known), np.array(row["phases"])
-        groups.append(
-            Group(row["key"], row["family"], workload, row["static_bytes"], row["two_streams"], phases, checked)
-        )
+        groups.append(Group(row["key"], row["family"], workload, row["static_bytes"], row["two_streams"], phases, checked))
     return groups
 
 

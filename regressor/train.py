@@ -125,9 +125,7 @@ def judge_fold(groups: list[Group], recipe: Recipe, fold: int, pairs: int, choic
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, default=HERE / "data" / "simulated.parquet")
-    parser.add_argument(
-        "--measured", type=Path, default=HERE / "data" / "measured.parquet", help="of measure_gpu, if any"
-    )
+    parser.add_argument("--measured", type=Path, default=HERE / "data" / "measured.parquet", help="of measure_gpu, if any")
     parser.add_argument("--artifact", type=Path, default=PRETRAINED)
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--no-evaluation", action="store_true", help="only train and write the artifact")

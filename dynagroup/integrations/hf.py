@@ -36,9 +36,7 @@ class DynagroupTrainerMixin(Evaluator):
     """Gives a Trainer class batches that fit: ``class MyTrainer(DynagroupTrainerMixin, Seq2SeqTrainer): ...``.
     Arguments: those of :func:`dynagroup_trainer`. ``trainer.args`` is a copy with ``gradient_accumulation_steps=1``."""
 
-    def __init__(
-        self, *args: Any, dynagroup: Settings, dynagroup_eval: Budget | int | bool = True, **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, dynagroup: Settings, dynagroup_eval: Budget | int | bool = True, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._take_over(dynagroup, dynagroup_eval)
 
@@ -83,21 +81,14 @@ class DynagroupTrainerMixin(Evaluator):
         if stream and not (free and config.mode == "online"):
             way_out = "pass DynagroupConfig(mode='online', updates='free'), and max_steps in the TrainingArguments"
             raise ConfigError(f"lengths and order of an iterable dataset are not known in advance; {way_out}")
-        settings: dict[str, Any] = {
-            "kinds": config.kinds if stream else hf_data.sample_kinds(self.train_dataset, config.kinds),
-            "one_kind": config.one_kind,
-            "shapes": config.shapes,
-            "pad": self._pad,
-            "samples_per_update": None if free else config.samples_per_update or self.samples_per_update,
-            "accumulation": self.accumulation if free else 1,
-            "seed": args.data_seed if args.data_seed is not None else args.seed,
-            "weigh": self._weigh,
-            "drop_last": args.dataloader_drop_last and not free,
-            "world": config.world or (current_world() if args.world_size > 1 else SingleProcess()),
-            **hf_data.loader_kwargs(host),
-            **config.plan,
-            "work": hf_data.work_of(self),
-        }
+        settings: dict[str, Any] = {"one_kind": config.one_kind, "shapes": config.shapes, "pad": self._pad, "weigh": self._weigh}
+        settings["kinds"] = config.kinds if stream else hf_data.sample_kinds(self.train_dataset, config.kinds)
+        settings["samples_per_update"] = None if free else config.samples_per_update or self.samples_per_update
+        settings["accumulation"] = self.accumulation if free else 1
+        settings["seed"] = args.data_seed if args.data_seed is not None else args.seed
+        settings["drop_last"] = args.dataloader_drop_last and not free
+        settings["world"] = config.world or (current_world() if args.world_size > 1 else SingleProcess())
+        settings |= {**hf_data.loader_kwargs(host), **config.plan, "work": hf_data.work_of(self)}
         if config.mode == "online":
             measured = {"length_of": config.length_of, "length_hint": config.lengths, "kind_of": config.kind_of}
             order = None if stream else hf_data.host_order(host)

@@ -98,16 +98,12 @@ class _Pass:
     def in_order(self, found: Any) -> Any:
         """Returns gathered results of all samples in dataset order; several rows a sample, in the order of the plan."""
         places = np.argsort(self.rows.order)
-        if any(len(values) > len(places) for values in _leaves(found)) and not self.rows.packed:
+        sizes: list[int] = []
+        _mapped(lambda values: sizes.append(len(values) if values.ndim else 0), found)
+        if max(sizes, default=0) > len(places) and not self.rows.packed:
             way_out = "dynagroup_eval=False evaluates in the dataset's order"
             warn_user(f"predictions with several rows a sample stay in the order of the plan; {way_out}")
         return _mapped(lambda values: values[places] if values.ndim and len(values) == len(places) else values, found)
-
-
-def _leaves(values: Any) -> list[Any]:
-    found: list[Any] = []
-    _mapped(lambda value: found.append(value) if value.ndim else None, values)
-    return found
 
 
 def _mapped(fn: Callable[[Any], Any], values: Any) -> Any:
@@ -148,9 +144,7 @@ class Evaluator(TrainerSteps):
             rows: Any = None
             try:
                 if len(host.dataset) != len(dataset) or type(host_order(host)) not in IN_ORDER:
-                    raise ConfigError(
-                        "the Trainer class chooses other samples or another order: choose them in eval_dataset,"
-                    )
+                    raise ConfigError("the Trainer class chooses other samples or another order: choose them in eval_dataset,")
                 lengths = sample_lengths(self, dataset, name="eval_dataset")
                 labels = self._labels(dataset, host.dataset)
                 rows = EvaluationRows(lengths, budget, self.accelerator.num_processes, work_of(self), labels)
@@ -211,8 +205,7 @@ class Evaluator(TrainerSteps):
         if run is None:
             return super().prediction_step(model, inputs, *args, **kwargs)
         run.row += 1
-        repeats = self.accelerator.process_index >= run.rows.num_real[run.row]
-        count = len(run.rows.rows[run.row])
+        repeats, count = self.accelerator.process_index >= run.rows.num_real[run.row], len(run.rows.rows[run.row])
         own = self._has_own_loss  # might count added rows
         items: Any = self._get_num_items_in_batch([inputs], self.args.device)
         mean = items is None or self.loss_is_scaled_for_ga is False or bool(self._found_mean.get(True))

@@ -24,9 +24,7 @@ class BudgetConstraint(SamplingConstraint):  # type: ignore[misc]
         length_of: function from a cut to its length (frames, tokens). None: ``num_frames``.
     """
 
-    def __init__(
-        self, budget: Budget | int, bounds: Sequence[int], *, length_of: Callable[[Any], float] | None = None
-    ) -> None:
+    def __init__(self, budget: Budget | int, bounds: Sequence[int], *, length_of: Callable[[Any], float] | None = None) -> None:
         self.budget, self.bounds = as_budget(budget), sorted(bounds)
         self.length_of = length_of or _num_frames
         if not self._fits(1, longest := self.bounds[-1]):

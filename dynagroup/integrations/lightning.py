@@ -108,8 +108,7 @@ class LightningSteps(Callback):
         self._restored, self._state, self._due = states, None, state_dict.get("due", 0)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # First, because a callback that saves after an update needs this one's new state.
-        trainer.callbacks = [self, *(callback for callback in trainer.callbacks if callback is not self)]
+        trainer.callbacks = [self, *(one for one in trainer.callbacks if one is not self)]  # others may save its new state
         if stage == "fit":  # goes on where the Trainer's last fit ended, also inside an epoch
             left = self.state_dict() if trainer.current_epoch and (self._cut or self.begun_epoch is not None) else None
             self._restored, self._state, self.begun_epoch, self._listens, self._first = None, None, None, True, True

@@ -182,9 +182,7 @@ def kernel(query: Any, key: Any, value: Any, borders: torch.Tensor, longest: int
     near = how["window"] - 1 if how["window"] else -1
     window: Any = near, 0 if how["causal"] else near
     borders = borders.to(device=query.device, dtype=torch.int32)
-    return varlen_attn(
-        query, key, value, *2 * (borders,), *2 * (longest,), window_size=window, scale=how["scale"], **grouped
-    )
+    return varlen_attn(query, key, value, *2 * (borders,), *2 * (longest,), window_size=window, scale=how["scale"], **grouped)
 
 
 def one_by_one(

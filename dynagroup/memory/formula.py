@@ -226,8 +226,7 @@ class _Builder:
             held = held + self.element * w["hidden_size"] * prompt / max(self.layers, 1.0)
         filled = self.layers * per_layer * prompt
         last = c["last_logits"] * 4.0 * w["vocabulary_size"] * N
-        step = self.element * self.ffn * 2.0 * N
-        grown = self.layers * held + c["cache_layer"] * held
+        step, grown = self.element * self.ffn * 2.0 * N, self.layers * held + c["cache_layer"] * held
         eager = w["attention"] == "eager"  # fused kernels need no mask for one new token
         mask = self._scores(N + prompt, c["score_pass"], c["mask_pass"]) if eager else NOTHING
         return [

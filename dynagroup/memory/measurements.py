@@ -150,12 +150,10 @@ def simulate(
 
     wanted = _checked_shapes(shapes)
     model_or_config = model_or_config if isinstance(model_or_config, torch.nn.Module) else as_config(model_or_config)
-    workload = _checked_workload(model_or_config, workload)
-    rows = []
+    workload, rows = _checked_workload(model_or_config, workload), []
     with torch.inference_mode(False), torch.enable_grad():  # whatever mode the caller has set
         model = prepare(as_meta_model(model_or_config, workload), workload)
-        static = static_bytes(model, workload)
-        model = as_gathered(model, workload)
+        static, model = static_bytes(model, workload), as_gathered(model, workload)
         told = f"the model cannot run without data in mode {workload.mode!r}, so simulate() cannot be used"
         with explained(told, ConfigError, MemoryError, way_out="; use measure() on a device, or MemoryRegressor"):
             for num_samples, longest in wanted:

@@ -115,8 +115,7 @@ def max_affine(known: FloatArray, size: FloatArray) -> tuple[FloatArray, float]:
     Each of several starts alternates: fit each phase to its rows (non-negative least squares on relative errors), then
     give each row to its largest phase. Another phase is added only if it reduces the error by a fifth."""
     best, least = np.zeros((1, known.shape[1])), np.inf
-    rng = np.random.default_rng(0)
-    orders = [known[:, k] for k in range(1, known.shape[1])] + [size]
+    rng, orders = np.random.default_rng(0), [known[:, k] for k in range(1, known.shape[1])] + [size]
     for count in range(1, MOST_PHASES + 1):
         if count > 1 and (least < 1e-3 or 2 * count > len(size)):
             break

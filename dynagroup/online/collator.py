@@ -113,14 +113,10 @@ class RefinementCollator:
             window = WindowSamples(Request.of(range(len(window))), list(window))
         sure = self.length_of is not None or self.collate_fn is None or self._collates_to_measure  # no second time then
         spare, self._ran = window.samples if sure else _copied(window.samples, deep=not self._ran), True
-        refined = self._measured_again(
-            lambda chosen: self._refine(replace(window, samples=chosen)), window.samples, spare
-        )
+        refined = self._measured_again(lambda chosen: self._refine(replace(window, samples=chosen)), window.samples, spare)
         return RefinedWindow(window.request.number, refined, window.place)
 
-    def _measured_again(
-        self, make: Callable[[list[Any]], list[Refined]], samples: list[Any], spare: list[Any]
-    ) -> list[Refined]:
+    def _measured_again(self, make: Callable[[list[Any]], list[Refined]], samples: list[Any], spare: list[Any]) -> list[Refined]:
         """Makes batches of ``samples``; if their lengths were measured wrongly, once more of ``spare``, copies of them."""
         try:
             return make(samples)
@@ -191,8 +187,7 @@ class RefinementCollator:
             batches = Batches.concatenate(make(lengths, kinds))
             return batches, [*range(len(batches))]
         planned = _neighbours(np.asarray(request.groups))
-        fits = self.budget.fits(shapes_of(planned, lengths))
-        parts = []
+        fits, parts = self.budget.fits(shapes_of(planned, lengths)), []
         for members, fit in zip(planned, fits.tolist(), strict=True):
             own, of_own = kinds[members], {name: values[members] for name, values in lengths.items()}
             stays = len(members) == 1 or (fit and (own == own[0]).all())
@@ -211,8 +206,7 @@ class RefinementCollator:
         columns["real"] = real_tokens(shapes, self.budget).tolist()
         measured_by = shapes.total if is_packed(self.budget, lengths) else shapes.longest
         widths = {name: measured_by[name].tolist() for name in padded_streams(self.budget, lengths)}
-        kept = set(np.argsort(-batches.sizes, kind="stable")[: request.keep].tolist())
-        made = []
+        kept, made = set(np.argsort(-batches.sizes, kind="stable")[: request.keep].tolist()), []
         for number, members in enumerate(batches):
             places = members.tolist()
             chosen, indices = [samples[p] for p in places], [request.indices[p] for p in places]

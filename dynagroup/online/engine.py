@@ -175,18 +175,15 @@ class Runner(ABC):
                 self._smallest[kind] = own or lent.batches[0]
 
     def _total(self, updates: list[list[Refined]], extra: Sequence[int] = ()) -> list[float]:
-        """Sums samples and weights of these updates over ranks, and appends their steps to ``due``; returns sums of ``extra``.
-        Raises the error of a split on all ranks; a split fails only before a sum, or an exchange of a free run."""
+        """Sums updates' samples and weights over ranks, appends their steps to ``due``; returns sums of ``extra``. Raises the
+        error of a failed split, on all ranks."""
         weights = [float(sum(batch.weight for batch in update)) for update in updates]
         samples = [sum(map(len, update)) for update in updates]
         if updates:
             weights[0] += self.stands.begun_weight
             samples[0] += self.stands.begun_samples
-        values = [*weights, *samples, *extra]
-        failed = float(self._failure is not None)
-        found = (
-            self.exchange.world.all_sum([*values, failed]) if values else []
-        )  # only after a MAX, which checks the ranks
+        values, failed = [*weights, *samples, *extra], float(self._failure is not None)
+        found = self.exchange.world.all_sum([*values, failed]) if values else []  # only after a MAX, which checks the ranks
         if found and found[-1]:
             self.exchange.highest([], self._failure)
         for number, update in enumerate(updates):

@@ -29,9 +29,7 @@ BLANK = Request(np.zeros(0, np.int64))
 class Workers(Inner):
     """The DataLoader of an online loader; kept from epoch to epoch if its workers are persistent."""
 
-    def __init__(
-        self, dataset: Any, collator: RefinementCollator, config: OnlineConfig, kwargs: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, dataset: Any, collator: RefinementCollator, config: OnlineConfig, kwargs: Mapping[str, Any]) -> None:
         super().__init__(kwargs)
         self.collator, self._dataset, self._config = collator, dataset, config
         self.iterable, self.num_workers = is_stream(dataset), self.kwargs.setdefault("num_workers", 0)
@@ -82,8 +80,7 @@ class MapFeed:
 
     def __init__(self, source: Source, workers: Workers, place: Mapping[str, Any] | None) -> None:
         self.source, self.workers, self._place = source, workers, place
-        world = source.world
-        first = (source.groups or ())[:4]
+        world, first = source.world, (source.groups or ())[:4]
         self.opening = print_of([first, source.order.at(np.arange(sum(first)))]) if first else 0
         # With `sizes`, ranks agree on all steps of an update at once, so windows must be whole.
         self._max_bytes = None if source.sizes is not None else source.config.window_bytes

@@ -81,8 +81,7 @@ class Order(NamedTuple):
         return len(self.indices) - self.num_positions
 
     def at(self, positions: IntArray) -> list[int]:
-        positions = positions if self.base is None else self.base[positions]
-        indices = self.indices
+        positions, indices = positions if self.base is None else self.base[positions], self.indices
         return (indices.index_at(positions) if isinstance(indices, EpochOrder) else indices[positions]).tolist()
 
 
@@ -115,8 +114,7 @@ class EpochOrders:
     def __init__(
         self, dataset: Any, config: OnlineConfig, batch_sampler: Any, sampler: Any, length_hint: Any, kinds: Any = None
     ) -> None:
-        iterable = is_stream(dataset)
-        sources = {"batch_sampler": batch_sampler, "sampler": sampler}
+        iterable, sources = is_stream(dataset), {"batch_sampler": batch_sampler, "sampler": sampler}
         given = [name for name, source in sources.items() if source is not None] + ["shuffle"] * config.shuffle
         if len(given) > 1:
             raise ConfigError(f"`{given[0]}` and `{given[1]}` both set the order of samples; pass only one of them")

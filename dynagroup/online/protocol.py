@@ -67,9 +67,7 @@ def even_parts(sizes: Sequence[int], steps: int) -> list[int]:
     return parts
 
 
-def hand_out(
-    loads: Sequence[int], start: int, stop: int, *, window: int, target: int
-) -> tuple[list[list[tuple[int, int]]], int]:
+def hand_out(loads: Sequence[int], start: int, stop: int, *, window: int, target: int) -> tuple[list[list[tuple[int, int]]], int]:
     """Returns the windows of positions, from ``start`` to ``stop``, that each rank gets next; and where the rest
     starts. Greedy: the rank with the fewest samples left (``loads``) gets the next window, until each has ``target``
     samples. When only one window per rank is left, a rank gets an eighth of its part of that, so that all end together.

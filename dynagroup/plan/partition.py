@@ -41,8 +41,7 @@ def balanced_partitions(
     >>> balanced_partitions([5, 1, 1, 1], 2, equal_size=True)
     [[0, 3], [1, 2]]
     """
-    num_parts = check_int("num_parts", num_parts, most=MOST_RANKS)
-    equal_size = check_flag("equal_size", equal_size)
+    num_parts, equal_size = check_int("num_parts", num_parts, most=MOST_RANKS), check_flag("equal_size", equal_size)
     cost = _numbers("costs", costs)
     size = cost if sizes is None else _numbers("sizes", sizes)
     if len(size) != len(cost):

@@ -215,9 +215,7 @@ class Planner:
             order: Any = given[~self.unfit(given)] if len(self.left_out) else given
         else:
             order = EpochOrder(self.num_planned, shuffle=shuffle, left_out=self.left_out, **how)
-        if config.grouping is None:
-            return order
-        return GroupedOrder(order, self.tokens_of, size=size, pool=config.grouping, **how)
+        return order if config.grouping is None else GroupedOrder(order, self.tokens_of, size=size, pool=config.grouping, **how)
 
     def _windows(self, cursor: Cursor, given: Drawn) -> tuple[Order, Windows | list[tuple[int, int]], IntArray]:
         """Returns the order of the cursor's epoch, (start, stop) of its windows, and the last window of each kind."""

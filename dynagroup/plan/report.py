@@ -243,8 +243,7 @@ def most_units(lengths: Streams) -> int:
 
 def grouped_batches(lengths: NDArray[np.integer], batch_size: int, *, world_size: int = 1) -> Batches:
     """Returns batches as ``group_by_length`` forms them: shuffled samples, of which each 50 batches are sorted."""
-    order = epoch_order(len(lengths), seed=0, epoch=0)
-    piece = MEGA_BATCHES * batch_size * world_size
+    order, piece = epoch_order(len(lengths), seed=0, epoch=0), MEGA_BATCHES * batch_size * world_size
     parts = [order[start : start + piece] for start in range(0, len(order), piece)]
     parts = [part[np.argsort(-lengths[part].astype(np.int64), kind="stable")] for part in parts]
     if parts:  # the longest sample of all is first, so that an out-of-memory error comes at once

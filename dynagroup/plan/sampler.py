@@ -246,11 +246,10 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         return sealed(KIND, self._planner.identity, {"cursor": cursor, "order": order, **fields})
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Resumes from a saved state, on any number of ranks: the rest of its epoch comes next, or if nothing remained,
-        the next epoch. The state of one rank is enough; if those of all ranks are given, they must be equal. On the
-        same number of ranks the remaining batches are the same. On another number, the remaining samples of the current
-        window are cut into new batches. Raises StateError if the state is damaged, or was saved with other lengths,
-        another budget or other settings."""
+        """Resumes from a saved state, on any number of ranks: the rest of its epoch comes next, or if nothing remained, the next
+        epoch. The state of one rank is enough; if those of all ranks are given, they must be equal. On the same number of ranks
+        the remaining batches are the same. On another number, the remaining samples of the current window are cut into new
+        batches. Raises StateError if the state is damaged, or was saved with other lengths, another budget or other settings."""
         state = agreed(opened(listed(state_dict), KIND, self._planner.identity))
         cursor = Cursor.of(state["cursor"])
         if state["order"] != (None if self._order is None else self._order.checksum(cursor.epoch)):

@@ -365,11 +365,7 @@ def test_attaching_makes_the_trainer_that_the_class_makes_and_too_late_twice_or_
         with pytest.raises(ConfigError, match=message):
             attach(run, 160)
         assert (type(run), run.args, len(run.callback_handler.callbacks)) == (Trainer, before, callbacks)
-    step = {
-        "training_step": lambda self, model, inputs, items=None: self.accelerator.backward(
-            self.compute_loss(model, inputs)
-        )
-    }
+    step = {"training_step": lambda self, model, inputs, items=None: self.accelerator.backward(self.compute_loss(model, inputs))}
     old = type("Old", (DynagroupTrainer,), step)
     with pytest.raises(ConfigError, match="training_step of Old cannot be combined .* must call super"):
         old(toys.causal_lm(), arguments(tmp_path), dynagroup=16)

@@ -123,9 +123,7 @@ def test_what_masks_logits_and_caches_cost():
     wide = models.llama(vocab=50_000, width=64)
     kept, gone = (batch_bytes(wide, [(4, 128)], dtype="bf16", keeps_outputs=keeps)[0] for keeps in (None, False))
     assert kept - gone == pytest.approx(4 * 128 * 50_000 * 2, rel=0.01)
-    falcon = models.config(
-        hf.FalconConfig, width=64, heads=8
-    )  # one key head: no fused kernel takes it, scores are stored
+    falcon = models.config(hf.FalconConfig, width=64, heads=8)  # one key head: no fused kernel takes it, scores are stored
     assert batch_bytes(falcon, [(2, 1024)], "forward", attention="sdpa")[0] > 2 * 8 * 1024 * 1024 * 4
     few, many = (batch_bytes(SMALL, [(8, 64)], "generate", max_new_tokens=t)[0] for t in (16, 1016))
     assert many - few >= 900 * 2 * 8 * 2 * 16 * 4 * 2  # tokens, keys and values, samples, heads of 16, float32, layers

@@ -39,9 +39,7 @@ def test_a_window_that_is_collated_twice_is_the_one_that_came() -> None:
 
     def expanded(batch: list[Any]) -> Any:
         for sample in batch:
-            sample["input_ids"] = torch.tensor(
-                [t for i in sample["input_ids"].tolist() for t in ([9, 8] if i == 9 else [i])]
-            )
+            sample["input_ids"] = torch.tensor([t for i in sample["input_ids"].tolist() for t in ([9, 8] if i == 9 else [i])])
         return collate([{"labels": sample["input_ids"], **sample} for sample in batch])
 
     refine = refining(expanded, weigh="samples")

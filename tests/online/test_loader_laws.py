@@ -16,7 +16,8 @@ from dynagroup import LengthAwareBatchSampler, OnlineDataLoader, TokenBudget, Wo
 from dynagroup.distributed import DistributedWorld
 from dynagroup.lengths import Kinds
 from dynagroup.online.messages import number_of
-from dynagroup.testing import assert_loader_laws, run_ranks
+from dynagroup.testing import run_ranks
+from tests.laws.loader_laws import assert_loader_laws
 from tests.online.helpers import Jittered, Stream, Tokens, collate, ids_in, legs, lengths_of, make_loader
 from tests.torchrun import on_ranks
 

@@ -1,10 +1,9 @@
 """Finds how a model's memory depends on the batch shape, exactly, from a few traces of the model.
 
-A trace runs the model without data and records the bytes alive after each allocation. Each of these values is a
-polynomial in (n samples, L tokens), so a few traces determine it (least squares, error 0). The peak of a batch is the
-largest of the polynomials, called phases. If all layers have one class, only the first are traced, up to two of those
-at the end that have parameters of equal shapes: every further layer adds the same bytes, from its forward pass to the
-end of its backward pass.
+A trace runs the model without data and records the bytes alive after each allocation. Each of these values is a polynomial in (n
+samples, L tokens), so a few traces determine it (least squares, error 0). The peak of a batch is the largest of the polynomials,
+called phases. If all layers have one class, only the first are traced, up to two of those at the end that have parameters of
+equal shapes: every further layer adds the same bytes, from its forward pass to the end of its backward pass.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -183,9 +182,7 @@ def _phases(traced: _Traced) -> Phases:
     until = window - ((workload.max_new_tokens or 1) if workload.mode == "generate" else 1)
     wide = -(-window // ALIGNMENT) * ALIGNMENT
     after = _exact(traced, [(n, length + wide, target) for n, length, target in _probes(traced)])
-    if until < FEWEST_POSITIONS:
-        return after
-    return replace(_exact(traced, _probes(traced, until)), until=until, after=after.rows)
+    return after if until < FEWEST_POSITIONS else replace(_exact(traced, _probes(traced, until)), until=until, after=after.rows)
 
 
 def _probes(traced: _Traced, within: int = LONGEST) -> list[Probe]:
@@ -248,8 +245,7 @@ def _binding(phases: FloatArray, traced: _Traced) -> FloatArray:
     def drawn(least: int, most: int) -> np.ndarray:
         return np.exp(rng.uniform(np.log(least), np.log(most), 6000)).astype(int)
 
-    n = np.ones(6000, int) if traced.packed else drawn(1, 16384)
-    length = drawn(1, MOST_TOKENS)
+    n, length = np.ones(6000, int) if traced.packed else drawn(1, 16384), drawn(1, MOST_TOKENS)
     target = drawn(1, MOST_TOKENS) if traced.two_streams else np.zeros(6000, int)
     phases = np.unique(phases.round(1), axis=0)  # most allocations return to an earlier size
     shapes = monomials(n, length, target)[:, traced.columns]
