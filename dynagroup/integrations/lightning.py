@@ -107,7 +107,7 @@ class LightningSteps(Callback):
         self.loader.load_state_dict(states)
         self._restored, self._state, self._due = states, None, state_dict.get("due", 0)
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         trainer.callbacks = [self, *(one for one in trainer.callbacks if one is not self)]  # others may save its new state
         if stage == "fit":  # goes on where the Trainer's last fit ended, also inside an epoch
             left = self.state_dict() if trainer.current_epoch and (self._cut or self.begun_epoch is not None) else None

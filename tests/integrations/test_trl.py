@@ -143,7 +143,7 @@ def test_preferences_are_measured_and_evaluated_within_the_budget(tmp_path) -> N
     assert [evaluated[k] for k in figures] == pytest.approx([expected[k] for k in figures], rel=1e-4, abs=1e-5)
     alike = [reward(tmp_path, *budget) for budget in ((), (PADDED,))]
     with pytest.warns(UserWarning, match="several rows a sample stay in the order of the plan"):
-        scores = [np.sort(run.predict(run.train_dataset).predictions) for run in alike]
+        scores = [np.sort(run.predict(run.train_dataset).predictions, axis=None) for run in alike]
     assert len(scores[0]) == 2 * len(alike[0].train_dataset), "chosen and rejected"
     np.testing.assert_allclose(*scores, atol=1e-6)
     cut = dpo(tmp_path, PADDED, max_length=12)

@@ -30,6 +30,8 @@ SHALLOW = models.llama(**SMALL, layers=2, num_key_value_heads=2, max_position_em
 # Its first two of three layers slide; what one layer adds is not what the next one does.
 GEMMA = models.config(hf.Gemma3TextConfig, **SMALL, layers=3, num_key_value_heads=2, head_dim=16, sliding_window=144,
                       layer_types=["sliding_attention", "sliding_attention", "full_attention"])  # fmt: skip
+MIXED = models.config(hf.Gemma3TextConfig, **SMALL, layers=7, num_key_value_heads=2, head_dim=16, sliding_window=16,
+                      layer_types=["sliding_attention"] * 6 + ["full_attention"])  # fmt: skip
 OLMOE = models.config(hf.OlmoeConfig, **SMALL, layers=2, num_experts=4, num_experts_per_tok=2)
 GLM = models.config(hf.Glm4MoeConfig, **SMALL, layers=7, num_key_value_heads=2, head_dim=16, n_routed_experts=64, n_group=1,
                     moe_intermediate_size=64, num_experts_per_tok=2, topk_group=1, first_k_dense_replace=3)  # fmt: skip
@@ -43,7 +45,7 @@ CASES = {
     "llama": (LLAMA, "train", {"dtype": "bfloat16"}), "llama autocast": (LLAMA, "train", AUTOCAST),
     "llama generating": (LLAMA, "generate", {"dtype": "bfloat16", "max_new_tokens": 70}), "bert": (BERT, "train", {}),
     "t5": (T5, "train", {"dtype": "bfloat16"}), "wide generating": (WIDE, "generate", {"max_new_tokens": 40}),
-    "bart generating": (BART, "generate", {"max_new_tokens": 30}),
+    "mixed generating": (MIXED, "generate", {"max_new_tokens": 900}), "bart generating": (BART, "generate", {"max_new_tokens": 30}),
     "gemma generating": (GEMMA, "generate", {"dtype": "bfloat16", "max_new_tokens": 40}),
     "olmoe": (OLMOE, "train", {"dtype": "bfloat16"}), "glm": (GLM, "train", {"gradient_checkpointing": True}),
     "bert adapted": (BERT, "train", {"dtype": "bfloat16", "lora": 4}),

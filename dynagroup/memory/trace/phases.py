@@ -98,10 +98,9 @@ class _Traced:
     def timeline(self, check: Probe) -> Timeline:
         """Returns a function from shapes to timelines; it traces a few layers if their peak is right for ``check``."""
         whole = self.model()
-        layers, depths = [*map(len, stacks(whole))], [*map(_depth, stacks(whole))]
-
-        def all_layers(probe: Probe) -> FloatArray:
-            return np.array(self.run(whole, probe).timeline, dtype=np.float64)
+        windows = _windows(self.config) if self.workload.mode == "generate" else []  # what a layer's cache keeps
+        layers, depths = [*map(len, stacks(whole))], [_depth(stack, windows) for stack in stacks(whole)]
+        all_layers: Timeline = lambda probe: np.array(self.run(whole, probe).timeline, dtype=np.float64)  # noqa: E731
 
         def few_layers(probe: Probe) -> FloatArray:
             deepen = _Deepen(shallow, layers, self.workload)
@@ -115,9 +114,10 @@ class _Traced:
         return all_layers
 
 
-def _depth(stack: torch.nn.ModuleList) -> int:
-    """Returns how many layers to trace: all up to two of those at the end that have parameters of equal shapes."""
-    shapes = [[p.shape for p in layer.parameters()] for layer in stack]
+def _depth(stack: torch.nn.ModuleList, windows: Sequence[int | None]) -> int:
+    """Returns how many layers to trace: all up to two of those at the end with parameters of equal shapes and one window."""
+    known = windows if len(windows) == len(stack) else [None] * len(stack)
+    shapes = [(window, *(p.shape for p in layer.parameters())) for window, layer in zip(known, stack, strict=True)]
     others = [place for place, shape in enumerate(shapes) if shape != shapes[-1]]
     return max([ALIKE_LAYERS, *(place + 3 for place in others[-1:])])
 
@@ -176,7 +176,7 @@ def _cast_bytes(layer: torch.nn.Module) -> int:
 def _phases(traced: _Traced) -> Phases:
     if traced.packed:
         return _exact(traced, PACKED_PROBES)
-    window, workload = _sliding_window(traced.config), traced.workload
+    workload, window = traced.workload, max((size for size in _windows(traced.config) if size), default=None)
     if window is None:
         return _exact(traced, _probes(traced))
     until = window - ((workload.max_new_tokens or 1) if workload.mode == "generate" else 1)
@@ -209,12 +209,12 @@ def _aligned(length: int, traced: _Traced) -> int:
     return max((length - traced.beyond) // ALIGNMENT, 1) * ALIGNMENT + traced.beyond
 
 
-def _sliding_window(config: Any) -> int | None:
-    """Returns how many positions the cache of a sliding-window layer keeps; None: the model has no such layer."""
+def _windows(config: Any) -> list[int | None]:
+    """Returns for each layer how many positions its cache keeps; None: all, as the layer has no sliding window."""
     from transformers import DynamicCache, PretrainedConfig
 
     layers: Any = DynamicCache(config=config).layers if isinstance(config, PretrainedConfig) else ()
-    return max((window for layer in layers if (window := getattr(layer, "sliding_window", None))), default=None)
+    return [getattr(layer, "sliding_window", None) for layer in layers]
 
 
 def _exact(traced: _Traced, probes: Sequence[Probe]) -> Phases:
