@@ -184,11 +184,8 @@ def architecture(config: Any) -> dict[str, Any]:
 
 _PLAIN_MLP = {"gpt2", "opt", "bert", "roberta", "bart", "marian", "m2m_100", "whisper", "gpt_neox", "bloom", "phi", "distilbert",
               "electra", "gpt_neo", "gptj", "falcon", "mpt", "codegen", "starcoder2", "deberta-v2"}  # fmt: skip
-_ATTENTION = {
-    "eager": "eager",
-    "flash": "flash",
-    "varlen": "flash",
-}  # part of a name in transformers -> how it is traced
+# Part of an attention's name in transformers -> how the attention is traced.
+_ATTENTION = {"eager": "eager", "flash": "flash", "varlen": "flash"}
 _DROPOUTS = ("hidden_dropout_prob", "hidden_dropout", "resid_pdrop", "dropout", "dropout_rate", "mlp_dropout")
 
 
