@@ -9,6 +9,7 @@ import struct
 import uuid
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -174,9 +175,9 @@ class Output:
 
     def close(self) -> None:
         """Releases the lock."""
-        for file in (self._file, self._lock):
-            if file is not None:
-                file.close()
+        with ExitStack() as files:  # closes the lock last, and also if the disk is full
+            for file in filter(None, (self._lock, self._file)):
+                files.callback(file.close)
 
     def clear(self) -> None:
         """Deletes the journal's own files, and its folder if nothing else is in it."""

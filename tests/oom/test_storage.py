@@ -56,8 +56,12 @@ def test_a_disk_that_is_full_in_the_last_bytes_is_an_error(tmp_path: Path) -> No
     try:
         with pytest.raises(OSError, match="File too large"), (tmp_path / "x.npy").open("wb") as file:
             VECTORS.write(file, np.zeros((1, 1000), np.float32))
+        with pytest.raises(OSError, match="File too large") as kept:  # as a notebook keeps it
+            run(tmp_path, [], ["x" * 3000] * 4)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert kept.value
+    assert run(tmp_path, [], ["x" * 3000] * 4) == ["x" * 3000] * 4, "the lock was released"
 
 
 def run(folder: Path, done: list[int], results: list[Any] = TWENTY) -> Any:
