@@ -20,19 +20,7 @@ from dynagroup import LengthAwareBatchSampler, OnlineDataLoader, RefinementColla
 from dynagroup.online.datasets import IndexedDataset
 from dynagroup.online.messages import pin
 from dynagroup.testing import assert_resumes_exactly, run_ranks
-from tests.online.helpers import (
-    Living,
-    Stream,
-    Tokens,
-    all_ids,
-    collate,
-    ids_in,
-    legs,
-    lengths_of,
-    make_loader,
-    sample_of,
-    used,
-)
+from tests.online.helpers import Living, Stream, Tokens, all_ids, collate, ids_in, legs, lengths_of, make_loader, sample_of, used
 
 LENGTHS = lengths_of(120, seed=3)
 SPAWN = pytest.param({"multiprocessing_context": "spawn"}, marks=pytest.mark.slow)
@@ -169,6 +157,23 @@ def test_planned_batches_that_fit_stay_those_that_grew_are_split_and_a_plain_loa
     assert sorted(i for r in refined for i in r.indices) == list(range(120))
     assert all(r.batch["input_ids"][:, 0].tolist() == r.indices for r in refined)
     assert all(r.padded <= 64 or len(r) == 1 for r in refined)
+
+
+class Divided(Stream):
+    """Divided over workers by a ``worker_init_fn``, which sets its rank and size."""
+
+    def __iter__(self) -> Any:
+        return (sample_of(index, self.lengths[index]) for index in self.own())
+
+
+def divide(worker: int) -> None:
+    info: Any = torch.utils.data.get_worker_info()
+    info.dataset.rank, info.dataset.size = worker, info.num_workers
+
+
+def test_a_worker_init_fn_sets_what_is_the_datasets() -> None:
+    loader = make_loader(None, LENGTHS, dataset=Divided, num_workers=2, worker_init_fn=divide)
+    assert sorted(i for step in loader for i in ids_in(step)) == list(range(120))
 
 
 class Pinnable:
