@@ -111,13 +111,14 @@ class RefinementCollator:
     def __call__(self, window: WindowSamples | Sequence[Any]) -> RefinedWindow:
         if not isinstance(window, WindowSamples):
             window = WindowSamples(Request.of(range(len(window))), list(window))
-        sure = self.length_of is not None or self.collate_fn is None or self._collates_to_measure  # no second time then
-        spare, self._ran = window.samples if sure else _copied(window.samples, deep=not self._ran), True
-        refined = self._measured_again(lambda chosen: self._refine(replace(window, samples=chosen)), window.samples, spare)
+        deep, self._ran = not self._ran, True
+        refined = self._measured_again(lambda chosen: self._refine(replace(window, samples=chosen)), window.samples, deep)
         return RefinedWindow(window.request.number, refined, window.place)
 
-    def _measured_again(self, make: Callable[[list[Any]], list[Refined]], samples: list[Any], spare: list[Any]) -> list[Refined]:
-        """Makes batches of ``samples``; if their lengths were measured wrongly, once more of ``spare``, copies of them."""
+    def _measured_again(self, make: Callable[[list[Any]], list[Refined]], samples: list[Any], deep: bool) -> list[Refined]:
+        """Makes batches of ``samples``; if their lengths were measured wrongly, once more of (``deep``) copies of them."""
+        sure = self.length_of is not None or self.collate_fn is None or self._collates_to_measure  # no second time then
+        spare = samples if sure else _copied(samples, deep=deep)
         try:
             return make(samples)
         except _WiderThanMeasured as wider:
@@ -138,7 +139,7 @@ class RefinementCollator:
             window = WindowSamples(request, samples)
             return self._collate_all(_neighbours(np.diff(bounds)), groups, lengths, labels, window)
 
-        return self._measured_again(make, refined.samples, _copied(refined.samples))
+        return self._measured_again(make, refined.samples, deep=True)
 
     def measure(self, samples: Sequence[Any], indices: Sequence[int]) -> Streams:
         """Returns the true lengths of these samples: stream -> int32 (N,)."""
