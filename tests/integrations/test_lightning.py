@@ -1,6 +1,7 @@
 """The Lightning adapter against the real Lightning."""
 
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -56,8 +57,9 @@ class Estimating(Module):
 
 class Early(lightning.Callback):
     def on_train_batch_end(self, trainer, *args):
-        if not trainer.global_step:  # inside the first update
-            trainer.save_checkpoint(f"{trainer.default_root_dir}/step=0.ckpt")
+        path = Path(trainer.default_root_dir, f"step={trainer.global_step}.ckpt")
+        if not path.exists():  # inside the first update, and at the end of each
+            trainer.save_checkpoint(path)
 
     def on_validation_end(self, trainer, *args):  # at an epoch's last batch
         trainer.save_checkpoint(f"{trainer.default_root_dir}/{trainer.current_epoch}.ckpt")
@@ -98,7 +100,7 @@ def test_updates_do_not_depend_on_how_they_are_cut(tmp_path, automatic):
 
 def resumed_and_whole(tmp_path, module, online, step):
     saving = {} if step == 3 else {"every_n_train_steps": step}
-    saver = lightning.callbacks.ModelCheckpoint(dirpath=tmp_path, save_top_k=-1, **saving) if step else Early()
+    saver = lightning.callbacks.ModelCheckpoint(dirpath=tmp_path, save_top_k=-1, **saving) if step not in (0, 4) else Early()
     whole, resumed = module(), module()
     fit(tmp_path, whole, loader(online), callbacks=[saver], max_steps=STEPS, max_epochs=4)
     [saved] = tmp_path.glob(f"*step={step}.ckpt")
