@@ -143,5 +143,5 @@ def _row_by_row(trainer: Any, dataset: Any, column: str, both: bool, name: str) 
         return measure_lengths(dataset, length_of=lengths_of, progress=not trainer.args.disable_tqdm)
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         has = f"its rows have neither {trainer.args.length_column_name!r} nor {column!r}"
-        way_out = "pass DynagroupConfig(budget=..., lengths=...), e.g. measure_lengths(texts, tokenizer)"
+        way_out = "add a length column, or pass DynagroupConfig(lengths=...) for training, e.g. measure_lengths(texts, tokenizer)"
         raise ConfigError(f"cannot read the lengths of {name}: {has}; {way_out}") from error

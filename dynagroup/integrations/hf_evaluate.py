@@ -144,14 +144,13 @@ class Evaluator(TrainerSteps):
             rows: Any = None
             try:
                 if len(host.dataset) != len(dataset) or type(host_order(host)) not in IN_ORDER:
-                    raise ConfigError("the Trainer class chooses other samples or another order: choose them in eval_dataset,")
+                    raise ConfigError("the Trainer class chooses other samples or another order: choose them in eval_dataset")
                 lengths = sample_lengths(self, dataset, name="eval_dataset")
                 labels = self._labels(dataset, host.dataset)
                 rows = EvaluationRows(lengths, budget, self.accelerator.num_processes, work_of(self), labels)
             except ConfigError as error:
                 size = f"per_device_eval_batch_size={self.args.per_device_eval_batch_size}"
-                way_out = "or give eval_dataset a length column; dynagroup_eval=False silences this warning"
-                warn_user(f"evaluation runs batches of {size} samples, because {error} {way_out}")
+                warn_user(f"evaluation runs batches of {size} samples, because {error}; dynagroup_eval=False: no warning")
             self._planned_rows[key] = dataset, rows
         rows = self._planned_rows[key][1]
         if rows is None:

@@ -358,7 +358,7 @@ def test_a_class_that_chooses_its_samples_keeps_them_and_a_step_of_its_own_is_no
     monkeypatch.setattr(toys, "DynagroupTrainer", dynagroup_trainer(Chosen))
     run = evaluated("classifier", tmp_path, fits=True)
     seen = models.shapes_seen(run.model)
-    with pytest.warns(UserWarning, match="because the Trainer class chooses other samples or another order"):
+    with pytest.warns(UserWarning, match="another order: choose them in eval_dataset; dynagroup_eval=False: no warning"):
         run.evaluate()
     assert [n for n, _ in seen] == [4, 4, 4, 4, 3]
     with pytest.raises(ConfigError, match="out_of_memory='retry' with a training_step of .*leave one of them out"):
@@ -372,7 +372,7 @@ def test_unknown_lengths_are_said_once_and_evaluated_as_ever(tmp_path):
         run = evaluated("classifier", tmp_path, fits=True, compute_metrics=None)
     run.data_collator = lambda rows: toys.collate([{"input_ids": r["tokens"], "labels": r["labels"]} for r in rows])
     data = [{"labels": 0, "tokens": [1] * n} for n in range(1, 9)]
-    with pytest.warns(UserWarning, match="batches of per_device_eval_batch_size=5 .*dynagroup_eval=False silences"):
+    with pytest.warns(UserWarning, match="batches of per_device_eval_batch_size=5 .*dynagroup_eval=False: no warning"):
         run.evaluate(data)
     assert run.evaluate(data)["eval_loss"] > 0
 
