@@ -30,10 +30,10 @@ SHALLOW = models.llama(**SMALL, layers=2, num_key_value_heads=2, max_position_em
 # Its first two of three layers slide; what one layer adds is not what the next one does.
 GEMMA = models.config(hf.Gemma3TextConfig, **SMALL, layers=3, num_key_value_heads=2, head_dim=16, sliding_window=144,
                       layer_types=["sliding_attention", "sliding_attention", "full_attention"])  # fmt: skip
-MIXED = models.config(hf.Gemma3TextConfig, **SMALL, layers=7, num_key_value_heads=2, head_dim=16, sliding_window=16,
-                      layer_types=["sliding_attention"] * 6 + ["full_attention"])  # fmt: skip
+MIXED = models.config(hf.Gemma3TextConfig, **SMALL, layers=5, num_key_value_heads=2, head_dim=16, sliding_window=16,
+                      layer_types=["sliding_attention"] * 4 + ["full_attention"])  # fmt: skip
 OLMOE = models.config(hf.OlmoeConfig, **SMALL, layers=2, num_experts=4, num_experts_per_tok=2)
-GLM = models.config(hf.Glm4MoeConfig, **SMALL, layers=7, num_key_value_heads=2, head_dim=16, n_routed_experts=64, n_group=1,
+GLM = models.config(hf.Glm4MoeConfig, **SMALL, layers=5, num_key_value_heads=2, head_dim=16, n_routed_experts=64, n_group=1,
                     moe_intermediate_size=64, num_experts_per_tok=2, topk_group=1, first_k_dense_replace=3)  # fmt: skip
 LONGFORMER = models.config(hf.LongformerConfig, **SMALL, attention_window=32)
 MAMBA = hf.MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1)
