@@ -5,6 +5,7 @@ import itertools
 import json
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from dynagroup import LearningBudget, LengthAwareBatchSampler, PlannedDataLoader, Share, StateError, TokenBudget
 from dynagroup.distributed import SingleProcess
+from dynagroup.plan import static_shapes
 from dynagroup.testing import ThreadWorld, assert_resumes_exactly, run_ranks
 from tests.laws import loaders
 from tests.laws.loader_laws import assert_loader_laws
@@ -27,6 +29,21 @@ LATER = [(2, 2, "padded", 0), (1, 3, "padded", 0), (2, 3, "padded", 1)]
 PLACES += [pytest.param(*place, marks=pytest.mark.slow) for place in LATER]
 LAYOUTS = ["padded", "packed"]
 MORE = lengths_of(30, seed=1)
+CHOSEN: dict[str, Any] = {}
+
+
+@pytest.fixture(autouse=True)
+def shapes_are_chosen_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by each of thousands of loaders; those of budgets that learn are chosen anew."""
+    for kind in (static_shapes.PackedLadder, static_shapes.ShapeLadder):
+        monkeypatch.setattr(static_shapes, kind.__name__, partial(chosen, kind))
+
+
+def chosen(kind: Any, lengths: Any, budget: Any, *args: Any, **how: Any) -> Any:
+    key = repr((kind, np.asarray(lengths).tolist(), budget, args, how))
+    if type(budget) is not TokenBudget or key not in CHOSEN:
+        CHOSEN[key] = kind(lengths, budget, *args, **how)
+    return CHOSEN[key]
 
 
 @pytest.fixture(params=ENTRIES)
