@@ -73,7 +73,7 @@ def fetch(dataset: Any, indices: Sequence[int], *, always: bool = False) -> Any:
     with sendable(lambda: f"dataset samples {shorten(asked)} failed", always=always):
         samples = together(asked) if together is not None else [dataset[(asked := [index])[0]] for index in indices]
         samples = [*samples] if always or isinstance(samples, Iterator) else samples
-    if isinstance(samples, (list, tuple)) and len(samples) != len(indices):
+    if hasattr(samples, "__len__") and not hasattr(samples, "keys") and len(samples) != len(indices):  # keys: of columns
         found = f"the dataset's __getitems__ returned {len(samples)} samples for the indices {shorten(indices)}"
         raise RuntimeError(f"{found}; it must return one sample per index, in order")
     return samples

@@ -265,7 +265,8 @@ def _tokenizer(tokenizer: Any) -> str:
     return f"{type(tokenizer).__name__} #{hashed(repr((rules, special, tokenizer(_PROBES)['input_ids'])))}"
 
 
-_OF_TOKENIZER = ("pad_token_id", "eos_token_id", "truncation_side", "clean_up_tokenization_spaces")
+_OF_TOKENIZER = ("pad_token_id", "eos_token_id", "bos_token", "truncation_side", "clean_up_tokenization_spaces",
+                 "split_special_tokens")  # fmt: skip
 
 
 # Weights do not show which adapter is active, turned off or merged, or its scaling. Such settings are plain attributes
