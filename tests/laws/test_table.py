@@ -40,8 +40,10 @@ def shapes_are_chosen_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def chosen(kind: Any, lengths: Any, budget: Any, *args: Any, **how: Any) -> Any:
-    key = repr((kind, np.asarray(lengths).tolist(), budget, args, how))
-    if type(budget) is not TokenBudget or key not in CHOSEN:
+    if type(budget) is not TokenBudget:
+        return kind(lengths, budget, *args, **how)
+    key = repr((kind, np.asarray(lengths).tolist(), budget.fingerprint, args, how))
+    if key not in CHOSEN:
         CHOSEN[key] = kind(lengths, budget, *args, **how)
     return CHOSEN[key]
 

@@ -142,6 +142,20 @@ def test_a_finished_job_called_again_gives_its_results_back(model, tokenizer, ex
         call()
 
 
+@pytest.mark.parametrize(("setting", "value"), [("bos_token", "w1"), ("split_special_tokens", True), ("eos_token", "w2"),
+    ("clean_up_tokenization_spaces", True), ("truncation_side", "left")])  # fmt: skip
+def test_a_tokenizer_set_otherwise_is_another_job(setting: str, value: Any, model: Any, tmp_path: Path) -> None:
+    """Each decides about ids or texts; the vocabulary, the rules and the ids of plain words stay the same."""
+    tokenizer: Any = small_tokenizer()
+    tokenizer.clean_up_tokenization_spaces = False
+    call = lambda: embed_dataset(model.model, tokenizer, TEXTS[:4], output=tmp_path / "out.npy", **SMALL)  # noqa: E731
+    before = call()
+    np.testing.assert_array_equal(call(), before)
+    setattr(tokenizer, setting, value)
+    with pytest.raises(StateError, match="settings: tokenizer was"):
+        call()
+
+
 ALL = (generate_dataset, embed_dataset, classify_dataset)
 WRONG: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
     (ALL, {"texts": ["w1", None]}, "text 1 must be a string, but is None; correct or filter out that sample"),
