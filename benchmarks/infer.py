@@ -77,8 +77,8 @@ def _on_device(machine: Machine, mode: str, new_tokens: int, longest: int, count
 def _compared(
     machine: Machine, model: Any, mode: str, lengths: np.ndarray, new_tokens: int, *, fixed: int, repeats: int = 1
 ) -> Iterator[dict[str, Any]]:
-    """The methods in turns; the figures so far after each pass over all texts, which may take most of a minute."""
-    ways, slowest = _batches(machine, mode, lengths, new_tokens, fixed), 45.0 * machine.is_gpu
+    """The methods in turns; the figures so far after each pass over all texts, which may take half a minute."""
+    ways, slowest = _batches(machine, mode, lengths, new_tokens, fixed), 30.0 * machine.is_gpu
     assert all(sorted(i for batch in made for i in batch) == list(range(len(lengths))) for made in ways.values())
     about = {"texts": len(lengths), "new_tokens": new_tokens, "cv": float(lengths.std() / lengths.mean())}
     figures: dict[str, Any] = {**about, "methods": {}, "failed": {}}

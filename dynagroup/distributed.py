@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.pool import ThreadPool
 from operator import index
@@ -96,9 +99,30 @@ class DistributedWorld:
         import torch
 
         dist, vector = torch.distributed, torch.from_numpy(values.copy())
-        with explained(self._lost, kind=AlignmentError):
+        with _despite_dead_workers(), explained(self._lost, kind=AlignmentError):
             dist.all_reduce(vector, op=getattr(dist.ReduceOp, op), group=self._group)
         return vector.tolist()
+
+
+@contextmanager
+def _despite_dead_workers() -> Iterator[None]:
+    """When a DataLoader's worker dies, torch's signal handler raises an error wherever the main thread is. Inside a
+    collective, the other ranks would not learn of it; but the next load fails as well, and tells them."""
+    number = getattr(signal, "SIGCHLD", 0)  # Windows has none
+    handler = signal.getsignal(number) if number else None
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def later(*arguments: Any) -> None:
+        with suppress(RuntimeError):
+            handler(*arguments)
+
+    signal.signal(number, later)
+    try:
+        yield
+    finally:
+        signal.signal(number, handler)
 
 
 # A gloo group takes five file descriptors and three threads: each process group gets one per timeout, freed with it.

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from accelerate import Accelerator
@@ -26,9 +27,8 @@ class AcceleratedSteps:
         return self.loader.num_updates
 
     def __iter__(self) -> Iterator[Step[Any]]:
-        device, non_blocking = self.accelerator.device, self.accelerator.non_blocking
-        for step in self.loader:
-            yield step.map(lambda batch: send_to_device(batch, device, non_blocking=non_blocking))
+        how: Any = {"device": self.accelerator.device, "non_blocking": self.accelerator.non_blocking}
+        return self.loader.mapped(partial(send_to_device, **how))
 
     def local_until_update(self, model: Any, step: Step[Any]) -> contextlib.AbstractContextManager[Any]:
         """Returns a context for forward and backward pass in which ranks exchange gradients only at an update's end."""

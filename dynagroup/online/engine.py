@@ -3,7 +3,7 @@
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -46,6 +46,7 @@ class Runner(ABC):
     identity: Mapping[str, Any]
     stats: LoaderStats
     learned: LearnedLengths | None
+    send: Callable[[Any], Any]
 
     def __post_init__(self) -> None:
         source, place = self.source, self.place
@@ -78,7 +79,10 @@ class Runner(ABC):
         """Returns the point from which this rank can resume, as JSON values; None after the end of the epoch."""
         if self.over:
             return None
-        base, feed = self.source.order.base, self.feed.state([*(t.batch for t in self.due), *self.agreed], self.queue)
+        front = [*(take.batch for take in self.due), *self.agreed]
+        if self.source.sizes is not None and not self.stands.begun_rows:
+            front = []  # if no step of an update was used, the update is planned again
+        base, feed = self.source.order.base, self.feed.state(front, self.queue)
         place = {"under_way": self.under_way, "ended": self.ended, "split": self.split, "limit": self.source.limit}
         return {**place, "feed": feed, "base": base if base is None else pack(base), "kinds": pack(self.kinds)}
 
@@ -111,6 +115,7 @@ class Runner(ABC):
                 yield self._emit()
             else:
                 self._more()
+                self._tell_of_oversize()
 
     def _even_out(self, batches: Sequence[Refined], steps: int) -> list[Refined]:
         """Splits batches whose samples were kept, until there are ``steps`` batches or none can be split. If that fails,
@@ -194,8 +199,12 @@ class Runner(ABC):
         return found[2 * len(updates) : len(values)]
 
     def _emit(self) -> Step[Any]:
-        take, cursor = self.due.popleft(), self.stands
-        batch, self.under_way = take.batch, round(take.samples.total)
+        take, cursor = self.due[0], self.stands
+        batch, shares = take.batch, (take.samples, take.weight, loss_scale(take.weight, self.world.size))
+        shown, filled = batch or self._smallest[batch.kind].copied(), self.source.budget.ladder is not None
+        step = Step(self.send(shown.batch), [*shown.indices], *shares, take.ends_update, not batch, shown.label, filled)
+        self.due.popleft()  # not before: if `send` fails, the step is not used
+        self.under_way = round(take.samples.total)
         begun: dict[str, Any] = {"steps": cursor.steps + 1}
         if take.ends_update:
             cursor = behind(cursor, self.under_way, self.source.sizes)
@@ -204,21 +213,22 @@ class Runner(ABC):
             begun |= {"begun_rows": cursor.begun_rows + 1, "begun_weight": cursor.begun_weight + take.weight.local}
             begun["begun_samples"] = cursor.begun_samples + int(take.samples.local)
         self.stands = replace(cursor, **begun)
-        shown = batch or self._smallest[batch.kind].copied()
         if batch:
             self._count(batch)
         else:
             self.stats.count_step(0, shown.real, shown.padded, idle=True)
-        shares = take.samples, take.weight, loss_scale(take.weight, self.world.size)
-        filled = self.source.budget.ladder is not None
-        return Step(shown.batch, [*shown.indices], *shares, take.ends_update, not batch, shown.label, filled)
+        return step
 
-    def _count(self, batch: Refined) -> None:
-        self.stats.count_step(len(batch), batch.real, batch.padded)
-        if batch.oversize and not self.stats.oversize:
+    def _tell_of_oversize(self) -> None:
+        """Warns once of a sample that does not fit, before any step of its update is used."""
+        batch = next((take.batch for take in self.due if take.batch.oversize), None)
+        if batch is not None and not self.stats.oversize:
             who = f"sample {batch.indices[0]} ({units_of(batch.lengths, 0)})"
             told = f"{who} does not fit the budget even alone and is a batch of its own (stats.oversize counts such samples)"
             warn_user(f"{told}; truncate it, raise the budget, or pass oversize='error'")
+
+    def _count(self, batch: Refined) -> None:
+        self.stats.count_step(len(batch), batch.real, batch.padded)
         self.stats.oversize += batch.oversize
         if self.learned is not None:
             labelled = self.workers.collator.has_kinds

@@ -211,19 +211,22 @@ class OnlineDataLoader(StepLoader[Any]):
             raise ConfigError("the number of updates is known in advance only with `samples_per_update`; set it")
         return self.sizes
 
-    def _run(self) -> Iterator[Step[Any]]:
+    def _run(self, send: Callable[[Any], Any]) -> Iterator[Step[Any]]:
         if self._resume is None:
             return
-        run = self._run_of = self._begin()
+        run = self._run_of = self._begin(send)
         try:
             for step in run:
                 self._resume = []  # not before: if loading fails, the loaded states are still the point to resume from
                 yield step
             self._resume = []
+        except Exception:
+            self._workers.loader = None  # its workers may be dead
+            raise
         finally:
             run.close()
 
-    def _begin(self) -> Runner:
+    def _begin(self, send: Callable[[Any], Any]) -> Runner:
         world, epoch, workers = self.world, self._epoch, self._workers
         states = together(self._resume, world.rank, world.size) if self._resume else []  # loaded by one rank
         cursor, self._resume = Cursor.of(states[0]["cursor"]) if states else self._cursor, states
@@ -244,7 +247,7 @@ class OnlineDataLoader(StepLoader[Any]):
         stands = [joined.steps, *(standing(state) for state in states[:1])]
         identity = {**self._of_ranks(source), "point of the saved states": stands} if world.size > 1 else {}
         make = FreeRunner if self.sizes is None else UpdateRunner
-        return make(source, workers, joined, place, under_way, identity, self.stats, self._learned)
+        return make(source, workers, joined, place, under_way, identity, self.stats, self._learned, send)
 
     def _of_ranks(self, source: Source) -> dict[str, Any]:
         orders, sizes, base, epoch = self._orders, self.sizes, source.order.base, source.cursor.epoch

@@ -70,8 +70,8 @@ class StepLoader(ABC, Generic[B]):
         number in these lengths; and a function from samples (and optionally a shape to pad to) to a batch."""
 
     @abstractmethod
-    def _run(self) -> Iterator[Step[B]]:
-        """Yields the steps of epoch ``self._epoch`` from the current point, and updates :attr:`cursor`."""
+    def _run(self, send: Callable[[B], Any]) -> Iterator[Step[Any]]:
+        """Yields the rest of epoch ``self._epoch``, each batch passed through ``send``, and updates :attr:`cursor`."""
 
     @abstractmethod
     def _forget(self) -> None:
@@ -159,10 +159,15 @@ class StepLoader(ABC, Generic[B]):
         return self.sizes.change(self._asked(), samples)
 
     def __iter__(self) -> Iterator[Step[B]]:
+        return self.mapped(as_it_is)
+
+    def mapped(self, fn: Callable[[B], Any]) -> Iterator[Step[Any]]:
+        """Yields the steps of an epoch with ``fn`` applied to each batch, e.g. to move it to a device. Unlike in a loop's own
+        body, a step for which ``fn`` fails does not count as used."""
         self._stop()
         self._choose()
         self._next, self._begun = self._epoch + 1, True
-        live = self._live = self._run()
+        live = self._live = self._run(fn)
         try:
             for step in live:
                 yield step
@@ -226,6 +231,10 @@ class StepLoader(ABC, Generic[B]):
             self._stop()
             self._restore(found)
         self._begun = False
+
+
+def as_it_is(batch: B) -> B:
+    return batch
 
 
 def check_updates(samples_per_update: Any, accumulation: int, **of_set_sizes: bool) -> int:

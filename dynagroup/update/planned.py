@@ -173,7 +173,7 @@ class PlannedDataLoader(StepLoader[B]):
         self._plan.on_ranks(self._rank_and_size()[1])
         self._stand(self._plan.start_of(self._next, self._place))
 
-    def _run(self) -> Iterator[Step[B]]:
+    def _run(self, send: Callable[[B], Any]) -> Iterator[Step[Any]]:
         world, plan = self.world, self._walk()
         if self._place is not self._resumed:
             planner = plan.planner.renewed(world)
@@ -184,32 +184,35 @@ class PlannedDataLoader(StepLoader[B]):
         compare_ranks(world, plan, {**self._identity(), "limit": plan.planner.limit}, self._place)
         feed = self._feed.open(plan.updates(self._place, world.rank), self._epoch, world)
         for update, batches, weights, summed in feed:
+            self._compare(update, batches)
             for number, batch in enumerate(batches):
-                self._look(update, number, batch)
-                self._place = update.behind(number, summed[number + 1])
                 step, weight = update.steps[number], Share(weights[number], summed[-1])
                 samples = Share(0 if step.idle else len(step.indices), update.num_samples)
                 scale, ends = loss_scale(weight, world.size), number == len(batches) - 1
                 filled = self.budget.ladder is not None
-                yield Step(batch, step.indices, samples, weight, scale, ends, step.idle, step.kind, filled)
+                made = Step(send(batch), step.indices, samples, weight, scale, ends, step.idle, step.kind, filled)
+                self._place = update.behind(number, summed[number + 1])
+                self._count(update, number)
+                yield made
 
-    def _look(self, update: PlannedUpdate, number: int, batch: Any) -> None:
-        """Counts a step as used; warns once if a collated batch does not have its planned shape."""
+    def _count(self, update: PlannedUpdate, number: int) -> None:
         step, stats = update.steps[number], self.stats
         stats.count_step(len(step.indices), *step.tokens, idle=step.idle)
         if number == len(update.steps) - 1:
             stats.count_update(update.num_samples)
-        if step.idle:
-            return
-        stats.oversize += len(step.indices) == 1 and bool(self._plan.planner.unfit(step.indices[:1])[0])
-        if self._said_unplanned:
-            return
-        shape = shapes_of(Batches.of([np.asarray(step.indices)]), self._plan.planner.lengths)
-        differs = unplanned(batch, shape, self.budget)
-        if differs is not None:
-            self._said_unplanned = True
-            way_out = "Give `lengths` in dataset order, measured as samples are processed and collated; or use OnlineDataLoader"
-            warn_user(f"a batch does not have its planned shape: {differs}. {way_out}, which measures them itself")
+        unfit = len(step.indices) == 1 and not step.idle and self._plan.planner.unfit(step.indices[:1])[0]
+        stats.oversize += bool(unfit)
+
+    def _compare(self, update: PlannedUpdate, batches: list[Any]) -> None:
+        """Warns once if a collated batch does not have its planned shape, before any of its update is used."""
+        for step, batch in zip(update.steps, batches, strict=True):
+            if step.idle or self._said_unplanned:
+                continue
+            shape = shapes_of(Batches.of([np.asarray(step.indices)]), self._plan.planner.lengths)
+            if (differs := unplanned(batch, shape, self.budget)) is not None:
+                self._said_unplanned = True
+                way_out = "Give `lengths` in dataset order, measured as samples are processed and collated; or use an"
+                warn_user(f"a batch does not have its planned shape: {differs}. {way_out} OnlineDataLoader, which measures")
 
     def _identity(self) -> dict[str, Any]:
         return {**self._plan.identity, "budget": self.budget.fingerprint, "weigh": described(self._weigh)}
@@ -269,7 +272,7 @@ class _Feed(Inner):
         if self.loader is None:
             how: Any = {"batch_sampler": self.queue, "collate_fn": itemgetter(0), **self.kwargs}
             self.loader = DataLoader(self.dataset, **how)
-        batches = iter(self.loader)
+        batches = (batch for loader in [self.loader] for batch in loader)  # starts it in `_loaded`, which tells of errors
         try:
             while (loaded := self._loaded(batches, world)) is not None:
                 update, collected, weights = loaded
@@ -297,7 +300,8 @@ class _Feed(Inner):
             weights = [0.0 if s.idle else of(b, len(s.indices)) if known is None else known for s, (known, b) in pairs]
             return self.asked.popleft(), [batch for _, batch in collected], weights
         except Exception:
-            if self.asked:
+            self.loader = None  # its workers may be dead
+            if self.asked or (self.queue.pull and self.queue.pull()):
                 with suppress(AlignmentError):  # this rank's own error is more useful
                     world.all_sum([math.nan] * len(self.asked[0].steps))
             raise

@@ -1,6 +1,7 @@
 """Runs operators as a CUDA device would, on tensors without data, and counts the bytes that are alive. Without it
 PyTorch would choose the CPU's kernels, which store attention scores and make extra copies in softmax."""
 
+import math
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -81,9 +82,9 @@ def attention(
     repeats = query.shape[-3] // key.shape[-3]
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), float("-inf"))
-    if repeats > 1 and not enable_gqa:  # Falcon (aten/native/transformers/cuda/sdp_utils.cpp: num_heads_dense)
-        stored = torch.ops.aten._scaled_dot_product_attention_math
-        return stored(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]
+    # Falcon's heads, and T5's biases in another order (sdp_utils.cpp: num_heads_dense, last_dim_stride_equals_1_dense)
+    if (repeats > 1 and not enable_gqa) or (attn_mask is not None and attn_mask.stride(-1) != 1):
+        return _stored(query, key, value, attn_mask, dropout_p, is_causal, scale)
     if attn_mask is None and query.dtype in HALF and query.shape[-1] == value.shape[-1] <= FLASH_HEAD_SIZE:
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
@@ -94,6 +95,23 @@ def attention(
     needs_grad = torch.is_grad_enabled() and query.requires_grad
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
     return efficient(query, key, value, attn_mask, needs_grad, dropout_p, is_causal, scale=scale)[0]
+
+
+def _stored(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, dropout_p: float, is_causal: bool,
+    scale: float | None,
+) -> torch.Tensor:  # fmt: skip
+    """Stores all scores, in float32 (aten/native/transformers/attention.cpp, _scaled_dot_product_attention_math)."""
+    dtype, repeats = query.dtype, query.shape[-3] // key.shape[-3]
+    root = math.sqrt(query.shape[-1] ** -0.5 if scale is None else scale)
+    query, key, value = (part.float() if part.dtype in HALF else part for part in (query * root, key, value))
+    key, value = (part.repeat_interleave(repeats, -3) if repeats > 1 else part for part in (key, value))
+    scores = query @ (key.transpose(-2, -1) * root)
+    if is_causal:
+        mask = torch.zeros(scores.shape[-2:], dtype=scores.dtype)
+    if mask is not None:
+        scores.add_(mask)
+    return (dropout(torch._safe_softmax(scores, -1), dropout_p) @ value).to(dtype)
 
 
 def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -141,6 +159,10 @@ class LiveBytes(TorchDispatchMode):
             # The kernels sum the query's gradient in float32, and store one float32 per row (``dq_accum``,
             # ``softmax_d`` in FlashAttention 2; ``delta`` and ``workspace`` in the memory-efficient kernel).
             self._reach(self.live + 4 * args[1].numel() + 4 * args[1].numel() // args[1].shape[-1])
+        if func is _aten._softmax_backward_data.default:  # beside its result, the gradient times the softmax (SoftMax.cu)
+            self._reach(self.live + 2 * args[0].numel() * args[0].element_size())
+        if func is _aten._safe_softmax.default:  # beside its result, a byte for each score that is -inf
+            self._reach(self.live + args[0].numel() * (args[0].element_size() + 1))
         for item in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(item, torch.Tensor):
                 self._add(item)

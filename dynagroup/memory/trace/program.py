@@ -13,6 +13,7 @@ from dynagroup.memory.trace.model import checkpoint_layers, is_encoder, make_inp
 from dynagroup.shapes import TARGET, TOKENS, primary
 
 REDUCE_BUCKET = 500_000_000  # elements in a bucket of gradients; default of DeepSpeed's `reduce_bucket_size`
+MASKED = {"full_attention", "sliding_attention", "chunked_attention"}  # values of `layer_types` with a mask of their own
 _STAGES = {None: 0, "ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
 
 
@@ -104,7 +105,8 @@ def trace(
     apart = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
     tracer, kernels = LiveBytes(apart, smooth), CudaKernels(_autocast(workload), padded=workload.attention != "flash")
     with torch.device("meta"), watch(tracer) if watch else nullcontext(), kernels, tracer:
-        batch = inputs(model, num_samples, longest) if inputs else _batch(model, workload, num_samples, longest)
+        made = (inputs(model, num_samples, longest), ()) if inputs else _batch(model, workload, num_samples, longest)
+        batch, _masks = made
         if workload.mode == "train":
             outputs = model(**batch)
             loss = outputs["loss"]
@@ -121,7 +123,8 @@ def trace(
     return tracer
 
 
-def _batch(model: torch.nn.Module, workload: Run, num_samples: int, longest: Mapping[str, int]) -> dict[str, Any]:
+def _batch(model: Any, workload: Run, num_samples: int, longest: Mapping[str, int]) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """Returns a batch, and further packed masks: models whose layers attend in several ways make one for each of them."""
     packed, total = workload.layout == "packed", num_samples * longest[primary(longest)]
     if workload.mode == "generate" and workload.encoder_decoder:
         longest = {**longest, TARGET: 1}
@@ -136,8 +139,10 @@ def _batch(model: torch.nn.Module, workload: Run, num_samples: int, longest: Map
             vars(module)["warn_if_padding_and_no_attention_mask"] = lambda *_: None
     if packed and workload.attention != "flash":
         dtype = torch.bool if workload.attention == "sdpa" else next(model.parameters()).dtype
-        batch["attention_mask"] = torch.ones(1, 1, total, total, dtype=dtype)
-    return batch
+        ways = MASKED & {*(getattr(model.config.get_text_config(), "layer_types", None) or ())}
+        batch["attention_mask"], *others = (torch.ones(1, 1, total, total, dtype=dtype) for _ in ways or [None])
+        return batch, others
+    return batch, []
 
 
 @torch.no_grad()
