@@ -1,12 +1,15 @@
 """The few collectives: exact, alike in every stand-in, and closed with the group they stand beside."""
 
 import gc
+import multiprocessing
 import os
+import signal
 import threading
 import warnings
 
 import pytest
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 from dynagroup import (
     AlignmentError,
@@ -58,6 +61,25 @@ def test_a_group_that_does_not_connect_is_given_up_long_before_its_own_timeout(g
     with pytest.raises(AlignmentError, match="lost contact"):
         DistributedWorld(timeout_s=3e6)
     never.set()
+
+
+@pytest.mark.skipif(not hasattr(os, "waitid"), reason="waits for a process as POSIX does")
+def test_a_worker_that_dies_inside_an_exchange_does_not_end_it(gloo, monkeypatch):
+    """torch's handler raises wherever the main thread is; the other ranks would wait for the rest of the exchanges."""
+    world, batches, reduce = DistributedWorld(), iter(DataLoader(range(8), num_workers=1)), dist.all_reduce
+    next(batches)
+    [worker] = multiprocessing.active_children()
+
+    def dies(*args, **how):
+        worker.kill()
+        os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
+        return reduce(*args, **how)
+
+    handler = signal.getsignal(signal.SIGCHLD)
+    monkeypatch.setattr(dist, "all_reduce", dies)
+    assert world.all_max([3]) == [3]
+    assert signal.getsignal(signal.SIGCHLD) is handler
+    assert not worker.is_alive()
 
 
 def test_without_a_group_there_is_one_process(gloo):

@@ -3,8 +3,9 @@
 import copy
 import json
 import pickle
+import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import count, product
@@ -136,6 +137,55 @@ def test_a_state_is_of_its_epoch_and_at_an_epochs_end_of_the_next(make, sizes):
     resumed.set_epoch(0)
     assert not [*resumed], "nothing of it remained"
     assert epochs_of(resumed, 1) == epochs_of(loader, 1)
+
+
+def resumed_after(make: Any, failing: StepLoader[Any], came: list[int]) -> list[int]:
+    """The samples of an epoch that failed after ``came``, and of the rest from its saved state."""
+    loader = make()
+    loader.load_state_dict(json.loads(json.dumps(failing.state_dict())))
+    take(came, loader.updates())
+    return sorted(came)
+
+
+def take(came: list[int], updates: Iterable[list[Any]]) -> None:
+    for update in updates:
+        came += [i for step in update for i in samples_of(step)]
+
+
+@pytest.mark.parametrize("stop", range(6))
+def test_a_step_whose_batch_cannot_be_moved_is_not_used(make, sizes, stop):
+    loader, came, moved = make(**sizes), list[int](), count()
+
+    def move(batch: Any) -> Any:
+        if next(moved) == stop:
+            raise torch.OutOfMemoryError("no memory for this batch")
+        return {name: value + 0 for name, value in batch.items()}
+
+    with pytest.raises(torch.OutOfMemoryError):
+        take(came, ([step] for step in loader.mapped(move)))
+    assert loader.stats.steps == stop
+    assert resumed_after(partial(make, **sizes), loader, came) == list(range(37))
+
+
+def wide(samples: list[Any]) -> Any:
+    """Wider than planned, if a long sample is in the batch."""
+    batch = collate(samples)
+    long = batch["input_ids"].shape[1] > 24
+    return {name: torch.nn.functional.pad(value, (0, 3 * long)) for name, value in batch.items()}
+
+
+@pytest.mark.parametrize("whole_updates", [False, True])
+@pytest.mark.parametrize("surprising", [
+    partial(planned, collate_fn=wide), partial(online, lengths=[*LENGTHS[:17], 90, *LENGTHS[18:]], seed=1),
+])  # fmt: skip
+def test_a_warning_that_is_an_error_loses_no_sample(surprising, sizes, whole_updates):
+    loader, came, make = surprising(**sizes), list[int](), partial(surprising, **sizes)
+    warnings.simplefilter("error")
+    with pytest.raises(UserWarning, match="does not have its planned shape|not fit the budget"):
+        take(came, loader.updates() if whole_updates else ([step] for step in loader))
+    assert len(came) < 37
+    warnings.simplefilter("ignore")
+    assert resumed_after(make, loader, came) == list(range(37))
 
 
 def test_a_loader_is_copied_and_pickled_between_epochs_alone(make, sizes):

@@ -1,7 +1,9 @@
 """Laws of a loader whose items are updates; and loaders apply what running out of memory has taught."""
 
 import json
+import os
 import re
+import signal
 import warnings
 from itertools import islice
 from typing import Any
@@ -138,6 +140,35 @@ def test_a_rank_that_fails_ends_the_others_at_once(where, how):
     failed, told = sorted(run_ranks(2, one), key=len)
     assert failed == "cannot read 7"
     assert "another rank failed while it loaded or weighed update" in told
+
+
+class Deadly(torch.utils.data.Dataset):
+    """Its worker dies at sample 7, until it is mended."""
+
+    mended = False
+
+    def __len__(self):
+        return len(LENGTHS)
+
+    def __getitem__(self, index):
+        if index == 7 and not self.mended:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+
+@pytest.mark.parametrize("kind", [PlannedDataLoader, OnlineDataLoader])
+def test_after_a_worker_died_all_ranks_go_on_with_new_workers(kind):
+    def one(world):
+        data, how = Deadly(), {**HOW, "samples_per_update": 10, "num_workers": 1, "persistent_workers": True, "world": world}
+        online = {"length_of": LENGTHS.__getitem__}
+        loader = kind(data, BUDGET, **how, **online) if kind is OnlineDataLoader else kind(data, LENGTHS, BUDGET, **how)
+        with pytest.raises((RuntimeError, AlignmentError)):
+            list(loader)
+        data.mended = True
+        loader.restart_epoch()
+        return [index for update in loader.updates() for index in samples(update)]
+
+    assert sorted(sum(run_ranks(2, one), [])) == list(range(53))
 
 
 def warned_by(lengths, budget, collate, data):
