@@ -49,6 +49,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str, str]]] = {
     "embed": {"texts": ("infer", "embed", "embed")},
     "gpu": {
         "work": ("price", "run", "gpu_work"),
+        "steps": ("steps", "run", "gpu_steps"),
         "memory": ("memory", "measured", "gpu_memory"),
         "fits": ("memory", "fits", "gpu_fits"),
         "train": ("train", "rivals", "gpu_train"),

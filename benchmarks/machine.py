@@ -39,6 +39,7 @@ class Machine:
         self.dtype = torch.bfloat16 if self.is_gpu else torch.float32
         if not self.is_gpu:
             torch.set_num_threads(1)
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it takes half a second for every new shape: `gpu steps`
 
     @property
     def is_gpu(self) -> bool:

@@ -67,10 +67,10 @@ class Run:
         """Updates until so many seconds are taken and so many samples trained on."""
         if self.model is None:
             self._begin()
-            self._update()
+            self.update()
         count, taken = self.samples, 0.0
         while taken < seconds or self.samples < count + samples:
-            self.timed.append(self._update())
+            self.timed.append(self.update())
             taken += self.timed[-1][2]
         self.peak = max(self.peak, self.machine.peak_bytes())
         if self.machine.is_gpu:  # the methods share nothing but the device
@@ -82,7 +82,7 @@ class Run:
         self.rate = 1e-6 if self.machine.is_gpu else 1e-3
         self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=self.rate, fused=self.machine.is_gpu)
 
-    def _update(self) -> tuple[int, int, float]:
+    def update(self) -> tuple[int, int, float]:
         update, before = next(self.updates), self.real
         total = int(sum(self.job.lengths[i] - 1 for batch in update for i in batch))
         inputs = [self.inputs(batch) for batch in update]
@@ -259,7 +259,7 @@ def tokens_that_fit(size: str, num_bytes: int) -> int:
     return budget.max_tokens(LONGEST)
 
 
-def _job(machine: Machine, case: str, share: float) -> Job:
+def job_of(machine: Machine, case: str, share: float) -> Job:
     """The case's lengths, and so much of what was traced to fit."""
     size, kind = case.split(", ")
     tokens = int(share * (64 if machine.dry else tokens_that_fit(size, machine.total_bytes)))
@@ -274,15 +274,19 @@ def _job(machine: Machine, case: str, share: float) -> Job:
 
 
 def _run(name: str, job: Job, machine: Machine, case: str) -> Run:
-    size = case.split(", ")[0]
-    text = np.random.default_rng(0).integers(3, SIZES["dry" if machine.dry else size][-1], 1 << 20)
-    return Run(name, job, machine, size, lambda i, n: text[(7919 * i) % (len(text) - n) :][:n])
+    return Run(name, job, machine, case.split(", ")[0], text_of(machine, case))
+
+
+def text_of(machine: Machine, case: str) -> Callable[[int, int], np.ndarray]:
+    """Random ids of a sample, for a model of the case's size."""
+    text = np.random.default_rng(0).integers(3, SIZES["dry" if machine.dry else case.split(", ")[0]][-1], 1 << 20)
+    return lambda i, n: text[(7919 * i) % (len(text) - n) :][:n]
 
 
 def job_that_fits(machine: Machine, case: str) -> Job:
     """Tries the hardest batch twice, and takes less where the device has less than was traced."""
     for share in (1.0, 0.75, 0.5):
-        job = _job(machine, case, share)
+        job = job_of(machine, case, share)
         trial = _run("fixed", job, machine, case)
         trial.updates = repeat(2 * [np.argsort(-job.lengths, kind="stable")[: job.fixed].tolist()])
         fits = machine.fits(trial.turn)

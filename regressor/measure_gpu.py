@@ -104,6 +104,7 @@ def rows_of(name: str, plan: Plan, device: Device) -> list[Row]:
     rows: list[Row] = []
     for workload, shapes in workloads(config, family.kind, plan):
         model = as_random_model(config, workload, device.device)
+        model.config.use_cache = workload.mode == "generate"  # as a Trainer does
         found = measure(model, workload, shapes, device=device)
         del model  # the next one takes its place on the device
         expected = simulate(config, workload, shapes)

@@ -112,8 +112,8 @@ class Work:
         matrices = 2 * attention + 2 * sizes["num_kv_heads"] * sizes["head_size"]
         matrices += (3 if sizes["gated_mlp"] else 2) * sizes["intermediate_size"] * sizes["experts_per_token"]
         linear = 2.0 * hidden * (matrices + sizes["vocabulary_size"] / layers)
-        # Launching a layer's kernels takes as long as 3e10 operations; moving weights and gradients, as 256 tokens.
-        per_step = CPU_PER_STEP if str(device).startswith("cpu") else float(np.clip(3e10 / linear, 256, 2048))
+        # Launching a layer's kernels takes as long as 9e10 operations; moving weights and gradients, as 256 tokens.
+        per_step = CPU_PER_STEP if str(device).startswith("cpu") else float(np.clip(9e10 / linear, 256, 4096))
         tower = _vision_tower(getattr(config, "vision_config", None), linear * layers)
         return cls(per_step=per_step, crossover=linear / (4.0 * attention), streams=tower)
 
