@@ -99,7 +99,7 @@ def shown(figures: dict[str, Any]) -> list[str]:
     """Peaks by case, or largest batches."""
     if "limit_bytes" in figures:
         head = "| model | tokens | predicted | true | share |"
-        return table(figures["rows"], head, "{model} | {longest} | {predicted} | {true} | {share:.0%}")
+        return [*table(figures["rows"], head, "{model} | {longest} | {predicted} | {true} | {share:.0%}"), "", ""]
     cases: dict[str, list[float]] = {}
     for row in figures["rows"]:
         if not row["oom"]:

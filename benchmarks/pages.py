@@ -116,9 +116,32 @@ def doctor() -> list[str]:
     return ["```text", f"$ dynagroup {DOCTOR}", *printed.getvalue().splitlines(), "```"]
 
 
-ROWS = {"few_shapes": few_shapes, "quality": quality, "recovery": recovery, "faults": fault_rows}
+def gpu_train(found: Figures) -> list[Row]:
+    """A way to form batches a row: real tokens a second of each of its turns, batches an update, padding."""
+    rows: dict[str, Row] = {}
+    for one in found["train"]:
+        key = f"{one['way']}{', with cuDNN' * one['cudnn']}"
+        row = rows.setdefault(key, {"key": key, "rates": [], "batches": [], "padding": []})
+        row["rates"].append(f"{one['real_tokens'] / one['seconds']:,.0f}")
+        row["batches"].append(one["batches_per_update"])
+        row["padding"].append(one["padding"])
+    return list(rows.values())
+
+
+def gpu_shapes(found: Figures) -> str:
+    new, again = ([one[key] for one in found["new_shapes"]] for key in ("new_s", "again_s"))
+    return (
+        f"{new[0]:.2f} s for a new shape, {again[0]:.2f} s when it comes again; without cuDNN {new[1]:.2f} s and {again[1]:.2f} s"
+    )
+
+
+def gpu_peaks(found: Figures) -> list[str]:
+    return import_module("benchmarks.memory").shown(found)[:-2]
+
+
+ROWS = {"few_shapes": few_shapes, "quality": quality, "recovery": recovery, "faults": fault_rows, "gpu_train": gpu_train}
 """The rows of tables that are more than the entries of their file."""
-WIDE = {"rivals_same": rivals(True), "rivals_other": rivals(False)}
+WIDE = {"rivals_same": rivals(True), "rivals_other": rivals(False), "gpu_memory": gpu_peaks, "gpu_fits": gpu_peaks}
 """Tables whose columns depend on their file."""
 SENTENCES: dict[str, tuple[str, str | Callable[[Any], str]]] = {
     "planning_memory": ("plan_speed", "{token_budget_1m_peak_mb_over_input:.0f} MB"),
@@ -134,6 +157,14 @@ SENTENCES: dict[str, tuple[str, str | Callable[[Any], str]]] = {
         "{texts} docstrings of CV {cv:.2f}; vectors differ by at most {largest_difference_of_vectors:.0e}",
     ),
     "faults_summary": ("faults", faults),
+    "gpu_shapes": ("gpu_steps", gpu_shapes),
+    "gpu_oom": (
+        "gpu_oom",
+        "generation was split {generation[num_splits]} time, and {generation[tokens_equal]:.0%} of the tokens were equal; a "
+        "forward pass was run in {forward[num_parts]} parts, with a largest difference of {forward[largest_difference]:.0e}; "
+        "training ran out of memory {training[out_of_memory_errors]} time, and parameters differed by "
+        "{training[largest_difference]:.0e}",
+    ),
 }
 
 

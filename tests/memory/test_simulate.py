@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
+from transformers.integrations import sdpa_attention
 
 from dynagroup import ConfigError, MemoryBudget, StateError
 from dynagroup.memory import ClosedForm, MemoryRegressor, ProfiledMemory, TracedMemory, Workload
@@ -24,6 +25,7 @@ from dynagroup.memory.run import Phases
 from dynagroup.shapes import BatchShape
 from dynagroup.state import seal_of
 from regressor import measure_gpu, report
+from regressor.families import FAMILIES
 from regressor.measure_gpu import DRY, DryDevice, measure_all
 from regressor.measure_gpu import report as shown_of
 from regressor.rows import load_groups
@@ -127,6 +129,58 @@ def test_what_masks_logits_and_caches_cost():
     assert batch_bytes(falcon, [(2, 1024)], "forward", attention="sdpa")[0] > 2 * 8 * 1024 * 1024 * 4
     few, many = (batch_bytes(SMALL, [(8, 64)], "generate", max_new_tokens=t)[0] for t in (16, 1016))
     assert many - few >= 900 * 2 * 8 * 2 * 16 * 4 * 2  # tokens, keys and values, samples, heads of 16, float32, layers
+
+
+def measured_rows(name: str) -> list[dict[str, Any]]:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["figures"]["rows"]
+
+
+@pytest.mark.parametrize(("model", "mode", "shape"), [
+    ("bert", "train", (2, 2048)), ("t5", "train", (2, 512)), ("t5", "generate", (4, 1024)), ("bart", "train", (2, 512)),
+])  # fmt: skip
+def test_peaks_are_those_of_an_h100(model, mode, shape, monkeypatch):
+    """With transformers 5.17, T5's biases lie in another order, so no fused kernel takes them, and all scores are stored."""
+
+    def older(bias, mask, is_causal, query, key):
+        if mask is None and not (is_causal and query.shape[2] > 1):
+            return bias
+        below = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()[None, None]
+        return torch.where(below if mask is None else mask, bias, torch.finfo(query.dtype).min)
+
+    monkeypatch.setattr(sdpa_attention, "create_position_bias_mask", older)
+    row = next(
+        row for row in measured_rows("gpu_memory")
+        if (row["model"], row["mode"], row["num_samples"], row["longest_tokens"]) == (model, mode, *shape)
+    )  # fmt: skip
+    family = FAMILIES[model]
+    found = batch_bytes(family.build(family.known), [shape], mode, dtype="bfloat16", max_new_tokens=64 * (mode == "generate"))
+    assert found[0] == pytest.approx(row["batch_bytes"], rel=0.021)
+
+
+def test_packed_peaks_with_stored_scores_are_those_of_an_h100():
+    """The backward pass of a softmax holds its result and as much again; Gemma 2 has a mask for each way to attend."""
+    sizes = {"vocab_size": 32768, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8}
+    configs = {
+        "llama": hf.LlamaConfig(**sizes, num_attention_heads=16, num_key_value_heads=4),
+        "gemma2": hf.Gemma2Config(**sizes, num_attention_heads=8, num_key_value_heads=4, head_dim=128, sliding_window=1024),
+    }
+    rows = [row for row in measured_rows("gpu_packed") if row["attention"] == "eager" and row["num_samples"] == 8]
+    for row in (row for row in rows if row["model"] in configs):
+        packed = {"dtype": "bfloat16", "attention": "eager", "layout": "packed"}
+        found = batch_bytes(configs[row["model"]], [(8, 512)], **packed)
+        assert found[0] == pytest.approx(row["batch_bytes"], rel=0.005), row["model"]
+
+
+@pytest.mark.parametrize(("attention", "size"), [("sdpa", 1), ("eager", 2)])
+def test_packed_layers_that_attend_in_two_ways_hold_two_masks(attention, size):
+    def held(kinds):
+        sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4, "vocab_size": 64}
+        config = hf.Gemma3TextConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, head_dim=16, layer_types=kinds)
+        return batch_bytes(config, [(8, 128)], dtype="bfloat16", attention=attention, layout="packed")[0]
+
+    both = held(["sliding_attention", "full_attention"] * 2)
+    further = both - held(["full_attention"] * 4)
+    assert further == pytest.approx(size * (8 * 128) ** 2, rel=0.07)  # and another kind of rotary embeddings
 
 
 def test_what_cannot_be_simulated_is_named_and_running_out_of_memory_is_a_row_without_a_size():
