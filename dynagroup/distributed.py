@@ -108,21 +108,20 @@ class DistributedWorld:
 def _despite_dead_workers() -> Iterator[None]:
     """When a DataLoader's worker dies, torch's signal handler raises an error wherever the main thread is. Inside a
     collective, the other ranks would not learn of it; but the next load fails as well, and tells them."""
-    number = getattr(signal, "SIGCHLD", 0)  # Windows has none
-    handler = signal.getsignal(number) if number else None
-    if not callable(handler) or threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    number, is_main = getattr(signal, "SIGCHLD", 0), threading.current_thread() is threading.main_thread()  # not on Windows
+    handler: Any = signal.getsignal(number) if number and is_main else None
 
     def later(*arguments: Any) -> None:
         with suppress(RuntimeError):
             handler(*arguments)
 
-    signal.signal(number, later)
+    if callable(handler):
+        signal.signal(number, later)
     try:
         yield
     finally:
-        signal.signal(number, handler)
+        if callable(handler):
+            signal.signal(number, handler)
 
 
 # A gloo group takes five file descriptors and three threads: each process group gets one per timeout, freed with it.

@@ -1,20 +1,19 @@
 """Tests your own budgets, samplers and loaders with the same checks that dynagroup's tests use. Ranks are threads that
 really exchange data, so a test of eight ranks takes milliseconds and needs no launcher."""
 
-import json
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from dynagroup.budget.base import UNLIMITED, Budget, fits_of, largest_of
-from dynagroup.distributed import World, as_int64
+from dynagroup.distributed import as_int64
 from dynagroup.errors import AlignmentError
 from dynagroup.shapes import BatchShape, Streams, primary
 
@@ -86,45 +85,6 @@ def assert_conserves(batches: Iterable[Iterable[int]], expected: Iterable[int]) 
     lost, extra = wanted - found, found - wanted
     assert not lost, f"{lost.total()} samples are missing from the batches, the first are {sorted(lost)[:10]}"
     assert not extra, f"{extra.total()} samples are repeated or unexpected, the first are {sorted(extra)[:10]}"
-
-
-def assert_resumes_exactly(
-    make: Callable[[World], Any], *, world_size: int = 1, resume_world_size: int | None = None,
-    steps: Iterable[int] | None = None, indices_of: Callable[[Any], Iterable[int]] = list,
-) -> None:  # fmt: skip
-    """Asserts that a stopped epoch, resumed from its saved state, gives exactly the batches that remained.
-
-    Args:
-        make: function from a ``World`` to one rank's new sampler or loader with ``state_dict``, always the same.
-        world_size: int, number of ranks before the stop.
-        resume_world_size: int, number of ranks after the stop. None, or the same number: each rank's batches must equal
-            those of an epoch without a stop. Another number: all ranks together must give exactly the samples that
-            remained, and ``load_state_dict`` gets the list of all ranks' states.
-        steps: numbers of steps after which to stop. None: tries every step of the epoch.
-        indices_of: function from an item of the loader to its dataset indices, e.g.
-            ``lambda step: () if step.idle else step.indices``.
-    """
-    after = resume_world_size or world_size
-    whole = run_ranks(world_size, lambda world: [list(indices_of(item)) for item in make(world)])
-
-    def stopped(world: World, stop: int) -> Any:
-        loader = make(world)
-        deque(islice(iter(loader), stop), maxlen=0)
-        return json.loads(json.dumps(loader.state_dict()))
-
-    def resumed(world: World, states: list[Any]) -> list[list[int]]:
-        loader = make(world)
-        loader.load_state_dict(states[world.rank] if after == world_size else states)
-        return [list(indices_of(item)) for item in loader]
-
-    for stop in range(len(whole[0])) if steps is None else steps:
-        states = run_ranks(world_size, lambda world, stop=stop: stopped(world, stop))
-        rest = run_ranks(after, lambda world, states=states: resumed(world, states))
-        remained = [batches[stop:] for batches in whole]
-        if after == world_size:
-            assert rest == remained, f"resumed after {stop} steps, the epoch gives other batches than without a stop"
-        else:
-            assert_conserves(chain.from_iterable(rest), chain.from_iterable(chain.from_iterable(remained)))
 
 
 def assert_budget_law(budget: Budget, lengths: Streams, *, num_shapes: int = 2000) -> None:

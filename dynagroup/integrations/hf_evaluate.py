@@ -79,8 +79,7 @@ class _Pass:
     def __init__(self, rows: EvaluationRows, accelerator: Any) -> None:
         self.rows, self.accelerator = rows, accelerator
         self.row = -1
-        self.losses: list[tuple[float, float]] = []
-        """(mean loss, weight) of each of this rank's batches."""
+        self.losses: list[tuple[float, float]] = []  # (mean loss, weight) of each of this rank's batches
 
     def gather(self, tensors: Any) -> Any:
         """Returns tensors gathered from all ranks, without those of repeated samples."""

@@ -14,8 +14,7 @@ from dynagroup.distributed import rank_and_size
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.update.loader import StepLoader
 
-NEVER = 1 << 20
-"""A number of batches that no epoch has: while Lightning accumulates so many, it does not run the optimizer."""
+NEVER = 1 << 20  # a number of batches that no epoch has: while Lightning accumulates so many, it does not run the optimizer
 
 
 class LightningStep(NamedTuple):
@@ -44,11 +43,9 @@ class LightningSteps(Callback):
     def __init__(self, loader: StepLoader[Any]) -> None:
         self.loader, self.dataset = loader, loader.dataset
         self.sampler, self._offset = SimpleNamespace(set_epoch=self._set_epoch), 0
-        self.begun_epoch: int | None = None
-        """Number of an epoch that has begun, until its first update is used; else None."""
+        self.begun_epoch: int | None = None  # number of an epoch that has begun, until its first update is used; else None
         self._ahead: deque[tuple[dict[str, Any], int]] = deque()
-        self._state: dict[str, Any] | None = None
-        """This rank's state after the last update that training has used."""
+        self._state: dict[str, Any] | None = None  # this rank's state after the last update that training has used
         self._due, self._cut = 0, 0
         """Epochs that follow the loader's in the epoch that Lightning counts; 1 if Lightning ended one early (max_steps)."""
         self._restored: Sequence[Mapping[str, Any]] | None = None

@@ -100,8 +100,7 @@ class MemoryRegressor:
     True
     """
 
-    trees: bytes = field(repr=False)
-    """XGBoost's UBJSON; read when trees are first used."""
+    trees: bytes = field(repr=False)  # XGBoost's UBJSON; read when trees are first used
     card: Mapping[str, Any] = field(repr=False)
     """Facts about the training: features and their ranges, constants, metrics, versions, hash of the data."""
     workload: Workload = Workload()

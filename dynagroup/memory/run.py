@@ -18,8 +18,7 @@ Attention: TypeAlias = Literal["eager", "sdpa", "flash"]
 Dtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
 Layout: TypeAlias = Literal["padded", "packed"]
 Sharding: TypeAlias = Literal["ddp", "zero1", "zero2", "zero3", "fsdp"]
-Run: TypeAlias = Any
-"""A :class:`~dynagroup.memory.Workload`; this alias avoids a circular import."""
+Run: TypeAlias = Any  # a :class:`~dynagroup.memory.Workload`; this alias avoids a circular import
 MakeInputs: TypeAlias = Callable[[Any, int, Mapping[str, int]], dict[str, Any]]
 """``(model, num_samples, longest) -> arguments of model.forward``: tensors by name."""
 
@@ -54,10 +53,8 @@ def columns(shape: BatchShape, packed: bool = False) -> FloatArray:
 class Phases:
     """A model's memory by batch shape: the largest of its phases (moments of a step), in bytes per monomial."""
 
-    rows: tuple[tuple[float, ...], ...]
-    """Bytes per monomial of each phase, in the order of ``MONOMIALS``."""
-    until: int | None = None
-    """Length of the longest sample up to which ``rows`` are valid, in tokens; None: no limit."""
+    rows: tuple[tuple[float, ...], ...]  # bytes per monomial of each phase, in the order of ``MONOMIALS``
+    until: int | None = None  # length of the longest sample up to which ``rows`` are valid, in tokens; None: no limit
     after: tuple[tuple[float, ...], ...] = ()
     """Like ``rows``, for longer samples than ``until``; only with sliding-window attention."""
     aligned: "Phases | None" = None

@@ -50,10 +50,8 @@ class TracedMemory:
 
     static_bytes: int
     workload: Workload
-    pads_masks: bool = True
-    """False: all lengths are multiples of 16, so that attention masks are not padded."""
-    factor: float = 1.0
-    """Predicted bytes are ``factor`` times the trace plus ``constant_bytes``, see :meth:`corrected`."""
+    pads_masks: bool = True  # False: all lengths are multiples of 16, so that attention masks are not padded
+    factor: float = 1.0  # predicted bytes are ``factor`` times the trace plus ``constant_bytes``, see :meth:`corrected`
     constant_bytes: float = 0.0
     said: str = field(default="a model", compare=False)
     longest: int | None = field(default=None, compare=False)

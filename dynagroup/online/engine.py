@@ -46,7 +46,7 @@ class Runner(ABC):
     identity: Mapping[str, Any]
     stats: LoaderStats
     learned: LearnedLengths | None
-    send: Callable[[Any], Any]
+    send: Callable[[Any], Any] | None
 
     def __post_init__(self) -> None:
         source, place = self.source, self.place
@@ -202,7 +202,8 @@ class Runner(ABC):
         take, cursor = self.due[0], self.stands
         batch, shares = take.batch, (take.samples, take.weight, loss_scale(take.weight, self.world.size))
         shown, filled = batch or self._smallest[batch.kind].copied(), self.source.budget.ladder is not None
-        step = Step(self.send(shown.batch), [*shown.indices], *shares, take.ends_update, not batch, shown.label, filled)
+        sent = shown.batch if self.send is None else self.send(shown.batch)
+        step = Step(sent, [*shown.indices], *shares, take.ends_update, not batch, shown.label, filled)
         self.due.popleft()  # not before: if `send` fails, the step is not used
         self.under_way = round(take.samples.total)
         begun: dict[str, Any] = {"steps": cursor.steps + 1}

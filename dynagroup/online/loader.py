@@ -211,7 +211,7 @@ class OnlineDataLoader(StepLoader[Any]):
             raise ConfigError("the number of updates is known in advance only with `samples_per_update`; set it")
         return self.sizes
 
-    def _run(self, send: Callable[[Any], Any]) -> Iterator[Step[Any]]:
+    def _run(self, send: Callable[[Any], Any] | None) -> Iterator[Step[Any]]:
         if self._resume is None:
             return
         run = self._run_of = self._begin(send)
@@ -226,7 +226,7 @@ class OnlineDataLoader(StepLoader[Any]):
         finally:
             run.close()
 
-    def _begin(self, send: Callable[[Any], Any]) -> Runner:
+    def _begin(self, send: Callable[[Any], Any] | None) -> Runner:
         world, epoch, workers = self.world, self._epoch, self._workers
         states = together(self._resume, world.rank, world.size) if self._resume else []  # loaded by one rank
         cursor, self._resume = Cursor.of(states[0]["cursor"]) if states else self._cursor, states

@@ -72,8 +72,7 @@ class LearnedLengths:
     def __init__(self, num_samples: int) -> None:
         self.num_samples = num_samples
         self.seen: dict[str, NDArray[Any]] = {}
-        self.steady = True
-        """Whether so few samples changed length or kind between epochs that exact batches can be planned."""
+        self.steady = True  # whether so few samples changed length or kind between epochs that exact batches can be planned
         self._fresh: dict[str, NDArray[Any]] = {}
 
     def observe(self, indices: Sequence[int], lengths: Streams, kind: int | None = None) -> None:

@@ -24,8 +24,7 @@ CPU_PER_STEP = 128.0
 """Fixed cost of a step on a CPU, in linear tokens; measured, see ``docs/benchmarks.md``."""
 
 Meet: TypeAlias = Literal["step", "stream"]
-PATCHES = "patches"
-"""Name of the stream for which :meth:`Work.of` gives the price of a vision model."""
+PATCHES = "patches"  # name of the stream for which :meth:`Work.of` gives the price of a vision model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

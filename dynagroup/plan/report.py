@@ -18,7 +18,6 @@ from dynagroup.plan.cost import Work, check_work
 from dynagroup.plan.epoch import epoch_order
 from dynagroup.plan.plan import BatchPlan
 from dynagroup.plan.planner import PlanConfig, Planner
-from dynagroup.plan.ranks import cut, time_of_rows
 from dynagroup.shapes import BatchShape, IntArray, Streams, primary
 from dynagroup.validation import check_int
 
@@ -62,24 +61,9 @@ def _rows(plan: BatchPlan, batch_size: int | None) -> Iterator[tuple[str, str]]:
     if len(labels := plan.sample_kinds.labels) > 1:
         of = Counter(chain.from_iterable(set(kinds) for kinds in plan.kinds)).most_common()
         rarer = f", {len(of) - MOST_KINDS} more" * (len(of) > MOST_KINDS)
-        steps, time = kinds_ignored(plan)
         yield f"steps of each of {len(labels)} kinds", ", ".join(f"{k}: {n:,}" for k, n in of[:MOST_KINDS]) + rarer
-        share = time / max(plan.predicted_time, 1e-9)
-        yield "(kinds ignored)", f"{steps - plan.num_steps:+,} steps, {share:.1%} of the predicted time"
     yield "samples that do not fit even alone", f"{stats['num_oversize']:,}"
     yield "samples repeated, left out", f"{stats['num_repeated']:,}, {stats['num_dropped']:,}"
-
-
-def kinds_ignored(plan: BatchPlan) -> tuple[int, float]:
-    """Returns steps and predicted time as if steps could mix kinds, for the same samples and windows."""
-    steps, time, stops = 0, 0.0, np.cumsum(plan.windows).tolist()
-    for start, stop in zip([0, *stops], stops, strict=False):
-        samples = plan.batches.take(plan.table[start:stop][plan.loss_scale[start:stop] > 0]).order
-        lengths = {name: values[samples] for name, values in plan.lengths.items()}
-        made = cut(lengths, plan.budget, plan.world_size, work=plan.work)
-        time += time_of_rows(made, lengths, plan.budget, plan.world_size, plan.work)
-        steps += -(-len(made) // plan.world_size)
-    return steps, time
 
 
 def _quantiles(values: NDArray[np.integer], at: Sequence[float]) -> str:

@@ -70,7 +70,7 @@ class StepLoader(ABC, Generic[B]):
         number in these lengths; and a function from samples (and optionally a shape to pad to) to a batch."""
 
     @abstractmethod
-    def _run(self, send: Callable[[B], Any]) -> Iterator[Step[Any]]:
+    def _run(self, send: Callable[[B], Any] | None) -> Iterator[Step[Any]]:
         """Yields the rest of epoch ``self._epoch``, each batch passed through ``send``, and updates :attr:`cursor`."""
 
     @abstractmethod
@@ -159,9 +159,9 @@ class StepLoader(ABC, Generic[B]):
         return self.sizes.change(self._asked(), samples)
 
     def __iter__(self) -> Iterator[Step[B]]:
-        return self.mapped(as_it_is)
+        return self.mapped(None)
 
-    def mapped(self, fn: Callable[[B], Any]) -> Iterator[Step[Any]]:
+    def mapped(self, fn: Callable[[B], Any] | None) -> Iterator[Step[Any]]:
         """Yields the steps of an epoch with ``fn`` applied to each batch, e.g. to move it to a device. Unlike in a loop's own
         body, a step for which ``fn`` fails does not count as used."""
         self._stop()
@@ -231,10 +231,6 @@ class StepLoader(ABC, Generic[B]):
             self._stop()
             self._restore(found)
         self._begun = False
-
-
-def as_it_is(batch: B) -> B:
-    return batch
 
 
 def check_updates(samples_per_update: Any, accumulation: int, **of_set_sizes: bool) -> int:

@@ -173,7 +173,7 @@ class PlannedDataLoader(StepLoader[B]):
         self._plan.on_ranks(self._rank_and_size()[1])
         self._stand(self._plan.start_of(self._next, self._place))
 
-    def _run(self, send: Callable[[B], Any]) -> Iterator[Step[Any]]:
+    def _run(self, send: Callable[[B], Any] | None) -> Iterator[Step[Any]]:
         world, plan = self.world, self._walk()
         if self._place is not self._resumed:
             planner = plan.planner.renewed(world)
@@ -190,7 +190,8 @@ class PlannedDataLoader(StepLoader[B]):
                 samples = Share(0 if step.idle else len(step.indices), update.num_samples)
                 scale, ends = loss_scale(weight, world.size), number == len(batches) - 1
                 filled = self.budget.ladder is not None
-                made = Step(send(batch), step.indices, samples, weight, scale, ends, step.idle, step.kind, filled)
+                sent = batch if send is None else send(batch)
+                made = Step(sent, step.indices, samples, weight, scale, ends, step.idle, step.kind, filled)
                 self._place = update.behind(number, summed[number + 1])
                 self._count(update, number)
                 yield made

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from dynagroup import LearningBudget, LengthAwareBatchSampler, PlannedDataLoader, Share, StateError, TokenBudget
 from dynagroup.distributed import SingleProcess
 from dynagroup.plan import static_shapes
-from dynagroup.testing import ThreadWorld, assert_resumes_exactly, run_ranks
+from dynagroup.testing import ThreadWorld, run_ranks
 from tests.laws import loaders
-from tests.laws.loader_laws import assert_loader_laws
+from tests.laws.loader_laws import assert_loader_laws, assert_resumes_exactly
 from tests.laws.loaders import ENTRIES, LENGTHS, MOST_EDGES, TOKENS, Entry, graph_of
 from tests.online.helpers import Tokens, collate, lengths_of
 

@@ -19,7 +19,8 @@ from torch.utils.data import (
 from dynagroup import LengthAwareBatchSampler, OnlineDataLoader, RefinementCollator, TokenBudget
 from dynagroup.online.datasets import IndexedDataset
 from dynagroup.online.messages import pin
-from dynagroup.testing import assert_resumes_exactly, run_ranks
+from dynagroup.testing import run_ranks
+from tests.laws.loader_laws import assert_resumes_exactly
 from tests.online.helpers import Living, Stream, Tokens, all_ids, collate, ids_in, legs, lengths_of, make_loader, sample_of, used
 
 LENGTHS = lengths_of(120, seed=3)

@@ -84,7 +84,7 @@ def attention(
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), float("-inf"))
     # Falcon's heads, and T5's biases in another order (sdp_utils.cpp: num_heads_dense, last_dim_stride_equals_1_dense)
     if (repeats > 1 and not enable_gqa) or (attn_mask is not None and attn_mask.stride(-1) != 1):
-        return _stored(query, key, value, attn_mask, dropout_p, is_causal, scale)
+        return _stored(query, key, value, attn_mask, dropout_p, scale)
     if attn_mask is None and query.dtype in HALF and query.shape[-1] == value.shape[-1] <= FLASH_HEAD_SIZE:
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
@@ -97,21 +97,16 @@ def attention(
     return efficient(query, key, value, attn_mask, needs_grad, dropout_p, is_causal, scale=scale)[0]
 
 
-def _stored(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, dropout_p: float, is_causal: bool,
-    scale: float | None,
-) -> torch.Tensor:  # fmt: skip
+def _stored(query: Any, key: Any, value: Any, mask: Any, dropout_p: float, scale: float | None) -> torch.Tensor:
     """Stores all scores, in float32 (aten/native/transformers/attention.cpp, _scaled_dot_product_attention_math)."""
     dtype, repeats = query.dtype, query.shape[-3] // key.shape[-3]
     root = math.sqrt(query.shape[-1] ** -0.5 if scale is None else scale)
     query, key, value = (part.float() if part.dtype in HALF else part for part in (query * root, key, value))
     key, value = (part.repeat_interleave(repeats, -3) if repeats > 1 else part for part in (key, value))
     scores = query @ (key.transpose(-2, -1) * root)
-    if is_causal:
-        mask = torch.zeros(scores.shape[-2:], dtype=scores.dtype)
     if mask is not None:
         scores.add_(mask)
-    return (dropout(torch._safe_softmax(scores, -1), dropout_p) @ value).to(dtype)
+    return (dropout(torch.ops.aten._safe_softmax(scores, -1), dropout_p) @ value).to(dtype)
 
 
 def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

@@ -61,8 +61,7 @@ class _Traced:
     source: Any
     workload: Run
     inputs: MakeInputs | None
-    beyond: int = 1
-    """Traced lengths are multiples of 32 plus this many tokens."""
+    beyond: int = 1  # traced lengths are multiples of 32 plus this many tokens
 
     @property
     def packed(self) -> bool:
