@@ -10,6 +10,7 @@ from enum import Enum
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -27,7 +28,6 @@ from dynagroup.memory import MemoryRegressor
 from dynagroup.memory.protocols import PaddedTokens
 from dynagroup.memory.run import Mode
 from dynagroup.oom.storage import VECTORS, Kind, Output
-from dynagroup.plan.batches import scanned
 from dynagroup.plan.cost import Work
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.plan.static_shapes import few_shapes
@@ -291,4 +291,4 @@ def _weights(model: Any) -> Iterator[str]:
     for name, tensor in sorted({**dict(model.named_buffers()), **model.state_dict()}.items()):
         if hasattr(tensor, "element_size") and not name.endswith("inv_freq"):  # inv_freq is computed from the config
             parts = tensor.detach().reshape(-1).view(torch.uint8).split(_AT_ONCE)  # weights may be many and on a device
-            yield f"{name} {tensor.dtype} {tuple(tensor.shape)} {[scanned(part.cpu().numpy())[1] for part in parts]}"
+            yield f"{name} {tensor.dtype} {tuple(tensor.shape)} {[crc32(part.cpu().numpy()) for part in parts]}"

@@ -208,8 +208,8 @@ def weighs_alike(step):
 class Broken(PlannedDataLoader):
     changed, uneven, forgets = staticmethod(lambda step: step), False, False
 
-    def _run(self):
-        steps = [self.changed(step) for step in super()._run()]
+    def _run(self, send):
+        steps = [self.changed(step) for step in super()._run(send)]
         yield from steps[1:] if self.uneven and not self.world.rank else steps
 
     def load_state_dict(self, state_dict):
