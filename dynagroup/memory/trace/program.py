@@ -177,8 +177,7 @@ def _generate(model: Any, batch: dict[str, torch.Tensor], new_tokens: int, trace
         held["attention_mask"] = batch["attention_mask"] if two_stacks else torch.ones(sides, dtype=torch.long)
     outputs = model(**held, past_key_values=cache, use_cache=True, **keep)
     scores = outputs.logits[:, -1, :].to(copy=True, dtype=torch.float32)
-    kept = scores.clone()  # as sampling does: what top-k keeps, its shares, and multinomial's random numbers
-    torch.empty_like(kept.softmax(-1))
+    scores.softmax(-1)  # as sampling does; greedy search needs less
 
 
 def _stretch(cache: Any, length: int) -> None:
