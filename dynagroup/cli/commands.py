@@ -120,13 +120,13 @@ def doctor(args: argparse.Namespace) -> Found:
 
 def _change(found: Comparison, layout: str, safe: int | None) -> str:
     today, _, same, grouping, free = found.ways[:5]
-    if min(same.time, grouping.time, free.time) > WORTH * today.time:
+    if min(way.plan.predicted_time for way in (same, grouping, free)) > WORTH * today.plan.predicted_time:
         return "nothing: lengths are so similar that other batches would save little time"
     most, samples = getattr(found.budget, "max_tokens", today.largest_batch), found.samples_per_update
     packed = ', layout="packed"' if layout == "packed" else ""
     budget = f"TokenBudget({most if safe is None else min(most, max(safe, 1))}{packed})"
     loader = f"PlannedDataLoader(dataset, lengths, {budget}"
-    if same.time > WORTH * today.time:
+    if same.plan.predicted_time > WORTH * today.plan.predicted_time:
         few = f"{samples} samples per update are too few to sort; use more, or updates of any size, {loader}), or"
         return f"{few} updates of similar samples, samples_per_update={samples}, grouping={MEGA_BATCHES}"
     few = f"; {samples} samples per update are few to sort, see grouping" if samples < FEW else ""

@@ -26,8 +26,7 @@ EXCLUDED = ("sample_packing", "rl", "reward_model", "pretraining_dataset", "pad_
 class DynagroupArgs(BaseModel):
     """The keys that the plugin adds to Axolotl's configuration."""
 
-    dynagroup_max_tokens: int | None = None
-    """Most tokens of a batch, padding included; None: the plugin does nothing."""
+    dynagroup_max_tokens: int | None = None  # most tokens of a batch, padding included; None: the plugin does nothing
 
 
 class DynagroupPlugin(BasePlugin):  # type: ignore[misc]

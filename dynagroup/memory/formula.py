@@ -37,12 +37,10 @@ USUAL: dict[str, Any] = {
 class ClosedForm:
     """The memory of a batch by formula: that of its largest phase, divided into ``COMPONENTS``."""
 
-    phases: FloatArray
-    """float64 (phases, components, monomials), bytes."""
+    phases: FloatArray  # float64 (phases, components, monomials), bytes
     traced: Phases | None = None
     """Phases that tracing or fitting found. Without a division into components, all bytes count as activations."""
-    packed: bool = False
-    """True: samples are packed, so that a batch is one row with all its tokens."""
+    packed: bool = False  # True: samples are packed, so that a batch is one row with all its tokens
 
     @classmethod
     def of(cls, workload: Workload, constants: Mapping[str, float]) -> "ClosedForm":

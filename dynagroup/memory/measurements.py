@@ -56,8 +56,7 @@ class Measurements:
 
     rows: tuple[Measurement, ...]
     workload: Workload
-    source: str = "simulated"
-    """Either "simulated" or "measured"."""
+    source: str = "simulated"  # either "simulated" or "measured"
     about: Mapping[str, str] = field(default_factory=dict)
     """Hardware, versions and date, as text by name."""
 

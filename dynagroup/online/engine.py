@@ -4,6 +4,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -113,9 +114,16 @@ class Runner(ABC):
         while not self.over:
             if self.due:
                 yield self._emit()
-            else:
+                continue
+            held = lambda value: copy(value) if isinstance(value, (list, deque)) else value  # noqa: E731
+            before = [(part, {name: held(value) for name, value in vars(part).items()}) for part in (self, self.feed)]
+            try:
                 self._more()
                 self._tell_of_oversize()
+            except BaseException:  # also an interrupt, at any place: the state is that of before
+                for part, values in before:
+                    vars(part).update(values)
+                raise
 
     def _even_out(self, batches: Sequence[Refined], steps: int) -> list[Refined]:
         """Splits batches whose samples were kept, until there are ``steps`` batches or none can be split. If that fails,
@@ -204,20 +212,19 @@ class Runner(ABC):
         shown, filled = batch or self._smallest[batch.kind].copied(), self.source.budget.ladder is not None
         sent = shown.batch if self.send is None else self.send(shown.batch)
         step = Step(sent, [*shown.indices], *shares, take.ends_update, not batch, shown.label, filled)
-        self.due.popleft()  # not before: if `send` fails, the step is not used
-        self.under_way = round(take.samples.total)
-        begun: dict[str, Any] = {"steps": cursor.steps + 1}
+        begun, under_way = dict[str, Any](steps=cursor.steps + 1), round(take.samples.total)
         if take.ends_update:
-            cursor = behind(cursor, self.under_way, self.source.sizes)
-            self.stats.count_update(self.under_way)
+            cursor = behind(cursor, under_way, self.source.sizes)
+            self.stats.count_update(under_way)
         else:
             begun |= {"begun_rows": cursor.begun_rows + 1, "begun_weight": cursor.begun_weight + take.weight.local}
             begun["begun_samples"] = cursor.begun_samples + int(take.samples.local)
-        self.stands = replace(cursor, **begun)
         if batch:
             self._count(batch)
         else:
             self.stats.count_step(0, shown.real, shown.padded, idle=True)
+        self.stands, self.under_way = replace(cursor, **begun), under_way  # not before: if `send` fails, the step is not used
+        self.due.popleft()
         return step
 
     def _tell_of_oversize(self) -> None:

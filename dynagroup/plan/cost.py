@@ -20,8 +20,7 @@ from dynagroup.plan.batches import Batches, shapes_of
 from dynagroup.shapes import TOKENS, Streams, primary
 from dynagroup.validation import check_choice, check_number
 
-CPU_PER_STEP = 128.0
-"""Fixed cost of a step on a CPU, in linear tokens; measured, see ``docs/benchmarks.md``."""
+CPU_PER_STEP = 128.0  # fixed cost of a step on a CPU, in linear tokens; measured, see ``docs/benchmarks.md``
 
 Meet: TypeAlias = Literal["step", "stream"]
 PATCHES = "patches"  # name of the stream for which :meth:`Work.of` gives the price of a vision model

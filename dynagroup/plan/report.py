@@ -43,7 +43,7 @@ def _rows(plan: BatchPlan, batch_size: int | None) -> Iterator[tuple[str, str]]:
         way, size, most = shuffled_way(plan, batch_size)
         unfit = "" if size <= most else "; the longest would not fit"
         yield f"(shuffled batches of {size} instead{unfit})", f"{way.padding:.1%} padding, {way.plan.num_steps:,} steps"
-        yield f"(predicted time against batches of {size})", f"{plan.predicted_time / max(way.time, 1e-9):.1%}"
+        yield f"(predicted time against batches of {size})", f"{plan.predicted_time / max(way.plan.predicted_time, 1e-9):.1%}"
     for name, values in plan.padded_lengths.items():
         of = f" in {name!r}" if len(plan.padded_lengths) > 1 else ""
         yield f"sample length{of}, median / 99 % / longest", _quantiles(values[plan.batches.order], (0.5, 0.99, 1.0))
@@ -98,15 +98,12 @@ class Way:
         table, batches, codes = self.plan.table, list(self.plan.batches), self.plan.sample_kinds.codes
         return sum(len(np.unique(codes[np.concatenate([batches[n] for n in row if n >= 0])])) > 1 for row in table)
 
-    @property
-    def time(self) -> float:
-        return self.plan.predicted_time
-
     def figures(self, today: float) -> dict[str, Any]:
         """Returns this way's numbers for the table; ``today`` is the predicted time of the way to compare with."""
         found = {"steps": self.plan.num_steps, "padding": self.padding, "waiting": self.waiting}
-        found |= {"largest_batch_tokens": self.largest_batch, "predicted_time": self.time}
-        return {**found, "share_of_time": self.time / max(today, 1e-9), "mixed_steps": self.mixed_steps}
+        time = self.plan.predicted_time
+        found |= {"largest_batch_tokens": self.largest_batch, "predicted_time": time}
+        return {**found, "share_of_time": time / max(today, 1e-9), "mixed_steps": self.mixed_steps}
 
 
 def fixed_batches(order: IntArray, batch_size: int) -> Batches:
@@ -156,7 +153,7 @@ class Comparison:
 
     def figures(self) -> dict[str, Any]:
         """Returns the numbers of :meth:`report` as a dict for JSON."""
-        ways = {way.name: way.figures(self.ways[0].time) for way in self.ways}
+        ways = {way.name: way.figures(self.ways[0].plan.predicted_time) for way in self.ways}
         told = {name: getattr(self, name) for name in ("world_size", "batch_size", "samples_per_update")}
         return {"num_samples": len(self.lengths[primary(self.lengths)]), **told, "ways": ways}
 

@@ -192,8 +192,8 @@ class PlannedDataLoader(StepLoader[B]):
                 filled = self.budget.ladder is not None
                 sent = batch if send is None else send(batch)
                 made = Step(sent, step.indices, samples, weight, scale, ends, step.idle, step.kind, filled)
-                self._place = update.behind(number, summed[number + 1])
                 self._count(update, number)
+                self._place = update.behind(number, summed[number + 1])
                 yield made
 
     def _count(self, update: PlannedUpdate, number: int) -> None:

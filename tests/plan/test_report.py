@@ -136,15 +136,15 @@ def test_every_way_has_every_sample_and_counts_its_padding(lengths, batch_size, 
 def test_literal_comparisons_and_fixed_batches_of_varied_lengths_are_slower_and_it_shows() -> None:
     found = compare([4, 2, 4, 2], 2, budget=TokenBudget(8), work=Work(per_step=10, crossover=float("inf")))
     ordered = found.ways[5]
-    assert (ordered.padding, ordered.plan.num_steps, ordered.time) == (0, 2, 2 * 10 + 8 + 4)
+    assert (ordered.padding, ordered.plan.num_steps, ordered.plan.predicted_time) == (0, 2, 2 * 10 + 8 + 4)
     assert found.figures()["ways"]["dynagroup, sorted"]["steps"] == 2
     first = compare([8, 1, 8, 1, 8], 1, world_size=2, work=Work(per_step=0, crossover=float("inf"))).ways[0]
-    assert first.time == first.plan.work_by_row.max(axis=1).sum()  # a step takes as long as its slowest rank
-    assert first.waiting == pytest.approx(1 - 26 / (2 * first.time))
+    assert first.plan.predicted_time == first.plan.work_by_row.max(axis=1).sum()  # a step takes as long as its slowest rank
+    assert first.waiting == pytest.approx(1 - 26 / (2 * first.plan.predicted_time))
     alone, many = compare(VARIED, 8), compare(VARIED, 8, world_size=4)
     today, _, same, grouping, free = many.ways[:5]
-    assert free.time < 0.7 * today.time
-    assert free.time < grouping.time < same.time < today.time
+    assert free.plan.predicted_time < 0.7 * today.plan.predicted_time
+    assert free.plan.predicted_time < grouping.plan.predicted_time < same.plan.predicted_time < today.plan.predicted_time
     assert free.waiting < today.waiting
     assert alone.ways[0].waiting == 0
     assert many.report().splitlines()[1].split()[-1] == "1.00"
