@@ -214,12 +214,12 @@ class OnlineDataLoader(StepLoader[Any]):
     def _run(self, send: Callable[[Any], Any] | None) -> Iterator[Step[Any]]:
         if self._resume is None:
             return
-        run = self._run_of = self._begin(send)
+        run = self._begin(send)
         try:
             for step in run:
-                self._resume = []  # not before: if loading fails, the loaded states are still the point to resume from
+                self._run_of, self._resume = run, []  # not before: until then, a state is that of before the epoch
                 yield step
-            self._resume = []
+            self._run_of, self._resume = run, []
         except Exception:
             self._workers.loader = None  # its workers may be dead
             raise

@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import weakref
-from itertools import islice
+from itertools import count, islice
 from types import SimpleNamespace
 from typing import Any
 
@@ -200,31 +200,42 @@ def lost(values: Any) -> Any:
     raise AlignmentError("lost contact")
 
 
-def test_states_of_ranks_that_were_interrupted_at_different_exchanges_are_refused() -> None:
-    """Rank 0 as its first one returns; rank 1 knows by then who gets which window, and fails in the next one."""
+@pytest.mark.parametrize("call", range(12))
+@pytest.mark.parametrize("how", [{"window": 4, "accumulation": 2}, {"samples_per_update": 9}])
+def test_ranks_that_were_interrupted_at_different_exchanges_lose_nothing_or_are_refused(call: int, how: Any) -> None:
+    """Rank 0 as one of its exchanges returns; rank 1 knows by then what was agreed, and fails in its next one."""
 
     def interrupted(world: Any) -> Any:
-        loader, calls = make_loader(SimpleNamespace(**{n: getattr(world, n) for n in WORLD}), LENGTHS), iter(range(9))
+        calls, came = count(), list[int]()
 
-        def all_max(values: Any) -> Any:
-            if world.rank and next(calls):
-                raise KeyboardInterrupt
-            found = world.all_max(values)
-            if not world.rank:
-                raise KeyboardInterrupt
-            return found
+        def exchange(name: str) -> Any:
+            def call_of(values: Any) -> Any:
+                number = next(calls)
+                if world.rank and number > call:
+                    raise KeyboardInterrupt
+                found = getattr(world, name)(values)
+                if not world.rank and number == call:
+                    raise KeyboardInterrupt
+                return found
 
-        loader.world.all_max = all_max
-        with pytest.raises(KeyboardInterrupt):
-            list(loader)
-        return loader.state_dict()
+            return call_of
 
-    states = run_ranks(2, interrupted)
-    assert states[0]["running"]["feed"]["start"] < states[1]["running"]["feed"]["start"]
-    with pytest.raises(StateError, match="what they had agreed"):
-        make_loader(SingleProcess(), LENGTHS).load_state_dict(states)
-    with pytest.raises(AlignmentError, match="unequal point of the saved states"):
-        run_ranks(2, lambda world: leg(world, states[world.rank], fails=()))
+        own = SimpleNamespace(rank=world.rank, size=2, all_max=exchange("all_max"), all_sum=exchange("all_sum"))
+        loader = make_loader(own, LENGTHS, **how)
+        with contextlib.suppress(KeyboardInterrupt):
+            for step in loader:
+                came += used(step)
+        return came, json.loads(json.dumps(loader.state_dict()))
+
+    came, states = zip(*run_ranks(2, interrupted), strict=True)
+    try:
+        rest = run_ranks(2, lambda world: leg(world, states[world.rank], fails=(), **how)[0])
+    except (StateError, AlignmentError) as error:
+        assert re.search("different steps|different points|unequal point of the saved states", str(error))  # noqa: PT017
+        assert call > 1
+    else:
+        used_up = {state["epoch"] for state in states} == {1}
+        assert sorted(sum(came if used_up else [*came, *rest], [])) == list(range(len(LENGTHS)))
 
 
 def few_fail(samples: Any) -> Any:

@@ -3,6 +3,8 @@
 import copy
 import json
 import pickle
+import re
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -165,6 +167,48 @@ def test_a_step_whose_batch_cannot_be_moved_is_not_used(make, sizes, stop):
         take(came, ([step] for step in loader.mapped(move)))
     assert loader.stats.steps == stop
     assert resumed_after(partial(make, **sizes), loader, came) == list(range(37))
+
+
+class Interrupts:
+    """Raises KeyboardInterrupt at the n-th line that runs in the loaders, before a step is handed over."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.count = at, 0
+
+    def __call__(self, frame: Any, event: str, arg: Any) -> Any:
+        inside = re.search(r"dynagroup/(online|update)/", frame.f_code.co_filename)
+        return self.line if inside and frame.f_code.co_name not in ("_emit", "_run", "mapped", "_stop", "__iter__") else None
+
+    def line(self, frame: Any, event: str, arg: Any) -> Any:
+        self.count += event == "line"
+        if event == "line" and self.count == self.at:
+            raise KeyboardInterrupt
+        return self.line
+
+    def over(self, steps: Iterator[Any], came: list[int]) -> None:
+        """Takes the steps until one is interrupted; only the loader's own lines count."""
+        before = sys.gettrace()
+        while True:
+            sys.settrace(self)
+            try:
+                step = next(steps)
+            except (StopIteration, KeyboardInterrupt):
+                return
+            finally:
+                sys.settrace(before)
+            came += samples_of(step)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_at_any_line_loses_nothing(make, sizes):
+    whole = Interrupts(-1)
+    whole.over(iter(make(**sizes)), [])
+    for at in np.random.default_rng(0).integers(1, whole.count, 40).tolist():
+        loader, came = make(**sizes), list[int]()
+        Interrupts(at).over(iter(loader), came)
+        if loader.epoch == 0 or len(came) < 37:
+            came = resumed_after(partial(make, **sizes), loader, came)
+        assert sorted(came) == list(range(37)), at
 
 
 def wide(samples: list[Any]) -> Any:
