@@ -176,7 +176,7 @@ class Interrupts:
         self.at, self.count = at, 0
 
     def __call__(self, frame: Any, event: str, arg: Any) -> Any:
-        inside = re.search(r"dynagroup/(online|update)/", frame.f_code.co_filename)
+        inside = re.search(r"dynagroup/(online/(engine|feeds)|update/planned)", frame.f_code.co_filename)
         return self.line if inside and frame.f_code.co_name not in ("_emit", "_run", "mapped", "_stop", "__iter__") else None
 
     def line(self, frame: Any, event: str, arg: Any) -> Any:
@@ -199,11 +199,12 @@ class Interrupts:
             came += samples_of(step)
 
 
+@pytest.mark.parametrize("sizes", [SIZES["ramp"], {"window": 5}])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_at_any_line_loses_nothing(make, sizes):
     whole = Interrupts(-1)
     whole.over(iter(make(**sizes)), [])
-    for at in np.random.default_rng(0).integers(1, whole.count, 40).tolist():
+    for at in np.random.default_rng(0).integers(1, whole.count, 60).tolist():
         loader, came = make(**sizes), list[int]()
         Interrupts(at).over(iter(loader), came)
         if loader.epoch == 0 or len(came) < 37:
