@@ -124,6 +124,7 @@ class Runner(ABC):
                 for part, values in before:
                     vars(part).update(values)
                 raise
+            del before  # it would keep batches alive that were used
 
     def _even_out(self, batches: Sequence[Refined], steps: int) -> list[Refined]:
         """Splits batches whose samples were kept, until there are ``steps`` batches or none can be split. If that fails,
