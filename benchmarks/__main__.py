@@ -51,6 +51,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str, str]]] = {
         "work": ("price", "run", "gpu_work"),
         "steps": ("steps", "run", "gpu_steps"),
         "memory": ("memory", "measured", "gpu_memory"),
+        "packed": ("memory", "packed", "gpu_packed"),
         "fits": ("memory", "fits", "gpu_fits"),
         "train": ("train", "rivals", "gpu_train"),
         "train_large": ("train", "large", "gpu_train_large"),
