@@ -171,14 +171,15 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
     def set_epoch(self, epoch: int) -> None:
         """Chooses the epoch of the next iteration. Choosing the current epoch changes nothing."""
         epoch = check_int("epoch", epoch, least=0)
-        if epoch != self._epoch:
-            self._start = self._run = None
-            # On several ranks the user applies what was learned, because that is an exchange, see LearningBudget.
-            planner = self._planner.renewed(apply=self._rank_and_size()[1] == 1)
-            if planner is not self._planner:
-                self._replace(planner)
-                planner.warn_of_oversize()
-        self._epoch, self._advance = epoch, 0
+        if epoch == self._epoch:
+            self._advance = 0
+            return
+        # On several ranks the user applies what was learned, because that is an exchange, see LearningBudget.
+        planner, before = self._planner.renewed(apply=self._rank_and_size()[1] == 1), self._planner
+        self._start, self._run, self._epoch, self._advance = None, None, epoch, 0  # not before: making a planner may fail
+        if planner is not before:
+            self._replace(planner)
+            planner.warn_of_oversize()
 
     def _replace(self, planner: Planner) -> None:
         self._planner = planner

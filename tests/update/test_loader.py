@@ -5,7 +5,8 @@ import os
 import re
 import signal
 import warnings
-from itertools import islice
+from collections import Counter
+from itertools import islice, product
 from typing import Any
 
 import numpy as np
@@ -305,6 +306,29 @@ def test_an_epoch_follows_what_the_one_before_taught_and_states_hold_it(make):
     if hasattr(loader, "cursor"):
         assert resumed.cursor == loader.cursor, "the books count what was, not what the new limit would have made of it"
     assert largest(batches(resumed)) <= 0.9 * 800
+
+
+def test_an_epoch_that_fails_as_it_begins_leaves_the_one_before_used_up(make):
+    """Samples that do not fit what was learned are warned of as the next epoch begins, or in it; here warnings are errors."""
+    used: Counter[tuple[int, int]] = Counter()
+
+    def train(loader: Any) -> None:
+        for epoch in range(loader.epoch, 2):
+            loader.set_epoch(epoch)
+            for item in loader:
+                used.update((epoch, index) for batch in batches([item]) for index in batch)
+            learning.record_oom(BatchShape.of(1, 90))
+
+    loader = make(learning := LearningBudget(TokenBudget(1000)))
+    warnings.simplefilter("error")
+    with pytest.raises(UserWarning, match="not fit"):
+        train(loader)
+    state = json.loads(json.dumps(loader.state_dict()))
+    warnings.simplefilter("ignore")
+    loader = make(learning := LearningBudget(TokenBudget(1000)))
+    loader.load_state_dict(state)
+    train(loader)
+    assert used == Counter(product(range(2), range(300)))
 
 
 def test_free_updates_that_were_done_are_counted_as_they_were():
