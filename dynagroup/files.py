@@ -171,10 +171,11 @@ def _paths(data: Any) -> list[Path]:
 
 
 def _chunks(data: Any) -> Iterator[Chunk]:
-    return enumerate((path, *part) for path in _paths(data) for part in _parts(path))
+    texts: dict[str, bool] = {}  # whether a column without a type has texts, decided by the first rows of the first file
+    return enumerate((path, *part) for path in _paths(data) for part in _parts(path, texts))
 
 
-def _parts(path: Path) -> Iterator[tuple[list[str], Any]]:
+def _parts(path: Path, texts: dict[str, bool]) -> Iterator[tuple[list[str], Any]]:
     with _reading(path):
         if path.is_dir():
             from datasets import DatasetDict, load_from_disk
@@ -188,15 +189,15 @@ def _parts(path: Path) -> Iterator[tuple[list[str], Any]]:
             groups = next(pyarrow.dataset.dataset(str(path)).get_fragments()).split_by_row_group()
             yield from ((group.physical_schema.names, group.to_table) for group in groups)
         else:
-            yield from ((list(table), table) for table in _tables(path, path.suffix.lower()))
+            yield from ((list(table), table) for table in _tables(path, path.suffix.lower(), texts))
 
 
 def _rows(data: Any, first: int, columns: list[str]) -> Any:
     return data.select_columns(columns).with_format("arrow")[first : first + ROWS]
 
 
-def _tables(path: Path, kind: str) -> Iterator[Any]:
-    """Yields the chunks of a file without row groups. The first rows decide whether a column is text or numbers."""
+def _tables(path: Path, kind: str, texts: dict[str, bool]) -> Iterator[Any]:
+    """Yields the chunks of a file without row groups."""
     import pandas
 
     if kind in (".npy", ".npz"):
@@ -205,16 +206,19 @@ def _tables(path: Path, kind: str) -> Iterator[Any]:
             yield {"tokens": found} if kind == ".npy" else dict(found)
     elif kind == ".txt":
         with path.open(encoding=UTF8) as file:
-            lines, texts = (line.rstrip("\n") for line in file), None
+            lines = (line.rstrip("\n") for line in file)
             while chunk := list(islice(lines, ROWS)):
                 numbers: Any = pandas.to_numeric(pandas.Series([s for s in chunk if s.strip()]), errors="coerce")
-                texts = not len(numbers) or bool(numbers.isna().any()) if texts is None else texts
-                yield {"tokens": chunk if texts else numbers}
+                found = texts.setdefault("tokens", not len(numbers) or bool(numbers.isna().any()))
+                yield {"tokens": chunk if found else numbers}
     elif kind in (".csv", ".tsv"):
         sep = "," if kind == ".csv" else "\t"
         form: Any = {"sep": sep, "index_col": False, "keep_default_na": False, "encoding": UTF8}
         head = pandas.read_csv(path, nrows=ROWS, **form)
-        types = {name: str for name in head if not pandas.api.types.is_numeric_dtype(head[name])}
+        for name in (name for name in head if not pandas.api.types.is_numeric_dtype(head[name])):
+            if not texts.setdefault(name, True):
+                raise ConfigError(f"column {name!r} has texts, but numbers in an earlier file; measure such files apart")
+        types = {name: str for name in head if texts.setdefault(name, False)}
         yield from pandas.read_csv(path, chunksize=ROWS, dtype=types, **form)
     elif kind in (".json", ".jsonl"):
         by_line: Any = {"lines": True, "chunksize": ROWS} if kind == ".jsonl" else {}

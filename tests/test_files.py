@@ -66,6 +66,19 @@ def test_lengths_are_those_of_all_rows_in_order(tmp_path, kind, num_proc):
         assert {name: n.tolist() for name, n in found.items()} == expected
 
 
+@pytest.mark.parametrize("kind", ["csv", "tsv", "txt"])
+def test_the_first_file_decides_whether_a_column_has_texts(tmp_path, kind):
+    """A file whose texts are all numbers is no file of lengths, if the first one has other texts."""
+    head = [] if kind == "txt" else ["text"]
+    for name, rows in (("a", ["w1 w2", "w3"]), ("b", ["100000", "7"]), ("c", ["w1 w2 w3", "w1"])):
+        (tmp_path / f"{name}.{kind}").write_text("\n".join([*head, *rows]) + "\n")
+    how: Any = {"num_proc": 1, "progress": False}
+    found = measure_files([tmp_path / f"{name}.{kind}" for name in "abc"], small_tokenizer(), **how).tolist()
+    assert found == measure_lengths(["w1 w2", "w3", "100000", "7", "w1 w2 w3", "w1"], small_tokenizer()).tolist()
+    with pytest.raises(ConfigError):
+        measure_files([tmp_path / f"{name}.{kind}" for name in "bc"], small_tokenizer(), **how)
+
+
 class Killed(BaseException):
     pass
 

@@ -61,8 +61,7 @@ class MemoryBudget(Budget):
 
     counts_every_stream: ClassVar[bool] = True
     knows_memory: ClassVar[bool] = True
-    model: Any
-    """The :class:`~dynagroup.memory.MemoryModel` that predicts memory."""
+    model: Any  # the :class:`~dynagroup.memory.MemoryModel` that predicts memory
     _lengths: Sequence[int] = ()
     _assumed = False  # True: no memory model was given
 

@@ -246,10 +246,8 @@ class ProfiledMemory:
 
     static_bytes: int
     phases: Phases
-    error: float
-    """Largest relative error of the formula on the rows that it was fitted to."""
-    reach: Mapping[str, int]
-    """Length of the longest fitted sample, by stream."""
+    error: float  # largest relative error of the formula on the rows that it was fitted to
+    reach: Mapping[str, int]  # length of the longest fitted sample, by stream
 
     @classmethod
     def fit(cls, measurements: Measurements) -> "ProfiledMemory":

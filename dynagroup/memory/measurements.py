@@ -57,8 +57,7 @@ class Measurements:
     rows: tuple[Measurement, ...]
     workload: Workload
     source: str = "simulated"  # either "simulated" or "measured"
-    about: Mapping[str, str] = field(default_factory=dict)
-    """Hardware, versions and date, as text by name."""
+    about: Mapping[str, str] = field(default_factory=dict)  # hardware, versions and date, as text by name
 
     def __post_init__(self) -> None:
         for number, row in enumerate(self.rows):
