@@ -133,16 +133,20 @@ def _fits(machine: Machine, model: Any, optimizer: Any, number: int, longest: in
 
 
 def shown(figures: dict[str, Any]) -> list[str]:
+    left = [*figures.get("left_out", ()), *figures.get("failed", ())]
+    return [*tabled(figures), "", f"left out or failed: {', '.join(left) or 'none'}"]
+
+
+def tabled(figures: dict[str, Any]) -> list[str]:
     """Peaks by case, or largest batches."""
     if "limit_bytes" in figures:
         head = "| model | tokens | predicted | true | share |"
-        return [*table(figures["rows"], head, "{model} | {longest} | {predicted} | {true} | {share:.0%}"), "", ""]
+        return table(figures["rows"], head, "{model} | {longest} | {predicted} | {true} | {share:.0%}")
     cases: dict[str, list[float]] = {}
     for row in figures["rows"]:
-        if not row.get("oom"):
+        if not row["oom"]:
             error = row["simulated_batch_bytes"] / row["batch_bytes"] - 1
-            cases.setdefault(f"{row['model']}, {row.get('mode', row.get('attention'))}", []).append(error)
+            cases.setdefault(f"{row['model']}, {row['mode']}", []).append(error)
     rows = [{"case": case, "shapes": len(e), "least": min(e), "most": max(e)} for case, e in cases.items()]
     head = "| simulated over measured, without static memory | shapes | least | most |"
-    left = ", ".join([*figures.get("left_out", ()), *figures.get("failed", ())]) or "none"
-    return [*table(rows, head, "{case} | {shapes} | {least:+.2%} | {most:+.2%}"), "", f"left out or failed: {left}"]
+    return table(rows, head, "{case} | {shapes} | {least:+.2%} | {most:+.2%}")

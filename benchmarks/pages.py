@@ -136,13 +136,15 @@ def gpu_shapes(found: Figures) -> str:
 
 
 def gpu_peaks(found: Figures) -> list[str]:
-    return import_module("benchmarks.memory").shown(found)[:-2]
+    return import_module("benchmarks.memory").tabled(found)
 
 
 ROWS = {"few_shapes": few_shapes, "quality": quality, "recovery": recovery, "faults": fault_rows, "gpu_train": gpu_train}
 """The rows of tables that are more than the entries of their file."""
-WIDE = {"rivals_same": rivals(True), "rivals_other": rivals(False), "gpu_fits": gpu_peaks}
-WIDE |= {"gpu_memory": gpu_peaks, "gpu_packed": gpu_peaks}
+WIDE = {
+    "rivals_same": rivals(True), "rivals_other": rivals(False),
+    "gpu_memory": gpu_peaks, "gpu_packed": gpu_peaks, "gpu_fits": gpu_peaks,
+}  # fmt: skip
 """Tables whose columns depend on their file."""
 SENTENCES: dict[str, tuple[str, str | Callable[[Any], str]]] = {
     "planning_memory": ("plan_speed", "{token_budget_1m_peak_mb_over_input:.0f} MB"),

@@ -1,7 +1,6 @@
 """What new shapes of batches cost on a GPU, with and without cuDNN's attention, which torch prefers on Hopper and Blackwell; and
 training in turns, by how many tokens a step is priced."""
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,8 +20,10 @@ RIVALS = ("fixed", "sorted inside the update", "transformers group_by_length")
 def cudnn(on: bool) -> Iterator[None]:
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(on)
-    yield
-    torch.backends.cuda.enable_cudnn_sdp(before)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def run(machine: Machine) -> Iterator[dict[str, Any]]:
@@ -60,9 +61,9 @@ def run(machine: Machine) -> Iterator[dict[str, Any]]:
         one = runs[way]
         one.model, one.optimizer = model, optimizer
         with cudnn(on):
+            one.update()  # not counted
             one.timed, before = [], (one.batches, one.padded, one.real)
-            started = time.monotonic()
-            while not one.timed or (time.monotonic() - started < 1.5 * SLICE_S and not machine.dry):
+            while not one.timed or (sum(spent for *_, spent in one.timed) < SLICE_S and not machine.dry):
                 one.timed.append(one.update())
         batches, padded, real = (now - then for now, then in zip((one.batches, one.padded, one.real), before, strict=True))
         row = {"way": way, "cudnn": on, "updates": len(one.timed), "real_tokens": real, "padding": 1 - real / padded}

@@ -201,19 +201,18 @@ class PlannedDataLoader(StepLoader[B]):
         stats.count_step(len(step.indices), *step.tokens, idle=step.idle)
         if number == len(update.steps) - 1:
             stats.count_update(update.num_samples)
-        unfit = len(step.indices) == 1 and not step.idle and self._plan.planner.unfit(step.indices[:1])[0]
-        stats.oversize += bool(unfit)
+        stats.oversize += bool(len(step.indices) == 1 and not step.idle and self._plan.planner.unfit(step.indices[:1])[0])
 
     def _compare(self, update: PlannedUpdate, batches: list[Any]) -> None:
         """Warns once if a collated batch does not have its planned shape, before any of its update is used."""
+        way_out = "Give `lengths` in dataset order, measured as samples are processed and collated; or use OnlineDataLoader"
         for step, batch in zip(update.steps, batches, strict=True):
             if step.idle or self._said_unplanned:
                 continue
             shape = shapes_of(Batches.of([np.asarray(step.indices)]), self._plan.planner.lengths)
             if (differs := unplanned(batch, shape, self.budget)) is not None:
                 self._said_unplanned = True
-                way_out = "Give `lengths` in dataset order, measured as samples are processed and collated; or use an"
-                warn_user(f"a batch does not have its planned shape: {differs}. {way_out} OnlineDataLoader, which measures")
+                warn_user(f"a batch does not have its planned shape: {differs}. {way_out}, which measures them itself")
 
     def _identity(self) -> dict[str, Any]:
         return {**self._plan.identity, "budget": self.budget.fingerprint, "weigh": described(self._weigh)}

@@ -238,6 +238,41 @@ def test_ranks_that_were_interrupted_at_different_exchanges_lose_nothing_or_are_
         assert sorted(sum(came if used_up else [*came, *rest], [])) == list(range(len(LENGTHS)))
 
 
+def test_states_of_ranks_of_which_one_has_agreed_on_more_steps_are_refused() -> None:
+    """Rank 0 is interrupted as its fifth exchange returns; rank 1 knows by then what was agreed, and cannot move a batch."""
+
+    def interrupted(world: Any) -> Any:
+        calls = list[str]()
+
+        def exchange(name: str) -> Any:
+            def call_of(values: Any) -> Any:
+                found = getattr(world, name)(values)
+                calls.append(name)
+                if len(calls) == 5 and not world.rank:
+                    raise KeyboardInterrupt
+                return found
+
+            return call_of
+
+        def move(batch: Any) -> Any:
+            if len(calls) == 5:
+                raise MemoryError
+            return batch
+
+        own = SimpleNamespace(rank=world.rank, size=2, all_max=exchange("all_max"), all_sum=exchange("all_sum"))
+        loader = make_loader(own, LENGTHS, window=4)
+        with pytest.raises((KeyboardInterrupt, MemoryError)):
+            list(loader.mapped(move))
+        return json.loads(json.dumps(loader.state_dict()))
+
+    states = run_ranks(2, interrupted)
+    assert states[0]["cursor"]["steps"] == states[1]["cursor"]["steps"] > 0
+    with pytest.raises(StateError, match="what they had agreed"):
+        make_loader(SingleProcess(), LENGTHS, window=4).load_state_dict(states)
+    with pytest.raises(AlignmentError, match="unequal point of the saved states"):
+        run_ranks(2, lambda world: leg(world, states[world.rank], fails=(), window=4))
+
+
 def few_fail(samples: Any) -> Any:
     if len(samples) < 6 and len(samples[0]["input_ids"]) == 1:
         raise ValueError("statistics need six samples")

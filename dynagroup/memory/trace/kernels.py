@@ -130,8 +130,16 @@ def _softmax(func: Any, input: torch.Tensor, dim: int | None = None, *args: Any,
 
 BLOCK = 512  # the caching allocator rounds up to multiples of this (c10/cuda/CUDACachingAllocator.h, kMinBlockSize)
 _aten = torch.ops.aten
-_ATTENTION_BACKWARD = {_aten._scaled_dot_product_flash_attention_backward.default,
-                       _aten._scaled_dot_product_efficient_attention_backward.default}  # fmt: skip
+# The kernels sum the query's gradient in float32, and store one float32 per row (``dq_accum``, ``softmax_d`` in
+# FlashAttention 2; ``delta`` and ``workspace`` in the memory-efficient kernel).
+_of_attention = lambda _, query, *others: 4 * query.numel() + 4 * query.numel() // query.shape[-1]  # noqa: E731
+BESIDE = {  # bytes that an operator holds for a moment, beside its inputs
+    _aten._scaled_dot_product_flash_attention_backward.default: _of_attention,
+    _aten._scaled_dot_product_efficient_attention_backward.default: _of_attention,
+    # its result and the gradient times the softmax (aten/native/cuda/SoftMax.cu); its result and a byte for each -inf
+    _aten._softmax_backward_data.default: lambda grad, *others: 2 * grad.numel() * grad.element_size(),
+    _aten._safe_softmax.default: lambda scores, *others: scores.numel() * (scores.element_size() + 1),
+}
 
 
 class LiveBytes(TorchDispatchMode):
@@ -150,14 +158,8 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func in _ATTENTION_BACKWARD:
-            # The kernels sum the query's gradient in float32, and store one float32 per row (``dq_accum``,
-            # ``softmax_d`` in FlashAttention 2; ``delta`` and ``workspace`` in the memory-efficient kernel).
-            self._reach(self.live + 4 * args[1].numel() + 4 * args[1].numel() // args[1].shape[-1])
-        if func is _aten._softmax_backward_data.default:  # beside its result, the gradient times the softmax (SoftMax.cu)
-            self._reach(self.live + 2 * args[0].numel() * args[0].element_size())
-        if func is _aten._safe_softmax.default:  # beside its result, a byte for each score that is -inf
-            self._reach(self.live + args[0].numel() * (args[0].element_size() + 1))
+        if func in BESIDE:
+            self._reach(self.live + BESIDE[func](*args))
         for item in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(item, torch.Tensor):
                 self._add(item)

@@ -105,8 +105,7 @@ def trace(
     apart = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
     tracer, kernels = LiveBytes(apart, smooth), CudaKernels(_autocast(workload), padded=workload.attention != "flash")
     with torch.device("meta"), watch(tracer) if watch else nullcontext(), kernels, tracer:
-        made = (inputs(model, num_samples, longest), ()) if inputs else _batch(model, workload, num_samples, longest)
-        batch, _masks = made
+        batch, _masks = (inputs(model, num_samples, longest), ()) if inputs else _batch(model, workload, num_samples, longest)
         if workload.mode == "train":
             outputs = model(**batch)
             loss = outputs["loss"]
