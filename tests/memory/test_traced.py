@@ -1,5 +1,6 @@
 """A traced model says what simulating all of it says, for shapes that nobody traced; what fits a device follows from it."""
 
+import re
 from functools import cache
 from inspect import isfunction
 
@@ -86,12 +87,34 @@ def test_what_was_traced_is_what_the_whole_model_takes(name):
     assert_as_simulated(memory_of(name), model, shapes, most=1.05 if shapes[0][0] != 13 else 2.0)
 
 
+@pytest.mark.parametrize(("trained", "checkpointed"), [
+    ("layers.[45]|norm", True), ("5.*norm|model.norm", True), ("layers.5|lm_head", False),
+])  # fmt: skip
+def test_layers_of_which_other_parameters_are_trained_are_not_alike(trained, checkpointed):
+    """Frozen layers below the first that is trained keep nothing; norms that are trained keep their inputs."""
+    config = models.config(hf.Gemma2Config, **SMALL, layers=6, num_key_value_heads=2, head_dim=16)
+    model = as_meta_model(config, attention="eager")
+    for name, p in model.named_parameters():
+        p.requires_grad_(bool(re.search(trained, name)))
+    memory = TracedMemory.of(model, "train", gradient_checkpointing=checkpointed)
+    assert_as_simulated(memory, model, [(8, 256), (4, 100)], least=0.999, most=1.01)
+
+
 @pytest.mark.filterwarnings("ignore:the memory of this model was fitted:UserWarning")
 @pytest.mark.parametrize(("config", "mode"), [(LONGFORMER, "train"), (MAMBA2, "forward")], ids=["longformer", "mamba2"])
 def test_a_program_that_pads_its_input_is_never_predicted_smaller(config, mode):
     """To windows or chunks of 32: traced at multiples of 32, a batch one token longer would be predicted far too small."""
     shapes = [(3, 1), (2, 33), (5, 16), (3, 65), (8, 200), (3, 257), (1, 500)]
     assert_as_simulated(TracedMemory.of(config, mode), config, shapes, most=2.0)
+
+
+@pytest.mark.filterwarnings("ignore:the memory of this model was fitted:UserWarning")
+@pytest.mark.parametrize("positions", [128, 96])
+def test_a_model_with_few_positions_is_never_predicted_smaller_near_the_last_of_them(positions):
+    """A mask of 16 more tokens is copied to be padded, one of a multiple of 16 is not; so the last length is not the worst."""
+    config = models.bert(vocab=64, width=64, inner=64, layers=5, heads=4, max_position_embeddings=positions)
+    shapes = [(50, positions - less) for less in (0, 4, 8, 15, 16, 31)]
+    assert_as_simulated(TracedMemory.of(config, "forward", dtype="bfloat16"), config, shapes, most=1.2)
 
 
 def test_what_cannot_be_traced_is_estimated_or_fitted_and_that_is_said():

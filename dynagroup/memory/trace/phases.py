@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from dynagroup.memory.run import MONOMIALS, FloatArray, MakeInputs, Phases, Run, max_affine, monomials
+from dynagroup.memory.run import MASK_ALIGNMENT, MONOMIALS, FloatArray, MakeInputs, Phases, Run, max_affine, monomials
 from dynagroup.memory.trace.kernels import LiveBytes
 from dynagroup.memory.trace.model import ALIKE_LAYERS, as_meta_model, stacks
 from dynagroup.memory.trace.program import as_gathered, prepare, trace
@@ -29,7 +29,7 @@ EXACT = 1e-4  # largest error of a polynomial, relative to the largest value of 
 # all get the most padding. A program that pads to 64 or 512 gives no polynomial at these lengths, and so is noticed.
 ALIGNMENT = 32
 PROBES = [(2, 65, 97), (3, 33, 33), (2, 257, 161), (5, 193, 97), (4, 321, 65), (3, 481, 257), (7, 97, 353), (2, 161, 481),
-          (6, 65, 257), (3, 129, 321), (4, 385, 449), (5, 449, 129), (2, 33, 33), (8, 225, 289)]  # fmt: skip
+          (6, 65, 257), (3, 129, 321), (6, 385, 449), (5, 449, 129), (2, 33, 33), (8, 225, 289)]  # fmt: skip
 PACKED_PROBES: list[Probe] = [(1, 65, 0), (1, 513, 0), (1, 193, 0), (1, 1025, 0)]
 PROBED = 512  # about the longest length in PROBES, in tokens
 LONGEST = 4097  # tokens of the last traced shape, if the model has so many positions: checks long samples
@@ -114,10 +114,10 @@ class _Traced:
 
 
 def _depth(stack: torch.nn.ModuleList, windows: Sequence[int | None]) -> int:
-    """Returns how many layers to trace: all up to two of those at the end with parameters of equal shapes and one window."""
+    """Returns how many layers to trace: all up to two of those at the end with equal shapes, trained parameters and windows."""
     known = windows if len(windows) == len(stack) else [None] * len(stack)
-    shapes = [(window, *(p.shape for p in layer.parameters())) for window, layer in zip(known, stack, strict=True)]
-    others = [place for place, shape in enumerate(shapes) if shape != shapes[-1]]
+    kinds = [[size, *((p.shape, p.requires_grad) for p in layer.parameters())] for size, layer in zip(known, stack, strict=True)]
+    others = [place for place, kind in enumerate(kinds) if kind != kinds[-1]]
     return max([ALIKE_LAYERS, *(place + 3 for place in others[-1:])])
 
 
@@ -263,10 +263,10 @@ FITTED = [MONOMIALS.index(name) for name in ("1", "n", "nL", "nL2")]
 def _simulated(traced: _Traced, error: ValueError) -> Phases:
     if traced.two_streams or traced.packed:
         raise error
-    most = getattr(traced.config, "max_position_embeddings", None) or LENGTHS[-1]
+    most = min(getattr(traced.config, "max_position_embeddings", None) or LENGTHS[-1], LENGTHS[-1])
     timeline, rows = traced.timeline((2, 17, 0)), []
     one_token = len(timeline((1, 1, 0)))
-    for length in _shown(sorted({min(length, most) for length in LENGTHS})):
+    for length in _shown(sorted({min(length, most) for length in (*LENGTHS, (most - 1) // MASK_ALIGNMENT * MASK_ALIGNMENT + 1)})):
         one, two = timeline((1, length, 0)), timeline((2, length, 0))
         peaks = [one + (n - 1) * (two - one) for n in SAMPLES] if len(one) == len(two) else [one, two]
         rows += [(n, length, float(line.max())) for n, line in zip(SAMPLES, peaks, strict=False)]
