@@ -249,9 +249,8 @@ class MemoryBudget(Budget):
             return self.about
         found, new = self.figures(), self._new_tokens
         head = f"{'prompt' if new else 'longest':>8}  {'samples':>8}  {'tokens':>10}  {'of the limit':>12}"
-        lines = [self.about, head]
-        for row in zip(*(found[name] for name in ("longest", "samples", "tokens", "share")), strict=True):
-            lines.append("{:>8}  {:>8}  {:>10}  {:>12.1%}".format(*row))
+        row, columns = "{:>8}  {:>8}  {:>10}  {:>12.1%}".format, map(found.__getitem__, ("longest", "samples", "tokens", "share"))
+        lines = [self.about, head, *map(row, *columns)]
         if not found["reach"]:
             return "\n".join([*lines, f"not even one sample fits; {WAY_OUT}"])
         what, of = (f"of lengths + {new} (prompts with what is generated) ", "for prompts of ") if new else ("", "")

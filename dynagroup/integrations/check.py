@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dynagroup.errors import ConfigError
-from dynagroup.integrations.packing import PROBES, answer, packing_collator
+from dynagroup.integrations.packing import PROBES, answer, differences, packing_collator
 from dynagroup.integrations.varlen import use_varlen_attention
 from dynagroup.memory.trace.model import as_config, as_random_model
 from dynagroup.memory.traced import TracedMemory
@@ -123,8 +123,8 @@ def _padding(model: Any) -> str:
     padded = torch.nn.functional.pad(short, (0, missing), value=model.config.pad_token_id or 0)
     mask = torch.stack([torch.ones_like(long[0]), torch.tensor([1] * width + [0] * missing)])
     alone, beside = _answer(model, short)[0], _answer(model, torch.cat([long, padded]), attention_mask=mask)[1]
-    apart = float((beside[: len(alone)][:width] - alone[:width]).abs().max() / alone.abs().max())
-    if apart >= CLOSE:
+    apart, _ = differences(beside[: len(alone)][:width], alone[:width])
+    if not apart < CLOSE:
         return f"changes answers by {apart:.1%}: batch equal lengths only"
     if re.search(r"'rope_type': '(longrope|dynamic)'", str(model.config.to_dict())):
         return "changes no answer, but positions depend on the longest sample of a batch: see the page on packing"

@@ -304,8 +304,7 @@ class FreeRunner(Runner):
     def _complete(self, extra: Sequence[int]) -> list[float]:
         count, size = len(self.agreed), self.config.accumulation
         bounds = [0, *range(size - self.stands.begun_rows, count + 1, size)]
-        if self.ended and bounds[-1] < count:
-            bounds.append(count)
+        bounds += [count] * (self.ended and bounds[-1] < count)
         found = self._total([self.agreed[start:stop] for start, stop in pairwise(bounds)], extra)
         self.agreed = self.agreed[bounds[-1] :]  # not before: if a rank stops, the state has them
         return found

@@ -179,9 +179,7 @@ def _is_sized(value: Any) -> bool:
 
 def _fields_of(value: Any) -> Fields | None:
     """Returns the fields of a container by key or index; None: the value is no container."""
-    if isinstance(value, (tuple, list)):
-        return dict(enumerate(value))
-    return dict(value) if isinstance(value, Mapping) else None
+    return dict(enumerate(value)) if isinstance(value, (tuple, list)) else dict(value) if isinstance(value, Mapping) else None
 
 
 def _holds_samples(batch: Any) -> bool:

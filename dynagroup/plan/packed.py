@@ -71,9 +71,8 @@ class Room:
         """Returns whether an item, which fits an empty batch, also fits this one."""
         if not bin.members:
             return bin.slots > 0
-        if bin.room < self.sizes[item]:
-            return False
-        if any(used + units[item] > limit for used, (units, limit) in zip(bin.used, self.sums, strict=True)):
+        sums = zip(bin.used, self.sums, strict=True)
+        if bin.room < self.sizes[item] or any(used + units[item] > limit for used, (units, limit) in sums):
             return False
         return self._together is None or self._together([*bin.members, item])
 

@@ -239,8 +239,8 @@ class Planner:
 
     def steps_from(self, cursor: Cursor, world_size: int = 1, order: IntArray | None = None) -> Iterator[BatchPlan]:
         """Yields the rest of the cursor's epoch: one plan per window, each made when it is needed."""
-        if not cursor.window_size:
-            cursor = replace(cursor, window_size=self.window_size(world_size))
+        size = self.window_size(world_size)  # refused, if an update has too few samples for so many ranks
+        cursor = replace(cursor, window_size=cursor.window_size or size)
         ordered, windows, last = self._windows(cursor, order)
         while cursor.windows_done < len(windows):
             indices = ordered[slice(*windows[cursor.windows_done])]

@@ -259,10 +259,10 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         with LearningBudget.taken_up(self._planner.budget, state):
             planner = self._planner.rebuilt()
             planner.check_left_out(state)
+        done = planner.is_done(cursor, self._rank_and_size()[1], self._order_of(cursor.epoch))
         self._replace(planner)
-        self._epoch, self._run = cursor.epoch, None
+        self._epoch, self._run, self._advance = cursor.epoch, None, int(done)
         self._start = cursor if cursor.windows_done or cursor.segments else None
-        self._advance = int(planner.is_done(cursor, self._rank_and_size()[1], self._order_of(cursor.epoch)))
         self.sampler.resume(self.epoch, begun=_by_torchdata())
 
     def _rank_and_size(self) -> tuple[int | None, int]:

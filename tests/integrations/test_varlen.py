@@ -228,6 +228,20 @@ def mini_bert() -> Any:
     return transformers.BertForMaskedLM(transformers.BertConfig(**sizes, vocab_size=3000)).eval()
 
 
+def chameleon() -> Any:
+    """Gives words of images the least number there is, beside which any difference looks small."""
+    pictures = {"embed_dim": 16, "num_embeddings": 8, "latent_channels": 16, "base_channels": 32, "channel_multiplier": [1, 1]}
+    words = {"<image>": 5, **{f"IMGIMG{letter}Z": 10 + place for place, letter in enumerate("ABCDEFGH")}}
+    config = models.config(transformers.ChameleonConfig, num_key_value_heads=2, vq_config=pictures, vocabulary_map=words)
+    return transformers.ChameleonForConditionalGeneration(config).eval()
+
+
+def unusable() -> Any:
+    model = llama()
+    model.model.norm.weight.data[0] = torch.nan
+    return model
+
+
 VARLEN = "call dynagroup.integrations.varlen.use_varlen_attention"
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "cache": (partial(llama, use_cache=True), {}, f"set model.config.use_cache = False .*, {VARLEN}"),
@@ -237,6 +251,8 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "sharp": (cpmant, {}, "its attention '.*' mixes them; "),
     "blocks": (deepseek, {}, "mixes them; .* or use the padded layout"),
     "Mamba": (mamba, {}, "mixes them; .* or use the padded layout"),
+    "masked words": (chameleon, {}, f"set model.config.use_cache = False .*, {VARLEN}"),
+    "no numbers": (unusable, {}, "cannot run two packed samples .*its results are not numbers"),
     "T5": (t5, {}, "cannot run two packed samples .*only models that read one row"),
     "positions": (roberta, {"position_ids_start": 0}, "its positions, or layers"),
 }

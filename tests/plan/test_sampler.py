@@ -215,6 +215,24 @@ def test_a_last_window_that_fills_no_row_does_not_hold_an_epoch_open(settings: d
     assert (resumed.epoch, len(list(resumed))) == (1, 4)
 
 
+@pytest.mark.parametrize("uneven", ["drop", "repeat"])
+def test_a_resume_on_more_ranks_than_an_update_has_samples_is_refused_as_a_new_epoch_is(uneven: Any) -> None:
+    """With "drop", the rest of the epoch was left out without a word."""
+
+    def made(world_size: int) -> LengthAwareBatchSampler:
+        how: Any = {"samples_per_update": 2, "uneven": uneven, "rank": 0, "world_size": world_size}
+        return LengthAwareBatchSampler(range(1, 101), TokenBudget(200), **how)
+
+    begun, other = made(2), made(4)
+    list(islice(begun, 10))
+    with pytest.raises(ConfigError, match=r"`samples_per_update` \(2\) must be at least the number of ranks \(4\)"):
+        next(iter(made(4)))
+    with pytest.raises(ConfigError, match="must be at least the number of ranks"):  # noqa: PT012
+        other.load_state_dict(begun.state_dict())
+        assert other.epoch == 0
+        next(iter(other))
+
+
 @pytest.mark.parametrize("how", [{}, {"shuffle": True}, {"samples_per_update": 4}], ids=str)
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_no_samples_make_no_batches(how: dict[str, Any], layout: Any) -> None:
