@@ -59,8 +59,7 @@ def __getattr__(name: str) -> Any:
         return import_module(f"dynagroup.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'dynagroup' has no attribute {name!r}")
-    value = getattr(import_module(f"dynagroup.{_HOME[name]}"), name)
-    globals()[name] = value
+    globals()[name] = value = getattr(import_module(f"dynagroup.{_HOME[name]}"), name)
     return value
 
 

@@ -54,10 +54,9 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _speaks_for_itself(error: BaseException) -> bool:
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
     said = isinstance(error, RuntimeError) and any(re.search(pattern, str(error)) for pattern in _MESSAGES)
-    return said or isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    by_number = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    return said or by_number or isinstance(error, (MemoryError, torch.OutOfMemoryError))
 
 
 def free_bytes(device: torch.device | str | int | None = None) -> int:

@@ -128,9 +128,9 @@ class _Describer:
         return ", ".join(f"{name}={self.text(part, names)}" for name, part in sorted(parts.items()))
 
     def _class(self, kind: type) -> str:
-        if not _is_own(kind):
+        if not is_own(kind):
             return kind.__qualname__
-        own = [item for base in kind.__mro__ if _is_own(base) for item in sorted(vars(base).items())]
+        own = [item for base in kind.__mro__ if is_own(base) for item in sorted(vars(base).items())]
         own = [(k, v) for k, v in own if not k.startswith("__") or isinstance(v, types.FunctionType)]
         return f"{kind.__qualname__}#{hashed('; '.join(f'{k}={self._member(v)}' for k, v in own), 8)}"
 
@@ -147,7 +147,7 @@ class _Describer:
                 parts.append(self.text(cell.cell_contents, _names_in(code)))
             except ValueError:
                 parts.append("unset")
-        if not _is_own(function):
+        if not is_own(function):
             return _named(function) + (f"[{', '.join(parts)}]" if parts else "")
         return f"{function.__name__}#{hashed('; '.join([*parts, self._code(code, function.__doc__)]), 8)}"
 
@@ -174,12 +174,12 @@ def _names_in(code: types.CodeType) -> frozenset[str]:
 def _reached(kind: type, names: frozenset[str]) -> frozenset[str]:
     """Returns the names, and those that the user's own methods and properties of these names read in turn."""
     members = [getattr(member := getattr(kind, name, None), "fget", member) for name in names]
-    codes = (m.__code__ for m in members if isinstance(m, types.FunctionType) and _is_own(m))
+    codes = (m.__code__ for m in members if isinstance(m, types.FunctionType) and is_own(m))
     wider = names.union(*map(_names_in, codes))
     return names if wider == names else _reached(kind, wider)
 
 
-def _is_own(thing: Any) -> bool:
+def is_own(thing: Any) -> bool:
     """Returns whether code is the user's own: not built in, not part of dynagroup, and not an installed package."""
     name = getattr(thing, "__module__", None) or "builtins"
     file = getattr(sys.modules.get(name), "__file__", None) or ""

@@ -132,8 +132,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, (does, options) in COMMANDS.items():
         made = commands.add_parser(name, help=does, description=f"{does.capitalize()}.")
         for option in options.split():
-            settings = _settings(*OPTIONS[option.rstrip("!")], required=option.endswith("!"))
-            made.add_argument(option.rstrip("!"), **settings)
+            made.add_argument(option.rstrip("!"), **_settings(*OPTIONS[option.rstrip("!")], required=option.endswith("!")))
     return parser
 
 
@@ -141,6 +140,5 @@ def _settings(metavar: str, text: str, default: Any = None, *, required: bool) -
     if not metavar:
         return {"action": "store_true", "help": text}
     shown = text if default is None else f"{text} (default: {default})"
-    values = {"metavar": metavar, "type": TYPES.get(metavar, str)}
-    values = {"choices": metavar.split("|")} if "|" in metavar else values
+    values = {"choices": metavar.split("|")} if "|" in metavar else {"metavar": metavar, "type": TYPES.get(metavar, str)}
     return {"help": shown, "default": default, **values, **({"required": True} if required else {})}

@@ -109,9 +109,8 @@ def doctor(args: argparse.Namespace) -> Found:
     found = _comparison(args)
     memory, safe = _memory(args, found)
     today, grouped = found.ways[:2]
-    multiplied = f"of the tokens of {today.name} batches are padding"
     waits = f"{found.world_size} ranks wait {today.waiting:.0%} of their time for the slowest of a step"
-    waste = f"{today.padding:.0%} {multiplied} (group_by_length: {grouped.padding:.0%})"
+    waste = f"{today.padding:.0%} of the tokens of {today.name} batches are padding (group_by_length: {grouped.padding:.0%})"
     ranks = waits if found.world_size > 1 else "one rank, so no rank waits"
     findings = {"waste": waste, "ranks": ranks, "memory": memory, "change": _change(found, args.layout, safe)}
     *first, last = (f"{name:6}  {text}" for name, text in findings.items())

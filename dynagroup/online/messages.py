@@ -150,14 +150,10 @@ class RefinedWindow:
             packed = pack_tensors(fields)
         except Exception:  # noqa: BLE001 - torch's own pickler can handle more types
             return RefinedWindow, fields
-        return _unpacked, packed
+        return unpack_tensors, (RefinedWindow, *packed)
 
     def pin_memory(self) -> "RefinedWindow":
         return replace(self, batches=[replace(b, batch=pin(b.batch)) for b in self.batches])
-
-
-def _unpacked(*packed: Any) -> RefinedWindow:
-    return RefinedWindow(*unpack_tensors(*packed))
 
 
 def pin(batch: Any) -> Any:
@@ -209,11 +205,11 @@ def pack_tensors(value: Any) -> tuple[bytes, list[Location], list[torch.Tensor]]
     return file.getvalue(), places, blocks
 
 
-def unpack_tensors(payload: bytes, places: list[Location], blocks: list[torch.Tensor]) -> Any:
-    """Returns the packed value; its tensors are views of the blocks."""
+def unpack_tensors(make: Any, payload: bytes, places: list[Location], blocks: list[torch.Tensor]) -> Any:
+    """Returns what ``make`` makes of the packed fields; their tensors are views of the blocks."""
     unpacker, tensors = pickle.Unpickler(io.BytesIO(payload)), [_view(blocks, place) for place in places]
     unpacker.persistent_load = lambda number: tensors[number]
-    return unpacker.load()
+    return make(*unpacker.load())
 
 
 def _view(blocks: list[torch.Tensor], place: Location) -> torch.Tensor:

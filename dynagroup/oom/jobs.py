@@ -8,6 +8,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 from zlib import crc32
@@ -22,7 +23,7 @@ from dynagroup.budget.memory import MemoryBudget
 from dynagroup.budget.tokens import as_budget
 from dynagroup.distributed import World, current_world
 from dynagroup.errors import ConfigError
-from dynagroup.fingerprint import described, hashed
+from dynagroup.fingerprint import described, hashed, is_own
 from dynagroup.lengths import begun_once, by_position, limit_of, measure_lengths, padded
 from dynagroup.memory import MemoryRegressor
 from dynagroup.memory.protocols import PaddedTokens
@@ -269,26 +270,36 @@ _OF_TOKENIZER = ("pad_token_id", "eos_token_id", "bos_token", "truncation_side",
                  "split_special_tokens")  # fmt: skip
 
 
-# Weights do not show which adapter is active, turned off or merged, or its scaling. Such settings are plain attributes
-# of modules. Private attributes are the framework's, and left out, except in the layers of peft.
+# Weights do not show which adapter is active or merged, or its scaling: plain attributes of modules. Private ones are the
+# framework's and left out, except in layers of peft and the user's own, whose plain tensors count, too (a steering vector).
 def _switches(model: Any) -> Iterator[str]:
     for name, module in model.named_modules():
-        yield f"{name} {type(module).__qualname__}"  # an activation function has no weights
-        private = type(module).__module__.partition(".")[0] == "peft"
+        yield f"{name} {described(kind := type(module))}"  # an activation function has no weights
+        own = is_own(kind) and not hasattr(kind, "from_pretrained")
+        private = own or kind.__module__.partition(".")[0] == "peft"
         for key, value in sorted(vars(module).items()):
-            if key not in _CHANGES and (private or not key.startswith("_")) and _is_plain(value):
+            if key not in _CHANGES and (private or not key.startswith("_")) and _is_plain(value, any_tensor=own):
                 yield f"{name}.{key}={described(value)}"
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: Any, *, any_tensor: bool = False) -> bool:
     inner = [*value, *value.values()] if isinstance(value, dict) else value
     if isinstance(inner, (list, tuple, set, frozenset)):
-        return all(map(_is_plain, inner))
-    return isinstance(value, _PLAIN) or (torch.is_tensor(value) and value.numel() == 1)
+        return all(_is_plain(part, any_tensor=any_tensor) for part in inner)
+    return isinstance(value, _PLAIN) or (torch.is_tensor(value) and (any_tensor or value.numel() == 1))
 
 
 def _weights(model: Any) -> Iterator[str]:
-    for name, tensor in sorted({**dict(model.named_buffers()), **model.state_dict()}.items()):
-        if hasattr(tensor, "element_size") and not name.endswith("inv_freq"):  # inv_freq is computed from the config
+    for name, value in sorted({**dict(model.named_buffers()), **model.state_dict()}.items()):
+        for tensor in () if name.endswith("inv_freq") else _plain_tensors(value):  # inv_freq is computed from the config
             parts = tensor.detach().reshape(-1).view(torch.uint8).split(_AT_ONCE)  # weights may be many and on a device
             yield f"{name} {tensor.dtype} {tuple(tensor.shape)} {[crc32(part.cpu().numpy()) for part in parts]}"
+
+
+def _plain_tensors(value: Any) -> Iterator[Any]:
+    """Yields what a weight consists of: torch's quantized layers hold tuples, torchao's hold tensors made of others."""
+    inner = [getattr(value, name) for name in value.__tensor_flatten__()[0]] if hasattr(value, "__tensor_flatten__") else value
+    if isinstance(inner, (tuple, list)):
+        yield from chain.from_iterable(map(_plain_tensors, inner))
+    elif hasattr(value, "element_size"):
+        yield value.dequantize() if value.is_quantized else value

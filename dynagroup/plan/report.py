@@ -100,8 +100,7 @@ class Way:
 
     def figures(self, today: float) -> dict[str, Any]:
         """Returns this way's numbers for the table; ``today`` is the predicted time of the way to compare with."""
-        found = {"steps": self.plan.num_steps, "padding": self.padding, "waiting": self.waiting}
-        time = self.plan.predicted_time
+        time, found = self.plan.predicted_time, {"steps": self.plan.num_steps, "padding": self.padding, "waiting": self.waiting}
         found |= {"largest_batch_tokens": self.largest_batch, "predicted_time": time}
         return {**found, "share_of_time": time / max(today, 1e-9), "mixed_steps": self.mixed_steps}
 

@@ -257,9 +257,8 @@ class _Feed(Inner):
     def _requests(self, updates: Iterator[PlannedUpdate], rank: int) -> Iterator[tuple[int, list[int]]]:
         for update in updates:
             self.asked.append(update)
-            before = update.before
-            for row, step in enumerate(update.steps, start=before.steps):
-                yield seed_of(self._seed, before.epoch, row, rank), step.indices
+            for row, step in enumerate(update.steps, start=update.before.steps):
+                yield seed_of(self._seed, update.before.epoch, row, rank), step.indices
 
     def open(
         self, updates: Iterator[PlannedUpdate], epoch: int, world: World

@@ -176,7 +176,7 @@ def test_tensors_of_any_type_and_windows_survive_packing_and_pickling(monkeypatc
     shapes = [torch.ones(3, 2), torch.zeros(0, 4), torch.tensor(1), torch.arange(16).reshape(4, 4).T]
     for dtype in (torch.int64, torch.bool, torch.bfloat16, torch.uint8):
         value = [tensor.to(dtype) for tensor in shapes]
-        back = unpack_tensors(*pack_tensors({"x": value, "same": value[0]}))
+        back = unpack_tensors(dict, *pack_tensors([{"x": value, "same": value[0]}]))
         assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(back["x"], value, strict=True))
         assert back["same"] is back["x"][0]
     monkeypatch.setattr("dynagroup.online.messages.BLOCK_BYTES", 256)

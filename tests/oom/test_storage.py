@@ -1,5 +1,6 @@
 """A journal's whole records count, whatever happens to it; jobs whose results may differ have other identities."""
 
+import copy
 import os
 import resource
 from collections.abc import Callable
@@ -272,6 +273,36 @@ CHANGES: dict[str, list[Callable[[Any], Any]]] = {
     "model's config": [lambda model: setattr(model.config, "rms_norm_eps", 1e-3)],
     "model's switches and adapters": [lambda model: setattr(model, "temperature", 2.0)],
 }
+
+
+class Steered(torch.nn.Module):
+    def __init__(self, layer: torch.nn.Module, vector: torch.Tensor, strength: float) -> None:
+        super().__init__()
+        self.layer, self.vector, self._strength = layer, vector, strength
+
+
+class SteeredTwice(Steered):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.layer(hidden) + 2 * self._strength * self.vector
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of torch.ao.quantization
+def test_what_layers_of_the_users_own_hold_and_quantized_weights_are_told_apart() -> None:
+    """Also tensors that are no parameters, private numbers, and code."""
+    plain, vector, seen = small_llama(), torch.arange(16.0), []
+    for kind, held, strength in ((Steered, vector, 5), (Steered, -vector, 5), (Steered, vector, -5), (SteeredTwice, vector, 5)):
+        model = copy.deepcopy(plain)
+        model.model.layers[1].mlp = kind(model.model.layers[1].mlp, held, strength)
+        seen += [identity(model), identity(copy.deepcopy(model))]
+    assert seen[::2] == seen[1::2]
+    assert all(differing(seen[0], other) == ["model's switches and adapters"] for other in seen[2::2])
+    quantized = []
+    for change in (0.0, 0.0, 0.5):
+        model = copy.deepcopy(plain)
+        model.model.layers[1].mlp.up_proj.weight.data += change
+        quantized.append(identity(torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)))
+    assert quantized[0] == quantized[1]
+    assert differing(quantized[0], quantized[2]) == ["model"]
 
 
 def test_large_weights_are_told_apart_by_checksums_also_when_rows_change_places() -> None:
