@@ -183,7 +183,7 @@ def is_own(thing: Any) -> bool:
     """Returns whether code is the user's own: not built in, not part of dynagroup, and not an installed package."""
     name = getattr(thing, "__module__", None) or "builtins"
     file = getattr(sys.modules.get(name), "__file__", None) or ""
-    known = name.partition(".")[0] in ("dynagroup", *sys.stdlib_module_names)
+    known = name.partition(".")[0] in ("dynagroup", "transformers_modules", *sys.stdlib_module_names)
     return not known and "site-packages" not in file and "dist-packages" not in file
 
 

@@ -43,7 +43,7 @@ _AT_ONCE = 2**26  # bytes of weights that are copied from a device at a time
 _WHERE_FROM = {"_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "_from_model_config"}
 _HOW = {"use_cache", "attn_implementation", "_attn_implementation", "dtype", "torch_dtype", "architectures"}
 _CHANGES = {"gradient_checkpointing", "is_gradient_checkpointing", "name_or_path", "warnings_issued", "hf_device_map"}
-_CHANGES |= {"max_seq_len_cached", *vars(torch.nn.Module())}  # these change when a model runs or moves, or has hooks
+_CHANGES |= {*vars(torch.nn.Module())}  # these change when a model runs or moves, or has hooks
 _PLAIN = (type(None), int, float, str, Enum, np.generic, np.ndarray, torch.dtype)
 _PROBES = ["A quick brown fox.", "Ein süßer Käse, 1,024 €", "\u4f60\u597d, def f(x): return x ** 2\n"]
 
@@ -278,14 +278,14 @@ def _switches(model: Any) -> Iterator[str]:
         own = is_own(kind) and not hasattr(kind, "from_pretrained")
         private = own or kind.__module__.partition(".")[0] == "peft"
         for key, value in sorted(vars(module).items()):
-            if key not in _CHANGES and (private or not key.startswith("_")) and _is_plain(value, any_tensor=own):
+            if key not in _CHANGES and "cache" not in key and (private or not key.startswith("_")) and _is_plain(value, own):
                 yield f"{name}.{key}={described(value)}"
 
 
-def _is_plain(value: Any, *, any_tensor: bool = False) -> bool:
+def _is_plain(value: Any, any_tensor: bool) -> bool:
     inner = [*value, *value.values()] if isinstance(value, dict) else value
     if isinstance(inner, (list, tuple, set, frozenset)):
-        return all(_is_plain(part, any_tensor=any_tensor) for part in inner)
+        return all(_is_plain(part, any_tensor) for part in inner)
     return isinstance(value, _PLAIN) or (torch.is_tensor(value) and (any_tensor or value.numel() == 1))
 
 
