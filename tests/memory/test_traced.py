@@ -284,6 +284,7 @@ def test_ranks_that_share_parameters_gather_them_as_they_run_and_hold_two_of_the
         assert static_bytes(model, shared.replace(mode=mode)) == pytest.approx(expected, rel=0.01)
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft reads it
 def test_adapters_train_alone_and_a_quantised_models_dtype_is_that_of_what_it_computes_with():
     adapted = TracedMemory.of(SHALLOW, dtype="bf16", lora=2)
     assert adapted.static_bytes < 0.6 * TracedMemory.of(SHALLOW, dtype="bf16").static_bytes
@@ -294,6 +295,10 @@ def test_adapters_train_alone_and_a_quantised_models_dtype_is_that_of_what_it_co
     quantised.get_input_embeddings().weight = weight
     assert next(quantised.parameters()).dtype == torch.uint8
     assert Workload.from_model(quantised, "forward", trace=False).dtype == "bfloat16"
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=2, target_modules=["query"])  # of no task, so its class is PeftModel
+    classifier = peft.get_peft_model(hf.BertForSequenceClassification(BERT), lora)
+    assert_as_simulated(TracedMemory.of(classifier), classifier, [(8, 40)], least=0.999, most=1.01)
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

@@ -118,18 +118,18 @@ def make_inputs(
     Stream ``tokens`` is the input of the encoder or of the only stack; ``target`` is the decoder's output (None: as
     long). Inputs of speech models always have the full audio window."""
     config: Any = getattr(model, "config", None)
-    length = int(longest[primary(longest)])
     with torch.device(device):
-        ids = torch.zeros(num_samples, length, dtype=torch.long)
+        ids = torch.zeros(num_samples, int(longest[primary(longest)]), dtype=torch.long)
         if getattr(model, "main_input_name", "input_ids") == "input_features":
             window = (num_samples, config.num_mel_bins, 2 * config.max_source_positions)
             inputs = {"input_features": torch.zeros(window, dtype=next(model.parameters()).dtype)}
         else:
             inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         decodes = bool(getattr(config, "is_encoder_decoder", False))
-        words = torch.zeros(num_samples, longest.get("target", length), dtype=torch.long) if decodes else ids
+        words = torch.zeros(num_samples, longest.get("target", ids.shape[1]), dtype=torch.long) if decodes else ids
         if with_labels:
-            inputs["labels"] = words if "ForSequenceClassification" not in type(model).__name__ else words[:, 0].clone()
+            classifies = "ForSequenceClassification" in type(getattr(model, "get_base_model", lambda: model)()).__name__
+            inputs["labels"] = words[:, 0].clone() if classifies else words
             words = words.clone()  # the decoder reads a second tensor: the labels, shifted by one
         if decodes:
             inputs["decoder_input_ids"] = words
