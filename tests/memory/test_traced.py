@@ -298,7 +298,7 @@ def test_adapters_train_alone_and_a_quantised_models_dtype_is_that_of_what_it_co
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(r=2, target_modules=["query"])  # of no task, so its class is PeftModel
     classifier = peft.get_peft_model(hf.BertForSequenceClassification(BERT), lora)
-    assert_as_simulated(TracedMemory.of(classifier), classifier, [(8, 40)], least=0.999, most=1.01)
+    assert_as_simulated(TracedMemory.of(classifier), classifier, [(8, 40)])
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
