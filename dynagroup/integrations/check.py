@@ -142,7 +142,9 @@ def _loss(model: Any) -> str:
         first, second, both = (float(model(input_ids=ids[part], labels=labels[part]).loss) for part in rows)
     mean = (first * counts[0] + second * counts[1]) / sum(counts)
     of = "the mean over label tokens" if predicts_next_token(model) else "the mean over all labels: weigh='labels'"
-    return of if abs(both - mean) < CLOSE * abs(mean) else "not the mean over label tokens: pass weigh="
+    balanced = getattr(model.config.get_text_config(), "output_router_logits", False)
+    more = " (and output_router_logits adds a loss that balances experts: each batch's own)" if balanced else ""
+    return of + more if abs(both - mean) < CLOSE * abs(mean) else f"not the mean over label tokens: pass weigh={more}"
 
 
 def _memory(model: Any) -> str:

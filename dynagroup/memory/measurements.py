@@ -111,8 +111,7 @@ class Measurements:
         told = f"{path} is damaged, or was not written by Measurements.to_parquet"
         with explained(told, OSError, MemoryError, way_out="; measure again", kind=StateError):
             table = pq.read_table(path)
-            metadata = table.schema.metadata or {}
-            about = {k.decode().removeprefix("dynagroup."): v.decode() for k, v in metadata.items()}
+            about = {k.decode().removeprefix("dynagroup."): v.decode() for k, v in (table.schema.metadata or {}).items()}
             rows = []
             for values in table.to_pylist():
                 longest = {k[8:]: v for k, v in values.items() if k.startswith("longest_") and v is not None}

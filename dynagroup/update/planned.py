@@ -219,8 +219,7 @@ class PlannedDataLoader(StepLoader[B]):
 
     def _state(self) -> dict[str, Any]:
         changes, order = list(map(list, self._plan.changes)), self._plan.order_print(self._place.epoch)
-        left_out = self._plan.planner.left_print
-        return {"cursor": self._place.state(), "changes": changes, "order": order, "left_out": left_out}
+        return {"cursor": self._place.state(), "changes": changes, "order": order, "left_out": self._plan.planner.left_print}
 
     def _checked(self, states: list[Mapping[str, Any]]) -> Mapping[str, Any]:
         """Returns the state of any rank, which is complete, after comparing the states of all ranks."""

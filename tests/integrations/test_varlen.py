@@ -289,5 +289,8 @@ def test_layers_that_run_along_the_row_are_told_their_kernels_and_no_text_model_
     assert "only by kernels: on a GPU install causal_conv1d and mamba_ssm" in found["packed"]
     found = check_model(transformers.Mamba2Config(**sizes, num_heads=4, head_dim=16, state_size=8, n_groups=1))
     assert "not kept apart: use the padded layout" in found["packed"]
+    monkeypatch.undo()
+    experts = models.config(transformers.MixtralConfig, num_local_experts=4, output_router_logits=True)
+    assert "adds a loss that balances experts: each batch's own" in check_model(experts)["loss"]
     with pytest.raises(ConfigError, match="no config found for 'no/such'"):
         check_model("no/such")

@@ -129,6 +129,9 @@ def test_what_masks_logits_and_caches_cost():
     assert batch_bytes(falcon, [(2, 1024)], "forward", attention="sdpa")[0] > 2 * 8 * 1024 * 1024 * 4
     few, many = (batch_bytes(SMALL, [(8, 64)], "generate", max_new_tokens=t)[0] for t in (16, 1016))
     assert many - few >= 900 * 2 * 8 * 2 * 16 * 4 * 2  # tokens, keys and values, samples, heads of 16, float32, layers
+    sizes = (models.llama(vocab=words, width=64, layers=3) for words in (100, 3100))
+    few, many = (batch_bytes(config, [(4, 8)], "generate", max_new_tokens=2000)[0] for config in sizes)
+    assert many - few == pytest.approx(4 * 3000 * 4, rel=0.01)  # generate() keeps a step's logits while the cache grows
 
 
 def measured_rows(name: str) -> list[dict[str, Any]]:

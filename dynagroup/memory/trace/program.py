@@ -158,25 +158,21 @@ def _generate(model: Any, batch: dict[str, torch.Tensor], new_tokens: int, trace
         batch.setdefault("position_ids", torch.zeros_like(batch["input_ids"]))
     outputs = model(**batch, past_key_values=cache, use_cache=True, **keep)
     encoded = getattr(outputs, "encoder_last_hidden_state", None)
-    scores = outputs.logits[:, -1, :].to(copy=True, dtype=torch.float32)  # generate() makes the same copy
+    scores = outputs.logits[:, -1, :].to(copy=True, dtype=torch.float32)  # generate() keeps such a copy until the next one
     del outputs
     words = scores.argmax(-1, keepdim=True)
-    del scores
     final = int(cache.get_seq_length()) + new_tokens - 1
     tracer.mark("prefilled")
     _stretch(own, final)
     tracer.mark("stretched")
-    held: dict[str, Any] = {"input_ids": words}
-    if "position_ids" in takes:
-        held["position_ids"] = torch.zeros_like(words)
+    held: dict[str, Any] = {"input_ids": words, **({"position_ids": torch.zeros_like(words)} if "position_ids" in takes else {})}
     if two_stacks:
         held = {"encoder_outputs": (encoded,), "decoder_input_ids": words}
     if "attention_mask" in batch:
         sides = (words.shape[0], final + 1)
         held["attention_mask"] = batch["attention_mask"] if two_stacks else torch.ones(sides, dtype=torch.long)
     outputs = model(**held, past_key_values=cache, use_cache=True, **keep)
-    scores = outputs.logits[:, -1, :].to(copy=True, dtype=torch.float32)
-    scores.softmax(-1)  # as sampling does; greedy search needs less
+    scores = outputs.logits[:, -1, :].to(copy=True, dtype=torch.float32)  # beside the one before; sampling makes more copies
 
 
 def _stretch(cache: Any, length: int) -> None:
