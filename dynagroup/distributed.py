@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -98,10 +99,17 @@ class DistributedWorld:
     def _reduce(self, values: NDArray[Any], op: str) -> list[Any]:
         import torch
 
-        dist, vector = torch.distributed, torch.from_numpy(values.copy())
+        with torch.inference_mode(False):  # in which a view does not hold its tensor
+            vector = torch.tensor(values)
+            _HELD.append((vector, vector.view(-1)))
         with _despite_dead_workers(), explained(self._lost, kind=AlignmentError):
-            dist.all_reduce(vector, op=getattr(dist.ReduceOp, op), group=self._group)
+            torch.distributed.all_reduce(vector, op=getattr(torch.distributed.ReduceOp, op), group=self._group)
         return vector.tolist()
+
+
+# A thread of gloo lets go of a vector some time after the exchange. If only Python holds it then, the thread takes a lock of the
+# interpreter, and a worker that is forked at this moment waits for that lock for ever. So a view holds the vector, too.
+_HELD: deque[Any] = deque(maxlen=64)
 
 
 @contextmanager

@@ -212,8 +212,7 @@ def _tables(path: Path, kind: str, texts: dict[str, bool]) -> Iterator[Any]:
                 found = texts.setdefault("tokens", not len(numbers) or bool(numbers.isna().any()))
                 yield {"tokens": chunk if found else numbers}
     elif kind in (".csv", ".tsv"):
-        sep = "," if kind == ".csv" else "\t"
-        form: Any = {"sep": sep, "index_col": False, "keep_default_na": False, "encoding": UTF8}
+        form: Any = {"sep": "," if kind == ".csv" else "\t", "index_col": False, "keep_default_na": False, "encoding": UTF8}
         head = pandas.read_csv(path, nrows=ROWS, **form)
         for name in (name for name in head if not pandas.api.types.is_numeric_dtype(head[name])):
             if not texts.setdefault(name, True):

@@ -6,8 +6,10 @@ import os
 import signal
 import threading
 import warnings
+import weakref
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
@@ -80,6 +82,17 @@ def test_a_worker_that_dies_inside_an_exchange_does_not_end_it(gloo, monkeypatch
     assert world.all_max([3]) == [3]
     assert signal.getsignal(signal.SIGCHLD) is handler
     assert not worker.is_alive()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_was_exchanged_is_held_by_more_than_its_python_object(gloo, monkeypatch, mode):
+    """Else gloo's thread takes a lock of Python as it lets go of it, and a worker that is forked then never starts."""
+    given, reduce = [], dist.all_reduce
+    monkeypatch.setattr(dist, "all_reduce", lambda vector, **how: given.append(weakref.ref(vector)) or reduce(vector, **how))
+    with mode():
+        DistributedWorld().all_sum([1.5])
+    gc.collect()
+    assert any(isinstance(found, torch.Tensor) and found._base is given[0]() is not None for found in gc.get_objects())
 
 
 def test_without_a_group_there_is_one_process(gloo):

@@ -172,8 +172,7 @@ class OnlineDataLoader(StepLoader[Any]):
         if running is not None:
             running["order"] = self._orders.fingerprint(self._epoch)
         used_up = self._resume is None if run is None else running is None
-        epoch = self._epoch + used_up
-        place = {"world_size": size, "rank": rank, "epoch": epoch, "running": running}
+        place = {"world_size": size, "rank": rank, "epoch": self._epoch + used_up, "running": running}
         place["cursor"] = (self._cursor if run is None else run.stands).state()
         return {**place, "changes": self._changes, "lengths": None if learned is None else learned.state()}
 

@@ -163,8 +163,7 @@ class Job:
         """Yields (indices, results) of this rank's part of the samples that are not ``done``, whatever the budget."""
         from tqdm.auto import tqdm
 
-        samples = (i for i in range(len(self.texts)) if i not in done)
-        share = sorted(samples, key=lambda i: (-self.lengths[i], i))[rank::size]
+        share = sorted({*range(len(self.texts))}.difference(done), key=lambda i: (-self.lengths[i], i))[rank::size]
         shown, total = self._progress and rank == 0, int(self.lengths[share].sum())  # progress in tokens, like time
         with evaluating(self.task.model), tqdm(total=total, unit="tok", unit_scale=True, disable=not shown) as bar:
             for indices in self._batches(share):

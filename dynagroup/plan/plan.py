@@ -189,5 +189,4 @@ class BatchPlan:
         """Writes :meth:`report` and pictures of padding, work, memory and shapes to one static HTML file."""
         from dynagroup.plan.plots import page, plot_plan
 
-        made = page(f"dynagroup: plan of epoch {self.epoch}", self.report(), plot_plan(self))
-        Path(path).write_text(made, encoding="utf-8")
+        Path(path).write_text(page(f"dynagroup: plan of epoch {self.epoch}", self.report(), plot_plan(self)), encoding="utf-8")
