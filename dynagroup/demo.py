@@ -133,8 +133,7 @@ def train_tokenizer(texts: Sequence[str], vocabulary: int = 1536) -> Any:
     special, alphabet = ["[PAD]", "[BOS]", "[EOS]"], pre_tokenizers.ByteLevel.alphabet()
     options = {"vocab_size": vocabulary, "special_tokens": special, "initial_alphabet": alphabet}
     raw.train_from_iterator(texts, trainers.BpeTrainer(**options, show_progress=False))
-    ends = [("[BOS]", 1), ("[EOS]", 2)]
-    raw.post_processor = processors.TemplateProcessing(single="[BOS] $A [EOS]", special_tokens=ends)
+    raw.post_processor = processors.TemplateProcessing(single="[BOS] $A [EOS]", special_tokens=[("[BOS]", 1), ("[EOS]", 2)])
     return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="[PAD]", bos_token="[BOS]", eos_token="[EOS]")
 
 

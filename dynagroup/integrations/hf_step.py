@@ -198,8 +198,7 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
         if self.dynagroup.out_of_memory is None:
             return batch
         splitter, weigh = self.dynagroup.splitter or BatchSplitter(), weigher(self._weigh)
-        samples = (splitter.take(batch, k, k + 1) for k in range(splitter.num_samples(batch)))
-        return max(samples, key=lambda one: weigh(one, 1))
+        return max((splitter.take(batch, k, k + 1) for k in range(splitter.num_samples(batch))), key=lambda one: weigh(one, 1))
 
     def _filling_is_ignored(self, model: Any, batch: Any) -> bool:
         """Tests that rows of weight 0 leave a mean loss as it is. False: this batch cannot show. All ranks must call it."""

@@ -120,8 +120,7 @@ def _sees_as_far(mask: Any, window: int | None, causal: bool) -> bool:
         return window is None
     end = size or window or 8
     place = torch.tensor([0, 1, end - 1, end, end + 1, 2 * end - 1, 2 * end, 2 * end + 1], device=mask.device)
-    found = function(torch.zeros_like(place[:1]), 0, place[:, None], place[None])
-    return bool((found == _near(place, window, causal)).all())
+    return bool((function(torch.zeros_like(place[:1]), 0, place[:, None], place[None]) == _near(place, window, causal)).all())
 
 
 def _near(place: torch.Tensor, window: int | None, causal: bool) -> torch.Tensor:

@@ -278,8 +278,7 @@ class ProfiledMemory:
 
     @property
     def fingerprint(self) -> str:
-        about = repr((self.static_bytes, sorted(self.reach), self.phases))
-        return "profile-" + hashlib.sha256(about.encode()).hexdigest()[:12]
+        return "profile-" + hashlib.sha256(repr((self.static_bytes, sorted(self.reach), self.phases)).encode()).hexdigest()[:12]
 
     def batch_bytes(self, shape: BatchShape, /) -> FloatArray:
         for name, reach in self.reach.items():

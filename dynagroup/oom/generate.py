@@ -84,8 +84,7 @@ def _final_shape(option: Callable[[str], Any], is_encoder_decoder: bool, part: A
     if new is None and total is not None:
         new = total if is_encoder_decoder else max(total - width, 0)
     new = 20 if new is None else new  # transformers' default
-    copies = max(option(name) or 1 for name in ("num_beams", "num_return_sequences"))
-    return BatchShape.of(num_samples * copies, width + new)
+    return BatchShape.of(num_samples * max(option(name) or 1 for name in ("num_beams", "num_return_sequences")), width + new)
 
 
 def _pad_token_id(option: Callable[[str], Any]) -> int:

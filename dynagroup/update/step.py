@@ -86,13 +86,15 @@ def unplanned(batch: Any, shape: BatchShape, budget: Budget) -> str | None:
     """Returns text that tells how a collated batch differs from its planned shape (K = 1); None: no visible difference."""
     packed, multiple = is_packed(budget, shape.longest), budget.pad_to_multiple_of
     form = "tokens long, but was planned with" if packed else "tokens wide, but the longest of them was planned with"
-    run, names = budget.as_run(shape), padded_streams(budget, shape.longest)
+    run, names, count = budget.as_run(shape), padded_streams(budget, shape.longest), int(shape.num_samples[0])
+    if packed and count > 1 and (width := width_of(batch, count, primary(shape.longest), names)) is not None:
+        return f"{count} samples were padded to {width} tokens, but planned as packed: use a packing collator, or layout='padded'"
     for stream, tokens in shown(batch, int(run.num_samples[0]), names, packed=packed).items():
         least = shape.total[stream] if packed else shape.longest[stream]
         most = np.maximum(round_up(least, multiple), run.total[stream]) if packed else run.longest[stream]
         if not least[0] <= tokens <= most[0]:
             name = "" if stream == TOKENS else f"{stream} "
-            return f"{shape.num_samples[0]} samples were collated to {tokens} {name}{form} {least[0]}"
+            return f"{count} samples were collated to {tokens} {name}{form} {least[0]}"
     return None
 
 

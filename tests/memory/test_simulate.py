@@ -104,6 +104,21 @@ def test_autocast_casts_a_weight_once_a_forward_pass():
     assert bytes_of(20) - bytes_of(2) < 2 * 2 * 1024 * 256  # not as much as two further copies
 
 
+def test_weights_that_were_cast_without_gradients_are_cast_again_where_gradients_are_needed():
+    class Recurrent(Net):
+        def forward(self, input_ids=None, x=None, **kwargs):
+            with torch.no_grad():
+                hidden = self.down(self.up(x)) if self.times > 1 else x
+            return {"loss": self.down(self.up(x + hidden)).sum()}
+
+    def bytes_of(times):
+        (model := Recurrent()).times = times
+        inputs = lambda _, n, longest: {"x": torch.zeros(n, longest["tokens"], 256)}  # noqa: E731
+        return simulate(model, TRAIN.replace(autocast="bfloat16"), [(4, 128)], inputs=inputs).rows[0].batch_bytes
+
+    assert bytes_of(2) >= bytes_of(1)  # inputs are kept for the gradients of weights, too
+
+
 def test_a_linear_model_and_dropout_without_scores_are_counted_by_hand():
     def inputs(model, num_samples, longest):
         return {"x": torch.zeros(num_samples, longest["tokens"], 256)}

@@ -19,7 +19,7 @@ import pytest
 import torch
 import transformers as hf
 
-from dynagroup import ConfigError, OnlineDataLoader, StateError, StepLoader
+from dynagroup import ConfigError, OnlineDataLoader, PlannedDataLoader, StateError, StepLoader, TokenBudget
 from dynagroup.testing import assert_conserves, run_ranks
 from dynagroup.update.loss_weight import mean_items, predicts_next_token, weigher
 from dynagroup.update.schedule import linear_ramp
@@ -231,6 +231,12 @@ def test_a_warning_that_is_an_error_loses_no_sample(surprising, sizes, whole_upd
     assert len(came) < 37
     warnings.simplefilter("ignore")
     assert resumed_after(make, loader, came) == list(range(37))
+
+
+def test_a_collate_function_that_pads_under_a_packed_budget_is_told_of():
+    loader = PlannedDataLoader(Tokens(LENGTHS), LENGTHS, TokenBudget(90, layout="packed"), collate_fn=collate)
+    with pytest.warns(UserWarning, match=r"samples were padded to \d+ tokens, but planned as packed: use a packing collator"):
+        list(loader)
 
 
 def test_a_loader_is_copied_and_pickled_between_epochs_alone(make, sizes):

@@ -66,8 +66,11 @@ class CudaKernels(TorchFunctionMode):
             return value
         if not (value.is_leaf and value.requires_grad):
             return value.to(self.autocast)
-        # Autocast casts each weight once per forward pass. The stored pair keeps the weight, and so its id, alive.
-        return self._cast_weights.setdefault(id(value), (value, value.to(self.autocast)))[1]
+        # Autocast casts a weight once a forward pass, and again for a first gradient. The pair keeps the weight and its id alive.
+        held = self._cast_weights.get(id(value))
+        if held is None or (torch.is_grad_enabled() and not held[1].requires_grad):
+            held = self._cast_weights[id(value)] = value, value.to(self.autocast)
+        return held[1]
 
 
 def _higher(value: Any) -> Any:
