@@ -299,6 +299,8 @@ def test_adapters_train_alone_and_a_quantised_models_dtype_is_that_of_what_it_co
     lora = peft.LoraConfig(r=2, target_modules=["query"])  # of no task, so its class is PeftModel
     classifier = peft.get_peft_model(hf.BertForSequenceClassification(BERT), lora)
     assert_as_simulated(TracedMemory.of(classifier), classifier, [(8, 40)])
+    shares = [TracedMemory.of(SHALLOW, lora=how).workload.trainable_share for how in (2, peft.LoraConfig(r=2))]
+    assert 0 < shares[1] < shares[0] / 2, "without layers, a LoraConfig means those that peft chooses for the model"
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

@@ -229,13 +229,13 @@ def _fixed_tokens(config: Any) -> int:
 
 
 def _with_adapters(model: Any, lora: Any) -> Any:
-    """Returns the model with adapters in float32; on every linear layer, unless a LoraConfig says otherwise."""
+    """Returns the model with adapters in float32: of this rank on every linear layer, or as a LoraConfig says."""
     import peft
 
     if not isinstance(lora, (int, peft.LoraConfig)):
         raise ConfigError(f"`lora` must be True, an int (the adapters' rank) or a LoraConfig of peft, but is {lora!r}")
-    config: Any = peft.LoraConfig(r=16 if lora is True else lora) if isinstance(lora, int) else lora
-    config.target_modules = config.target_modules or "all-linear"
+    r = 16 if lora is True else lora
+    config: Any = peft.LoraConfig(r=r, target_modules="all-linear") if isinstance(lora, int) else lora
     adapted: Any = peft.inject_adapter_in_model(config, model)
     for p in adapted.parameters():
         if p.requires_grad and p.dtype in (torch.float16, torch.bfloat16):
