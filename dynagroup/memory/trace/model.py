@@ -234,7 +234,7 @@ def _with_adapters(model: Any, lora: Any) -> Any:
 
     if not isinstance(lora, (int, peft.LoraConfig)):
         raise ConfigError(f"`lora` must be True, an int (the adapters' rank) or a LoraConfig of peft, but is {lora!r}")
-    r = 16 if lora is True else lora
+    r: Any = 16 if lora is True else lora
     config: Any = peft.LoraConfig(r=r, target_modules="all-linear") if isinstance(lora, int) else lora
     adapted: Any = peft.inject_adapter_in_model(config, model)
     for p in adapted.parameters():
