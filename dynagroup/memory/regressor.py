@@ -207,8 +207,7 @@ class MemoryRegressor:
         found = features(shape, baseline, self.workload, self._form)
         lowest, highest = self.card.get("lift", (-np.inf, np.inf))
         values, lifted = found.values.astype(np.float32), np.zeros(len(shape))
-        booster = needed("xgboost", "the trees of a regressor").Booster({"nthread": 1}, model_file=bytearray(self.trees))
-        raw = booster.inplace_predict(values, predict_type="margin", base_margin=lifted)
+        raw = _booster(self.trees).inplace_predict(values, predict_type="margin", base_margin=lifted)
         return self._clamped(np.exp(found.margin + np.clip(raw, lowest, highest)), found)  # clipping keeps it monotone
 
     @cached_property
@@ -324,6 +323,10 @@ def describe(parts: Sequence[Features], constants: Mapping[str, float]) -> dict[
 
 
 @lru_cache(maxsize=4)
+def _booster(trees: bytes) -> Any:
+    return needed("xgboost", "the trees of a regressor").Booster({"nthread": 1}, model_file=bytearray(trees))
+
+
 @lru_cache(maxsize=1)
 def _pretrained() -> MemoryRegressor:
     return MemoryRegressor.load(PRETRAINED)

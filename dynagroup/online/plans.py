@@ -234,8 +234,7 @@ def _planner(source: Source, lengths: Streams) -> Planner:
     if source.kinds is not None:
         labels, codes = np.unique(source.kinds, return_inverse=True)
         kinds = Kinds(codes.astype(np.int32), tuple(labels.tolist()))
-    plan = PlanConfig(samples_per_update=size, hardest_first=0, **how)
-    return Planner(lengths, source.budget, plan, kinds).by(source.limit)
+    return Planner(lengths, source.budget, PlanConfig(samples_per_update=size, hardest_first=0, **how), kinds).by(source.limit)
 
 
 def _own(window: BatchPlan, rank: int) -> list[IntArray]:

@@ -43,7 +43,7 @@ _AT_ONCE = 2**26  # bytes of weights that are copied from a device at a time
 _WHERE_FROM = {"_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "_from_model_config"}
 _HOW = {"use_cache", "attn_implementation", "_attn_implementation", "dtype", "torch_dtype", "architectures"}
 _CHANGES = {"gradient_checkpointing", "is_gradient_checkpointing", "name_or_path", "warnings_issued", "hf_device_map"}
-_CHANGES |= {*vars(torch.nn.Module())}  # these change when a model runs or moves, or has hooks
+_CHANGES |= {"max_seq_len_cached", *vars(torch.nn.Module())}  # these change when a model runs or moves, or has hooks
 _PLAIN = (type(None), int, float, str, Enum, np.generic, np.ndarray, torch.dtype)
 _PROBES = ["A quick brown fox.", "Ein süßer Käse, 1,024 €", "\u4f60\u597d, def f(x): return x ** 2\n"]
 
@@ -163,7 +163,7 @@ class Job:
         """Yields (indices, results) of this rank's part of the samples that are not ``done``, whatever the budget."""
         from tqdm.auto import tqdm
 
-        share = sorted({*range(len(self.texts))}.difference(done), key=lambda i: (-self.lengths[i], i))[rank::size]
+        share = sorted((i for i in range(len(self.texts)) if i not in done), key=lambda i: (-self.lengths[i], i))[rank::size]
         shown, total = self._progress and rank == 0, int(self.lengths[share].sum())  # progress in tokens, like time
         with evaluating(self.task.model), tqdm(total=total, unit="tok", unit_scale=True, disable=not shown) as bar:
             for indices in self._batches(share):
@@ -275,9 +275,10 @@ def _switches(model: Any) -> Iterator[str]:
     for name, module in model.named_modules():
         yield f"{name} {described(kind := type(module))}"  # an activation function has no weights
         own = is_own(kind) and not hasattr(kind, "from_pretrained")
-        private = own or kind.__module__.partition(".")[0] == "peft"
         for key, value in sorted(vars(module).items()):
-            if key not in _CHANGES and "cache" not in key and (private or not key.startswith("_")) and _is_plain(value, own):
+            free = own and "cache" not in key  # what a layer computes as it runs
+            public = free or not key.startswith("_") or kind.__module__.partition(".")[0] == "peft"
+            if key not in _CHANGES and public and _is_plain(value, free):
                 yield f"{name}.{key}={described(value)}"
 
 

@@ -30,8 +30,7 @@ class RunMaxima:
     def of(self, starts: IntArray | int, sizes: IntArray | int) -> NDArray:
         """Returns the maxima of groups of consecutive values, given by first positions and sizes (1 or more)."""
         level = np.frexp(np.asarray(sizes, np.float64))[1] - 1
-        second = starts + sizes - (1 << level.astype(np.int64))
-        return np.maximum(self._levels[level, starts], self._levels[level, second])
+        return np.maximum(self._levels[level, starts], self._levels[level, starts + sizes - (1 << level.astype(np.int64))])
 
 
 # Recursive bisection, like building a k-d tree. At first all samples are one box, padded to its longest sample in each

@@ -76,8 +76,7 @@ def plot_plan(plan: Any) -> Figure:
     if limit is not None:
         memory.axhline(limit, color=LINE, linestyle="--", label="limit")
         memory.legend(loc="upper right")
-    high = HEADROOM * max(limit or 0, size.max(initial=0)) or 1
-    memory.set(title=told[0], xlabel="batch", ylabel=told[1], ylim=(0, high))
+    memory.set(title=told[0], xlabel="batch", ylabel=told[1], ylim=(0, HEADROOM * max(limit or 0, size.max(initial=0)) or 1))
     width = np.sum([plan.shapes.longest[name] for name in plan.padded_lengths], axis=0)
     shapes.loglog(width, plan.batches.sizes, "x", base=2, color=REAL, alpha=0.6)
     shapes.set(title="shapes", xlabel="tokens of the longest sample", ylabel="samples")

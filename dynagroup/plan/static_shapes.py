@@ -143,8 +143,7 @@ class ShapeLadder(Wrapper):
     @property
     def shapes(self) -> list[tuple[int, ...]]:
         """The shapes, shortest first: (samples, tokens), with one number of tokens for each padded stream."""
-        rungs = zip(self._samples.tolist(), *self._widths.tolist(), strict=True)
-        return sorted(rungs, key=lambda rung: (*rung[1:], rung[0]))
+        return sorted(zip(self._samples.tolist(), *self._widths.tolist(), strict=True), key=lambda rung: (*rung[1:], rung[0]))
 
     def shape_for(self, num_samples: int, *longest: int) -> tuple[int, ...]:
         """Returns the shape to which a batch of ``num_samples`` samples is padded. ``longest``: tokens of its longest

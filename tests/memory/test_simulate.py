@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
+import xgboost
 from transformers.integrations import sdpa_attention
 
 from dynagroup import ConfigError, MemoryBudget, StateError
@@ -481,3 +482,11 @@ def test_the_committed_data_gives_the_artifact_bit_for_bit(tmp_path):
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     assert again.read_bytes() == SHIPPED.read_bytes()
     assert again.with_suffix(".json").read_text() == SHIPPED.with_suffix(".json").read_text()
+
+
+def test_the_trees_of_a_regressor_are_read_once(monkeypatch):
+    made, booster = [], xgboost.Booster
+    monkeypatch.setattr(xgboost, "Booster", lambda *args, **how: made.append(1) or booster(*args, **how))
+    for _ in range(3):
+        MemoryRegressor.pretrained(KNOWN).relative(BatchShape.of(8, 100), BatchShape.of(4, 256))
+    assert len(made) <= 1

@@ -271,7 +271,10 @@ CHANGES: dict[str, list[Callable[[Any], Any]]] = {
     "model's attention": [lambda model: model.set_attn_implementation("eager")],
     "model's generation_config": [lambda model: setattr(model.generation_config, "num_beams", 3)],
     "model's config": [lambda model: setattr(model.config, "rms_norm_eps", 1e-3)],
-    "model's switches and adapters": [lambda model: setattr(model, "temperature", 2.0)],
+    "model's switches and adapters": [
+        lambda model: setattr(model, "temperature", 2.0),
+        lambda model: setattr(model, "cache_size", 2),
+    ],
 }
 
 
