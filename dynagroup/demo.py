@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +27,6 @@ HELD_OUT = 256  # texts that are only evaluated
 FEWEST_UPDATES = 5  # the median of fewer updates would mean little
 LARGEST_FILE = 100_000  # bytes; larger files are mostly generated, and take long to parse
 SKIPPED = {"site-packages", "__pycache__", "test", "tests"}
-Tensors: TypeAlias = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,11 +98,10 @@ def docstrings(at_least: int = 12_000) -> list[str]:
     roots = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib")]
     named = {path.relative_to(root).as_posix(): path for root in roots for path in root.rglob("*.py")}
     found: dict[str, None] = {}
-    with tqdm(total=at_least, desc="reading docstrings", unit=" texts", disable=None) as bar:
-        for name in sorted(named, key=lambda name: (zlib.crc32(name.encode()), name)):
-            if len(found) < at_least and not SKIPPED & set(name.split("/")):
-                found.update(dict.fromkeys(_docstrings_of(named[name])))
-                bar.update(min(len(found), at_least) - bar.n)
+    mixed = sorted(named, key=lambda name: (zlib.crc32(name.encode()), name))
+    for name in tqdm(mixed, desc="reading docstrings", unit=" files", disable=None):
+        if len(found) < at_least and not SKIPPED & set(name.split("/")):
+            found.update(dict.fromkeys(_docstrings_of(named[name])))
     return list(found)
 
 
@@ -174,7 +172,7 @@ def _train(config: DemoConfig, runs: Sequence[Run], held_out: Any, texts: Any, t
             run.loss = sum(map(float, _losses(model.eval(), evaluation, device)))
 
 
-def _updates(run: Run, model: Any, load: Callable[..., Tensors], rate: float, device: torch.device) -> Iterator[None]:
+def _updates(run: Run, model: Any, load: Callable[..., dict[str, Any]], rate: float, device: torch.device) -> Iterator[None]:
     """Trains one update per iteration, on the mean loss over all the update's label tokens, whatever the batches."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     ids = torch.zeros(2, 8, dtype=torch.int64)  # a first call, not timed, starts threads and compiles kernels
@@ -202,7 +200,7 @@ def _model(config: DemoConfig, tokenizer: Any) -> torch.nn.Module:
     return LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes, **own))
 
 
-def _losses(model: torch.nn.Module, batches: Sequence[Tensors], device: torch.device) -> Iterator[torch.Tensor]:
+def _losses(model: torch.nn.Module, batches: Sequence[dict[str, Any]], device: torch.device) -> Iterator[torch.Tensor]:
     """Yields each batch's part of the mean loss over all label tokens (a causal model does not predict the first)."""
     total = sum(int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in batches)
     for batch in batches:

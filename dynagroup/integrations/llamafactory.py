@@ -1,7 +1,6 @@
 """Gives LLaMA-Factory batches that fit, in its stages SFT, PT, DPO and RM.
 
-A LLaMA-Factory workflow makes its own Trainer. Inside :func:`dynamic_batching` workflows make dynagroup's Trainer
-instead; nothing else is changed, and everything is restored on exit.
+Workflows make Trainers of their own; inside :func:`dynamic_batching` they make dynagroup's. On exit, all is restored.
 """
 
 import contextlib

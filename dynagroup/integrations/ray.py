@@ -28,8 +28,7 @@ class Predictor:
             (num_rows, classes). "generate": ``generated_text``, one text per row.
         column: name of the column of texts, or of token ids.
         output_column: another name for the new column.
-        options: arguments of :func:`~dynagroup.embed_dataset`, :func:`~dynagroup.classify_dataset` or
-            :func:`~dynagroup.generate_dataset`, such as ``batch_size``, ``budget``, ``pooling``, ``max_new_tokens``.
+        options: arguments of ``embed_dataset``, ``classify_dataset`` or ``generate_dataset``, such as ``budget``, ``pooling``.
 
     Raises ConfigError if a block is no dict of arrays, or has no ``column``; BudgetError if a row does not fit alone.
 

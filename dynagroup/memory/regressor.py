@@ -177,8 +177,8 @@ class MemoryRegressor:
 
     def __str__(self) -> str:
         how = "known by its sizes" if self.sharp else "not fully known, so assumed to need much"
-        told = f"a regressor of a model that is {how if self._traced is None else 'traced'} ({assumed(self.workload)})"
-        return told.removesuffix(" ()")
+        how = how if self.workload.phases is None or "form" in self.card else "traced"
+        return f"a regressor of a model that is {how} ({assumed(self.workload)})".removesuffix(" ()")
 
     @property
     def sharp(self) -> bool:

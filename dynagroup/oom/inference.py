@@ -185,8 +185,9 @@ def _forward(model: Any, name: str, wanted: str, rows_of: Callable[[torch.Tensor
 
     def outputs(batch: dict[str, Any]) -> torch.Tensor:
         found = getattr(model(**batch), name, None)
-        if found is None:
-            raise ConfigError(f"the output of {type(model).__name__} has no `{name}`; give the model {wanted}")
+        if found is None or (name == "logits" and found.dim() != 2):  # a causal model's logits are of tokens
+            told = f"{type(model).__name__} has no `{name}`{' of whole texts' * (found is not None)}"
+            raise ConfigError(f"the output of {told}; give the model {wanted}")
         return rows_of(found, batch["attention_mask"]).float().cpu()
 
     def process(job: Job, batch: dict[str, Any], indices: Sequence[int]) -> np.ndarray:

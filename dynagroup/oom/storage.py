@@ -89,7 +89,7 @@ class Output:
         """Locks the output for this run until :meth:`close`; returns True if another process has finished the job in
         the meantime. Raises StateError if the journal has another job's samples."""
         self._receipt.parent.mkdir(parents=True, exist_ok=True)
-        self._lock = os.fdopen(os.open(self._receipt, os.O_RDWR | os.O_CREAT), "r+b")
+        self._lock = os.fdopen(os.open(self._receipt, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
         try:  # without a lock, two runs of one job would do the work twice
             import fcntl
 

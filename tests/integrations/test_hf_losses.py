@@ -114,7 +114,7 @@ class Failing(MeanLoss):
 
 def test_a_loss_that_cannot_be_asked_is_refused_with_the_way_out(tmp_path, monkeypatch):
     assert [defines_compute_loss(kind) for kind in (DynagroupTrainer, PlainMean, OursMean)] == [False, True, True]
-    with pytest.raises(ConfigError, match="does not require grad.*`loss_is_scaled_for_ga` to False"):
+    with pytest.raises(ConfigError, match="in a test.*does not require grad.*`loss_is_scaled_for_ga` to False"):
         trained(type("Mine", (Failing, DynagroupTrainer), {}), tmp_path, monkeypatch)
     with pytest.raises(ConfigError, match="the loss counts the rows of weight 0 that `shapes` adds"):
         trained(CountedRows, tmp_path, monkeypatch, config={"shapes": 3, "weigh": "samples"})

@@ -10,15 +10,16 @@ import torch
 
 trl = pytest.importorskip("trl")
 from datasets import Dataset  # noqa: E402
+from peft import LoraConfig  # noqa: E402
 from transformers import GPT2ForSequenceClassification  # noqa: E402
 
-from dynagroup import ConfigError, TokenBudget  # noqa: E402
+from dynagroup import ConfigError, MemoryBudget, TokenBudget  # noqa: E402
 from dynagroup.integrations.config import COUPLED  # noqa: E402
 from dynagroup.integrations.hf import DynagroupConfig, attach, dynagroup_trainer  # noqa: E402
 from dynagroup.integrations.hf_data import sample_lengths  # noqa: E402
 from tests.integrations import toys  # noqa: E402
 from tests.integrations.toys import parameters, trainer  # noqa: E402
-from tests.models import gpt2  # noqa: E402
+from tests.models import gpt2, small_llama  # noqa: E402
 from tests.torchrun import on_ranks  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -166,3 +167,14 @@ def test_losses_and_trainers_that_need_their_own_batches_are_refused(tmp_path) -
         run.__class__ = type("Mine", (original,), {})
         with pytest.raises(ConfigError, match=f"TRL's {original.__name__} cannot be combined with dynagroup"):
             attach(run, 100)
+
+
+@pytest.mark.parametrize("lora", [None, 4])
+def test_memory_of_a_model_whose_forward_trl_replaced_is_that_of_its_own(lora, tmp_path):
+    peft_config = lora and LoraConfig(r=lora, target_modules="all-linear")
+    model = small_llama()
+    plain = MemoryBudget.from_model(model, "1GB", lora=peft_config).figures()
+    changed = trl.SFTTrainer(model, trl.SFTConfig(str(tmp_path), **COMMON), train_dataset=Dataset.from_dict({"text": TEXTS}),
+                             processing_class=toys.tokenizer(), peft_config=peft_config).model  # fmt: skip
+    assert any("forward" in vars(part) for part in changed.modules()), "TRL no longer does so: then this test can go"
+    assert MemoryBudget.from_model(changed, "1GB").figures() == plain

@@ -389,6 +389,7 @@ def test_a_regressor_learns_a_workload_of_your_own_and_says_the_same_after_loadi
     again = MemoryRegressor.load(path)
     assert (again.relative(shape, baseline) == regressor.relative(shape, baseline)).all()
     assert (again.workload, again.fingerprint) == (KNOWN, regressor.fingerprint)
+    assert "traced" not in str(again)
     other = MemoryRegressor.fit(Measurements(rows(lambda n, length: 2 * truth(n, length) + n**2), KNOWN))
     assert other.fingerprint != regressor.fingerprint
 
@@ -404,6 +405,7 @@ def test_fitted_to_a_traced_workload_it_only_raises_the_trace():
         said, plain = regressor.relative(unseen, first), traced.bytes(unseen) / baseline.bytes(first)
         assert (said >= plain * (1 - 1e-6)).all()
     assert said[0] > 1.2 * plain[0]  # the constant weighs on small batches
+    assert "is traced (" in str(regressor)
 
 
 def edit(path, sealed=True, **changes):

@@ -45,6 +45,9 @@ def as_meta_model(
         memo: dict[int, Any] = {id(p): torch.nn.Parameter(empty(p), p.requires_grad) for p in source.parameters()}
         memo |= {id(b): empty(b) for b in source.buffers()}
         model: Any = copy.deepcopy(source, memo).to("meta")
+        for part in model.modules():
+            if getattr(vars(part).get("forward"), "__globals__", {}).get("__name__", "").startswith("trl."):
+                del part.forward  # TRL's runs the source; without it, the whole logits count
         model = model if dtype is None else model.to(getattr(torch, dtype))
     else:
         model = _from_config(source, run.dtype if run else dtype, kind)
