@@ -68,24 +68,20 @@ def _lengths(args: argparse.Namespace, **how: Any) -> Streams:
     return as_streams(measure_files(args.data, tokenizer, args.column, args.max_length, **how))
 
 
-def kinds_of(args: argparse.Namespace) -> list[Any] | None:
-    return None if args.kinds is None else read_column(args.data, args.kinds, "--kinds")
-
-
-def lengths_of(args: argparse.Namespace) -> Streams:
-    """Returns the lengths by stream: read from a file, counted from token ids, or measured with a tokenizer."""
+def lengths_of(args: argparse.Namespace) -> tuple[Streams, list[Any] | None]:
+    """Returns the lengths by stream (read from a file, counted from token ids, or measured with a tokenizer), and kinds."""
     streams = _lengths(args, num_proc=1, progress=False)
     if len(streams) > 1:  # printed to stderr if stdout must be JSON
         line = f"streams: {', '.join(streams)} (their tokens in a batch are added; choose others with --column A[,B])"
         print(line, file=sys.stderr if args.json else sys.stdout)
-    return streams
+    return streams, None if args.kinds is None else read_column(args.data, args.kinds, "--kinds")
 
 
 def plan(args: argparse.Namespace) -> Found:
-    lengths = lengths_of(args)
+    lengths, kinds = lengths_of(args)
     budget = TokenBudget(args.max_tokens, pad_to_multiple_of=args.pad_to_multiple_of, layout=args.layout)
     options = {name: getattr(args, name) for name in ("shuffle", "window", "samples_per_update", "world_size")}
-    found = LengthAwareBatchSampler(lengths, budget, kinds=kinds_of(args), rank=0, work=Work(), **options).plan
+    found = LengthAwareBatchSampler(lengths, budget, kinds=kinds, rank=0, work=Work(), **options).plan
     figures = {**found.statistics, "fingerprint": found.fingerprint}
     return figures, found.report(), lambda: plot_plan(found) if args.html else found.plot()
 
@@ -96,12 +92,12 @@ def compare(args: argparse.Namespace) -> Found:
 
 
 def _comparison(args: argparse.Namespace) -> Comparison:
-    lengths = lengths_of(args)
+    lengths, kinds = lengths_of(args)
     most = args.batch_size * most_units(lengths) if args.max_tokens is None else args.max_tokens
     budget = TokenBudget(most, layout=args.layout, pad_to_multiple_of=args.pad_to_multiple_of)
     work = None if args.model is None else Work.of(as_config(args.model))
-    options = {"world_size": args.world_size, "accumulation": args.accumulation, "kinds": kinds_of(args)}
-    return compared(lengths, args.batch_size, budget=budget, work=work, **options)
+    options = {"world_size": args.world_size, "accumulation": args.accumulation}
+    return compared(lengths, args.batch_size, budget=budget, work=work, kinds=kinds, **options)
 
 
 def doctor(args: argparse.Namespace) -> Found:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -231,10 +232,13 @@ def _positions(model: Any) -> tuple[int | None, int | None]:
 
 def identity_of(model: Any, tokenizer: Any, texts: Iterable[str], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns all that results depend on, as text for JSON; equal in every process, wherever the model was loaded."""
-    configs = [getattr(part, "config", None) for part in model.modules()]
+    names = sorted({str(getattr(getattr(part, "config", None), "_attn_implementation", "")) for part in model.modules()} - {""})
+    places = (("modeling", "ATTENTION"), ("masking", "MASK_ATTENTION"))  # where functions of one's own are registered
+    tables = [getattr(sys.modules.get(f"transformers.{where}_utils"), f"ALL_{what}_FUNCTIONS", {}) for where, what in places]
+    own = [described(f) for table in tables for name in names if is_own(getattr(f := table.get(name), "func", f))]
     return {
         "model": f"{type(model).__name__} {_digest(_weights(model))}",
-        "model's attention": ", ".join(sorted({str(getattr(c, "_attn_implementation", "")) for c in configs} - {""})),
+        "model's attention": ", ".join([*names, *own]),
         "model's switches and adapters": _digest(_switches(model)), "tokenizer": _tokenizer(tokenizer),
         **{f"model's {name}": _said(getattr(model, name, None)) for name in ("config", "generation_config")},
         "texts": f"{len(texts := list(texts))} texts {_digest(texts)}",
@@ -265,8 +269,8 @@ def _tokenizer(tokenizer: Any) -> str:
     return f"{type(tokenizer).__name__} #{hashed(repr((rules, special, tokenizer(_PROBES)['input_ids'])))}"
 
 
-_OF_TOKENIZER = ("pad_token_id", "eos_token_id", "bos_token", "truncation_side", "clean_up_tokenization_spaces",
-                 "split_special_tokens")  # fmt: skip
+_OF_TOKENIZER = ("pad_token_id", "eos_token_id", "bos_token", "truncation_side")
+_OF_TOKENIZER += ("clean_up_tokenization_spaces", "split_special_tokens")
 
 
 # Weights do not show which adapter is active or merged, or its scaling: plain attributes of modules. Private ones are the

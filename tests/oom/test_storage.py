@@ -5,6 +5,7 @@ import os
 import resource
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.oom.jobs import identity_of
@@ -262,13 +265,33 @@ def swap(model: Any) -> None:
     rows[[0, 1]] = rows[[1, 0]]
 
 
+def attend(*args: Any, scaling: float, **how: Any) -> Any:
+    return sdpa_attention_forward(*args, scaling=scaling, **how)
+
+
+def own_attention(model: Any, scale: float) -> None:
+    """Registered under one name, whatever it does."""
+    transformers.AttentionInterface.register("mine", partial(attend, scaling=scale))
+    transformers.AttentionMaskInterface.register("mine", sdpa_mask)
+    model.set_attn_implementation("mine")
+
+
+def test_an_attention_function_of_ones_own_counts_by_its_code_not_by_its_name() -> None:
+    model, seen = small_llama(), []
+    for scale in (1.0, 1.0, 3.0):
+        own_attention(model, scale)
+        seen.append(identity(model))
+    assert seen[0] == seen[1]
+    assert differing(seen[0], seen[2]) == ["model's attention"]
+
+
 CHANGES: dict[str, list[Callable[[Any], Any]]] = {
     "model": [
         swap,
         lambda model: model.model.layers[1].mlp.up_proj.weight[-1, -1].mul_(1.0001),
         lambda model: model.model.register_buffer("scale", torch.ones(2), persistent=False),
     ],
-    "model's attention": [lambda model: model.set_attn_implementation("eager")],
+    "model's attention": [lambda model: model.set_attn_implementation("eager"), partial(own_attention, scale=1.0)],
     "model's generation_config": [lambda model: setattr(model.generation_config, "num_beams", 3)],
     "model's config": [lambda model: setattr(model.config, "rms_norm_eps", 1e-3)],
     "model's switches and adapters": [
