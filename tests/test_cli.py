@@ -208,6 +208,10 @@ def test_doctor_says_what_is_wrong_and_what_to_change_and_advises_nothing_that_d
     safe = int(shown.split("a budget that is safe: ")[1].split(" tokens")[0].replace(",", ""))
     assert "do not fit 1.36MB: 0 do" in shown
     assert f"TokenBudget({max(safe, 1)})" in shown
+    shown = answer(*arguments, "60MB", "--layout", "packed")  # masks of packed samples grow with the square of all tokens
+    budget, padded = (MemoryBudget.from_model(str(folder / "model"), "60MB", layout=name) for name in ("packed", "padded"))
+    assert f"a budget that is safe: {budget.max_tokens(96):,} tokens" in shown
+    assert budget.max_tokens(96) < 0.9 * padded.max_tokens(96)
     assert "fit 80GB, and" in (shown := answer(*arguments, "80GB"))
     assert "(train, float32, sdpa attention, no checkpointing, AdamW of 8 bytes per trained parameter)" in shown
 

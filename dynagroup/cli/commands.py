@@ -141,7 +141,8 @@ def _memory(args: argparse.Namespace, found: Comparison) -> tuple[str, int | Non
         raise ConfigError("`--gpu-memory` needs `--model`, whose memory is predicted; give both")
     longest = {name: max(int(values.max()), 1) for name, values in found.lengths.items()}
     budget = MemoryBudget.from_model(args.model, args.gpu_memory, **{**_workload(args), "layout": "padded"})
-    most, safe = int(budget.most_samples(longest)[0]), budget.max_tokens(max(longest.values()))
+    ours = MemoryBudget.from_model(args.model, args.gpu_memory, **_workload(args)) if args.layout == "packed" else budget
+    most, safe = int(budget.most_samples(longest)[0]), ours.max_tokens(max(longest.values()))
     what = " and ".join(f"{units:,} {name}" for name, units in longest.items())
     fits, end = ("fit", f", and {most} would") if most >= found.batch_size else ("do not fit", f": {most} do")
     answer = f"{found.batch_size} samples of {what} {fits} {args.gpu_memory}{end} ({budget.model})"
@@ -174,9 +175,8 @@ def fit(args: argparse.Namespace) -> Found:
     return {**found, **told}, "\n".join([str(budget), *told.values()]), lambda: _curve(found, budget)
 
 
-# Settings that limit the tokens of a packed micro-batch, for training or forward passes (log-probabilities), as verl,
-# TRL 1.16, LLaMA-Factory, NeMo-RL and Megatron Core name them in 2026. T: most tokens of a micro-batch; L: longest
-# sample; N: samples of L tokens in T tokens, for frameworks that count samples.
+# Settings that limit the tokens of a packed micro-batch, for training or forward passes (log-probabilities), in 2026 (TRL 1.16).
+# T: most tokens of a micro-batch; L: longest sample; N: samples of L tokens in T tokens, for frameworks that count samples.
 SETTINGS = {
     ("verl", "train"): "actor_rollout_ref.model.use_remove_padding=True actor_rollout_ref.actor.use_dynamic_bsz=True "
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu={T}",

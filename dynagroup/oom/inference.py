@@ -1,6 +1,7 @@
 """Runs a model on a whole dataset (generate, embed, classify) in planned batches; a crashed run continues."""
 
 import copy
+import inspect
 import json
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -123,8 +124,7 @@ def encode(name: str | Path, texts: Sequence[str], *, batch_size: int = 32, **op
 
 
 def _recipe_of(name: str) -> dict[str, Any]:
-    modules = _read(name, "modules.json")
-    if not modules:
+    if not (modules := _read(name, "modules.json")):
         return {}
     kinds = {module["type"].rpartition(".")[2]: module["path"] for module in modules}
     unknown = sorted(kinds.keys() - {"Transformer", "Pooling", "Normalize"})
@@ -202,7 +202,7 @@ def _forward(model: Any, name: str, wanted: str, rows_of: Callable[[torch.Tensor
 def _embedding(model: Any, pooling: Pooling, normalize: bool) -> Task:
     check_choice("pooling", pooling, ("mean", "first", "last"))
     inner = _without_head(model)
-    if getattr(getattr(inner, "config", None), "is_encoder_decoder", False) and hasattr(inner, "decoder"):
+    if "decoder_input_ids" in inspect.signature(inner.forward).parameters:
         raise ConfigError(f"a {type(model).__name__} returns its decoder's hidden states; pass model.get_encoder()")
     rows_of = lambda states, mask: _pool(states, mask, pooling, normalize)  # noqa: E731
     wanted = "without its head, as AutoModel loads it"

@@ -130,7 +130,7 @@ class OomSafeBackward:
         weigh: the weight of a batch, as for loaders; or "sum" for a loss that is a sum, or divided by a fixed number.
         splitter: how to count and split a batch. None: a splitter that trims padding on the right only.
         min_samples: int: a part with fewer than twice this many samples is not split.
-        world: ranks that train together. None: those of the ``DistributedDataParallel`` in ``model``.
+        world: ranks that train together. None: those of the model's ``DistributedDataParallel``. Without DDP, you average.
         learned: a :class:`LearningBudget` that learns from failures; it splits batches that would fail again.
         backward: runs the backward pass of a scaled loss, e.g. ``accelerator.backward``. None: ``Tensor.backward``.
 

@@ -167,6 +167,7 @@ WRONG: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
     (ALL[:1], {"attention_mask": torch.ones(2, 2)}, "`attention_mask` is for one batch"),
     (ALL[1:2], {"pooling": "max"}, "`pooling` must be one of 'mean', 'first', 'last', but is 'max'"),
     (ALL[1:2], {"model": small("T5ForConditionalGeneration")}, r"pass model.get_encoder\(\)"),
+    (ALL[1:2], {"model": transformers.T5Model(small("T5EncoderModel").config)}, r"pass model.get_encoder\(\)"),
     (ALL[2:], {"model": small_llama()}, "LlamaForCausalLM has no `logits` of whole texts; give .* with a head"),
     (ALL[2:], {"model": small_llama().model}, "the output of LlamaModel has no `logits`; give .* with a head"),
 ]
