@@ -22,7 +22,6 @@ from dynagroup.validation import check_number, explained, warn_user
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-
 CONNECTS_S = 600.0  # until ranks must have connected, because a group's own timeout may be a month
 
 

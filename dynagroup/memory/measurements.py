@@ -148,7 +148,7 @@ def simulate(
     wanted = _checked_shapes(shapes)
     model_or_config = model_or_config if isinstance(model_or_config, torch.nn.Module) else as_config(model_or_config)
     workload, rows = _checked_workload(model_or_config, workload), []
-    with torch.inference_mode(False), torch.enable_grad():  # whatever mode the caller has set
+    with torch.inference_mode(False), torch.enable_grad(), torch.compiler.set_stance("force_eager"):  # whatever the caller set
         model = prepare(as_meta_model(model_or_config, workload), workload)
         static, model = static_bytes(model, workload), as_gathered(model, workload)
         told = f"the model cannot run without data in mode {workload.mode!r}, so simulate() cannot be used"

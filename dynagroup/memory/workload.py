@@ -120,7 +120,7 @@ class Workload:
 
         way_out = "MemoryBudget.from_bytes(limit, model=ProfiledMemory.fit(measure(...))), or of simulate(...)"
         told = f"; pass `inputs` if the model needs other arguments, else fit batches with {way_out}"
-        with explained("this model cannot be traced", way_out=told):
+        with explained(f"this model cannot be traced in mode {self.mode!r}", way_out=told):
             if self.fixed_tokens and inputs is None and not self.encoder_decoder:
                 raise ConfigError("the model reads images, whose memory cannot be computed from the text")
             return self.replace(phases=trace_phases(model_or_config, self, inputs=inputs))

@@ -207,7 +207,7 @@ class OnlineDataLoader(StepLoader[Any]):
 
     def _walk(self) -> Walk:
         if self.sizes is None:
-            raise ConfigError("the number of updates is known in advance only with `samples_per_update`; set it")
+            raise ConfigError("the number of updates is known in advance only with `samples_per_update`, and for a sized dataset")
         return self.sizes
 
     def _run(self, send: Callable[[Any], Any] | None) -> Iterator[Step[Any]]:

@@ -52,7 +52,7 @@ def _rows(plan: BatchPlan, batch_size: int | None) -> Iterator[tuple[str, str]]:
     yield "row imbalance (1: ranks never wait)", f"{stats['row_imbalance']:.3f}"
     for name in plan.lengths if len(plan.lengths) > 1 else ():
         yield f"largest sum of {name!r} over its mean, middle row", f"{stats[f'imbalance_{name}']:.3f}"
-    whole = plan.budget if isinstance(plan.budget, AllOf) else AllOf.of(plan.budget)
+    whole = plan.budget if isinstance(plan.budget, AllOf) else AllOf((plan.budget,))  # also a ladder
     for part in whole.parts if len(plan.batches) else ():
         predicted: Any = getattr(part, "predicted", None)
         if predicted is not None:  # for shapes that are padded as far as any part of the budget requires

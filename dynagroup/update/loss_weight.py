@@ -117,7 +117,7 @@ def _check_causal(batch: Any) -> None:
         ids, labels = (ids, labels) if type(ids) is type(labels) else map(np.array, (ids.tolist(), labels.tolist()))
         causal = not ((labels != ids) & (labels != IGNORED) & (labels[:, :1] != IGNORED)).any()
     if not causal:
-        told = f"weigh='tokens' is for causal models, but labels {[*labels.shape]} are not those of {of} {[*ids.shape]}"
+        told = f"weigh='tokens' is for causal models, but labels {[*labels.shape]} are not the tokens of {of} {[*ids.shape]}"
         raise ConfigError(f"{told}; pass weigh='labels' (encoder-decoders), 'samples' (classes, CTC) or a function")
 
 

@@ -11,8 +11,10 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
-from dynagroup import PlannedDataLoader, TokenBudget
+from dynagroup import MemoryBudget, PlannedDataLoader, TokenBudget
+from dynagroup.memory import simulate
 from tests.integrations.toys import trainer
+from tests.models import small_llama
 from tests.torchrun import on_ranks
 from tests.update.test_filling import LENGTHS, WORDS, Model, Texts, collate
 
@@ -83,3 +85,15 @@ def test_the_trainer_compiles_once_a_shape(tmp_path: Any) -> None:
     assert run.state.epoch == 2
     assert compiles_once_a_shape(found)
     assert counters["stats"]["unique_graphs"] == found["forward"]
+
+
+def test_a_trace_of_memory_neither_compiles_a_compiled_model_nor_keeps_it_from_being_compiled() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    compiled: Any = torch.compile(small_llama(), backend="eager", dynamic=False)
+    plain, found = (MemoryBudget.from_model(model, "1GB").figures() for model in (small_llama(), compiled))
+    simulate(compiled, None, [(2, 8)])
+    assert found == plain
+    assert counters["stats"]["unique_graphs"] == 0
+    compiled(torch.ones(2, 8, dtype=torch.int64), use_cache=False)
+    assert counters["stats"]["unique_graphs"] == 1

@@ -15,7 +15,7 @@ from dynagroup import AdditiveCap, BudgetError, ConfigError, LengthAwareBatchSam
 from dynagroup.integrations.varlen import use_varlen_attention
 from dynagroup.memory import Measurement, Measurements, MemoryRegressor, TracedMemory, Workload, simulate
 from dynagroup.memory.run import Phases
-from dynagroup.memory.trace.model import as_meta_model
+from dynagroup.memory.trace.model import as_meta_model, checkpoint_layers
 from dynagroup.memory.trace.program import REDUCE_BUCKET, kept_bytes, static_bytes
 from dynagroup.memory.traced import line_above, optimizer_bytes
 from dynagroup.shapes import BatchShape
@@ -98,6 +98,23 @@ def test_layers_of_which_other_parameters_are_trained_are_not_alike(trained, che
         p.requires_grad_(bool(re.search(trained, name)))
     memory = TracedMemory.of(model, "train", gradient_checkpointing=checkpointed)
     assert_as_simulated(memory, model, [(8, 256), (4, 100)], least=0.999, most=1.01)
+
+
+@pytest.mark.parametrize("without", [slice(0, None, 2), slice(3, None)], ids=["every second", "upper half"])
+def test_a_model_that_checkpoints_some_layers_is_not_taken_for_one_that_checkpoints_all(without):
+    config = models.config(hf.LlamaConfig, **SMALL, layers=6)
+    none, some, every = (as_meta_model(config) for _ in range(3))
+    checkpoint_layers(some)
+    for layer in some.model.layers[without]:
+        layer.gradient_checkpointing = False
+    memory = TracedMemory.of(some, "train")
+    assert_as_simulated(memory, some, [(8, 256), (4, 100)], least=0.999)
+    most, ours, least = (
+        TracedMemory.of(model, "train", gradient_checkpointing=on).batch_bytes(BatchShape.of(8, 256))[0]
+        for model, on in ((none, False), (some, None), (every, True))
+    )
+    assert least < 0.9 * ours
+    assert ours < 0.9 * most
 
 
 @pytest.mark.filterwarnings("ignore:the memory of this model was fitted:UserWarning")
@@ -315,7 +332,7 @@ def test_adapters_train_alone_and_a_quantised_models_dtype_is_that_of_what_it_co
     ({"mode": "generate", "layout": "packed"}, "`layout` 'packed' needs mode 'train'"),
     ({"model": T5, "layout": "packed"}, "`layout` 'packed' is not available for encoder-decoder"),
     ({"model": BERT, "mode": "generate"}, "'generate' needs a model that decodes, but BertConfig is of an encoder"),
-    ({"model": lambda: Odd(LLAMA)}, r"cannot be traced \(.*ProfiledMemory\.fit\(measure"),
+    ({"model": lambda: Odd(LLAMA)}, r"cannot be traced in mode .train. \(.*ProfiledMemory\.fit\(measure"),
     ({"model": MAMBA, "mode": "generate"}, "cannot be traced"),  # its cache has no length
     ({"model": IMAGES}, "the model reads images, whose memory cannot be computed from the text"),
     ({"model": lambda: hf.Gemma2ForCausalLM(GEMMA2), "attention": "sdpa"}, "because Gemma2ForCausalLM has only 'eager'"),

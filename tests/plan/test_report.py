@@ -14,6 +14,7 @@ from dynagroup import AdditiveCap, BatchPlan, LengthAwareBatchSampler, MemoryBud
 from dynagroup.memory.protocols import PaddedTokens
 from dynagroup.plan import plots
 from dynagroup.plan.report import compare, format_table, most_of_the_longest
+from dynagroup.plan.static_shapes import few_shapes
 
 LENGTHS = np.random.default_rng(0).integers(1, 200, 300)
 VARIED = np.random.default_rng(0).lognormal(4, 1, 2000).astype(int) + 1
@@ -73,7 +74,10 @@ def test_a_plan_is_exported_by_indices(tmp_path: Any) -> None:
     assert table["sample"].is_unique
 
 
-@pytest.mark.parametrize("budget", [TokenBudget(2000), MemoryBudget(4, longest=200, model=PaddedTokens())])
+SHAPED = [few_shapes(4, LENGTHS, TokenBudget(2000, layout=name), 64, None, None, None) for name in ("padded", "packed")]
+
+
+@pytest.mark.parametrize("budget", [TokenBudget(2000), MemoryBudget(4, longest=200, model=PaddedTokens()), *SHAPED])
 def test_a_plan_is_one_static_page_with_its_own_figures(budget: Any, tmp_path: Any) -> None:
     made = plan(budget, samples_per_update=64, shuffle=True)
     made.to_html(tmp_path / "plan.html")

@@ -447,7 +447,7 @@ def test_a_batch_without_labels_is_a_mean_over_its_samples_and_a_function_must_g
     with pytest.raises(ConfigError, match="weigh='tokens' or 'labels' needs a field 'labels' .* this dict has none"):
         weigher("tokens")({"input_ids": torch.ones(4, 7)}, 4)
     for kind, (name, width) in product(KINDS, (("input_ids", 4), ("decoder_input_ids", 3), ("input_ids", 3))):
-        said = rf"causal models, but labels \[2, 3\] are not those of {name} .*; pass weigh='labels'"
+        said = rf"causal models, but labels \[2, 3\] are not the tokens of {name} .*; pass weigh='labels'"
         with pytest.raises(ConfigError, match=said):
             weigher("tokens")({name: torch.ones(2, width, dtype=torch.int64), "labels": kind(ROWS)}, 2)
     for weight in (-1.0, float("nan"), float("inf")):

@@ -97,10 +97,12 @@ def _auto_class(config: Any) -> Any:
 
 
 def checkpoint_layers(model: Any, **options: Any) -> None:
-    """Turns on gradient checkpointing, with the method name that this version of transformers uses."""
-    renamed = hasattr(model, "activation_checkpointing_enable")
-    enable = model.activation_checkpointing_enable if renamed else model.gradient_checkpointing_enable
+    """Turns on gradient checkpointing of the layers that have it on already (every second one, for example), else of all."""
+    on = {module for module in model.modules() if getattr(module, "gradient_checkpointing", False)}
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable  # the older name
     enable({"use_reentrant": False, **options})
+    for module in (m for m in model.modules() if on and hasattr(m, "gradient_checkpointing")):
+        module.gradient_checkpointing = module in on
 
 
 def stacks(model: torch.nn.Module) -> list[torch.nn.ModuleList]:
@@ -143,8 +145,7 @@ def make_inputs(
 def describe(source: Any, mode: str, known: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of a model's Workload in this mode; ``known`` fields override."""
     dtype, attention = known.get("dtype"), known.get("attention")
-    is_model = isinstance(source, torch.nn.Module)
-    model: Any = source if is_model else as_meta_model(source, dtype=dtype, attention=attention)
+    model: Any = source if isinstance(source, torch.nn.Module) else as_meta_model(source, dtype=dtype, attention=attention)
     config = getattr(model, "config", None)
     if config is None:
         way_out = "describe it yourself: Workload(mode=..., num_layers=..., ...)"
@@ -201,14 +202,13 @@ def _run_as(model: Any, mode: str) -> dict[str, Any]:
     dtype = str(next((p.dtype for p in parameters if p.is_floating_point()), "float32")).removeprefix("torch.")
     width = sum(p.numel() * p.element_size() for p in trained) / max(count, 1)  # with LoRA only adapters are trained
     stated = getattr(model.config, "_attn_implementation", None) or ""  # the one in use, not the one requested
-    renamed = hasattr(model, "is_activation_checkpointing")
-    checkpoints = getattr(model, "is_activation_checkpointing" if renamed else "is_gradient_checkpointing", False)
+    checkpoints = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     settings = getattr(model, "generation_config", None)
     new_tokens = int(getattr(settings, "max_new_tokens", None) or 20)  # generate()'s own default
     return {
         "num_parameters": total, "trainable_share": count / max(total, 1) if mode == "train" else 0.0,
         "lm_head": getattr(model, "get_output_embeddings", lambda: None)() is not None,
-        "dtype": dtype if dtype in ELEMENT_BYTES else "float32", "gradient_checkpointing": bool(checkpoints),
+        "dtype": dtype if dtype in ELEMENT_BYTES else "float32", "gradient_checkpointing": checkpoints,
         "attention": next((kind for name, kind in _ATTENTION.items() if name in stated), "sdpa"),
         "optimizer_bytes": 2.0 * width if mode == "train" else 0.0,
         "max_new_tokens": new_tokens if mode == "generate" else 0,
@@ -237,8 +237,8 @@ def _with_adapters(model: Any, lora: Any) -> Any:
 
     if not isinstance(lora, (int, peft.LoraConfig)):
         raise ConfigError(f"`lora` must be True, an int (the adapters' rank) or a LoraConfig of peft, but is {lora!r}")
-    r: Any = 16 if lora is True else lora
-    config: Any = peft.LoraConfig(r=r, target_modules="all-linear") if isinstance(lora, int) else lora
+    rank: Any = 16 if lora is True else lora
+    config: Any = peft.LoraConfig(r=rank, target_modules="all-linear") if isinstance(lora, int) else lora
     adapted: Any = peft.inject_adapter_in_model(config, model)
     for p in adapted.parameters():
         if p.requires_grad and p.dtype in (torch.float16, torch.bfloat16):

@@ -43,7 +43,7 @@ def trace_phases(model_or_config: Any, workload: Run, *, inputs: MakeInputs | No
     Sliding-window attention gives two sets: for samples within the window, and for longer ones. If the model's
     operations depend on the shape, polynomials are fitted to simulated batches, with a warning. ValueError: nothing fits."""
     padded = _Traced(model_or_config, workload, inputs)
-    with torch.inference_mode(False), torch.enable_grad():  # whatever mode the caller has set
+    with torch.inference_mode(False), torch.enable_grad(), torch.compiler.set_stance("force_eager"):  # whatever the caller set
         try:
             found = _phases(padded)
         except ValueError as error:
@@ -114,9 +114,10 @@ class _Traced:
 
 
 def _depth(stack: torch.nn.ModuleList, windows: Sequence[int | None]) -> int:
-    """Returns how many layers to trace: all up to two of those at the end with equal shapes, trained parameters and windows."""
-    known = windows if len(windows) == len(stack) else [None] * len(stack)
-    kinds = [[size, *((p.shape, p.requires_grad) for p in layer.parameters())] for size, layer in zip(known, stack, strict=True)]
+    """Returns how many layers to trace: all up to two of those at the end with equal shapes, settings and trained parameters."""
+    known: Any = windows if len(windows) == len(stack) else [None] * len(stack)
+    known = [(size, getattr(layer, "gradient_checkpointing", None)) for size, layer in zip(known, stack, strict=True)]
+    kinds = [[*told, *((p.shape, p.requires_grad) for p in layer.parameters())] for told, layer in zip(known, stack, strict=True)]
     others = [place for place, kind in enumerate(kinds) if kind != kinds[-1]]
     return max([ALIKE_LAYERS, *(place + 3 for place in others[-1:])])
 
