@@ -212,7 +212,7 @@ def test_doctor_says_what_is_wrong_and_what_to_change_and_advises_nothing_that_d
     budget, padded = (MemoryBudget.from_model(str(folder / "model"), "60MB", layout=name) for name in ("packed", "padded"))
     assert f"a budget that is safe: {budget.max_tokens(96):,} tokens" in shown
     assert budget.max_tokens(96) < 0.9 * padded.max_tokens(96)
-    assert "fit 80GB, and" in (shown := answer(*arguments, "80GB"))
+    assert "fit 80GB; up to" in (shown := answer(*arguments, "80GB"))
     assert "(train, float32, sdpa attention, no checkpointing, AdamW of 8 bytes per trained parameter)" in shown
 
 
@@ -222,7 +222,7 @@ def test_doctor_asks_about_all_streams(folder):
     config.save_pretrained(folder / "t5")
     np.savez(folder / "pairs.npz", source=[500, 5, 7] * 20, target=[3, 90, 4] * 20)
     out = answer("doctor", "pairs.npz", "--batch-size", "8", "--model", "t5", "--gpu-memory", "400MB")
-    found = re.search(r"8 samples of 500 source and 90 target fit 400MB, and (\d+) would .* safe: ([\d,]+) tokens", out)
+    found = re.search(r"8 samples of 500 source and 90 target fit 400MB; up to (\d+) would .* safe: ([\d,]+) tokens", out)
     assert found, out
     most, tokens = int(found[1]), int(found[2].replace(",", ""))
     budget = MemoryBudget.from_model(config, "400MB")

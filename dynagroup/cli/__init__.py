@@ -69,7 +69,7 @@ COMMANDS = {  # command -> what it does, and its options; those with ! are requi
     "lengths": ("measure the lengths of samples in files, once, on all cores", MEASURE),
     "plan": ("plan the batches of an epoch and show a table", PLAN),
     "compare": ("compare fixed batches, group_by_length and dynagroup on your lengths", f"{TODAY} --picture --html"),
-    "doctor": ("show in five lines what your batches waste and what to change", DOCTOR),
+    "doctor": ("show what your batches waste and what to change", DOCTOR),
     "fit": ("show which batches of a model fit a device, and the code for that budget", FIT),
     "profile": ("do the same as fit, or measure on the local device", f"{FIT} --measure"),
     "check": ("test how a model treats padding and packed samples, and what its loss is a mean of", "model --json"),

@@ -144,7 +144,7 @@ def _memory(args: argparse.Namespace, found: Comparison) -> tuple[str, int | Non
     ours = MemoryBudget.from_model(args.model, args.gpu_memory, **_workload(args)) if args.layout == "packed" else budget
     most, safe = int(budget.most_samples(longest)[0]), ours.max_tokens(max(longest.values()))
     what = " and ".join(f"{units:,} {name}" for name, units in longest.items())
-    fits, end = ("fit", f", and {most} would") if most >= found.batch_size else ("do not fit", f": {most} do")
+    fits, end = ("fit", f"; up to {most:,} would") if most >= found.batch_size else ("do not fit", f": {most} do")
     answer = f"{found.batch_size} samples of {what} {fits} {args.gpu_memory}{end} ({budget.model})"
     return f"{answer}; a budget that is safe: {safe:,} tokens", safe
 
