@@ -100,6 +100,12 @@ def test_layers_of_which_other_parameters_are_trained_are_not_alike(trained, che
     assert_as_simulated(memory, model, [(8, 256), (4, 100)], least=0.999, most=1.01)
 
 
+def test_layers_of_other_dropout_are_not_alike():
+    model = as_meta_model(models.config(hf.LlamaConfig, **SMALL, layers=8, num_key_value_heads=2, head_dim=16), attention="eager")
+    model.model.layers[-1].self_attn.attention_dropout = 0.1
+    assert_as_simulated(TracedMemory.of(model, "train"), model, [(4, 100), (32, 40)], least=0.999)
+
+
 @pytest.mark.parametrize("without", [slice(0, None, 2), slice(3, None)], ids=["every second", "upper half"])
 def test_a_model_that_checkpoints_some_layers_is_not_taken_for_one_that_checkpoints_all(without):
     config = models.config(hf.LlamaConfig, **SMALL, layers=6)

@@ -116,8 +116,9 @@ class _Traced:
 def _depth(stack: torch.nn.ModuleList, windows: Sequence[int | None]) -> int:
     """Returns how many layers to trace: all up to two of those at the end with equal shapes, settings and trained parameters."""
     known: Any = windows if len(windows) == len(stack) else [None] * len(stack)
-    known = [(size, getattr(layer, "gradient_checkpointing", None)) for size, layer in zip(known, stack, strict=True)]
-    kinds = [[*told, *((p.shape, p.requires_grad) for p in layer.parameters())] for told, layer in zip(known, stack, strict=True)]
+    kinds = [[getattr(layer, "gradient_checkpointing", None), *((p.shape, p.dtype, p.requires_grad) for p in layer.parameters()),
+              size, *(value for part in layer.modules() for value in vars(part).values() if isinstance(value, float))]  # dropout
+             for size, layer in zip(known, stack, strict=True)]  # fmt: skip
     others = [place for place, kind in enumerate(kinds) if kind != kinds[-1]]
     return max([ALIKE_LAYERS, *(place + 3 for place in others[-1:])])
 

@@ -17,7 +17,7 @@ MASKED = {"full_attention", "sliding_attention", "chunked_attention"}  # values 
 _STAGES = {None: 0, "ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
 
 
-def prepare(model: torch.nn.Module, workload: Run) -> torch.nn.Module:
+def prepare(model: Any, workload: Run) -> torch.nn.Module:
     """Prepares the model on the meta device for the workload: its mode, and gradients of earlier micro-batches."""
     training = workload.mode == "train"
     model.train(training)
@@ -29,9 +29,8 @@ def prepare(model: torch.nn.Module, workload: Run) -> torch.nn.Module:
     for p in model.parameters():
         if p.requires_grad:
             p.grad = torch.empty_like(p)
-    config: Any = getattr(model, "config", None)
-    if hasattr(config, "use_cache"):
-        config.use_cache = False
+    if hasattr(getattr(model, "config", None), "use_cache"):
+        model.config.use_cache = False
     return model
 
 
