@@ -100,6 +100,16 @@ def test_layers_of_which_other_parameters_are_trained_are_not_alike(trained, che
     assert_as_simulated(memory, model, [(8, 256), (4, 100)], least=0.999, most=1.01)
 
 
+def test_a_config_that_asks_for_eager_attention_gets_it():
+    asks, shape = models.config(hf.LlamaConfig, **SMALL, layers=2, attn_implementation="eager"), BatchShape.of(4, 200)
+    plain = models.config(hf.LlamaConfig, **SMALL, layers=2)
+    found = [TracedMemory.of(asks, "train", attention=name) for name in (None, "eager", "sdpa")]
+    eager = TracedMemory.of(plain, "train", attention="eager")
+    assert [memory.batch_bytes(shape)[0] for memory in found[:2]] == [eager.batch_bytes(shape)[0]] * 2
+    assert found[2].batch_bytes(shape)[0] == TracedMemory.of(plain, "train").batch_bytes(shape)[0] < eager.batch_bytes(shape)[0]
+    assert [row.batch_bytes for row in simulate(asks, None, [(4, 200)])] == pytest.approx([eager.batch_bytes(shape)[0]], rel=0.01)
+
+
 def test_layers_of_other_dropout_are_not_alike():
     model = as_meta_model(models.config(hf.LlamaConfig, **SMALL, layers=8, num_key_value_heads=2, head_dim=16), attention="eager")
     model.model.layers[-1].self_attn.attention_dropout = 0.1

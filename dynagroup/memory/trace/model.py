@@ -39,7 +39,7 @@ def as_meta_model(
     """Copies a model to the meta device, or builds one there from a config; no weights are allocated or read. ``run``
     (a workload) sets dtype and attention. Without it: ``dtype``, ``attention`` (None: the source's), ``lora``."""
     attention = run.attention if run else attention
-    kind = "eager" if attention == "eager" else "sdpa"
+    kind = "eager" if (attention or getattr(source, "_attn_implementation", None)) == "eager" else "sdpa"  # as the config asks
     if isinstance(source, torch.nn.Module):
         empty = lambda tensor: torch.empty_like(tensor, device="meta")  # noqa: E731
         memo: dict[int, Any] = {id(p): torch.nn.Parameter(empty(p), p.requires_grad) for p in source.parameters()}
