@@ -94,6 +94,7 @@ class Output:
             import fcntl
 
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.register_at_fork(after_in_child=self._lock.close)  # workers that outlive a killed run must not keep its lock
         except BlockingIOError:
             running = "another process is running this job"
             raise ConfigError(f"{self._receipt} is locked: {running}; wait until it has finished") from None
@@ -160,8 +161,7 @@ class Output:
     def publish(self) -> None:
         """Writes the output in input order; called by the run that has the lock, when all samples are finished."""
         found = self.finished()
-        if len(found) < self.num_samples:
-            missing = self.num_samples - len(found)
+        if missing := max(self.num_samples - len(found), 0):
             raise StateError(f"{missing} of {self.num_samples} samples are missing in {self.journal}; run again")
         self.journal.mkdir(exist_ok=True)  # a job without samples has no journal yet
         new = self.journal / f"{uuid.uuid4().hex}.new"  # only this process writes it; removed together with the journal

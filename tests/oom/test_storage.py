@@ -1,6 +1,7 @@
 """A journal's whole records count, whatever happens to it; jobs whose results may differ have other identities."""
 
 import copy
+import multiprocessing
 import os
 import resource
 from collections.abc import Callable
@@ -140,6 +141,21 @@ def test_two_runs_of_one_job_are_told_apart(tmp_path: Path, monkeypatch: pytest.
     first.close()
     assert second.claim()
     second.close()
+
+
+def test_a_worker_that_outlives_its_run_does_not_keep_the_lock(tmp_path: Path) -> None:
+    """As after ``kill -9`` of a run whose worker waits for it."""
+    forks, killed, next_run = multiprocessing.get_context("fork"), out_of(tmp_path), out_of(tmp_path)
+    runs, ended = forks.Event(), forks.Event()
+    killed.claim()
+    worker = forks.Process(target=lambda: (runs.set(), ended.wait(60)))
+    worker.start()
+    assert runs.wait(60)
+    killed.close()
+    with closing(next_run):
+        assert not next_run.claim()
+    ended.set()
+    worker.join()
 
 
 class Crash(BaseException):
