@@ -93,8 +93,7 @@ def run_demo(config: DemoConfig) -> tuple[list[Run], NDArray[np.int32]]:
 
 
 def docstrings(at_least: int = 12_000) -> list[str]:
-    """Returns ``at_least`` or more distinct docstrings of the standard library and installed packages (or all). The
-    order of files mixes packages, and is the same wherever the same packages are installed."""
+    """Returns ``at_least`` or more docstrings of installed packages (or all), the same wherever the same are installed."""
     roots = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib")]
     named = {path.relative_to(root).as_posix(): path for root in roots for path in root.rglob("*.py")}
     found: dict[str, None] = {}

@@ -76,7 +76,9 @@ class DynagroupTrainerMixin(Evaluator):
     def _loader_of(self, host: Any) -> StepLoader[Any]:
         config, args, dataset = self.dynagroup, self.args, host.dataset
         if isinstance(dataset, IterableDatasetShard):
-            dataset = dataset.dataset  # the online loader shards it
+            dataset = dataset.dataset  # users divide an iterable dataset themselves
+        elif args.world_size > 1 and args.accelerator_config.dispatch_batches is False and hasattr(dataset, "n_shards"):
+            raise ConfigError("dispatch_batches=False divides a stream once more; leave it out, and divide the stream yourself")
         free, stream = config.updates == "free", is_stream(dataset)
         if stream and not (free and config.mode == "online"):
             way_out = "pass DynagroupConfig(mode='online', updates='free'), and max_steps in the TrainingArguments"
@@ -84,9 +86,8 @@ class DynagroupTrainerMixin(Evaluator):
         settings: dict[str, Any] = {"one_kind": config.one_kind, "shapes": config.shapes, "pad": self._pad, "weigh": self._weigh}
         settings["kinds"] = config.kinds if stream else hf_data.sample_kinds(self.train_dataset, config.kinds)
         settings["samples_per_update"] = None if free else config.samples_per_update or self.samples_per_update
-        settings["accumulation"] = self.accumulation if free else 1
+        settings |= {"accumulation": self.accumulation if free else 1, "drop_last": args.dataloader_drop_last and not free}
         settings["seed"] = args.data_seed if args.data_seed is not None else args.seed
-        settings["drop_last"] = args.dataloader_drop_last and not free
         settings["world"] = config.world or (current_world() if args.world_size > 1 else SingleProcess())
         settings |= {**hf_data.loader_kwargs(host), **config.plan, "work": hf_data.work_of(self)}
         if config.mode == "online":

@@ -23,6 +23,8 @@ def prepare(model: Any, workload: Run) -> torch.nn.Module:
     model.train(training)
     if not training:
         return model
+    for part in (m for m in model.modules() if not workload.gradient_checkpointing and hasattr(m, "gradient_checkpointing")):
+        part.gradient_checkpointing = False
     if workload.gradient_checkpointing:
         # The autograd engine calls the recomputation outside of this function mode, so it enters one of its own.
         checkpoint_layers(model, context_fn=lambda: (nullcontext(), CudaKernels(_autocast(workload))))
