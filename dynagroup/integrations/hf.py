@@ -127,8 +127,7 @@ class DynagroupTrainerMixin(Evaluator):
         self.just_resumed = True
         return loader.epoch, 0
 
-    # Called on every rank in `_save_checkpoint`, before the file that completes a checkpoint is written. The method
-    # gets the checkpoint's folder, which callbacks do not get (a hyperparameter search has its own folders).
+    # Called on every rank before the file that completes a checkpoint is written; callbacks do not get the checkpoint's folder.
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
         if (loader := self.update_loader) is not None:

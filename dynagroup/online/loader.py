@@ -118,9 +118,10 @@ class OnlineDataLoader(StepLoader[Any]):
 
     @classmethod
     def from_dataloader(cls, loader: DataLoader[Any], budget: Budget | int, **options: Any) -> "OnlineDataLoader":
-        """Makes an online loader with an existing loader's dataset, order, workers and collate function, unless
-        ``options`` override them. A ``RandomSampler`` becomes ``shuffle=True`` with a seed, so that ranks agree and
-        runs can resume. ``drop_last`` is ignored: no sample is left out. The existing loader is not changed."""
+        """Makes an online loader with a ``DataLoader``'s dataset, order, workers and collate function; ``options`` override
+        these. A ``RandomSampler`` becomes ``shuffle=True``; ``drop_last`` is ignored. ConfigError: accelerate prepared it."""
+        if type(loader).__module__.startswith("accelerate."):
+            raise ConfigError("`loader` was prepared by accelerate, which divides its batches; give the one before prepare()")
         taken, batches = {name: getattr(loader, name) for name in CARRIED}, loader.batch_sampler
         sampler: Any = batches.sampler if type(batches) is BatchSampler else loader.sampler
         every = lambda: len(sampler) == len(sampler.data_source) == len(loader.dataset)  # type: ignore[arg-type] # noqa: E731

@@ -190,3 +190,10 @@ def test_sentence_transformers_take_batches_that_fit(monkeypatch):
     assert getattr(sampler, "batch_size", None) is None, "accelerate would take a number for a fixed size"
     with pytest.raises(ConfigError, match="must have a text column"):
         make(datasets.Dataset.from_dict({"score": [0.5]}))
+
+
+def test_a_loader_that_accelerate_prepared_cannot_be_taken_over() -> None:
+    """On several ranks it holds a part of the batches, in an order that only accelerate keeps alike."""
+    prepared = Accelerator(cpu=True).prepare(DataLoader(range(8)))
+    with pytest.raises(ConfigError, match="give the one before prepare"):
+        OnlineDataLoader.from_dataloader(prepared, TokenBudget(8))
