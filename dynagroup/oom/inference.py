@@ -132,11 +132,11 @@ def _recipe_of(name: str) -> dict[str, Any]:
     asked = [key.removeprefix("pooling_mode_") for key, on in config.items() if key.startswith("pooling_mode_") and on]
     asked += [mode for mode in [config.get("pooling_mode")] if isinstance(mode, str)]
     if unknown or len(asked) != 1 or asked[0] not in _POOLINGS:
-        lacking = f"has the pooling {asked} and the modules {unknown}, which dynagroup does not have"
-        raise ConfigError(f"{name!r} {lacking}; use sentence-transformers")
+        raise ConfigError(f"{name!r} has the pooling {asked} and the modules {unknown}, unknown here; use sentence-transformers")
     own, more = _read(name, "sentence_bert_config.json"), _read(name, "config_sentence_transformers.json")
-    if own.get("do_lower_case") or (more.get("prompts") or {}).get(more.get("default_prompt_name")):
-        raise ConfigError(f"{name!r} changes texts (do_lower_case, default_prompt_name); use sentence-transformers")
+    odd = [k for k, v in {**own, **more}.items() if v and k.endswith(("do_lower_case", "truncate_dim", "_args", "_kwargs"))]
+    if odd := odd + ["default_prompt_name"] * bool((more.get("prompts") or {}).get(more.get("default_prompt_name"))):
+        raise ConfigError(f"{name!r} changes texts, weights or vectors ({', '.join(odd)}); use sentence-transformers")
     return {"pooling": _POOLINGS[asked[0]], "normalize": "Normalize" in kinds, "max_length": own.get("max_seq_length")}
 
 

@@ -357,10 +357,12 @@ def test_a_folder_is_pooled_normalised_and_shortened_as_it_says(tmp_path: Path) 
     same(vectors, (torch.nn.functional.normalize(s.mean(0), dim=0) for s in states(model, 6)))
     first = encode(str(tmp_path), TEXTS, pooling="first", normalize=False, max_length=4, progress=False)
     same(first, (s[0] for s in states(model, 4)))
-    prompts, lower = {"prompts": {"query": "q: "}, "default_prompt_name": "query"}, {"do_lower_case": True}
-    for name, own in {"config_sentence_transformers.json": prompts, "sentence_bert_config.json": lower}.items():
+    prompts = {"prompts": {"query": "q: "}, "default_prompt_name": "query"}
+    changes: list[dict[str, Any]] = [{"do_lower_case": True}, {"model_args": {"torch_dtype": "bfloat16"}}]
+    whole = [("config_sentence_transformers.json", own) for own in (prompts, {"truncate_dim": 7})]
+    for name, own in [*whole, *(("sentence_bert_config.json", own) for own in changes)]:
         (tmp_path / name).write_text(json.dumps(own))
-        with pytest.raises(ConfigError, match="changes texts"):
+        with pytest.raises(ConfigError, match=rf"changes texts, weights or vectors \({[*own][-1]}\)"):
             encode(tmp_path, TEXTS)
         (tmp_path / name).write_text("{}")
     for name in ("modules.json", "sentence_bert_config.json"):
