@@ -143,6 +143,10 @@ def test_what_masks_logits_and_caches_cost():
     assert kept - gone == pytest.approx(4 * 128 * 50_000 * 2, rel=0.01)
     falcon = models.config(hf.FalconConfig, width=64, heads=8)  # one key head: no fused kernel takes it, scores are stored
     assert batch_bytes(falcon, [(2, 1024)], "forward", attention="sdpa")[0] > 2 * 8 * 1024 * 1024 * 4
+    for dtype, size, stores in (("float32", 26, True), ("float32", 28, False), ("bfloat16", 28, True), ("bfloat16", 24, False)):
+        bert = models.bert(vocab=64, width=2 * size, inner=64, layers=1, heads=2, max_position_embeddings=1024)  # as TinyBERT: 26
+        scores = 2 * 2 * 1024 * 1024 * 4  # of two samples and two heads, in float32
+        assert (batch_bytes(bert, [(2, 1024)], "forward", dtype=dtype)[0] > scores) == stores, (dtype, size)
     few, many = (batch_bytes(SMALL, [(8, 64)], "generate", max_new_tokens=t)[0] for t in (16, 1016))
     assert many - few >= 900 * 2 * 8 * 2 * 16 * 4 * 2  # tokens, keys and values, samples, heads of 16, float32, layers
     sizes = (models.llama(vocab=words, width=64, layers=3) for words in (100, 3100))

@@ -85,19 +85,19 @@ def attention(
     repeats = query.shape[-3] // key.shape[-3]
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), float("-inf"))
-    # Falcon's heads, and T5's biases in another order (sdp_utils.cpp: num_heads_dense, last_dim_stride_equals_1_dense)
-    if (repeats > 1 and not enable_gqa) or (attn_mask is not None and attn_mask.stride(-1) != 1):
+    flash = attn_mask is None and query.dtype in HALF and query.shape[-1] == value.shape[-1] <= FLASH_HEAD_SIZE
+    odd = not flash and any(part.shape[-1] % (8 if part.dtype in HALF else 4) for part in (query, value))
+    # sdp_utils.cpp: minimum_gemm_alignment, num_heads_dense (Falcon), last_dim_stride_equals_1_dense (T5's biases)
+    if odd or (repeats > 1 and not enable_gqa) or (attn_mask is not None and attn_mask.stride(-1) != 1):
         return _stored(query, key, value, attn_mask, dropout_p, scale)
-    if attn_mask is None and query.dtype in HALF and query.shape[-1] == value.shape[-1] <= FLASH_HEAD_SIZE:
-        flash = torch.ops.aten._scaled_dot_product_flash_attention
-        return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+    if flash:
+        return _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
     if repeats > 1:  # the memory-efficient kernel needs as many key heads as query heads
         key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
     if attn_mask is not None:
         attn_mask = _bias(attn_mask, query, key)
-    needs_grad = torch.is_grad_enabled() and query.requires_grad
-    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-    return efficient(query, key, value, attn_mask, needs_grad, dropout_p, is_causal, scale=scale)[0]
+    save = torch.is_grad_enabled() and query.requires_grad
+    return _aten._scaled_dot_product_efficient_attention(query, key, value, attn_mask, save, dropout_p, is_causal, scale=scale)[0]
 
 
 def _stored(query: Any, key: Any, value: Any, mask: Any, dropout_p: float, scale: float | None) -> torch.Tensor:
