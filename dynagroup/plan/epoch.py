@@ -220,7 +220,7 @@ class Mixture:
             self._sources = {name: np.asarray(indices) for name, indices in sources.items()}
             if any(i.ndim != 1 or not i.size or i.dtype.kind not in "iu" for i in self._sources.values()):
                 raise ValueError("dataset indices are integers; for a boolean mask give np.flatnonzero(mask)")
-        self._shares = shares if callable(shares) else lambda epoch: shares
+        self._shares = shares
         self._size = check_int("num_samples", sum(map(len, sources.values())) if num_samples is None else num_samples)
         self._seed, self._epoch = check_int("seed", seed, least=0), 0
         self.counts(0)  # raises if shares are wrong
@@ -237,7 +237,7 @@ class Mixture:
     def counts(self, epoch: int) -> dict[str, int]:
         """Returns how many samples each source gives in an epoch, by the largest remainder method."""
         wanted = f"`shares` must have a weight of at least 0 (not all 0) for each of {list(self._sources)}"
-        with explained(f"{wanted}, but in epoch {epoch} is {(given := self._shares(epoch))!r}"):
+        with explained(f"{wanted}, but in epoch {epoch} is {(given := of(epoch) if callable(of := self._shares) else of)!r}"):
             shares = np.array([given[name] for name in self._sources], np.float64)
             if len(given) > len(shares) or not (np.isfinite(shares).all() and shares.min() >= 0 < shares.sum()):
                 raise ValueError("a weight is missing, negative, or has no source")

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import pickle
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -347,6 +348,8 @@ def test_a_mixture_gives_shares_and_each_source_pass_after_pass(sizes, weights, 
 
 
 def test_a_loader_over_a_mixture_resumes_and_keeps_the_size_of_updates():
+    mixed = Mixture({"a": range(10), "b": range(10, 50)}, {"a": 1, "b": 3}, num_samples=32)
+    assert [*pickle.loads(pickle.dumps(mixed))] == [*mixed]
     make = lambda: PlannedDataLoader(  # noqa: E731
         range(50), np.arange(1, 51), TokenBudget(100), samples_per_update=8, weigh="samples",
         sampler=Mixture({"a": range(10), "b": range(10, 50)}, lambda epoch: {"a": 1 + epoch, "b": 1}, num_samples=32),
