@@ -117,7 +117,7 @@ def _depth(stack: torch.nn.ModuleList, windows: Sequence[int | None]) -> int:
     """Returns how many layers to trace: all up to two of those at the end with equal shapes, settings and trained parameters."""
     known: Any = windows if len(windows) == len(stack) else [None] * len(stack)
     kinds = [[getattr(layer, "gradient_checkpointing", None), *((p.shape, p.dtype, p.requires_grad) for p in layer.parameters()),
-              size, *(value for part in layer.modules() for value in vars(part).values() if isinstance(value, float))]  # dropout
+              size, *(value for part in layer.modules() for name, value in vars(part).items() if name == "p" or "drop" in name)]
              for size, layer in zip(known, stack, strict=True)]  # fmt: skip
     others = [place for place, kind in enumerate(kinds) if kind != kinds[-1]]
     return max([ALIKE_LAYERS, *(place + 3 for place in others[-1:])])
