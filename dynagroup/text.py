@@ -47,8 +47,7 @@ def text_dataloader(
         options: other arguments of :class:`LengthAwareBatchSampler` (``samples_per_update``, ``seed``, ``window``,
             ``rank``, ...) or of ``DataLoader`` (``num_workers``, ``pin_memory``, ...).
 
-    The returned loader's ``batch_sampler`` has the ``plan`` and ``set_epoch``. ConfigError: a text is not a string, or the
-    tokenizer has no padding token.
+    The loader's ``batch_sampler`` has the ``plan`` and ``set_epoch``. ConfigError: a text is no string, no padding token.
 
     >>> loader = text_dataloader(texts, tokenizer, TokenBudget(16384), max_length=512)  # doctest: +SKIP
     """

@@ -350,8 +350,8 @@ def is_a_mean(trainer: Any, model: Any, batch: Any, world: World, training: bool
     if error is not None and is_out_of_memory(error):
         raise error
     if failed or (neither and not halves):
-        failing = f"cannot compute the loss in a test, before training ({error or 'on another rank'})"
-        unclear = failing if failed else "returns a loss that is neither a mean nor a sum (by a test with twice the items)"
+        fails = f"fails in a test of its loss ({error or 'on another rank'})"
+        unclear = fails if failed else "returns a loss that is neither a mean nor a sum (by a test with twice the items)"
         way_out = "`loss_is_scaled_for_ga` to False (a mean over its batch) or True (divided by num_items_in_batch)"
         raise ConfigError(f"{type(trainer).__name__} {unclear}; {'correct it, or ' * failed}set {way_out}") from error
     return not halves if halves or stays else None

@@ -1,7 +1,5 @@
-"""Gives LLaMA-Factory batches that fit, in its stages SFT, PT, DPO and RM.
-
-Workflows make Trainers of their own; inside :func:`dynamic_batching` they make dynagroup's. On exit, all is restored.
-"""
+"""Gives LLaMA-Factory batches that fit, in its stages SFT, PT, DPO and RM. Workflows make Trainers of their own; inside
+:func:`dynamic_batching` they make dynagroup's. On exit, all is restored."""
 
 import contextlib
 from collections.abc import Iterator

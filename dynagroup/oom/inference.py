@@ -202,7 +202,8 @@ def _forward(model: Any, name: str, wanted: str, rows_of: Callable[[torch.Tensor
 def _embedding(model: Any, pooling: Pooling, normalize: bool) -> Task:
     check_choice("pooling", pooling, ("mean", "first", "last"))
     inner = _without_head(model)
-    if "decoder_input_ids" in inspect.signature(inner.forward).parameters:
+    decodes = getattr(getattr(inner, "config", None), "is_encoder_decoder", False) and hasattr(inner, "decoder")
+    if decodes or "decoder_input_ids" in inspect.signature(inner.forward).parameters:
         raise ConfigError(f"a {type(model).__name__} returns its decoder's hidden states; pass model.get_encoder()")
     rows_of = lambda states, mask: _pool(states, mask, pooling, normalize)  # noqa: E731
     wanted = "without its head, as AutoModel loads it"
@@ -210,8 +211,7 @@ def _embedding(model: Any, pooling: Pooling, normalize: bool) -> Task:
 
 
 def _classification(model: Any) -> Task:
-    wanted = "with a head, as AutoModelForSequenceClassification loads it"
-    return _forward(model, "logits", wanted, lambda logits, _: logits, task="classify")
+    return _forward(model, "logits", "with a head, as AutoModelForSequenceClassification", lambda rows, _: rows, task="classify")
 
 
 def _without_head(model: Any) -> Any:

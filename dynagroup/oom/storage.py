@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any, TypeAlias, cast
+from weakref import WeakSet
 
 import numpy as np
 
@@ -25,6 +26,8 @@ _log = logging.getLogger(__name__)
 _OWN = re.compile(r"[0-9a-f]{32}\.(journal|new)")
 _HEAD = struct.Struct("<IIq")  # bytes of the result, checksum, index of the sample
 _UNKNOWN = " " * 31  # as long as the checksum of an output
+_LOCKS: WeakSet[Any] = WeakSet()  # of running jobs; a forked worker that outlives a killed run must not keep them
+getattr(os, "register_at_fork", lambda **_: None)(after_in_child=lambda: [lock.close() for lock in _LOCKS])
 _ESCAPED = re.compile("[\x85\u2028\u2029\ud800-\udfff]")  # characters that some readers take for line ends; surrogates
 
 
@@ -94,7 +97,7 @@ class Output:
             import fcntl
 
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.register_at_fork(after_in_child=self._lock.close)  # workers that outlive a killed run must not keep its lock
+            _LOCKS.add(self._lock)
         except BlockingIOError:
             running = "another process is running this job"
             raise ConfigError(f"{self._receipt} is locked: {running}; wait until it has finished") from None

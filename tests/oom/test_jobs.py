@@ -156,6 +156,17 @@ def test_a_tokenizer_set_otherwise_is_another_job(setting: str, value: Any, mode
         call()
 
 
+class Wrapped(torch.nn.Module):
+    """A model of the user's own, whose arguments are not known by name."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model, self.config, self.decoder = model, model.config, model.decoder
+
+    def forward(self, **batch: Any) -> Any:
+        return self.model(**batch)
+
+
 ALL = (generate_dataset, embed_dataset, classify_dataset)
 WRONG: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
     (ALL, {"texts": ["w1", None]}, "text 1 must be a string, but is None; correct or filter out that sample"),
@@ -168,6 +179,7 @@ WRONG: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
     (ALL[1:2], {"pooling": "max"}, "`pooling` must be one of 'mean', 'first', 'last', but is 'max'"),
     (ALL[1:2], {"model": small("T5ForConditionalGeneration")}, r"pass model.get_encoder\(\)"),
     (ALL[1:2], {"model": transformers.T5Model(small("T5EncoderModel").config)}, r"pass model.get_encoder\(\)"),
+    (ALL[1:2], {"model": Wrapped(small("T5Model"))}, r"pass model.get_encoder\(\)"),
     (ALL[2:], {"model": small_llama()}, "LlamaForCausalLM has no `logits` of whole texts; give .* with a head"),
     (ALL[2:], {"model": small_llama().model}, "the output of LlamaModel has no `logits`; give .* with a head"),
 ]
