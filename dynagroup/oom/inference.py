@@ -211,7 +211,7 @@ def _embedding(model: Any, pooling: Pooling, normalize: bool) -> Task:
 
 
 def _classification(model: Any) -> Task:
-    return _forward(model, "logits", "with a head, as AutoModelForSequenceClassification", lambda rows, _: rows, task="classify")
+    return _forward(model, "logits", "with a head: AutoModelForSequenceClassification", lambda rows, _: rows, task="classify")
 
 
 def _without_head(model: Any) -> Any:
