@@ -141,9 +141,8 @@ def make_runs(config: DemoConfig, lengths: NDArray, chosen: NDArray[np.int64], d
     if batch_size < 1:
         raise ConfigError(f"`budget` ({config.budget}) must be at least the longest text ({lengths[chosen].max()})")
     fixed = [_slices(update, batch_size) for update in _slices(chosen.tolist(), per_update)]
-    work = Work.of_known(None, device=device)
-    options = {"order": chosen, "samples_per_update": per_update, "work": work, "rank": 0, "world_size": 1}
-    plan = LengthAwareBatchSampler(lengths, TokenBudget(config.budget), **options).plan
+    how: Any = {"samples_per_update": per_update, "work": Work.of_known(None, device=device), "rank": 0, "world_size": 1}
+    plan = LengthAwareBatchSampler(lengths, TokenBudget(config.budget), order=chosen, **how).plan
     stops = (np.flatnonzero(plan.update_ends) + 1).tolist()
     cut = [[row[0] for row in plan.rows[start:stop]] for start, stop in zip([0, *stops], stops, strict=False)]
     return [Run(f"fixed batches of {batch_size}", fixed), Run("dynagroup", cut)]
@@ -157,8 +156,7 @@ def _train(config: DemoConfig, runs: Sequence[Run], held_out: Any, texts: Any, t
     """Trains both runs in turns, update by update, so that other programs on the machine slow both equally."""
     collate = TokenizingCollator(tokenizer, config.max_length, 1, labels=True)
     load = lambda batch: collate([texts[i] for i in batch])  # noqa: E731
-    rate = 3e-3 if config.model is None else 2e-5
-    models = [_model(config, tokenizer).to(device).train() for _ in runs]
+    rate, models = 2e-5 if config.model else 3e-3, [_model(config, tokenizer).to(device).train() for _ in runs]
     trainings = [_updates(run, model, load, rate, device) for run, model in zip(runs, models, strict=True)]
     begun, most = time.perf_counter(), len(runs[0].updates)
     for _ in tqdm(zip(*trainings, strict=True), total=most, desc="training", unit=" updates", disable=None):
@@ -176,14 +174,13 @@ def _updates(run: Run, model: Any, load: Callable[..., dict[str, Any]], rate: fl
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     ids = torch.zeros(2, 8, dtype=torch.int64)  # a first call, not timed, starts threads and compiles kernels
     next(_losses(model, [{"input_ids": ids, "labels": ids}], device)).backward()
-    optimizer.zero_grad(set_to_none=True)
     for update in run.updates:
         started = _now(device)
+        optimizer.zero_grad(set_to_none=True)
         for loss in _losses(model, [load(batch) for batch in update], device):
             loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
         run.seconds.append(_now(device) - started)
         yield
 
@@ -222,8 +219,7 @@ def _table(runs: Sequence[Run], lengths: NDArray[np.int32], device: torch.device
     figures = [run.figures(lengths) for run in runs]
     shown = lambda figure: f"{figure:,.0f}" if figure >= 100 else f"{figure:.4g}"  # noqa: E731
     rows = [[name.replace("_", " "), *(shown(found[name]) for found in figures)] for name in figures[0]]
-    clock = f"(seconds of {'CPU' if device.type == 'cpu' else 'wall'} time)"
     low, median, high = speedup(runs)
     times = f"{median:.2f} times as many samples a second (quartiles over the updates: {low:.2f} to {high:.2f})"
-    table = format_table([clock, *(run.name for run in runs)], rows)
+    table = format_table([f"(seconds of {'CPU' if device.type == 'cpu' else 'wall'} time)", *(run.name for run in runs)], rows)
     return f"{table}\n\ndynagroup trains {times}, with the same samples in every update"

@@ -79,6 +79,10 @@ def fetch(dataset: Any, indices: Sequence[int], *, always: bool = False) -> Any:
     return samples
 
 
+def set_epoch(holder: Any, epoch: int) -> None:
+    getattr(holder, "set_epoch", lambda _: None)(epoch)
+
+
 def shorten(indices: Sequence[int], most: int = 16) -> str:
     shown = ", ".join(str(i) for i in list(indices)[:most])
     return f"[{shown}]" if len(indices) <= most else f"[{shown}, ... {len(indices)} in all]"

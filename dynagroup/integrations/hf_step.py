@@ -308,8 +308,10 @@ class DynagroupCallback(TrainerCallback):
 
     # If nothing remained of a resumed epoch, which may be found only here, the Trainer would end training (step < 0).
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.trainer.just_resumed:
-            self.trainer.just_resumed = False
+        trainer: Any = self.trainer
+        trainer._tr_loss = trainer.accelerator.gather(trainer._tr_loss).mean()  # `train_loss` would get this rank's part
+        if trainer.just_resumed:
+            trainer.just_resumed = False
             control.should_training_stop = state.global_step >= state.max_steps
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from dynagroup.errors import ConfigError
 from dynagroup.fingerprint import hashed
 from dynagroup.online.messages import Request, WindowSamples
-from dynagroup.validation import fetch, sendable
+from dynagroup.validation import fetch, sendable, set_epoch
 
 OPENING = 16  # first samples that are compared between workers and ranks; ignored if most are equal
 FETCHED_AT_ONCE = 64  # samples that are read before their bytes are counted for the first time
@@ -26,12 +26,6 @@ def is_stream(dataset: Any) -> bool:
     if map_style:
         return False
     raise ConfigError(f"`dataset` must have __getitem__ and __len__, or __iter__, but is a {type(dataset).__name__}")
-
-
-def set_epoch(holder: Any, epoch: int) -> None:
-    tell = getattr(holder, "set_epoch", None)
-    if callable(tell):
-        tell(epoch)
 
 
 def sample_bytes(sample: Any, seen: dict[int, Any] | None = None) -> int:

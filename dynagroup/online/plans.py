@@ -15,7 +15,7 @@ from dynagroup.distributed import World
 from dynagroup.errors import ConfigError
 from dynagroup.fingerprint import described
 from dynagroup.lengths import Kinds, as_streams
-from dynagroup.online.datasets import is_stream, set_epoch
+from dynagroup.online.datasets import is_stream
 from dynagroup.online.messages import Request
 from dynagroup.online.protocol import print_of
 from dynagroup.online.state import KINDS, LearnedLengths
@@ -28,7 +28,7 @@ from dynagroup.shapes import IntArray, Streams, primary
 from dynagroup.update.loader import check_updates
 from dynagroup.update.loss_weight import Weigh
 from dynagroup.update.schedule import LARGEST_UPDATE, BatchSizeSchedule, UpdateSizes
-from dynagroup.validation import check_flag, check_int, explained
+from dynagroup.validation import check_flag, check_int, explained, set_epoch
 
 ROWS_A_REQUEST = 16
 SORTED = 8  # windows per rank to sort together if lengths are known roughly

@@ -5,6 +5,7 @@ import sys
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from traceback import walk_stack
 from typing import Any
 
 import numpy as np
@@ -115,8 +116,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         self._order = None if order is None else OrderSource(order, self._planner.num_samples)
         if world_size is not None:
             world_size = check_int("world_size", world_size, most=MOST_RANKS)
-            how = {"most": world_size - 1, "where": " (of `world_size`)"}
-            rank = None if rank is None else check_int("rank", rank, least=0, **how)
+            rank = None if rank is None else check_int("rank", rank, least=0, most=world_size - 1, where=" (of `world_size`)")
         elif rank is not None:
             raise ConfigError(f"`rank` ({rank}) needs `world_size`; pass both, or none")
         self._rank, self._world_size = rank, world_size
@@ -189,6 +189,9 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         rank, size = self._rank_and_size()
         if self._world_size is None:
             warn_if_launched()
+        callers = (type(frame.f_locals.get("self")).__name__ for frame, _ in walk_stack(None))
+        if rank is None and size > 1 and "DataLoaderDispatcher" in callers:  # of accelerate
+            raise ConfigError("dispatch_batches=True divides all ranks' batches anew, which would lose samples; leave it out")
         self.set_epoch(self._epoch + self._advance)
         self._advance = 1
         order = self._order_of(self._epoch)
@@ -225,17 +228,14 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
                 plain ``DataLoader`` whose workers prefetch. None: all yielded steps (right for ``StatefulDataLoader``).
 
         Raises StateError if the iteration did not yield ``num_steps`` steps, or it is missing while workers run."""
-        run = self._run
-        by_itself = _by_torchdata()  # counts used steps
+        run, by_itself = self._run, _by_torchdata()  # torchdata counts used steps
         if num_steps is not None:
             num_steps = check_int("num_steps", num_steps, least=0)
         elif run is not None and run.steps and not run.ended and not by_itself:
             if any(child.daemon for child in multiprocessing.active_children()):
                 way_out = "call state_dict(num_steps=number of used steps)"
                 raise StateError(f"worker processes fetch batches before training uses them; {way_out}")
-        if run is None:
-            here = self._here()
-            run = _Run([here], here.steps, 1, None)
+        run = run or _Run([here := self._here()], here.steps, 1, None)
         first, used = run.borders[0].steps, run.steps if num_steps is None else num_steps
         if not first <= used <= run.steps:
             must = f"must be from {first} to {run.steps}, the steps of this epoch that were yielded, but is {used}"

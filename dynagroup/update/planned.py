@@ -35,7 +35,7 @@ from dynagroup.update.loss_weight import Share, Weigh, loss_scale, weigher
 from dynagroup.update.schedule import LARGEST_UPDATE, BatchSizeSchedule
 from dynagroup.update.step import B, LoaderStats, Step, unplanned
 from dynagroup.update.updates import FreeUpdates, PlannedUpdate, PreservedUpdates, Updates, compare_ranks
-from dynagroup.validation import check_collating, check_int, fetch, sendable, shorten, warn_user
+from dynagroup.validation import check_collating, check_int, fetch, sendable, set_epoch, shorten, warn_user
 
 OURS = {"shuffle", "seed", "samples_per_update", "grouping", "uneven"}  # plan settings with another meaning or default
 
@@ -47,7 +47,7 @@ class PlannedDataLoader(StepLoader[B]):
     ``loader.plan.report()`` describes the planned epoch, ``print(loader.stats)`` what was run.
 
     Args:
-        dataset: any object with ``__getitem__`` and ``__len__``.
+        dataset: any object with ``__getitem__`` and ``__len__``. If it has ``set_epoch``, workers tell it the epoch.
         lengths: int (N,), tokens of each sample; or a dict by stream; or the path of a .npy or .npz file.
         budget: limit of a batch; an int means that many tokens.
         samples_per_update: samples of each update over all ranks: int, or a schedule ``(update, current) -> int``.
@@ -253,11 +253,11 @@ class _Feed(Inner):
         self._seed, self._weight_of, self._stats, self.dataset = seed, weight_of, stats, dataset
         self.asked: deque[PlannedUpdate] = deque()  # updates that workers are loading or have loaded
 
-    def _requests(self, updates: Iterator[PlannedUpdate], rank: int) -> Iterator[tuple[int, list[int]]]:
+    def _requests(self, updates: Iterator[PlannedUpdate], rank: int) -> Iterator[tuple[int, int, list[int]]]:
         for update in updates:
             self.asked.append(update)
             for row, step in enumerate(update.steps, start=update.before.steps):
-                yield seed_of(self._seed, update.before.epoch, row, rank), step.indices
+                yield update.before.epoch, seed_of(self._seed, update.before.epoch, row, rank), step.indices
 
     def open(
         self, updates: Iterator[PlannedUpdate], epoch: int, world: World
@@ -312,10 +312,14 @@ class _SeededDataset(Dataset):
     In a worker, each batch sets its own random seed, so that a resumed run repeats it."""
 
     def __init__(self, dataset: Any, filling: FillingCollator, weight_of: Callable[[Any, int], float] | None) -> None:
-        self.dataset, self.filling, self.weight_of = dataset, filling, weight_of
+        self.dataset, self.filling, self.weight_of, self._epoch = dataset, filling, weight_of, -1
 
-    def __getitems__(self, request: tuple[int, list[int]]) -> list[Any]:
-        seed, indices = request
+    def __getitems__(self, request: tuple[int, int, list[int]]) -> list[Any]:
+        epoch, seed, indices = request
+        if epoch != self._epoch:
+            self._epoch = epoch
+            with sendable(lambda: "the dataset's set_epoch failed"):
+                set_epoch(self.dataset, epoch)
         if get_worker_info() is not None:
             torch.manual_seed(seed)
             random.seed(seed)

@@ -49,6 +49,7 @@ def sampler(**options: Any) -> LengthAwareBatchSampler:
 
 def accelerated() -> dict[str, Any]:
     from accelerate import Accelerator
+    from accelerate.data_loader import prepare_data_loader
 
     accelerator = Accelerator(cpu=True)
     size = accelerator.num_processes
@@ -60,6 +61,11 @@ def accelerated() -> dict[str, Any]:
     found = {"length": len(loader), "epochs": [[batch.tolist() for batch in loader] for _ in range(2)]}
     with pytest.raises(ConfigError, match="sharding them again"):
         emitted(sampler())
+    plain: Any = DataLoader(range(200), batch_sampler=sampler(world_size=size))  # type: ignore[arg-type]
+    dispatched = prepare_data_loader(plain, torch.device("cpu"), put_on_device=True, dispatch_batches=True)
+    if accelerator.is_main_process:  # which alone reads
+        with pytest.raises(ConfigError, match="dispatch_batches=True divides all ranks' batches anew"):
+            next(iter(dispatched))
     # a framework that counts its epochs from 0 again after a restart must not lose the place
     saved, again = sampler(world_size=size), sampler(world_size=size)
     emitted(saved)
@@ -141,7 +147,7 @@ def loss_of(cls: type, folder: str) -> float:
 
 
 def trainers(folder: str) -> dict[str, Any]:
-    cut = {"exact_loss": True, "gradient_accumulation_steps": 2, "count": 48, "max_steps": 3, "logging_steps": 1}
+    cut = {"exact_loss": True, "gradient_accumulation_steps": 2, "count": 48, "max_steps": 3, "logging_steps": 2}
     run = trainer("classifier", folder, fits=True, eval_dataset=toys.samples("classifier", 11))
     evaluated, lengths = [run.predict(run.eval_dataset)], [len(row["input_ids"]) for row in run.eval_dataset]
     run.dynagroup_eval = ShapeLadder(lengths, TokenBudget(160), 2)
@@ -163,6 +169,9 @@ def test_two_ranks_make_the_updates_of_fixed_batches_also_of_packed_ones(ranks):
         rates = [[row.get("learning_rate") for row in logs] for logs in (fixed_logs, our_logs)]
         assert rates[0] == rates[1], "a scheduler counts updates, not ranks"
     assert torch.equal(ranks[0]["trainers"]["same"][1][0], ranks[1]["trainers"]["same"][1][0])
+    theirs, ours = ([rank["trainers"]["same"][fits][1][-1]["train_loss"] for rank in ranks] for fits in (0, 1))
+    assert theirs[0] != theirs[1], "the plain Trainer adds a rank's own losses since the last log"
+    assert ours == pytest.approx([np.mean(theirs)] * 2)
     for (ours, losses, updates, *_), (others, *_) in zip(*(rank["trainers"]["packed"] for rank in ranks), strict=True):
         assert torch.equal(ours, others)
         theirs, fixed_losses = training.fixed(updates)

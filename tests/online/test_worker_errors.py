@@ -126,6 +126,7 @@ CASES: list[tuple[str, str, str, str]] = [
     *((loader, "length_of", "local", "length_of failed") for loader in ("online", "stream", "measured")),
     *((loader, "budget", "local", "making batches failed: Refused") for loader in ("online", "stream")),
     ("online", "set_epoch", "local", "the dataset failed: Refused"),
+    ("planned", "set_epoch", "local", "the dataset's set_epoch failed: Refused"),
     ("stream", "iter", "local", "sample 0 of this worker's part failed: Refused"),
     ("stream", "next", "local", "sample 3 of this worker's part failed: Refused"),
     ("stream", "state_dict", "local", "the dataset of worker 0 failed: Refused"),

@@ -16,7 +16,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from dynagroup import LengthAwareBatchSampler, OnlineDataLoader, RefinementCollator, TokenBudget
+from dynagroup import LengthAwareBatchSampler, OnlineDataLoader, PlannedDataLoader, RefinementCollator, TokenBudget
 from dynagroup.online.datasets import IndexedDataset
 from dynagroup.online.messages import pin
 from dynagroup.testing import run_ranks
@@ -95,10 +95,18 @@ class Counting(Tokens):
         self.epoch = epoch
 
 
-def test_getitems_and_set_epoch_reach_persistent_workers() -> None:
-    loader = make_loader(None, LENGTHS, dataset=Counting, num_workers=2, persistent_workers=True, weigh="labels")
-    for epoch in range(2):
-        assert {int(v) for step in loader for v in step.batch["labels"].unique() if v >= 0} == {epoch}
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 2, "persistent_workers": True}])
+def test_getitems_and_set_epoch_reach_persistent_workers(workers: Any) -> None:
+    """Also of a planned loader, as accelerate does it for the plain Trainer; and in the epoch of a loaded state."""
+    how: dict[str, Any] = {**workers, "weigh": "labels", "collate_fn": collate}
+    for make in (lambda: make_loader(None, LENGTHS, dataset=Counting, **how),
+                 lambda: PlannedDataLoader(Counting(LENGTHS), LENGTHS, 128, **how)):  # fmt: skip
+        loader = make()
+        epochs = [[int(v) for step in loader for v in step.batch["labels"].unique() if v >= 0] for _ in range(2)]
+        assert [set(found) for found in epochs] == [{0}, {1}]
+        next(iter(loader))
+        (again := make()).load_state_dict(loader.state_dict())
+        assert {int(v) for step in again for v in step.batch["labels"].unique() if v >= 0} == {2}
 
 
 class Pair(NamedTuple):
