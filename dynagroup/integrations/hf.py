@@ -24,7 +24,6 @@ from dynagroup.integrations.hf_step import DynagroupCallback
 from dynagroup.integrations.packing import check_packed_training
 from dynagroup.online.datasets import is_stream
 from dynagroup.online.loader import OnlineDataLoader
-from dynagroup.oom.train import OomSafeBackward
 from dynagroup.update.loader import StepLoader
 from dynagroup.update.planned import PlannedDataLoader
 
@@ -51,9 +50,7 @@ class DynagroupTrainerMixin(Evaluator):
         if config.out_of_memory is not None and config.budget.learner is None:
             config = replace(config, budget=LearningBudget(config.budget))
         self.dynagroup, self.dynagroup_eval = config, evaluation
-        self.update_loader: StepLoader[Any] | None = None
-        self.guard: OomSafeBackward | None = None
-        self._planned_rows = {}
+        self.update_loader, self.guard, self._planned_rows = None, None, {}
         self.accumulation = int(self.args.gradient_accumulation_steps)
         self.args = copy.copy(self.args)
         self.args.gradient_accumulation_steps = 1
@@ -94,11 +91,14 @@ class DynagroupTrainerMixin(Evaluator):
             measured = {"length_of": config.length_of, "length_hint": config.lengths, "kind_of": config.kind_of}
             order = None if stream else hf_data.host_order(host)
             return OnlineDataLoader(dataset, config.budget, sampler=order, **settings, **measured)
-        lengths, order = config.lengths, None if free else hf_data.host_order(host)
+        lengths, order = config.lengths, hf_data.host_order(host)
+        if free and (type(order).__name__ not in hf_data.SHUFFLES or vars(order).get("replacement") or len(order) < len(dataset)):
+            ignored = f"updates='free' draws its own order, so the Trainer's {type(order).__name__} would be ignored"
+            raise ConfigError(f"{ignored}; leave `updates` out, or set mode='online'")
         if lengths is None:
             lengths = hf_data.sample_lengths(self, self.train_dataset, name="train_dataset")
         settings.setdefault("grouping", config.grouping)
-        return PlannedDataLoader(dataset, lengths, config.budget, sampler=order, **settings)
+        return PlannedDataLoader(dataset, lengths, config.budget, sampler=None if free else order, **settings)
 
     # The Trainer has no public way to tell a loader where to resume (transformers#26289 is open), so it is done here.
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:

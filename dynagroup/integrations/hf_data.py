@@ -22,7 +22,7 @@ from dynagroup.update.step import Step
 from dynagroup.validation import explained
 
 KEPT = "collate_fn num_workers persistent_workers prefetch_factor multiprocessing_context worker_init_fn timeout"
-STATES = "dynagroup.json"
+STATES, SHUFFLES = "dynagroup.json", ("RandomSampler", "SeedableRandomSampler", "LengthGroupedSampler")
 PAIRS, PROMPT = (("chosen_ids", "rejected_ids"), ("chosen_input_ids", "rejected_input_ids")), "prompt_ids"
 """Columns of preference data in TRL and LLaMA-Factory. A batch has both answers as rows, padded to the longest; in
 TRL's DPO each answer comes after the prompt."""

@@ -1,11 +1,13 @@
 """The Trainer adapter against the real Trainer: the same updates, books, checkpoints, lengths, refusals."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import datasets
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import RandomSampler, SequentialSampler, WeightedRandomSampler
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
 from dynagroup import ConfigError, MemoryBudget, StateError, TokenBudget
@@ -274,6 +276,22 @@ def test_free_updates_and_streams_take_as_many_steps_as_asked(tmp_path):
                 run.train()
     run.train()
     assert run.state.global_step == 2
+
+
+ODD: list[Any] = [SequentialSampler, lambda data: RandomSampler(data, replacement=True),
+                  lambda data: RandomSampler(data, num_samples=7), lambda _: WeightedRandomSampler([1.0] * 96, 96)]  # fmt: skip
+
+
+@pytest.mark.parametrize("sampler", ODD)
+def test_free_updates_keep_the_trainers_sampler_or_refuse_it(tmp_path, monkeypatch, sampler):
+    free = trainer("causal", tmp_path, fits=True, config={"updates": "free"})
+    free.get_train_dataloader()
+    online = trainer("causal", tmp_path, fits=True, config={**ONLINE, "updates": "free"})
+    monkeypatch.setattr(Trainer, "_get_train_sampler", lambda self, dataset: sampler(dataset))
+    with pytest.raises(ConfigError, match="updates='free' draws its own order, so the Trainer's .*Sampler would be ignored"):
+        free.get_train_dataloader()
+    drawn = sorted(i for step in online.get_train_dataloader().loader for i in step.indices)
+    assert drawn != [*range(96)] or sampler is SequentialSampler
 
 
 def test_a_stream_that_accelerate_would_divide_once_more_is_refused(tmp_path, monkeypatch):
