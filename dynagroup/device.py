@@ -119,8 +119,7 @@ class CudaDevice:
 
     def about(self) -> dict[str, str]:
         """Returns what the measurements ran on: device name, CUDA version, torch version."""
-        found = {"device": torch.cuda.get_device_name(self.device), "cuda": torch.version.cuda or ""}
-        return {**found, "torch": torch.__version__}
+        return {"device": torch.cuda.get_device_name(self.device), "cuda": torch.version.cuda or "", "torch": torch.__version__}
 
 
 def watch_of(model: Any) -> "PeakWatch | None":

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -102,16 +103,13 @@ class Kinds:
         labels = getattr(given, "tolist", lambda: list(given))()
         if len(labels) != num_samples:
             raise ConfigError(f"`kinds` has {len(labels)} labels for {num_samples} lengths; give one label per sample")
-        try:
-            distinct: Iterable[Any] = dict.fromkeys(labels)
-        except TypeError:  # some label is not hashable
-            distinct = labels
+        distinct: Iterable[Any] = labels
+        with suppress(TypeError):  # some label is not hashable
+            distinct = dict.fromkeys(labels)
         for label in distinct:
-            try:
-                copied = deepcopy(label)
-                told_apart = hash(copied) == hash(label) and bool(copied == label)  # by value
-            except (TypeError, ValueError):
-                told_apart = False
+            told_apart = False
+            with suppress(TypeError, ValueError):
+                told_apart = hash(copied := deepcopy(label)) == hash(label) and bool(copied == label)  # by value
             if not told_apart:
                 wanted = "a label that equals its own copy: a number, a text, None, or a tuple of these"
                 index = next(index for index, other in enumerate(labels) if other is label)

@@ -326,8 +326,7 @@ class _DeviceBudget(MemoryBudget):
         return self.model.batch_bytes(self._padded(shape)) / self._limit_bytes
 
     def fits(self, shape: BatchShape, /) -> BoolArray:
-        room = self.headroom * self._limit_bytes
-        return self.model.static_bytes + self.model.batch_bytes(self._padded(shape)) <= room
+        return self.model.static_bytes + self.model.batch_bytes(self._padded(shape)) <= self.headroom * self._limit_bytes
 
     @property
     def _about(self) -> str:

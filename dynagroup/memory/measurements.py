@@ -173,8 +173,7 @@ def _checked_workload(model_or_config: Any, workload: Workload | None) -> Worklo
     if workload is None:
         return Workload.from_model(model_or_config, trace=False)
     own = {n: getattr(workload, n) for n in Workload.__slots__ if n != "mode" and getattr(workload, n) is not None}
-    found = Workload.from_model(model_or_config, workload.mode or "train", trace=False, dtype=workload.dtype)
-    return found.replace(**own)
+    return Workload.from_model(model_or_config, workload.mode or "train", trace=False, dtype=workload.dtype).replace(**own)
 
 
 def measure(

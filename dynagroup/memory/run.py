@@ -85,8 +85,7 @@ class Phases:
         first = primary(shape.longest)
         inside = {**shape.longest, first: np.minimum(shape.longest[first], self.until)}
         within = _largest(self.rows, columns(BatchShape.of(shape.num_samples, inside)))
-        beyond = _largest(self.after, columns(shape))
-        return np.where(shape.longest[first] > self.until, np.maximum(within, beyond), within)
+        return np.where(shape.longest[first] > self.until, np.maximum(within, _largest(self.after, columns(shape))), within)
 
     def baseline_bytes(self, baseline: BatchShape, packed: bool = False) -> FloatArray:
         """Returns the bytes of baseline batches, float64 (K,), without mask padding if their lengths need none."""

@@ -228,6 +228,8 @@ class OnlineDataLoader(StepLoader[Any]):
 
     def _begin(self, send: Callable[[Any], Any] | None) -> Runner:
         world, epoch, workers = self.world, self._epoch, self._workers
+        if (size := self._orders.size) is not None and size != len(self.dataset):
+            raise ConfigError(f"the dataset has {len(self.dataset)} samples, but had {size} before; make a new loader")
         states = together(self._resume, world.rank, world.size) if self._resume else []  # loaded by one rank
         cursor, self._resume = Cursor.of(states[0]["cursor"]) if states else self._cursor, states
         learner = None if states else self.budget.learner

@@ -104,8 +104,7 @@ class PlannedDataLoader(StepLoader[B]):
             window = settings.get("window")
             budget = few_shapes(shapes, lengths, budget, samples_per_update, window, grouping, settings["work"])
         planner = Planner.of(lengths, budget, PlanConfig(**how, **settings), kinds)
-        if planner.num_samples != len(dataset):
-            raise ConfigError(f"`lengths` has {planner.num_samples} entries, but the dataset has {len(dataset)}")
+        self._check_size(planner)
         if samples_per_update is None:
             self._plan: Updates = FreeUpdates(planner, accumulation=accumulation)
         else:
@@ -118,6 +117,10 @@ class PlannedDataLoader(StepLoader[B]):
         self._place = Cursor()  # the point in the run after all yielded steps
         self._resumed: Cursor | None = None  # a loaded resume point; iteration resumes while `_place` is this object
         planner.warn_of_oversize()
+
+    def _check_size(self, planner: Planner) -> None:
+        if planner.num_samples != len(self.dataset):
+            raise ConfigError(f"`lengths` has {planner.num_samples} entries, but the dataset has {len(self.dataset)}")
 
     @property
     def budget(self) -> Budget:
@@ -175,6 +178,7 @@ class PlannedDataLoader(StepLoader[B]):
 
     def _run(self, send: Callable[[B], Any] | None) -> Iterator[Step[Any]]:
         world, plan = self.world, self._walk()
+        self._check_size(plan.planner)
         if self._place is not self._resumed:
             planner = plan.planner.renewed(world)
             if planner is not plan.planner:  # with the newly learned limits, some samples may no longer fit

@@ -393,6 +393,15 @@ def test_a_sampler_draws_as_many_as_it_says_where_updates_are_counted(make, said
         list(loader)
 
 
+@pytest.mark.parametrize("added", [1, -1])
+def test_a_dataset_that_changed_its_size_is_refused_at_the_next_epoch(make, sizes, added):
+    loader = make(**sizes)
+    assert_conserves([samples_of(step) for step in loader], range(37))
+    loader.dataset.lengths = [*loader.dataset.lengths, 5][: 37 + added]
+    with pytest.raises(ConfigError, match=f"37 entries, but the dataset has {37 + added}|has {37 + added} samples, but had 37"):
+        next(iter(loader))
+
+
 @pytest.mark.parametrize("where", ["dataset", "collate_fn", "weigh", "one sample per index", "index, in order"])
 @pytest.mark.parametrize("at", [0, 9])
 def test_a_stray_stop_iteration_does_not_end_the_epoch(make, sizes, where, at):
