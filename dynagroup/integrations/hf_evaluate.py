@@ -129,10 +129,10 @@ class Evaluator(TrainerSteps):
         if self.dynagroup_eval is False or is_stream(dataset) or not len(dataset):
             return host
         # Metrics that get losses need the Trainer's own batches, because it repeats a batch's loss for each sample.
-        whole = self.args.eval_do_concat_batches and "loss" not in self.args.include_for_metrics
-        if not whole or self.get_tp_size() * self.get_cp_size() * self.get_sp_size() > 1:
-            needs = "include_for_metrics=['loss'], eval_do_concat_batches=False or a sample shared by ranks needs"
-            warn_user(f"evaluation uses the Trainer's own batches, which {needs}; dynagroup_eval=False: no warning")
+        odd = not self.args.eval_do_concat_batches or self.args.eval_use_gather_object or "loss" in self.args.include_for_metrics
+        if odd or self.get_tp_size() * self.get_cp_size() * self.get_sp_size() > 1:
+            needs = "include_for_metrics=['loss'], eval_do_concat_batches, eval_use_gather_object or samples shared by ranks need"
+            warn_user(f"evaluation uses the Trainer's own batches, as {needs} them; dynagroup_eval=False: no warning")
             return host
         budget = (self.update_loader or self.dynagroup).budget if self.dynagroup_eval is True else self.dynagroup_eval
         generates = getattr(self.args, "predict_with_generate", False)
