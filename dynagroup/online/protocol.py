@@ -48,8 +48,7 @@ def agree(highest: Sequence[int]) -> Agreement:
         return Agreement(most, last=True, further=sum(most) - longest)
     if any(least) or not shortest:
         return Agreement(least)
-    forced = [count if kind == most.index(max(most)) else 0 for kind, count in enumerate(most)]
-    return Agreement(forced, further=max(most))
+    return Agreement([count if kind == most.index(max(most)) else 0 for kind, count in enumerate(most)], further=max(most))
 
 
 def spread(groups: Sequence[Sequence[T]]) -> list[T]:

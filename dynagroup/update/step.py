@@ -93,8 +93,7 @@ def unplanned(batch: Any, shape: BatchShape, budget: Budget) -> str | None:
         least = shape.total[stream] if packed else shape.longest[stream]
         most = np.maximum(round_up(least, multiple), run.total[stream]) if packed else run.longest[stream]
         if not least[0] <= tokens <= most[0]:
-            name = "" if stream == TOKENS else f"{stream} "
-            return f"{count} samples were collated to {tokens} {name}{form} {least[0]}"
+            return f"{count} samples were collated to {tokens} {'' if stream == TOKENS else f'{stream} '}{form} {least[0]}"
     return None
 
 

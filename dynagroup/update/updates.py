@@ -215,8 +215,7 @@ def _update_of(steps: list[PlannedStep], before: Cursor) -> PlannedUpdate:
     samples = before.begun_samples + sum(step.row_samples for step in steps)
     done = {"update": before.update + 1, "current": samples}
     done |= {name: getattr(before, name) + samples for name in ("samples_used", "samples_seen")}
-    after = replace(steps[-1].cursor, **done, begun_rows=0, begun_samples=0, begun_weight=0.0)
-    return PlannedUpdate(steps, before, after)
+    return PlannedUpdate(steps, before, replace(steps[-1].cursor, **done, begun_rows=0, begun_samples=0, begun_weight=0.0))
 
 
 Updates: TypeAlias = PreservedUpdates | FreeUpdates

@@ -459,6 +459,10 @@ def test_a_batch_without_labels_is_a_mean_over_its_samples_and_a_function_must_g
         said = rf"causal models, but labels \[2, 3\] are not the tokens of {name} .*; pass weigh='labels'"
         with pytest.raises(ConfigError, match=said):
             weigher("tokens")({name: torch.ones(2, width, dtype=torch.int64), "labels": kind(ROWS)}, 2)
+    ids, mask = torch.tensor([[1, 2, 3], [4, 5, 0]]), torch.tensor([[1, 1, 1], [1, 1, 0]])
+    assert weigher("tokens")({"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}, 2) == 3
+    with pytest.raises(ConfigError, match="labels where attention_mask is 0 must be -100, or the loss counts padding; or pass"):
+        weigher("tokens")({"input_ids": ids, "attention_mask": mask, "labels": ids}, 2)
     for weight in (-1.0, float("nan"), float("inf")):
         with pytest.raises(ConfigError, match="`weigh` must return a number from 0 to 1e\\+30, but returned"):
             weigher(lambda batch, weight=weight: weight)(None, 1)
