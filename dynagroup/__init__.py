@@ -45,8 +45,7 @@ _NAMES = {
     "update.schedule": "scale_learning_rate", "update.step": "Step", "online.collator": "RefinementCollator",
     "online.loader": "OnlineDataLoader",
     "oom": "OomSafeBackward classify_dataset embed_dataset encode generate_dataset generate_with_oom_retry iter_classify "
-           "iter_embed iter_generate run_with_oom_retry",
-}  # fmt: skip
+           "iter_embed iter_generate run_with_oom_retry"}  # fmt: skip
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 _ROOMS = ("integrations", "memory", "oom", "testing")
 """Subpackages that ``import dynagroup`` alone makes available, for example as ``dynagroup.memory``."""

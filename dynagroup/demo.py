@@ -60,11 +60,9 @@ class Run:
         samples, seconds = sum(map(len, batches)), sum(self.seconds)
         real = sum(int(lengths[batch].sum()) for batch in batches)
         padded = [len(batch) * int(lengths[batch].max()) for batch in batches]
-        return {
-            "samples": samples, "samples_per_s": samples / seconds, "real_tokens_per_s": real / seconds,
-            "padding": 1.0 - real / sum(padded), "largest_batch_tokens": max(padded), "steps": len(padded),
-            "updates": len(self.updates), "seconds": seconds, "held_out_loss": self.loss,
-        }  # fmt: skip
+        return {"samples": samples, "samples_per_s": samples / seconds, "real_tokens_per_s": real / seconds,
+                "padding": 1.0 - real / sum(padded), "largest_batch_tokens": max(padded), "steps": len(padded),
+                "updates": len(self.updates), "seconds": seconds, "held_out_loss": self.loss}  # fmt: skip
 
 
 def run_demo(config: DemoConfig) -> tuple[list[Run], NDArray[np.int32]]:

@@ -22,6 +22,7 @@ from dynagroup.validation import check_number, explained, warn_user
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+PARTS = "first or last samples in their datasets"
 CONNECTS_S = 600.0  # until ranks must have connected, because a group's own timeout may be a month
 
 
@@ -35,6 +36,14 @@ class World(Protocol):
     def size(self) -> int: ...
     def all_max(self, values: Sequence[int], /) -> list[int]: ...
     def all_sum(self, values: Sequence[float], /) -> list[float]: ...
+
+
+def without_parts(differing: list[str]) -> list[str]:
+    """Returns what differs between ranks. If it is only PARTS, it warns instead: files may have other names on each machine."""
+    if differing != [PARTS]:
+        return differing
+    warn_user(f"ranks have different {PARTS}: give every rank the whole dataset, which the loader divides, or samples are lost")
+    return []
 
 
 def as_int64(values: Sequence[int]) -> NDArray[np.int64]:

@@ -48,6 +48,16 @@ def hashed(text: str | bytes, digits: int = 16) -> str:
     return hashlib.blake2b(text.encode() if isinstance(text, str) else text, digest_size=digits // 2).hexdigest()
 
 
+def ends_of(dataset: Any) -> str:
+    """Returns text for the first and last sample of a list, an array or one of ``datasets``, read without the user's code."""
+    data = dataset.indices if type(dataset).__name__ == "Subset" else dataset
+    raw = data.with_format("arrow") if hasattr(data, "with_format") else data
+    if not len(raw) or not (raw is not data or isinstance(raw, (list, tuple, range, np.ndarray))):
+        return ""
+    ends = (raw[0], raw[len(raw) - 1])
+    return _short(_Describer().text([end.to_pydict() if raw is not data else end for end in ends]))
+
+
 class _Describer:
     """Builds one description. ``names``, if given, are the attributes of an object that the described code reads: only
     these are described, because other attributes may change while a program runs."""

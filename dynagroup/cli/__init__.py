@@ -73,8 +73,7 @@ COMMANDS = {  # command -> what it does, and its options; those with ! are requi
     "fit": ("show which batches of a model fit a device, and the code for that budget", FIT),
     "profile": ("do the same as fit, or measure on the local device", f"{FIT} --measure"),
     "check": ("test how a model treats padding and packed samples, and what its loss is a mean of", "model --json"),
-    "demo": ("train a small model with fixed batches and with dynagroup's", DEMO),
-}  # fmt: skip
+    "demo": ("train a small model with fixed batches and with dynagroup's", DEMO)}  # fmt: skip
 OPTIONS: dict[str, tuple[Any, ...]] = {  # name -> placeholder of its value, meaning, default
     "data": ("DATA", f"lengths, token ids or texts: {FILES}"),
     "--column": ("C[,C]", "column of lengths, ids or (with --tokenizer) texts; several columns are several streams"),

@@ -18,16 +18,13 @@ from dynagroup.memory.workload import Workload
 from dynagroup.oom.jobs import evaluating
 from dynagroup.update.loss_weight import predicts_next_token
 
-NARROW = {
-    "hidden_size": 64, "d_model": 64, "n_embd": 64, "num_attention_heads": 4, "n_head": 4, "num_heads": 4,
-    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-}  # fmt: skip
+NARROW = {"hidden_size": 64, "d_model": 64, "n_embd": 64, "num_attention_heads": 4, "n_head": 4, "num_heads": 4,
+          "encoder_attention_heads": 4, "decoder_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}  # fmt: skip
 SMALL = {
     "vocab_size": 512, "intermediate_size": 128, "ffn_dim": 128, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128, "d_ff": 128,
     "n_inner": 128, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 4, "num_local_experts": 4,
     "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "pad_token_id": 0, "bos_token_id": 1,
-    "eos_token_id": 2, "decoder_start_token_id": 0, "max_position_embeddings": 2048,
-}  # fmt: skip
+    "eos_token_id": 2, "decoder_start_token_id": 0, "max_position_embeddings": 2048}  # fmt: skip
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers")
 CLOSE = 1e-4  # largest difference by rounding in float32, relative to the largest number
 

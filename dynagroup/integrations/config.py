@@ -13,11 +13,9 @@ from dynagroup.oom.split import Splitter
 from dynagroup.update.schedule import BatchSizeSchedule
 from dynagroup.validation import check_choice, check_flag, check_int, warn_user
 
-COUPLED = {
-    "KTOTrainer": "its loss compares the samples of a batch with each other; use TRL's own batches",
-    **dict.fromkeys(["GRPOTrainer", "RLOOTrainer"], "it generates samples in groups; divide these with shard_micro_batches"),
-    "DistillationTrainer": "it forms batches from the teacher's output; use TRL's own",
-}  # fmt: skip
+COUPLED = {"KTOTrainer": "its loss compares the samples of a batch with each other; use TRL's own batches",
+        **dict.fromkeys(["GRPOTrainer", "RLOOTrainer"], "it generates samples in groups; divide these with shard_micro_batches"),
+        "DistillationTrainer": "it forms batches from the teacher's output; use TRL's own"}  # fmt: skip
 """TRL trainers whose losses need TRL's own batches, and what to do instead."""
 FITTING = ("SFTTrainer", "DPOTrainer", "RewardTrainer", "CPOTrainer", "ORPOTrainer", "TPOTrainer")
 """TRL trainers that were tested; the others are refused."""
@@ -153,8 +151,7 @@ def refuse_unsupported(trainer: Any, config: DynagroupConfig) -> None:
         f"the loss of {head} with weigh='auto'": (config.weigh == "auto" and head.endswith(UNCLEAR) and not trainer._has_own_loss,
             "say what it is a mean of: weigh='samples' (CTC with ctc_loss_reduction='mean'), or a function"),
         f"pad_to_multiple_of={multiple}": (multiple % sharing and sharing > trainer.get_tp_size(),
-            f"{sharing} ranks divide the tokens of a sample; set a multiple of {sharing} in budget and collator"),
-    }  # fmt: skip
+            f"{sharing} ranks divide the tokens of a sample; set a multiple of {sharing} in budget and collator")}  # fmt: skip
     for what, (is_set, instead) in wrong.items():
         if is_set:
             raise ConfigError(f"{what} cannot be combined with dynagroup: {instead}")

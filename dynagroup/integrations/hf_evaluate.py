@@ -1,8 +1,10 @@
 """Evaluates and predicts with batches that fit: planned once, with equally many samples on every rank, results in
 dataset order, and a loss that does not depend on the batches."""
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -105,6 +107,13 @@ class _Pass:
         return _mapped(lambda values: values[places] if values.ndim and len(values) == len(places) else values, found)
 
 
+def _bypassed(trainer: Any) -> bool:
+    """Returns whether the trainer, or a class derived from dynagroup's, evaluates in its own way, without calling super()."""
+    derived = takewhile(lambda c: not c.__module__.startswith("dynagroup."), type(trainer).__mro__)
+    own = ((name, vars(part).get(name)) for part in (trainer, *derived) for name in ("evaluation_loop", "prediction_step"))
+    return any(f and name not in getattr(inspect.unwrap(f), "__code__", _bypassed.__code__).co_names for name, f in own)
+
+
 def _mapped(fn: Callable[[Any], Any], values: Any) -> Any:
     return recursively_apply(fn, values, test_type=lambda value: hasattr(value, "ndim"))
 
@@ -130,9 +139,10 @@ class Evaluator(TrainerSteps):
             return host
         # Metrics that get losses need the Trainer's own batches, because it repeats a batch's loss for each sample.
         odd = not self.args.eval_do_concat_batches or self.args.eval_use_gather_object or "loss" in self.args.include_for_metrics
-        if odd or self.get_tp_size() * self.get_cp_size() * self.get_sp_size() > 1:
-            needs = "include_for_metrics=['loss'], eval_do_concat_batches, eval_use_gather_object or samples shared by ranks need"
-            warn_user(f"evaluation uses the Trainer's own batches, as {needs} them; dynagroup_eval=False: no warning")
+        if odd or _bypassed(self) or self.get_tp_size() * self.get_cp_size() * self.get_sp_size() > 1:
+            needs = "include_for_metrics=['loss'], eval_do_concat_batches=False, eval_use_gather_object, samples shared by ranks"
+            told = f"evaluation uses the Trainer's own batches, which {needs} or a prediction_step without super() need"
+            warn_user(f"{told}; dynagroup_eval=False: no warning")
             return host
         budget = (self.update_loader or self.dynagroup).budget if self.dynagroup_eval is True else self.dynagroup_eval
         generates = getattr(self.args, "predict_with_generate", False)

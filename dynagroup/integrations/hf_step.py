@@ -89,13 +89,14 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
 
     # The Trainer passes only its training loader; a callback that reads the data makes a loader of its own.
     def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
-        items: Any = dataloader
-        loader = items.loader if isinstance(items, UpdateItems) else None
-        if loader is not None:
-            self.update_loader, self.guard = loader, None  # a new guard, because the model may be new
-            self._stats_logged, self.changes_known = loader.stats.copy(), loader.num_changes
-            self._logged_at, self._num_epochs, self._begun = time.perf_counter(), 0, 0
-        if loader is None or loader.num_samples is None or not has_length(dataloader):
+        if not isinstance(dataloader, UpdateItems):
+            how = "must return what super().get_train_dataloader() returns; choose samples in _get_train_sampler or train_dataset"
+            raise ConfigError(f"get_train_dataloader of {type(self).__name__} {how}")
+        self.update_loader = loader = dataloader.loader
+        self.guard = None  # a new one, because the model may be new
+        self._stats_logged, self.changes_known = loader.stats.copy(), loader.num_changes
+        self._logged_at, self._num_epochs, self._begun = time.perf_counter(), 0, 0
+        if loader.num_samples is None or not has_length(dataloader):
             return super().set_initial_training_values(args, dataloader)
         num_samples, max_steps = loader.num_samples, self.updates_of_run(loader)
         most_updates = max(num_samples, len(dataloader), 1)  # an upper bound; an epoch ends with its loader
@@ -319,11 +320,9 @@ def _counted(inputs: Any) -> list[Any]:
     """Returns the batches of an update, or the one batch, as the Trainer counts them; idle ones are empty."""
     if not isinstance(inputs, list):
         return [inputs]
-    return [
-        {name: value[:0] if getattr(value, "ndim", 0) else value for name, value in step.batch.items()}
-        if step.idle and isinstance(step.batch, Mapping) else step.batch
-        for step in inputs
-    ]  # fmt: skip
+    return [{name: value[:0] if getattr(value, "ndim", 0) else value for name, value in step.batch.items()}
+            if step.idle and isinstance(step.batch, Mapping) else step.batch
+            for step in inputs]  # fmt: skip
 
 
 def defines_compute_loss(trainer_class: type) -> bool:

@@ -14,8 +14,7 @@ from dynagroup.validation import check_choice
 # task -> (function that runs it, name of the new column)
 TASKS: dict[str, tuple[Callable[..., Any], str]] = {
     "embed": (embed_dataset, "embedding"), "classify": (classify_dataset, "logits"),
-    "generate": (generate_dataset, "generated_text"),
-}  # fmt: skip
+    "generate": (generate_dataset, "generated_text")}  # fmt: skip
 
 
 class Predictor:

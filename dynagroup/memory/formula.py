@@ -27,10 +27,8 @@ NOTHING = np.zeros(len(MONOMIALS))
 QUADRATIC = [MONOMIALS.index(name) for name in ("L2", "nL2", "T2", "nT2", "LT", "nLT")]
 
 # Values assumed for fields of a workload that are None. Sizes have no such value and must be given.
-USUAL: dict[str, Any] = {
-    "num_encoder_layers": 0, "experts_per_token": 1, "gated_mlp": True, "dropout": False, "lm_head": True, "causal": True,
-    "fixed_tokens": 0, "trainable_share": 1.0, "score_bias": False,
-}  # fmt: skip
+USUAL: dict[str, Any] = {"num_encoder_layers": 0, "experts_per_token": 1, "gated_mlp": True, "dropout": False, "lm_head": True,
+                         "causal": True, "fixed_tokens": 0, "trainable_share": 1.0, "score_bias": False}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -153,8 +151,7 @@ class _Builder:
         phases = [
             _phase(cast, **kept, logits=copies * head),
             _phase(cast + table, **kept, logits=c["logits_grad"] * output),
-            _phase(cast + table * c["table_grad"], activations=first, logits=output),
-        ]
+            _phase(cast + table * c["table_grad"], activations=first, logits=output)]  # fmt: skip
         stacks = [((activations, scores), decoder, self.words, self.words2)]
         stacks += [(below, encoder, self.read, self.read2)] if self.encoders else []
         for held, layer, tokens, squared in stacks:
@@ -199,8 +196,7 @@ class _Builder:
         kept, squared = held.pop("activations", 0.0), self._shared(squared) if fused else squared
         return [
             _phase(activations=kept + e * narrow * tokens, attention=e * scores * squared, **held),
-            _phase(activations=kept + e * wide * tokens, attention=e * left * squared, **held),
-        ]
+            _phase(activations=kept + e * wide * tokens, attention=e * left * squared, **held)]  # fmt: skip
 
     def _forward(self) -> list[FloatArray]:
         w, c, hidden = self.w, self.c, self.element * self.w["hidden_size"]
@@ -230,8 +226,7 @@ class _Builder:
         return [
             *self._running(prompt, squared, cache=NOTHING if two_stacks else filled),
             _phase(activations=self.element * w["hidden_size"] * prompt, cache=filled, logits=last),
-            _phase(activations=step, attention=mask, cache=grown, logits=last),
-        ]
+            _phase(activations=step, attention=mask, cache=grown, logits=last)]  # fmt: skip
 
 
 FACTORS = [MONOMIALS.index(name) for name in ("1", "n", "nL", "nL2", "nT", "nT2", "nLT")]

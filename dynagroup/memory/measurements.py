@@ -94,12 +94,10 @@ class Measurements:
 
         streams = sorted({name for row in self.rows for name in row.longest})
         sizes = ("static_bytes", "batch_bytes", "peak_bytes", "reserved_bytes")
-        table = pa.table({
-            "num_samples": [r.num_samples for r in self.rows],
+        table = pa.table({"num_samples": [r.num_samples for r in self.rows],
             **{f"longest_{s}": [r.longest.get(s) for r in self.rows] for s in streams},
             **{name: pa.array([getattr(r, name) for r in self.rows], type=pa.int64()) for name in sizes},
-            "oom": [r.oom for r in self.rows],
-        })  # fmt: skip
+            "oom": [r.oom for r in self.rows]})  # fmt: skip
         about = {"workload": self.workload.to_json(), "source": self.source, "about": json.dumps(dict(self.about))}
         pq.write_table(table.replace_schema_metadata({f"dynagroup.{k}": v for k, v in about.items()}), path)
 

@@ -40,18 +40,16 @@ def _workload_values(w: Workload) -> dict[str, float]:
     told = lambda value, answer: None if value is None else answer  # noqa: E731
     log = lambda value: None if value is None else np.log1p(value)  # noqa: E731
     share = lambda part, whole: None if part is None or not whole else part / whole  # noqa: E731
-    values = {
-        "generates": told(w.mode, w.mode == "generate"), "trains": told(w.mode, w.mode == "train"),
-        "layers": log(w.num_layers), "encoder_layers": log(w.num_encoder_layers), "hidden": log(w.hidden_size),
-        "heads": log(w.num_heads), "kv_share": share(w.num_kv_heads, w.num_heads),
-        "ffn_share": share(w.intermediate_size, w.hidden_size),
-        "vocabulary_share": share(w.vocabulary_size, w.hidden_size), "gated": w.gated_mlp,
-        "experts": log(w.experts_per_token), "dropout": w.dropout, "lm_head": w.lm_head, "causal": w.causal,
-        "score_bias": w.score_bias, "fixed_tokens": log(w.fixed_tokens), "parameters": log(w.num_parameters),
-        "trainable_share": w.trainable_share, "parameter_bytes": told(w.dtype, ELEMENT_BYTES[w.dtype or "float32"]),
-        "autocast": told(w.dtype, w.autocast is not None), "eager": told(w.attention, w.attention == "eager"),
-        "checkpointing": w.gradient_checkpointing, "new_tokens": log(w.max_new_tokens),
-    }  # fmt: skip
+    values = {"generates": told(w.mode, w.mode == "generate"), "trains": told(w.mode, w.mode == "train"),
+            "layers": log(w.num_layers), "encoder_layers": log(w.num_encoder_layers), "hidden": log(w.hidden_size),
+            "heads": log(w.num_heads), "kv_share": share(w.num_kv_heads, w.num_heads),
+            "ffn_share": share(w.intermediate_size, w.hidden_size),
+            "vocabulary_share": share(w.vocabulary_size, w.hidden_size), "gated": w.gated_mlp,
+            "experts": log(w.experts_per_token), "dropout": w.dropout, "lm_head": w.lm_head, "causal": w.causal,
+            "score_bias": w.score_bias, "fixed_tokens": log(w.fixed_tokens), "parameters": log(w.num_parameters),
+            "trainable_share": w.trainable_share, "parameter_bytes": told(w.dtype, ELEMENT_BYTES[w.dtype or "float32"]),
+            "autocast": told(w.dtype, w.autocast is not None), "eager": told(w.attention, w.attention == "eager"),
+            "checkpointing": w.gradient_checkpointing, "new_tokens": log(w.max_new_tokens)}  # fmt: skip
     return {name: np.nan if value is None else float(value) for name, value in values.items()}
 
 
@@ -298,10 +296,9 @@ def train_booster(
     weight = np.exp(-0.5 * (target / 0.5) ** 2) + 0.05  # ratios near 1 decide whether a batch fits
     data = xgboost.QuantileDMatrix(values, label=target, base_margin=margin, weight=weight, max_bin=128, nthread=1)
     settings: dict[str, Any] = {
-        "tree_method": "hist", "max_depth": max_depth, "eta": learning_rate, "lambda": regularisation, "seed": 0,
-        "min_child_weight": least_weight, "subsample": 0.7, "colsample_bytree": 0.7, "max_bin": 128, "nthread": 1, "base_score": 0.0,  # noqa: E501
-        "monotone_constraints": MONOTONE, "objective": "reg:squarederror",
-    }  # fmt: skip
+        "tree_method": "hist", "max_depth": max_depth, "eta": learning_rate, "lambda": regularisation, "seed": 0, "nthread": 1,
+        "min_child_weight": least_weight, "subsample": 0.7, "colsample_bytree": 0.7, "max_bin": 128, "base_score": 0.0,
+        "monotone_constraints": MONOTONE, "objective": "reg:squarederror"}  # fmt: skip
     if quantile is not None:
         settings |= {"objective": "reg:quantileerror", "quantile_alpha": quantile}
     return xgboost.train(settings, data, num_boost_round=rounds)

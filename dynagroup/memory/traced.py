@@ -18,8 +18,7 @@ from dynagroup.shapes import TOKENS, BatchShape, primary
 # two states and a copy of the parameter, all in float32 (DeepSpeed, Megatron).
 OPTIMIZERS: Mapping[str, tuple[float, float]] = {
     "adamw": (2, 0), "adam": (2, 0), "adamw_8bit": (0, 2), "lion": (1, 0), "lion_8bit": (0, 1), "muon": (1, 0),
-    "sgd": (0, 0), "sgd_momentum": (1, 0), "adafactor": (0, 0), "adamw_master": (0, 12),
-}  # fmt: skip
+    "sgd": (0, 0), "sgd_momentum": (1, 0), "adafactor": (0, 0), "adamw_master": (0, 12)}  # fmt: skip
 # Measurements can correct a trace only if their workload has the same values in these fields.
 _SAME = ("mode", "num_layers", "hidden_size", "vocabulary_size", "dtype", "autocast", "attention", "layout",
          "gradient_checkpointing", "max_new_tokens")  # fmt: skip

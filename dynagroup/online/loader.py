@@ -9,9 +9,9 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from dynagroup.budget.base import Budget
 from dynagroup.budget.tokens import as_budget
-from dynagroup.distributed import World
+from dynagroup.distributed import PARTS, World
 from dynagroup.errors import ConfigError, StateError
-from dynagroup.fingerprint import described
+from dynagroup.fingerprint import described, ends_of
 from dynagroup.lengths import LONGEST
 from dynagroup.online.collator import LengthOf, Oversize, RefinementCollator
 from dynagroup.online.engine import FreeRunner, Runner, UpdateRunner
@@ -256,6 +256,7 @@ class OnlineDataLoader(StepLoader[Any]):
         varying = None if sizes is None or sizes.is_constant else sizes.spans(sizes.start(epoch))
         order = [orders.decided_by, None if orders.num_samples is None else orders.fingerprint(epoch)]
         told = {"order": order, "epoch": epoch, "rest": None if base is None else print_of(base.tolist())}
+        told[PARTS] = ends_of(self.dataset) if orders.size and orders.decided_by != "batch_sampler" else ""
         told["lengths of earlier epochs"] = None if self._learned is None else described(self._learned.seen)
         told["num_workers"] = [self._workers.num_workers, self._workers.depth]
         told["sizes of updates"] = varying and [stop for _, stop, _ in varying]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from dynagroup.distributed import SingleProcess, World
+from dynagroup.distributed import SingleProcess, World, without_parts
 from dynagroup.errors import AlignmentError, ConfigError
 from dynagroup.fingerprint import hashed
 
@@ -161,7 +161,7 @@ class Exchange:
         prints = [print_of(value) for value in identity.values()]
         found = self.highest([*prints, *(-p for p in prints)], failure)
         differing = [name for i, name in enumerate(identity) if found[i] != -found[len(prints) + i]]
-        if differing:
+        if without_parts(differing):
             shown = "; ".join(f"{name} (rank {self.world.rank} has {identity[name]!r})" for name in differing)
             raise AlignmentError(f"ranks have unequal {shown}; give every rank the same data, seed and settings")
 

@@ -13,5 +13,4 @@ from dynagroup.oom.train import BackwardResult, OomSafeBackward
 __all__ = [
     "BackwardResult", "BatchSplitter", "Generated", "LearningBudget", "OomReport", "OomSafeBackward", "Splitter", "VisionTokens",
     "classify_dataset", "embed_dataset", "encode", "generate_dataset", "generate_with_oom_retry", "is_out_of_memory",
-    "iter_classify", "iter_embed", "iter_generate", "run_with_oom_retry",
-]  # fmt: skip
+    "iter_classify", "iter_embed", "iter_generate", "run_with_oom_retry"]  # fmt: skip

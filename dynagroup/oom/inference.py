@@ -172,11 +172,9 @@ def _generation(model: Any, tokenizer: Any, texts: Any, max_new_tokens: int | No
         found = tokenizer.batch_decode(tokens, skip_special_tokens=True)
         return found if each == 1 else [found[i : i + each] for i in range(0, len(found), each)]
 
-    task = Task(
-        model=model, process=process, kind=TEXTS, mode="generate", new_tokens=new_tokens,
-        settings={"task": "generate", "max_new_tokens": new_tokens, "arguments": kwargs},
-        padding_side="left" if is_causal else "right", copies=max(option("num_beams") or 1, each),
-    )  # fmt: skip
+    task = Task(model=model, process=process, kind=TEXTS, mode="generate", new_tokens=new_tokens,
+            settings={"task": "generate", "max_new_tokens": new_tokens, "arguments": kwargs},
+            padding_side="left" if is_causal else "right", copies=max(option("num_beams") or 1, each))  # fmt: skip
     return Job(task, tokenizer, texts, **of_job)
 
 

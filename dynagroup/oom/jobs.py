@@ -236,14 +236,12 @@ def identity_of(model: Any, tokenizer: Any, texts: Iterable[str], settings: Mapp
     places = (("modeling", "ATTENTION"), ("masking", "MASK_ATTENTION"))  # where functions of one's own are registered
     tables = [getattr(sys.modules.get(f"transformers.{where}_utils"), f"ALL_{what}_FUNCTIONS", {}) for where, what in places]
     own = [described(f) for table in tables for name in names if is_own(getattr(f := table.get(name), "func", f))]
-    return {
-        "model": f"{type(model).__name__} {_digest(_weights(model))}",
-        "model's attention": ", ".join([*names, *own]),
-        "model's switches and adapters": _digest(_switches(model)), "tokenizer": _tokenizer(tokenizer),
-        **{f"model's {name}": _said(getattr(model, name, None)) for name in ("config", "generation_config")},
-        "texts": f"{len(texts := list(texts))} texts {_digest(texts)}",
-        **{name: _said(value) for name, value in settings.items()},
-    }  # fmt: skip
+    return {"model": f"{type(model).__name__} {_digest(_weights(model))}",
+            "model's attention": ", ".join([*names, *own]),
+            "model's switches and adapters": _digest(_switches(model)), "tokenizer": _tokenizer(tokenizer),
+            **{f"model's {name}": _said(getattr(model, name, None)) for name in ("config", "generation_config")},
+            "texts": f"{len(texts := list(texts))} texts {_digest(texts)}",
+            **{name: _said(value) for name, value in settings.items()}}  # fmt: skip
 
 
 def _digest(parts: Iterable[str]) -> str:

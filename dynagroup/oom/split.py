@@ -16,22 +16,18 @@ Fields: TypeAlias = dict[Any, Any]
 # Fields with one entry per token, which are trimmed like `attention_mask`.
 _TOKEN_KEYS = {
     "input_ids", "attention_mask", "token_type_ids", "position_ids", "labels", "shift_labels", "inputs_embeds", "loss_mask",
-    "special_tokens_mask", "mm_token_type_ids", "global_attention_mask", "assistant_masks", "completion_mask",
-}  # fmt: skip
+    "special_tokens_mask", "mm_token_type_ids", "global_attention_mask", "assistant_masks", "completion_mask"}  # fmt: skip
 # Fields that describe the whole batch, whatever their size.
 _SHARED_KEYS = {"cache_position", "num_items_in_batch", "logits_to_keep", "return_loss"}
 _SIZED_BY = (
-    "input_ids", "inputs_embeds", "attention_mask", "decoder_input_ids", "labels", "input_features", "input_values",
-)  # fmt: skip
+    "input_ids", "inputs_embeds", "attention_mask", "decoder_input_ids", "labels", "input_features", "input_values")  # fmt: skip
 _WHOLE = (type(None), str, bytes, int, float, np.generic)
 _IGNORED_LABEL = -100
 _BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
 _LONGEST = ("max_length_q", "max_length_k", "max_seqlen")
 # Fields in which all samples are joined: key -> (kind; True: one row per patch, False: one row per image).
-_VISION_KEYS = {
-    "pixel_values": ("image", True), "image_grid_thw": ("image", False), "pixel_values_videos": ("video", True),
-    "video_grid_thw": ("video", False), "second_per_grid_ts": ("video", False),
-}  # fmt: skip
+_VISION_KEYS = {"pixel_values": ("image", True), "image_grid_thw": ("image", False), "pixel_values_videos": ("video", True),
+    "video_grid_thw": ("video", False), "second_per_grid_ts": ("video", False)}  # fmt: skip
 _TYPE_IDS = {"image": 1, "video": 2}  # values in `mm_token_type_ids`
 
 

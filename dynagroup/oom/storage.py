@@ -51,8 +51,7 @@ def _as_json(value: Any) -> str:
 TEXTS = Kind(  # texts, or lists of texts
     ".jsonl", lambda text: _as_json(text).encode(), lambda data: json.loads(bytes(data)),
     list, lambda file, rows: file.writelines(f"{_as_json({'index': k, 'result': r})}\n".encode() for k, r in enumerate(rows)),
-    lambda path: [json.loads(line)["result"] for line in path.read_bytes().splitlines()],
-)  # fmt: skip
+    lambda path: [json.loads(line)["result"] for line in path.read_bytes().splitlines()])  # fmt: skip
 VECTORS = Kind(  # float32 vectors of one width, gathered into an array (num_samples, width)
     ".npy", lambda vector: np.ascontiguousarray(vector, dtype="<f4").tobytes(), lambda data: np.frombuffer(data, dtype="<f4"),
     lambda rows: np.stack(rows) if rows else np.zeros((0, 0), np.float32),
@@ -147,8 +146,7 @@ class Output:
             if end < len(data):
                 _log.warning(
                     "%s: the last %d of %d bytes are not complete results of this job (a run was killed while writing, or the "
-                    "file was damaged); their samples are run again", path, len(data) - end, len(data),
-                )  # fmt: skip
+                    "file was damaged); their samples are run again", path, len(data) - end, len(data))  # fmt: skip
         return found
 
     def append(self, indices: Sequence[int], results: Iterable[Any]) -> None:

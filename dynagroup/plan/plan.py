@@ -128,16 +128,14 @@ class BatchPlan:
         sizes, padded, mean = self.batches.sizes, int(self.padded.sum()), self.work_by_row.mean(axis=1).sum()
         real = int(real_tokens(self.shapes, self.budget).sum())
         quantiles = np.quantile(sizes, [0.0, 0.5, 1.0]) if len(sizes) else np.zeros(3)
-        return {
-            "num_samples": len(self.batches.order) - len(self.repeated), "num_batches": len(sizes),
-            "num_steps": self.num_steps, "num_updates": self.num_updates,
-            "real_tokens": real, "padded_tokens": padded, "padding": 1.0 - real / max(padded, 1),
-            "smallest_batch": int(quantiles[0]), "median_batch": float(quantiles[1]), "largest_batch": int(quantiles[2]),
-            "predicted_time": self.predicted_time,
-            "row_imbalance": float(self.work.row_times(self._work).sum() / max(mean, 1e-9)) or 1.0,
-            "num_oversize": len(self.oversize), "num_repeated": len(self.repeated), "num_dropped": len(self.dropped),
-            **{f"imbalance_{name}": self._imbalance(name) for name in (self.lengths if len(self.lengths) > 1 else ())},
-        }  # fmt: skip
+        return {"num_samples": len(self.batches.order) - len(self.repeated), "num_batches": len(sizes),
+                "num_steps": self.num_steps, "num_updates": self.num_updates, "real_tokens": real, "padded_tokens": padded,
+                "padding": 1.0 - real / max(padded, 1), "smallest_batch": int(quantiles[0]), "median_batch": float(quantiles[1]),
+                "largest_batch": int(quantiles[2]), "predicted_time": self.predicted_time,
+                "row_imbalance": float(self.work.row_times(self._work).sum() / max(mean, 1e-9)) or 1.0,
+                "num_oversize": len(self.oversize), "num_repeated": len(self.repeated), "num_dropped": len(self.dropped),
+                **{f"imbalance_{name}": self._imbalance(name) for name in (self.lengths if len(self.lengths) > 1 else ())},
+                }  # fmt: skip
 
     def _imbalance(self, stream: str) -> float:
         """Returns a stream's largest sum on a rank over the mean sum of the ranks: the median over steps."""

@@ -269,13 +269,11 @@ class Planner:
         """Returns one plan of several windows; the first begins at ``cursor``. ``order``: of the user's sampler."""
         drawn = self.left_out if order is None else order[np.isin(order, self.left_out)]
         batches, none = Batches.concatenate([part.batches for part in parts]), np.zeros(0, np.int64)
-        return self.planned(
-            batches, np.concatenate([np.zeros((0, world_size)), *(part.loss_scale for part in parts)]),
+        return self.planned(batches, np.concatenate([np.zeros((0, world_size)), *(part.loss_scale for part in parts)]),
             update_ends=np.concatenate([np.zeros(0, np.bool_), *(part.update_ends for part in parts)]),
             repeated=np.concatenate([none, *(part.repeated for part in parts)]),
             dropped=np.concatenate([drawn, *(part.dropped for part in parts)]), start=cursor,
-            end=parts[-1].end if parts else cursor, windows=np.asarray([part.num_steps for part in parts], np.int64),
-        )  # fmt: skip
+            end=parts[-1].end if parts else cursor, windows=np.asarray([part.num_steps for part in parts], np.int64))  # fmt: skip
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -353,8 +351,6 @@ class _Window:
         if planner.has_updates:
             total, ends[:-1] = len(indices) - len(unused), False
         batches = batches.map(indices)
-        return planner.planned(
-            batches, counts * ranks / np.maximum(total, 1), update_ends=ends, dropped=unused[gone],
-            repeated=batches.order[np.repeat(fills.ravel(), batches.sizes)], windows=np.asarray([num_steps]),
-            start=self.cursor, end=behind.after_window(unused[~gone].tolist()),
-        )  # fmt: skip
+        more: Any = {"dropped": unused[gone], "repeated": batches.order[np.repeat(fills.ravel(), batches.sizes)]}
+        more |= {"windows": np.asarray([num_steps]), "end": behind.after_window(unused[~gone].tolist())}
+        return planner.planned(batches, counts * ranks / np.maximum(total, 1), update_ends=ends, start=self.cursor, **more)

@@ -196,12 +196,9 @@ def compare(
         check_int(name, value)
     fits = TokenBudget(batch_size * most_units(streams)) if budget is None else budget
     each = batch_size * world_size * accumulation
-    modes: dict[str, dict[str, Any]] = {
-        f"dynagroup, updates of {each}": {"samples_per_update": each},
+    modes: dict[str, dict[str, Any]] = {f"dynagroup, updates of {each}": {"samples_per_update": each},
         f"dynagroup, grouping={MEGA_BATCHES}": {"samples_per_update": each, "grouping": MEGA_BATCHES},
-        "dynagroup, shuffle=True": {"shuffle": True},
-        "dynagroup, sorted": {},
-    }
+        "dynagroup, shuffle=True": {"shuffle": True}, "dynagroup, sorted": {}}  # fmt: skip
     told: dict[str, Any] = {"work": check_work(work or Work())}
     planners = {name: Planner.of(streams, fits, PlanConfig(**told, **mode), kinds) for name, mode in modes.items()}
     if isinstance(fits, TokenBudget) and fits.layout == "padded":

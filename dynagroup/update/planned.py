@@ -185,7 +185,7 @@ class PlannedDataLoader(StepLoader[B]):
                 planner.warn_of_oversize()
             plan.renew(planner)
             self._stand(plan.start_of(self._epoch, self._place))
-        compare_ranks(world, plan, {**self._identity(), "limit": plan.planner.limit}, self._place)
+        compare_ranks(world, plan, {**self._identity(), "limit": plan.planner.limit}, self._place, self.dataset)
         feed = self._feed.open(plan.updates(self._place, world.rank), self._epoch, world)
         for update, batches, weights, summed in feed:
             self._compare(update, batches)

@@ -10,9 +10,9 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from dynagroup.budget.base import padded_tokens, real_tokens
-from dynagroup.distributed import World
+from dynagroup.distributed import PARTS, World, without_parts
 from dynagroup.errors import AlignmentError
-from dynagroup.fingerprint import described
+from dynagroup.fingerprint import described, ends_of
 from dynagroup.plan.batches import shapes_of
 from dynagroup.plan.cursor import Cursor
 from dynagroup.plan.epoch import OrderSource
@@ -221,17 +221,17 @@ def _update_of(steps: list[PlannedStep], before: Cursor) -> PlannedUpdate:
 Updates: TypeAlias = PreservedUpdates | FreeUpdates
 
 
-def compare_ranks(world: World, plan: Updates, identity: Mapping[str, Any], place: Cursor) -> None:
+def compare_ranks(world: World, plan: Updates, identity: Mapping[str, Any], place: Cursor, dataset: Any) -> None:
     """Raises AlignmentError if ranks are about to plan different updates, or updates of different samples."""
     if world.size == 1:
         return
-    facts: dict[str, Any] = {"lengths, budget or settings": identity, "place in the epoch": place}
+    facts: dict[str, Any] = {"lengths, budget or settings": identity, "place in the epoch": place, PARTS: ends_of(dataset)}
     if isinstance(plan, UpdateSizes):
         sizes: Any = plan.schedule if plan.is_constant else [stop for _, stop, _ in plan.spans(place)]
         facts |= {"order of samples": plan.order_print(place.epoch), "samples_per_update": sizes}
     marks = [zlib.crc32(repr(fact).encode()) for fact in facts.values()]
     found = world.all_max([*marks, *(-mark for mark in marks)])
     differing = [name for i, name in enumerate(facts) if found[i] != -found[i + len(marks)]]
-    if differing:
+    if without_parts(differing):
         told = f"ranks have different {', '.join(differing)} at the start of epoch {place.epoch}"
         raise AlignmentError(f"{told}; give all ranks the same data, seeds, schedules and saved states")

@@ -365,6 +365,24 @@ def test_a_class_that_chooses_its_samples_keeps_them_and_a_step_of_its_own_is_no
         trainer("causal", tmp_path, fits=True, config={"out_of_memory": "retry"})
 
 
+def test_a_derived_class_with_a_prediction_step_of_its_own_evaluates_the_trainers_batches(tmp_path, monkeypatch):
+    def prediction_step(self, model, inputs, *args, **kwargs):
+        with torch.no_grad():
+            out = model(**inputs)
+        return out.loss, out.logits, inputs["labels"]
+
+    own = type("Own", (toys.DynagroupTrainer,), {"prediction_step": prediction_step})
+    calling = type("Calling", (own,), {"prediction_step": lambda self, *args: super(own, self).prediction_step(*args)})
+    for cls in (own, calling):
+        monkeypatch.setattr(toys, "DynagroupTrainer", cls)
+        run = evaluated("classifier", tmp_path, fits=True)
+        seen = models.shapes_seen(run.model)
+        with pytest.warns(UserWarning, match="a prediction_step without super.. need; dynagroup_eval=False: no warning"):
+            found = run.predict(run.eval_dataset)
+        assert [n for n, _ in seen] == [5] * 7 + [2]
+        assert found.label_ids.tolist() == [row["labels"] for row in run.eval_dataset]
+
+
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_unknown_lengths_are_said_once_and_evaluated_as_ever(tmp_path):
     with warnings.catch_warnings():

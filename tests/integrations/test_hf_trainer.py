@@ -398,6 +398,9 @@ def test_attaching_makes_the_trainer_that_the_class_makes_and_too_late_twice_or_
     old = type("Old", (DynagroupTrainer,), step)
     with pytest.raises(ConfigError, match="training_step of Old cannot be combined .* must call super"):
         old(toys.causal_lm(), arguments(tmp_path), dynagroup=16)
+    own = type("Own", (DynagroupTrainer,), {"get_train_dataloader": lambda self: Trainer.get_train_dataloader(self)})
+    with pytest.raises(ConfigError, match="get_train_dataloader of Own must return what super"):
+        own(toys.causal_lm(), arguments(tmp_path), dynagroup=64, train_dataset=rows, data_collator=toys.collate).train()
     taken = trainer("causal", tmp_path, fits=True)
     for make, *given in ((attach, taken, 160), (attach, "x", 160), (dynagroup_trainer, int)):
         with pytest.raises(ConfigError, match="must be a Trainer without dynagroup"):

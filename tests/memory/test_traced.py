@@ -134,6 +134,19 @@ def test_a_model_that_checkpoints_some_layers_is_not_taken_for_one_that_checkpoi
     assert ours < 0.9 * most
 
 
+@pytest.mark.parametrize("how", [{}, {"autocast": "bfloat16"}])
+def test_reentrant_checkpointing_is_traced_as_such(how):
+    """It runs a layer anew to its end before any of its gradients; the other kind stops at the last stored tensor."""
+    model = hf.MegatronBertForMaskedLM(models.config(hf.MegatronBertConfig, **SMALL, layers=6))
+    size = {}
+    for reentrant in (False, True):
+        model.activation_checkpointing_enable({"use_reentrant": reentrant})
+        memory = TracedMemory.of(model, "train", **how)
+        assert_as_simulated(memory, model, [(4, 400), (16, 64)], least=0.999)
+        size[reentrant] = memory.batch_bytes(BatchShape.of(4, 400))[0]
+    assert size[True] > 1.2 * size[False], "its scores and their gradients are alive at once"
+
+
 @pytest.mark.filterwarnings("ignore:the memory of this model was fitted:UserWarning")
 @pytest.mark.parametrize(("config", "mode"), [(LONGFORMER, "train"), (MAMBA2, "forward")], ids=["longformer", "mamba2"])
 def test_a_program_that_pads_its_input_is_never_predicted_smaller(config, mode):

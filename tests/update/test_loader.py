@@ -4,11 +4,13 @@ import json
 import os
 import re
 import signal
+import time
 import warnings
 from collections import Counter
 from itertools import islice, product
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -104,6 +106,32 @@ def test_ranks_with_another_order_are_told():
 
     with pytest.raises(AlignmentError, match="ranks have different order of samples"):
         run_ranks(2, one)
+
+
+def parts(kind: str, rank: int, by: int) -> Any:
+    """Of 40 samples of one length those of one rank, or (``by`` is 1) all of them, as one of several types."""
+    data = [{"input_ids": [i] * 9} for i in range(rank % by, 40, by)]
+    if kind == "subset":
+        return torch.utils.data.Subset([{"input_ids": [i] * 9} for i in range(40)], range(rank % by, 40, by))
+    timed = lambda rows: {**rows, "t": [time.time() for _ in rows["input_ids"]]}  # noqa: E731 - does not run to compare
+    return datasets.Dataset.from_list(data).with_transform(timed) if kind == "hf" else data
+
+
+@pytest.mark.parametrize("make", [lambda data, **how: PlannedDataLoader(data, [9] * len(data), BUDGET, **how),
+                                  lambda data, **how: OnlineDataLoader(data, BUDGET, **how)])  # fmt: skip
+@pytest.mark.parametrize("kind", ["list", "subset", "hf"])
+def test_ranks_that_were_given_parts_of_the_data_are_told(make, kind):
+    """Each part would be divided once more. Files may have other names on other machines, so it is no error."""
+
+    def used(by):
+        return run_ranks(2, lambda world: [i for step in make(parts(kind, world.rank, by), world=world, **HOW)
+                                           if not step.idle for i in step.indices])  # fmt: skip
+
+    with pytest.warns(UserWarning, match="ranks have different first or last samples in their datasets: give every rank the"):
+        used(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert sorted(sum(used(1), [])) == [*range(40)]
 
 
 @pytest.mark.filterwarnings("ignore:.*do not fit the budget even alone")

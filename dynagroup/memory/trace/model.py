@@ -96,11 +96,12 @@ def _auto_class(config: Any) -> Any:
     raise ConfigError(f"transformers has no model class for {kind.__name__}; pass a model instead of a config")
 
 
-def checkpoint_layers(model: Any, **options: Any) -> None:
-    """Turns on gradient checkpointing of the layers that have it on already (every second one, for example), else of all."""
+def checkpoint_layers(model: Any) -> None:
+    """Turns on gradient checkpointing, as it is on already (of every second layer, for example, or reentrant), else of all."""
     on = {module for module in model.modules() if getattr(module, "gradient_checkpointing", False)}
+    own = next((f for m in on if (f := getattr(getattr(m, "_gradient_checkpointing_func", None), "keywords", None))), None)
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable  # the older name
-    enable({"use_reentrant": False, **options})
+    enable(own or {"use_reentrant": False})
     for module in (m for m in model.modules() if on and hasattr(m, "gradient_checkpointing")):
         module.gradient_checkpointing = module in on
 
@@ -172,18 +173,17 @@ def architecture(config: Any) -> dict[str, Any]:
     of_experts, widths = first("moe_intermediate_size"), ("intermediate_size", "ffn_dim", "d_ff", "n_inner")
     ffn = of_experts or first(*widths, decoder=("decoder_ffn_dim",)) or (4 * hidden if hidden else None)
     layers = first("num_hidden_layers", "num_layers", "n_layer", decoder=("decoder_layers", "num_decoder_layers"))
-    return {
-        "num_layers": layers, "hidden_size": hidden, "num_heads": heads, "intermediate_size": ffn,
-        "num_encoder_layers": first("encoder_layers", "num_layers", "num_hidden_layers") if two_stacks else 0,
-        "num_kv_heads": 1 if getattr(text, "multi_query", False) else first("num_key_value_heads") or heads,
-        "head_size": first("head_dim", "d_kv") or (hidden // heads if hidden and heads else None),
-        "experts_per_token": first("num_experts_per_tok", "num_experts_per_token", "top_k_experts") or 1,
-        "gated_mlp": bool(getattr(text, "is_gated_act", getattr(text, "model_type", "") not in _PLAIN_MLP)),
-        "dropout": any(isinstance(p, float) and p > 0 for p in (getattr(text, name, None) for name in _DROPOUTS)),
-        "vocabulary_size": first("vocab_size") or 0, "fixed_tokens": _fixed_tokens(config),
-        "encoder_decoder": two_stacks, "causal": not two_stacks and not is_encoder(config),
-        "score_bias": hasattr(config, "relative_attention_num_buckets") or getattr(config, "model_type", "") == "bloom",
-    }  # fmt: skip
+    return {"num_layers": layers, "hidden_size": hidden, "num_heads": heads, "intermediate_size": ffn,
+            "num_encoder_layers": first("encoder_layers", "num_layers", "num_hidden_layers") if two_stacks else 0,
+            "num_kv_heads": 1 if getattr(text, "multi_query", False) else first("num_key_value_heads") or heads,
+            "head_size": first("head_dim", "d_kv") or (hidden // heads if hidden and heads else None),
+            "experts_per_token": first("num_experts_per_tok", "num_experts_per_token", "top_k_experts") or 1,
+            "gated_mlp": bool(getattr(text, "is_gated_act", getattr(text, "model_type", "") not in _PLAIN_MLP)),
+            "dropout": any(isinstance(p, float) and p > 0 for p in (getattr(text, name, None) for name in _DROPOUTS)),
+            "vocabulary_size": first("vocab_size") or 0, "fixed_tokens": _fixed_tokens(config),
+            "encoder_decoder": two_stacks, "causal": not two_stacks and not is_encoder(config),
+            "score_bias": hasattr(config, "relative_attention_num_buckets") or getattr(config, "model_type", "") == "bloom",
+            }  # fmt: skip
 
 
 _PLAIN_MLP = {"gpt2", "opt", "bert", "roberta", "bart", "marian", "m2m_100", "whisper", "gpt_neox", "bloom", "phi", "distilbert",
@@ -205,14 +205,12 @@ def _run_as(model: Any, mode: str) -> dict[str, Any]:
     checkpoints = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     settings = getattr(model, "generation_config", None)
     new_tokens = int(getattr(settings, "max_new_tokens", None) or 20)  # generate()'s own default
-    return {
-        "num_parameters": total, "trainable_share": count / max(total, 1) if mode == "train" else 0.0,
-        "lm_head": getattr(model, "get_output_embeddings", lambda: None)() is not None,
-        "dtype": dtype if dtype in ELEMENT_BYTES else "float32", "gradient_checkpointing": checkpoints,
-        "attention": next((kind for name, kind in _ATTENTION.items() if name in stated), "sdpa"),
-        "optimizer_bytes": 2.0 * width if mode == "train" else 0.0,
-        "max_new_tokens": new_tokens if mode == "generate" else 0,
-    }  # fmt: skip
+    return {"num_parameters": total, "trainable_share": count / max(total, 1) if mode == "train" else 0.0,
+            "lm_head": getattr(model, "get_output_embeddings", lambda: None)() is not None,
+            "dtype": dtype if dtype in ELEMENT_BYTES else "float32", "gradient_checkpointing": checkpoints,
+            "attention": next((kind for name, kind in _ATTENTION.items() if name in stated), "sdpa"),
+            "optimizer_bytes": 2.0 * width if mode == "train" else 0.0,
+            "max_new_tokens": new_tokens if mode == "generate" else 0}  # fmt: skip
 
 
 def _first(config: Any, *names: str) -> Any:

@@ -3,9 +3,12 @@
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from dynagroup.memory.run import ELEMENT_BYTES, MakeInputs, Run
 from dynagroup.memory.trace.kernels import BLOCK, CudaKernels, LiveBytes
@@ -26,14 +29,26 @@ def prepare(model: Any, workload: Run) -> torch.nn.Module:
     for part in (m for m in model.modules() if not workload.gradient_checkpointing and hasattr(m, "gradient_checkpointing")):
         part.gradient_checkpointing = False
     if workload.gradient_checkpointing:
-        # The autograd engine calls the recomputation outside of this function mode, so it enters one of its own.
-        checkpoint_layers(model, context_fn=lambda: (nullcontext(), CudaKernels(_autocast(workload))))
+        checkpoint_layers(model)
+        for part in (m for m in model.modules() if hasattr(m, "_gradient_checkpointing_func")):
+            reentrant = getattr(part._gradient_checkpointing_func, "keywords", {}).get("use_reentrant", True)
+            part._gradient_checkpointing_func = partial(_checkpoint, _autocast(workload), reentrant)
     for p in model.parameters():
         if p.requires_grad:
             p.grad = torch.empty_like(p)
     if hasattr(getattr(model, "config", None), "use_cache"):
         model.config.use_cache = False
     return model
+
+
+def _checkpoint(autocast: torch.dtype | None, reentrant: bool, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    calls = count()
+
+    def run(*args: Any, **kwargs: Any) -> Any:  # the autograd engine calls it a second time, outside of all function modes
+        with CudaKernels(autocast) if next(calls) else nullcontext():
+            return function(*args, **kwargs)
+
+    return checkpoint(run, *args, use_reentrant=reentrant, **kwargs)
 
 
 def as_gathered(model: torch.nn.Module, workload: Run) -> torch.nn.Module:
