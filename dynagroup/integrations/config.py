@@ -122,6 +122,7 @@ def refuse_unsupported(trainer: Any, config: DynagroupConfig) -> None:
     alone = [names for names in named_in if "backward" in names and "training_step" not in names]  # as transformers'
     foreign = [c for c in type(trainer).__mro__ if not c.__module__.startswith(("transformers.", "dynagroup.", "trl."))]
     own_steps = any("training_step" in vars(c) for c in foreign) or getattr(args, "activation_offloading", False)
+    counts = any("get_batch_samples" in vars(c) for c in foreign if not c.__module__.startswith(("llamafactory.", "swift.")))
     head = type(getattr(trainer.model, "get_base_model", lambda: trainer.model)()).__name__
     instead = COUPLED.get(named, f"only {', '.join(FITTING)} are known to fit; use TRL's own batches")
     wrong: dict[str, tuple[Any, str]] = {
@@ -131,6 +132,7 @@ def refuse_unsupported(trainer: Any, config: DynagroupConfig) -> None:
         "a packed budget for pairs of answers": (
             ours and "SFTTrainer" not in ours and config.budget.layout == "packed", "TRL pads them; use a padded one"),
         f"training_step of {type(trainer).__name__}": (len(alone) > 1, "it must call super().training_step to weigh losses"),
+        f"get_batch_samples of {type(trainer).__name__}": (counts, "give a loss that is a mean over its batch, and `weigh`"),
         f"out_of_memory='retry' with a training_step of {type(trainer).__name__}": (config.out_of_memory and own_steps,
             "a batch that runs in parts would not pass through it; leave one of them out"),
         "auto_find_batch_size=True": (args.auto_find_batch_size, "the budget limits batches already; set it to False"),

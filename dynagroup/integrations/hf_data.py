@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.utils import gather_object
+from torch.utils.data import BatchSampler
 
 from dynagroup.distributed import World
 from dynagroup.errors import ConfigError, StateError
@@ -51,10 +52,9 @@ def host_order(loader: Any) -> Iterable[int]:
     batch_sampler = loader.batch_sampler
     while hasattr(batch_sampler, "batch_sampler"):
         batch_sampler = batch_sampler.batch_sampler
-    sampler = getattr(batch_sampler, "sampler", None)
-    if sampler is None:
-        raise ConfigError("the Trainer's DataLoader has no sampler of indices; use a map-style dataset")
-    return sampler
+    if type(batch_sampler) is not BatchSampler:  # a subclass may choose other samples than its `sampler`
+        raise ConfigError(f"batches must come from torch's BatchSampler, not {type(batch_sampler)}; use _get_train_sampler")
+    return batch_sampler.sampler
 
 
 def loader_kwargs(loader: Any) -> dict[str, Any]:

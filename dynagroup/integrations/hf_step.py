@@ -139,7 +139,7 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
 
     @property
     def _has_own_loss(self) -> bool:
-        return defines_compute_loss(type(self)) or self.compute_loss_func is not None
+        return defines_compute_loss(type(self)) or "compute_loss" in vars(self) or self.compute_loss_func is not None
 
     @property
     def _pad(self) -> dict[str, Any] | None:

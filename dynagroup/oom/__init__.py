@@ -10,7 +10,6 @@ from dynagroup.oom.retry import run_with_oom_retry
 from dynagroup.oom.split import BatchSplitter, Splitter, VisionTokens
 from dynagroup.oom.train import BackwardResult, OomSafeBackward
 
-__all__ = [
-    "BackwardResult", "BatchSplitter", "Generated", "LearningBudget", "OomReport", "OomSafeBackward", "Splitter", "VisionTokens",
-    "classify_dataset", "embed_dataset", "encode", "generate_dataset", "generate_with_oom_retry", "is_out_of_memory",
-    "iter_classify", "iter_embed", "iter_generate", "run_with_oom_retry"]  # fmt: skip
+__all__ = ["BackwardResult", "BatchSplitter", "Generated", "LearningBudget", "OomReport", "OomSafeBackward", "Splitter",
+           "VisionTokens", "classify_dataset", "embed_dataset", "encode", "generate_dataset", "generate_with_oom_retry",
+           "is_out_of_memory", "iter_classify", "iter_embed", "iter_generate", "run_with_oom_retry"]  # fmt: skip

@@ -14,9 +14,8 @@ from dynagroup.oom.retry import run_parts
 from dynagroup.oom.split import BatchSplitter, VisionTokens, longest_of
 from dynagroup.shapes import BatchShape
 
-_REFUSED = (
-    "streamer", "synced_gpus", "return_dict_in_generate", "past_key_values", "encoder_outputs", "prefix_allowed_tokens_fn",
-)  # fmt: skip
+_REFUSED = ("streamer", "synced_gpus", "return_dict_in_generate", "past_key_values", "encoder_outputs",
+            "prefix_allowed_tokens_fn")  # fmt: skip
 _learned_by_model: WeakKeyDictionary[Any, LearningBudget] = WeakKeyDictionary()
 
 

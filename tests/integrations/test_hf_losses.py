@@ -2,6 +2,7 @@
 
 import warnings
 from contextlib import nullcontext
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -57,19 +58,22 @@ def trained(cls, tmp_path, monkeypatch, mean=False, **changes):
     name = "DynagroupTrainer" if issubclass(cls, DynagroupTrainerMixin) else "Trainer"
     monkeypatch.setattr(toys, name, cls)
     run = trainer("causal", tmp_path, fits=name != "Trainer", **{**ONCE, **changes})
-    if mean:
+    if mean == "attribute":
+        run.asked, run.compute_loss = 0, MethodType(MeanLoss.compute_loss, run)
+    elif mean:
         run.compute_loss_func = lambda outputs, labels, num_items_in_batch=None: mean_of_tokens(outputs.logits, labels)
     run.train()
     return run
 
 
-@pytest.mark.parametrize(("cls", "config"), [
-    (OursMean, {}), (MeanOurs, {}), (MeanOurs, ONLINE), (OursMean, {"out_of_memory": "retry"}), (DynagroupTrainer, {}),
+@pytest.mark.parametrize(("cls", "config", "mean"), [
+    (OursMean, {}, False), (MeanOurs, {}, False), (MeanOurs, ONLINE, False), (OursMean, {"out_of_memory": "retry"}, False),
+    (DynagroupTrainer, {}, True), (DynagroupTrainer, {}, "attribute"),
 ])  # fmt: skip
-def test_a_loss_that_is_a_mean_counts_once_an_update(cls, config, tmp_path, monkeypatch):
-    """Of a method, or of a function that the Trainer is given."""
+def test_a_loss_that_is_a_mean_counts_once_an_update(cls, config, mean, tmp_path, monkeypatch):
+    """Of a method, of a function that the Trainer is given, or of a method of this one object."""
     plain = trained(PlainMean, tmp_path, monkeypatch)
-    ours = trained(cls, tmp_path, monkeypatch, config=config, mean=cls is DynagroupTrainer)
+    ours = trained(cls, tmp_path, monkeypatch, config=config, mean=mean)
     assert ours.update_loader.stats.samples == 48
     assert sum(ours.update_loader.stats.batch_sizes.values()) > 3, "an update is several batches"
     assert (parameters(plain.model) - parameters(ours.model)).abs().max() < 1e-8
@@ -372,8 +376,7 @@ def test_a_derived_class_with_a_prediction_step_of_its_own_evaluates_the_trainer
         return out.loss, out.logits, inputs["labels"]
 
     own = type("Own", (toys.DynagroupTrainer,), {"prediction_step": prediction_step})
-    calling = type("Calling", (own,), {"prediction_step": lambda self, *args: super(own, self).prediction_step(*args)})
-    for cls in (own, calling):
+    for cls in (own, type("Derived", (own,), {})):
         monkeypatch.setattr(toys, "DynagroupTrainer", cls)
         run = evaluated("classifier", tmp_path, fits=True)
         seen = models.shapes_seen(run.model)

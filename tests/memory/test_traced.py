@@ -1,7 +1,7 @@
 """A traced model says what simulating all of it says, for shapes that nobody traced; what fits a device follows from it."""
 
 import re
-from functools import cache
+from functools import cache, partial
 from inspect import isfunction
 
 import numpy as np
@@ -10,6 +10,7 @@ import torch
 import transformers as hf
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from dynagroup import AdditiveCap, BudgetError, ConfigError, LengthAwareBatchSampler, MemoryBudget, TokenBudget
 from dynagroup.integrations.varlen import use_varlen_attention
@@ -145,6 +146,11 @@ def test_reentrant_checkpointing_is_traced_as_such(how):
         assert_as_simulated(memory, model, [(4, 400), (16, 64)], least=0.999)
         size[reentrant] = memory.batch_bytes(BatchShape.of(4, 400))[0]
     assert size[True] > 1.2 * size[False], "its scores and their gradients are alive at once"
+    keep = partial(create_selective_checkpoint_contexts, [torch.ops.aten.bmm.default, torch.ops.aten.addmm.default])
+    model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": keep})
+    memory, without = (TracedMemory.of(model, "train", gradient_checkpointing=on, **how) for on in (None, False))
+    assert_as_simulated(memory, model, [(4, 400), (16, 64)], least=0.999)
+    assert size[False] < 0.9 * memory.batch_bytes(BatchShape.of(4, 400))[0] < 0.9 * without.batch_bytes(BatchShape.of(4, 400))[0]
 
 
 @pytest.mark.filterwarnings("ignore:the memory of this model was fitted:UserWarning")

@@ -31,8 +31,8 @@ def prepare(model: Any, workload: Run) -> torch.nn.Module:
     if workload.gradient_checkpointing:
         checkpoint_layers(model)
         for part in (m for m in model.modules() if hasattr(m, "_gradient_checkpointing_func")):
-            reentrant = getattr(part._gradient_checkpointing_func, "keywords", {}).get("use_reentrant", True)
-            part._gradient_checkpointing_func = partial(_checkpoint, _autocast(workload), reentrant)
+            settings = {"use_reentrant": True, **getattr(part._gradient_checkpointing_func, "keywords", {})}
+            part._gradient_checkpointing_func = partial(_checkpoint, _autocast(workload), settings)
     for p in model.parameters():
         if p.requires_grad:
             p.grad = torch.empty_like(p)
@@ -41,14 +41,14 @@ def prepare(model: Any, workload: Run) -> torch.nn.Module:
     return model
 
 
-def _checkpoint(autocast: torch.dtype | None, reentrant: bool, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _checkpoint(autocast: torch.dtype | None, settings: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     calls = count()
 
     def run(*args: Any, **kwargs: Any) -> Any:  # the autograd engine calls it a second time, outside of all function modes
         with CudaKernels(autocast) if next(calls) else nullcontext():
             return function(*args, **kwargs)
 
-    return checkpoint(run, *args, use_reentrant=reentrant, **kwargs)
+    return checkpoint(run, *args, **settings, **kwargs)
 
 
 def as_gathered(model: torch.nn.Module, workload: Run) -> torch.nn.Module:
