@@ -45,7 +45,9 @@ _WHERE_FROM = {"_name_or_path", "name_or_path", "_commit_hash", "transformers_ve
 _HOW = {"use_cache", "attn_implementation", "_attn_implementation", "dtype", "torch_dtype", "architectures"}
 _CHANGES = {"gradient_checkpointing", "is_gradient_checkpointing", "name_or_path", "warnings_issued", "hf_device_map"}
 _CHANGES |= {"max_seq_len_cached", *vars(torch.nn.Module())}  # these change when a model runs or moves, or has hooks
+_CHANGES |= {"forward", "_old_forward", "_hf_hook", "_compiled_call_impl", "_gradient_checkpointing_func"}
 _PLAIN = (type(None), int, float, str, Enum, np.generic, np.ndarray, torch.dtype)
+_OF_TOKENIZER = "pad_token_id eos_token_id bos_token truncation_side clean_up_tokenization_spaces split_special_tokens".split()
 _PROBES = ["A quick brown fox.", "Ein süßer Käse, 1,024 €", "\u4f60\u597d, def f(x): return x ** 2\n"]
 
 
@@ -267,28 +269,26 @@ def _tokenizer(tokenizer: Any) -> str:
     return f"{type(tokenizer).__name__} #{hashed(repr((rules, special, tokenizer(_PROBES)['input_ids'])))}"
 
 
-_OF_TOKENIZER = ("pad_token_id", "eos_token_id", "bos_token", "truncation_side")
-_OF_TOKENIZER += ("clean_up_tokenization_spaces", "split_special_tokens")
-
-
 # Weights do not show which adapter is active or merged, or its scaling: plain attributes of modules. Private ones are the
-# framework's and left out, except in layers of peft and the user's own, whose plain tensors count, too (a steering vector).
+# framework's and left out, except in layers of peft and the user's own, of which all counts (settings, a steering vector).
 def _switches(model: Any) -> Iterator[str]:
     for name, module in model.named_modules():
         yield f"{name} {described(kind := type(module))}"  # an activation function has no weights
-        own = is_own(kind) and not hasattr(kind, "from_pretrained")
         for key, value in sorted(vars(module).items()):
-            free = own and "cache" not in key  # what a layer computes as it runs
-            public = free or not key.startswith("_") or kind.__module__.partition(".")[0] == "peft"
-            if key not in _CHANGES and public and _is_plain(value, free):
-                yield f"{name}.{key}={described(value)}"
+            own = is_own(kind) and "cache" not in key  # what a layer computes as it runs
+            private = own and not hasattr(kind, "from_pretrained")
+            public = private or not key.startswith("_") or kind.__module__.partition(".")[0] == "peft"
+            if key not in _CHANGES and public and _counts(value, own):
+                yield f"{name}.{key}={_said(value)}"
 
 
-def _is_plain(value: Any, any_tensor: bool) -> bool:
+def _counts(value: Any, own: bool) -> bool:
+    """Returns whether a module's attribute counts; ``own``: in modules of the user's own, all but other modules do."""
     inner = [*value, *value.values()] if isinstance(value, dict) else value
     if isinstance(inner, (list, tuple, set, frozenset)):
-        return all(_is_plain(part, any_tensor) for part in inner)
-    return isinstance(value, _PLAIN) or (torch.is_tensor(value) and (any_tensor or value.numel() == 1))
+        return all(_counts(part, own) for part in inner)
+    plain = isinstance(value, _PLAIN) or (torch.is_tensor(value) and value.numel() == 1)
+    return not isinstance(value, torch.nn.Module) if own else plain
 
 
 def _weights(model: Any) -> Iterator[str]:

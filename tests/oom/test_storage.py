@@ -8,17 +8,20 @@ from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from dynagroup import TokenBudget
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.oom.jobs import identity_of
 from dynagroup.oom.storage import TEXTS as LINES
@@ -347,6 +350,42 @@ def test_what_layers_of_the_users_own_hold_and_quantized_weights_are_told_apart(
         quantized.append(identity(torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)))
     assert quantized[0] == quantized[1]
     assert differing(quantized[0], quantized[2]) == ["model"]
+
+
+class Holding(torch.nn.Module):
+    def __init__(self, layer: torch.nn.Module, held: Any) -> None:
+        super().__init__()
+        self.layer, self._held = layer, held
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.layer(hidden)
+
+
+def clamped(limit: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda hidden: hidden.clamp(max=limit)
+
+
+HELD: dict[str, Callable[[int], Any]] = {
+    "built in": lambda k: (torch.relu, torch.tanh)[k], "function": lambda k: (torch.nn.functional.silu, copy.copy)[k],
+    "closure": clamped, "partial": lambda k: partial(torch.clamp, max=k), "namespace": lambda k: SimpleNamespace(scale=k),
+    "object": lambda k: TokenBudget(k + 1), "complex": lambda k: complex(k), "in a dict": lambda k: {"act": clamped(k)},
+    "config": lambda k: transformers.PretrainedConfig(scale=k, name_or_path=str(np.random.default_rng().random())),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("held", HELD)
+def test_settings_and_functions_that_layers_of_the_users_own_hold_are_told_apart(held: str) -> None:
+    seen = []
+    for which in (0, 0, 1):
+        model = small_llama()
+        model.model.layers[1].mlp = own = Holding(model.model.layers[1].mlp, HELD[held](which))
+        seen.append(identity(model))
+        model(torch.ones(1, 3, dtype=torch.long))
+        add_hook_to_module(own, AlignDevicesHook(io_same_device=True))
+        model.activation_checkpointing_enable()
+        assert identity(copy.deepcopy(model)) == seen[-1], "running a model, hooks and checkpointing change nothing"
+    assert seen[0] == seen[1]
+    assert differing(seen[0], seen[2]) == ["model's switches and adapters"]
 
 
 def test_large_weights_are_told_apart_by_checksums_also_when_rows_change_places() -> None:
