@@ -157,6 +157,8 @@ def refuse_unsupported(trainer: Any, config: DynagroupConfig) -> None:
     for what, (is_set, instead) in wrong.items():
         if is_set:
             raise ConfigError(f"{what} cannot be combined with dynagroup: {instead}")
+    if head.endswith("QuestionAnswering") and not trainer._has_own_loss:
+        warn_user(f"the softmax in the loss of {head} is over padding, too, so losses depend on how batches are padded")
     if by_tokens or (ours and any(getattr(trainer, alpha, 0) for alpha in ("cpo_alpha", "tpo_alpha"))):
         told = "a mean over pairs and a mean over tokens; dynagroup weighs both by pairs"
         warn_user(f"the loss of {type(trainer).__name__} adds {told}, so the second part depends on the batches")

@@ -84,12 +84,11 @@ class _Pass:
         self.losses: list[tuple[float, float]] = []  # (mean loss, weight) of each of this rank's batches
 
     def gather(self, tensors: Any) -> Any:
-        """Returns tensors gathered from all ranks, without those of repeated samples."""
+        """Returns tensors gathered from all ranks, without rows of repeated samples (of which each rank has one)."""
         found, real = self.accelerator.gather(tensors), self.rows.num_real[self.row]
         if real == self.rows.num_ranks:
             return found
-        ranks = self.rows.num_ranks  # each with one sample, which may have several rows (pairs of answers)
-        return _mapped(lambda values: values[: len(values) * real // ranks] if values.ndim else values, found)
+        return _mapped(lambda values: values[: len(values) * real // self.rows.num_ranks] if values.ndim else values, found)
 
     def mean_loss(self) -> float | None:
         """Returns the mean loss over all ranks; None: no batch has a loss."""

@@ -70,7 +70,7 @@ class LightningSteps(Callback):
         if self.loader.sizes is not None and not self.loader.num_updates:  # Lightning would try for ever
             few = f"{self.loader.num_samples} samples are too few for one update"
             raise ConfigError(f"{few}; use smaller updates, or drop_last=False")
-        self.begun_epoch, self._inside, self._cut = self.loader.epoch + self._due, True, 0
+        self.begun_epoch, self._inside, self._cut, self._first = self.loader.epoch + self._due, True, 0, True
         self._state = self._state or (None if self._restored else self.loader.state_dict())  # for the first update
         for due in range(self._due, -1, -1):
             for update in self.loader.updates():
@@ -138,6 +138,7 @@ class LightningSteps(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # After a resume at an epoch's last batch, Lightning ends that epoch, while the next one is already open.
         self._cut = int(self._inside and not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
+        self.begun_epoch = None if self._cut else self.begun_epoch
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         trainer.accumulate_grad_batches = 1

@@ -134,8 +134,7 @@ class BatchPlan:
                 "largest_batch": int(quantiles[2]), "predicted_time": self.predicted_time,
                 "row_imbalance": float(self.work.row_times(self._work).sum() / max(mean, 1e-9)) or 1.0,
                 "num_oversize": len(self.oversize), "num_repeated": len(self.repeated), "num_dropped": len(self.dropped),
-                **{f"imbalance_{name}": self._imbalance(name) for name in (self.lengths if len(self.lengths) > 1 else ())},
-                }  # fmt: skip
+                **{f"imbalance_{n}": self._imbalance(n) for n in (self.lengths if len(self.lengths) > 1 else ())}}  # fmt: skip
 
     def _imbalance(self, stream: str) -> float:
         """Returns a stream's largest sum on a rank over the mean sum of the ranks: the median over steps."""

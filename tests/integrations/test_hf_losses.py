@@ -8,7 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import OlmoeConfig, OlmoeForCausalLM, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
+from transformers import (
+    BertForQuestionAnswering,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,  # fmt: skip
+)
 
 from dynagroup import ConfigError, ShapeLadder, TokenBudget
 from dynagroup.distributed import SingleProcess
@@ -384,6 +391,12 @@ def test_a_derived_class_with_a_prediction_step_of_its_own_evaluates_the_trainer
             found = run.predict(run.eval_dataset)
         assert [n for n, _ in seen] == [5] * 7 + [2]
         assert found.label_ids.tolist() == [row["labels"] for row in run.eval_dataset]
+
+
+def test_heads_whose_softmax_is_over_padding_are_named(tmp_path):
+    model = BertForQuestionAnswering(models.bert(vocab=toys.VOCAB, layers=1))
+    with pytest.warns(UserWarning, match="softmax in the loss of BertForQuestionAnswering is over padding, too, so"):
+        trainer("classifier", tmp_path, fits=True, model=model)
 
 
 @pytest.mark.filterwarnings("error::UserWarning")

@@ -84,6 +84,32 @@ def fit(tmp_path, module, source, resume=None, callbacks=(), **settings):
     return trainer
 
 
+class Skipping(Module):
+    """Skips the rest of the first epoch before one of its batches, and notes the gradients of all updates."""
+
+    def __init__(self, before):
+        super().__init__()
+        self.before, self.gradients = before, []
+
+    def on_train_batch_start(self, batch, batch_idx):
+        return -1 if (self.current_epoch, batch_idx) == (0, self.before) else None
+
+    def on_before_optimizer_step(self, optimizer):
+        self.gradients.append(torch.cat([p.grad.flatten() for p in self.parameters()]))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def test_an_update_that_is_skipped_leaves_no_gradient_behind(tmp_path):
+    fit(tmp_path, whole := Skipping(before=99), loader())
+    known = torch.stack(whole.gradients)
+    for before in (1, 3):  # inside an update of two batches
+        fit(tmp_path, module := Skipping(before), loader())
+        assert len(module.gradients) == 3 + before // 2
+        assert torch.cdist(torch.stack(module.gradients), known).min(dim=1).values.max() < 1e-12
+
+
 @pytest.mark.parametrize("automatic", [True, False])
 def test_updates_do_not_depend_on_how_they_are_cut(tmp_path, automatic):
     whole, parts = Module(automatic), Module(automatic)

@@ -181,9 +181,8 @@ def architecture(config: Any) -> dict[str, Any]:
             "gated_mlp": bool(getattr(text, "is_gated_act", getattr(text, "model_type", "") not in _PLAIN_MLP)),
             "dropout": any(isinstance(p, float) and p > 0 for p in (getattr(text, name, None) for name in _DROPOUTS)),
             "vocabulary_size": first("vocab_size") or 0, "fixed_tokens": _fixed_tokens(config),
-            "encoder_decoder": two_stacks, "causal": not two_stacks and not is_encoder(config),
             "score_bias": hasattr(config, "relative_attention_num_buckets") or getattr(config, "model_type", "") == "bloom",
-            }  # fmt: skip
+            "encoder_decoder": two_stacks, "causal": not two_stacks and not is_encoder(config)}  # fmt: skip
 
 
 _PLAIN_MLP = {"gpt2", "opt", "bert", "roberta", "bart", "marian", "m2m_100", "whisper", "gpt_neox", "bloom", "phi", "distilbert",
