@@ -49,8 +49,7 @@ def prepare(accelerator: Accelerator, loader: Any) -> Any:
     :class:`AcceleratedSteps`, which ``accelerator.save_state`` saves. A ``DataLoader`` with a
     :class:`LengthAwareBatchSampler` is passed to ``accelerator.prepare``, after a check that no sample would be lost.
 
-    Raises ConfigError if the accelerator or the sampler is set to shard, split or scale, which dynagroup does already.
-    """
+    Raises ConfigError if the accelerator or the sampler is set to shard, split or scale, which dynagroup does already."""
     if accelerator.gradient_accumulation_steps != 1:
         raise ConfigError("Accelerator's `gradient_accumulation_steps` must be 1, because `loss_scale` weighs losses")
     if isinstance(loader, StepLoader):

@@ -112,10 +112,8 @@ def refuse_unsupported(trainer: Any, config: DynagroupConfig) -> None:
     """Raises ConfigError for settings that would lose samples or weigh them wrongly, and says what to do instead."""
     args, accelerator, ours = trainer.args, trainer.accelerator, trl_classes(trainer)
     shards, plugin = accelerator.dataloader_config, getattr(accelerator.state, "deepspeed_plugin", None)
-    sharing = trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size()
-    multiple = config.budget.pad_to_multiple_of
-    losses = set(getattr(trainer, "loss_types", ())) if "DPOTrainer" in ours else set()
-    sorting, by_tokens = {"aot", "aot_unpaired"} & losses, "sft" in losses or "ORPOTrainer" in ours
+    sharing, multiple = trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size(), config.budget.pad_to_multiple_of
+    sorting = {"aot", "aot_unpaired"} & _dpo_losses(trainer)
     own, named = "every rank loads its own batches; set it to False", "".join(ours[:1])
     steps = (inspect.unwrap(vars(c)["training_step"]) for c in type(trainer).__mro__ if "training_step" in vars(c))
     named_in = [getattr(getattr(step, "__code__", None), "co_names", ()) for step in steps]
@@ -159,6 +157,15 @@ def refuse_unsupported(trainer: Any, config: DynagroupConfig) -> None:
             raise ConfigError(f"{what} cannot be combined with dynagroup: {instead}")
     if head.endswith("QuestionAnswering") and not trainer._has_own_loss:
         warn_user(f"the softmax in the loss of {head} is over padding, too, so losses depend on how batches are padded")
+    _warn_of_two_means(trainer, ours)
+
+
+def _dpo_losses(trainer: Any) -> set[str]:
+    return set(getattr(trainer, "loss_types", ())) if "DPOTrainer" in trl_classes(trainer) else set()
+
+
+def _warn_of_two_means(trainer: Any, ours: list[str]) -> None:
+    by_tokens = "sft" in _dpo_losses(trainer) or "ORPOTrainer" in ours
     if by_tokens or (ours and any(getattr(trainer, alpha, 0) for alpha in ("cpo_alpha", "tpo_alpha"))):
         told = "a mean over pairs and a mean over tokens; dynagroup weighs both by pairs"
         warn_user(f"the loss of {type(trainer).__name__} adds {told}, so the second part depends on the batches")

@@ -114,7 +114,9 @@ class LightningSteps(Callback):
                 self.load_state_dict(left)
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        limit = trainer.limit_train_batches
+        limit, schedules = trainer.limit_train_batches, trainer.lr_scheduler_configs
+        if any(schedule.interval == "step" and schedule.frequency > 1 for schedule in schedules):
+            raise ConfigError("a scheduler's `frequency` in steps must be 1, as Lightning counts batches; let the scheduler wait")
         scheduled = any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks)
         if trainer.accumulate_grad_batches != 1 or scheduled:
             raise ConfigError("`accumulate_grad_batches` must be 1, without a scheduler; set `samples_per_update`")

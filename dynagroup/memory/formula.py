@@ -2,8 +2,7 @@
 
 A step passes through a few phases; its memory is that of the largest one. The memory of a phase is a polynomial in the
 batch shape with coefficients of 0 or more, so memory never falls when a batch grows. For models known by sizes,
-``regressor/train.py`` has fitted constants (such as how many copies of hidden states a layer keeps) to simulations.
-"""
+``regressor/train.py`` has fitted constants (such as how many copies of hidden states a layer keeps) to simulations."""
 
 import hashlib
 from collections.abc import Mapping

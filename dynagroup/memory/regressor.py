@@ -138,8 +138,7 @@ class MemoryRegressor:
         """Fits a regressor to simulated or measured rows of your own workload, or of several.
 
         At least 8 rows of each workload must not have run out of memory. If the workload was traced, trees only raise
-        the trace (:meth:`MemoryBudget.from_model` with ``measured=rows`` is safer); else they correct a fitted formula.
-        """
+        the trace (:meth:`MemoryBudget.from_model` with ``measured=rows`` is safer); else they correct a fitted formula."""
         tables = [measurements] if isinstance(measurements, Measurements) else list(measurements)
         least = min((len(t.complete) for t in tables), default=0)
         if least < MIN_ROWS:

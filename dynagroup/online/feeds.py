@@ -75,8 +75,7 @@ class Workers(Inner):
 class MapFeed:
     """Feeds windows of a map-style dataset. It requests samples from workers, and uses the answers in the order of the
     requests. If an answer has only a part of a large window (``window_bytes``), the rest is requested at once and used
-    before later windows. A resumed feed first requests the batches that were loaded but not used, grouped as they were.
-    """
+    before later windows. A resumed feed first requests the batches that were loaded but not used, grouped as they were."""
 
     def __init__(self, source: Source, workers: Workers, place: Mapping[str, Any] | None) -> None:
         self.source, self.workers, self._place = source, workers, place

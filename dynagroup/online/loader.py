@@ -255,7 +255,7 @@ class OnlineDataLoader(StepLoader[Any]):
         orders, sizes, base, epoch = self._orders, self.sizes, source.order.base, source.cursor.epoch
         varying = None if sizes is None or sizes.is_constant else sizes.spans(sizes.start(epoch))
         order = [orders.decided_by, None if orders.num_samples is None else orders.fingerprint(epoch)]
-        told = {"order": order, "epoch": epoch, "rest": None if base is None else print_of(base.tolist())}
+        told: dict[str, Any] = {"order": [*order, None if base is None else print_of(base.tolist())], "epoch": epoch}
         told[PARTS] = ends_of(self.dataset) if orders.size and orders.decided_by != "batch_sampler" else ""
         told["lengths of earlier epochs"] = None if self._learned is None else described(self._learned.seen)
         told["num_workers"] = [self._workers.num_workers, self._workers.depth]

@@ -98,8 +98,7 @@ def quantiles(seed: int, epoch: int, steps: Iterable[int]) -> list[float]:
 
 def placed(dearest_first: Sequence[T], at: Sequence[float]) -> list[T]:
     """Returns batches in the order of the numbers ``at``: the batch of most work at the smallest number. All ranks use
-    the same numbers, so their largest batches are in one step. By the rearrangement inequality ranks then wait least.
-    """
+    the same numbers, so their largest batches are in one step. By the rearrangement inequality ranks then wait least."""
     found = list(dearest_first)
     for item, place in zip(dearest_first, np.argsort(at, kind="stable").tolist(), strict=True):
         found[place] = item

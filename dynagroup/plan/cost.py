@@ -1,8 +1,7 @@
 """Predicts the time of a batch (its *work*), to cut windows and balance ranks. Work does not decide what fits.
 
 Its unit, the *linear token*, is the time that a model's matrix products take for one token. Attention adds time that
-grows with the square of a sample's length, and every step has a fixed cost.
-"""
+grows with the square of a sample's length, and every step has a fixed cost."""
 
 import math
 import sys

@@ -52,8 +52,7 @@ class Bin:
 class Room:
     """The limits of a batch of items (samples), which are put in largest first. ``sums``: pairs of (units of each item,
     largest sum in a batch); units of the first pair are an item's size. ``slots``: most items. For other budgets
-    ``asked``: a function (number of items, largest item) -> largest sum of sizes; or ``together``: whether items fit.
-    """
+    ``asked``: a function (number of items, largest item) -> largest sum of sizes; or ``together``: whether items fit."""
 
     def __init__(
         self, sums: Sequence[tuple[NDArray, float]], slots: int, *,
@@ -170,8 +169,7 @@ def room_of(lengths: Streams, budget: Budget) -> Room:
 
 def _asked(budget: Budget, tokens: IntArray) -> Callable[[int, int], float]:
     """Returns a function (number of samples, longest sample) -> the most tokens of a batch, from a grid that bisection
-    fills. What a cell allows is also allowed with fewer samples or a shorter longest one, because budgets are monotone.
-    """
+    fills. What a cell allows is also allowed with fewer samples or a shorter longest one, because budgets are monotone."""
     counts = [n for n in COUNTS if n <= len(tokens)] + [len(tokens) + 1]
     longest: list[int] = np.unique(np.quantile(tokens, np.linspace(0, 1, LENGTHS), method="higher")).tolist()
     longest_of, count_of = (grid.ravel() for grid in np.meshgrid(longest, counts, indexing="ij"))

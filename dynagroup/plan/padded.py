@@ -1,8 +1,7 @@
 """Cuts one window of samples into padded batches with the least predicted time.
 
 The window is sorted first. Each batch is a run, which means consecutive samples of the sorted window. A cut is an array
-of offsets, int64 (B + 1,): batch i has the samples from offsets[i] to offsets[i + 1].
-"""
+of offsets, int64 (B + 1,): batch i has the samples from offsets[i] to offsets[i + 1]."""
 
 import heapq
 from bisect import bisect_right

@@ -1,8 +1,7 @@
 """Plans an epoch as steps of batches that fit, ``rows[step][rank]``, with every sample exactly once.
 
 A plan depends only on lengths, budget, settings, epoch and number of ranks. It is made window by window, so that the
-first batch of any dataset comes at once, and a run can resume from a few integers, also on another number of ranks.
-"""
+first batch of any dataset comes at once, and a run can resume from a few integers, also on another number of ranks."""
 
 import copy
 import json

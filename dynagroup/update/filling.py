@@ -32,8 +32,7 @@ class FillingCollator:
         collate_fn: function from samples to a mapping of tensors; None: ``default_collate``.
         ladder: a :class:`~dynagroup.ShapeLadder` with the shapes; None: batches are not padded.
         pad: dict from field to padding value (None: the field has no tokens), for fields that transformers does not
-            have; or a function ``(batch, number of samples, ladder) -> batch``. Ids get the tokenizer's padding id.
-    """
+            have; or a function ``(batch, number of samples, ladder) -> batch``. Ids get the tokenizer's padding id."""
 
     collate_fn: Callable[[list[Any]], Any] | None
     ladder: Any

@@ -2,8 +2,7 @@
 
 A schedule is a function ``(update, current) -> samples per update``: ``update`` is the update's number in the run, from
 0; ``current`` is the size of the previous update (None at update 0). Every rank calls the schedule once per update,
-when the update is planned, so its result must depend on these two arguments only.
-"""
+when the update is planned, so its result must depend on these two arguments only."""
 
 import math
 from abc import ABC, abstractmethod

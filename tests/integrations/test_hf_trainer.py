@@ -401,11 +401,12 @@ def test_attaching_makes_the_trainer_that_the_class_makes_and_too_late_twice_or_
     own = type("Own", (DynagroupTrainer,), {"get_train_dataloader": lambda self: Trainer.get_train_dataloader(self)})
     with pytest.raises(ConfigError, match="get_train_dataloader of Own must return what super"):
         own(toys.causal_lm(), arguments(tmp_path), dynagroup=64, train_dataset=rows, data_collator=toys.collate).train()
-    chosen = trainer("causal", tmp_path, fits=True)
-    batches = type("Balanced", (torch.utils.data.BatchSampler,), {})(range(48), 4, False)
-    host = torch.utils.data.DataLoader(chosen.train_dataset, batch_sampler=batches)
+    batches = type("Balanced", (torch.utils.data.BatchSampler,), {})(range(9), 4, False)
+    balanced = {"get_train_dataloader": lambda self: torch.utils.data.DataLoader(self.train_dataset, batch_sampler=batches)}
+    given = {"dynagroup": 64, "train_dataset": rows[:9], "data_collator": toys.collate}
+    chosen = dynagroup_trainer(type("Chosen", (Trainer,), balanced))(toys.causal_lm(), arguments(tmp_path), **given)
     with pytest.raises(ConfigError, match="must come from torch's BatchSampler, not .*Balanced.*use _get_train_sampler"):
-        chosen._loader_of(host)
+        chosen.train()
     counting = type("Counting", (Trainer,), {"get_batch_samples": lambda self, *args: super(Trainer, self)})
     with pytest.raises(ConfigError, match="get_batch_samples of .*Counting cannot be combined .* a mean over its batch, and"):
         dynagroup_trainer(counting)(toys.causal_lm(), arguments(tmp_path), dynagroup=16)

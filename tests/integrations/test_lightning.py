@@ -84,6 +84,11 @@ def fit(tmp_path, module, source, resume=None, callbacks=(), **settings):
     return trainer
 
 
+def scheduled(module, schedule):
+    optimizer = Module.configure_optimizers(module)
+    return [optimizer], [{**schedule, "scheduler": schedule["scheduler"](optimizer, 1)}]
+
+
 class Skipping(Module):
     """Skips the rest of the first epoch before one of its batches, and notes the gradients of all updates."""
 
@@ -187,6 +192,10 @@ def test_misuse_is_named_and_a_fast_run_is_none(tmp_path):
     fit(tmp_path, Module(), loader(), fast_dev_run=True)
     with pytest.raises(ConfigError, match="`accumulate_grad_batches` must be 1"):
         fit(tmp_path, Module(), loader(), accumulate_grad_batches=2)
+    schedule = {"scheduler": torch.optim.lr_scheduler.StepLR, "interval": "step", "frequency": 2}
+    waiting = type("Waiting", (Module,), {"configure_optimizers": lambda self: scheduled(self, schedule)})
+    with pytest.raises(ConfigError, match="scheduler's `frequency` in steps must be 1, as Lightning counts batches; let"):
+        fit(tmp_path, waiting(), loader())
     with pytest.raises(ConfigError, match="`accumulate_grad_batches` must be 1, without a scheduler"):
         fit(tmp_path, Module(), loader(), None, [lightning.callbacks.GradientAccumulationScheduler({0: 2})])
     for number in (1, 3):
