@@ -22,7 +22,7 @@ from dynagroup.online.datasets import is_stream
 from dynagroup.plan.cost import DEFAULT_WORK, Work
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.shapes import BatchShape, IntArray, primary
-from dynagroup.update.filling import FillingCollator
+from dynagroup.update.filling import LABELS, FillingCollator
 from dynagroup.update.loss_weight import weigher
 from dynagroup.validation import warn_user
 
@@ -220,7 +220,7 @@ class Evaluator(TrainerSteps):
             mean = self._loss_is_a_mean(model, [inputs], items, training=False)
         # A loss of one's own may be divided by the items of all ranks; other losses are of a rank's batch alone.
         self.args.average_tokens_across_devices, self._items, filled = own and not mean, None, inputs
-        if run.rows.shapes and (self._filling_tried or not own):
+        if run.rows.shapes and (self._filling_tried or not own) and {*self.label_names} & {*inputs} <= LABELS:
             filled = FillingCollator(None, run.rows.ladder, self._pad).fill(inputs, count, run.rows.shapes[run.row])
         with trl_figures(self, idle=repeats):
             found = super().prediction_step(model, filled, *args, **kwargs)

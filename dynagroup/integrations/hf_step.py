@@ -161,6 +161,8 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
             return super().training_step(model, inputs, num_items_in_batch)
         total: Any = 0.0
         mean = self._loss_is_a_mean(model, [step.batch for step in inputs], num_items_in_batch)
+        if inputs[0].filled and not LABELS & {*inputs[0].batch}:
+            raise ConfigError("`shapes` adds rows whose labels are -100, but these batches have no `labels`; leave `shapes` out")
         if inputs[0].filled and not self._filling_tried:
             counts = self._has_own_loss and mean and self.update_loader.budget.layout != "packed"
             self._filling_tried = not counts or self._filling_is_ignored(model, inputs[0].batch)

@@ -393,6 +393,23 @@ def test_a_derived_class_with_a_prediction_step_of_its_own_evaluates_the_trainer
         assert found.label_ids.tolist() == [row["labels"] for row in run.eval_dataset]
 
 
+def test_rows_are_not_added_to_batches_whose_targets_are_no_labels(tmp_path):
+    """Their targets would count: no label of -100 says that a row has weight 0."""
+    rows = [{"input_ids": [i + 1] * 10, "start_positions": i % 5, "end_positions": 5 + i % 5} for i in range(9)]
+    found = []
+    for fits, shapes in ((False, None), (True, None), (True, 1)):
+        torch.manual_seed(0)
+        model = BertForQuestionAnswering(models.bert(vocab=toys.VOCAB, layers=1)).double()
+        config = {"lengths": [10] * 96, "budget": TokenBudget(40), "shapes": shapes}
+        run = trainer("classifier", tmp_path, fits=fits, model=model, config=config, eval_dataset=rows, max_steps=1)
+        run.data_collator = lambda batch: {name: torch.tensor([row[name] for row in batch]) for name in batch[0]}
+        run.train_dataset = [rows[i % 9] for i in range(96)]
+        found.append(run.evaluate()["eval_loss"])
+    assert found == pytest.approx([found[0]] * 3, abs=1e-7)
+    with pytest.raises(ConfigError, match="`shapes` adds rows whose labels are -100, but these batches have no `labels`"):
+        run.train()
+
+
 def test_heads_whose_softmax_is_over_padding_are_named(tmp_path):
     model = BertForQuestionAnswering(models.bert(vocab=toys.VOCAB, layers=1))
     with pytest.warns(UserWarning, match="softmax in the loss of BertForQuestionAnswering is over padding, too, so"):
