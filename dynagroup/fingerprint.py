@@ -54,7 +54,7 @@ def ends_of(dataset: Any) -> str:
     raw = data.with_format("arrow") if hasattr(data, "with_format") else data
     if not len(raw) or not (raw is not data or isinstance(raw, (list, tuple, range, np.ndarray))):
         return ""
-    ends = (raw[0], raw[len(raw) - 1])
+    ends: Any = (raw[0], raw[len(raw) - 1])
     return _short(_Describer().text([end.to_pydict() if raw is not data else end for end in ends]))
 
 

@@ -2,8 +2,7 @@
 
 A *stream* is one named count per sample, such as ``tokens``, ``target``, ``patches`` or ``edges``. The *primary* stream
 is ``tokens``, or without that name the first; its units are treated as tokens. Lengths are passed as ``Streams``: a
-dict from stream name to an int32 array of shape (num_samples,).
-"""
+dict from stream name to an int32 array of shape (num_samples,)."""
 
 from __future__ import annotations
 

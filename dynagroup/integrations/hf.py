@@ -73,7 +73,7 @@ class DynagroupTrainerMixin(Evaluator):
     def _loader_of(self, host: Any) -> StepLoader[Any]:
         config, args, dataset = self.dynagroup, self.args, host.dataset
         if isinstance(dataset, IterableDatasetShard):
-            dataset = dataset.dataset  # users divide an iterable dataset themselves
+            dataset = vars(dataset)["dataset"]  # users divide an iterable dataset themselves
         elif args.world_size > 1 and self.accelerator.dispatch_batches is False and is_stream(dataset):
             raise ConfigError("dispatch_batches=False divides a stream once more; leave it out, and divide the stream yourself")
         free, stream = config.updates == "free", is_stream(dataset)

@@ -1,7 +1,7 @@
 """Reads a Trainer's data for a loader: order and lengths of samples, updates as items, and saved states."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ class UpdateItems:
         return self.loader.updates()
 
 
-def host_order(loader: Any) -> Iterable[int]:
+def host_order(loader: Any) -> Any:
     """Returns the sampler of indices inside a Trainer's loader, which accelerate may have wrapped several times."""
     batch_sampler = loader.batch_sampler
     while hasattr(batch_sampler, "batch_sampler"):

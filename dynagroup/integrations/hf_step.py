@@ -97,7 +97,7 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
         self._stats_logged, self.changes_known = loader.stats.copy(), loader.num_changes
         self._logged_at, self._num_epochs, self._begun = time.perf_counter(), 0, 0
         if loader.num_samples is None or not has_length(dataloader):
-            return super().set_initial_training_values(args, dataloader)
+            return super().set_initial_training_values(args, dataloader)  # type: ignore[arg-type]
         num_samples, max_steps = loader.num_samples, self.updates_of_run(loader)
         most_updates = max(num_samples, len(dataloader), 1)  # an upper bound; an epoch ends with its loader
         # If updates grow, later epochs have fewer of them, so a given number of updates takes more epochs.

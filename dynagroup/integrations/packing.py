@@ -2,8 +2,7 @@
 
 If a model cannot process packed batches, transformers raises no error: samples attend to each other or get wrong
 positions, while the loss looks normal. So the model itself is tested, on two samples of a few tokens. Some models
-compress blocks of tokens (DeepSeek-V4: 4 or 128), so the samples are longer than the blocks that the config names.
-"""
+compress blocks of tokens (DeepSeek-V4: 4 or 128), so the samples are longer than the blocks that the config names."""
 
 import inspect
 import re

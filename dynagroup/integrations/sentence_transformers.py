@@ -1,8 +1,7 @@
 """Makes ``batch_sampler`` of ``SentenceTransformerTrainingArguments`` from a budget, for batches that fit.
 
 Use it only for losses of single samples or pairs (cosine similarity, mean squared error, softmax, margins). A
-contrastive loss (multiple negatives ranking, CoSENT) compares the samples of a batch, so keep fixed batches for it.
-"""
+contrastive loss (multiple negatives ranking, CoSENT) compares the samples of a batch, so keep fixed batches for it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

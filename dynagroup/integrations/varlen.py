@@ -1,6 +1,5 @@
 """Attention for packed batches in plain torch: a sample attends only to itself, and memory is linear in tokens. On CUDA
-in half precision, torch 2.11 or later runs it as one call of ``torch.nn.attention.varlen``; else each sample is a call.
-"""
+in half precision, torch 2.11 or later runs it as one call of ``torch.nn.attention.varlen``; else each sample is a call."""
 
 import contextlib
 import inspect

@@ -116,7 +116,7 @@ def _check_causal(batch: Any) -> None:
     if causal and ids.shape == labels.shape:
         ids, labels = (ids, labels) if type(ids) is type(labels) else map(np.array, (ids.tolist(), labels.tolist()))
         causal = not ((labels != ids) & (labels != IGNORED) & (labels[:, :1] != IGNORED)).any()
-    mask = batch["attention_mask"] if "attention_mask" in batch else None
+    mask: Any = batch["attention_mask"] if "attention_mask" in batch else None
     if type(mask) is type(labels) and mask.shape == labels.shape and ((mask == 0) & (labels != IGNORED))[:, 1:].any():
         raise ConfigError("labels where attention_mask is 0 must be -100, or the loss counts padding; or pass a `weigh` function")
     if not causal:

@@ -135,6 +135,17 @@ def test_a_model_that_checkpoints_some_layers_is_not_taken_for_one_that_checkpoi
     assert ours < 0.9 * most
 
 
+def test_packed_masks_that_no_layer_uses_count():
+    """The model makes one for each kind of attention that its class knows, not only for those of its layers."""
+    kinds = ["full_attention", "sliding_attention"]
+    mixed, full = (
+        TracedMemory.of(models.config(hf.Olmo3Config, **SMALL, layers=4, layer_types=types), "forward", layout="packed")
+        for types in (kinds * 2, kinds[:1] * 4)
+    )
+    two, one = (memory.batch_bytes(BatchShape.of(1, 2000))[0] for memory in (mixed, full))
+    assert abs(two - one) < 0.1 * 2000**2
+
+
 @pytest.mark.parametrize("how", [{}, {"autocast": "bfloat16"}])
 def test_reentrant_checkpointing_is_traced_as_such(how):
     """It runs a layer anew to its end before any of its gradients; the other kind stops at the last stored tensor."""

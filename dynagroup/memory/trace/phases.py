@@ -3,8 +3,7 @@
 A trace runs the model without data and records the bytes alive after each allocation. Each of these values is a polynomial in (n
 samples, L tokens), so a few traces determine it (least squares, error 0). The peak of a batch is the largest of the polynomials,
 called phases. If all layers have one class, only the first are traced, up to two of those at the end that have parameters of
-equal shapes: every further layer adds the same bytes, from its forward pass to the end of its backward pass.
-"""
+equal shapes: every further layer adds the same bytes, from its forward pass to the end of its backward pass."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress

@@ -1,8 +1,10 @@
 """Runs, without data, what one batch does on a device: a training step, a forward pass, or prefill and decoding."""
 
 import inspect
+import re
+import sys
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import count
 from typing import Any
@@ -154,7 +156,11 @@ def _batch(model: Any, workload: Run, num_samples: int, longest: Mapping[str, in
             vars(module)["warn_if_padding_and_no_attention_mask"] = lambda *_: None
     if packed and workload.attention != "flash":
         dtype = torch.bool if workload.attention == "sdpa" else next(model.parameters()).dtype
-        ways = MASKED & {*(getattr(model.config.get_text_config(), "layer_types", None) or ())}
+        source, made_by = "", type(getattr(model, "get_base_model", lambda: model)()).__module__
+        with suppress(OSError, TypeError):  # some models make masks that none of their layers uses
+            source = inspect.getsource(sys.modules[made_by])
+        always = re.findall(r'"(\w+_attention)": create_', source)
+        ways = MASKED & {*always, *(getattr(model.config.get_text_config(), "layer_types", None) or ())}
         batch["attention_mask"], *others = (torch.ones(1, 1, total, total, dtype=dtype) for _ in ways or [None])
         return batch, others
     return batch, []
