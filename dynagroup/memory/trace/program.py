@@ -159,7 +159,7 @@ def _batch(model: Any, workload: Run, num_samples: int, longest: Mapping[str, in
         source, made_by = "", type(getattr(model, "get_base_model", lambda: model)()).__module__
         with suppress(OSError, TypeError):  # some models make masks that none of their layers uses
             source = inspect.getsource(sys.modules[made_by])
-        always = re.findall(r'"(\w+_attention)": create_', source)
+        always = re.findall(r'"(\w+_attention)": create_', source) if workload.mode == "forward" else []  # freed before backward
         ways = MASKED & {*always, *(getattr(model.config.get_text_config(), "layer_types", None) or ())}
         batch["attention_mask"], *others = (torch.ones(1, 1, total, total, dtype=dtype) for _ in ways or [None])
         return batch, others
