@@ -92,7 +92,7 @@ def planned(world: Any = None, **options: Any) -> Any:
     (online, 8, 1, SIZED, 24, 12_544),  # lengths of the first epoch are shared before the second
     (online, 2, 0, {}, 5, 1824), (online, 8, 1, {}, 6, 8984),
     (online, 2, 0, {**SIZED, "kind_of": lambda sample: "text"}, 23, 5000),  # labels are told once
-    (planned, 2, 0, SIZED, 11, 376), (planned, 8, 1, {}, 9, 112),
+    (planned, 2, 0, SIZED, 11, 360), (planned, 8, 1, {}, 9, 96),
 ])  # fmt: skip
 def test_exchanges_and_their_bytes(make, ranks, epochs, options, exchanges, num_bytes):
     """Of a rank in an epoch. Ten updates of 96 samples: two exchanges each online, one planned, and one to compare settings.

@@ -225,7 +225,7 @@ def compare_ranks(world: World, plan: Updates, identity: Mapping[str, Any], plac
     """Raises AlignmentError if ranks are about to plan different updates, or updates of different samples."""
     if world.size == 1:
         return
-    facts: dict[str, Any] = {"lengths, budget or settings": identity, "place in the epoch": place, PARTS: ends_of(dataset)}
+    facts: dict[str, Any] = {"lengths, budget, settings or place in the epoch": (identity, place), PARTS: ends_of(dataset)}
     if isinstance(plan, UpdateSizes):
         sizes: Any = plan.schedule if plan.is_constant else [stop for _, stop, _ in plan.spans(place)]
         facts |= {"order of samples": plan.order_print(place.epoch), "samples_per_update": sizes}
