@@ -10,9 +10,16 @@ from hypothesis import HealthCheck, settings
 
 # How long an example takes says how loaded the machine is, not whether the law holds.
 ANY_SPEED = [HealthCheck.too_slow, HealthCheck.data_too_large]
-settings.register_profile("same", derandomize=True, deadline=None, suppress_health_check=ANY_SPEED, print_blob=True)
-settings.register_profile("explore", deadline=None, suppress_health_check=ANY_SPEED, print_blob=True, max_examples=1000)
+settings.register_profile(
+    "same", derandomize=True, deadline=None, suppress_health_check=ANY_SPEED, print_blob=True
+)
+settings.register_profile(
+    "explore", deadline=None, suppress_health_check=ANY_SPEED, print_blob=True, max_examples=1000
+)
 settings.load_profile("same")
 
-NEEDS = {"dynagroup/integrations/axolotl.py": "axolotl", "dynagroup/integrations/lhotse.py": "lhotse"}
+NEEDS = {
+    "dynagroup/integrations/axolotl.py": "axolotl",
+    "dynagroup/integrations/lhotse.py": "lhotse",
+}
 collect_ignore = [path for path, package in NEEDS.items() if find_spec(package) is None]

@@ -31,11 +31,17 @@ COMMANDS: dict[str, dict[str, tuple[str, str, str]]] = {
         "shards": ("predicted", "shards", "shards"),
     },
     "shapes": {"few": ("shapes", "few", "shapes"), "compiled": ("shapes", "compiled", "compiled")},
-    "kinds": {"rows": ("kinds", "rows", "kinds"), "planning": ("kinds", "planning", "kinds_planning")},
+    "kinds": {
+        "rows": ("kinds", "rows", "kinds"),
+        "planning": ("kinds", "planning", "kinds_planning"),
+    },
     "check": {"architectures": ("check", "architectures", "check")},
     "ablation": {"ablation": ("ablation", "ablation", "ablation")},
     "loader": {"speed": ("loader", "speed", "loader_speed")},
-    "ranks": {"windows": ("ranks", "windows", "loader_ranks"), "train": ("ranks", "train", "loader_train")},
+    "ranks": {
+        "windows": ("ranks", "windows", "loader_ranks"),
+        "train": ("ranks", "train", "loader_train"),
+    },
     "train": {
         "rivals": ("train", "rivals", "train_rivals"),
         "quality": ("train", "quality", "quality"),
@@ -73,7 +79,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         import_module("benchmarks.pages").write()
         return 0
     if given.command == "all":
-        wanted = {name: words for name, words in everything(given.out).items() if name not in given.skip}
+        wanted = {
+            name: words for name, words in everything(given.out).items() if name not in given.skip
+        }
         failed = [name for name, words in wanted.items() if not _ran(name, words)]
     else:
         logging.disable(logging.WARNING)
@@ -87,21 +95,42 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     about = "`all`: every figure that needs no GPU; `collect` shows what a GPU gave; `pages` writes figures into README and docs."
     parser = argparse.ArgumentParser(prog="bench.py", description=about)
     parser.add_argument("command", choices=[*COMMANDS, "all", "collect", "pages"])
-    parser.add_argument("parts", nargs="*", help="; ".join(f"{name}: {', '.join(COMMANDS[name])}" for name in COMMANDS))
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results (default: benchmarks/results)")
+    parser.add_argument(
+        "parts",
+        nargs="*",
+        help="; ".join(f"{name}: {', '.join(COMMANDS[name])}" for name in COMMANDS),
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=RESULTS,
+        help="folder of the results (default: benchmarks/results)",
+    )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--minutes", type=float, default=8.5, help="most minutes of a part of `gpu` (default: 8.5)")
-    parser.add_argument("--dry", action="store_true", help="parts of `gpu`, tiny, on the CPU; needs its own --out")
-    parser.add_argument("--skip", nargs="*", default=[], help='with `all`: such as "plan growth" "faults"')
+    parser.add_argument(
+        "--minutes", type=float, default=8.5, help="most minutes of a part of `gpu` (default: 8.5)"
+    )
+    parser.add_argument(
+        "--dry", action="store_true", help="parts of `gpu`, tiny, on the CPU; needs its own --out"
+    )
+    parser.add_argument(
+        "--skip", nargs="*", default=[], help='with `all`: such as "plan growth" "faults"'
+    )
     given = parser.parse_args(arguments)
     given.device = "cpu" if given.dry else given.device
     known = COMMANDS.get(given.command, {})
-    if unknown := sorted(set(given.parts) - set(known)) or sorted(set(given.skip) - set(everything(given.out))):
-        parser.error(f"{given.command} has no part {unknown[0]!r}; it has {', '.join(known or everything(given.out))}")
+    if unknown := sorted(set(given.parts) - set(known)) or sorted(
+        set(given.skip) - set(everything(given.out))
+    ):
+        parser.error(
+            f"{given.command} has no part {unknown[0]!r}; it has {', '.join(known or everything(given.out))}"
+        )
     if given.dry and given.out == RESULTS:
         parser.error("--dry needs an --out of its own: its figures mean nothing")
     if (given.command == "gpu") != (given.device == "cuda" or given.dry):
-        parser.error("gpu, and nothing else, needs --device cuda, or --dry and an --out to try it on the CPU")
+        parser.error(
+            "gpu, and nothing else, needs --device cuda, or --dry and an --out to try it on the CPU"
+        )
     return given
 
 
@@ -123,8 +152,13 @@ def _run(given: argparse.Namespace, part: str) -> bool:
 
 def everything(out: Path) -> dict[str, list[str]]:
     """What needs no GPU: name -> what follows ``python -m``."""
-    parts = [(command, part) for command in COMMANDS if command != "gpu" for part in COMMANDS[command]]
-    found = {f"{command} {part}": ["benchmarks", command, part, "--out", str(out.resolve())] for command, part in parts}
+    parts = [
+        (command, part) for command in COMMANDS if command != "gpu" for part in COMMANDS[command]
+    ]
+    found = {
+        f"{command} {part}": ["benchmarks", command, part, "--out", str(out.resolve())]
+        for command, part in parts
+    }
     found["demo"] = ["scripts.doc_pictures", "demo"]
     return {**found, "faults": ["benchmarks.faults", "--save"]}
 
@@ -133,7 +167,10 @@ def _ran(name: str, words: list[str]) -> bool:
     """In a process of its own: one that fails, or changes its process, costs the others nothing."""
     began = time.monotonic()
     failed = subprocess.run([sys.executable, "-m", *words], cwd=RESULTS.parents[1]).returncode
-    print(f"{name}: {'FAILED' if failed else 'done'}, {(time.monotonic() - began) / 60:.1f} minutes", flush=True)
+    print(
+        f"{name}: {'FAILED' if failed else 'done'}, {(time.monotonic() - began) / 60:.1f} minutes",
+        flush=True,
+    )
     return not failed
 
 
@@ -148,7 +185,9 @@ def collected(folder: Path) -> str:
         found = json.loads(path.read_text(encoding="utf-8"))
         dry = ", DRY: figures mean nothing" if found.get("dry") else ""
         shown = getattr(import_module(f"benchmarks.{module}"), "shown", methods_of)
-        about = f"{part}: {found['hardware']}, torch {found['versions']['torch']}, {found['date']}{dry}"
+        about = (
+            f"{part}: {found['hardware']}, torch {found['versions']['torch']}, {found['date']}{dry}"
+        )
         sections.append("\n".join([about, *shown(found["figures"])]))
     return "\n\n".join(sections)
 
@@ -158,7 +197,11 @@ def methods_of(figures: dict[str, Any]) -> list[str]:
     lines = [json.dumps(figures)]
     for case, found in ({"": figures} if "methods" in figures else figures).items():
         for name, one in found.get("methods", {}).items() if isinstance(found, dict) else ():
-            numbers = (f"{key} {value:.4g}" for key, value in one.items() if isinstance(value, (int, float)))
+            numbers = (
+                f"{key} {value:.4g}"
+                for key, value in one.items()
+                if isinstance(value, (int, float))
+            )
             lines.append(f"{case} {name}: {', '.join(numbers)}")
     return lines[1:] or lines
 

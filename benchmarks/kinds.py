@@ -23,7 +23,12 @@ MODES: dict[str, tuple[int, dict[str, Any]]] = {
     "64 ranks, updates of 2,048": (64, {"samples_per_update": 2048}),
 }
 ALONE: Any = {"costs_of_rows": lambda *_: None, "_levelled": lambda rows, *_: rows}
-WAYS: Any = {"tokens_alone": {}, "no_kinds": {}, "kinds": {"one_kind": "step"}, "batch_kinds": {"one_kind": "batch"}}
+WAYS: Any = {
+    "tokens_alone": {},
+    "no_kinds": {},
+    "kinds": {"one_kind": "step"},
+    "batch_kinds": {"one_kind": "batch"},
+}
 
 
 def samples(share: float, count: int) -> Streams:
@@ -46,12 +51,27 @@ def rows(machine: Machine) -> dict[str, Any]:
         labels = np.where(lengths["patches"] > 0, "image", "text")
         entry = found.setdefault(f"{layout}, {mode}, images in {share:.0%}", {})
         for way, kinds in WAYS.items():
-            with mock.patch.multiple(rows_of_ranks, **ALONE) if way == "tokens_alone" else nullcontext():
-                plan = planned(lengths, budget, ranks, **how, **({"kinds": labels, **kinds} if kinds else {}))
+            with (
+                mock.patch.multiple(rows_of_ranks, **ALONE)
+                if way == "tokens_alone"
+                else nullcontext()
+            ):
+                plan = planned(
+                    lengths, budget, ranks, **how, **({"kinds": labels, **kinds} if kinds else {})
+                )
             with_images = (sum("image" in labels[batch] for batch in row) for row in plan.rows)
-            mixed, time = sum(0 < number < ranks for number in with_images), round(plan.predicted_time)
+            mixed, time = (
+                sum(0 < number < ranks for number in with_images),
+                round(plan.predicted_time),
+            )
             uneven = {name: round(plan.statistics[f"imbalance_{name}"], 3) for name in lengths}
-            entry[way] = {"steps": plan.num_steps, "mixed": mixed, "idle": len(plan.repeated), "time": time, **uneven}
+            entry[way] = {
+                "steps": plan.num_steps,
+                "mixed": mixed,
+                "idle": len(plan.repeated),
+                "time": time,
+                **uneven,
+            }
     return found
 
 
@@ -60,7 +80,10 @@ def planning(machine: Machine) -> dict[str, Any]:
     lengths, labels = lognormal(50_000), np.random.default_rng(0).integers(0, 3, 50_000)
     found: dict[str, Any] = {}
     for mode, (ranks, how) in MODES.items():
-        runs = {str(n): partial(planned, lengths, TokenBudget(16_384), ranks, kinds=n, **how) for n in (None, labels)}
+        runs = {
+            str(n): partial(planned, lengths, TokenBudget(16_384), ranks, kinds=n, **how)
+            for n in (None, labels)
+        }
         without, with_kinds = machine.in_turns(runs, 5).values()
         ratio = float(np.median(with_kinds) / np.median(without))
         found[mode] = {"without_s": without, "with_s": with_kinds, "ratio": ratio}

@@ -21,7 +21,12 @@ PLAIN, RIVAL = "plain, 16 a batch", "online-dynamic-batching"
 
 def light_loader(lengths: np.ndarray, **options: Any) -> OnlineDataLoader:
     """Samples that cost nothing to make, for they are their lengths: what is left is the loader."""
-    how: dict[str, Any] = {"collate_fn": itemgetter(0), "length_of": int, "weigh": "samples", "shuffle": True}
+    how: dict[str, Any] = {
+        "collate_fn": itemgetter(0),
+        "length_of": int,
+        "weigh": "samples",
+        "shuffle": True,
+    }
     return OnlineDataLoader(lengths.tolist(), BUDGET, **how, **options)
 
 
@@ -30,7 +35,11 @@ def filled(loader: Iterable[Any]) -> tuple[int, float]:
     samples = real = padded = 0
     for item in loader:
         mask = getattr(item, "batch", item)["attention_mask"]
-        samples, real, padded = samples + len(mask), real + int(np.count_nonzero(mask.numpy())), padded + mask.numel()
+        samples, real, padded = (
+            samples + len(mask),
+            real + int(np.count_nonzero(mask.numpy())),
+            padded + mask.numel(),
+        )
     return samples, real / padded
 
 
@@ -40,11 +49,15 @@ def speed(machine: Machine, samples: int = 8_000, repeats: int = 3) -> dict[str,
     lengths, epochs, walls = lengths_of(CV_ONE, samples), {}, {}
     how: dict[str, Any] = {"shuffle": True, "num_workers": 2, "collate_fn": collate}
     ours = partial(OnlineDataLoader, Numbered(lengths), BUDGET, seed=1, **how)
-    loaders: dict[str, Callable[[], Iterable[Any]]] = {PLAIN: partial(DataLoader, Numbered(lengths), batch_size=16, **how)}
+    loaders: dict[str, Callable[[], Iterable[Any]]] = {
+        PLAIN: partial(DataLoader, Numbered(lengths), batch_size=16, **how)
+    }
     for waiting in (256, 2048):
         name = f"{waiting:,} samples waiting"
         loaders[f"dynagroup, {name}"] = partial(ours, window=waiting // 2)
-        loaders[f"{RIVAL}, {name}"] = partial(online_dynamic_batching, lengths, BUDGET.max_tokens, waiting)
+        loaders[f"{RIVAL}, {name}"] = partial(
+            online_dynamic_batching, lengths, BUDGET.max_tokens, waiting
+        )
 
     def run(name: str) -> None:
         began = time.perf_counter()
@@ -59,6 +72,13 @@ def speed(machine: Machine, samples: int = 8_000, repeats: int = 3) -> dict[str,
         peers = {"plain": PLAIN, "odb": name.replace("dynagroup", RIVAL)}
         peers = {short: peer for short, peer in peers.items() if peer != name}
         over = {f"over_{short}": paired(each, rates[peer]) for short, peer in peers.items()}
-        wall = {f"wall_over_{short}": paired(walls[peer], walls[name]) for short, peer in peers.items()}
-        figures[name] = {"samples_per_cpu_s": sorted(map(round, each)), "real_share": epochs[name][1], **over, **wall}
+        wall = {
+            f"wall_over_{short}": paired(walls[peer], walls[name]) for short, peer in peers.items()
+        }
+        figures[name] = {
+            "samples_per_cpu_s": sorted(map(round, each)),
+            "real_share": epochs[name][1],
+            **over,
+            **wall,
+        }
     return figures

@@ -34,12 +34,16 @@ class Machine:
 
     def __post_init__(self) -> None:
         if self.is_gpu and not torch.cuda.is_available():
-            raise SystemExit("no CUDA device here; --dry tries these parts on the CPU, with figures that mean nothing")
+            raise SystemExit(
+                "no CUDA device here; --dry tries these parts on the CPU, with figures that mean nothing"
+            )
         self.device = torch.device(self.kind)
         self.dtype = torch.bfloat16 if self.is_gpu else torch.float32
         if not self.is_gpu:
             torch.set_num_threads(1)
-        torch.backends.cuda.enable_cudnn_sdp(False)  # it takes half a second for every new shape: `gpu steps`
+        torch.backends.cuda.enable_cudnn_sdp(
+            False
+        )  # it takes half a second for every new shape: `gpu steps`
 
     @property
     def is_gpu(self) -> bool:
@@ -73,7 +77,9 @@ class Machine:
             torch.cuda.empty_cache()
         return False
 
-    def in_turns(self, ways: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+    def in_turns(
+        self, ways: Mapping[str, Callable[[], Any]], repeats: int
+    ) -> dict[str, list[float]]:
         """Seconds of each way, round after round: what the machine does beside it meets them all."""
         taken: dict[str, list[float]] = {name: [] for name in ways}
         for _ in range(repeats):
@@ -148,11 +154,15 @@ def on_ranks(number: int, function: Callable[..., Any], *arguments: Any) -> Any:
 
 def join_group(rank: int, number: int, folder: str | Path) -> None:
     """Become a rank of so many in a gloo group."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # this process's own; the name of a machine may lead nowhere
+    os.environ["GLOO_SOCKET_IFNAME"] = (
+        "lo"  # this process's own; the name of a machine may lead nowhere
+    )
     dist.init_process_group("gloo", f"file://{folder}/store", timedelta(seconds=300), number, rank)
 
 
-def _on_rank(rank: int, number: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _on_rank(
+    rank: int, number: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
     join_group(rank, number, folder)
     found = function(*arguments)
@@ -179,10 +189,18 @@ def config_of(name: str, *, dry: bool = False) -> Any:
 
     hidden, layers, heads, kv_heads, inner, vocabulary = SIZES["dry" if dry else name]
     return Qwen2Config(
-        vocab_size=vocabulary, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=kv_heads, intermediate_size=inner, max_position_embeddings=32768, tie_word_embeddings=True,
-        pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        intermediate_size=inner,
+        max_position_embeddings=32768,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
 
 
 def build(name: str, machine: Machine | None = None, *, packed: bool = False, seed: int = 0) -> Any:
@@ -195,5 +213,7 @@ def build(name: str, machine: Machine | None = None, *, packed: bool = False, se
     torch.manual_seed(seed)
     config = config_of(name, dry=machine.dry)
     with machine.device:
-        model = AutoModelForCausalLM.from_config(config, dtype=machine.dtype, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=machine.dtype, attn_implementation="sdpa"
+        )
     return use_varlen_attention(model) if packed else model

@@ -31,10 +31,24 @@ def measured(machine: Machine) -> Iterator[dict[str, Any]]:
     yield figures
 
 
-SIZES = {"vocab_size": 32768, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "num_key_value_heads": 4}
+SIZES = {
+    "vocab_size": 32768,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 8,
+    "num_key_value_heads": 4,
+}
 PACKED: dict[str, tuple[str, dict[str, int], tuple[str, ...]]] = {
-    "gemma2": ("Gemma2Config", {"num_attention_heads": 8, "head_dim": 128, "sliding_window": 1024}, ("eager",)),
-    "gemma3": ("Gemma3TextConfig", {"num_attention_heads": 4, "head_dim": 256, "sliding_window": 512}, ("sdpa", "eager")),
+    "gemma2": (
+        "Gemma2Config",
+        {"num_attention_heads": 8, "head_dim": 128, "sliding_window": 1024},
+        ("eager",),
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {"num_attention_heads": 4, "head_dim": 256, "sliding_window": 512},
+        ("sdpa", "eager"),
+    ),
     "llama": ("LlamaConfig", {"num_attention_heads": 16}, ("sdpa", "eager")),
 }
 
@@ -44,29 +58,62 @@ def packed(machine: Machine) -> Iterator[dict[str, Any]]:
     import transformers as hf
 
     figures: dict[str, Any] = {"rows": []}
-    shapes, device = ([(2, 16)], DryDevice()) if machine.dry else ([(4, 512), (8, 512), (16, 512)], CudaDevice())
+    shapes, device = (
+        ([(2, 16)], DryDevice()) if machine.dry else ([(4, 512), (8, 512), (16, 512)], CudaDevice())
+    )
     small = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2} if machine.dry else {}
-    for name, attention in ((name, attention) for name, (*_, ways) in PACKED.items() for attention in ways):
+    for name, attention in (
+        (name, attention) for name, (*_, ways) in PACKED.items() for attention in ways
+    ):
         kind, heads, _ = PACKED[name]
         config = getattr(hf, kind)(**{**SIZES, **heads, **small, "use_cache": False})
-        how: dict[str, Any] = {"dtype": "bfloat16", "attention": attention, "layout": "packed", "trace": False}
+        how: dict[str, Any] = {
+            "dtype": "bfloat16",
+            "attention": attention,
+            "layout": "packed",
+            "trace": False,
+        }
         workload = Workload.from_model(config, "train", **how)
-        real = measure(as_random_model(config, workload, device.device), workload, shapes, inputs=end_to_end, device=device)
+        real = measure(
+            as_random_model(config, workload, device.device),
+            workload,
+            shapes,
+            inputs=end_to_end,
+            device=device,
+        )
         for found, expected in zip(real.rows, simulate(config, workload, shapes).rows, strict=True):
-            row = {"model": name, "mode": f"packed, {attention}", "attention": attention, "oom": found.oom}
-            row |= {"num_samples": found.num_samples, "longest": found.longest, "batch_bytes": found.batch_bytes}
+            row = {
+                "model": name,
+                "mode": f"packed, {attention}",
+                "attention": attention,
+                "oom": found.oom,
+            }
+            row |= {
+                "num_samples": found.num_samples,
+                "longest": found.longest,
+                "batch_bytes": found.batch_bytes,
+            }
             figures["rows"].append({**row, "simulated_batch_bytes": expected.batch_bytes})
         machine.free()
         yield figures
 
 
 def end_to_end(model: Any, number: int, longest: Any) -> dict[str, Any]:
-    ids = torch.randint(3, model.config.vocab_size, (1, number * longest["tokens"]), device=model.device)
+    ids = torch.randint(
+        3, model.config.vocab_size, (1, number * longest["tokens"]), device=model.device
+    )
     places = torch.arange(longest["tokens"], device=model.device).repeat(number)[None]
     return {"input_ids": ids, "position_ids": places, "labels": ids}
 
 
-CASES = (("0.5B", 512), ("0.5B", 4096), ("0.5B", 128), ("1.5B", 1024), ("0.5B", 8192), ("1.5B", 4096))
+CASES = (
+    ("0.5B", 512),
+    ("0.5B", 4096),
+    ("0.5B", 128),
+    ("1.5B", 1024),
+    ("0.5B", 8192),
+    ("1.5B", 4096),
+)
 LIMIT_BYTES = 64 << 30
 
 
@@ -98,7 +145,9 @@ def _largest(machine: Machine, size: str, longest: int, limit: int) -> dict[str,
         machine.limit(limit)
         model = build(size, machine)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
-        _fits(machine, model, optimizer, 1, min(longest, 128))  # gradients and optimizer state are there from now on
+        _fits(
+            machine, model, optimizer, 1, min(longest, 128)
+        )  # gradients and optimizer state are there from now on
         fits = partial(_fits, machine, model, optimizer, longest=longest)
         true = _last_true(fits, max(predicted, 1), lambda: machine.has(15))
     return {"predicted": predicted, "true": true, "share": predicted / max(true, 1)}
@@ -141,12 +190,17 @@ def tabled(figures: dict[str, Any]) -> list[str]:
     """Peaks by case, or largest batches."""
     if "limit_bytes" in figures:
         head = "| model | tokens | predicted | true | share |"
-        return table(figures["rows"], head, "{model} | {longest} | {predicted} | {true} | {share:.0%}")
+        return table(
+            figures["rows"], head, "{model} | {longest} | {predicted} | {true} | {share:.0%}"
+        )
     cases: dict[str, list[float]] = {}
     for row in figures["rows"]:
         if not row["oom"]:
             error = row["simulated_batch_bytes"] / row["batch_bytes"] - 1
             cases.setdefault(f"{row['model']}, {row['mode']}", []).append(error)
-    rows = [{"case": case, "shapes": len(e), "least": min(e), "most": max(e)} for case, e in cases.items()]
+    rows = [
+        {"case": case, "shapes": len(e), "least": min(e), "most": max(e)}
+        for case, e in cases.items()
+    ]
     head = "| simulated over measured, without static memory | shapes | least | most |"
     return table(rows, head, "{case} | {shapes} | {least:+.2%} | {most:+.2%}")

@@ -54,7 +54,9 @@ def in_capped(order: Any, lengths: np.ndarray, cap: int, *, packed: bool = False
 
 def planned(lengths: Any, budget: Budget, ranks: int = 1, epoch: int = 0, **options: Any) -> Any:
     """Our plan of an epoch for so many ranks."""
-    sampler = LengthAwareBatchSampler(lengths, budget, rank=0, world_size=ranks, **{"work": Work(), **options})
+    sampler = LengthAwareBatchSampler(
+        lengths, budget, rank=0, world_size=ranks, **{"work": Work(), **options}
+    )
     sampler.set_epoch(epoch)
     return sampler.plan
 
@@ -74,7 +76,9 @@ class Job:
     @cached_property
     def ladder(self) -> ShapeLadder:
         """Eight shapes (samples, tokens) that fit."""
-        return ShapeLadder(self.lengths, TokenBudget(self.tokens), num_shapes=8, window=self.per_update)
+        return ShapeLadder(
+            self.lengths, TokenBudget(self.tokens), num_shapes=8, window=self.per_update
+        )
 
     @property
     def fixed(self) -> int:
@@ -117,7 +121,9 @@ class Method:
         return all(find_spec(name) is not None for name in self.needs)
 
     def updates(self, job: Job, epoch: int, setting: Setting) -> Iterator[Update]:
-        made = job.made.setdefault((self.batches, epoch, *setting.items()), [])  # some take long, and are asked again
+        made = job.made.setdefault(
+            (self.batches, epoch, *setting.items()), []
+        )  # some take long, and are asked again
         if not made:
             found = self.batches(job, epoch, **setting)
             made += _in_updates(found, job.per_update) if self.flat else found
@@ -126,13 +132,20 @@ class Method:
     def tried(self, job: Job) -> list[Setting]:
         """The settings whose batches all fit in the first epoch, the largest batches first; at least the last."""
         settings = list(self.settings(job))
-        fit = [setting for setting in settings if not self.capped or self._most(job, setting) <= job.tokens]
+        fit = [
+            setting
+            for setting in settings
+            if not self.capped or self._most(job, setting) <= job.tokens
+        ]
         return fit or settings[-1:]
 
     def _most(self, job: Job, setting: Setting) -> int:
         """Tokens of the largest batch."""
         batches = chain.from_iterable(self.updates(job, 0, setting))
-        return max(int(job.lengths[b].sum()) if self.packed else padded_tokens([b], job.lengths) for b in batches)
+        return max(
+            int(job.lengths[b].sum()) if self.packed else padded_tokens([b], job.lengths)
+            for b in batches
+        )
 
 
 def _in_updates(batches: Iterable[list[int]], per_update: int) -> Iterator[Update]:
@@ -150,12 +163,19 @@ def _in_updates(batches: Iterable[list[int]], per_update: int) -> Iterator[Updat
 
 def _updates(order: Any, job: Job) -> Iterator[np.ndarray]:
     """Whole updates in this order."""
-    return (order[k : k + job.per_update] for k in range(0, len(order) - job.per_update + 1, job.per_update))
+    return (
+        order[k : k + job.per_update]
+        for k in range(0, len(order) - job.per_update + 1, job.per_update)
+    )
 
 
 def _sizes(job: Job) -> list[Setting]:
     """Fixed numbers of samples, from those that seldom fit to a half of what always fits."""
-    return [{"size": n} for n in (8 * job.fixed, 4 * job.fixed, 2 * job.fixed, job.fixed, job.fixed // 2) if n]
+    return [
+        {"size": n}
+        for n in (8 * job.fixed, 4 * job.fixed, 2 * job.fixed, job.fixed, job.fixed // 2)
+        if n
+    ]
 
 
 def _shuffled(job: Job, epoch: int, size: int = 0) -> Iterator[Update]:
@@ -184,7 +204,10 @@ def _group_by_length(job: Job, epoch: int, size: int) -> Iterator[Update]:
 
 def _counts(job: Job) -> list[Setting]:
     """Batches an update, from a quarter of the fixed ones to twice as many: it has no cap, so those are taken that fit."""
-    counts = {round(job.accumulation * share) for share in (1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 1, 3 / 2, 2)}
+    counts = {
+        round(job.accumulation * share)
+        for share in (1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 1, 3 / 2, 2)
+    }
     return [{"count": count} for count in sorted(counts) if 1 <= count <= job.per_update]
 
 
@@ -193,7 +216,9 @@ def _batch_rebalance(job: Job, epoch: int, count: int = 0) -> Iterator[Update]:
     from transformers.trainer_pt_utils import BatchRebalanceSampler
 
     order, count = job.order(epoch), count or job.accumulation
-    sampler = BatchRebalanceSampler(job.lengths[order].tolist(), job.per_update, 1, count, shuffle=False)
+    sampler = BatchRebalanceSampler(
+        job.lengths[order].tolist(), job.per_update, 1, count, shuffle=False
+    )
     batches = [order[batch].tolist() for batch in sampler]
     return (batches[k : k + count] for k in range(0, len(batches), count))
 
@@ -203,7 +228,12 @@ def _ours(layout: Any = "padded", **options: Any) -> Callable[[Job, int], Iterat
 
     def updates(job: Job, epoch: int) -> Iterator[Update]:
         size = job.ladder if layout == "ladder" else TokenBudget(job.tokens, layout=layout)
-        how = {"samples_per_update": job.per_update, "order": job.order(epoch), "work": job.work, "seed": job.seed}
+        how = {
+            "samples_per_update": job.per_update,
+            "order": job.order(epoch),
+            "work": job.work,
+            "seed": job.seed,
+        }
         plan = planned(job.lengths, size, epoch=epoch, **{**how, **options})
         batches, stops = [row[0] for row in plan.rows], np.flatnonzero(plan.update_ends) + 1
         return (batches[start:stop] for start, stop in pairwise([0, *stops.tolist()]))
@@ -213,7 +243,9 @@ def _ours(layout: Any = "padded", **options: Any) -> Callable[[Job, int], Iterat
 
 def _free(job: Job, epoch: int) -> Update:
     how: dict[str, Any] = {"shuffle": True, "work": job.work, "seed": job.seed}
-    return [row[0] for row in planned(job.lengths, TokenBudget(job.tokens), epoch=epoch, **how).rows]
+    return [
+        row[0] for row in planned(job.lengths, TokenBudget(job.tokens), epoch=epoch, **how).rows
+    ]
 
 
 def trl_packs(lengths: np.ndarray, cap: int, strategy: str) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -231,7 +263,10 @@ def trl_packs(lengths: np.ndarray, cap: int, strategy: str) -> list[tuple[np.nda
 
 def _best_fit_packs(job: Job, epoch: int, cap: int) -> Update:
     packs = trl_packs(job.lengths, cap, "bfd")
-    return [packs[int(k)][0].tolist() for k in np.random.default_rng((job.seed, epoch)).permutation(len(packs))]
+    return [
+        packs[int(k)][0].tolist()
+        for k in np.random.default_rng((job.seed, epoch)).permutation(len(packs))
+    ]
 
 
 def _caps(job: Job) -> list[Setting]:
@@ -248,7 +283,9 @@ def dynabatch(lengths: np.ndarray, size: int, **options: Any) -> Any:
 
 
 def _dynabatch(job: Job, epoch: int, **options: Any) -> Update:
-    sampler = dynabatch(job.lengths, job.fixed, shuffle=True, shuffle_seed=job.seed + epoch, **options)
+    sampler = dynabatch(
+        job.lengths, job.fixed, shuffle=True, shuffle_seed=job.seed + epoch, **options
+    )
     return [list(map(int, batch)) for batch in sampler]
 
 
@@ -256,13 +293,21 @@ def online_dynamic_batching(lengths: Any, tokens: int, waiting: int) -> Any:
     """Its loader with its default grouping, two workers, and so many samples that wait to be grouped."""
     import odb
 
-    how = {"batch_size": 1, "shuffle": True, "num_workers": 2, "prefetch_factor": waiting // 2, "collate_fn": collate}
+    how = {
+        "batch_size": 1,
+        "shuffle": True,
+        "num_workers": 2,
+        "prefetch_factor": waiting // 2,
+        "collate_fn": collate,
+    }
     return odb.ODBDataLoader(Numbered(lengths), token_budget=tokens, **how)
 
 
 def _online_dynamic_batching(job: Job, epoch: int, waiting: int) -> Update:
     torch.manual_seed(1000 * job.seed + epoch)
-    return [numbers_of(batch) for batch in online_dynamic_batching(job.lengths, job.tokens, waiting)]
+    return [
+        numbers_of(batch) for batch in online_dynamic_batching(job.lengths, job.tokens, waiting)
+    ]
 
 
 def _lhotse(job: Job, epoch: int, num_buckets: int) -> Update:
@@ -271,12 +316,23 @@ def _lhotse(job: Job, epoch: int, num_buckets: int) -> Update:
     from lhotse.dataset.sampling import DynamicBucketingSampler
     from lhotse.dataset.sampling.base import TokenConstraint
 
-    examples = [TextExample("", np.zeros(n, np.int8), {"number": i}) for i, n in enumerate(job.lengths.tolist())]
+    examples = [
+        TextExample("", np.zeros(n, np.int8), {"number": i})
+        for i, n in enumerate(job.lengths.tolist())
+    ]
     drawn = [examples[int(i)] for i in job.order(epoch)]  # as lazily read shards are
-    how = {"shuffle": True, "seed": 1000 * job.seed + epoch, "world_size": 1, "rank": 0, "num_buckets": num_buckets}
+    how = {
+        "shuffle": True,
+        "seed": 1000 * job.seed + epoch,
+        "world_size": 1,
+        "rank": 0,
+        "num_buckets": num_buckets,
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it says that the examples are in memory
-        sampler = DynamicBucketingSampler(drawn, constraint=TokenConstraint(max_tokens=job.tokens), **how)
+        sampler = DynamicBucketingSampler(
+            drawn, constraint=TokenConstraint(max_tokens=job.tokens), **how
+        )
         return [[example.custom["number"] for example in batch] for batch in sampler]
 
 
@@ -290,12 +346,24 @@ METHODS: dict[str, Method] = {
     "sorted inside the update": Method(_sorted, lambda job: [{"size": 0}, *_sizes(job)]),
     "transformers batch_rebalance": Method(_batch_rebalance, _counts),
     "transformers batch_rebalance, accumulation as given": Method(_batch_rebalance, capped=False),
-    "TRL padding-free": Method(_shuffled, _sizes, packed=True),  # fixed numbers of samples, flattened
+    "TRL padding-free": Method(
+        _shuffled, _sizes, packed=True
+    ),  # fixed numbers of samples, flattened
     "transformers group_by_length": Method(_group_by_length, _sizes, same_updates=False),
     "TRL packing (bfd)": Method(_best_fit_packs, _caps, packed=True, needs=TRL, **OTHER),
-    "dynabatch": Method(_dynabatch, _each("max_batch_range", 4.0, 2.0), capped=False, needs=("dynabatch", "xgboost"), **OTHER),
-    "online-dynamic-batching": Method(_online_dynamic_batching, _each("waiting", 1024, 256), needs=("odb",), **OTHER),
-    "lhotse DynamicBucketingSampler": Method(_lhotse, _each("num_buckets", 10, 30), needs=("lhotse",), **OTHER),
+    "dynabatch": Method(
+        _dynabatch,
+        _each("max_batch_range", 4.0, 2.0),
+        capped=False,
+        needs=("dynabatch", "xgboost"),
+        **OTHER,
+    ),
+    "online-dynamic-batching": Method(
+        _online_dynamic_batching, _each("waiting", 1024, 256), needs=("odb",), **OTHER
+    ),
+    "lhotse DynamicBucketingSampler": Method(
+        _lhotse, _each("num_buckets", 10, 30), needs=("lhotse",), **OTHER
+    ),
     "dynagroup": Method(_ours()),
     "dynagroup, nothing said of work": Method(_ours(work=None)),
     "dynagroup, packed": Method(_ours("packed"), packed=True),

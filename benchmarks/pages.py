@@ -52,8 +52,15 @@ def rivals(same: bool) -> Callable[[Figures], list[str]]:
         one, rate = methods[name], methods[name]["samples_per_s"]
         base = methods["fixed"]["samples_per_s" if same else "real_tokens_per_s"]
         unit = base["median"] if same else rate["median"] * base / one["real_tokens_per_s"]
-        spread = Spread({"median": rate["median"] / unit, "quartiles": [each / unit for each in rate["quartiles"]]})
-        return ", ".join([f"{spread:.2fx}", f"{one['padding']:.0%}", *map(str, one["setting"].values())])
+        spread = Spread(
+            {
+                "median": rate["median"] / unit,
+                "quartiles": [each / unit for each in rate["quartiles"]],
+            }
+        )
+        return ", ".join(
+            [f"{spread:.2fx}", f"{one['padding']:.0%}", *map(str, one["setting"].values())]
+        )
 
     def lines(found: Figures) -> list[str]:
         runs = [one["methods"] for one in found.values()]
@@ -69,8 +76,14 @@ def rivals_best(found: Figures) -> str:
     """Ours beside the best rival that keeps the updates, on each set."""
     sentences = []
     for case, one in found.items():
-        same = {name: run["samples_per_s"]["median"] for name, run in one["methods"].items() if run["same_updates"]}
-        theirs = max((name for name in same if not name.startswith("dynagroup")), key=same.__getitem__)
+        same = {
+            name: run["samples_per_s"]["median"]
+            for name, run in one["methods"].items()
+            if run["same_updates"]
+        }
+        theirs = max(
+            (name for name in same if not name.startswith("dynagroup")), key=same.__getitem__
+        )
         ours = max((name for name in same if name.startswith("dynagroup")), key=same.__getitem__)
         packed = f"; {ours}: {same[ours] / same[theirs]:.2f}" * (ours != "dynagroup")
         sentences.append(f"{same['dynagroup'] / same[theirs]:.2f} on {case} ({theirs}{packed})")
@@ -78,24 +91,38 @@ def rivals_best(found: Figures) -> str:
 
 
 def quality(found: Figures) -> list[Row]:
-    return [{"key": size, "way": way, **one} for size, ways in found.items() for way, one in ways.items()]
+    return [
+        {"key": size, "way": way, **one}
+        for size, ways in found.items()
+        for way, one in ways.items()
+    ]
 
 
 def recovery(update: Figures) -> list[Row]:
     work, about = read("oom_work"), f"{update['parameters'] / 1e6:.0f} million parameters"
     left = f"{work['batches_that_do_not_fit']:.0%} of {work['planned_batches']} planned batches do not fit"
-    texts, knew = f"{work['texts']:,} texts, {left}", "relative to a run that knew the limit beforehand"
-    found = {f"{texts}: {name.replace('_', ' ')} {knew}": f"{x:.2f}x" for name, x in work["ratio"].items()}
+    texts, knew = (
+        f"{work['texts']:,} texts, {left}",
+        "relative to a run that knew the limit beforehand",
+    )
+    found = {
+        f"{texts}: {name.replace('_', ' ')} {knew}": f"{x:.2f}x"
+        for name, x in work["ratio"].items()
+    }
     found["the same texts: how often memory ran out"] = work["learned"]["failures"]
     for case, one in update.get("updates", {}).items():
-        found[f"an update of {case}, {about}, wall time relative to a plain update"] = f"{Spread(one['ratio']):.2fx}"
+        found[f"an update of {case}, {about}, wall time relative to a plain update"] = (
+            f"{Spread(one['ratio']):.2fx}"
+        )
     return [{"key": key, "found": value} for key, value in found.items()]
 
 
 def fault_rows(found: Figures) -> list[Row]:
     """Of the kinds of faults that the campaign has today."""
     kinds = import_module("benchmarks.faults.__main__").FAULTS
-    return [{"key": name, "cases": count} for name, count in found["by_fault"].items() if name in kinds]
+    return [
+        {"key": name, "cases": count} for name, count in found["by_fault"].items() if name in kinds
+    ]
 
 
 def faults(found: Figures) -> str:
@@ -112,7 +139,12 @@ def doctor() -> list[str]:
     from dynagroup.cli import main
 
     with redirect_stdout(StringIO()) as printed:
-        main([str(ROOT / word) if word.startswith("benchmarks/") else word for word in DOCTOR.split()])
+        main(
+            [
+                str(ROOT / word) if word.startswith("benchmarks/") else word
+                for word in DOCTOR.split()
+            ]
+        )
     return ["```text", f"$ dynagroup {DOCTOR}", *printed.getvalue().splitlines(), "```"]
 
 
@@ -130,21 +162,28 @@ def gpu_train(found: Figures) -> list[Row]:
 
 def gpu_shapes(found: Figures) -> str:
     new, again = ([one[key] for one in found["new_shapes"]] for key in ("new_s", "again_s"))
-    return (
-        f"{new[0]:.2f} s for a new shape, {again[0]:.2f} s when it comes again; without cuDNN {new[1]:.2f} s and {again[1]:.2f} s"
-    )
+    return f"{new[0]:.2f} s for a new shape, {again[0]:.2f} s when it comes again; without cuDNN {new[1]:.2f} s and {again[1]:.2f} s"  # noqa: E501
 
 
 def gpu_peaks(found: Figures) -> list[str]:
     return import_module("benchmarks.memory").tabled(found)
 
 
-ROWS = {"few_shapes": few_shapes, "quality": quality, "recovery": recovery, "faults": fault_rows, "gpu_train": gpu_train}
+ROWS = {
+    "few_shapes": few_shapes,
+    "quality": quality,
+    "recovery": recovery,
+    "faults": fault_rows,
+    "gpu_train": gpu_train,
+}
 """The rows of tables that are more than the entries of their file."""
 WIDE = {
-    "rivals_same": rivals(True), "rivals_other": rivals(False),
-    "gpu_memory": gpu_peaks, "gpu_packed": gpu_peaks, "gpu_fits": gpu_peaks,
-}  # fmt: skip
+    "rivals_same": rivals(True),
+    "rivals_other": rivals(False),
+    "gpu_memory": gpu_peaks,
+    "gpu_packed": gpu_peaks,
+    "gpu_fits": gpu_peaks,
+}
 """Tables whose columns depend on their file."""
 SENTENCES: dict[str, tuple[str, str | Callable[[Any], str]]] = {
     "planning_memory": ("plan_speed", "{token_budget_1m_peak_mb_over_input:.0f} MB"),
@@ -181,7 +220,11 @@ def shown() -> dict[str, str]:
         names = dict(line[2:].split(": ", 1) for line in lines if line.startswith("= "))
         try:
             figures = read(result, *path)
-            figures = {text: figures[key] for key, text in names.items() if key in figures} if names else figures
+            figures = (
+                {text: figures[key] for key, text in names.items() if key in figures}
+                if names
+                else figures
+            )
             rows = [] if name in WIDE else ROWS.get(name, rows_of)(figures)
             made = WIDE[name](figures) if name in WIDE else table(rows, *lines[:2])
         except FileNotFoundError:
@@ -207,7 +250,10 @@ def filled() -> dict[str, str]:
     """The pages with what stands between their marks written anew."""
     figures, pages = shown(), {name: (ROOT / name).read_text(encoding="utf-8") for name in PAGES}
     mark = "<!-- figures: {} -->{}<!-- end -->".format
-    return {name: MARK.sub(lambda found: mark(found[1], figures[found[1]]), page) for name, page in pages.items()}
+    return {
+        name: MARK.sub(lambda found: mark(found[1], figures[found[1]]), page)
+        for name, page in pages.items()
+    }
 
 
 def write() -> None:

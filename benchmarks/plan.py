@@ -56,14 +56,18 @@ def speed(_machine: Machine) -> dict[str, Any]:
     million, ten = lognormal(1_000_000), lognormal(10_000_000)
     few = lognormal(20_000, longest=2048)
     million[::100_000] = 16384  # the longest possible sample occurs
-    target = np.clip(million * np.random.default_rng(1).uniform(0.5, 1.5, len(million)), 1, None).astype(np.int32)
+    target = np.clip(
+        million * np.random.default_rng(1).uniform(0.5, 1.5, len(million)), 1, None
+    ).astype(np.int32)
     return {
         "token_budget_1m": seconds(lambda: plan(million)),
         "token_budget_1m_peak_mb_over_input": peak_mb(million),
         "token_budget_1m_shuffled": seconds(lambda: plan(million, shuffle=True)),
         "token_budget_10m": seconds(lambda: plan(ten), repeats=3),
         "memory_budget_1m_pretrained": seconds(lambda: plan(million, MemoryBudget(32))),
-        "two_padded_streams_1m": seconds(lambda: plan({"tokens": million, "target": target}), repeats=3),
+        "two_padded_streams_1m": seconds(
+            lambda: plan({"tokens": million, "target": target}), repeats=3
+        ),
         "dynabatch_20k_of_32": seconds(lambda: dynabatch(few, 32), repeats=1),
         "memory_budget_20k_of_32": seconds(lambda: plan(few, MemoryBudget(32), ranks=1)),
     }
@@ -85,9 +89,19 @@ def growth(_machine: Machine, samples: tuple[int, ...] = SAMPLES) -> dict[str, A
     costs: dict[str, tuple[str, tuple[int, ...], str, Callable[[int], float]]] = {
         "planning, sorted": ("samples", samples, "CPU s", least),
         "planning, shuffle=True": ("samples", samples, "CPU s", lambda n: least(n, shuffle=True)),
-        "planning, samples_per_update=256": ("samples", smaller, "CPU s", lambda n: least(n, samples_per_update=256)),
+        "planning, samples_per_update=256": (
+            "samples",
+            smaller,
+            "CPU s",
+            lambda n: least(n, samples_per_update=256),
+        ),
         "planning for many ranks": ("ranks", RANKS, "CPU s", lambda r: least(samples[1], r)),
-        "memory of planning over the input": ("samples", samples, "MB", lambda n: peak_mb(lognormal(n))),
+        "memory of planning over the input": (
+            "samples",
+            samples,
+            "MB",
+            lambda n: peak_mb(lognormal(n)),
+        ),
         "online loader, main process": ("samples", smaller, "CPU s", loaded),
     }
     found = {}
@@ -98,7 +112,9 @@ def growth(_machine: Machine, samples: tuple[int, ...] = SAMPLES) -> dict[str, A
     return found
 
 
-def scale(_machine: Machine, samples: tuple[int, ...] = (10**6, 10**7, 10**8, 10**9)) -> Iterator[dict[str, Any]]:
+def scale(
+    _machine: Machine, samples: tuple[int, ...] = (10**6, 10**7, 10**8, 10**9)
+) -> Iterator[dict[str, Any]]:
     """Lengths in memory-mapped int32 files: seconds on the wall until a sampler made of them gives its first batch, until it does
     in another epoch and after a state was loaded into a new one; and most anonymous memory beyond that of the imports. Each case
     is a process of its own."""
@@ -108,7 +124,9 @@ def scale(_machine: Machine, samples: tuple[int, ...] = (10**6, 10**7, 10**8, 10
             for name in ("tokens", "target"):
                 file = np.lib.format.open_memmap(f"{folder}/{name}.npy", "w+", np.int32, (count,))
                 for start in range(0, count, CHUNK):
-                    file[start : start + CHUNK] = lognormal(CHUNK, longest=8192, seed=start // CHUNK % 8)
+                    file[start : start + CHUNK] = lognormal(
+                        CHUNK, longest=8192, seed=start // CHUNK % 8
+                    )
             for way in SCALES:
                 torch.multiprocessing.spawn(_scaled, (folder, way))
                 found.setdefault(way, {})[f"{count:.0e}"] = torch.load(f"{folder}/found.pt")
@@ -133,7 +151,9 @@ def _scaled(_rank: int, folder: str, way: str) -> None:
 
     def made() -> LengthAwareBatchSampler:
         lengths = {name: np.load(f"{folder}/{name}.npy", mmap_mode="r") for name in names}
-        return LengthAwareBatchSampler(lengths, budget, shuffle=True, rank=0, world_size=ranks, **options)
+        return LengthAwareBatchSampler(
+            lengths, budget, shuffle=True, rank=0, world_size=ranks, **options
+        )
 
     sampler = made()
     lap(next(iter(sampler)))
@@ -146,7 +166,13 @@ def _scaled(_rank: int, folder: str, way: str) -> None:
     lap(next(iter(again)))
     over.set()
     thread.join()
-    found = dict(zip(("first_batch_s", "set_epoch_s", "save_s", "resume_s"), np.diff(times).tolist(), strict=True))
+    found = dict(
+        zip(
+            ("first_batch_s", "set_epoch_s", "save_s", "resume_s"),
+            np.diff(times).tolist(),
+            strict=True,
+        )
+    )
     torch.save({**found, "anonymous_mb": peak[0] - before}, f"{folder}/found.pt")
 
 

@@ -14,7 +14,15 @@ import numpy as np
 
 from benchmarks.data import FILES, lengths_of
 from benchmarks.machine import Machine
-from benchmarks.methods import group_by_length, in_capped, in_fixed, longest_first, padded_tokens, planned, trl_packs
+from benchmarks.methods import (
+    group_by_length,
+    in_capped,
+    in_fixed,
+    longest_first,
+    padded_tokens,
+    planned,
+    trl_packs,
+)
 from dynagroup import TokenBudget, Work, shard_micro_batches
 from dynagroup.plan.epoch import epoch_order
 
@@ -43,7 +51,9 @@ def padding(_machine: Machine) -> dict[str, Any]:
         update_of_256 = [longest_first(update, tokens) for update in updates_of(len(tokens))]
         batches: dict[str, list[Any]] = {
             "fixed_16_shuffled": in_fixed(np.arange(len(tokens)), 16),
-            "update_of_256_sorted_16": [batch for update in update_of_256 for batch in in_fixed(update, 16)],
+            "update_of_256_sorted_16": [
+                batch for update in update_of_256 for batch in in_fixed(update, 16)
+            ],
             "hf_group_by_length_16": in_fixed(group_by_length(tokens, 16, 0), 16),
             "hf_group_by_length_256": in_fixed(group_by_length(tokens, UPDATE, 0), 16),
         }
@@ -54,9 +64,14 @@ def padding(_machine: Machine) -> dict[str, Any]:
             "dynagroup_update_of_32": {"samples_per_update": 32},
             "dynagroup_grouping_50_of_32": {"samples_per_update": 32, "grouping": 50},
         }
-        batches |= {way: [row[0] for row in planned(tokens, budget, **how).rows] for way, how in ways.items()}
+        batches |= {
+            way: [row[0] for row in planned(tokens, budget, **how).rows]
+            for way, how in ways.items()
+        }
         real = int(tokens.sum(dtype=np.int64))
-        rows = {way: (real / padded_tokens(made, tokens), len(made)) for way, made in batches.items()}
+        rows = {
+            way: (real / padded_tokens(made, tokens), len(made)) for way, made in batches.items()
+        }
         figures[name] = {"samples": len(tokens), "cv": float(tokens.std() / tokens.mean()), **rows}
     return figures
 
@@ -77,7 +92,10 @@ Packed = tuple[list[list[list[int]]], dict[str, Any]]
 
 def padding_free(tokens: np.ndarray, cap: int) -> Packed:
     """TRL padding-free: batches as they come, of the most samples (a power of two) that here never held more than the cap."""
-    most = {size: np.add.reduceat(tokens, range(0, len(tokens), size)).max() for size in (1 << n for n in range(9))}
+    most = {
+        size: np.add.reduceat(tokens, range(0, len(tokens), size)).max()
+        for size in (1 << n for n in range(9))
+    }
     size = max(size for size in most if most[size] <= cap)
     batches = [tokens[batch].tolist() for batch in in_fixed(np.arange(len(tokens)), size)]
     return in_fixed(batches, RANKS), {"samples_a_batch": size, "same_updates": True}
@@ -95,7 +113,9 @@ def by_work(packs: Packs) -> Packs:
     return sorted(packs, key=lambda pack: -float(WORK.of_lengths(pack).sum()))
 
 
-def trl(tokens: np.ndarray, cap: int, *, strategy: str, dealt: Callable[[Packs], Packs] = _shuffled) -> Packed:
+def trl(
+    tokens: np.ndarray, cap: int, *, strategy: str, dealt: Callable[[Packs], Packs] = _shuffled
+) -> Packed:
     """Its packs dealt to ranks in this order."""
     packs = trl_packs(tokens, cap, strategy)
     pieces = np.bincount(np.concatenate([members for members, _ in packs]))
@@ -113,7 +133,10 @@ def multipack(tokens: np.ndarray, cap: int) -> Packed:
         room[first] -= length
     bins = _shuffled([members for members in bins if members])
     whole = len(bins) - len(bins) % RANKS
-    return in_fixed(bins[:whole], RANKS), {"samples_dropped": sum(map(len, bins[whole:])), "same_updates": False}
+    return in_fixed(bins[:whole], RANKS), {
+        "samples_dropped": sum(map(len, bins[whole:])),
+        "same_updates": False,
+    }
 
 
 def verl(tokens: np.ndarray, cap: int) -> Packed:
@@ -123,18 +146,26 @@ def verl(tokens: np.ndarray, cap: int) -> Packed:
         drawn = tokens[update]
         ranks = differencing(drawn.astype(float), RANKS, equal_size=True)
         parts = by_differencing(drawn, ranks, cap, "packed")
-        rows += zip(*(by_work([drawn[part].tolist() for part in rank]) for rank in parts), strict=True)
+        rows += zip(
+            *(by_work([drawn[part].tolist() for part in rank]) for rank in parts), strict=True
+        )
     return rows, {"same_updates": True}
 
 
-def by_differencing(tokens: np.ndarray, ranks: list[list[int]], cap: int, layout: str) -> list[list[list[int]]]:
+def by_differencing(
+    tokens: np.ndarray, ranks: list[list[int]], cap: int, layout: str
+) -> list[list[list[int]]]:
     """Each rank's samples in parts of about equal work, as many on all: the fewest of which none is above the cap."""
     each, least = WORK.of_lengths(tokens), max(-(-int(tokens[rank].sum()) // cap) for rank in ranks)
     ways = (
         [[[rank[i] for i in part] for part in differencing(each[rank], number)] for rank in ranks]
         for number in itertools.count(least)
     )
-    return next(way for way in ways if all(held(tokens[part], layout) <= cap for parts in way for part in parts))
+    return next(
+        way
+        for way in ways
+        if all(held(tokens[part], layout) <= cap for parts in way for part in parts)
+    )
 
 
 def differencing(costs: np.ndarray, parts: int, *, equal_size: bool = False) -> list[list[int]]:
@@ -179,8 +210,19 @@ def packs(_machine: Machine) -> dict[str, Any]:
     for name, cap in PACKED.items():
         tokens = lengths_of(name, 8_192)
         methods = {method: pack_figures(*run(tokens, cap), cap) for method, run in PACKERS.items()}
-        files[name] = {"cap": cap, "samples": len(tokens), "longest": int(tokens.max()), "methods": methods}
-    return {"ranks": RANKS, "update": UPDATE, "crossover": WORK.crossover, "per_step": WORK.per_step, "files": files}
+        files[name] = {
+            "cap": cap,
+            "samples": len(tokens),
+            "longest": int(tokens.max()),
+            "methods": methods,
+        }
+    return {
+        "ranks": RANKS,
+        "update": UPDATE,
+        "crossover": WORK.crossover,
+        "per_step": WORK.per_step,
+        "files": files,
+    }
 
 
 def pack_figures(rows: list[list[list[int]]], more: dict[str, Any], cap: int) -> dict[str, Any]:
@@ -201,25 +243,38 @@ def pack_figures(rows: list[list[list[int]]], more: dict[str, Any], cap: int) ->
 def shards(_machine: Machine, updates: int = 10) -> dict[str, Any]:
     """Of each file, padded and packed: predicted time of some updates of 256 samples by ``shard_micro_batches`` and two rules."""
     rules = {
-        "ours": lambda part, cap, layout: shard_micro_batches(part, RANKS, TokenBudget(cap, layout=layout), work=WORK),
-        "differencing": lambda part, cap, layout: by_differencing(part, differencing(WORK.of_lengths(part), RANKS), cap, layout),
+        "ours": lambda part, cap, layout: shard_micro_batches(
+            part, RANKS, TokenBudget(cap, layout=layout), work=WORK
+        ),
+        "differencing": lambda part, cap, layout: by_differencing(
+            part, differencing(WORK.of_lengths(part), RANKS), cap, layout
+        ),
         **{f"dealt {share}": partial(sorted_and_dealt, share=share) for share in (1, 2, 4, 8, 16)},
     }
     found = {}
     for (name, cap), layout in itertools.product(PACKED.items(), ("padded", "packed")):
         parts = lengths_of(name, updates * UPDATE).clip(max=cap).reshape(-1, UPDATE)
         times = {
-            rule: sum(critical_path(made(part, cap, layout), part, layout) for part in parts) for rule, made in rules.items()
+            rule: sum(critical_path(made(part, cap, layout), part, layout) for part in parts)
+            for rule, made in rules.items()
         }
         dealt = min(time for rule, time in times.items() if rule.startswith("dealt"))
-        found[f"{name}, {layout}"] = {"cap": cap, **{k: times[k] for k in ("ours", "differencing")}, "dealt": dealt}
+        found[f"{name}, {layout}"] = {
+            "cap": cap,
+            **{k: times[k] for k in ("ours", "differencing")},
+            "dealt": dealt,
+        }
     return {"ranks": RANKS, "update": UPDATE, "updates": updates, "times": found}
 
 
-def sorted_and_dealt(tokens: np.ndarray, cap: int, layout: str, *, share: int) -> list[list[list[int]]]:
+def sorted_and_dealt(
+    tokens: np.ndarray, cap: int, layout: str, *, share: int
+) -> list[list[list[int]]]:
     """Sorted by length, cut at a share of the cap, the largest halved until they fill rows, dealt to ranks by work."""
     cap = max(cap // share, int(tokens.max()))
-    made = in_capped(longest_first(np.arange(len(tokens)), tokens), tokens, cap, packed=layout == "packed")
+    made = in_capped(
+        longest_first(np.arange(len(tokens)), tokens), tokens, cap, packed=layout == "packed"
+    )
     while len(made) % RANKS:
         largest = made.pop(max(range(len(made)), key=lambda k: len(made[k])))
         made += [largest[: len(largest) // 2], largest[len(largest) // 2 :]]
@@ -229,5 +284,8 @@ def sorted_and_dealt(tokens: np.ndarray, cap: int, layout: str, *, share: int) -
 
 def critical_path(made: Any, tokens: np.ndarray, layout: str) -> float:
     """The dearest rank of each row, and the price of rows."""
-    work = [sorted((held(WORK.of_lengths(tokens[part]), layout) for part in rank), reverse=True) for rank in made]
+    work = [
+        sorted((held(WORK.of_lengths(tokens[part]), layout) for part in rank), reverse=True)
+        for rank in made
+    ]
     return WORK.of_rows(np.asarray(work).T)

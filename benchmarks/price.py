@@ -14,13 +14,26 @@ MODELS = ("135M", "0.5B", "1.5B")
 LENGTHS = (32, 128, 512, 2048, 8192)
 SAMPLES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 MOST_TOKENS = 32768
-ON_CPU = ((1, 16), (1, 64), (1, 256), (4, 16), (4, 64), (4, 256), (16, 16), (16, 64), (32, 16), (32, 64))
+ON_CPU = (
+    (1, 16),
+    (1, 64),
+    (1, 256),
+    (4, 16),
+    (4, 64),
+    (4, 256),
+    (16, 16),
+    (16, 64),
+    (32, 16),
+    (32, 64),
+)
 
 
 def measured_work(machine: Machine) -> Work:
     """What the recipe says: time a dozen shapes of the small model, fit."""
     model = build("small", machine)
-    return Work.fit([(n, longest, row_of(model, n, longest, machine)["seconds"]) for n, longest in ON_CPU])
+    return Work.fit(
+        [(n, longest, row_of(model, n, longest, machine)["seconds"]) for n, longest in ON_CPU]
+    )
 
 
 def run(machine: Machine) -> Iterator[dict[str, Any]]:
@@ -67,7 +80,9 @@ def fit_of(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Price and crossover of measured steps, and how far off the fit is: median and largest relative error."""
     shapes = [(row["num_samples"], row["longest"], row["seconds"]) for row in rows]
     work = Work.fit(shapes)
-    predicted = np.array([work.per_step + n * float(work.of_lengths(longest)) for n, longest, _ in shapes])
+    predicted = np.array(
+        [work.per_step + n * float(work.of_lengths(longest)) for n, longest, _ in shapes]
+    )
     seconds = np.array([s for _, _, s in shapes])
     errors = np.abs(predicted / seconds * np.median(seconds / predicted) - 1)
     found = {"per_step": work.per_step, "crossover": work.crossover}
@@ -75,7 +90,16 @@ def fit_of(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def shown(figures: dict[str, Any]) -> list[str]:
-    timed = {name: [row for row in found.get("rows", []) if "seconds" in row] for name, found in figures.items()}
+    timed = {
+        name: [row for row in found.get("rows", []) if "seconds" in row]
+        for name, found in figures.items()
+    }
     rows = [{"key": name, **fit_of(rows)} for name, rows in timed.items() if len(rows) >= 3]
-    head = "| model | price of a step (linear tokens) | crossover (tokens) | median error | largest |"
-    return table(rows, head, "{key} | {per_step:,.0f} | {crossover:,.0f} | {median_error:.1%} | {largest_error:.0%}")
+    head = (
+        "| model | price of a step (linear tokens) | crossover (tokens) | median error | largest |"
+    )
+    return table(
+        rows,
+        head,
+        "{key} | {per_step:,.0f} | {crossover:,.0f} | {median_error:.1%} | {largest_error:.0%}",
+    )

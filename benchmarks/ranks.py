@@ -48,7 +48,10 @@ def epoch_of(lengths: np.ndarray, ranks: int, window: int) -> tuple[int, int, in
                 queued[rank] += count
                 made, taken = made + count, taken + last - first
         closed = start >= len(lengths)
-        offers = [offer([q], bool(windows) or not closed) for q, windows in zip(queued, pending, strict=True)]
+        offers = [
+            offer([q], bool(windows) or not closed)
+            for q, windows in zip(queued, pending, strict=True)
+        ]
         [agreed], last, _ = agree([max(column) for column in zip(*offers, strict=True)])
         steps, exchanges = steps + agreed, exchanges + 1
         sent += 8 * (WIDTH + 2 * agreed + 2 + (0 if closed else ranks))
@@ -65,12 +68,15 @@ def simulated(ranks: int, samples: int = 16_000, window: int = 1024) -> dict[str
     counts = np.array([[batches_of(shard[a:b]) for a, b in pairwise(edges)] for shard in shards])
     mean = counts.sum(axis=1).mean()
     return {
-        "ranks": ranks, "samples_a_rank": samples, "steps": steps,
+        "ranks": ranks,
+        "samples_a_rank": samples,
+        "steps": steps,
         "above_all_batches_over_ranks": steps * ranks / batches - 1,
         "above_with_fixed_shards": float(counts.sum(axis=1).max() / mean - 1),
         "above_with_alignment_of_every_window": float(counts.max(axis=0).sum() / mean - 1),
-        "exchanges": exchanges, "bytes_a_rank_a_step": sent / steps,
-    }  # fmt: skip
+        "exchanges": exchanges,
+        "bytes_a_rank_a_step": sent / steps,
+    }
 
 
 def windows(_machine: Machine, ranks: Sequence[int] = (8, 64, 512, 1024)) -> dict[str, Any]:
@@ -92,9 +98,13 @@ def _on_ranks(texts: list[np.ndarray], repeats: int) -> dict[str, Any]:
             loss = loss_on(one.pop("model"), [ids[:SHORT] for ids in texts[:HELD_OUT]])
             runs.append({**one, "held_out_loss": loss})
     rates = {kind: [one["samples_per_s"] for one in runs] for kind, runs in found.items()}
-    over = {kind: sorted(a / b for a, b in zip(own, rates["fixed"], strict=True)) for kind, own in rates.items()}
+    over = {
+        kind: sorted(a / b for a, b in zip(own, rates["fixed"], strict=True))
+        for kind, own in rates.items()
+    }
     return {
-        kind: {**runs[0], "samples_per_s": sorted(rates[kind]), "speed_over_fixed": over[kind]} for kind, runs in found.items()
+        kind: {**runs[0], "samples_per_s": sorted(rates[kind]), "speed_over_fixed": over[kind]}
+        for kind, runs in found.items()
     }
 
 
@@ -103,7 +113,9 @@ def _trained(kind: str, data: list[Row], epochs: int = 2) -> dict[str, Any]:
     of_updates = {"samples_per_update": 4 * FIXED * dist.get_world_size()}
     options: dict[str, Any] = of_updates if kind == "update" else {"window": 128}
     loader = OnlineDataLoader(data, budget, collate_fn=collate, shuffle=True, **options)
-    ours = ((step.batch, step.loss_scale, step.ends_update) for _ in range(epochs) for step in loader)
+    ours = (
+        (step.batch, step.loss_scale, step.ends_update) for _ in range(epochs) for step in loader
+    )
     plain = chain(*(_fixed(data, epoch, ordered=kind == "sorted") for epoch in range(epochs)))
     steps: Any = plain if kind in ("fixed", "sorted") else ours
     optimizer, number, updates = torch.optim.AdamW(model.parameters(), lr=1e-3), 0, 0
@@ -120,7 +132,13 @@ def _trained(kind: str, data: list[Row], epochs: int = 2) -> dict[str, Any]:
     dist.barrier()
     samples = epochs * len(data)
     rate = samples / (time.perf_counter() - start)
-    return {"samples": samples, "samples_per_s": rate, "updates": updates, "steps": number, "model": model.module}
+    return {
+        "samples": samples,
+        "samples_per_s": rate,
+        "updates": updates,
+        "steps": number,
+        "model": model.module,
+    }
 
 
 def _fixed(data: list[Row], epoch: int, *, ordered: bool) -> Iterator[tuple[Row, float, bool]]:

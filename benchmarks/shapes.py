@@ -25,19 +25,30 @@ def few(_machine: Machine) -> dict[str, Any]:
         tokens = lengths_of(name, 20_000)
         longest = int(tokens.max())
         budget, cv = TokenBudget(4 * longest), round(float(tokens.std() / tokens.mean()), 2)
-        for mode, how in (("updates of 64", {"samples_per_update": UPDATE}), ("a window", {"shuffle": True})):
+        for mode, how in (
+            ("updates of 64", {"samples_per_update": UPDATE}),
+            ("a window", {"shuffle": True}),
+        ):
             free = planned(tokens, budget, **how)
             windows = windows_of(free, tokens, mode)
             for number in COUNTS:
                 began = time.process_time()
                 size = UPDATE if mode == "updates of 64" else len(windows[0])
                 ladder = ShapeLadder(tokens, budget, number, window=size, work=WORK)
-                found: dict[str, Any] = {"cv": cv, "chosen_in_s": round(time.process_time() - began, 2)}
+                found: dict[str, Any] = {
+                    "cv": cv,
+                    "chosen_in_s": round(time.process_time() - began, 2),
+                }
                 ways = {"ladder": ladder.shapes, **rivals(longest, number, budget.max_tokens)}
                 for way, shapes in ways.items():
-                    taken, padded = np.sum([cost_of(window, np.asarray(shapes)) for window in windows], axis=0)
+                    taken, padded = np.sum(
+                        [cost_of(window, np.asarray(shapes)) for window in windows], axis=0
+                    )
                     real = sum(int(window.sum()) for window in windows)
-                    found[way] = {"time": round(taken / free.predicted_time, 3), "padding": round(1 - real / padded, 3)}
+                    found[way] = {
+                        "time": round(taken / free.predicted_time, 3),
+                        "padding": round(1 - real / padded, 3),
+                    }
                 found["free"] = {"time": 1.0, "padding": round(free.statistics["padding"], 3)}
                 rows[f"{name}, {mode}, {number} shapes"] = found
     return rows
@@ -71,7 +82,10 @@ def cost_of(window: np.ndarray, shapes: np.ndarray) -> tuple[float, int]:
         stops = np.minimum(start + samples, num)
         taken = np.where(wide >= window[start], costs + best[stops], np.inf)
         shape = int(taken.argmin())
-        best[start], padded[start] = taken[shape], padded[stops[shape]] + samples[shape] * wide[shape]
+        best[start], padded[start] = (
+            taken[shape],
+            padded[stops[shape]] + samples[shape] * wide[shape],
+        )
     return float(best[0]), int(padded[0])
 
 
@@ -85,10 +99,20 @@ def compiled(machine: Machine, updates: int = 6, passes: int = 4) -> dict[str, A
     lengths = lengths_of("gsm8k", UPDATE * updates)
     data, budget = Numbered(lengths), TokenBudget(8 * int(lengths.max()))
     work = Work.of_known(build("small"), device="cpu")
-    batches = {"fixed 8": [collate([data[i] for i in range(start, start + 8)]) for start in range(0, len(data), 8)]}
+    batches = {
+        "fixed 8": [
+            collate([data[i] for i in range(start, start + 8)]) for start in range(0, len(data), 8)
+        ]
+    }
     same: dict[str, Any] = {"samples_per_update": UPDATE}
-    for name, how in ("free", {}), ("same updates", same), ("same updates, 8 shapes", {**same, "shapes": 8}):
-        loader = PlannedDataLoader(data, lengths, budget, shuffle=True, work=work, collate_fn=collate, **how)
+    for name, how in (
+        ("free", {}),
+        ("same updates", same),
+        ("same updates, 8 shapes", {**same, "shapes": 8}),
+    ):
+        loader = PlannedDataLoader(
+            data, lengths, budget, shuffle=True, work=work, collate_fn=collate, **how
+        )
         batches[name] = [step.batch for step in loader]
     torch._dynamo.config.recompile_limit, inductor = 64, torch._inductor.config
     inductor.compile_threads, inductor.force_disable_caches = 1, True
@@ -96,7 +120,10 @@ def compiled(machine: Machine, updates: int = 6, passes: int = 4) -> dict[str, A
     for name, way in product(batches, WAYS):
         if way != "a graph a shape" or name.endswith("shapes"):
             model = build("small")
-            runs[f"{name}, {way}"] = name, model if WAYS[way] is None else torch.compile(model, dynamic=WAYS[way])
+            runs[f"{name}, {way}"] = (
+                name,
+                model if WAYS[way] is None else torch.compile(model, dynamic=WAYS[way]),
+            )
 
     def run(name: str, model: Any) -> None:
         for batch in batches[name]:

@@ -11,7 +11,17 @@ import torch
 from benchmarks.machine import Machine, build
 from benchmarks.train import Run, job_of, text_of
 
-SHAPES = ((2, 32), (2, 256), (2, 512), (4, 512), (8, 512), (16, 512), (32, 512), (4, 2048), (4, 4096))
+SHAPES = (
+    (2, 32),
+    (2, 256),
+    (2, 512),
+    (4, 512),
+    (8, 512),
+    (16, 512),
+    (32, 512),
+    (4, 2048),
+    (4, 4096),
+)
 CASE, SLICE_S, PRICES, NEW = "0.5B, CV 1.0", 4.0, (730, 2048, 6000), 12
 RIVALS = ("fixed", "sorted inside the update", "transformers group_by_length")
 
@@ -42,19 +52,44 @@ def run(machine: Machine) -> Iterator[dict[str, Any]]:
     for on in (True, False):
         with cudnn(on):
             for shape in SHAPES[:1] if machine.dry else SHAPES:
-                first, _ = (machine.seconds(lambda: step(*shape)) for _ in range(2))  # noqa: B023 - called at once
+                first, _ = (machine.seconds(lambda: step(*shape)) for _ in range(2))  # noqa: B023
                 later = machine.seconds(lambda: [step(*shape) for _ in range(4)]) / 4  # noqa: B023
-                figures["steps"].append({"cudnn": on, "n": shape[0], "length": shape[1], "first_s": first, "seconds": later})
+                figures["steps"].append(
+                    {
+                        "cudnn": on,
+                        "n": shape[0],
+                        "length": shape[1],
+                        "first_s": first,
+                        "seconds": later,
+                    }
+                )
             fresh = [(4, 301 + 8 * on + 17 * number) for number in range(NEW)]
-            new, again = (machine.seconds(lambda: [step(*shape) for shape in fresh]) / NEW for _ in range(2))  # noqa: B023
+            new, again = (
+                machine.seconds(lambda: [step(*shape) for shape in fresh]) / NEW  # noqa: B023
+                for _ in range(2)  # noqa: B023
+            )
             figures["new_shapes"].append({"cudnn": on, "new_s": new, "again_s": again})
         optimizer.zero_grad(set_to_none=True)
         yield figures
     job = job_of(machine, CASE, 1.0)
     ways = {name: (name, job) for name in RIVALS}
-    ways |= {f"dynagroup, per_step {p}": ("dynagroup", replace(job, work=replace(job.work, per_step=p), made={})) for p in PRICES}
-    runs = {way: Run(name, own, machine, "0.5B", text_of(machine, CASE)) for way, (name, own) in ways.items()}
-    turns = [(way, on) for on in (False, True) for way in ways if not on or way in (*RIVALS[:2], "dynagroup, per_step 2048")]
+    ways |= {
+        f"dynagroup, per_step {p}": (
+            "dynagroup",
+            replace(job, work=replace(job.work, per_step=p), made={}),
+        )
+        for p in PRICES
+    }
+    runs = {
+        way: Run(name, own, machine, "0.5B", text_of(machine, CASE))
+        for way, (name, own) in ways.items()
+    }
+    turns = [
+        (way, on)
+        for on in (False, True)
+        for way in ways
+        if not on or way in (*RIVALS[:2], "dynagroup, per_step 2048")
+    ]
     for way, on in turns * (1 if machine.dry else 3):
         if not machine.has(30):
             break
@@ -63,11 +98,25 @@ def run(machine: Machine) -> Iterator[dict[str, Any]]:
         with cudnn(on):
             one.update()  # not counted
             one.timed, before = [], (one.batches, one.padded, one.real)
-            while not one.timed or (sum(spent for *_, spent in one.timed) < SLICE_S and not machine.dry):
+            while not one.timed or (
+                sum(spent for *_, spent in one.timed) < SLICE_S and not machine.dry
+            ):
                 one.timed.append(one.update())
-        batches, padded, real = (now - then for now, then in zip((one.batches, one.padded, one.real), before, strict=True))
-        row = {"way": way, "cudnn": on, "updates": len(one.timed), "real_tokens": real, "padding": 1 - real / padded}
-        row |= {"seconds": sum(spent for *_, spent in one.timed), "batches_per_update": batches / len(one.timed)}
+        batches, padded, real = (
+            now - then
+            for now, then in zip((one.batches, one.padded, one.real), before, strict=True)
+        )
+        row = {
+            "way": way,
+            "cudnn": on,
+            "updates": len(one.timed),
+            "real_tokens": real,
+            "padding": 1 - real / padded,
+        }
+        row |= {
+            "seconds": sum(spent for *_, spent in one.timed),
+            "batches_per_update": batches / len(one.timed),
+        }
         figures["train"].append(row)
         yield figures
 
@@ -75,7 +124,15 @@ def run(machine: Machine) -> Iterator[dict[str, Any]]:
 def shown(figures: dict[str, Any]) -> list[str]:
     rates: dict[str, list[float]] = {}
     for row in figures["train"]:
-        rates.setdefault(f"{row['way']}, cuDNN {'on' if row['cudnn'] else 'off'}", []).append(row["real_tokens"] / row["seconds"])
+        rates.setdefault(f"{row['way']}, cuDNN {'on' if row['cudnn'] else 'off'}", []).append(
+            row["real_tokens"] / row["seconds"]
+        )
     told = "a new shape: {new_s:.3f} s, again: {again_s:.3f} s (cuDNN: {cudnn})"
     new = [told.format(**row) for row in figures["new_shapes"]]
-    return [*new, *(f"{way}: {', '.join(f'{rate:,.0f}' for rate in found)} real tokens a second" for way, found in rates.items())]
+    return [
+        *new,
+        *(
+            f"{way}: {', '.join(f'{rate:,.0f}' for rate in found)} real tokens a second"
+            for way, found in rates.items()
+        ),
+    ]

@@ -80,7 +80,9 @@ class Run:
         self.model = build(self.size, self.machine, packed=self.method.packed, seed=self.job.seed)
         self.machine.free()
         self.rate = 1e-6 if self.machine.is_gpu else 1e-3
-        self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=self.rate, fused=self.machine.is_gpu)
+        self.optimizer: Any = torch.optim.AdamW(
+            self.model.parameters(), lr=self.rate, fused=self.machine.is_gpu
+        )
 
     def update(self) -> tuple[int, int, float]:
         update, before = next(self.updates), self.real
@@ -88,10 +90,16 @@ class Run:
         inputs = [self.inputs(batch) for batch in update]
         self.seen.append({i for batch in update for i in batch})
         if self.falls_over:
-            self.optimizer.param_groups[0]["lr"] = self.rate * max(0.0, 1 - self.samples / self.falls_over)
+            self.optimizer.param_groups[0]["lr"] = self.rate * max(
+                0.0, 1 - self.samples / self.falls_over
+            )
         taken = self.machine.seconds(partial(self._train, inputs, total))
         count = sum(map(len, update))
-        self.samples, self.batches, self.done = self.samples + count, self.batches + len(update), self.done + 1
+        self.samples, self.batches, self.done = (
+            self.samples + count,
+            self.batches + len(update),
+            self.done + 1,
+        )
         return count, self.real - before, taken
 
     def _train(self, inputs: list[dict[str, Any]], total: int) -> None:
@@ -110,13 +118,21 @@ class Run:
             made = flatten([{"input_ids": row.tolist()} for row in rows])
         else:
             made = padded(rows, self.job.ladder if self.method.few_shapes else None)
-        self.real, self.padded = self.real + sum(map(len, rows)), self.padded + made["input_ids"].numel()
-        return {k: v.to(self.machine.device) if isinstance(v, torch.Tensor) else v for k, v in made.items()}
+        self.real, self.padded = (
+            self.real + sum(map(len, rows)),
+            self.padded + made["input_ids"].numel(),
+        )
+        return {
+            k: v.to(self.machine.device) if isinstance(v, torch.Tensor) else v
+            for k, v in made.items()
+        }
 
     def figures(self) -> dict[str, Any]:
         return {
             "samples_per_s": overall([(count, seconds) for count, _, seconds in self.timed]),
-            "real_tokens_per_s": overall([(real, seconds) for _, real, seconds in self.timed])["median"],
+            "real_tokens_per_s": overall([(real, seconds) for _, real, seconds in self.timed])[
+                "median"
+            ],
             "padding": 1 - self.real / max(self.padded, 1),
             "batches_per_update": self.batches / max(self.done, 1),
             "samples": self.samples,
@@ -142,7 +158,9 @@ def texts_of(count: int = 8000) -> list[np.ndarray]:
     texts = docstrings(count)[:count]
     tokenizer = train_tokenizer(texts[:4000], vocabulary=SIZES["small"][-1])
     found = [np.asarray(ids, np.int64) for ids in tokenizer(texts)["input_ids"]]
-    return [found[i] for i in np.random.default_rng(0).permutation(len(found)) if len(found[i]) >= 4]
+    return [
+        found[i] for i in np.random.default_rng(0).permutation(len(found)) if len(found[i]) >= 4
+    ]
 
 
 def compared(machine: Machine, job: Job) -> dict[str, Run]:
@@ -150,11 +168,15 @@ def compared(machine: Machine, job: Job) -> dict[str, Run]:
     updates of its own. AssertionError: methods that should keep the updates made others."""
     text = np.concatenate(texts_of()[HELD_OUT:])
     starts = np.random.default_rng(1).integers(0, len(text) - SHORT, len(job.lengths))
-    start = partial(Run, job=job, machine=machine, size="small", ids=lambda i, n: text[starts[i] :][:n])
+    start = partial(
+        Run, job=job, machine=machine, size="small", ids=lambda i, n: text[starts[i] :][:n]
+    )
 
     def turns(runs: Sequence[Run], updates: int) -> None:
         for one in (one for _ in range(updates) for one in runs):
-            one.turn(samples=job.per_update)  # a free-running method may need more or fewer of its updates for as many
+            one.turn(
+                samples=job.per_update
+            )  # a free-running method may need more or fewer of its updates for as many
 
     def best(name: str) -> Setting | None:
         tried = [start(name, setting=setting) for setting in METHODS[name].tried(job)]
@@ -163,14 +185,26 @@ def compared(machine: Machine, job: Job) -> dict[str, Run]:
             tried.sort(key=lambda one: -one.figures()["real_tokens_per_s"])
         return tried[0].setting
 
-    runs = {name: start(name, setting=best(name)) for name, method in METHODS.items() if method.available}
+    runs = {
+        name: start(name, setting=best(name))
+        for name, method in METHODS.items()
+        if method.available
+    }
     turns(list(runs.values()), UPDATES)
     same = [one.seen for one in runs.values() if one.method.same_updates]
     assert all(seen == same[0][: len(seen)] for seen in same), "not the same updates"
     return runs
 
 
-SETS = ("gsm8k", "hh_rlhf_harmless_test", "azure_llm_conv_2023", "t0_mix_50k", "python_files", "CV 0.8", "CV 1.3")
+SETS = (
+    "gsm8k",
+    "hh_rlhf_harmless_test",
+    "azure_llm_conv_2023",
+    "t0_mix_50k",
+    "python_files",
+    "CV 0.8",
+    "CV 1.3",
+)
 
 
 def rivals(machine: Machine) -> Iterator[dict[str, Any]]:
@@ -178,13 +212,24 @@ def rivals(machine: Machine) -> Iterator[dict[str, Any]]:
     if machine.is_gpu or machine.dry:
         yield from _cases(machine, ("0.5B, CV 1.0", "0.5B, azure_llm_conv_2023"))
         return
-    found, work, held_out = {}, measured_work(machine), [ids[:SHORT] for ids in texts_of()[:HELD_OUT]]
+    found, work, held_out = (
+        {},
+        measured_work(machine),
+        [ids[:SHORT] for ids in texts_of()[:HELD_OUT]],
+    )
     for name in SETS:
-        drawn = lognormal(SAMPLES, cv=float(name[3:])) if name.startswith("CV") else lengths_of(name, SAMPLES)
+        drawn = (
+            lognormal(SAMPLES, cv=float(name[3:]))
+            if name.startswith("CV")
+            else lengths_of(name, SAMPLES)
+        )
         lengths = (drawn * (MEAN / drawn.mean())).round().clip(4, SHORT).astype(np.int32)
         job = Job(lengths, PER_UPDATE, FIXED * int(lengths.max()), work=work)
         runs = compared(machine, job).items()
-        methods = {way: {**one.figures(), "held_out_loss": loss_on(one.model, held_out)} for way, one in runs}
+        methods = {
+            way: {**one.figures(), "held_out_loss": loss_on(one.model, held_out)}
+            for way, one in runs
+        }
         found[name] = {**_about(job), "updates": UPDATES, "methods": methods}
         yield found
 
@@ -202,7 +247,9 @@ QUALITY = {
 }
 
 
-def quality(machine: Machine, *, seeds: int = 5, budgets: Sequence[int] = (512, 2048)) -> dict[str, Any]:
+def quality(
+    machine: Machine, *, seeds: int = 5, budgets: Sequence[int] = (512, 2048)
+) -> dict[str, Any]:
     """Held-out loss after the same samples: in updates of fixed batches, in grouped ones, and in free ones. Nothing is timed.
 
     A fixed update has as many samples as a free one has on average, which is one batch.
@@ -216,7 +263,9 @@ def quality(machine: Machine, *, seeds: int = 5, budgets: Sequence[int] = (512, 
         ways: dict[str, Any] = {way: {"held_out_loss": [], "padding": []} for way in QUALITY}
         for seed, (way, name) in product(range(seeds), QUALITY.items()):
             job = Job(lengths, size, budget, seed)
-            one = Run(name, job, machine, "small", lambda i, n: texts[i], falls_over=epochs * samples)
+            one = Run(
+                name, job, machine, "small", lambda i, n: texts[i], falls_over=epochs * samples
+            )
             one.turn(samples=epochs * samples - size)
             ways[way]["held_out_loss"].append(loss_on(one.model, texts[samples : samples + 1024]))
             ways[way]["padding"].append(1 - one.real / one.padded)
@@ -255,7 +304,9 @@ def _cases(machine: Machine, cases: Sequence[str]) -> Iterator[dict[str, Any]]:
 @cache
 def tokens_that_fit(size: str, num_bytes: int) -> int:
     """Tokens of a batch, as traced: no device has been asked yet."""
-    budget = MemoryBudget.from_model(config_of(size), num_bytes, dtype="bfloat16", headroom=HEADROOM)
+    budget = MemoryBudget.from_model(
+        config_of(size), num_bytes, dtype="bfloat16", headroom=HEADROOM
+    )
     return budget.max_tokens(LONGEST)
 
 
@@ -263,14 +314,20 @@ def job_of(machine: Machine, case: str, share: float) -> Job:
     """The case's lengths, and so much of what was traced to fit."""
     size, kind = case.split(", ")
     tokens = int(share * (64 if machine.dry else tokens_that_fit(size, machine.total_bytes)))
-    longest, count = (32, 200) if machine.dry else (min(LONGEST, max(tokens // 512, 1) * 512), 5_000)
+    longest, count = (
+        (32, 200) if machine.dry else (min(LONGEST, max(tokens // 512, 1) * 512), 5_000)
+    )
     if kind.startswith("CV"):
-        lengths = lognormal(count, mean=longest / 8, cv=float(kind[3:]), shortest=4, longest=longest)
+        lengths = lognormal(
+            count, mean=longest / 8, cv=float(kind[3:]), shortest=4, longest=longest
+        )
         lengths[:8] = longest  # whatever is drawn, a fixed batch must hold the longest
     else:
         lengths = lengths_of(kind, count).clip(4, longest)
     work = Work.of(config_of(size, dry=machine.dry))
-    return Job(lengths, 16 if machine.dry else PER_UPDATE, max(tokens // longest, 1) * longest, work=work)
+    return Job(
+        lengths, 16 if machine.dry else PER_UPDATE, max(tokens // longest, 1) * longest, work=work
+    )
 
 
 def _run(name: str, job: Job, machine: Machine, case: str) -> Run:
@@ -279,7 +336,9 @@ def _run(name: str, job: Job, machine: Machine, case: str) -> Run:
 
 def text_of(machine: Machine, case: str) -> Callable[[int, int], np.ndarray]:
     """Random ids of a sample, for a model of the case's size."""
-    text = np.random.default_rng(0).integers(3, SIZES["dry" if machine.dry else case.split(", ")[0]][-1], 1 << 20)
+    text = np.random.default_rng(0).integers(
+        3, SIZES["dry" if machine.dry else case.split(", ")[0]][-1], 1 << 20
+    )
     return lambda i, n: text[(7919 * i) % (len(text) - n) :][:n]
 
 
@@ -302,9 +361,13 @@ def _rounds(machine: Machine, case: str, end: float) -> Iterator[dict[str, Any]]
     left, rounds = machine.left_s(), 0
     job = job_that_fits(machine, case)
     longest = max(5 * SLICE_S, left - machine.left_s())
-    runs = {name: _run(name, job, machine, case) for name, method in METHODS.items() if method.available}
+    runs = {
+        name: _run(name, job, machine, case) for name, method in METHODS.items() if method.available
+    }
     failed: dict[str, str] = {}
-    while runs and (not rounds or (not machine.dry and machine.left_s() - len(runs) * longest > end)):
+    while runs and (
+        not rounds or (not machine.dry and machine.left_s() - len(runs) * longest > end)
+    ):
         for name in list(runs):
             if not machine.has(30 + longest):
                 return
@@ -322,7 +385,11 @@ def _rounds(machine: Machine, case: str, end: float) -> Iterator[dict[str, Any]]
 
 def _about(job: Job) -> dict[str, Any]:
     return {
-        "tokens_a_batch": job.tokens, "longest": int(job.lengths.max()), "fixed_batch": job.fixed,
-        "samples_per_update": job.per_update, "per_step": job.work.per_step, "crossover": min(job.work.crossover, 1e9),
+        "tokens_a_batch": job.tokens,
+        "longest": int(job.lengths.max()),
+        "fixed_batch": job.fixed,
+        "samples_per_update": job.per_update,
+        "per_step": job.work.per_step,
+        "crossover": min(job.work.crossover, 1e9),
         "cv": float(job.lengths.std() / job.lengths.mean()),
-    }  # fmt: skip
+    }

@@ -40,27 +40,45 @@ def trained(size: str, lengths: np.ndarray, way: str) -> np.ndarray:
 
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(
-            folder, per_device_train_batch_size=BATCH, gradient_accumulation_steps=ACCUMULATION, report_to=[],
-            max_steps=len(lengths) // (BATCH * ACCUMULATION), save_strategy="no", use_cpu=True, disable_tqdm=True,
-            remove_unused_columns=False, logging_strategy="no", dataloader_pin_memory=False,
+            folder,
+            per_device_train_batch_size=BATCH,
+            gradient_accumulation_steps=ACCUMULATION,
+            report_to=[],
+            max_steps=len(lengths) // (BATCH * ACCUMULATION),
+            save_strategy="no",
+            use_cpu=True,
+            disable_tqdm=True,
+            remove_unused_columns=False,
+            logging_strategy="no",
+            dataloader_pin_memory=False,
             train_sampling_strategy="random" if ours else way,
-        )  # fmt: skip
+        )
         data = [sample_of(torch.ones(n, dtype=torch.int64)) for n in lengths.tolist()]
-        how: dict[str, Any] = {"train_dataset": data, "data_collator": collate, "callbacks": [Clock()]}
+        how: dict[str, Any] = {
+            "train_dataset": data,
+            "data_collator": collate,
+            "callbacks": [Clock()],
+        }
         config = DynagroupConfig(budget=TokenBudget(BATCH * LONGEST), lengths=lengths)
         made = partial(DynagroupTrainer, dynagroup=config) if ours else Trainer
         made(build(size), args, **how).train()
     return np.diff(after)[WARM_UP:]
 
 
-def pairs(size: str, lengths: np.ndarray, way: str = "dynagroup", over: str = "random") -> dict[str, Any]:
+def pairs(
+    size: str, lengths: np.ndarray, way: str = "dynagroup", over: str = "random"
+) -> dict[str, Any]:
     """CPU seconds of one way over another's, session by session (A, B, B, A, ...) and update by update."""
     seconds: tuple[list[np.ndarray], ...] = ([], [])
     for session in range(SESSIONS):
         for place in (0, 1) if session % 2 else (1, 0):
             seconds[place].append(trained(size, lengths, (over, way)[place]))
     plain, ours = map(np.concatenate, seconds)
-    return {"num_pairs": len(plain), "ratio": spread(ours / plain), "difference_ms": spread((ours - plain) * 1e3)}
+    return {
+        "num_pairs": len(plain),
+        "ratio": spread(ours / plain),
+        "difference_ms": spread((ours - plain) * 1e3),
+    }
 
 
 def adapter(_machine: Machine, updates: int = 30) -> dict[str, Any]:
@@ -68,12 +86,18 @@ def adapter(_machine: Machine, updates: int = 30) -> dict[str, Any]:
     logging.set_verbosity_error()
     steady_memory()
     samples = updates * BATCH * ACCUMULATION
-    equal, texts = np.full(samples, LONGEST), lognormal(samples, mean=75, cv=0.95, shortest=8, longest=LONGEST)
+    equal, texts = (
+        np.full(samples, LONGEST),
+        lognormal(samples, mean=75, cv=0.95, shortest=8, longest=LONGEST),
+    )
     return {
-        "samples_per_update": BATCH * ACCUMULATION, "fixed_batch": BATCH, "updates": updates, "sessions": SESSIONS,
+        "samples_per_update": BATCH * ACCUMULATION,
+        "fixed_batch": BATCH,
+        "updates": updates,
+        "sessions": SESSIONS,
         "plain_over_plain": pairs("small", equal, way="random"),
         "equal_batches": pairs("small", equal),
         "tiny_equal_batches": pairs("tiny", equal),
         "texts": pairs("small", texts),
         "texts_batch_rebalance": pairs("small", texts, over="batch_rebalance"),
-    }  # fmt: skip
+    }

@@ -15,8 +15,18 @@ if TYPE_CHECKING:
     from dynagroup.lengths import measure_lengths
     from dynagroup.online.collator import RefinementCollator
     from dynagroup.online.loader import OnlineDataLoader
-    from dynagroup.oom import (OomSafeBackward, classify_dataset, embed_dataset, encode, generate_dataset,  # isort: skip
-        generate_with_oom_retry, iter_classify, iter_embed, iter_generate, run_with_oom_retry)  # fmt: skip
+    from dynagroup.oom import (
+        OomSafeBackward,
+        classify_dataset,
+        embed_dataset,
+        encode,
+        generate_dataset,  # isort: skip
+        generate_with_oom_retry,
+        iter_classify,
+        iter_embed,
+        iter_generate,
+        run_with_oom_retry,
+    )
     from dynagroup.oom.preflight import preflight
     from dynagroup.plan.batches import friendly_size, multiple_of
     from dynagroup.plan.cost import Price, Work
@@ -36,16 +46,31 @@ __version__ = "0.1.0"
 
 _NAMES = {
     "errors": "AlignmentError BudgetError ConfigError StateError",
-    "files": "measure_files", "lengths": "measure_lengths", "text": "text_dataloader",
-    "budget.base": "AdditiveCap Budget", "budget.learning": "LearningBudget", "budget.memory": "MemoryBudget",
-    "budget.tokens": "TokenBudget", "plan.batches": "friendly_size multiple_of", "plan.cost": "Price Work",
-    "plan.epoch": "Mixture", "plan.partition": "balanced_partitions shard_micro_batches", "plan.plan": "BatchPlan",
-    "plan.sampler": "LengthAwareBatchSampler", "plan.static_shapes": "ShapeLadder", "oom.preflight": "preflight",
-    "update.loader": "StepLoader", "update.loss_weight": "Share", "update.planned": "PlannedDataLoader",
-    "update.schedule": "scale_learning_rate", "update.step": "Step", "online.collator": "RefinementCollator",
+    "files": "measure_files",
+    "lengths": "measure_lengths",
+    "text": "text_dataloader",
+    "budget.base": "AdditiveCap Budget",
+    "budget.learning": "LearningBudget",
+    "budget.memory": "MemoryBudget",
+    "budget.tokens": "TokenBudget",
+    "plan.batches": "friendly_size multiple_of",
+    "plan.cost": "Price Work",
+    "plan.epoch": "Mixture",
+    "plan.partition": "balanced_partitions shard_micro_batches",
+    "plan.plan": "BatchPlan",
+    "plan.sampler": "LengthAwareBatchSampler",
+    "plan.static_shapes": "ShapeLadder",
+    "oom.preflight": "preflight",
+    "update.loader": "StepLoader",
+    "update.loss_weight": "Share",
+    "update.planned": "PlannedDataLoader",
+    "update.schedule": "scale_learning_rate",
+    "update.step": "Step",
+    "online.collator": "RefinementCollator",
     "online.loader": "OnlineDataLoader",
     "oom": "OomSafeBackward classify_dataset embed_dataset encode generate_dataset generate_with_oom_retry iter_classify "
-           "iter_embed iter_generate run_with_oom_retry"}  # fmt: skip
+    "iter_embed iter_generate run_with_oom_retry",
+}
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 _ROOMS = ("integrations", "memory", "oom", "testing")
 """Subpackages that ``import dynagroup`` alone makes available, for example as ``dynagroup.memory``."""

@@ -33,8 +33,12 @@ SKIPPED = {"site-packages", "__pycache__", "test", "tests"}
 class DemoConfig:
     """Settings of the demo: texts, tokenizer, model and sizes; the same as the options of ``dynagroup demo``."""
 
-    texts: str | None = None  # path of a file with one text per line; None: docstrings found on this machine
-    tokenizer: str | None = None  # name or path; None: the model's tokenizer, or one trained on the texts
+    texts: str | None = (
+        None  # path of a file with one text per line; None: docstrings found on this machine
+    )
+    tokenizer: str | None = (
+        None  # name or path; None: the model's tokenizer, or one trained on the texts
+    )
     model: str | None = None  # name or path; None: a small Llama with random weights
     device: str | None = None  # None: cuda if available, else cpu
     budget: int = 8192
@@ -60,9 +64,17 @@ class Run:
         samples, seconds = sum(map(len, batches)), sum(self.seconds)
         real = sum(int(lengths[batch].sum()) for batch in batches)
         padded = [len(batch) * int(lengths[batch].max()) for batch in batches]
-        return {"samples": samples, "samples_per_s": samples / seconds, "real_tokens_per_s": real / seconds,
-                "padding": 1.0 - real / sum(padded), "largest_batch_tokens": max(padded), "steps": len(padded),
-                "updates": len(self.updates), "seconds": seconds, "held_out_loss": self.loss}  # fmt: skip
+        return {
+            "samples": samples,
+            "samples_per_s": samples / seconds,
+            "real_tokens_per_s": real / seconds,
+            "padding": 1.0 - real / sum(padded),
+            "largest_batch_tokens": max(padded),
+            "steps": len(padded),
+            "updates": len(self.updates),
+            "seconds": seconds,
+            "held_out_loss": self.loss,
+        }
 
 
 def run_demo(config: DemoConfig) -> tuple[list[Run], NDArray[np.int32]]:
@@ -72,18 +84,28 @@ def run_demo(config: DemoConfig) -> tuple[list[Run], NDArray[np.int32]]:
     for name in ("budget", "max_length", "samples", "samples_per_update"):
         check_int(name, getattr(config, name))
     device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    lines = docstrings() if config.texts is None else Path(config.texts).read_text(encoding="utf-8-sig").split("\n")
+    lines = (
+        docstrings()
+        if config.texts is None
+        else Path(config.texts).read_text(encoding="utf-8-sig").split("\n")
+    )
     texts = [line for line in lines if line.strip()]
     if len(texts) < 4:
-        raise ConfigError(f"the demo needs at least 4 texts, but got {len(texts)}; give a larger file as `texts`")
+        raise ConfigError(
+            f"the demo needs at least 4 texts, but got {len(texts)}; give a larger file as `texts`"
+        )
     name = config.tokenizer or config.model
     tokenizer = train_tokenizer(texts) if name is None else AutoTokenizer.from_pretrained(name)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     full = measure_lengths(texts, tokenizer)
-    print(f"{len(texts):,} texts of {full.min():,} to {full.max():,} tokens, median {int(np.median(full)):,}")
+    print(
+        f"{len(texts):,} texts of {full.min():,} to {full.max():,} tokens, median {int(np.median(full)):,}"
+    )
     lengths = np.minimum(full, np.int32(config.max_length))
-    held_out, chosen = np.split(np.random.default_rng(0).permutation(len(texts)), [min(HELD_OUT, len(texts) // 4)])
+    held_out, chosen = np.split(
+        np.random.default_rng(0).permutation(len(texts)), [min(HELD_OUT, len(texts) // 4)]
+    )
     runs = make_runs(config, lengths, chosen[: config.samples], device)
     _train(config, runs, held_out.tolist(), texts, tokenizer, device)
     print("\n" + _table(runs, lengths, device))
@@ -93,7 +115,9 @@ def run_demo(config: DemoConfig) -> tuple[list[Run], NDArray[np.int32]]:
 def docstrings(at_least: int = 12_000) -> list[str]:
     """Returns ``at_least`` or more docstrings of installed packages (or all), the same wherever the same are installed."""
     roots = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib")]
-    named = {path.relative_to(root).as_posix(): path for root in roots for path in root.rglob("*.py")}
+    named = {
+        path.relative_to(root).as_posix(): path for root in roots for path in root.rglob("*.py")
+    }
     found: dict[str, None] = {}
     mixed = sorted(named, key=lambda name: (zlib.crc32(name.encode()), name))
     for name in tqdm(mixed, desc="reading docstrings", unit=" files", disable=None):
@@ -105,11 +129,19 @@ def docstrings(at_least: int = 12_000) -> list[str]:
 def _docstrings_of(path: Path) -> Iterator[str]:
     try:
         source = path.read_bytes()
-        tree = ast.parse(source) if b'"""' in source and len(source) <= LARGEST_FILE else ast.parse("")
-    except (OSError, SyntaxError, ValueError):  # broken links, and files with deliberate syntax errors
+        tree = (
+            ast.parse(source) if b'"""' in source and len(source) <= LARGEST_FILE else ast.parse("")
+        )
+    except (
+        OSError,
+        SyntaxError,
+        ValueError,
+    ):  # broken links, and files with deliberate syntax errors
         return
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    yield from filter(None, (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, documented)))
+    yield from filter(
+        None, (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, documented))
+    )
 
 
 def train_tokenizer(texts: Sequence[str], vocabulary: int = 1536) -> Any:
@@ -128,21 +160,37 @@ def train_tokenizer(texts: Sequence[str], vocabulary: int = 1536) -> Any:
     special, alphabet = ["[PAD]", "[BOS]", "[EOS]"], pre_tokenizers.ByteLevel.alphabet()
     options = {"vocab_size": vocabulary, "special_tokens": special, "initial_alphabet": alphabet}
     raw.train_from_iterator(texts, trainers.BpeTrainer(**options, show_progress=False))
-    raw.post_processor = processors.TemplateProcessing(single="[BOS] $A [EOS]", special_tokens=[("[BOS]", 1), ("[EOS]", 2)])
-    return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="[PAD]", bos_token="[BOS]", eos_token="[EOS]")
+    raw.post_processor = processors.TemplateProcessing(
+        single="[BOS] $A [EOS]", special_tokens=[("[BOS]", 1), ("[EOS]", 2)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=raw, pad_token="[PAD]", bos_token="[BOS]", eos_token="[EOS]"
+    )
 
 
-def make_runs(config: DemoConfig, lengths: NDArray, chosen: NDArray[np.int64], device: torch.device) -> list[Run]:
+def make_runs(
+    config: DemoConfig, lengths: NDArray, chosen: NDArray[np.int64], device: torch.device
+) -> list[Run]:
     """Returns two runs with the same samples in the same updates: fixed batches, and batches that fill the budget."""
     per_update = min(config.samples_per_update, len(chosen))
     batch_size = config.budget // int(lengths[chosen].max())
     if batch_size < 1:
-        raise ConfigError(f"`budget` ({config.budget}) must be at least the longest text ({lengths[chosen].max()})")
+        raise ConfigError(
+            f"`budget` ({config.budget}) must be at least the longest text ({lengths[chosen].max()})"
+        )
     fixed = [_slices(update, batch_size) for update in _slices(chosen.tolist(), per_update)]
-    how: Any = {"samples_per_update": per_update, "work": Work.of_known(None, device=device), "rank": 0, "world_size": 1}
+    how: Any = {
+        "samples_per_update": per_update,
+        "work": Work.of_known(None, device=device),
+        "rank": 0,
+        "world_size": 1,
+    }
     plan = LengthAwareBatchSampler(lengths, TokenBudget(config.budget), order=chosen, **how).plan
     stops = (np.flatnonzero(plan.update_ends) + 1).tolist()
-    cut = [[row[0] for row in plan.rows[start:stop]] for start, stop in zip([0, *stops], stops, strict=False)]
+    cut = [
+        [row[0] for row in plan.rows[start:stop]]
+        for start, stop in zip([0, *stops], stops, strict=False)
+    ]
     return [Run(f"fixed batches of {batch_size}", fixed), Run("dynagroup", cut)]
 
 
@@ -150,27 +198,42 @@ def _slices(values: list[Any], size: int) -> list[list[Any]]:
     return [values[start : start + size] for start in range(0, len(values), size)]
 
 
-def _train(config: DemoConfig, runs: Sequence[Run], held_out: Any, texts: Any, tokenizer: Any, device: Any) -> None:
+def _train(
+    config: DemoConfig, runs: Sequence[Run], held_out: Any, texts: Any, tokenizer: Any, device: Any
+) -> None:
     """Trains both runs in turns, update by update, so that other programs on the machine slow both equally."""
     collate = TokenizingCollator(tokenizer, config.max_length, 1, labels=True)
     load = lambda batch: collate([texts[i] for i in batch])  # noqa: E731
-    rate, models = 2e-5 if config.model else 3e-3, [_model(config, tokenizer).to(device).train() for _ in runs]
-    trainings = [_updates(run, model, load, rate, device) for run, model in zip(runs, models, strict=True)]
+    rate, models = (
+        2e-5 if config.model else 3e-3,
+        [_model(config, tokenizer).to(device).train() for _ in runs],
+    )
+    trainings = [
+        _updates(run, model, load, rate, device) for run, model in zip(runs, models, strict=True)
+    ]
     begun, most = time.perf_counter(), len(runs[0].updates)
-    for _ in tqdm(zip(*trainings, strict=True), total=most, desc="training", unit=" updates", disable=None):
+    for _ in tqdm(
+        zip(*trainings, strict=True), total=most, desc="training", unit=" updates", disable=None
+    ):
         if time.perf_counter() - begun > config.seconds and len(runs[1].seconds) >= FEWEST_UPDATES:
             break
-    evaluation = [load(part) for part in _slices(held_out, max(config.budget // config.max_length, 1))]
+    evaluation = [
+        load(part) for part in _slices(held_out, max(config.budget // config.max_length, 1))
+    ]
     for run, model in zip(runs, models, strict=True):
         run.updates = run.updates[: len(run.seconds)]
         with torch.no_grad():
             run.loss = sum(map(float, _losses(model.eval(), evaluation, device)))
 
 
-def _updates(run: Run, model: Any, load: Callable[..., dict[str, Any]], rate: float, device: torch.device) -> Iterator[None]:
+def _updates(
+    run: Run, model: Any, load: Callable[..., dict[str, Any]], rate: float, device: torch.device
+) -> Iterator[None]:
     """Trains one update per iteration, on the mean loss over all the update's label tokens, whatever the batches."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
-    ids = torch.zeros(2, 8, dtype=torch.int64)  # a first call, not timed, starts threads and compiles kernels
+    ids = torch.zeros(
+        2, 8, dtype=torch.int64
+    )  # a first call, not timed, starts threads and compiles kernels
     next(_losses(model, [{"input_ids": ids, "labels": ids}], device)).backward()
     for update in run.updates:
         started = _now(device)
@@ -189,16 +252,25 @@ def _model(config: DemoConfig, tokenizer: Any) -> torch.nn.Module:
     if config.model is not None:
         return AutoModelForCausalLM.from_pretrained(config.model)
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     own = {"max_position_embeddings": config.max_length, "bos_token_id": None, "eos_token_id": None}
     return LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes, **own))
 
 
-def _losses(model: torch.nn.Module, batches: Sequence[dict[str, Any]], device: torch.device) -> Iterator[torch.Tensor]:
+def _losses(
+    model: torch.nn.Module, batches: Sequence[dict[str, Any]], device: torch.device
+) -> Iterator[torch.Tensor]:
     """Yields each batch's part of the mean loss over all label tokens (a causal model does not predict the first)."""
     total = sum(int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in batches)
     for batch in batches:
-        yield model(**{k: v.to(device) for k, v in batch.items()}, num_items_in_batch=max(total, 1)).loss
+        yield model(
+            **{k: v.to(device) for k, v in batch.items()}, num_items_in_batch=max(total, 1)
+        ).loss
 
 
 def _now(device: torch.device) -> float:
@@ -216,8 +288,16 @@ def speedup(runs: Sequence[Run]) -> NDArray[np.float64]:
 def _table(runs: Sequence[Run], lengths: NDArray[np.int32], device: torch.device) -> str:
     figures = [run.figures(lengths) for run in runs]
     shown = lambda figure: f"{figure:,.0f}" if figure >= 100 else f"{figure:.4g}"  # noqa: E731
-    rows = [[name.replace("_", " "), *(shown(found[name]) for found in figures)] for name in figures[0]]
+    rows = [
+        [name.replace("_", " "), *(shown(found[name]) for found in figures)] for name in figures[0]
+    ]
     low, median, high = speedup(runs)
     times = f"{median:.2f} times as many samples a second (quartiles over the updates: {low:.2f} to {high:.2f})"
-    table = format_table([f"(seconds of {'CPU' if device.type == 'cpu' else 'wall'} time)", *(run.name for run in runs)], rows)
+    table = format_table(
+        [
+            f"(seconds of {'CPU' if device.type == 'cpu' else 'wall'} time)",
+            *(run.name for run in runs),
+        ],
+        rows,
+    )
     return f"{table}\n\ndynagroup trains {times}, with the same samples in every update"

@@ -54,7 +54,9 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _speaks_for_itself(error: BaseException) -> bool:
-    said = isinstance(error, RuntimeError) and any(re.search(pattern, str(error)) for pattern in _MESSAGES)
+    said = isinstance(error, RuntimeError) and any(
+        re.search(pattern, str(error)) for pattern in _MESSAGES
+    )
     by_number = isinstance(error, OSError) and error.errno == errno.ENOMEM
     return said or by_number or isinstance(error, (MemoryError, torch.OutOfMemoryError))
 
@@ -67,12 +69,16 @@ def free_bytes(device: torch.device | str | int | None = None) -> int:
 
     Raises ConfigError if no such device is available, or it does not report its memory (such as a CPU)."""
     if device is None:
-        device = next((name for name in ("cuda", "xpu", "mps") if getattr(torch, name).is_available()), "cpu")
+        device = next(
+            (name for name in ("cuda", "xpu", "mps") if getattr(torch, name).is_available()), "cpu"
+        )
     wanted = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     backend: Any = getattr(torch, wanted.type, None)
     asked = "recommended_max_memory" if wanted.type == "mps" else "mem_get_info"
     if not hasattr(backend, asked) or not backend.is_available():
-        raise ConfigError(f"device {str(wanted)!r} does not report its memory; give the memory, e.g. memory='24GB'")
+        raise ConfigError(
+            f"device {str(wanted)!r} does not report its memory; give the memory, e.g. memory='24GB'"
+        )
     if wanted.type == "mps":
         return int(backend.recommended_max_memory())
     at = torch.device(wanted.type, backend.current_device()) if wanted.index is None else wanted
@@ -101,7 +107,9 @@ class CudaDevice:
 
     def __init__(self) -> None:
         if not torch.cuda.is_available():
-            raise ConfigError("measure() needs a CUDA device, but none is available; use simulate(), which needs none")
+            raise ConfigError(
+                "measure() needs a CUDA device, but none is available; use simulate(), which needs none"
+            )
         self.device = torch.device("cuda", torch.cuda.current_device())
 
     def reset(self) -> None:
@@ -115,11 +123,17 @@ class CudaDevice:
 
     def peaks(self) -> tuple[int, int]:
         torch.cuda.synchronize(self.device)
-        return torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
+        return torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(
+            self.device
+        )
 
     def about(self) -> dict[str, str]:
         """Returns what the measurements ran on: device name, CUDA version, torch version."""
-        return {"device": torch.cuda.get_device_name(self.device), "cuda": torch.version.cuda or "", "torch": torch.__version__}
+        return {
+            "device": torch.cuda.get_device_name(self.device),
+            "cuda": torch.version.cuda or "",
+            "torch": torch.__version__,
+        }
 
 
 def watch_of(model: Any) -> "PeakWatch | None":
@@ -141,7 +155,10 @@ class PeakWatch:
         if peak <= self._highest:
             return None, None
         self._highest = peak
-        return peak, int(torch.cuda.get_device_properties(self._device).total_memory * _allowed_share(self._device))
+        return peak, int(
+            torch.cuda.get_device_properties(self._device).total_memory
+            * _allowed_share(self._device)
+        )
 
     def _peak(self) -> int:
         return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else 0

@@ -42,14 +42,20 @@ def without_parts(differing: list[str]) -> list[str]:
     """Returns what differs between ranks. If it is only PARTS, it warns instead: files may have other names on each machine."""
     if differing != [PARTS]:
         return differing
-    warn_user(f"ranks have different {PARTS}: give every rank the whole dataset, which the loader divides, or samples are lost")
+    warn_user(
+        f"ranks have different {PARTS}: give every rank the whole dataset, which the loader divides, or samples are lost"
+    )
     return []
 
 
 def as_int64(values: Sequence[int]) -> NDArray[np.int64]:
     """Returns ``values`` as int64. OverflowError: a value is too large for int64; TypeError: a value is no integer."""
     array = np.asarray(values)
-    return array.astype(np.int64) if array.dtype.kind in "bi" else np.array([index(v) for v in values], np.int64)
+    return (
+        array.astype(np.int64)
+        if array.dtype.kind in "bi"
+        else np.array([index(v) for v in values], np.int64)
+    )
 
 
 class SingleProcess:
@@ -83,19 +89,28 @@ class DistributedWorld:
 
         if not dist.is_initialized():
             raise ConfigError("torch.distributed is not initialised; call init_process_group first")
-        timeout_s, parent = check_number("timeout_s", timeout_s), group if group is not None else dist.group.WORLD
+        timeout_s, parent = (
+            check_number("timeout_s", timeout_s),
+            group if group is not None else dist.group.WORLD,
+        )
         ranks = dist.get_process_group_ranks(parent)
         if dist.get_rank() not in ranks:
-            raise ConfigError(f"`group` must include this process (rank {dist.get_rank()}), but has the ranks {ranks}")
+            raise ConfigError(
+                f"`group` must include this process (rank {dist.get_rank()}), but has the ranks {ranks}"
+            )
         self.rank, self.size = dist.get_rank(parent), len(ranks)
         lost = f"rank {self.rank} of {self.size} lost contact with the others: one was killed, failed, left its loop early, or"
         self._lost = f"{lost} did not answer within {timeout_s:,.10g} s; see the other ranks' logs"
         beside = _BESIDE.setdefault(parent, {})
         if timeout_s not in beside:
-            part = len(ranks) < dist.get_world_size()  # connects only if its ranks are in equally many groups
+            part = (
+                len(ranks) < dist.get_world_size()
+            )  # connects only if its ranks are in equally many groups
             how: Any = {"timeout": timedelta(seconds=timeout_s), "use_local_synchronization": part}
             with explained(self._lost, kind=AlignmentError), ThreadPool(1) as pool:
-                beside[timeout_s] = pool.apply_async(dist.new_group, (ranks,), {"backend": "gloo", **how}).get(CONNECTS_S)
+                beside[timeout_s] = pool.apply_async(
+                    dist.new_group, (ranks,), {"backend": "gloo", **how}
+                ).get(CONNECTS_S)
         self._group = beside[timeout_s]
 
     def all_max(self, values: Sequence[int], /) -> list[int]:
@@ -111,7 +126,9 @@ class DistributedWorld:
             vector = torch.tensor(values)
             _HELD.append((vector, vector.view(-1)))
         with _despite_dead_workers(), explained(self._lost, kind=AlignmentError):
-            torch.distributed.all_reduce(vector, op=getattr(torch.distributed.ReduceOp, op), group=self._group)
+            torch.distributed.all_reduce(
+                vector, op=getattr(torch.distributed.ReduceOp, op), group=self._group
+            )
         return vector.tolist()
 
 
@@ -124,7 +141,10 @@ _HELD: deque[Any] = deque(maxlen=64)
 def _despite_dead_workers() -> Iterator[None]:
     """When a DataLoader's worker dies, torch's signal handler raises an error wherever the main thread is. Inside a
     collective, the other ranks would not learn of it; but the next load fails as well, and tells them."""
-    number, is_main = getattr(signal, "SIGCHLD", 0), threading.current_thread() is threading.main_thread()  # not on Windows
+    number, is_main = (
+        getattr(signal, "SIGCHLD", 0),
+        threading.current_thread() is threading.main_thread(),
+    )  # not on Windows
     handler: Any = signal.getsignal(number) if number and is_main else None
 
     def later(*arguments: Any) -> None:
@@ -148,7 +168,11 @@ def rank_and_size() -> tuple[int, int]:
     """Returns this process's rank and the number of ranks from ``torch.distributed``; (0, 1) without it."""
     import torch.distributed as dist
 
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
+    return (
+        (dist.get_rank(), dist.get_world_size())
+        if dist.is_available() and dist.is_initialized()
+        else (0, 1)
+    )
 
 
 def current_world(*, timeout_s: float = 600.0) -> World:
@@ -165,4 +189,6 @@ def warn_if_launched() -> None:
 
     if dist.is_available() and dist.is_torchelastic_launched() and not dist.is_initialized():
         told = "torchrun started this process, but torch.distributed is not initialised, so every rank uses all samples"
-        warn_user(f"{told}; call torch.distributed.init_process_group() before the first batch is taken")
+        warn_user(
+            f"{told}; call torch.distributed.init_process_group() before the first batch is taken"
+        )

@@ -17,7 +17,9 @@ from typing import Any
 
 import numpy as np
 
-LONGEST = 240  # characters of a description; the end of a longer one is replaced by a hash of the whole
+LONGEST = (
+    240  # characters of a description; the end of a longer one is replaced by a hash of the whole
+)
 PLAIN = (type(None), type(...), bool, int, float, complex, str, bytes)
 MEMBERS = (*PLAIN, list, tuple, dict, set, partial, types.FunctionType)
 
@@ -38,14 +40,21 @@ def described(value: Any, *, ask: bool = True) -> str:
     text = describer.text(value) if ask else describer.pickled(value)
     if describer.unseen:
         what = f"the contents of {', '.join(sorted(describer.unseen))} in {text}"
-        way_out = "give the object a text attribute `fingerprint` that changes when its behaviour changes"
-        warnings.warn(f"cannot compare {what}, so a state with other contents would load; {way_out}", stacklevel=3)
+        way_out = (
+            "give the object a text attribute `fingerprint` that changes when its behaviour changes"
+        )
+        warnings.warn(
+            f"cannot compare {what}, so a state with other contents would load; {way_out}",
+            stacklevel=3,
+        )
     return text
 
 
 def hashed(text: str | bytes, digits: int = 16) -> str:
     """Returns the first ``digits`` hexadecimal digits of the hash of a text."""
-    return hashlib.blake2b(text.encode() if isinstance(text, str) else text, digest_size=digits // 2).hexdigest()
+    return hashlib.blake2b(
+        text.encode() if isinstance(text, str) else text, digest_size=digits // 2
+    ).hexdigest()
 
 
 def ends_of(dataset: Any) -> str:
@@ -82,7 +91,9 @@ class _Describer:
     def _compound(self, value: Any, names: frozenset[str] | None) -> str:
         kind = "" if type(value) in (dict, frozenset, tuple, list) else type(value).__qualname__
         if isinstance(value, Mapping):
-            items = sorted(f"{self.text(k, names)}: {self.text(v, names)}" for k, v in value.items())
+            items = sorted(
+                f"{self.text(k, names)}: {self.text(v, names)}" for k, v in value.items()
+            )
             return f"{kind}{{{', '.join(items)}}}"
         if isinstance(value, (set, frozenset)):
             return f"{kind}{{{', '.join(sorted(self.text(v, names) for v in value))}}}"
@@ -112,20 +123,31 @@ class _Describer:
         kind = type(value)
         try:
             if _is_tensor(value):
-                raw = value.detach().cpu().contiguous().reshape(-1).view(sys.modules["torch"].uint8).numpy()
+                raw = (
+                    value.detach()
+                    .cpu()
+                    .contiguous()
+                    .reshape(-1)
+                    .view(sys.modules["torch"].uint8)
+                    .numpy()
+                )
                 return f"{value.dtype}{list(value.shape)}#{hashed(raw.tobytes())}"
             if isinstance(value, np.ndarray) and not value.dtype.hasobject:
                 return f"{value.dtype}{list(value.shape)}#{hashed(value.tobytes())}"
             reduce = copyreg.dispatch_table.get(kind)
             reduced: Any = value.__reduce_ex__(2) if reduce is None else reduce(value)
-        except Exception:  # noqa: BLE001 - a user's class may raise anything here
+        except Exception:
             self.unseen.add(_named(kind))
             return f"{_named(kind)}, which cannot be compared"
         if isinstance(reduced, str):  # an object that is pickled by name
             return _named(value) if hasattr(value, "__qualname__") else f"{_named(kind)}.{reduced}"
         make, arguments, state, *rest = (*reduced, None)[:5]
         if isinstance(state, dict):  # cached values are left out
-            state = {k: v for k, v in state.items() if not isinstance(getattr(kind, k, None), cached_property)}
+            state = {
+                k: v
+                for k, v in state.items()
+                if not isinstance(getattr(kind, k, None), cached_property)
+            }
             if getattr(make, "__name__", "") == "__newobj__":
                 return f"{self._class(kind)}({self._parts(state)})"
         items = [part if part is None or isinstance(part, dict) else list(part) for part in rest]
@@ -141,17 +163,27 @@ class _Describer:
         if not is_own(kind):
             return kind.__qualname__
         own = [item for base in kind.__mro__ if is_own(base) for item in sorted(vars(base).items())]
-        own = [(k, v) for k, v in own if not k.startswith("__") or isinstance(v, types.FunctionType)]
-        return f"{kind.__qualname__}#{hashed('; '.join(f'{k}={self._member(v)}' for k, v in own), 8)}"
+        own = [
+            (k, v) for k, v in own if not k.startswith("__") or isinstance(v, types.FunctionType)
+        ]
+        return (
+            f"{kind.__qualname__}#{hashed('; '.join(f'{k}={self._member(v)}' for k, v in own), 8)}"
+        )
 
     def _member(self, member: Any) -> str:
-        for name in ("fget", "func", "__func__"):  # unwraps properties, cached properties and class methods
+        for name in (
+            "fget",
+            "func",
+            "__func__",
+        ):  # unwraps properties, cached properties and class methods
             member = member if isinstance(member, MEMBERS) else getattr(member, name, member)
         return self.text(member) if isinstance(member, MEMBERS) else ""
 
     def _function(self, function: types.FunctionType) -> str:
         code = function.__code__
-        parts = [self.text(part) for part in (function.__defaults__, function.__kwdefaults__) if part]
+        parts = [
+            self.text(part) for part in (function.__defaults__, function.__kwdefaults__) if part
+        ]
         for cell in function.__closure__ or ():
             try:
                 parts.append(self.text(cell.cell_contents, _names_in(code)))
@@ -162,8 +194,17 @@ class _Describer:
         return f"{function.__name__}#{hashed('; '.join([*parts, self._code(code, function.__doc__)]), 8)}"
 
     def _code(self, code: types.CodeType, doc: str | None = None) -> str:
-        inner = [self._code(c) if isinstance(c, types.CodeType) else self.text(c) for c in code.co_consts if c != doc]
-        arguments = (code.co_argcount, code.co_kwonlyargcount, code.co_posonlyargcount, code.co_flags)
+        inner = [
+            self._code(c) if isinstance(c, types.CodeType) else self.text(c)
+            for c in code.co_consts
+            if c != doc
+        ]
+        arguments = (
+            code.co_argcount,
+            code.co_kwonlyargcount,
+            code.co_posonlyargcount,
+            code.co_flags,
+        )
         return f"{sys.version_info[:2]} {code.co_code.hex()} {inner} {code.co_names} {arguments}"
 
 
@@ -177,7 +218,9 @@ def _named(thing: Any) -> str:
 
 def _names_in(code: types.CodeType) -> frozenset[str]:
     """Returns the names of all attributes and globals that code reads, nested functions included."""
-    nested = (_names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    nested = (
+        _names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)
+    )
     return frozenset(code.co_names).union(*nested)
 
 
@@ -193,7 +236,11 @@ def is_own(thing: Any) -> bool:
     """Returns whether code is the user's own: not built in, not part of dynagroup, and not an installed package."""
     name = getattr(thing, "__module__", None) or "builtins"
     file = getattr(sys.modules.get(name), "__file__", None) or ""
-    known = name.partition(".")[0] in ("dynagroup", "transformers_modules", *sys.stdlib_module_names)
+    known = name.partition(".")[0] in (
+        "dynagroup",
+        "transformers_modules",
+        *sys.stdlib_module_names,
+    )
     return not known and "site-packages" not in file and "dist-packages" not in file
 
 

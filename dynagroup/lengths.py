@@ -20,7 +20,9 @@ from dynagroup.validation import check_function, check_int, explained, sendable
 LONGEST = int(np.iinfo(np.int32).max)  # largest allowed length of a sample, in tokens
 CHAT = "turn a chat into a text with tokenizer.apply_chat_template(messages, tokenize=False)"
 Tokenizer: TypeAlias = Callable[..., Any]  # called like a transformers tokenizer
-TEXTS_PER_CALL = 1000  # datasets.map has the same default; a fast tokenizer works in parallel within one call
+TEXTS_PER_CALL = (
+    1000  # datasets.map has the same default; a fast tokenizer works in parallel within one call
+)
 
 
 def as_streams(lengths: ArrayLike | Mapping[str, ArrayLike] | Path) -> Streams:
@@ -46,7 +48,9 @@ def as_streams(lengths: ArrayLike | Mapping[str, ArrayLike] | Path) -> Streams:
     streams = {name: _as_int32(values, name) for name, values in named.items()}
     sizes = {name: len(values) for name, values in streams.items()}
     if len(set(sizes.values())) > 1:
-        raise ConfigError(f"the streams of `lengths` have {sizes} samples; each sample needs a length in all (or 0)")
+        raise ConfigError(
+            f"the streams of `lengths` have {sizes} samples; each sample needs a length in all (or 0)"
+        )
     return streams
 
 
@@ -54,14 +58,26 @@ def _as_int32(values: ArrayLike, name: str) -> NDArray[np.int32]:
     try:
         array = np.asarray(values)
         found = f"an array of shape {array.shape}"
-    except (RuntimeError, TypeError, ValueError) as error:  # ragged lists; tensors on a device or of dtype bfloat16
+    except (
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:  # ragged lists; tensors on a device or of dtype bfloat16
         array, found = np.empty(()), str(error)
     if array.ndim != 1:
         wanted = f"lengths[{name!r}] must be one number per sample"
         raise ConfigError(f"{wanted}, but is {found}; to measure texts, call measure_lengths()")
-    wide = array.dtype != np.int32  # int32 values are small enough, and a billion of them are read only once
-    if array.dtype.kind in "iu" and 0 <= array.min(initial=0) and not (wide and array.max(initial=0) > LONGEST):
-        return array.astype(np.int32, copy=False)  # without a copy, which matters for a billion lengths
+    wide = (
+        array.dtype != np.int32
+    )  # int32 values are small enough, and a billion of them are read only once
+    if (
+        array.dtype.kind in "iu"
+        and 0 <= array.min(initial=0)
+        and not (wide and array.max(initial=0) > LONGEST)
+    ):
+        return array.astype(
+            np.int32, copy=False
+        )  # without a copy, which matters for a billion lengths
     if array.dtype.kind in "iuf":
         numbers = array.astype(np.float64)  # float16 and float32 would round up the limit itself
         legal = (numbers >= 0) & (numbers <= LONGEST) & (np.floor(array) == array)
@@ -70,7 +86,9 @@ def _as_int32(values: ArrayLike, name: str) -> NDArray[np.int32]:
     if not legal.all():
         index = int(np.argmin(legal))
         found = array[index:].tolist()[0]
-        raise ConfigError(f"lengths[{name!r}][{index}] must be a whole number from 0 to {LONGEST}, but is {found!r}")
+        raise ConfigError(
+            f"lengths[{name!r}][{index}] must be a whole number from 0 to {LONGEST}, but is {found!r}"
+        )
     return array.astype(np.int32, copy=False)
 
 
@@ -98,30 +116,49 @@ class Kinds:
         ConfigError: a label does not equal its copy or is not hashable, or their number is not ``num_samples``."""
         if given is None:
             return cls(np.broadcast_to(np.int32(0), num_samples), (None,))
-        if isinstance(given, (str, Mapping)) or not isinstance(given, Iterable) or not getattr(given, "ndim", 1):
+        if (
+            isinstance(given, (str, Mapping))
+            or not isinstance(given, Iterable)
+            or not getattr(given, "ndim", 1)
+        ):
             raise ConfigError(f"`kinds` must be one label per sample, but is {given!r:.80}")
         labels = getattr(given, "tolist", lambda: list(given))()
         if len(labels) != num_samples:
-            raise ConfigError(f"`kinds` has {len(labels)} labels for {num_samples} lengths; give one label per sample")
+            raise ConfigError(
+                f"`kinds` has {len(labels)} labels for {num_samples} lengths; give one label per sample"
+            )
         distinct: Iterable[Any] = labels
         with suppress(TypeError):  # some label is not hashable
             distinct = dict.fromkeys(labels)
         for label in distinct:
             told_apart = False
             with suppress(TypeError, ValueError):
-                told_apart = hash(copied := deepcopy(label)) == hash(label) and bool(copied == label)  # by value
+                told_apart = hash(copied := deepcopy(label)) == hash(label) and bool(
+                    copied == label
+                )  # by value
             if not told_apart:
-                wanted = "a label that equals its own copy: a number, a text, None, or a tuple of these"
+                wanted = (
+                    "a label that equals its own copy: a number, a text, None, or a tuple of these"
+                )
                 index = next(index for index, other in enumerate(labels) if other is label)
                 raise ConfigError(f"kinds[{index}] must be {wanted}, but is {label!r:.80}")
         numbers = {label: number for number, label in enumerate(distinct)}
-        return cls(np.fromiter(map(numbers.__getitem__, labels), np.int32, num_samples), tuple(numbers) or (None,))
+        return cls(
+            np.fromiter(map(numbers.__getitem__, labels), np.int32, num_samples),
+            tuple(numbers) or (None,),
+        )
 
 
 def measure_lengths(
-    data: Any, tokenizer: Callable[..., Any] | None = None, column: str | None = None, max_length: int | None = None,
-    num_proc: int | None = None, *, length_of: Callable[[Any], Any] | None = None, progress: bool = True,
-) -> Any:  # fmt: skip
+    data: Any,
+    tokenizer: Callable[..., Any] | None = None,
+    column: str | None = None,
+    max_length: int | None = None,
+    num_proc: int | None = None,
+    *,
+    length_of: Callable[[Any], Any] | None = None,
+    progress: bool = True,
+) -> Any:
     """Measures the tokens of every sample; returns int32 (N,) in dataset order, and shows a progress bar.
 
     ``datasets`` caches the lengths of a ``datasets.Dataset``, as it caches transforms.
@@ -158,27 +195,40 @@ def measure_lengths(
     elif _is_hf_dataset(data):
         found = _measure_hf(data, tokenizer, column, max_length, num_proc)
     elif tokenizer is not None:
-        found = _measure_texts(_values(data, column), tokenizer, max_length, workers, _bar(data, "texts", progress))
+        found = _measure_texts(
+            _values(data, column), tokenizer, max_length, workers, _bar(data, "texts", progress)
+        )
     else:
-        field = (column or "input_ids") if len(data) > 0 and isinstance(next(iter(data)), Mapping) else None
+        field = (
+            (column or "input_ids")
+            if len(data) > 0 and isinstance(next(iter(data)), Mapping)
+            else None
+        )
         found = _counted(_values(data, field), _id_counts, _bar(data, "samples", progress))
     streams = as_streams(found)
     if max_length is not None:  # the limit is for text; other streams do not count tokens
-        streams = {**streams, primary(streams): np.minimum(streams[primary(streams)], np.int32(max_length))}
+        streams = {
+            **streams,
+            primary(streams): np.minimum(streams[primary(streams)], np.int32(max_length)),
+        }
     return dict(streams) if isinstance(found, Mapping) else streams[TOKENS]
 
 
 def _bar(data: Sized, unit: str, shown: bool) -> Any:
     from tqdm.auto import tqdm  # disable=None hides the bar where output is not a terminal
 
-    return tqdm(total=len(data), desc="measuring lengths", unit=f" {unit}", disable=None if shown else True)
+    return tqdm(
+        total=len(data), desc="measuring lengths", unit=f" {unit}", disable=None if shown else True
+    )
 
 
 def _values(data: Any, column: str | None) -> Iterator[Any]:
     return (sample if column is None else sample[column] for sample in data)
 
 
-def _counted(values: Iterator[Any], count: Callable[[list[Any], int], list[int]], bar: Any) -> list[int]:
+def _counted(
+    values: Iterator[Any], count: Callable[[list[Any], int], list[int]], bar: Any
+) -> list[int]:
     """Applies ``count`` to chunks of values (it also gets the index of a chunk's first value); joins the counts."""
     counts: list[int] = []
     with bar:
@@ -189,15 +239,21 @@ def _counted(values: Iterator[Any], count: Callable[[list[Any], int], list[int]]
 
 
 def _is_table(data: Any) -> bool:
-    return hasattr(data, "columns") and hasattr(data, "shape")  # tables of pandas, polars or pyarrow
+    return hasattr(data, "columns") and hasattr(
+        data, "shape"
+    )  # tables of pandas, polars or pyarrow
 
 
 def _is_hf_dataset(data: Any) -> bool:
-    datasets = sys.modules.get("datasets")  # not imported here: whoever has a Dataset has imported datasets
+    datasets = sys.modules.get(
+        "datasets"
+    )  # not imported here: whoever has a Dataset has imported datasets
     return datasets is not None and isinstance(data, datasets.Dataset)
 
 
-def _measure_texts(texts: Iterator[Any], tokenizer: Tokenizer, max_length: int | None, workers: int, bar: Any) -> Any:
+def _measure_texts(
+    texts: Iterator[Any], tokenizer: Tokenizer, max_length: int | None, workers: int, bar: Any
+) -> Any:
     if not workers:
         return _counted(texts, partial(_token_counts, tokenizer, max_length), bar)
     from datasets import Dataset
@@ -206,29 +262,56 @@ def _measure_texts(texts: Iterator[Any], tokenizer: Tokenizer, max_length: int |
     return _map_counts(Dataset.from_dict({"text": checked}), "text", tokenizer, max_length, workers)
 
 
-def _token_counts(tokenizer: Tokenizer, max_length: int | None, texts: Sequence[Any], first: int) -> list[int]:
+def _token_counts(
+    tokenizer: Tokenizer, max_length: int | None, texts: Sequence[Any], first: int
+) -> list[int]:
     checked = [check_text(text, index) for index, text in enumerate(texts, first)]
-    return [len(ids) for ids in tokenizer(checked, **shortened(max_length))["input_ids"]] if checked else []
+    return (
+        [len(ids) for ids in tokenizer(checked, **shortened(max_length))["input_ids"]]
+        if checked
+        else []
+    )
 
 
-def _measure_hf(data: Any, tokenizer: Any, column: str | None, max_length: int | None, num_proc: int | None) -> Any:
-    texts = [name for name, kind in data.features.items() if getattr(kind, "dtype", None) in ("string", "large_string")]
+def _measure_hf(
+    data: Any, tokenizer: Any, column: str | None, max_length: int | None, num_proc: int | None
+) -> Any:
+    texts = [
+        name
+        for name, kind in data.features.items()
+        if getattr(kind, "dtype", None) in ("string", "large_string")
+    ]
     if column is None and tokenizer is not None and len(texts) != 1:
-        raise ConfigError(f"the dataset has {len(texts)} text columns ({texts}); name one with `column`")
+        raise ConfigError(
+            f"the dataset has {len(texts)} text columns ({texts}); name one with `column`"
+        )
     name = column or ("input_ids" if tokenizer is None else texts[0])
     if name not in data.column_names:
         raise ConfigError(f"`column` must be one of {data.column_names}, but is {name!r}")
-    return _list_lengths(data, name) if tokenizer is None else _map_counts(data, name, tokenizer, max_length, num_proc)
+    return (
+        _list_lengths(data, name)
+        if tokenizer is None
+        else _map_counts(data, name, tokenizer, max_length, num_proc)
+    )
 
 
-def _map_counts(data: Any, column: str, tokenizer: Tokenizer, max_length: int | None, num_proc: int | None) -> Any:
+def _map_counts(
+    data: Any, column: str, tokenizer: Tokenizer, max_length: int | None, num_proc: int | None
+) -> Any:
     def count(batch: Mapping[str, Any], indices: Sequence[int]) -> dict[str, list[int]]:
         return {"length": _token_counts(tokenizer, max_length, list(batch[column]), indices[0])}
 
     # A fast tokenizer's first call changes it: call it before `datasets` takes the fingerprint by which it finds caches.
     _token_counts(tokenizer, max_length, ["a"], 0)
-    how = {"batched": True, "batch_size": TEXTS_PER_CALL, "with_indices": True, "num_proc": num_proc}
-    counted = data.select_columns([column]).map(count, remove_columns=[column], desc="measuring lengths", **how)
+    how = {
+        "batched": True,
+        "batch_size": TEXTS_PER_CALL,
+        "with_indices": True,
+        "num_proc": num_proc,
+    }
+    counted = data.select_columns([column]).map(
+        count, remove_columns=[column], desc="measuring lengths", **how
+    )
     return counted.with_format("numpy")["length"][:] if len(counted) else []
 
 
@@ -237,13 +320,23 @@ def _list_lengths(data: Any, column: str) -> NDArray[Any]:
     import pyarrow.compute as pc
 
     counts = [np.zeros(0, np.int64)]
-    for table in data.select_columns([column]).with_format("arrow").iter(batch_size=10 * TEXTS_PER_CALL):
+    for table in (
+        data.select_columns([column]).with_format("arrow").iter(batch_size=10 * TEXTS_PER_CALL)
+    ):
         ids = table.column(0)
         is_list = pa.types.is_list(ids.type) or pa.types.is_large_list(ids.type)
-        if not is_list or pa.types.is_nested(ids.type.value_type) or pa.types.is_string(ids.type.value_type):
+        if (
+            not is_list
+            or pa.types.is_nested(ids.type.value_type)
+            or pa.types.is_string(ids.type.value_type)
+        ):
             way_out = f"give a `tokenizer` for texts; {CHAT}"
-            raise ConfigError(f"column {column!r} must contain lists of token ids, but contains {ids.type}; {way_out}")
-        counts.append(pc.call_function("list_value_length", [ids]).to_numpy())  # None becomes nan, an error
+            raise ConfigError(
+                f"column {column!r} must contain lists of token ids, but contains {ids.type}; {way_out}"
+            )
+        counts.append(
+            pc.call_function("list_value_length", [ids]).to_numpy()
+        )  # None becomes nan, an error
     return np.concatenate(counts)
 
 
@@ -253,10 +346,17 @@ def count_ids(ids: Any) -> int | None:
     >>> count_ids([5, 6, 7]), count_ids(([5, 6, 7], 1)), count_ids(np.zeros((1, 7)))
     (3, None, None)
     """
-    if isinstance(ids, (str, bytes, Mapping)) or not isinstance(ids, Sized) or getattr(ids, "ndim", 1) != 1:
+    if (
+        isinstance(ids, (str, bytes, Mapping))
+        or not isinstance(ids, Sized)
+        or getattr(ids, "ndim", 1) != 1
+    ):
         return None
     ends = (ids[0], ids[-1]) if isinstance(ids, (list, tuple)) and ids else ()
-    holds_more = (isinstance(end, (str, bytes, Mapping, list, tuple)) or getattr(end, "ndim", 0) > 0 for end in ends)
+    holds_more = (
+        isinstance(end, (str, bytes, Mapping, list, tuple)) or getattr(end, "ndim", 0) > 0
+        for end in ends
+    )
     return None if any(holds_more) else len(ids)
 
 
@@ -266,7 +366,9 @@ def _id_counts(rows: Sequence[Any], first: int) -> list[int]:
         bad = counts.index(None)
         _refuse_chat(rows[bad], first + bad)
         way = f"but is {rows[bad]!r:.200}; name its `column`, give the `tokenizer` for texts, or give `length_of`"
-        raise ConfigError(f"sample {first + bad} must be one row of token ids (1-D, whole numbers), {way}")
+        raise ConfigError(
+            f"sample {first + bad} must be one row of token ids (1-D, whole numbers), {way}"
+        )
     return counts
 
 
@@ -275,7 +377,9 @@ def _measure_with(data: Any, length_of: Callable[[Any], Any], workers: int, prog
 
     found: list[Any] = []
     with _bar(data, "samples", progress) as bar:
-        for chunk in DataLoader(data, batch_size=64, num_workers=workers, collate_fn=partial(_each, length_of)):
+        for chunk in DataLoader(
+            data, batch_size=64, num_workers=workers, collate_fn=partial(_each, length_of)
+        ):
             found += chunk
             bar.update(len(chunk))
     if len(found) != len(data):
@@ -289,9 +393,17 @@ def by_stream(found: Sequence[Any], indices: Sequence[int]) -> Any:
     names = [frozenset(lengths) if isinstance(lengths, Mapping) else None for lengths in found]
     other = next((number for number, own in enumerate(names) if own != names[0]), None)
     if other is not None:
-        same = f"`length_of` must return the same streams for every sample, but returned {found[0]!r}"
-        raise ConfigError(f"{same} for sample {indices[0]}, {found[other]!r} for sample {indices[other]}")
-    return {name: [lengths[name] for lengths in found] for name in found[0]} if {*names} - {None} else found
+        same = (
+            f"`length_of` must return the same streams for every sample, but returned {found[0]!r}"
+        )
+        raise ConfigError(
+            f"{same} for sample {indices[0]}, {found[other]!r} for sample {indices[other]}"
+        )
+    return (
+        {name: [lengths[name] for lengths in found] for name in found[0]}
+        if {*names} - {None}
+        else found
+    )
 
 
 @sendable(lambda: "length_of failed")
@@ -313,7 +425,9 @@ def by_position(values: Any, name: str = "texts", column: str | None = None) -> 
     whole = isinstance(values, (str, bytes, Mapping)) or _is_table(values) or _is_hf_dataset(values)
     if whole or not isinstance(values, Sized):
         given = f"a whole {type(values).__name__}"
-        raise ConfigError(f"`{name}` must be a list or one column, but is {given}; for a stream use OnlineDataLoader")
+        raise ConfigError(
+            f"`{name}` must be a list or one column, but is {given}; for a stream use OnlineDataLoader"
+        )
     if hasattr(values, "to_pylist"):  # a pyarrow column
         return values.to_pylist()  # pyright: ignore[reportAttributeAccessIssue]
     is_indexed = hasattr(values, "__getitem__") and not hasattr(values, "iloc")
@@ -324,33 +438,49 @@ def check_text(text: Any, index: int) -> str:
     """Returns ``text`` if a tokenizer can read it: a str without lone surrogates, which UTF-8 cannot encode."""
     _refuse_chat(text, index)
     if not isinstance(text, str):
-        raise ConfigError(f"text {index} must be a string, but is {text!r:.200}; correct or filter out that sample")
+        raise ConfigError(
+            f"text {index} must be a string, but is {text!r:.200}; correct or filter out that sample"
+        )
     try:
         text.encode()
     except UnicodeEncodeError as error:
         way_out = "correct or filter out that sample, e.g. text.encode('utf-8', 'replace').decode()"
-        raise ConfigError(f"text {index} has a lone surrogate at character {error.start}; {way_out}") from None
+        raise ConfigError(
+            f"text {index} has a lone surrogate at character {error.start}; {way_out}"
+        ) from None
     return text
 
 
 def _refuse_chat(value: Any, index: int) -> None:
     if isinstance(value, (list, tuple)) and len(value) > 0 and isinstance(value[0], Mapping):
-        raise ConfigError(f"sample {index} must be a text or token ids, but is a chat ({value!r:.100}); {CHAT}")
+        raise ConfigError(
+            f"sample {index} must be a text or token ids, but is a chat ({value!r:.100}); {CHAT}"
+        )
 
 
 def begun_once(tokenizer: Any, texts: Sequence[Any]) -> Tokenizer:
     """Returns the tokenizer; if all texts already start with its BOS token, set to add no special tokens."""
     first, number = getattr(tokenizer, "bos_token", None), getattr(tokenizer, "bos_token_id", None)
-    begun = bool(first) and len(texts) > 0 and all(isinstance(text, str) and text.startswith(first) for text in texts)
+    begun = (
+        bool(first)
+        and len(texts) > 0
+        and all(isinstance(text, str) and text.startswith(first) for text in texts)
+    )
     twice = begun and tokenizer([first])["input_ids"][0][:2] == [number] * 2
     return partial(tokenizer, add_special_tokens=False) if twice else tokenizer
 
 
-def padded(tokens: Callable[..., Any], texts: Sequence[str], max_length: int | None, **how: Any) -> dict[str, Any]:
+def padded(
+    tokens: Callable[..., Any], texts: Sequence[str], max_length: int | None, **how: Any
+) -> dict[str, Any]:
     """Returns padded ``input_ids`` and ``attention_mask``, int64 (num_samples, longest). ``how``: passed to ``pad``."""
     encoded = tokens(list(texts), **shortened(max_length))
     # Texts without any token are padded to one position, because an embedding refuses the dtype of an empty tensor.
-    width: Any = {"padding": "longest"} if any(encoded["input_ids"]) else {"padding": "max_length", "max_length": 1}
+    width: Any = (
+        {"padding": "longest"}
+        if any(encoded["input_ids"])
+        else {"padding": "max_length", "max_length": 1}
+    )
     wanted = {name: encoded[name] for name in ("input_ids", "attention_mask")}
     tokenizer: Any = getattr(tokens, "func", tokens)
     return dict(tokenizer.pad(wanted, **width, **how, return_tensors="pt"))

@@ -15,8 +15,18 @@ from numpy.typing import ArrayLike, NDArray
 
 from dynagroup.errors import ConfigError
 
-__all__ = ["TARGET", "TOKENS", "BatchShape", "IntArray", "Streams", "largest_within", "primary", "round_up", "target_tokens",
-           "units_of"]  # fmt: skip
+__all__ = [
+    "TARGET",
+    "TOKENS",
+    "BatchShape",
+    "IntArray",
+    "Streams",
+    "largest_within",
+    "primary",
+    "round_up",
+    "target_tokens",
+    "units_of",
+]
 
 TOKENS, TARGET = "tokens", "target"
 
@@ -33,7 +43,9 @@ def primary(streams: Iterable[str]) -> str:
 def check_names(named: Mapping[str, Any]) -> None:
     """Raises ConfigError unless ``named`` maps stream names (str) to lengths."""
     if not named or not all(isinstance(name, str) for name in named):
-        raise ConfigError(f"`lengths` must be one number per sample, or a dict by stream name, but has {list(named)}")
+        raise ConfigError(
+            f"`lengths` must be one number per sample, or a dict by stream name, but has {list(named)}"
+        )
 
 
 def units_of(lengths: Streams, sample: int) -> str:
@@ -56,7 +68,9 @@ def round_up(values: IntArray, multiple: int) -> IntArray:
     return values if multiple == 1 else -(-values // multiple) * multiple
 
 
-def largest_within(fits: Callable[[IntArray], NDArray[np.bool_]], size: int, most: int | IntArray = 2**40) -> IntArray:
+def largest_within(
+    fits: Callable[[IntArray], NDArray[np.bool_]], size: int, most: int | IntArray = 2**40
+) -> IntArray:
     """Returns the largest count (up to ``most``) that fits, for each of ``size`` questions: int64 (size,). 0: none.
 
     Bisects ``fits``, a monotone function of one count per question, with at most 41 calls.
@@ -95,7 +109,9 @@ class BatchShape:
         """Makes shapes from numbers or arrays, which are broadcast; those without a name are the stream ``tokens``.
         Without ``total``, every sample of a batch counts as long as the longest."""
         count, longest_by = np.asarray(num_samples, dtype=np.int64), _by_stream(longest)
-        total_by = {k: count * v for k, v in longest_by.items()} if total is None else _by_stream(total)
+        total_by = (
+            {k: count * v for k, v in longest_by.items()} if total is None else _by_stream(total)
+        )
         size = np.broadcast_shapes((1,), np.shape(count), *map(np.shape, longest_by.values()))
         spread = lambda streams: {name: np.broadcast_to(v, size) for name, v in streams.items()}  # noqa: E731
         return cls(np.broadcast_to(count, size), spread(longest_by), spread(total_by))
@@ -105,7 +121,11 @@ class BatchShape:
         """Returns the shape (K = 1) of the batch that consists of exactly these samples."""
         count = len(next(iter(lengths.values())))
         longest = {name: int(values.max(initial=0)) for name, values in lengths.items()}
-        return cls.of(count, longest, {name: int(values.sum(dtype=np.int64)) for name, values in lengths.items()})
+        return cls.of(
+            count,
+            longest,
+            {name: int(values.sum(dtype=np.int64)) for name, values in lengths.items()},
+        )
 
     def __len__(self) -> int:
         return len(self.num_samples)
@@ -126,7 +146,11 @@ def target_tokens(shape: BatchShape) -> IntArray:
     """
     first = primary(shape.longest)
     others = [values for name, values in shape.longest.items() if name != first]
-    return shape.longest.get(TARGET, shape.longest[first]) if TARGET in shape.longest or not others else np.sum(others, axis=0)
+    return (
+        shape.longest.get(TARGET, shape.longest[first])
+        if TARGET in shape.longest or not others
+        else np.sum(others, axis=0)
+    )
 
 
 def _by_stream(value: Units) -> dict[str, IntArray]:

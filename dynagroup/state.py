@@ -25,7 +25,9 @@ def listed(states: Any) -> list[Any]:
     """Returns one state, or a list of all ranks' states, as a list. StateError: ``states`` is neither."""
     found = [states] if isinstance(states, Mapping) else states
     if not isinstance(found, (list, tuple)) or not found:
-        raise StateError(f"expected one saved state, or the list of all ranks' states, but got {states!r:.80}")
+        raise StateError(
+            f"expected one saved state, or the list of all ranks' states, but got {states!r:.80}"
+        )
     return list(found)
 
 
@@ -34,27 +36,49 @@ def opened(states: Any, kind: str, identity: Mapping[str, Any]) -> list[Mapping[
     damaged, or has another kind, version or run; the message gives saved and current values."""
     found = listed(states)
     for state in found:
-        if not isinstance(state, Mapping) or not state.keys() >= {"kind", "version", "identity", "seal"}:
+        if not isinstance(state, Mapping) or not state.keys() >= {
+            "kind",
+            "version",
+            "identity",
+            "seal",
+        }:
             raise StateError(f"expected a saved state of {kind}, but got {state!r:.80}")
         if state["kind"] != kind:
-            raise StateError(f"expected a saved state of {kind}, but got one of {state['kind']!r}; load the right one")
+            raise StateError(
+                f"expected a saved state of {kind}, but got one of {state['kind']!r}; load the right one"
+            )
         if state["version"] != VERSION:
-            raise StateError(f"the state has version {state['version']!r}, but dynagroup reads {VERSION}; load another")
+            raise StateError(
+                f"the state has version {state['version']!r}, but dynagroup reads {VERSION}; load another"
+            )
         if state["seal"] != seal_of(state):
-            raise StateError("the state is damaged: its content does not match its checksum; load an earlier one")
+            raise StateError(
+                "the state is damaged: its content does not match its checksum; load an earlier one"
+            )
         theirs, missing = state["identity"], object()
-        names = [k for k in {*theirs, *identity} if theirs.get(k, missing) != identity.get(k, missing)]
+        names = [
+            k for k in {*theirs, *identity} if theirs.get(k, missing) != identity.get(k, missing)
+        ]
         if names:
-            told = [f"{k} was {theirs.get(k)!r} then, is {identity.get(k)!r} now" for k in sorted(names, key=str)]
-            raise StateError(f"the state was saved by a run with other data or settings: {'; '.join(told)}")
+            told = [
+                f"{k} was {theirs.get(k)!r} then, is {identity.get(k)!r} now"
+                for k in sorted(names, key=str)
+            ]
+            raise StateError(
+                f"the state was saved by a run with other data or settings: {'; '.join(told)}"
+            )
     return found
 
 
-def agreed(states: Sequence[Mapping[str, Any]], *, besides: Sequence[str] = ("learned",)) -> Mapping[str, Any]:
+def agreed(
+    states: Sequence[Mapping[str, Any]], *, besides: Sequence[str] = ("learned",)
+) -> Mapping[str, Any]:
     """Returns the first rank's state. StateError: the states differ in fields not in ``besides``, so in their steps."""
     own = dict.fromkeys((*besides, "seal"))
     if any({**other, **own} != {**states[0], **own} for other in states[1:]):
-        raise StateError("the ranks saved their states after different steps; load states of one and the same step")
+        raise StateError(
+            "the ranks saved their states after different steps; load states of one and the same step"
+        )
     return states[0]
 
 
@@ -62,6 +86,14 @@ def seal_of(state: Mapping[str, Any]) -> str:
     """Returns a checksum of a state. Values that JSON cannot store (such as a dataset's own state) enter by their type.
     The checksum detects states that were cut off, mixed or edited by accident, not forged ones."""
     try:
-        return hashed(json.dumps({**state, "seal": None}, sort_keys=True, default=lambda value: type(value).__name__))
-    except (TypeError, ValueError, RecursionError):  # keys of several types, or a list that contains itself
+        return hashed(
+            json.dumps(
+                {**state, "seal": None}, sort_keys=True, default=lambda value: type(value).__name__
+            )
+        )
+    except (
+        TypeError,
+        ValueError,
+        RecursionError,
+    ):  # keys of several types, or a list that contains itself
         return "none"

@@ -23,7 +23,9 @@ T = TypeVar("T")
 class ThreadWorld:
     """The ``World`` of a rank that is a thread of :func:`run_ranks`; ranks exchange vectors in a shared list."""
 
-    def __init__(self, rank: int, size: int, barrier: threading.Barrier, vectors: list[Any]) -> None:
+    def __init__(
+        self, rank: int, size: int, barrier: threading.Barrier, vectors: list[Any]
+    ) -> None:
         self.rank, self.size, self.num_exchanges = rank, size, 0
         self._barrier, self._vectors = barrier, vectors
 
@@ -40,15 +42,23 @@ class ThreadWorld:
             self._barrier.wait()
             gathered = list(self._vectors)
         except threading.BrokenBarrierError as error:
-            raise AlignmentError(f"rank {self.rank} of {self.size} waited for a rank that has stopped") from error
-        with suppress(threading.BrokenBarrierError):  # a rank failed after this exchange: the next exchange raises
+            raise AlignmentError(
+                f"rank {self.rank} of {self.size} waited for a rank that has stopped"
+            ) from error
+        with suppress(
+            threading.BrokenBarrierError
+        ):  # a rank failed after this exchange: the next exchange raises
             self._barrier.wait()
         if len({len(vector) for vector in gathered}) > 1:
-            raise AlignmentError(f"ranks must exchange vectors of equal length, but have {[len(v) for v in gathered]}")
+            raise AlignmentError(
+                f"ranks must exchange vectors of equal length, but have {[len(v) for v in gathered]}"
+            )
         return combine.reduce(gathered).tolist()
 
 
-def run_ranks(size: int, function: Callable[[ThreadWorld], T], *, timeout_s: float = 300.0) -> list[T]:
+def run_ranks(
+    size: int, function: Callable[[ThreadWorld], T], *, timeout_s: float = 300.0
+) -> list[T]:
     """Runs ``function`` on ``size`` ranks at the same time; returns the list of their results.
 
     If a rank raises an error, the other ranks get AlignmentError, and the first rank's error is raised here.
@@ -62,7 +72,7 @@ def run_ranks(size: int, function: Callable[[ThreadWorld], T], *, timeout_s: flo
     def run(rank: int) -> None:
         try:
             results[rank] = function(ThreadWorld(rank, size, barrier, vectors))
-        except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
+        except BaseException as error:
             errors.append(error)
             barrier.abort()
 
@@ -81,10 +91,17 @@ def assert_conserves(batches: Iterable[Iterable[int]], expected: Iterable[int]) 
 
     >>> assert_conserves([[0, 2], [1]], range(3))
     """
-    found, wanted = Counter(int(i) for i in chain.from_iterable(batches)), Counter(int(i) for i in expected)
+    found, wanted = (
+        Counter(int(i) for i in chain.from_iterable(batches)),
+        Counter(int(i) for i in expected),
+    )
     lost, extra = wanted - found, found - wanted
-    assert not lost, f"{lost.total()} samples are missing from the batches, the first are {sorted(lost)[:10]}"
-    assert not extra, f"{extra.total()} samples are repeated or unexpected, the first are {sorted(extra)[:10]}"
+    assert not lost, (
+        f"{lost.total()} samples are missing from the batches, the first are {sorted(lost)[:10]}"
+    )
+    assert not extra, (
+        f"{extra.total()} samples are repeated or unexpected, the first are {sorted(extra)[:10]}"
+    )
 
 
 def assert_budget_law(budget: Budget, lengths: Streams, *, num_shapes: int = 2000) -> None:
@@ -99,27 +116,49 @@ def assert_budget_law(budget: Budget, lengths: Streams, *, num_shapes: int = 200
     >>> assert_budget_law(TokenBudget(64), {"tokens": np.arange(50, dtype=np.int32)})
     """
     bound, rng = budget.bind(lengths), np.random.default_rng(0)
-    count = np.minimum(rng.geometric(0.5 ** rng.integers(0, 12, num_shapes)), 1 << 20).astype(np.int64)
-    longest = {name: rng.choice(values, num_shapes).astype(np.int64) for name, values in lengths.items()}
-    total = {name: (v + (count - 1) * v * rng.random(num_shapes)).astype(np.int64) for name, v in longest.items()}
-    more = {name: rng.integers(0, 1 + 2 * int(values.max(initial=1)), num_shapes) for name, values in lengths.items()}
+    count = np.minimum(rng.geometric(0.5 ** rng.integers(0, 12, num_shapes)), 1 << 20).astype(
+        np.int64
+    )
+    longest = {
+        name: rng.choice(values, num_shapes).astype(np.int64) for name, values in lengths.items()
+    }
+    total = {
+        name: (v + (count - 1) * v * rng.random(num_shapes)).astype(np.int64)
+        for name, v in longest.items()
+    }
+    more = {
+        name: rng.integers(0, 1 + 2 * int(values.max(initial=1)), num_shapes)
+        for name, values in lengths.items()
+    }
     grown = {name: total[name] + units for name, units in more.items()}
     fits = fits_of(bound, BatchShape(count, longest, total))
     for larger, what in (
-        (BatchShape(count + 1, {k: np.maximum(v, more[k]) for k, v in longest.items()}, grown), "a sample was added"),
-        (BatchShape(count, {k: v + more[k] for k, v in longest.items()}, grown), "the longest sample grew"),
+        (
+            BatchShape(count + 1, {k: np.maximum(v, more[k]) for k, v in longest.items()}, grown),
+            "a sample was added",
+        ),
+        (
+            BatchShape(count, {k: v + more[k] for k, v in longest.items()}, grown),
+            "the longest sample grew",
+        ),
     ):
         for k in np.flatnonzero(~fits & fits_of(bound, larger))[:1]:
-            before, units = ({name: int(v[k]) for name, v in found.items()} for found in (longest, more))
+            before, units = (
+                {name: int(v[k]) for name, v in found.items()} for found in (longest, more)
+            )
             shape = f"{count[k]} samples with longest {before}"
-            raise AssertionError(f"{bound.fingerprint} refuses {shape}, but accepts the batch after {what}: {units}")
+            raise AssertionError(
+                f"{bound.fingerprint} refuses {shape}, but accepts the batch after {what}: {units}"
+            )
     tokens = longest[primary(longest)]
     table = largest_of(bound, tokens) if len(lengths) == 1 else None
     if table is not None:
         most = np.minimum(table, UNLIMITED)
         fitting = bound.fits(BatchShape.of(np.maximum(most, 1), tokens)) == (most >= 1)
         for k in np.flatnonzero(~fitting | bound.fits(BatchShape.of(most + 1, tokens)))[:1]:
-            raise AssertionError(f"`largest` allows {table[k]} samples of {tokens[k]} tokens, but `fits` disagrees")
+            raise AssertionError(
+                f"`largest` allows {table[k]} samples of {tokens[k]} tokens, but `fits` disagrees"
+            )
 
 
 @dataclass
@@ -142,13 +181,17 @@ class Allocator:
         self.claims.append(size)
         if size > self.limit:
             self.failures.append(size)
-            raise torch.OutOfMemoryError(f"simulated out of memory: a batch of {size} tokens; {self.limit} fit")
+            raise torch.OutOfMemoryError(
+                f"simulated out of memory: a batch of {size} tokens; {self.limit} fit"
+            )
 
     def in_forward(self, module: torch.nn.Module) -> Callable[[], None]:
         """Makes every call of ``module`` claim its inputs' padded tokens; returns a function that stops this."""
 
         def hook(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor) and v.ndim > 1]
+            tensors = [
+                v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor) and v.ndim > 1
+            ]
             self.claim(max(tensor.shape[0] * tensor.shape[1] for tensor in tensors))
 
         return module.register_forward_pre_hook(hook, with_kwargs=True).remove

@@ -13,7 +13,15 @@ from torch.utils.data import DataLoader, Dataset
 from dynagroup.budget.base import Budget
 from dynagroup.budget.tokens import as_budget
 from dynagroup.errors import ConfigError
-from dynagroup.lengths import begun_once, by_position, check_text, limit_of, measure_lengths, padded, shortened
+from dynagroup.lengths import (
+    begun_once,
+    by_position,
+    check_text,
+    limit_of,
+    measure_lengths,
+    padded,
+    shortened,
+)
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.plan.static_shapes import few_shapes
 from dynagroup.update.filling import FillingCollator
@@ -24,10 +32,17 @@ IGNORED = -100  # the label that torch.nn.functional.cross_entropy ignores by de
 
 
 def text_dataloader(
-    texts: Sequence[str], tokenizer: Callable[..., Any], budget: Budget | int, *,
-    max_length: int | None = None, labels: bool = False, lengths: ArrayLike | Mapping[str, ArrayLike] | None = None,
-    shuffle: bool = False, shapes: int | None = None, **options: Any,
-) -> DataLoader[str]:  # fmt: skip
+    texts: Sequence[str],
+    tokenizer: Callable[..., Any],
+    budget: Budget | int,
+    *,
+    max_length: int | None = None,
+    labels: bool = False,
+    lengths: ArrayLike | Mapping[str, ArrayLike] | None = None,
+    shuffle: bool = False,
+    shapes: int | None = None,
+    **options: Any,
+) -> DataLoader[str]:
     """Returns a PyTorch ``DataLoader`` of tokenized batches that fit ``budget``, after measuring all texts.
 
     Args:
@@ -53,18 +68,29 @@ def text_dataloader(
     """
     budget, pad_id = as_budget(budget), getattr(tokenizer, "pad_token_id", None)
     if pad_id is None:
-        raise ConfigError("`tokenizer` has no padding token; set one, e.g. tokenizer.pad_token = tokenizer.eos_token")
+        raise ConfigError(
+            "`tokenizer` has no padding token; set one, e.g. tokenizer.pad_token = tokenizer.eos_token"
+        )
     texts, max_length = by_position(texts), limit_of(max_length)
     tokens = begun_once(tokenizer, texts)
-    known: Any = measure_lengths(texts, tokens, max_length=max_length) if lengths is None else lengths
+    known: Any = (
+        measure_lengths(texts, tokens, max_length=max_length) if lengths is None else lengths
+    )
     window = options.get("window") or (None if shuffle else len(texts))
     update, grouping, work = map(options.get, ("samples_per_update", "grouping", "work"))
     budget = few_shapes(shapes, known, budget, update, window, grouping, work)
-    how = {name: options.pop(name) for name in options.keys() & inspect.signature(LengthAwareBatchSampler).parameters}
+    how = {
+        name: options.pop(name)
+        for name in options.keys() & inspect.signature(LengthAwareBatchSampler).parameters
+    }
     sampler = LengthAwareBatchSampler(known, budget, shuffle=shuffle, **how)
     kind = PackingCollator if budget.layout == "packed" else TokenizingCollator
     made = kind(tokens, max_length, budget.pad_to_multiple_of, labels)
-    collate: Any = made if budget.ladder is None else FillingCollator(made, budget.ladder, {"input_ids": pad_id})
+    collate: Any = (
+        made
+        if budget.ladder is None
+        else FillingCollator(made, budget.ladder, {"input_ids": pad_id})
+    )
     ours: dict[str, Any] = {"batch_sampler": sampler, "collate_fn": collate}
     return DataLoader(_Texts(texts), **ours, **checked_kwargs(options, **ours))
 
@@ -72,8 +98,15 @@ def text_dataloader(
 class TokenizingCollator:
     """Collates texts to padded ``input_ids``, ``attention_mask`` (and ``labels``), int64 (num_samples, longest)."""
 
-    def __init__(self, tokens: Callable[..., Any], max_length: int | None, multiple: int, labels: bool) -> None:
-        self._tokens, self._max_length, self._multiple, self._labels = tokens, max_length, multiple, labels
+    def __init__(
+        self, tokens: Callable[..., Any], max_length: int | None, multiple: int, labels: bool
+    ) -> None:
+        self._tokens, self._max_length, self._multiple, self._labels = (
+            tokens,
+            max_length,
+            multiple,
+            labels,
+        )
 
     @sendable(lambda: "the tokenizer failed")
     def __call__(self, texts: Sequence[str]) -> dict[str, torch.Tensor]:
@@ -93,7 +126,9 @@ class PackingCollator(TokenizingCollator):
 
         tokenizer: Any = getattr(self._tokens, "func", self._tokens)
         encoded = self._tokens(list(texts), **shortened(self._max_length))["input_ids"]
-        rows = [{"input_ids": ids} for ids in encoded if ids] or [{"input_ids": [tokenizer.pad_token_id]}]
+        rows = [{"input_ids": ids} for ids in encoded if ids] or [
+            {"input_ids": [tokenizer.pad_token_id]}
+        ]
         batch: dict[str, Any] = DataCollatorWithFlattening(return_flash_attn_kwargs=True)(rows)
         if not self._labels:
             del batch["labels"]
@@ -108,5 +143,7 @@ class _Texts(Dataset[str]):
         return len(self._texts)
 
     def __getitem__(self, index: int) -> str:
-        with sendable(lambda: f"text {index} failed"):  # measure_lengths checks texts, but `lengths` may be the user's
+        with sendable(
+            lambda: f"text {index} failed"
+        ):  # measure_lengths checks texts, but `lengths` may be the user's
             return check_text(self._texts[index], index)

@@ -28,7 +28,9 @@ def warn_user(message: str) -> None:
 
 
 @contextmanager
-def explained(what: str, *passed: type[BaseException], way_out: str = "", kind: Any = ConfigError) -> Iterator[None]:
+def explained(
+    what: str, *passed: type[BaseException], way_out: str = "", kind: Any = ConfigError
+) -> Iterator[None]:
     """Context manager that turns errors into ``kind`` with the text ``what``, except errors of the types ``passed``."""
     try:
         yield
@@ -39,7 +41,7 @@ def explained(what: str, *passed: type[BaseException], way_out: str = "", kind: 
         raise kind(f"{what} ({reason}){way_out}") from error
 
 
-class sendable(ContextDecorator):  # noqa: N801
+class sendable(ContextDecorator):
     """Context manager for the user's code in a worker. Errors that torch cannot send to the main process, which would
     wait for them without end, or takes for the end of the data (StopIteration), become RuntimeErrors that begin with
     ``what()``; ``always``: all but ConfigErrors do."""
@@ -54,7 +56,9 @@ class sendable(ContextDecorator):  # noqa: N801
             return
         from torch.utils.data import get_worker_info  # heavy
 
-        renamed = isinstance(error, StopIteration) or (self._always and not isinstance(error, ConfigError))
+        renamed = isinstance(error, StopIteration) or (
+            self._always and not isinstance(error, ConfigError)
+        )
         if renamed or not (get_worker_info() is None or _arrives(type(error))):
             raise RuntimeError(f"{self._what()}: {type(error).__name__}: {error}") from error
 
@@ -71,9 +75,17 @@ def fetch(dataset: Any, indices: Sequence[int], *, always: bool = False) -> Any:
     the dataset returned too few or too many. ``always``: also reads samples that are not in a list."""
     together, asked = getattr(dataset, "__getitems__", None), [*indices]
     with sendable(lambda: f"dataset samples {shorten(asked)} failed", always=always):
-        samples = together(asked) if together is not None else [dataset[(asked := [index])[0]] for index in indices]
+        samples = (
+            together(asked)
+            if together is not None
+            else [dataset[(asked := [index])[0]] for index in indices]
+        )
         samples = [*samples] if always or isinstance(samples, Iterator) else samples
-    if hasattr(samples, "__len__") and not hasattr(samples, "keys") and len(samples) != len(indices):  # keys: of columns
+    if (
+        hasattr(samples, "__len__")
+        and not hasattr(samples, "keys")
+        and len(samples) != len(indices)
+    ):  # keys: of columns
         found = f"the dataset's __getitems__ returned {len(samples)} samples for the indices {shorten(indices)}"
         raise RuntimeError(f"{found}; it must return one sample per index, in order")
     return samples
@@ -88,7 +100,9 @@ def shorten(indices: Sequence[int], most: int = 16) -> str:
     return f"[{shown}]" if len(indices) <= most else f"[{shown}, ... {len(indices)} in all]"
 
 
-def check_int(name: str, value: Any, *, least: int = 1, most: int = LARGEST, where: str = "") -> int:
+def check_int(
+    name: str, value: Any, *, least: int = 1, most: int = LARGEST, where: str = ""
+) -> int:
     """Returns ``value`` as a Python int, which JSON can save. ConfigError: not an int from ``least`` to ``most``."""
     is_int = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
     if not is_int or not least <= value <= most:
@@ -115,10 +129,14 @@ def check_collating(collate_fn: Any, pad: Any) -> None:
     """Checks a loader's ``collate_fn`` and ``pad``. ConfigError: neither None nor a function, nor (``pad``) a dict."""
     check_function("collate_fn", collate_fn, "from samples to a batch")
     if not (pad is None or callable(pad) or isinstance(pad, Mapping)):
-        raise ConfigError(f"`pad` must be a dict from field to padding value, or a function, but is {pad!r}")
+        raise ConfigError(
+            f"`pad` must be a dict from field to padding value, or a function, but is {pad!r}"
+        )
 
 
-def check_number(name: str, value: Any, *, most: float = math.inf, or_zero: bool = False, finite: bool = True) -> float:
+def check_number(
+    name: str, value: Any, *, most: float = math.inf, or_zero: bool = False, finite: bool = True
+) -> float:
     """Returns ``value`` as a float greater than 0 and at most ``most``. ``or_zero``: 0 is allowed too; ``finite``: False
     allows infinity. ConfigError: ``value`` is no such number."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
@@ -135,12 +153,18 @@ def check_names(where: str, given: Iterable[str], known: Collection[str]) -> Non
     """Raises ConfigError if a name is not in ``known``, and suggests the most similar known name."""
     for name in given:
         if name not in known:
-            close = [f"; did you mean `{other}`?" for other in difflib.get_close_matches(name, known, 1)]
+            close = [
+                f"; did you mean `{other}`?" for other in difflib.get_close_matches(name, known, 1)
+            ]
             raise ConfigError("".join([f"{where} has no option `{name}`", *close]))
 
 
 def check_choice(name: str, value: Any, choices: Sequence[Any]) -> Any:
     """Returns ``value`` if it equals one of ``choices`` and has the same type, else raises ConfigError."""
-    if not any(value is choice or (type(value) is type(choice) and value == choice) for choice in choices):
-        raise ConfigError(f"`{name}` must be one of {', '.join(map(repr, choices))}, but is {value!r}")
+    if not any(
+        value is choice or (type(value) is type(choice) and value == choice) for choice in choices
+    ):
+        raise ConfigError(
+            f"`{name}` must be one of {', '.join(map(repr, choices))}, but is {value!r}"
+        )
     return value

@@ -55,10 +55,15 @@ def main(folder: Path, pretended: float = float("inf")) -> dict[str, Any]:
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     budget = LearningBudget(TokenBudget(256))
-    how: dict[str, Any] = {"samples_per_update": 32, "weigh": lambda ids: float(ids[:, 1:].ne(0).sum())}
+    how: dict[str, Any] = {
+        "samples_per_update": 32,
+        "weigh": lambda ids: float(ids[:, 1:].ne(0).sum()),
+    }
     loader = PlannedDataLoader(ROWS, [len(row) for row in ROWS], budget, collate_fn=collate, **how)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model: Any = fully_shard(torch.nn.Sequential(torch.nn.Embedding(VOCAB, 16), torch.nn.Linear(16, VOCAB)).to(device))
+    model: Any = fully_shard(
+        torch.nn.Sequential(torch.nn.Embedding(VOCAB, 16), torch.nn.Linear(16, VOCAB)).to(device)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     if (folder / "last.json").exists():
         restored(folder, model, optimizer, loader)
@@ -72,10 +77,14 @@ def main(folder: Path, pretended: float = float("inf")) -> dict[str, Any]:
             ids = step.batch.to(device)
             model.set_requires_gradient_sync(step.ends_update)
             try:
-                loss = torch.nn.functional.cross_entropy(model(ids)[:, :-1].transpose(1, 2), ids[:, 1:], ignore_index=0)
+                loss = torch.nn.functional.cross_entropy(
+                    model(ids)[:, :-1].transpose(1, 2), ids[:, 1:], ignore_index=0
+                )
                 (loss * step.loss_scale).backward()
             except torch.OutOfMemoryError:
-                (folder / f"failed-{loader.cursor.update}-{dist.get_rank()}.json").write_text(json.dumps([*ids.shape]))
+                (folder / f"failed-{loader.cursor.update}-{dist.get_rank()}.json").write_text(
+                    json.dumps([*ids.shape])
+                )
                 raise
             seen += [] if step.idle else step.indices
             if step.ends_update:

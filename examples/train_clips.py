@@ -19,7 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dynagroup import PlannedDataLoader, TokenBudget
 
-BUCKETS = [(frames, 8 * high, 8 * wide) for frames in (2, 8) for high, wide in ((2, 2), (1, 3), (3, 1))]
+BUCKETS = [
+    (frames, 8 * high, 8 * wide) for frames in (2, 8) for high, wide in ((2, 2), (1, 3), (3, 1))
+]
 COUNT, MOST_PIXELS = 96, 12_000
 
 
@@ -40,7 +42,9 @@ class Clips(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         shape, left = self.shape(index), index // 3 % 2
-        when, _, where = torch.meshgrid(*(torch.linspace(0, 1, side) for side in shape), indexing="ij")
+        when, _, where = torch.meshgrid(
+            *(torch.linspace(0, 1, side) for side in shape), indexing="ij"
+        )
         clip = torch.exp(-50 * (where - (1 - when if left else when)) ** 2)
         return nn.functional.interpolate(clip[None, None], bucket_of(shape))[0], left
 
@@ -74,7 +78,9 @@ def main(epochs: int = 3) -> tuple[list[float], list[tuple[int, ...]]]:
             total = torch.zeros(())
             for step in update:
                 pixels, left = step.batch
-                with contextlib.nullcontext() if step.ends_update or not several else model.no_sync():
+                with (
+                    contextlib.nullcontext() if step.ends_update or not several else model.no_sync()
+                ):
                     loss = nn.functional.cross_entropy(model(pixels), left) * step.loss_scale
                     loss.backward()
                 total += loss.detach()

@@ -38,7 +38,9 @@ def main() -> None:
         collate_fn=collate,
         weigh=predicted_tokens,
     )
-    model = torch.nn.Sequential(torch.nn.Embedding(VOCAB, 16), torch.nn.Linear(16, VOCAB)).to(device)
+    model = torch.nn.Sequential(torch.nn.Embedding(VOCAB, 16), torch.nn.Linear(16, VOCAB)).to(
+        device
+    )
     sharded = fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
@@ -50,7 +52,9 @@ def main() -> None:
                 ids = step.batch.to(device)
                 sharded.set_requires_gradient_sync(step.ends_update)
                 logits = model(ids[:, :-1])
-                loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], ignore_index=0)
+                loss = torch.nn.functional.cross_entropy(
+                    logits.transpose(1, 2), ids[:, 1:], ignore_index=0
+                )
                 (loss * step.loss_scale).backward()
                 total += loss.detach() * step.loss_scale
             optimizer.step()

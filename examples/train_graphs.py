@@ -20,20 +20,32 @@ def graph(number: int) -> Data:
     ring = torch.arange(nodes)
     edges = torch.stack([ring, (ring + 1) % nodes])
     if chords:
-        edges = torch.cat([edges, *(torch.stack([ring, (ring + hop) % nodes]) for hop in range(2, 8))], dim=1)
+        edges = torch.cat(
+            [edges, *(torch.stack([ring, (ring + hop) % nodes]) for hop in range(2, 8))], dim=1
+        )
     features = torch.stack([torch.sin(ring + number), torch.full((nodes,), 0.1)], dim=1)
-    return Data(x=features, edge_index=torch.cat([edges, edges.flip(0)], dim=1), y=torch.tensor([int(chords)]))
+    return Data(
+        x=features,
+        edge_index=torch.cat([edges, edges.flip(0)], dim=1),
+        y=torch.tensor([int(chords)]),
+    )
 
 
 class GraphNet(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.head = GraphConv(2, 16), GraphConv(16, 16), torch.nn.Linear(16, 2)
+        self.first, self.second, self.head = (
+            GraphConv(2, 16),
+            GraphConv(16, 16),
+            torch.nn.Linear(16, 2),
+        )
 
     def forward(self, batch: Batch) -> torch.Tensor:
         hidden = self.first(batch.x, batch.edge_index).relu()
         hidden = self.second(hidden, batch.edge_index).relu()
-        return torch.nn.functional.cross_entropy(self.head(global_mean_pool(hidden, batch.batch)), batch.y)
+        return torch.nn.functional.cross_entropy(
+            self.head(global_mean_pool(hidden, batch.batch)), batch.y
+        )
 
 
 def main(epochs: int = 3) -> tuple[list[float], list[tuple[int, int]]]:

@@ -63,8 +63,12 @@ def collate(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         "input_ids": ids,
         "attention_mask": ids.ne(PAD).long(),
         "mm_token_type_ids": ids.eq(IMAGE).long(),
-        "labels": torch.tensor([s["labels"] + [-100] * (width - len(s["labels"])) for s in samples]),
-        "pixel_values": torch.cat([s["pixel_values"] for s in samples]),  # patches of all samples, no padding
+        "labels": torch.tensor(
+            [s["labels"] + [-100] * (width - len(s["labels"])) for s in samples]
+        ),
+        "pixel_values": torch.cat(
+            [s["pixel_values"] for s in samples]
+        ),  # patches of all samples, no padding
         "image_grid_thw": torch.cat([s["image_grid_thw"] for s in samples]),
     }
 
@@ -72,15 +76,30 @@ def collate(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 def model() -> Qwen2VLForConditionalGeneration:
     torch.manual_seed(0)
     text = {
-        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": None, "eos_token_id": None,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]},
-    }  # fmt: skip
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [1, 1, 2],
+        },
+    }
     vision = {"depth": 1, "embed_dim": 32, "num_heads": 2, "hidden_size": 32, "mlp_ratio": 2}
     config = Qwen2VLConfig(
-        text_config=text, vision_config=vision, image_token_id=IMAGE, video_token_id=123, vision_start_token_id=VISION_START,
+        text_config=text,
+        vision_config=vision,
+        image_token_id=IMAGE,
+        video_token_id=123,
+        vision_start_token_id=VISION_START,
         vision_end_token_id=VISION_END,
-    )  # fmt: skip
+    )
     return Qwen2VLForConditionalGeneration(config)
 
 
@@ -88,9 +107,14 @@ def main(epochs: int = 2, num_workers: int = 2) -> tuple[list[float], list[tuple
     """Losses by update, and (padded tokens, patches) by batch."""
     budget = TokenBudget(400) & AdditiveCap("patches", 300)
     loader = OnlineDataLoader(
-        Pictures(), budget, collate_fn=collate, length_of=lengths_of, samples_per_update=16, shuffle=True,
+        Pictures(),
+        budget,
+        collate_fn=collate,
+        length_of=lengths_of,
+        samples_per_update=16,
+        shuffle=True,
         num_workers=num_workers,
-    )  # fmt: skip
+    )
     net = model()
     optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
     losses, shapes = [], []

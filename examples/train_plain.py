@@ -42,7 +42,9 @@ def train() -> list[float]:
         collate_fn=collate,
         weigh=predicted_tokens,
     )
-    model: torch.nn.Module = torch.nn.Sequential(torch.nn.Embedding(VOCAB, 16), torch.nn.Linear(16, VOCAB))
+    model: torch.nn.Module = torch.nn.Sequential(
+        torch.nn.Embedding(VOCAB, 16), torch.nn.Linear(16, VOCAB)
+    )
     model = DistributedDataParallel(model) if dist.is_initialized() else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
@@ -59,7 +61,9 @@ def train() -> list[float]:
             optimizer.step()
             optimizer.zero_grad()
             if dist.is_initialized():
-                dist.all_reduce(total, dist.ReduceOp.AVG if dist.get_backend() == "nccl" else dist.ReduceOp.SUM)
+                dist.all_reduce(
+                    total, dist.ReduceOp.AVG if dist.get_backend() == "nccl" else dist.ReduceOp.SUM
+                )
                 total /= 1 if dist.get_backend() == "nccl" else dist.get_world_size()
             losses.append(float(total))
     return losses

@@ -21,7 +21,10 @@ from dynagroup import AdditiveCap, PlannedDataLoader, TokenBudget
 
 VOCAB, WIDTH = 50, 16
 WORDS = [1 + torch.arange(i, i + 3 + 7 * i % 30) % (VOCAB - 1) for i in range(120)]
-PATCHES = [torch.sin(torch.arange((0 if i % 4 else 2 + i % 9) * WIDTH) + i).view(-1, WIDTH) for i in range(120)]
+PATCHES = [
+    torch.sin(torch.arange((0 if i % 4 else 2 + i % 9) * WIDTH) + i).view(-1, WIDTH)
+    for i in range(120)
+]
 PATIENCE = timedelta(seconds=30 if "ignore-kinds" in sys.argv else 1800)
 
 
@@ -35,10 +38,17 @@ class TwoTowers(nn.Module):
         self.vision, self.language = tower(), tower()
         self.words, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
 
-    def forward(self, ids: torch.Tensor, patches: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, ids: torch.Tensor, patches: torch.Tensor, owner: torch.Tensor
+    ) -> torch.Tensor:
         hidden = self.words(ids[:, :-1])
-        if len(patches):  # a batch without images skips the tower, as in most vision-language models
-            hidden = hidden + torch.zeros_like(hidden[:, 0]).index_add(0, owner, self.vision(patches))[:, None]
+        if len(
+            patches
+        ):  # a batch without images skips the tower, as in most vision-language models
+            hidden = (
+                hidden
+                + torch.zeros_like(hidden[:, 0]).index_add(0, owner, self.vision(patches))[:, None]
+            )
         logits = self.head(self.language(hidden)).transpose(1, 2)
         return nn.functional.cross_entropy(logits, ids[:, 1:], ignore_index=0)
 
@@ -56,14 +66,20 @@ def train(ignore_kinds: bool = False) -> tuple[list[float], dict[str, torch.Tens
     """The loss of each update, and the parameters in the end, whole."""
     lengths = {"tokens": [*map(len, WORDS)], "patches": [*map(len, PATCHES)]}
     loader = PlannedDataLoader(
-        range(120), lengths, TokenBudget(160) & AdditiveCap("patches", 40), samples_per_update=30, collate_fn=collate,
+        range(120),
+        lengths,
+        TokenBudget(160) & AdditiveCap("patches", 40),
+        samples_per_update=30,
+        collate_fn=collate,
         kinds=None if ignore_kinds else ["image" if len(image) else "text" for image in PATCHES],
         weigh=lambda batch: float(batch["ids"][:, 1:].ne(0).sum()),
-    )  # fmt: skip
+    )
     torch.manual_seed(0)
     model, losses = TwoTowers(), []
     # A process group for each tower: what one rank waits for in a tower is never taken for a message of the other.
-    vision, language = (DeviceMesh.from_group(dist.new_group(timeout=PATIENCE), "cpu") for _ in range(2))
+    vision, language = (
+        DeviceMesh.from_group(dist.new_group(timeout=PATIENCE), "cpu") for _ in range(2)
+    )
     for part in model.vision:
         fully_shard(part, mesh=vision)
     for part in (*model.language, model):

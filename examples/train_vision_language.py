@@ -15,7 +15,11 @@ import numpy as np
 import torch
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PaddleOCRVLConfig, PaddleOCRVLForConditionalGeneration, PaddleOCRVLProcessor
+from transformers import (
+    PaddleOCRVLConfig,
+    PaddleOCRVLForConditionalGeneration,
+    PaddleOCRVLProcessor,
+)
 from transformers import PreTrainedTokenizerFast as Fast
 from transformers.models.paddleocr_vl import PaddleOCRVLImageProcessorPil
 
@@ -27,10 +31,14 @@ COUNT, MOST_TOKENS, MOST_PATCHES = 48, 200, 80
 
 
 def make_processor() -> PaddleOCRVLProcessor:
-    raw = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token=PAD))
+    raw = Tokenizer(
+        models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token=PAD)
+    )
     raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     own = {"pad_token": PAD, "extra_special_tokens": {"image_token": IMAGE}}
-    images = PaddleOCRVLImageProcessorPil(size={"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 12})
+    images = PaddleOCRVLImageProcessorPil(
+        size={"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 12}
+    )
     return PaddleOCRVLProcessor(images, Fast(tokenizer_object=raw, **own))
 
 
@@ -45,9 +53,20 @@ def size_of(index: int) -> tuple[int, int] | None:
 
 def make_model() -> PaddleOCRVLForConditionalGeneration:
     torch.manual_seed(0)
-    shared = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    shared = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-    text = {**shared, "vocab_size": len(WORDS), "head_dim": 16, "num_key_value_heads": 1, "rope_parameters": rope}
+    text = {
+        **shared,
+        "vocab_size": len(WORDS),
+        "head_dim": 16,
+        "num_key_value_heads": 1,
+        "rope_parameters": rope,
+    }
     text |= {"bos_token_id": None, "eos_token_id": None}
     ids: dict[str, Any] = {
         "image_token_id": 1,
@@ -55,7 +74,9 @@ def make_model() -> PaddleOCRVLForConditionalGeneration:
         "vision_end_token_id": 3,
         "video_token_id": 99,
     }
-    return PaddleOCRVLForConditionalGeneration(PaddleOCRVLConfig(text_config=text, vision_config=shared, **ids))
+    return PaddleOCRVLForConditionalGeneration(
+        PaddleOCRVLConfig(text_config=text, vision_config=shared, **ids)
+    )
 
 
 def main(epochs: int = 2) -> tuple[list[float], list[Any]]:
@@ -63,18 +84,30 @@ def main(epochs: int = 2) -> tuple[list[float], list[Any]]:
     processor = make_processor()
 
     def collate(indices: list[int]) -> Any:
-        images = [Image.fromarray(np.full((*size, 3), 9 * i % 255, np.uint8)) for i in indices if (size := size_of(i))]
+        images = [
+            Image.fromarray(np.full((*size, 3), 9 * i % 255, np.uint8))
+            for i in indices
+            if (size := size_of(i))
+        ]
         prompts = [f"{VISION_START} {IMAGE} {VISION_END} " if size_of(i) else "" for i in indices]
         texts = [prompt + text_of(i) for prompt, i in zip(prompts, indices, strict=True)]
         batch = processor(text=texts, images=images or None, padding=True, return_tensors="pt")
         batch["labels"] = batch["input_ids"].masked_fill(batch["input_ids"] < 4, -100)
         return batch
 
-    patches = [processor.image_processor.get_number_of_image_patches(*s) if (s := size_of(i)) else 0 for i in range(COUNT)]
+    patches = [
+        processor.image_processor.get_number_of_image_patches(*s) if (s := size_of(i)) else 0
+        for i in range(COUNT)
+    ]
     words = [len(text_of(i).split()) + (2 + n // 4 if n else 0) for i, n in enumerate(patches)]
-    lengths, kinds = {"tokens": words, "patches": patches}, ["image" if n else "text" for n in patches]
+    lengths, kinds = (
+        {"tokens": words, "patches": patches},
+        ["image" if n else "text" for n in patches],
+    )
     budget = TokenBudget(MOST_TOKENS) & AdditiveCap("patches", MOST_PATCHES)
-    loader = PlannedDataLoader(range(COUNT), lengths, budget, kinds=kinds, samples_per_update=16, collate_fn=collate)
+    loader = PlannedDataLoader(
+        range(COUNT), lengths, budget, kinds=kinds, samples_per_update=16, collate_fn=collate
+    )
     net, losses, steps = make_model(), [], []
     optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
     for epoch in range(epochs):

@@ -15,19 +15,52 @@ __all__ = ["calibrate"]
 SHAPES = 20
 PULL = 0.7  # towards the start, whose constants count tensors in the models' code
 CONSTANTS: dict[str, float] = {
-    "bias_hidden": 3.0, "bias_kv": 1.0, "bias_mask": 2.0, "bias_query": 2.0, "bias_scores": 2.0, "cache": 1.0,
-    "cache_layer": 0.2369, "cast_weights": 0.8553, "keep_cross": 0.3, "keep_dropout": 5.8452,
-    "keep_ffn": 1.6466, "keep_gate": 3.6327, "keep_hidden": 0.4837, "keep_kv": 3.4212, "keep_lora": 1.2466,
-    "keep_query": 1.611, "keep_wide": 3.3868, "last_logits": 2.0958, "logits_grad": 1.5, "logits_run": 1.0218,
-    "logits_train": 4.7154, "logits_wide": 1.2982, "mask_keep": 0.9933, "mask_pass": 0.5, "mask_run": 1.0,
-    "run_expert": 1.0, "run_ffn": 2.5, "run_hidden": 3.0, "run_query": 1.0, "score_bias": 1.05,
-    "score_pass": 2.0, "score_pass_wide": 4.0, "score_run": 1.5, "score_train": 1.0, "score_wide": 3.0,
-    "table_grad": 2.6617, "weight_grad": 0.9314,
-}  # fmt: skip
+    "bias_hidden": 3.0,
+    "bias_kv": 1.0,
+    "bias_mask": 2.0,
+    "bias_query": 2.0,
+    "bias_scores": 2.0,
+    "cache": 1.0,
+    "cache_layer": 0.2369,
+    "cast_weights": 0.8553,
+    "keep_cross": 0.3,
+    "keep_dropout": 5.8452,
+    "keep_ffn": 1.6466,
+    "keep_gate": 3.6327,
+    "keep_hidden": 0.4837,
+    "keep_kv": 3.4212,
+    "keep_lora": 1.2466,
+    "keep_query": 1.611,
+    "keep_wide": 3.3868,
+    "last_logits": 2.0958,
+    "logits_grad": 1.5,
+    "logits_run": 1.0218,
+    "logits_train": 4.7154,
+    "logits_wide": 1.2982,
+    "mask_keep": 0.9933,
+    "mask_pass": 0.5,
+    "mask_run": 1.0,
+    "run_expert": 1.0,
+    "run_ffn": 2.5,
+    "run_hidden": 3.0,
+    "run_query": 1.0,
+    "score_bias": 1.05,
+    "score_pass": 2.0,
+    "score_pass_wide": 4.0,
+    "score_run": 1.5,
+    "score_train": 1.0,
+    "score_wide": 3.0,
+    "table_grad": 2.6617,
+    "weight_grad": 0.9314,
+}
 
 
 def calibrate(
-    groups: Sequence[Group], *, start: Mapping[str, float] = CONSTANTS, seed: int = 0, rounds: int = 12
+    groups: Sequence[Group],
+    *,
+    start: Mapping[str, float] = CONSTANTS,
+    seed: int = 0,
+    rounds: int = 12,
 ) -> dict[str, float]:
     """Constants under which the closed form is closest to the simulations in log ratio (a robust least-squares fit)."""
     names = list(CONSTANTS)
@@ -35,7 +68,9 @@ def calibrate(
     cases = []
     for group in groups:
         pairs = draw(group, rng, SHAPES)
-        weight = np.exp(-0.5 * (np.log(pairs.ratio) / 0.4) ** 2) + 0.02  # decisions are made near ratio 1
+        weight = (
+            np.exp(-0.5 * (np.log(pairs.ratio) / 0.4) ** 2) + 0.02
+        )  # decisions are made near ratio 1
         cases.append((group.workload, pairs, np.log(pairs.ratio), np.sqrt(weight)))
 
     def residuals(logs: np.ndarray) -> np.ndarray:
@@ -43,7 +78,9 @@ def calibrate(
         parts = []
         for workload, pairs, ratio, weight in cases:
             form = ClosedForm.of(workload, constants)
-            stated = np.log(form.batch_bytes(pairs.candidate)) - np.log(form.batch_bytes(pairs.baseline))
+            stated = np.log(form.batch_bytes(pairs.candidate)) - np.log(
+                form.batch_bytes(pairs.baseline)
+            )
             parts.append(weight * (stated - ratio))
         pull = PULL * (logs - np.log([start[k] for k in names]))
         return np.concatenate([*parts, pull])

@@ -33,25 +33,66 @@ LIMIT, HEADROOM, TOLERANCE = 80 * 10**9, 0.9, 0.02
 
 # Widths of released models; positions up to the longest length asked about.
 CONFIGS: dict[str, Any] = {
-    "llama": lambda: hf.LlamaConfig(hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8,
-                                    intermediate_size=8192, vocab_size=128256, max_position_embeddings=LONGEST),
-    "qwen2": lambda: hf.Qwen2Config(hidden_size=896, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
-                                    intermediate_size=4864, vocab_size=151936, max_position_embeddings=LONGEST),
-    "mistral": lambda: hf.MistralConfig(hidden_size=4096, num_hidden_layers=12, num_attention_heads=32,
-                                        num_key_value_heads=8, intermediate_size=14336, vocab_size=32000,
-                                        sliding_window=None, max_position_embeddings=LONGEST),
+    "llama": lambda: hf.LlamaConfig(
+        hidden_size=2048,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        intermediate_size=8192,
+        vocab_size=128256,
+        max_position_embeddings=LONGEST,
+    ),
+    "qwen2": lambda: hf.Qwen2Config(
+        hidden_size=896,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        intermediate_size=4864,
+        vocab_size=151936,
+        max_position_embeddings=LONGEST,
+    ),
+    "mistral": lambda: hf.MistralConfig(
+        hidden_size=4096,
+        num_hidden_layers=12,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        intermediate_size=14336,
+        vocab_size=32000,
+        sliding_window=None,
+        max_position_embeddings=LONGEST,
+    ),
     "gpt2": lambda: hf.GPT2Config(n_positions=LONGEST),
-    "opt": lambda: hf.OPTConfig(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, ffn_dim=4096,
-                                word_embed_proj_dim=1024, max_position_embeddings=LONGEST),
-    "olmoe": lambda: hf.OlmoeConfig(hidden_size=1024, num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=16,
-                                    intermediate_size=512, num_experts=16, num_experts_per_tok=4,
-                                    max_position_embeddings=LONGEST),
+    "opt": lambda: hf.OPTConfig(
+        hidden_size=1024,
+        num_hidden_layers=24,
+        num_attention_heads=16,
+        ffn_dim=4096,
+        word_embed_proj_dim=1024,
+        max_position_embeddings=LONGEST,
+    ),
+    "olmoe": lambda: hf.OlmoeConfig(
+        hidden_size=1024,
+        num_hidden_layers=8,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        intermediate_size=512,
+        num_experts=16,
+        num_experts_per_tok=4,
+        max_position_embeddings=LONGEST,
+    ),
     "bert": lambda: hf.BertConfig(max_position_embeddings=LONGEST),
     "t5": lambda: hf.T5Config(d_model=768, num_layers=12, num_heads=12, d_ff=3072),
-    "bart": lambda: hf.BartConfig(d_model=768, encoder_layers=6, decoder_layers=6, encoder_attention_heads=12,
-                                  decoder_attention_heads=12, encoder_ffn_dim=3072, decoder_ffn_dim=3072,
-                                  max_position_embeddings=LONGEST),
-}  # fmt: skip
+    "bart": lambda: hf.BartConfig(
+        d_model=768,
+        encoder_layers=6,
+        decoder_layers=6,
+        encoder_attention_heads=12,
+        decoder_attention_heads=12,
+        encoder_ffn_dim=3072,
+        decoder_ffn_dim=3072,
+        max_position_embeddings=LONGEST,
+    ),
+}
 
 # How a model is run; "pad" rounds lengths up to 16, as a collate function with that setting does.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -71,7 +112,9 @@ def cases(name: str, setting: dict[str, Any]) -> Iterator[dict[str, Any]]:
     config, how = CONFIGS[name](), {"dtype": "bfloat16", **setting}
     mode, lora = how.pop("mode"), how.get("lora")
     aligned = how.get("pad_to_multiple_of", 1) % 16 == 0
-    lengths = [length if aligned else length - 1 for length in LENGTHS]  # most lengths are no multiple of 16
+    lengths = [
+        length if aligned else length - 1 for length in LENGTHS
+    ]  # most lengths are no multiple of 16
     started = time.perf_counter()
     budget: Any = MemoryBudget.from_model(config, LIMIT, mode=mode, headroom=HEADROOM, **how)
     traced_s = time.perf_counter() - started
@@ -83,8 +126,15 @@ def cases(name: str, setting: dict[str, Any]) -> Iterator[dict[str, Any]]:
         rows = simulate(model, workload, [(max(count, 1), length), (more, length)]).rows
         first, second = (row.peak_bytes for row in rows)
         ok = (count == 0 or first <= room * (1 + TOLERANCE)) and second > room
-        yield {"length": length, "samples": count, "traced": True, "traced_s": round(traced_s, 1), "ok": bool(ok),
-               "taken": round(first / room, 4), "taken_by_more": round(second / room, 4)}  # fmt: skip
+        yield {
+            "length": length,
+            "samples": count,
+            "traced": True,
+            "traced_s": round(traced_s, 1),
+            "ok": bool(ok),
+            "taken": round(first / room, 4),
+            "taken_by_more": round(second / room, 4),
+        }
 
 
 def main() -> None:
@@ -110,8 +160,15 @@ def main() -> None:
             bad = [row for row in found if not row.get("ok")]
             print(name, label, f"{len(found) - len(bad)} of {len(found)}", *bad, flush=True)
             versions = {"torch": torch.__version__, "transformers": hf.__version__}
-            about = {**versions, "hardware": "2-core CPU", "date": str(datetime.date.today()), "limit_bytes": LIMIT}
-            args.output.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+            about = {
+                **versions,
+                "hardware": "2-core CPU",
+                "date": str(datetime.date.today()),
+                "limit_bytes": LIMIT,
+            }
+            args.output.write_text(
+                json.dumps({"about": about, "rows": rows}, indent=1) + "\n", encoding="utf-8"
+            )
 
 
 if __name__ == "__main__":

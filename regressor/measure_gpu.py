@@ -39,7 +39,17 @@ from regressor.families import FAMILIES, Sizes
 __all__ = ["Plan", "main", "rows_of", "save"]
 
 OUTPUT = Path(__file__).parent / "data" / "measured.parquet"
-MODELS = ("gpt2", "bert", "t5", "bart", "qwen2", "gemma3", "qwen3", "gpt_neox", "llama")  # 0.1B to 8B parameters
+MODELS = (
+    "gpt2",
+    "bert",
+    "t5",
+    "bart",
+    "qwen2",
+    "gemma3",
+    "qwen3",
+    "gpt_neox",
+    "llama",
+)  # 0.1B to 8B parameters
 MINUTES_A_MODEL = 4.0  # no model is begun with less left
 TARGET = 0.05
 Shapes = Sequence[tuple[int, int]]
@@ -86,12 +96,19 @@ class DryDevice:
 
 def workloads(config: Any, kind: str, plan: Plan) -> Iterator[tuple[Workload, Shapes]]:
     """What is done with a model, each with its shapes."""
-    known: dict[str, Any] = {"dtype": "bfloat16", "attention": "sdpa", "trace": False}  # every shape is simulated
+    known: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "attention": "sdpa",
+        "trace": False,
+    }  # every shape is simulated
     yield Workload.from_model(config, "train", **known), plan.train
     if kind == "encoder":
         yield Workload.from_model(config, "forward", **known), plan.other
     else:
-        yield Workload.from_model(config, "generate", max_new_tokens=plan.max_new_tokens, **known), plan.other
+        yield (
+            Workload.from_model(config, "generate", max_new_tokens=plan.max_new_tokens, **known),
+            plan.other,
+        )
 
 
 def rows_of(name: str, plan: Plan, device: Device) -> list[Row]:
@@ -99,7 +116,9 @@ def rows_of(name: str, plan: Plan, device: Device) -> list[Row]:
     family = FAMILIES[name]
     sizes = plan.sizes or family.known
     if plan.sizes is not None and not family.grouped:
-        sizes = Sizes(sizes.hidden, sizes.layers, sizes.heads, sizes.heads, sizes.ffn, sizes.vocabulary)
+        sizes = Sizes(
+            sizes.hidden, sizes.layers, sizes.heads, sizes.heads, sizes.ffn, sizes.vocabulary
+        )
     config = family.build(sizes)
     rows: list[Row] = []
     for workload, shapes in workloads(config, family.kind, plan):
@@ -108,7 +127,10 @@ def rows_of(name: str, plan: Plan, device: Device) -> list[Row]:
         found = measure(model, workload, shapes, device=device)
         del model  # the next one takes its place on the device
         expected = simulate(config, workload, shapes)
-        rows += [_row(name, found.workload, real, fake) for real, fake in zip(found.rows, expected.rows, strict=True)]
+        rows += [
+            _row(name, found.workload, real, fake)
+            for real, fake in zip(found.rows, expected.rows, strict=True)
+        ]
     return rows
 
 
@@ -140,13 +162,19 @@ def save(path: Path, rows: Sequence[Row], about: Mapping[str, Any]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     if find_spec("pyarrow") is None:
         path = path.with_suffix(".jsonl")
-        path.write_text("".join(json.dumps(line) + "\n" for line in ({"about": about}, *rows)), encoding="utf-8")
+        path.write_text(
+            "".join(json.dumps(line) + "\n" for line in ({"about": about}, *rows)), encoding="utf-8"
+        )
         return path
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     table = pa.Table.from_pylist(list(rows))
-    pq.write_table(table.replace_schema_metadata({"dynagroup.about": json.dumps(about)}), path, compression="zstd")
+    pq.write_table(
+        table.replace_schema_metadata({"dynagroup.about": json.dumps(about)}),
+        path,
+        compression="zstd",
+    )
     return path
 
 
@@ -163,7 +191,11 @@ def report(rows: Sequence[Row]) -> str:
         for row in rows
     ]
     table = format_table(["", "simulated GiB", "measured GiB", "error", "reserved GiB"], lines)
-    far = [f"{row['model']} {row['mode']}" for row in rows if not row["oom"] and abs(row["error"]) > TARGET]
+    far = [
+        f"{row['model']} {row['mode']}"
+        for row in rows
+        if not row["oom"] and abs(row["error"]) > TARGET
+    ]
     counts = ", ".join(f"{name} ({far.count(name)})" for name in dict.fromkeys(far)) or "none"
     measured = sum(not row["oom"] for row in rows)
     return f"{table}\n{measured} of {len(rows)} shapes measured; further off than {TARGET:.0%}: {counts}"
@@ -175,7 +207,13 @@ def about_device(device: Device) -> dict[str, Any]:
     if not isinstance(device, CudaDevice):
         return found
     memory = torch.cuda.get_device_properties(device.device).total_memory
-    return {**found, **device.about(), "source": "measured", "gpu_bytes": memory, "driver": _driver()}
+    return {
+        **found,
+        **device.about(),
+        "source": "measured",
+        "gpu_bytes": memory,
+        "driver": _driver(),
+    }
 
 
 def _driver() -> str:
@@ -188,7 +226,12 @@ def _driver() -> str:
 
 
 def measure_all(
-    models: Sequence[str], plan: Plan, device: Device, path: Path, minutes: float, clock: Callable[[], float]
+    models: Sequence[str],
+    plan: Plan,
+    device: Device,
+    path: Path,
+    minutes: float,
+    clock: Callable[[], float],
 ) -> tuple[list[Row], dict[str, Any]]:
     """Model after model while there is time; the file is complete after each."""
     about, rows, end = about_device(device), [], clock() + 60 * minutes
@@ -199,7 +242,9 @@ def measure_all(
             continue
         try:
             rows += rows_of(name, plan, device)
-        except Exception as error:  # one model's failure is written down, and costs no other model its place
+        except (
+            Exception
+        ) as error:  # one model's failure is written down, and costs no other model its place
             about["failed"][name] = f"{type(error).__name__}: {error}"
         print(
             f"{name}: {'failed' if name in about['failed'] else 'done'}, {(end - clock()) / 60:.1f} minutes left",
@@ -213,11 +258,19 @@ def measure_all(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run it; 1 if nothing was measured or a model failed."""
-    parser = argparse.ArgumentParser(prog="regressor.measure_gpu", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--models", default=",".join(MODELS), help="names of regressor/families.py (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        prog="regressor.measure_gpu", description=(__doc__ or "").split("\n\n")[0]
+    )
+    parser.add_argument(
+        "--models",
+        default=",".join(MODELS),
+        help="names of regressor/families.py (default: %(default)s)",
+    )
     parser.add_argument("--minutes", type=float, default=25.0, help="(default: %(default)s)")
     parser.add_argument("--output", type=Path, default=OUTPUT)
-    parser.add_argument("--dry", action="store_true", help="tiny models on the CPU, made-up counters")
+    parser.add_argument(
+        "--dry", action="store_true", help="tiny models on the CPU, made-up counters"
+    )
     args = parser.parse_args(arguments)
     models = args.models.split(",")
     unknown = sorted(set(models) - set(FAMILIES))
@@ -228,7 +281,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = DryDevice() if args.dry else CudaDevice()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*pad_token_id.*")
-        rows, about = measure_all(models, DRY if args.dry else Plan(), device, args.output, args.minutes, time.monotonic)
+        rows, about = measure_all(
+            models, DRY if args.dry else Plan(), device, args.output, args.minutes, time.monotonic
+        )
     if rows:
         print(report(rows))
         print(f"written: {save(args.output, rows, about).name}")

@@ -76,11 +76,19 @@ def table(rows: list[list[str]]) -> str:
 def rival_table(figures: Figures, names: dict[str, str]) -> str:
     """One line a rival."""
     chosen = "growth" in next(iter(figures.values()))
-    rows = [["", "RMSE", "bias", "median error", "unsafe % of accepted"] + ["unsafe % of chosen", "growth"] * chosen]
+    rows = [
+        ["", "RMSE", "bias", "median error", "unsafe % of accepted"]
+        + ["unsafe % of chosen", "growth"] * chosen
+    ]
     for name, shown in names.items():
         if name in figures:
             f = figures[name]
-            row = [f"{f['rmse']:.3f}", f"{f['bias']:+.3f}", f"{f['median_error']:.3f}", f"{f['unsafe_percent']:.2f}"]
+            row = [
+                f"{f['rmse']:.3f}",
+                f"{f['bias']:+.3f}",
+                f"{f['median_error']:.3f}",
+                f"{f['unsafe_percent']:.2f}",
+            ]
             rows.append([shown, *row])
             if chosen:
                 rows[-1] += [f"{f['unsafe_choices_percent']:.2f}", f"{f['growth']:.3f}"]
@@ -111,19 +119,57 @@ def targets(result: Figures) -> str:
     cases: list[tuple[str, Figures, float | None, float, float | None]] = [
         ("traced", result["simulated_directly"]["regressor, workload traced"], RMSE, UNSAFE, None),
         ("sizes known", overall["regressor, sizes known"], RMSE, UNSAFE, GROWTH),
-        ("sizes known, closed form alone", overall["closed form, sizes known"], RMSE, UNSAFE, GROWTH),
-        ("nothing known", overall["regressor, nothing known"], None, UNKNOWN_UNSAFE, UNKNOWN_GROWTH),
-        ("nothing known, all counted", counted["regressor, nothing known"], None, UNKNOWN_UNSAFE, UNKNOWN_GROWTH),
+        (
+            "sizes known, closed form alone",
+            overall["closed form, sizes known"],
+            RMSE,
+            UNSAFE,
+            GROWTH,
+        ),
+        (
+            "nothing known",
+            overall["regressor, nothing known"],
+            None,
+            UNKNOWN_UNSAFE,
+            UNKNOWN_GROWTH,
+        ),
+        (
+            "nothing known, all counted",
+            counted["regressor, nothing known"],
+            None,
+            UNKNOWN_UNSAFE,
+            UNKNOWN_GROWTH,
+        ),
         ("mode known", overall["regressor, mode known"], None, UNKNOWN_UNSAFE, UNKNOWN_GROWTH),
-        ("mode known, all counted", counted["regressor, mode known"], None, UNKNOWN_UNSAFE, UNKNOWN_GROWTH),
+        (
+            "mode known, all counted",
+            counted["regressor, mode known"],
+            None,
+            UNKNOWN_UNSAFE,
+            UNKNOWN_GROWTH,
+        ),
     ]
     rows = [["", "target", "", "figure"]]
     for name, found, rmse, unsafe, growth in cases:
         if rmse is not None:
-            rows.append([name, f"RMSE at most {rmse}", _reached(found["rmse"] <= rmse), f"{found['rmse']:.4f}"])
+            rows.append(
+                [
+                    name,
+                    f"RMSE at most {rmse}",
+                    _reached(found["rmse"] <= rmse),
+                    f"{found['rmse']:.4f}",
+                ]
+            )
         chosen = f", {found['unsafe_choices_percent']:.2f} of chosen" if "growth" in found else ""
         figure = f"{found['unsafe_percent']:.2f} of accepted{chosen}"
-        rows.append([name, f"unsafe % at most {unsafe}", _reached(found["unsafe_percent"] <= unsafe), figure])
+        rows.append(
+            [
+                name,
+                f"unsafe % at most {unsafe}",
+                _reached(found["unsafe_percent"] <= unsafe),
+                figure,
+            ]
+        )
         if growth is not None:
             reached = _reached(found["growth"] >= growth)
             rows.append([name, f"growth at least {growth}", reached, f"{found['growth']:.3f}"])
@@ -183,11 +229,31 @@ still allows. Where memory is linear in padded tokens a token budget is all that
 
 def by_family(result: Figures) -> str:
     """Where the closed form of the sizes is furthest off, and what the trees' lift does to it."""
-    found = {n: (f["regressor, sizes known"], f["closed form, sizes known"]) for n, f in result["by_family"].items()}
-    less_safe = [n for n, (ours, form) in found.items() if ours["unsafe_percent_of_all"] > form["unsafe_percent_of_all"]]
-    rows = [["family", "RMSE", "of the form", "unsafe % of accepted", "of the form", "growth", "of the form"]]
+    found = {
+        n: (f["regressor, sizes known"], f["closed form, sizes known"])
+        for n, f in result["by_family"].items()
+    }
+    less_safe = [
+        n
+        for n, (ours, form) in found.items()
+        if ours["unsafe_percent_of_all"] > form["unsafe_percent_of_all"]
+    ]
+    rows = [
+        [
+            "family",
+            "RMSE",
+            "of the form",
+            "unsafe % of accepted",
+            "of the form",
+            "growth",
+            "of the form",
+        ]
+    ]
     for name in sorted(found, key=lambda n: -found[n][1]["rmse"])[:10]:
-        cells = [(f"{f['rmse']:.3f}", f"{f['unsafe_percent']:.2f}", f"{f['growth']:.3f}") for f in found[name]]
+        cells = [
+            (f"{f['rmse']:.3f}", f"{f['unsafe_percent']:.2f}", f"{f['growth']:.3f}")
+            for f in found[name]
+        ]
         rows.append([name, *(cell for pair in zip(*cells, strict=True) for cell in pair)])
     count = f"{len(less_safe)} of {len(found)}"
     return f"{table(rows)}\nFamilies that the lift makes less safe than the closed form: {count}. Its price is RMSE and growth.\n"
@@ -196,30 +262,42 @@ def by_family(result: Figures) -> str:
 def write(result: Figures) -> str:
     """The whole page."""
     error, counted = result["traced_bytes_error"], result["measured_workloads"]
-    measured = f"{counted} measured ones are among its rows." if counted else "No GPU was at hand: nothing here is measured."
-    about = {"workloads": result["workloads"], "families": len(result["by_family"]), "measured": measured}
+    measured = (
+        f"{counted} measured ones are among its rows."
+        if counted
+        else "No GPU was at hand: nothing here is measured."
+    )
+    about = {
+        "workloads": result["workloads"],
+        "families": len(result["by_family"]),
+        "measured": measured,
+    }
     percent = {name: 100 * error[name] for name in ("lowest", "highest", "median")}
     rows_of = {name: result[name]["padded tokens"]["rows"] for name in ("overall", "counted")}
     never = f"{result['never_growing']:.2f}"
-    return "\n".join([
-        HEAD.format(**about, never=never, hardware=result["hardware"], date=result["date"]),
-        "## Targets\n",
-        targets(result),
-        "Not measured: simulated against measured peaks (`python -m regressor.measure_gpu`).\n" if not counted else "",
-        TIERS.format(**{name: result["recipe"][name] for name in ("quantile",)}),
-        f"## All families ({rows_of['overall']:.0f} rows)\n",
-        rival_table(result["overall"], NAMES),
-        COUNTED.format(rows=rows_of["counted"]),
-        rival_table(result["counted"], NAMES),
-        DIRECT.format(shapes=error["shapes"], **percent),
-        rival_table(result["simulated_directly"], NAMES),
-        "## By family, sizes known\n",
-        by_family(result),
-        real_gpus(json.loads(PUBLISHED.read_text(encoding="utf-8"))),
-        what_fits_checked(json.loads(FITS.read_text(encoding="utf-8"))),
-        token_budgets(json.loads(TOKEN_BUDGETS.read_text(encoding="utf-8"))),
-        NOTES,
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            HEAD.format(**about, never=never, hardware=result["hardware"], date=result["date"]),
+            "## Targets\n",
+            targets(result),
+            "Not measured: simulated against measured peaks (`python -m regressor.measure_gpu`).\n"
+            if not counted
+            else "",
+            TIERS.format(**{name: result["recipe"][name] for name in ("quantile",)}),
+            f"## All families ({rows_of['overall']:.0f} rows)\n",
+            rival_table(result["overall"], NAMES),
+            COUNTED.format(rows=rows_of["counted"]),
+            rival_table(result["counted"], NAMES),
+            DIRECT.format(shapes=error["shapes"], **percent),
+            rival_table(result["simulated_directly"], NAMES),
+            "## By family, sizes known\n",
+            by_family(result),
+            real_gpus(json.loads(PUBLISHED.read_text(encoding="utf-8"))),
+            what_fits_checked(json.loads(FITS.read_text(encoding="utf-8"))),
+            token_budgets(json.loads(TOKEN_BUDGETS.read_text(encoding="utf-8"))),
+            NOTES,
+        ]
+    )
 
 
 def real_gpus(found: Figures) -> str:
@@ -229,18 +307,47 @@ def real_gpus(found: Figures) -> str:
         cells = (row["num_samples"], row["longest"], row["peak"], row["simulated"])
         rows.append([row["source"], row["model"], *map(str, cells), f"{row['error']:+.1%}"])
     measured = found["generation"]
-    own = [["prediction of the rest", "exceeded", "said / taken, median", "accepted", "unsafe of accepted"]]
+    own = [
+        [
+            "prediction of the rest",
+            "exceeded",
+            "said / taken, median",
+            "accepted",
+            "unsafe of accepted",
+        ]
+    ]
     for name, row in measured["own_rows"]["how"].items():
         shares = (row["accepted"], row["unsafe_of_accepted"])
-        own.append([name, f"{row['exceeded']:.1%}", f"{row['slack']:.2f}", *(f"{share:.1%}" for share in shares)])
+        own.append(
+            [
+                name,
+                f"{row['exceeded']:.1%}",
+                f"{row['slack']:.2f}",
+                *(f"{share:.1%}" for share in shares),
+            ]
+        )
     spread = measured["envelope_quantiles"]
     trees = [["prediction", "exceeded", "said / taken, median", "accepted", "unsafe of accepted"]]
     for row in measured["corrected"]:
         shares = (row["accepted"], row["unsafe_of_accepted"])
-        trees.append([row["how"], f"{row['exceeded']:.1%}", str(row["slack"]), *(f"{share:.1%}" for share in shares)])
-    numbers = {"rows": f"{measured['rows']:,}", "runs": measured["runs"], "shapes": measured["envelope_shapes"]}
+        trees.append(
+            [
+                row["how"],
+                f"{row['exceeded']:.1%}",
+                str(row["slack"]),
+                *(f"{share:.1%}" for share in shares),
+            ]
+        )
+    numbers = {
+        "rows": f"{measured['rows']:,}",
+        "runs": measured["runs"],
+        "shapes": measured["envelope_shapes"],
+    }
     numbers |= {"low": f"{spread['0.05'] - 1:+.1%}", "high": f"{spread['1'] - 1:+.1%}"}
-    numbers |= {"own_runs": measured["own_rows"]["runs"], "drawn": measured["own_rows"]["known"] - 4}
+    numbers |= {
+        "own_runs": measured["own_rows"]["runs"],
+        "drawn": measured["own_rows"]["known"] - 4,
+    }
     return REAL.format(published=table(rows), trees=table(trees), own=table(own), **numbers)
 
 
@@ -249,15 +356,25 @@ def what_fits_checked(found: Figures) -> str:
     rows = [["setting", "models", "answers", "within 2 %", "peak / limit of the largest batch"]]
     for setting in dict.fromkeys(row["setting"] for row in found["rows"]):
         mine = [row for row in found["rows"] if row["setting"] == setting and "samples" in row]
-        peaks = [row["taken"] for row in mine if row["samples"] >= 50]  # fewer: one sample is more than 2 %
+        peaks = [
+            row["taken"] for row in mine if row["samples"] >= 50
+        ]  # fewer: one sample is more than 2 %
         reach = f"{min(peaks):.4f} to {max(peaks):.4f}" if peaks else "-"
         names = len({row["model"] for row in mine})
-        rows.append([setting, str(names), str(len(mine)), str(sum(row["ok"] for row in mine)), reach])
+        rows.append(
+            [setting, str(names), str(len(mine)), str(sum(row["ok"] for row in mine)), reach]
+        )
     lengths = sorted({row["length"] for row in found["rows"] if "length" in row})
     models = ", ".join(dict.fromkeys(row["model"] for row in found["rows"]))
     left = [f"{row['model']} ({row['setting']})" for row in found["rows"] if not row.get("traced")]
-    missed = f"\nNot traced, so estimated from its sizes, with a warning: {', '.join(left)}.\n" if left else ""
-    return CHECKED.format(table=table(rows) + missed, shortest=lengths[0], longest=lengths[-1], models=models)
+    missed = (
+        f"\nNot traced, so estimated from its sizes, with a warning: {', '.join(left)}.\n"
+        if left
+        else ""
+    )
+    return CHECKED.format(
+        table=table(rows) + missed, shortest=lengths[0], longest=lengths[-1], models=models
+    )
 
 
 def token_budgets(found: Figures) -> str:
@@ -265,11 +382,17 @@ def token_budgets(found: Figures) -> str:
     rows = [["workload", "tuned", "hardest batch", "its memory", "safe", "usual samples it allows"]]
     for name, row in found["rows"].items():
         hardest = f"{row['hardest_samples']:,} x {' + '.join(f'{length:,}' for length in row['hardest'].values())}"
-        used = f"{row['safe_usual']:,} of {row['largest_usual']:,} ({row['share_used_by_safe']:.0%})"
+        used = (
+            f"{row['safe_usual']:,} of {row['largest_usual']:,} ({row['share_used_by_safe']:.0%})"
+        )
         peak = f"{row['peak_share_of_hardest']:.0%}"
-        rows.append([name, f"{row['tuned_tokens']:,}", hardest, peak, f"{row['safe_tokens']:,}", used])
+        rows.append(
+            [name, f"{row['tuned_tokens']:,}", hardest, peak, f"{row['safe_tokens']:,}", used]
+        )
     about = found["about"]
-    return TOKENS.format(table=table(rows), gb=about["limit_bytes"] / 1e9, headroom=about["headroom"])
+    return TOKENS.format(
+        table=table(rows), gb=about["limit_bytes"] / 1e9, headroom=about["headroom"]
+    )
 
 
 def main() -> None:

@@ -36,10 +36,16 @@ def relative(shape: BatchShape, baseline: BatchShape) -> NDArray[np.float64]:
     booster = _booster()
     size = len(shape)
     n, n_b = (np.broadcast_to(b.num_samples, size).astype(float) for b in (shape, baseline))
-    length, length_b = (np.broadcast_to(b.longest[TOKENS], size).astype(float) for b in (shape, baseline))
+    length, length_b = (
+        np.broadcast_to(b.longest[TOKENS], size).astype(float) for b in (shape, baseline)
+    )
     longest, total = length / length_b, n * length / (n_b * length_b)
     values = {"batch_size_x": n_b, "batch_size_y": n, "batch_size_diff": n / n_b}
     for unit in ("token", "word", "char"):
-        values |= {f"{unit}_max_diff": longest, f"{unit}_mean_diff": longest, f"{unit}_sum_diff": total}
+        values |= {
+            f"{unit}_max_diff": longest,
+            f"{unit}_mean_diff": longest,
+            f"{unit}_sum_diff": total,
+        }
     table = np.stack([values[name] for name in booster.feature_names], axis=1)
     return booster.inplace_predict(table).astype(np.float64)

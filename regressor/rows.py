@@ -14,7 +14,16 @@ from dynagroup.memory.run import monomials
 from dynagroup.memory.workload import Workload
 from dynagroup.shapes import BatchShape
 
-__all__ = ["Group", "Pairs", "draw", "first_batches", "largest", "later_batches", "load_groups", "load_measured"]
+__all__ = [
+    "Group",
+    "Pairs",
+    "draw",
+    "first_batches",
+    "largest",
+    "later_batches",
+    "load_groups",
+    "load_measured",
+]
 
 FEWEST_MEASURED = 3
 NO_FIELDS = ("ddp", "tied_embeddings")  # which workloads had when the data were made
@@ -40,7 +49,9 @@ class Group:
         return (monomials(n, length, target) @ self.phases.T).max(axis=1)
 
     def shape(self, n: NDArray, length: NDArray, target: NDArray) -> BatchShape:
-        return BatchShape.of(n, {"tokens": length, "target": target} if self.two_streams else {"tokens": length})
+        return BatchShape.of(
+            n, {"tokens": length, "target": target} if self.two_streams else {"tokens": length}
+        )
 
 
 @dataclass(frozen=True)
@@ -62,7 +73,17 @@ def load_groups(path: Path) -> list[Group]:
         checked = None if row["checked"] is None else tuple(row["checked"])
         known = {k: v for k, v in json.loads(row["workload"]).items() if k not in NO_FIELDS}
         workload, phases = Workload(**known), np.array(row["phases"])
-        groups.append(Group(row["key"], row["family"], workload, row["static_bytes"], row["two_streams"], phases, checked))
+        groups.append(
+            Group(
+                row["key"],
+                row["family"],
+                workload,
+                row["static_bytes"],
+                row["two_streams"],
+                phases,
+                checked,
+            )
+        )
     return groups
 
 
@@ -72,15 +93,27 @@ def load_measured(path: Path) -> list[Measurements]:
 
     found: dict[str, list[Measurement]] = {}
     for row in pq.read_table(path).to_pylist():
-        longest = {name.removeprefix("longest_"): v for name, v in row.items() if name.startswith("longest_") and v}
-        sizes = {name: row[name] for name in ("num_samples", "static_bytes", "batch_bytes", "oom", "reserved_bytes")}
+        longest = {
+            name.removeprefix("longest_"): v
+            for name, v in row.items()
+            if name.startswith("longest_") and v
+        }
+        sizes = {
+            name: row[name]
+            for name in ("num_samples", "static_bytes", "batch_bytes", "oom", "reserved_bytes")
+        }
         measured = Measurement(longest=longest, **sizes)
         found.setdefault(row["workload"], []).append(measured)
-    tables = [Measurements(tuple(rows), Workload.from_json(text), "measured") for text, rows in found.items()]
+    tables = [
+        Measurements(tuple(rows), Workload.from_json(text), "measured")
+        for text, rows in found.items()
+    ]
     return [table for table in tables if len(table.complete) >= FEWEST_MEASURED]
 
 
-def first_batches(group: Group, rng: np.random.Generator, size: int) -> tuple[NDArray, NDArray, NDArray]:
+def first_batches(
+    group: Group, rng: np.random.Generator, size: int
+) -> tuple[NDArray, NDArray, NDArray]:
     """Samples, tokens and target tokens of first batches: 1 to 512 samples of 16 to 8,192 tokens that take 40 to 95 % of what
     the static memory leaves of a device."""
     device = DEVICES[DEVICES > 1.2 * group.static_bytes][:5]
@@ -97,7 +130,9 @@ def draw(group: Group, rng: np.random.Generator, size: int) -> Pairs:
     """
     n_b, len_b, tgt_b = first_batches(group, rng, size)
     longer = rng.random(size) < 0.15
-    share = np.where(longer, rng.uniform(1.0, 2.0, size), np.exp(rng.uniform(0, 1, size) * np.log(16 / len_b)))
+    share = np.where(
+        longer, rng.uniform(1.0, 2.0, size), np.exp(rng.uniform(0, 1, size) * np.log(16 / len_b))
+    )
     len_c = np.maximum(16, np.minimum(8192, len_b * share)).astype(np.int64)
     tgt_c = np.maximum(8, np.minimum(tgt_b, (len_c * rng.uniform(0.1, 1.2, size)).astype(np.int64)))
     base = group.bytes(n_b, len_b, tgt_b)

@@ -31,10 +31,25 @@ LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 USUAL, LIMIT, HEADROOM = 512, 80 * 10**9, 0.9
 FULL, REST = "#3b6ea5", "#d9d9d9"
 
-QWEN = hf.Qwen2Config(hidden_size=896, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
-                      intermediate_size=4864, vocab_size=151936, max_position_embeddings=32768)  # fmt: skip
-MT5 = hf.MT5Config(d_model=768, num_layers=12, num_decoder_layers=12, num_heads=12, d_kv=64, d_ff=2048,
-                   vocab_size=250112, decoder_start_token_id=0)  # fmt: skip
+QWEN = hf.Qwen2Config(
+    hidden_size=896,
+    num_hidden_layers=24,
+    num_attention_heads=14,
+    num_key_value_heads=2,
+    intermediate_size=4864,
+    vocab_size=151936,
+    max_position_embeddings=32768,
+)
+MT5 = hf.MT5Config(
+    d_model=768,
+    num_layers=12,
+    num_decoder_layers=12,
+    num_heads=12,
+    d_kv=64,
+    d_ff=2048,
+    vocab_size=250112,
+    decoder_start_token_id=0,
+)
 
 
 def encoder() -> torch.nn.Module:
@@ -49,8 +64,12 @@ WORKLOADS: dict[str, tuple[Any, dict[str, Any], int]] = {
     "training, source and target, 250k words (mT5)": (MT5, {}, 2048),
     "embedding, padding masks, long context": (encoder, {"mode": "forward"}, 32768),
     "generating 8 tokens, long prompts": (QWEN, {"mode": "generate", "max_new_tokens": 8}, 8192),
-    "generating 1,024 tokens, their cache": (QWEN, {"mode": "generate", "max_new_tokens": 1024}, 8192),
-}  # fmt: skip
+    "generating 1,024 tokens, their cache": (
+        QWEN,
+        {"mode": "generate", "max_new_tokens": 1024},
+        8192,
+    ),
+}
 
 
 def lengths_of(two_streams: bool, longest: int) -> dict[str, np.ndarray]:
@@ -69,10 +88,16 @@ def judged(config: Any, how: dict[str, Any], longest: int) -> dict[str, Any]:
     streams = lengths_of(bool(memory.workload.encoder_decoder), longest)
     tokens = np.sum(list(streams.values()), axis=0)  # what a token budget counts of a sample
     goals = (USUAL, USUAL // 4)
-    usual = int(np.argmin(sum(abs(known - goal) for known, goal in zip(streams.values(), goals, strict=False))))
+    usual = int(
+        np.argmin(
+            sum(abs(known - goal) for known, goal in zip(streams.values(), goals, strict=False))
+        )
+    )
 
     def peak(count: np.ndarray) -> np.ndarray:
-        return memory.static_bytes + memory.batch_bytes(BatchShape.of(np.maximum(count, 1), streams))
+        return memory.static_bytes + memory.batch_bytes(
+            BatchShape.of(np.maximum(count, 1), streams)
+        )
 
     most = largest_within(lambda count: peak(count) <= HEADROOM * LIMIT, len(tokens))
     possible = most > 0
@@ -82,13 +107,17 @@ def judged(config: Any, how: dict[str, Any], longest: int) -> dict[str, Any]:
     safe = int(((most + 1) * tokens)[possible].min() - 1)
     return {
         "static_share": round(memory.static_bytes / LIMIT, 4),
-        "usual": {name: int(known[usual]) for name, known in streams.items()}, "tuned_tokens": tuned,
+        "usual": {name: int(known[usual]) for name, known in streams.items()},
+        "tuned_tokens": tuned,
         "hardest": {name: int(known[worst]) for name, known in streams.items()},
-        "hardest_samples": int(tuned // tokens[worst]), "peak_share_of_hardest": round(float(peaks[worst]), 3),
-        "safe_tokens": safe, "largest_usual": int(most[usual]), "safe_usual": int(safe // tokens[usual]),
+        "hardest_samples": int(tuned // tokens[worst]),
+        "peak_share_of_hardest": round(float(peaks[worst]), 3),
+        "safe_tokens": safe,
+        "largest_usual": int(most[usual]),
+        "safe_usual": int(safe // tokens[usual]),
         "share_used_by_safe": round(float(safe // tokens[usual] / most[usual]), 3),
         "longest_that_fits": int(streams["tokens"][possible].max()),
-    }  # fmt: skip
+    }
 
 
 def draw(found: dict[str, Any], path: Path = PICTURE) -> None:
@@ -101,19 +130,31 @@ def draw(found: dict[str, Any], path: Path = PICTURE) -> None:
     for place, (_, row) in enumerate(rows):
         peak, used = 100 * row["peak_share_of_hardest"], 100 * row["share_used_by_safe"]
         over = peak > 100
-        look = {"color": "white", "hatch": "////", "edgecolor": "black"} if over else {"color": FULL, "edgecolor": FULL}
+        look = (
+            {"color": "white", "hatch": "////", "edgecolor": "black"}
+            if over
+            else {"color": FULL, "edgecolor": FULL}
+        )
         left.barh(place, peak, height=0.62, **look)
         words = f"{peak:.0f} %" + (": out of memory" if over else ": fits")
         left.text(max(peak, 100) + 8, place, words, va="center", fontsize=9)
         right.barh(place, 100, height=0.62, color=REST, edgecolor="#888888")
         right.barh(place, used, height=0.62, color=FULL, edgecolor=FULL)
         inside = used > 30
-        right.text(used - 2 if inside else used + 2, place, f"{used:.0f} %" if used >= 1 else f"{used:.1f} %", va="center",
-                   ha="right" if inside else "left", color="white" if inside else "black", fontsize=9)  # fmt: skip
+        right.text(
+            used - 2 if inside else used + 2,
+            place,
+            f"{used:.0f} %" if used >= 1 else f"{used:.1f} %",
+            va="center",
+            ha="right" if inside else "left",
+            color="white" if inside else "black",
+            fontsize=9,
+        )
     left.axvline(100, color="black", linestyle="--", linewidth=1)
     left.set_yticks(range(len(rows)), [name for name, _ in rows])
-    left.set(xlim=(0, 640), xticks=[0, 100, 200, 300, 400],
-             xlabel="its hardest batch, % of the memory")  # fmt: skip
+    left.set(
+        xlim=(0, 640), xticks=[0, 100, 200, 300, 400], xlabel="its hardest batch, % of the memory"
+    )
     left.set_title("A token budget that just fits\nsamples of the usual length", fontsize=10)
     right.set(xlim=(0, 100), xlabel="usual samples allowed, % of what fits")
     right.set_title("The largest token budget\nthat is safe at every length", fontsize=10)
@@ -128,10 +169,16 @@ def main() -> None:
     parser.add_argument("--draw", action="store_true", help="only draw the figures that are there")
     if not parser.parse_args().draw:
         warnings.simplefilter("ignore")
-        about = {"torch": torch.__version__, "transformers": hf.__version__, "hardware": "2-core CPU, simulated"}
+        about = {
+            "torch": torch.__version__,
+            "transformers": hf.__version__,
+            "hardware": "2-core CPU, simulated",
+        }
         about |= {"date": str(datetime.date.today()), "limit_bytes": LIMIT, "headroom": HEADROOM}
         rows = {name: judged(*workload) for name, workload in WORKLOADS.items()}
-        RESULTS.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        RESULTS.write_text(
+            json.dumps({"about": about, "rows": rows}, indent=1) + "\n", encoding="utf-8"
+        )
         print(json.dumps(rows, indent=1))
     draw(json.loads(RESULTS.read_text(encoding="utf-8")))
 

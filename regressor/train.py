@@ -80,10 +80,15 @@ def sharp_rows(pairs: Pairs, constants: dict[str, float]) -> Features:
     return replace(found, log_ratio=np.log(pairs.ratio))
 
 
-def member(workload: Workload, two_streams: bool, phases: Sequence[Sequence[float]]) -> dict[str, Any]:
+def member(
+    workload: Workload, two_streams: bool, phases: Sequence[Sequence[float]]
+) -> dict[str, Any]:
     """One traced model, as the card of a regressor holds it: phases without their zeros."""
     known = {name: getattr(workload, name) for name in (*LIKE, *NEAR, "fixed_tokens")}
-    rows = [{name: round(float(v), 1) for name, v in zip(MONOMIALS, row, strict=True) if v} for row in phases]
+    rows = [
+        {name: round(float(v), 1) for name, v in zip(MONOMIALS, row, strict=True) if v}
+        for row in phases
+    ]
     return {"workload": known, "two_streams": two_streams, "phases": rows}
 
 
@@ -99,13 +104,17 @@ def train(
         constants: the closed form's; None: fitted, starting from those in the source, which takes most of the time.
     """
     if constants is None:
-        constants = calibrate(groups[:: max(1, len(groups) // 200)], rounds=recipe.calibration_rounds)
+        constants = calibrate(
+            groups[:: max(1, len(groups) // 200)], rounds=recipe.calibration_rounds
+        )
     pairs = [pairs_of(g, recipe.pairs) for g in groups]
     sharp = [sharp_rows(p, constants) for p in pairs]
     sharp += [measured_pairs(table, ClosedForm.of(table.workload, constants)) for table in measured]
     booster = train_booster(sharp, **dict(recipe.sharp))
     places = np.linspace(0, len(groups) - 1, min(recipe.plausible, len(groups))).astype(int)
-    plausible = [member(groups[p].workload, groups[p].two_streams, groups[p].phases) for p in places]
+    plausible = [
+        member(groups[p].workload, groups[p].two_streams, groups[p].phases) for p in places
+    ]
     chosen = {"lift": recipe.lift, "quantile": recipe.quantile, "plausible": plausible}
     return MemoryRegressor.of(booster, {**describe(sharp, constants), **chosen})
 
@@ -125,13 +134,24 @@ def judge_fold(groups: list[Group], recipe: Recipe, fold: int, pairs: int, choic
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, default=HERE / "data" / "simulated.parquet")
-    parser.add_argument("--measured", type=Path, default=HERE / "data" / "measured.parquet", help="of measure_gpu, if any")
+    parser.add_argument(
+        "--measured",
+        type=Path,
+        default=HERE / "data" / "measured.parquet",
+        help="of measure_gpu, if any",
+    )
     parser.add_argument("--artifact", type=Path, default=PRETRAINED)
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--no-evaluation", action="store_true", help="only train and write the artifact")
-    parser.add_argument("--only-evaluation", action="store_true", help="only judge, and leave the artifact alone")
+    parser.add_argument(
+        "--no-evaluation", action="store_true", help="only train and write the artifact"
+    )
+    parser.add_argument(
+        "--only-evaluation", action="store_true", help="only judge, and leave the artifact alone"
+    )
     parser.add_argument("--pairs", type=int, default=50, help="rows a workload to judge by")
-    parser.add_argument("--choices", type=int, default=6, help="batches to grow a workload to judge by")
+    parser.add_argument(
+        "--choices", type=int, default=6, help="batches to grow a workload to judge by"
+    )
     return parser.parse_args()
 
 
@@ -167,14 +187,18 @@ def main() -> None:
         regressor = train(groups, recipe, measured)
         print("constants:", regressor.card["constants"])
         arguments.artifact.parent.mkdir(parents=True, exist_ok=True)
-        MemoryRegressor(regressor.trees, {**regressor.card, **json.loads(json.dumps(about))}).save(arguments.artifact)
+        MemoryRegressor(regressor.trees, {**regressor.card, **json.loads(json.dumps(about))}).save(
+            arguments.artifact
+        )
     if arguments.no_evaluation:
         return
     result = {**about, **evaluate(groups, recipe, arguments.pairs, arguments.choices)}
     arguments.results.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if arguments.results == RESULTS:
         report.main()
-    print(json.dumps({k: result[k] for k in ("overall", "counted", "simulated_directly")}, indent=1))
+    print(
+        json.dumps({k: result[k] for k in ("overall", "counted", "simulated_directly")}, indent=1)
+    )
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from benchmarks.__main__ import main  # noqa: E402
+from benchmarks.__main__ import main
 
 if __name__ == "__main__":
     sys.exit(main())

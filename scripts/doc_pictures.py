@@ -27,9 +27,14 @@ def demo() -> None:
     figure = new_figure(12, 3.8)
     for axes, run in zip(figure.subplots(1, 2, sharey=True), runs, strict=True):
         draw_padding([lengths[batch] for batch in run.updates[0]], ax=axes)
-        padding, steps, seconds = (found[run.name][name] for name in ("padding", "steps", "seconds"))
+        padding, steps, seconds = (
+            found[run.name][name] for name in ("padding", "steps", "seconds")
+        )
         axes.set(xlabel="samples of the first update, batch after batch")
-        axes.set_title(f"{run.name}: {padding:.0%} padding, {steps:,} steps, {seconds:.0f} s in all", fontsize=10)
+        axes.set_title(
+            f"{run.name}: {padding:.0%} padding, {steps:,} steps, {seconds:.0f} s in all",
+            fontsize=10,
+        )
     figure.savefig(ROOT / "docs" / "images" / "demo.png", dpi=110)
 
 

@@ -12,41 +12,85 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import BartConfig, BertConfig, BertModel, GPT2Config, LlamaConfig, LlamaForCausalLM, T5Config
+from transformers import (
+    BartConfig,
+    BertConfig,
+    BertModel,
+    GPT2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+)
 
 from dynagroup import testing
 
 USUAL = {
-    "vocab": ["vocab_size"], "width": ["hidden_size"], "layers": ["num_hidden_layers"], "heads": ["num_attention_heads"],
-    "inner": ["intermediate_size"], "dropout": [],
-}  # fmt: skip
+    "vocab": ["vocab_size"],
+    "width": ["hidden_size"],
+    "layers": ["num_hidden_layers"],
+    "heads": ["num_attention_heads"],
+    "inner": ["intermediate_size"],
+    "dropout": [],
+}
 NAMES: dict[Any, dict[str, list[str]]] = {
     BertConfig: {"dropout": ["hidden_dropout_prob", "attention_probs_dropout_prob"]},
-    GPT2Config: {"width": ["n_embd"], "layers": ["n_layer"], "heads": ["n_head"], "inner": ["n_inner"],
-        "dropout": ["resid_pdrop", "embd_pdrop", "attn_pdrop"]},
-    T5Config: {"width": ["d_model"], "layers": ["num_layers"], "heads": ["num_heads"], "inner": ["d_ff"],
-        "dropout": ["dropout_rate"]},
-    BartConfig: {"width": ["d_model"], "layers": ["encoder_layers", "decoder_layers"], "dropout": ["dropout"],
-        "heads": ["encoder_attention_heads", "decoder_attention_heads"], "inner": ["encoder_ffn_dim", "decoder_ffn_dim"]},
-}  # fmt: skip
+    GPT2Config: {
+        "width": ["n_embd"],
+        "layers": ["n_layer"],
+        "heads": ["n_head"],
+        "inner": ["n_inner"],
+        "dropout": ["resid_pdrop", "embd_pdrop", "attn_pdrop"],
+    },
+    T5Config: {
+        "width": ["d_model"],
+        "layers": ["num_layers"],
+        "heads": ["num_heads"],
+        "inner": ["d_ff"],
+        "dropout": ["dropout_rate"],
+    },
+    BartConfig: {
+        "width": ["d_model"],
+        "layers": ["encoder_layers", "decoder_layers"],
+        "dropout": ["dropout"],
+        "heads": ["encoder_attention_heads", "decoder_attention_heads"],
+        "inner": ["encoder_ffn_dim", "decoder_ffn_dim"],
+    },
+}
 WORDS = [f"w{i}" for i in range(26)]
 TEXTS = [" ".join(np.random.default_rng(i).choice(WORDS, size=1 + (7 * i) % 13)) for i in range(40)]
 
 
 def config(
-    kind: type[Any], *, vocab: int = 64, width: int = 16, layers: int = 2, heads: int = 2,
-    inner: int | None = None, dropout: float = 0.0, **more: Any,
-) -> Any:  # fmt: skip
+    kind: type[Any],
+    *,
+    vocab: int = 64,
+    width: int = 16,
+    layers: int = 2,
+    heads: int = 2,
+    inner: int | None = None,
+    dropout: float = 0.0,
+    **more: Any,
+) -> Any:
     """A configuration of ``kind``; ``inner`` is a layer's width inside, by default twice its ``width``. ``more`` are its own."""
     names = {**USUAL, **NAMES.get(kind, {})}
-    words = {"vocab": vocab, "width": width, "layers": layers, "heads": heads, "inner": inner or 2 * width}
-    said = {name: value for word, value in {**words, "dropout": dropout}.items() for name in names[word]}
+    words = {
+        "vocab": vocab,
+        "width": width,
+        "layers": layers,
+        "heads": heads,
+        "inner": inner or 2 * width,
+    }
+    said = {
+        name: value for word, value in {**words, "dropout": dropout}.items() for name in names[word]
+    }
     return kind(**said, **more)
 
 
 llama = partial(config, LlamaConfig)
 bert = partial(config, BertConfig)
-gpt2 = partial(config, GPT2Config, bos_token_id=0, eos_token_id=0)  # its layer norms and softmax stay in float64
+gpt2 = partial(
+    config, GPT2Config, bos_token_id=0, eos_token_id=0
+)  # its layer norms and softmax stay in float64
 t5 = partial(config, T5Config, d_kv=8, decoder_start_token_id=0)
 bart = partial(config, BartConfig)
 
@@ -76,9 +120,13 @@ def word_tokenizer(words: list[str], pad: str, bos: str, eos: str, unk: str) -> 
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
 
-    raw = Tokenizer(WordLevel({word: i for i, word in enumerate([pad, bos, eos, unk, *words])}, unk_token=unk))
+    raw = Tokenizer(
+        WordLevel({word: i for i, word in enumerate([pad, bos, eos, unk, *words])}, unk_token=unk)
+    )
     raw.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token=pad, bos_token=bos, eos_token=eos, unk_token=unk)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=raw, pad_token=pad, bos_token=bos, eos_token=eos, unk_token=unk
+    )
 
 
 def small_tokenizer() -> Any:
@@ -91,16 +139,23 @@ def small_llama() -> Any:
     return sharp(LlamaForCausalLM(config).eval())
 
 
-def save_encoder(folder: Path, *, max_seq_length: int = 256, pooling: str = "pooling_mode_mean_tokens") -> Any:
+def save_encoder(
+    folder: Path, *, max_seq_length: int = 256, pooling: str = "pooling_mode_mean_tokens"
+) -> Any:
     """A small BERT in a folder as sentence-transformers lays it out; returns the model."""
     torch.manual_seed(0)
     model = BertModel(bert(vocab=30, inner=16)).eval()
     model.save_pretrained(folder)
     small_tokenizer().save_pretrained(folder)
     kinds = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
-    modules = [{"type": f"sentence_transformers.models.{kind}", "path": path} for kind, path in kinds.items()]
+    modules = [
+        {"type": f"sentence_transformers.models.{kind}", "path": path}
+        for kind, path in kinds.items()
+    ]
     (folder / "modules.json").write_text(json.dumps(modules))
-    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": max_seq_length}))
+    (folder / "sentence_bert_config.json").write_text(
+        json.dumps({"max_seq_length": max_seq_length})
+    )
     (folder / "1_Pooling").mkdir()
     said = {"word_embedding_dimension": 16, "pooling_mode_cls_token": False, pooling: True}
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(said))
@@ -111,7 +166,9 @@ def adapted(model: Any, config: Any, *names: str) -> Any:
     """The model with adapters of this kind; the first is active."""
     import peft
 
-    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # peft asks transformers by an old name
+    with warnings.catch_warnings(
+        action="ignore", category=FutureWarning
+    ):  # peft asks transformers by an old name
         model = peft.get_peft_model(model, config, adapter_name=(names or ("default",))[0])
         for name in names[1:]:
             model.add_adapter(name, config)

@@ -24,12 +24,18 @@ from dynagroup.oom.train import Update
 from tests.torchrun import ROOT
 
 LENGTHS = [3, 2, 5]
-BROKEN = [("out-of-memory storm in training", 0, Update, "undo"), ("journal cut or damaged", 35, Output, "_checksum")]
+BROKEN = [
+    ("out-of-memory storm in training", 0, Update, "undo"),
+    ("journal cut or damaged", 35, Output, "_checksum"),
+]
 
 
 def test_every_part_is_there_and_writes_a_result_of_its_own_and_others_are_refused(capsys):
     parts = [part for parts in COMMANDS.values() for part in parts.values()]
-    assert all(callable(getattr(import_module(f"benchmarks.{module}"), function)) for module, function, _ in parts)
+    assert all(
+        callable(getattr(import_module(f"benchmarks.{module}"), function))
+        for module, function, _ in parts
+    )
     assert len({name for _, _, name in parts}) == len(parts)
     assert all(hasattr(module, called) for _, module, called, _ in MECHANISMS.values())
     assert simulated(2, samples=64, window=16)["steps"] > 0
@@ -60,22 +66,37 @@ def python(*words: str) -> str:
 def test_the_gpu_campaign_runs_dry_and_says_so(tmp_path):
     python("-c", BARE, str(tmp_path))
     said = collected(tmp_path)
-    assert said.count("DRY") == sum(f"{part}: " in said for part in COMMANDS["gpu"]) == len(COMMANDS["gpu"])
+    assert (
+        said.count("DRY")
+        == sum(f"{part}: " in said for part in COMMANDS["gpu"])
+        == len(COMMANDS["gpu"])
+    )
     for part in COMMANDS["gpu"]:
         found = json.loads((tmp_path / f"gpu_{part}.json").read_text())["figures"]
         cases = [found, *(case for case in found.values() if isinstance(case, dict))]
-        assert [case["failed"] for case in cases if case.get("failed") and "dynabatch" not in case["failed"]] == []
+        assert [
+            case["failed"]
+            for case in cases
+            if case.get("failed") and "dynabatch" not in case["failed"]
+        ] == []
 
 
 @pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.available])
 def test_every_method_keeps_to_its_memory_and_uses_no_sample_twice(name):
-    method, job = METHODS[name], Job(lognormal(400, mean=33, cv=1.3, longest=100), per_update=32, tokens=400)
+    method, job = (
+        METHODS[name],
+        Job(lognormal(400, mean=33, cv=1.3, longest=100), per_update=32, tokens=400),
+    )
     updates = list(method.updates(job, 0, method.tried(job)[0]))
     sizes = [job.lengths[batch] for update in updates for batch in update]
-    assert not method.capped or all((n.sum() if method.packed else len(n) * n.max()) <= job.tokens for n in sizes)
+    assert not method.capped or all(
+        (n.sum() if method.packed else len(n) * n.max()) <= job.tokens for n in sizes
+    )
     drawn = [[i for batch in update for i in batch] for update in updates]
     if method.same_updates:
-        assert [set(update) for update in drawn[:12]] == [set(part) for part in job.order(0)[:384].reshape(12, 32)]
+        assert [set(update) for update in drawn[:12]] == [
+            set(part) for part in job.order(0)[:384].reshape(12, 32)
+        ]
     assert len(set(sum(drawn, []))) == sum(map(len, drawn)) >= 384
 
 
@@ -88,20 +109,29 @@ def step(samples, *, scale=1.0, ends=True):
 def test_every_violation_is_found():
     sound, everything = [[step([0, 1, 2])]], Counter(range(3))
     violations = {
-        "1 samples lost": [[step([0, 1])]], "1 samples repeated": [[step([0, 1, 2]), step([1])]],
-        "unequal steps": [[step([0, 1, 2])], []], "gradient": [[step([0, 1, 2], scale=0.5)]],
+        "1 samples lost": [[step([0, 1])]],
+        "1 samples repeated": [[step([0, 1, 2]), step([1])]],
+        "unequal steps": [[step([0, 1, 2])], []],
+        "gradient": [[step([0, 1, 2], scale=0.5)]],
         "end at different steps": [[step([0])], [step([1, 2], ends=False)]],
-    }  # fmt: skip
+    }
     for said, ranks in violations.items():
         assert any(said in fault for fault in judged(LENGTHS, ranks, everything)), said
-    packed = over_budget(LENGTHS, sound, 10, packed=True), over_budget(LENGTHS, sound, 9, packed=True)
+    packed = (
+        over_budget(LENGTHS, sound, 10, packed=True),
+        over_budget(LENGTHS, sound, 9, packed=True),
+    )
     assert judged(LENGTHS, sound, everything) == over_budget(LENGTHS, sound, 15) == packed[0] == []
     assert over_budget(LENGTHS, sound, 14) == ["a batch of 3 samples holds 15 tokens, 14 fit"]
     assert packed[1] == ["a batch of 3 samples holds 10 tokens, 9 fit"]
-    (case := Case(1, "none")).lengths = [3]  # one sample, two predicted tokens: every sum is one term
+    (case := Case(1, "none")).lengths = [
+        3
+    ]  # one sample, two predicted tokens: every sum is one term
     weight, scale, bias = memory.gradient_of(case, [0])
     assert weight == pytest.approx(0.7 * bias)
-    assert memory.gradient_of(case, [0, 0]).tolist() == [weight, scale, bias], "a mean does not grow with its samples"
+    assert memory.gradient_of(case, [0, 0]).tolist() == [weight, scale, bias], (
+        "a mean does not grow with its samples"
+    )
 
 
 @pytest.mark.parametrize(("fault", "first", "owner", "name"), BROKEN)
@@ -117,9 +147,13 @@ def test_no_case_of_a_short_campaign_is_wrong(fault):
     assert {seed: found for seed in seeds if (found := run_case(Case(seed, fault)))} == {}
 
 
-@pytest.mark.parametrize(("first", "cases"), [(8, 5), pytest.param(0, 15, marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.mark.parametrize(
+    ("first", "cases"), [(8, 5), pytest.param(0, 15, marks=pytest.mark.slow)], ids=["some", "all"]
+)
 def test_no_case_with_processes_of_its_own_is_wrong(first, cases):
     """In a fresh interpreter, since they fork: what kills processes, or every fault."""
-    run = json.loads(python("-m", "benchmarks.faults", "--first", str(first), "--cases", str(cases)))
+    run = json.loads(
+        python("-m", "benchmarks.faults", "--first", str(first), "--cases", str(cases))
+    )
     assert [*run["by_fault"]] == [*FAULTS][first : first + cases]
     assert "rank killed, others resume" in run["by_fault"]

@@ -48,7 +48,9 @@ def test_all_worlds_of_a_job_share_one_group_that_is_closed_with_it():
         assert DistributedWorld(sub).all_max([3]) == DistributedWorld().all_max([3]) == [3]
         first = opened()
         assert [DistributedWorld().all_sum([1]) for _ in range(20)] == [[1.0]] * 20
-        assert all(now <= then for now, then in zip(opened(), first, strict=True)), "twenty cost a hundred files, once"
+        assert all(now <= then for now, then in zip(opened(), first, strict=True)), (
+            "twenty cost a hundred files, once"
+        )
         del sub
         dist.destroy_process_group()
         counts.append(opened())
@@ -68,7 +70,11 @@ def test_a_group_that_does_not_connect_is_given_up_long_before_its_own_timeout(g
 @pytest.mark.skipif(not hasattr(os, "waitid"), reason="waits for a process as POSIX does")
 def test_a_worker_that_dies_inside_an_exchange_does_not_end_it(gloo, monkeypatch):
     """torch's handler raises wherever the main thread is; the other ranks would wait for the rest of the exchanges."""
-    world, batches, reduce = DistributedWorld(), iter(DataLoader(range(8), num_workers=1)), dist.all_reduce
+    world, batches, reduce = (
+        DistributedWorld(),
+        iter(DataLoader(range(8), num_workers=1)),
+        dist.all_reduce,
+    )
     next(batches)
     [worker] = multiprocessing.active_children()
 
@@ -88,11 +94,18 @@ def test_a_worker_that_dies_inside_an_exchange_does_not_end_it(gloo, monkeypatch
 def test_what_was_exchanged_is_held_by_more_than_its_python_object(gloo, monkeypatch, mode):
     """Else gloo's thread takes a lock of Python as it lets go of it, and a worker that is forked then never starts."""
     given, reduce = [], dist.all_reduce
-    monkeypatch.setattr(dist, "all_reduce", lambda vector, **how: given.append(weakref.ref(vector)) or reduce(vector, **how))
+    monkeypatch.setattr(
+        dist,
+        "all_reduce",
+        lambda vector, **how: given.append(weakref.ref(vector)) or reduce(vector, **how),
+    )
     with mode():
         DistributedWorld().all_sum([1.5])
     gc.collect()
-    assert any(isinstance(found, torch.Tensor) and found._base is given[0]() is not None for found in gc.get_objects())
+    assert any(
+        isinstance(found, torch.Tensor) and found._base is given[0]() is not None
+        for found in gc.get_objects()
+    )
 
 
 def test_without_a_group_there_is_one_process(gloo):
@@ -102,14 +115,21 @@ def test_without_a_group_there_is_one_process(gloo):
     assert isinstance(current_world(), SingleProcess)
 
 
-@pytest.mark.parametrize("first_batch", [
-    lambda: next(iter(LengthAwareBatchSampler([1, 2], 10))),
-    lambda: next(iter(PlannedDataLoader(range(2), [1, 2], 10, weigh="samples"))),
-    lambda: next(iter(OnlineDataLoader([[1], [2]], 10, length_of=len, collate_fn=list, weigh="samples"))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "first_batch",
+    [
+        lambda: next(iter(LengthAwareBatchSampler([1, 2], 10))),
+        lambda: next(iter(PlannedDataLoader(range(2), [1, 2], 10, weigh="samples"))),
+        lambda: next(
+            iter(OnlineDataLoader([[1], [2]], 10, length_of=len, collate_fn=list, weigh="samples"))
+        ),
+    ],
+)
 def test_ranks_of_torchrun_that_nobody_has_joined_are_told(first_batch, monkeypatch, request):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "0")
-    with pytest.warns(UserWarning, match=r"started this process, but torch.distributed is not initialised"):
+    with pytest.warns(
+        UserWarning, match=r"started this process, but torch.distributed is not initialised"
+    ):
         first_batch()
     request.getfixturevalue("gloo")
     with warnings.catch_warnings():

@@ -13,7 +13,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynagroup import AdditiveCap, Budget, MemoryBudget, StateError, TokenBudget, friendly_size, multiple_of
+from dynagroup import (
+    AdditiveCap,
+    Budget,
+    MemoryBudget,
+    StateError,
+    TokenBudget,
+    friendly_size,
+    multiple_of,
+)
 from dynagroup.fingerprint import described
 from dynagroup.state import agreed, listed, opened, sealed
 from tests.torchrun import ROOT
@@ -27,8 +35,11 @@ IDENTITY = {"seed": 0}
 STATE = sealed("Loader", IDENTITY, {"epoch": 2, "segments": [[2, 3]], "order": None})
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3), max_leaves=6,
-)  # fmt: skip
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
 
 
 def make(limit, scale=1):
@@ -71,22 +82,39 @@ class Slotted:
 LARGE = np.arange(5000)
 OTHER = np.where(LARGE == 2500, 0, LARGE)
 DIFFERENT = {
-    "lambda": (lambda n: n * 2, lambda n: n * 3), "closure": (make(3), make(4)),
-    "closure over a function": ((lambda f: lambda n: f(n))(make(3)), (lambda f: lambda n: f(n))(make(4))),
-    "default": (lambda n, k=1: n, lambda n, k=2: n), "a budget's number": (TokenBudget(16), TokenBudget(17)),
+    "lambda": (lambda n: n * 2, lambda n: n * 3),
+    "closure": (make(3), make(4)),
+    "closure over a function": (
+        (lambda f: lambda n: f(n))(make(3)),
+        (lambda f: lambda n: f(n))(make(4)),
+    ),
+    "default": (lambda n, k=1: n, lambda n, k=2: n),
+    "a budget's number": (TokenBudget(16), TokenBudget(17)),
     "nested code": (lambda: [x + 1 for x in ()], lambda: [x + 2 for x in ()]),
-    "partial": (functools.partial(pow, 2), functools.partial(pow, 3)), "large array": (LARGE, OTHER),
+    "partial": (functools.partial(pow, 2), functools.partial(pow, 3)),
+    "large array": (LARGE, OTHER),
     "tensor": (torch.zeros(3000), torch.zeros(3000).index_fill(0, torch.tensor([1500]), 1.0)),
-    "bound method": (Holder(3).rule, Holder(4).rule), "what it calls": (Holder(3).twice, Holder(4).twice),
+    "bound method": (Holder(3).rule, Holder(4).rule),
+    "what it calls": (Holder(3).twice, Holder(4).twice),
     "array in an object": (Holder(LARGE), Holder(OTHER)),
-    "read through a closure": ((lambda h: lambda n: h.limit)(Holder(3)), (lambda h: lambda n: h.limit)(Holder(4))),
-    "object": (Holder(3), Holder(4)), "constant outside the attributes": (own_budget(3), own_budget(4)),
-    "long text": ("a" * 900, "a" * 899 + "b"), "name": (friendly_size, multiple_of(8)),
-    "a budget's model": tuple(MemoryBudget(2, longest=8, model=Holder(factor)) for factor in (1, 2)), "set": ({1, 2}, {1, 3}),
-    "what is held by name": (torch.float32, torch.float64), "arguments of a pickle": (torch.device("cpu"), torch.device("meta")),
+    "read through a closure": (
+        (lambda h: lambda n: h.limit)(Holder(3)),
+        (lambda h: lambda n: h.limit)(Holder(4)),
+    ),
+    "object": (Holder(3), Holder(4)),
+    "constant outside the attributes": (own_budget(3), own_budget(4)),
+    "long text": ("a" * 900, "a" * 899 + "b"),
+    "name": (friendly_size, multiple_of(8)),
+    "a budget's model": tuple(
+        MemoryBudget(2, longest=8, model=Holder(factor)) for factor in (1, 2)
+    ),
+    "set": ({1, 2}, {1, 3}),
+    "what is held by name": (torch.float32, torch.float64),
+    "arguments of a pickle": (torch.device("cpu"), torch.device("meta")),
     "items of a mapping": (collections.OrderedDict(a=1), collections.OrderedDict(a=2)),
-    "class attribute": (type("Own", (), {"k": 1})(), type("Own", (), {"k": 2})()), "slots": (Slotted(1), Slotted(2)),
-}  # fmt: skip
+    "class attribute": (type("Own", (), {"k": 1})(), type("Own", (), {"k": 2})()),
+    "slots": (Slotted(1), Slotted(2)),
+}
 
 
 @pytest.mark.parametrize(("one", "other"), DIFFERENT.values(), ids=DIFFERENT)
@@ -97,19 +125,27 @@ def test_what_acts_otherwise_is_described_otherwise(one, other):
 
 
 ALIKE = {
-    "two makings of a closure": (make(3), make(np.int64(3))), "numpy numbers": (np.float64(0.5), 0.5),
-    "a budget's numbers": tuple(TokenBudget(most) & AdditiveCap("patches", 4) for most in (np.int64(16), 16)),
+    "two makings of a closure": (make(3), make(np.int64(3))),
+    "numpy numbers": (np.float64(0.5), 0.5),
+    "a budget's numbers": tuple(
+        TokenBudget(most) & AdditiveCap("patches", 4) for most in (np.int64(16), 16)
+    ),
     "order of a mapping": ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
     "state that code does not read": (Holder(3, steps=1).rule, Holder(3, steps=9).rule),
-    "two copies of an array": (LARGE, LARGE.copy()), "list and tuple, as JSON gives them back": ((1, 2), [1, 2]),
+    "two copies of an array": (LARGE, LARGE.copy()),
+    "list and tuple, as JSON gives them back": ((1, 2), [1, 2]),
     "what only computing it again would cost": (own_budget(3), own_budget(3)),
-}  # fmt: skip
+}
 
 
 def test_what_acts_alike_is_described_alike_in_another_process_too():
-    assert [name for name, (one, other) in ALIKE.items() if described(one) != described(other)] == []
+    assert [
+        name for name, (one, other) in ALIKE.items() if described(one) != described(other)
+    ] == []
     here = [described(v) for pairs in (ALIKE, DIFFERENT) for pair in pairs.values() for v in pair]
-    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert json.loads(done.stdout) == here
 
 
@@ -133,18 +169,27 @@ def test_recursion_ends_what_cannot_be_seen_is_warned_of_and_an_objects_own_fing
     assert described([held]) == "(mine-3)"
 
 
-@pytest.mark.parametrize(("change", "said"), [
-    ({"epoch": 3}, "damaged: its content does not match its checksum"), ({"more": 1}, "not match its checksum"),
-    ({3: 1}, "not match its checksum"), ({"identity": 3}, "not match its checksum"),
-    ({"version": 1}, "has version 1, but dynagroup reads 4"), ({"kind": "Other"}, "of Loader, but got one of 'Other'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"epoch": 3}, "damaged: its content does not match its checksum"),
+        ({"more": 1}, "not match its checksum"),
+        ({3: 1}, "not match its checksum"),
+        ({"identity": 3}, "not match its checksum"),
+        ({"version": 1}, "has version 1, but dynagroup reads 4"),
+        ({"kind": "Other"}, "of Loader, but got one of 'Other'"),
+    ],
+)
 def test_what_is_damaged_is_named(change, said):
     with pytest.raises(StateError, match=said):
         opened({**STATE, **change}, "Loader", IDENTITY)
 
 
 def test_a_state_of_another_run_says_what_differs_and_ranks_agree_but_for_what_each_learned():
-    for identity, said in (({"seed": 1}, "seed was 1 then, is 0 now"), ({}, "seed was None then, is 0 now")):
+    for identity, said in (
+        ({"seed": 1}, "seed was 1 then, is 0 now"),
+        ({}, "seed was None then, is 0 now"),
+    ):
         with pytest.raises(StateError, match=said):
             opened(sealed("Loader", identity, {}), "Loader", IDENTITY)
     for no_states in (None, [], 3, "state"):

@@ -10,8 +10,15 @@ from typing import Any
 
 import pytest
 
-from tests.test_architecture import (GROUND, MODULES, PACKAGE, layer_of, name_of,  # isort: skip
-                                     rooms_imported_by, tree_of)  # fmt: skip
+from tests.test_architecture import (
+    GROUND,
+    MODULES,
+    PACKAGE,
+    layer_of,
+    name_of,  # isort: skip
+    rooms_imported_by,
+    tree_of,
+)
 
 MOST_FILES, MOST_LINES = 93, 16_999
 MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_CLASS, MOST_LINES_OF_A_FUNCTION = 400, 200, 50
@@ -26,7 +33,9 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 def file_of(module: str) -> Path | None:
     """The file that an import of ``dynagroup.x.y`` or ``dynagroup.x.y.Name`` reads; package faces only hand names on."""
     parts = module.split(".")[1:]
-    paths = (PACKAGE.joinpath(*parts[:length]).with_suffix(".py") for length in range(len(parts), 0, -1))
+    paths = (
+        PACKAGE.joinpath(*parts[:length]).with_suffix(".py") for length in range(len(parts), 0, -1)
+    )
     return next((path for path in paths if path.exists()), None)
 
 
@@ -38,7 +47,9 @@ def graph(*, faces: bool = False) -> dict[str, set[str]]:
             nodes = (node for node in ast.walk(tree_of(path)) if isinstance(node, ast.ImportFrom))
             names = (f"{node.module}.{alias.name}" for node in nodes for alias in node.names)
             read = {file_of(name) for name in names if name.startswith("dynagroup.")} - {None, path}
-            arrows[name_of(path)] = {name_of(file) for file in read if file} - SHOWN_BY.get(name_of(path), set())
+            arrows[name_of(path)] = {name_of(file) for file in read if file} - SHOWN_BY.get(
+                name_of(path), set()
+            )
     return arrows
 
 
@@ -48,7 +59,9 @@ def rooms() -> dict[str, set[str]]:
     of = {name: "ground" if name in GROUND else name for name in map(layer_of, MODULES)}
     for path in MODULES:
         if room := of[layer_of(path)]:
-            found.setdefault(room, set()).update({of[name] for name in rooms_imported_by(path)} - {room})
+            found.setdefault(room, set()).update(
+                {of[name] for name in rooms_imported_by(path)} - {room}
+            )
     return found
 
 
@@ -67,7 +80,9 @@ def test_the_guide_names_rooms_and_files_that_are_there():
     named = re.findall(r"`((?:[a-z_]+/)+(?:[a-z_]+\.py)?|[a-z_]+\.py)`", page)
     assert [name for name in named if not (PACKAGE / name).exists()] == []
     files = {name_of(path) for path in MODULES}
-    assert {name for name in files if name not in named and not name.endswith("__init__.py")} == set()
+    assert {
+        name for name in files if name not in named and not name.endswith("__init__.py")
+    } == set()
     rooms = {name.split("/")[0].removesuffix(".py") for name in named}
     assert {layer_of(path) for path in MODULES} - {"", "__main__"} <= rooms
     for way in page.split("## The way of one sample")[1:]:
@@ -81,7 +96,11 @@ def lines_of() -> dict[str, int]:
 
 def lonely(read_by: Mapping[str, set[str]], lines: Mapping[str, int]) -> set[str]:
     """Modules that one file reads and that are too short to stand alone."""
-    return {name for name, files in read_by.items() if len(files) == 1 and lines[name] < FEWEST_LINES_OF_A_MODULE}
+    return {
+        name
+        for name, files in read_by.items()
+        if len(files) == 1 and lines[name] < FEWEST_LINES_OF_A_MODULE
+    }
 
 
 def test_no_files_import_each_other_in_a_circle_floors_are_few_and_no_short_module_has_a_single_reader():
@@ -110,16 +129,30 @@ def lines_of_body(node: ast.FunctionDef) -> int:
 
 def code_lines(node: Any) -> int:
     """Lines without docstrings: explaining is no vice."""
-    explained = (n for n in ast.walk(node) if isinstance(n, (*FUNCTIONS, ast.ClassDef)) and ast.get_docstring(n))
+    explained = (
+        n
+        for n in ast.walk(node)
+        if isinstance(n, (*FUNCTIONS, ast.ClassDef)) and ast.get_docstring(n)
+    )
     size = lambda part: (part.end_lineno or part.lineno) - part.lineno + 1  # noqa: E731
     return size(node) - sum(size(n.body[0]) for n in explained)
 
 
 def test_the_house_its_classes_and_its_functions_are_small():
-    for kinds, most in (((ast.ClassDef,), MOST_LINES_OF_A_CLASS), (FUNCTIONS, MOST_LINES_OF_A_FUNCTION)):
+    for kinds, most in (
+        ((ast.ClassDef,), MOST_LINES_OF_A_CLASS),
+        (FUNCTIONS, MOST_LINES_OF_A_FUNCTION),
+    ):
         found = ((name, code_lines(node)) for name, node in definitions(*kinds))
         assert [(name, lines) for name, lines in found if lines > most] == []
-    assert code_lines(ast.parse('def f():\n    """One.\n\n    Two.\n    """\n    a = 1\n    return a\n').body[0]) == 3
+    assert (
+        code_lines(
+            ast.parse('def f():\n    """One.\n\n    Two.\n    """\n    a = 1\n    return a\n').body[
+                0
+            ]
+        )
+        == 3
+    )
     found = sorted(lines_of_body(node) for _, node in definitions(*FUNCTIONS))
     assert found[len(found) // 2] <= MEDIAN_BODY
     assert found[len(found) * 9 // 10] <= LONG_BODY
@@ -133,11 +166,15 @@ def private_names(path: Path) -> tuple[set[str], set[str]]:
     """Names with one leading underscore that a file makes; and those it takes from others (imported, looked up, patched)."""
     text = path.read_text(encoding="utf-8")
     made = set(re.findall(r"(?m)(?:def |class |self\.|^)(_(?!_)\w+)", text))
-    return made, set(re.findall(r"(?:(?<!self)(?<!cls)\.|import (?:\w+, )*|setattr\(\S+ \")(_(?!_)\w+)", text)) - made
+    return made, set(
+        re.findall(r"(?:(?<!self)(?<!cls)\.|import (?:\w+, )*|setattr\(\S+ \")(_(?!_)\w+)", text)
+    ) - made
 
 
 def test_tests_reach_for_no_private_name():
     """What a test must look at or change is public, so that the inside can change without it."""
     ours = set().union(*(private_names(path)[0] for path in MODULES))
-    reached = {path.name: private_names(path)[1] & ours for path in Path(__file__).parent.rglob("*.py")}
+    reached = {
+        path.name: private_names(path)[1] & ours for path in Path(__file__).parent.rglob("*.py")
+    }
     assert {name: found for name, found in reached.items() if found} == {}

@@ -11,7 +11,13 @@ import pytest
 
 import dynagroup
 from benchmarks.data import collate
-from dynagroup import LengthAwareBatchSampler, OnlineDataLoader, PlannedDataLoader, TokenBudget, embed_dataset
+from dynagroup import (
+    LengthAwareBatchSampler,
+    OnlineDataLoader,
+    PlannedDataLoader,
+    TokenBudget,
+    embed_dataset,
+)
 from dynagroup.testing import run_ranks
 from dynagroup.update.loader import RequestQueue
 from tests.models import TEXTS, small_llama, small_tokenizer
@@ -29,7 +35,12 @@ JOURNEYS: list[tuple[Callable[[], Any], int]] = [
     (lambda: LengthAwareBatchSampler(LENGTHS, BUDGET, shuffle=True), 14),
     (lambda: PlannedDataLoader(LENGTHS, LENGTHS, BUDGET, samples_per_update=16, **HOW), 20),
     (lambda: PlannedDataLoader(LENGTHS, LENGTHS, BUDGET, **HOW), 20),
-    (lambda: OnlineDataLoader([{"input_ids": [1] * n} for n in LENGTHS], BUDGET, shuffle=True, **HOW), 22),
+    (
+        lambda: OnlineDataLoader(
+            [{"input_ids": [1] * n} for n in LENGTHS], BUDGET, shuffle=True, **HOW
+        ),
+        22,
+    ),
 ]
 
 
@@ -46,7 +57,11 @@ def files_of(journey: Callable[[], Any]) -> set[str]:
         journey()
     finally:
         sys.setprofile(None)
-    return {Path(name).relative_to(PACKAGE).as_posix() for name in found if Path(name).is_relative_to(PACKAGE)}
+    return {
+        Path(name).relative_to(PACKAGE).as_posix()
+        for name in found
+        if Path(name).is_relative_to(PACKAGE)
+    }
 
 
 @pytest.mark.parametrize(("make", "most"), JOURNEYS)
@@ -58,7 +73,9 @@ def test_a_first_step_passes_few_files(make: Callable[[], Any], most: int) -> No
 
 def test_embedding_to_a_file_passes_few_files(tmp_path: Path) -> None:
     given: Any = (small_llama(), small_tokenizer(), TEXTS)
-    embed = lambda name: embed_dataset(*given, budget=BUDGET, output=tmp_path / name, progress=False)  # noqa: E731
+    embed = lambda name: embed_dataset(  # noqa: E731
+        *given, budget=BUDGET, output=tmp_path / name, progress=False
+    )
     embed("first.npy")
     passed = files_of(lambda: embed("second.npy"))
     assert len(passed) <= 24, sorted(passed)
@@ -80,20 +97,43 @@ class Counted:
 
 
 def online(world: Any = None, **options: Any) -> Any:
-    return OnlineDataLoader(Tokens(MANY), TokenBudget(256), collate_fn=collate, world=world, window=64, **options)
+    return OnlineDataLoader(
+        Tokens(MANY), TokenBudget(256), collate_fn=collate, world=world, window=64, **options
+    )
 
 
 def planned(world: Any = None, **options: Any) -> Any:
-    return PlannedDataLoader(Tokens(MANY), MANY, TokenBudget(256), collate_fn=collate, world=world, **options)
+    return PlannedDataLoader(
+        Tokens(MANY), MANY, TokenBudget(256), collate_fn=collate, world=world, **options
+    )
 
 
-@pytest.mark.parametrize(("make", "ranks", "epochs", "options", "exchanges", "num_bytes"), [
-    (online, 2, 0, SIZED, 21, 4464),
-    (online, 8, 1, SIZED, 24, 12_544),  # lengths of the first epoch are shared before the second
-    (online, 2, 0, {}, 5, 1824), (online, 8, 1, {}, 6, 8984),
-    (online, 2, 0, {**SIZED, "kind_of": lambda sample: "text"}, 23, 5000),  # labels are told once
-    (planned, 2, 0, SIZED, 11, 360), (planned, 8, 1, {}, 9, 96),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "ranks", "epochs", "options", "exchanges", "num_bytes"),
+    [
+        (online, 2, 0, SIZED, 21, 4464),
+        (
+            online,
+            8,
+            1,
+            SIZED,
+            24,
+            12_544,
+        ),  # lengths of the first epoch are shared before the second
+        (online, 2, 0, {}, 5, 1824),
+        (online, 8, 1, {}, 6, 8984),
+        (
+            online,
+            2,
+            0,
+            {**SIZED, "kind_of": lambda sample: "text"},
+            23,
+            5000,
+        ),  # labels are told once
+        (planned, 2, 0, SIZED, 11, 360),
+        (planned, 8, 1, {}, 9, 96),
+    ],
+)
 def test_exchanges_and_their_bytes(make, ranks, epochs, options, exchanges, num_bytes):
     """Of a rank in an epoch. Ten updates of 96 samples: two exchanges each online, one planned, and one to compare settings.
     Their bytes do not grow with the number of ranks, but for what is learned, which grows with the samples."""
@@ -115,7 +155,10 @@ def test_exchanges_and_their_bytes(make, ranks, epochs, options, exchanges, num_
 def test_requests_to_workers(options, requests, monkeypatch):
     """Each is a message to a process: 960 samples in windows of 64, or updates of 96, and fewer once lengths are known."""
     asked: list[Any] = []
-    inner, noted = RequestQueue.__iter__, lambda self: (asked.append(request) or request for request in inner(self))
+    inner, noted = (
+        RequestQueue.__iter__,
+        lambda self: (asked.append(request) or request for request in inner(self)),
+    )
     monkeypatch.setattr(RequestQueue, "__iter__", noted)
     loader = online(**options)
     for most in requests:

@@ -37,13 +37,21 @@ ROWS = [[1, 2], [], [3]]
 TABLE = pd.DataFrame({"text": SPOKEN, "n": range(5)}, index=range(5, 0, -1))
 DATA = Dataset.from_dict({"text": SPOKEN, "label": [0, 1, 2, 3, 4]})
 HOLDERS: dict[str, tuple[Any, str | None]] = {
-    "list": (SPOKEN, None), "tuple": (tuple(SPOKEN), None), "array": (np.array(SPOKEN), None),
-    "mappings": ([{"text": text} for text in SPOKEN], "text"), "datasets": (DATA, None), "a column": (DATA["text"], None),
-    "pandas": (TABLE, "text"), "Series": (TABLE["text"], None), "pyarrow": (pa.table({"text": SPOKEN}), "text"),
-}  # fmt: skip
+    "list": (SPOKEN, None),
+    "tuple": (tuple(SPOKEN), None),
+    "array": (np.array(SPOKEN), None),
+    "mappings": ([{"text": text} for text in SPOKEN], "text"),
+    "datasets": (DATA, None),
+    "a column": (DATA["text"], None),
+    "pandas": (TABLE, "text"),
+    "Series": (TABLE["text"], None),
+    "pyarrow": (pa.table({"text": SPOKEN}), "text"),
+}
 
 
-def words(begin: bool = False, kind: type[Any] = PreTrainedTokenizerFast, **special: str) -> PreTrainedTokenizerFast:
+def words(
+    begin: bool = False, kind: type[Any] = PreTrainedTokenizerFast, **special: str
+) -> PreTrainedTokenizerFast:
     """A token a word, which is a number of two more than the word; one in front with ``begin``."""
     numbers = {str(n): n + 2 for n in range(60)}
     raw: Any = Tokenizer(WordLevel({"[PAD]": 0, "[UNK]": 1, **numbers, "[BOS]": 62}, "[UNK]"))
@@ -72,9 +80,13 @@ def seen(batch: dict[str, torch.Tensor]) -> list[str]:
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=50), st.booleans())
 def test_every_text_once_in_batches_that_fit(tokenizer, lengths, shuffle):
     texts = numbered(lengths)
-    batches = list(text_dataloader(texts, tokenizer, TokenBudget(16, max_samples=6), shuffle=shuffle))
+    batches = list(
+        text_dataloader(texts, tokenizer, TokenBudget(16, max_samples=6), shuffle=shuffle)
+    )
     assert sorted(text for batch in batches for text in seen(batch)) == sorted(texts)
-    assert all(batch["input_ids"].numel() <= 16 and len(batch["input_ids"]) <= 6 for batch in batches)
+    assert all(
+        batch["input_ids"].numel() <= 16 and len(batch["input_ids"]) <= 6 for batch in batches
+    )
     assert all(batch["input_ids"].dtype == torch.int64 for batch in batches)
 
 
@@ -85,19 +97,36 @@ COLUMN = Dataset.from_dict({"text": TEXTS})["text"]
 @pytest.mark.parametrize(("texts", "workers"), [(TEXTS, 2), (COLUMN, 1), (pd.Series(TEXTS), 0)])
 def test_workers_and_containers_change_nothing(tokenizer, texts, workers):
     loader = text_dataloader(texts, tokenizer, TokenBudget(18), num_workers=workers, labels=True)
-    assert [seen(batch) for batch in loader] == [[TEXTS[i] for i in batch] for batch in loader.batch_sampler]
+    assert [seen(batch) for batch in loader] == [
+        [TEXTS[i] for i in batch] for batch in loader.batch_sampler
+    ]
     assert sorted(i for batch in loader.batch_sampler for i in batch) == list(range(6))
     collate, dataset = pickle.loads(pickle.dumps((loader.collate_fn, loader.dataset)))
-    assert collate([dataset[1]])["labels"].tolist() == [[3, 3, 3]], "what workers need can be sent to them"
+    assert collate([dataset[1]])["labels"].tolist() == [[3, 3, 3]], (
+        "what workers need can be sent to them"
+    )
 
 
-@pytest.mark.parametrize(("lengths", "budget", "options", "shapes"), [
-    ([30, 2], TokenBudget(10), {"max_length": 5}, [(2, 5)]),  # truncated before it is measured
-    ([3, 9], TokenBudget(32), {"max_length": 10**30}, [(2, 9)]),  # the limit of a tokenizer that knows none
-    ([9, 3, 3], TokenBudget(16, pad_to_multiple_of=8), {}, [(1, 16), (2, 8)]),
-    ([5, 1], TokenBudget(10), {"lengths": [9, 9]}, [(1, 5), (1, 1)]),
-    ([5] * 40, TokenBudget(20), {"samples_per_update": 8, "rank": 1, "world_size": 2, "timeout": 0}, [(4, 5)] * 5),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("lengths", "budget", "options", "shapes"),
+    [
+        ([30, 2], TokenBudget(10), {"max_length": 5}, [(2, 5)]),  # truncated before it is measured
+        (
+            [3, 9],
+            TokenBudget(32),
+            {"max_length": 10**30},
+            [(2, 9)],
+        ),  # the limit of a tokenizer that knows none
+        ([9, 3, 3], TokenBudget(16, pad_to_multiple_of=8), {}, [(1, 16), (2, 8)]),
+        ([5, 1], TokenBudget(10), {"lengths": [9, 9]}, [(1, 5), (1, 1)]),
+        (
+            [5] * 40,
+            TokenBudget(20),
+            {"samples_per_update": 8, "rank": 1, "world_size": 2, "timeout": 0},
+            [(4, 5)] * 5,
+        ),
+    ],
+)
 def test_options_decide_the_shapes(tokenizer, lengths, budget, options, shapes):
     loader = text_dataloader(numbered(lengths), tokenizer, budget, **options)
     assert [tuple(batch["input_ids"].shape) for batch in loader] == shapes
@@ -107,19 +136,32 @@ def test_options_decide_the_shapes(tokenizer, lengths, budget, options, shapes):
 @pytest.mark.parametrize("options", [{}, {"samples_per_update": 8, "shuffle": True}])
 def test_few_shapes_are_filled_behind_the_texts(tokenizer, options):
     lengths = [1 + n % 13 for n in range(60)]
-    loader = text_dataloader(numbered(lengths), tokenizer, TokenBudget(40), shapes=3, labels=True, **options)
+    loader = text_dataloader(
+        numbered(lengths), tokenizer, TokenBudget(40), shapes=3, labels=True, **options
+    )
     rows, batches = [row for [row] in loader.batch_sampler.plan.rows], list(loader)
     assert len({tuple(batch["labels"].shape) for batch in batches}) <= 3
     assert sorted(index for row in rows for index in row) == list(range(60))
     for row, batch in zip(rows, batches, strict=True):
-        assert batch["attention_mask"][: len(row)].sum(1).tolist() == [lengths[index] for index in row]
+        assert batch["attention_mask"][: len(row)].sum(1).tolist() == [
+            lengths[index] for index in row
+        ]
         filled = [0] * (len(batch["labels"]) - len(row))
-        assert (batch["labels"] != -100).sum(1).tolist() == [lengths[index] for index in row] + filled
+        assert (batch["labels"] != -100).sum(1).tolist() == [
+            lengths[index] for index in row
+        ] + filled
 
 
-def test_labels_leave_out_padding_and_nothing_else_and_a_model_runs_on_texts_without_any_token(tokenizer):
-    batch = next(iter(text_dataloader(["1 0 0", "2"], words(pad_token="0"), TokenBudget(99), labels=True)))
-    assert batch["labels"].tolist() == [[3, 2, 2], [4, -100, -100]]  # the word 0 pads too, and is still learned
+def test_labels_leave_out_padding_and_nothing_else_and_a_model_runs_on_texts_without_any_token(
+    tokenizer,
+):
+    batch = next(
+        iter(text_dataloader(["1 0 0", "2"], words(pad_token="0"), TokenBudget(99), labels=True))
+    )
+    assert batch["labels"].tolist() == [
+        [3, 2, 2],
+        [4, -100, -100],
+    ]  # the word 0 pads too, and is still learned
     model = LlamaForCausalLM(models.llama(vocab=63, layers=1, inner=16))
     for batch in text_dataloader(["", "", "1 2"], tokenizer, TokenBudget(2), labels=True):
         assert model(**batch).logits.shape[:2] == batch["input_ids"].shape
@@ -128,20 +170,42 @@ def test_labels_leave_out_padding_and_nothing_else_and_a_model_runs_on_texts_wit
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_texts_that_bring_the_first_token_get_no_second_one(layout):
     tokenizer = words(begin=True, pad_token="[PAD]", bos_token="[BOS]")
-    loader = text_dataloader(["[BOS] 1 2", "[BOS] 1", "[BOS] 2 2"], tokenizer, TokenBudget(100, layout=layout))
+    loader = text_dataloader(
+        ["[BOS] 1 2", "[BOS] 1", "[BOS] 2 2"], tokenizer, TokenBudget(100, layout=layout)
+    )
     [batch] = list(loader)
-    assert sorted(i for i in batch["input_ids"].flatten().tolist() if i) == [3, 3, 4, 4, 4, 62, 62, 62]
-    assert pickle.loads(pickle.dumps(loader.collate_fn))(["[BOS] 1"])["input_ids"].tolist() == [[62, 3]]
+    assert sorted(i for i in batch["input_ids"].flatten().tolist() if i) == [
+        3,
+        3,
+        4,
+        4,
+        4,
+        62,
+        62,
+        62,
+    ]
+    assert pickle.loads(pickle.dumps(loader.collate_fn))(["[BOS] 1"])["input_ids"].tolist() == [
+        [62, 3]
+    ]
 
 
-@pytest.mark.parametrize(("texts", "options", "message"), [
-    (["1"], {"tokenizer": words()}, "no padding token; set one"),
-    (Dataset.from_dict({"text": ["1"]}), {}, "must be a list or one column, but is a whole Dataset"),
-    (["1", "2", None], {"lengths": [1, 1, 2]}, "text 2 must be a string, but is None"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("texts", "options", "message"),
+    [
+        (["1"], {"tokenizer": words()}, "no padding token; set one"),
+        (
+            Dataset.from_dict({"text": ["1"]}),
+            {},
+            "must be a list or one column, but is a whole Dataset",
+        ),
+        (["1", "2", None], {"lengths": [1, 1, 2]}, "text 2 must be a string, but is None"),
+    ],
+)
 def test_mistakes_are_named(tokenizer, texts, options, message):
     with pytest.raises(ConfigError, match=message):
-        list(text_dataloader(texts, **{"tokenizer": tokenizer, "budget": TokenBudget(3), **options}))
+        list(
+            text_dataloader(texts, **{"tokenizer": tokenizer, "budget": TokenBudget(3), **options})
+        )
 
 
 def test_the_one_liner_packs(tokenizer) -> None:
@@ -154,27 +218,40 @@ def test_the_one_liner_packs(tokenizer) -> None:
         assert batch["input_ids"].shape == batch["labels"].shape == (1, borders[-1])
         assert borders[-1] <= 16
         ids = batch["input_ids"][0].tolist()
-        seen += [" ".join(str(i - 2) for i in ids[a:b]) for a, b in zip(borders[:-1], borders[1:], strict=True)]
+        seen += [
+            " ".join(str(i - 2) for i in ids[a:b])
+            for a, b in zip(borders[:-1], borders[1:], strict=True)
+        ]
     assert sorted(seen) == sorted(text for text in texts if text)
     assert len(loader) == 2
     batch = next(iter(text_dataloader(["", ""], tokenizer, TokenBudget(16, layout="packed"))))
     assert (batch["input_ids"].tolist(), "labels" in batch) == ([[0]], False)
 
 
-@given(st.lists(st.sampled_from(EDGES) | st.integers(0, 70_000), min_size=1, max_size=5), st.sampled_from(DTYPES))
-def test_a_number_of_any_type_is_taken_as_it_is_or_refused_by_index(values: list[float], dtype: str):
+@given(
+    st.lists(st.sampled_from(EDGES) | st.integers(0, 70_000), min_size=1, max_size=5),
+    st.sampled_from(DTYPES),
+)
+def test_a_number_of_any_type_is_taken_as_it_is_or_refused_by_index(
+    values: list[float], dtype: str
+):
     try:
         with np.errstate(all="ignore"):
             array = np.array(values, dtype)
     except (OverflowError, ValueError):  # numpy's own refusal of what the type cannot hold
         return
-    legal = [0 <= value <= MOST and value == math.floor(value) for value in array.astype("g").tolist()]
+    legal = [
+        0 <= value <= MOST and value == math.floor(value) for value in array.astype("g").tolist()
+    ]
     if all(legal):
         found = as_streams(array)["tokens"]
         assert found.dtype == np.int32
         assert found.tolist() == array.tolist()
     else:
-        with pytest.raises(ConfigError, match=rf"lengths\['tokens'\]\[{legal.index(False)}\] must be a whole number"):
+        with pytest.raises(
+            ConfigError,
+            match=rf"lengths\['tokens'\]\[{legal.index(False)}\] must be a whole number",
+        ):
             as_streams(array)
 
 
@@ -196,16 +273,26 @@ def test_texts_are_as_long_as_the_tokenizer_says(counting, holder):
     lengths = measure_lengths(data, counting, column)
     assert lengths.dtype == np.int32
     assert lengths.tolist() == [len(counting(text)["input_ids"]) for text in SPOKEN] == COUNTS
-    assert measure_lengths(data, counting, column, max_length=3).tolist() == [min(n, 3) for n in COUNTS]
+    assert measure_lengths(data, counting, column, max_length=3).tolist() == [
+        min(n, 3) for n in COUNTS
+    ]
 
 
-@pytest.mark.parametrize("data", [ROWS, [{"input_ids": row} for row in ROWS], Dataset.from_dict({"input_ids": ROWS})])
+@pytest.mark.parametrize(
+    "data", [ROWS, [{"input_ids": row} for row in ROWS], Dataset.from_dict({"input_ids": ROWS})]
+)
 def test_rows_of_ids_are_counted(data):
     assert measure_lengths(data).tolist() == [2, 0, 1]
-    assert measure_lengths(data, max_length=10**30).tolist() == [2, 0, 1]  # a tokenizer's limit that nobody set
+    assert measure_lengths(data, max_length=10**30).tolist() == [
+        2,
+        0,
+        1,
+    ]  # a tokenizer's limit that nobody set
     assert measure_lengths(data, max_length=1).tolist() == [1, 0, 1]
     if isinstance(data, Dataset):  # of another name, and rows chosen
-        assert measure_lengths(data.rename_column("input_ids", "mine").select([2, 0]), column="mine").tolist() == [1, 2]
+        assert measure_lengths(
+            data.rename_column("input_ids", "mine").select([2, 0]), column="mine"
+        ).tolist() == [1, 2]
 
 
 def test_processes_measure_the_same_and_no_samples_have_no_lengths(counting):
@@ -227,10 +314,14 @@ def test_datasets_caches_the_lengths(tmp_path):
     def measure(max_length: int) -> list[int]:
         asked.clear()
         fresh = words(True, Counting, pad_token="[PAD]")
-        return measure_lengths(load_from_disk(tmp_path / "data"), fresh, max_length=max_length).tolist()
+        return measure_lengths(
+            load_from_disk(tmp_path / "data"), fresh, max_length=max_length
+        ).tolist()
 
     first = measure(4)
-    assert sum(asked) == len(SPOKEN) + 1  # one more: the call that settles the tokenizer's truncation
+    assert (
+        sum(asked) == len(SPOKEN) + 1
+    )  # one more: the call that settles the tokenizer's truncation
     assert measure(4) == first
     assert sum(asked) == 1
     assert measure(3) != first  # other settings, other cache
@@ -250,22 +341,39 @@ def pixels(sample: dict[str, Any]) -> int:
 
 def test_any_map_style_dataset_with_a_length_function_that_may_name_several_streams():
     for num_proc in (None, 2):
-        assert measure_lengths(Squares(), length_of=pixels, num_proc=num_proc).tolist() == [i * i for i in range(150)]
+        assert measure_lengths(Squares(), length_of=pixels, num_proc=num_proc).tolist() == [
+            i * i for i in range(150)
+        ]
     assert measure_lengths(TABLE["text"], length_of=len).tolist() == list(map(len, SPOKEN))
     both = lambda sample: {"words": sample["words"], "patches": sample["pixels"]}  # noqa: E731
     streams = measure_lengths(Squares(), length_of=both, max_length=2)
-    assert {name: values.dtype for name, values in streams.items()} == {"words": np.int32, "patches": np.int32}
+    assert {name: values.dtype for name, values in streams.items()} == {
+        "words": np.int32,
+        "patches": np.int32,
+    }
     assert (streams["words"][3], streams["patches"][3]) == (2, 9)
 
 
-@pytest.mark.parametrize(("bad", "said"), [
-    (None, "text 1005 must be a string, but is None"),
-    ("one \ud800 two", r"text 1005 has a lone surrogate at character 4; .*encode\('utf-8', 'replace'\)"),
-    (CHAT, r"sample 1005 must be .*is a chat .*turn a chat into a text with .*apply_chat_template\(messages, tokenize=False\)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        (None, "text 1005 must be a string, but is None"),
+        (
+            "one \ud800 two",
+            r"text 1005 has a lone surrogate at character 4; .*encode\('utf-8', 'replace'\)",
+        ),
+        (
+            CHAT,
+            r"sample 1005 must be .*is a chat .*turn a chat into a text with .*apply_chat_template\(messages, tokenize=False\)",
+        ),
+    ],
+)
 def test_what_is_no_text_is_named(counting, bad, said):
     texts: list[Any] = [*["one"] * 1005, bad, "two"]
-    for data, column, num_proc in ((texts, None, 2), ([{"text": text} for text in texts], "text", None)):
+    for data, column, num_proc in (
+        (texts, None, 2),
+        ([{"text": text} for text in texts], "text", None),
+    ):
         with pytest.raises(ConfigError, match=said):
             measure_lengths(data, counting, column, num_proc=num_proc)
 
@@ -274,32 +382,72 @@ def test_what_is_no_row_of_ids_is_not_counted_as_one():
     """Its len() is 1 or 2, whatever its tokens are: a TensorDataset's sample, ids and label, a tokenizer's batch of one."""
     for row in NO_ROWS:
         for samples in ([[5, 6], row], [{"input_ids": [5, 6]}, {"input_ids": row}]):
-            with pytest.raises(ConfigError, match="sample 1 must be one row of token ids .*the `tokenizer` for texts"):
+            with pytest.raises(
+                ConfigError,
+                match="sample 1 must be one row of token ids .*the `tokenizer` for texts",
+            ):
                 measure_lengths(samples)
 
 
 Few = type("Few", (list,), {"__getitem__": lambda self, index: next(iter(range(index, 70)))})
 
 
-@pytest.mark.parametrize(("call", "message"), [
-    *((lambda t, bad=bad: as_streams({"tokens": [1, 2, 3], "patches": np.array([1, 2, bad], object)}),
-       r"lengths\['patches'\]\[2\] must be a whole number from 0 to") for bad in (None, "7", True, b"7", 1j, 2**70)),
-    *((lambda t, values=values: as_streams(values), "one number per sample.*measure_lengths") for values in NO_LENGTHS),
-    (lambda t: as_streams({"tokens": [1, 2, 3], "patches": [1, 2]}),
-     r"{'tokens': 3, 'patches': 2} samples; each sample needs a length in all"),
-    (lambda t: as_streams({}), "or a dict by stream name"),
-    *((lambda t, values=values: measure_lengths(Dataset.from_dict({"a": values}), column="a"),
-       r"lists of token ids, but .*apply_chat_template|\[1\] must be .* is nan") for values in NO_IDS),
-    (lambda t: measure_lengths([CHAT]), "sample 0 must be .* is a chat .*apply_chat_template"),
-    (lambda t: measure_lengths("one text", t), "must be a list or one column, but is a whole str"),
-    (lambda t: measure_lengths((x for x in SPOKEN), t), "but is a whole generator.*OnlineDataLoader"),
-    (lambda t: measure_lengths(TABLE, t), "but is a whole DataFrame"),
-    (lambda t: measure_lengths(TWO, t), r"2 text columns \(\['a', 'b'\]\)"),
-    (lambda t: measure_lengths(SPOKEN, t, length_of=len), "pass only one of them"),
-    (lambda t: measure_lengths([3, 1], length_of=lambda n: 2.5), r"\['tokens'\]\[0\] must be a whole number"),
-    (lambda t: measure_lengths(["tokens", "x"], length_of=lambda name: {name: 1}), "for sample 1"),
-    (lambda t: measure_lengths(Few(range(100)), length_of=int), "64 of 100 samples were measured"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        *(
+            (
+                lambda t, bad=bad: as_streams(
+                    {"tokens": [1, 2, 3], "patches": np.array([1, 2, bad], object)}
+                ),
+                r"lengths\['patches'\]\[2\] must be a whole number from 0 to",
+            )
+            for bad in (None, "7", True, b"7", 1j, 2**70)
+        ),
+        *(
+            (lambda t, values=values: as_streams(values), "one number per sample.*measure_lengths")
+            for values in NO_LENGTHS
+        ),
+        (
+            lambda t: as_streams({"tokens": [1, 2, 3], "patches": [1, 2]}),
+            r"{'tokens': 3, 'patches': 2} samples; each sample needs a length in all",
+        ),
+        (lambda t: as_streams({}), "or a dict by stream name"),
+        *(
+            (
+                lambda t, values=values: measure_lengths(
+                    Dataset.from_dict({"a": values}), column="a"
+                ),
+                r"lists of token ids, but .*apply_chat_template|\[1\] must be .* is nan",
+            )
+            for values in NO_IDS
+        ),
+        (lambda t: measure_lengths([CHAT]), "sample 0 must be .* is a chat .*apply_chat_template"),
+        (
+            lambda t: measure_lengths("one text", t),
+            "must be a list or one column, but is a whole str",
+        ),
+        (
+            lambda t: measure_lengths((x for x in SPOKEN), t),
+            "but is a whole generator.*OnlineDataLoader",
+        ),
+        (lambda t: measure_lengths(TABLE, t), "but is a whole DataFrame"),
+        (lambda t: measure_lengths(TWO, t), r"2 text columns \(\['a', 'b'\]\)"),
+        (lambda t: measure_lengths(SPOKEN, t, length_of=len), "pass only one of them"),
+        (
+            lambda t: measure_lengths([3, 1], length_of=lambda n: 2.5),
+            r"\['tokens'\]\[0\] must be a whole number",
+        ),
+        (
+            lambda t: measure_lengths(["tokens", "x"], length_of=lambda name: {name: 1}),
+            "for sample 1",
+        ),
+        (
+            lambda t: measure_lengths(Few(range(100)), length_of=int),
+            "64 of 100 samples were measured",
+        ),
+    ],
+)
 def test_messages_say_the_way_out(counting, call, message):
     with pytest.raises(ConfigError, match=message):
         call(counting)

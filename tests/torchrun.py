@@ -28,11 +28,17 @@ def started(script: str | Path, *args: str, ranks: int) -> str:
     quiet = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     on_cpu = {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
     environment = {**os.environ, **quiet, **on_cpu, "PYTHONPATH": str(ROOT)}
-    with tempfile.TemporaryDirectory() as logs:  # a file a rank: lines of ranks that share a pipe may mix
+    with (
+        tempfile.TemporaryDirectory() as logs
+    ):  # a file a rank: lines of ranks that share a pipe may mix
         launch = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         command = [sys.executable, "-m", *launch, "--redirects", "1", "--log-dir", logs]
         command += [str(ROOT / "tests" / "ranks" / "__main__.py"), str(script), *args]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, env=environment, cwd=ROOT)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=HANG_S, env=environment, cwd=ROOT
+        )
         printed = "\n".join(log.read_text() for log in sorted(Path(logs).glob("**/stdout.log")))
-    assert done.returncode == 0, f"{script} on {ranks} ranks failed:\n{printed[-3000:]}\n{done.stderr[-20000:]}"
+    assert done.returncode == 0, (
+        f"{script} on {ranks} ranks failed:\n{printed[-3000:]}\n{done.stderr[-20000:]}"
+    )
     return printed

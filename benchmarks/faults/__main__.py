@@ -24,7 +24,12 @@ from dynagroup import BudgetError, ConfigError
 
 HANG_S = 600.0
 RARE = {**loaders.RARE, **processes.RARE, **memory.RARE}
-FAULTS: dict[str, Callable[[Case], list[str]]] = {**loaders.FAULTS, **memory.FAULTS, **disks.FAULTS, **RARE}
+FAULTS: dict[str, Callable[[Case], list[str]]] = {
+    **loaders.FAULTS,
+    **memory.FAULTS,
+    **disks.FAULTS,
+    **RARE,
+}
 
 
 def run_case(case: Case) -> list[str]:
@@ -37,8 +42,10 @@ def run_case(case: Case) -> list[str]:
                 warnings.simplefilter("ignore")
                 case.folder = Path(name)
                 found[:] = FAULTS[case.fault](case)
-        except Exception as error:  # noqa: BLE001 - that is the finding
-            asked = "samples_per_update" in str(error) or "at least the number of ranks" in str(error)
+        except Exception as error:
+            asked = "samples_per_update" in str(error) or "at least the number of ranks" in str(
+                error
+            )
             refused = asked and isinstance(error, (ConfigError, BudgetError))
             found[:] = [] if refused else [f"{type(error).__name__}: {error}"[:500]]
 
@@ -50,7 +57,9 @@ def run_case(case: Case) -> list[str]:
 
 def draws() -> Iterator[tuple[int, str]]:
     """Seeds with their faults, each fault in turn; the rare ones every fourth round."""
-    return enumerate(fault for turn in count() for fault in FAULTS if fault not in RARE or turn % 4 == 0)
+    return enumerate(
+        fault for turn in count() for fault in FAULTS if fault not in RARE or turn % 4 == 0
+    )
 
 
 def campaign(cases: int, first: int) -> dict[str, Any]:
@@ -67,7 +76,9 @@ def campaign(cases: int, first: int) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print counts; 1 if anything was found."""
-    parser = argparse.ArgumentParser(prog="faults", description="Random configurations meet faults.")
+    parser = argparse.ArgumentParser(
+        prog="faults", description="Random configurations meet faults."
+    )
     parser.add_argument("--cases", type=int, default=500)
     parser.add_argument("--first", type=int, default=0, help="seed of the first case")
     parser.add_argument("--seed", type=int, help="one case, by its seed")
@@ -80,7 +91,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = campaign(given.cases, given.first) if given.seed is None else campaign(1, given.seed)
     print(json.dumps({**found, "findings": len(found["findings"])}, indent=1))
     if given.save:
-        print(save(RESULTS, "faults", {**found, "minutes": round((time.monotonic() - began) / 60, 1)}))
+        print(
+            save(RESULTS, "faults", {**found, "minutes": round((time.monotonic() - began) / 60, 1)})
+        )
     return 1 if found["findings"] else 0
 
 

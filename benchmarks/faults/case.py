@@ -52,7 +52,9 @@ class Case:
             if rng.random() < 0.3:
                 self.options["length_hint"] = self.lengths
 
-    def loader(self, world: Any, dataset: Any = None, *, lengths: Sequence[int] | None = None, **more: Any) -> Any:
+    def loader(
+        self, world: Any, dataset: Any = None, *, lengths: Sequence[int] | None = None, **more: Any
+    ) -> Any:
         """A new loader; ``lengths`` are what a planned one is told instead of the truth."""
         data = dataset if dataset is not None else Numbered(self.lengths)
         budget = TokenBudget(self.max_tokens, layout="packed" if self.packed else "padded")
@@ -61,7 +63,9 @@ class Case:
             return OnlineDataLoader(data, budget, **options)
         for name in ("length_hint", "shuffle"):  # it knows the lengths, and always draws anew
             options.pop(name, None)
-        return PlannedDataLoader(data, self.lengths if lengths is None else lengths, budget, **options)
+        return PlannedDataLoader(
+            data, self.lengths if lengths is None else lengths, budget, **options
+        )
 
     def epoch(self, dataset: Any = None, **more: Any) -> list[list[Seen]]:
         """One epoch of a new loader on every rank."""

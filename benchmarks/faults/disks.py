@@ -28,7 +28,11 @@ class Job:
 
     def __init__(self, case: Case, calls_left: float = math.inf) -> None:
         self.texts = [" ".join([f"w{i}"] * n) for i, n in enumerate(case.lengths)]
-        self.max_tokens, self.output, self.calls_left = case.max_tokens, case.folder / "out.jsonl", calls_left
+        self.max_tokens, self.output, self.calls_left = (
+            case.max_tokens,
+            case.folder / "out.jsonl",
+            calls_left,
+        )
         self.asked = case.folder / "asked.txt"
 
     def run(self) -> list[str]:
@@ -36,7 +40,9 @@ class Job:
         model.generate = self._generate
         budget = TokenBudget(self.max_tokens + 80 * NEW)
         options: dict[str, Any] = {"max_new_tokens": NEW, "progress": False}
-        return generate_dataset(model, word_tokenizer(300), self.texts, budget=budget, output=self.output, **options)
+        return generate_dataset(
+            model, word_tokenizer(300), self.texts, budget=budget, output=self.output, **options
+        )
 
     def _generate(self, **batch: Any) -> torch.Tensor:
         ids = batch["input_ids"]
@@ -81,13 +87,19 @@ def disk_full(case: Case) -> list[str]:
     if isinstance(report := forked(1, run)[0], list):
         return report
     told = "File too large" in report or "No space" in report
-    return ([] if told else [f"a full disk ends in {report}"]) + _again(job, max(job.num_asked(), default=0))
+    return ([] if told else [f"a full disk ends in {report}"]) + _again(
+        job, max(job.num_asked(), default=0)
+    )
 
 
 def _killed(case: Case) -> list[str]:
     batches = case.rng.randrange(0, 6)
     report = forked(1, lambda _rank: Job(case, batches).run())[0]
-    return [] if report == KILLED or isinstance(report, list) else [f"a job to be killed ended with {report}"]
+    return (
+        []
+        if report == KILLED or isinstance(report, list)
+        else [f"a job to be killed ended with {report}"]
+    )
 
 
 def killed_while_writing(case: Case) -> list[str]:

@@ -26,7 +26,7 @@ def item_raises(case: Case) -> list[str]:
     broken = case.rng.randrange(len(case.lengths))
     try:
         case.epoch(Numbered(case.lengths, broken=broken))
-    except Exception as error:  # noqa: BLE001 - any, as long as it tells
+    except Exception as error:
         if f"{broken}" not in str(error):
             return [f"the error does not name the broken record: {error!r}"]
         return case.judged(case.epoch())
@@ -36,7 +36,9 @@ def item_raises(case: Case) -> list[str]:
 def lengths_lie(case: Case) -> list[str]:
     """Lengths (or hints) are wrong by up to ten times: every sample still comes once, weighed by the truth."""
     told = [max(1, int(n * case.rng.choice([0.1, 1, 10]))) for n in case.lengths]
-    if case.online:  # it measures what it is told about, so its batches keep to their budget all the same
+    if (
+        case.online
+    ):  # it measures what it is told about, so its batches keep to their budget all the same
         return case.judged(case.epoch(length_hint=told))
     return judged(case.lengths, case.epoch(lengths=told), case.everything)
 
@@ -48,7 +50,9 @@ def stop_and_resume(case: Case, ranks_after: int | None = None) -> list[str]:
     stop = case.rng.randint(0, len(whole[0]))
     if not alike and stop < len(whole[0]):
         while stop and not whole[0][stop - 1].ends:
-            stop -= 1  # the gradient of an update that two numbers of ranks share is nobody's to judge
+            stop -= (
+                1  # the gradient of an update that two numbers of ranks share is nobody's to judge
+            )
 
     def first_half(world: Any) -> tuple[list[Seen], Any]:
         loader = case.loader(world)
@@ -65,10 +69,14 @@ def stop_and_resume(case: Case, ranks_after: int | None = None) -> list[str]:
     rest = run_ranks(ranks_after, second_half)
     if stop == len(whole[0]):  # the epoch was used up: the next one comes
         return case.judged(rest)
-    left = case.judged(rest, case.everything - seen_in(step for steps, _ in begun for step in steps))
+    left = case.judged(
+        rest, case.everything - seen_in(step for steps, _ in begun for step in steps)
+    )
     if not alike:
         return left
-    both = [a + b for (a, _), b in zip(begun, rest, strict=True)]  # the update that was cut in two is judged as one
+    both = [
+        a + b for (a, _), b in zip(begun, rest, strict=True)
+    ]  # the update that was cut in two is judged as one
     return wrong_gradients(case.lengths, both) + _but_gradients(left)
 
 
@@ -84,7 +92,11 @@ def worker_killed(case: Case) -> list[str]:
     except (EOFError, OSError):  # torch was reading what the worker was sending
         return []
     except RuntimeError as error:
-        return [] if "worker" in str(error).lower() else [f"the error does not speak of a worker: {error}"]
+        return (
+            []
+            if "worker" in str(error).lower()
+            else [f"the error does not speak of a worker: {error}"]
+        )
     return ["a killed worker went unnoticed"]
 
 
@@ -93,7 +105,9 @@ def workers_and_resume(case: Case) -> list[str]:
     loader, after = (case.loader(None, num_workers=2) for _ in range(2))
     begun = seen(loader, case.rng.randint(1, 4))
     after.load_state_dict(json.loads(json.dumps(loader.state_dict())))
-    return _but_gradients(case.judged([seen(after)], case.everything - seen_in(begun) or case.everything))
+    return _but_gradients(
+        case.judged([seen(after)], case.everything - seen_in(begun) or case.everything)
+    )
 
 
 FAULTS = {

@@ -59,7 +59,11 @@ class Fragile(torch.nn.Module):
         chosen = predicted[known]
         hidden = self.scale * self.weight[chosen]
         hidden.register_hook(lambda _: self._fail(len(labels)))
-        error = hidden + self.bias - torch.tensor([value_of(int(i)) for i in chosen], dtype=torch.float64)
+        error = (
+            hidden
+            + self.bias
+            - torch.tensor([value_of(int(i)) for i in chosen], dtype=torch.float64)
+        )
         return (error * error).sum() / max(int(known.sum()), 1)
 
     def _fail(self, num_samples: int) -> None:
@@ -82,7 +86,9 @@ def trained(case: Case, world: Any, wrap: Any) -> list[Update]:
     if world is not None:
         model.rng = random.Random(f"{case.seed}, rank {world.rank}")
     wrapped = wrap(model)
-    backward = OomSafeBackward(wrapped, weigh=lambda batch: int((batch["labels"][:, 1:] != -100).sum()), world=world)
+    backward = OomSafeBackward(
+        wrapped, weigh=lambda batch: int((batch["labels"][:, 1:] != -100).sum()), world=world
+    )
     updates: list[Update] = []
     members: list[int] = []
     for step in case.loader(world):
@@ -106,7 +112,11 @@ def wrong_updates(case: Case, ranks: Sequence[Sequence[Update]]) -> list[str]:
             if not difference <= 1e-9 * max(1.0, float(np.abs(wanted).max())):
                 return [f"gradient of update {number} is off by {difference}"]
     found = sorted(i for updates in ranks for members, _ in updates for i in members)
-    return [] if found == list(range(len(case.lengths))) else ["samples of the epoch are lost or repeated"]
+    return (
+        []
+        if found == list(range(len(case.lengths)))
+        else ["samples of the epoch are lost or repeated"]
+    )
 
 
 def storm_in_training(case: Case) -> list[str]:
@@ -126,5 +136,8 @@ def storm_on_ranks(case: Case) -> list[str]:
     return wrong_updates(case, reports)
 
 
-FAULTS = {"out-of-memory storm in calls": storm_in_calls, "out-of-memory storm in training": storm_in_training}
+FAULTS = {
+    "out-of-memory storm in calls": storm_in_calls,
+    "out-of-memory storm in training": storm_in_training,
+}
 RARE = {"out-of-memory storm on DDP ranks": storm_on_ranks}

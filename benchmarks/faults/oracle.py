@@ -28,7 +28,11 @@ class Seen:
         samples = [] if step.idle else numbers_of(step.batch)
         counts = [] if step.idle else (step.batch["labels"][:, 1:] != -100).sum(dim=1).tolist()
         total = sum(counts)
-        mean = sum(n * value_of(i) for n, i in zip(counts, samples, strict=True)) / total if total else 0.0
+        mean = (
+            sum(n * value_of(i) for n, i in zip(counts, samples, strict=True)) / total
+            if total
+            else 0.0
+        )
         return cls(samples, step.loss_scale * mean, step.ends_update)
 
 
@@ -65,7 +69,9 @@ def wrong_gradients(lengths: Sequence[int], ranks: Ranks) -> list[str]:
     return []
 
 
-def over_budget(lengths: Sequence[int], ranks: Ranks, max_tokens: int, *, packed: bool = False) -> list[str]:
+def over_budget(
+    lengths: Sequence[int], ranks: Ranks, max_tokens: int, *, packed: bool = False
+) -> list[str]:
     """Batches of more than one sample that hold too many tokens."""
     for step in (step for steps in ranks for step in steps if len(step.samples) > 1):
         found = [lengths[i] for i in step.samples]

@@ -40,10 +40,12 @@ def forked(number: int, function: Callable[[int], Any]) -> list[Any]:
 
 
 def _run(function: Callable[[int], Any], rank: int, writer: Any) -> None:
-    sys.unraisablehook = lambda _: None  # loaders of the parent say at their end that these are not their workers
+    sys.unraisablehook = lambda _: (
+        None
+    )  # loaders of the parent say at their end that these are not their workers
     try:
         report = function(rank)
-    except BaseException as error:  # noqa: BLE001 - told to the parent
+    except BaseException as error:
         report = f"{type(error).__name__}: {error}"[:2000]
         if not isinstance(error, (AlignmentError, OSError)):
             traceback.print_exc(file=sys.stderr)
@@ -102,7 +104,9 @@ def _resumed(case: Case) -> list[str]:
     """Other ranks go on from the newest checkpoint that all finished: what it has not seen comes once, or a whole epoch."""
     updates = Counter(int(path.name.split("-")[0]) for path in case.folder.glob("*.checkpoint"))
     newest = max((update for update, count in updates.items() if count == case.ranks), default=0)
-    saved = [json.loads(path.read_text()) for path in sorted(case.folder.glob(f"{newest}-*.checkpoint"))]
+    saved = [
+        json.loads(path.read_text()) for path in sorted(case.folder.glob(f"{newest}-*.checkpoint"))
+    ]
 
     def rest(world: Any) -> list[Seen]:
         loader = case.loader(world)
@@ -120,7 +124,9 @@ def rank_killed(case: Case) -> list[str]:
     steps = len(case.epoch()[0])
     stop, victim = case.rng.randint(1, steps), case.rng.randrange(case.ranks)
     reports = _interrupted(case, {victim: stop}, signal.SIGKILL)
-    wrong = [] if reports[victim] == KILLED else [f"the rank to be killed ended with {reports[victim]}"]
+    wrong = (
+        [] if reports[victim] == KILLED else [f"the rank to be killed ended with {reports[victim]}"]
+    )
     for rank, report in enumerate(reports):
         if rank != victim and report != steps and "AlignmentError" not in str(report):
             wrong.append(f"rank {rank} ended with {report}")
@@ -137,4 +143,7 @@ def terminated_and_resumed(case: Case) -> list[str]:
     return _resumed(case)
 
 
-RARE = {"rank killed, others resume": rank_killed, "SIGTERM, other ranks resume": terminated_and_resumed}
+RARE = {
+    "rank killed, others resume": rank_killed,
+    "SIGTERM, other ranks resume": terminated_and_resumed,
+}

@@ -156,12 +156,18 @@ def fits_of(budget: Budget, shape: BatchShape) -> BoolArray:
 def largest_of(budget: Budget, longest: IntArray) -> IntArray | None:
     """Returns ``budget.largest(longest)``, int64 (K,) or None. ConfigError: the method returned anything else."""
     answer = budget.largest(longest)
-    return None if answer is None else _checked(answer, len(longest), "iu", f"{type(budget).__name__}.largest")
+    return (
+        None
+        if answer is None
+        else _checked(answer, len(longest), "iu", f"{type(budget).__name__}.largest")
+    )
 
 
 def _checked(answer: Any, size: int, kinds: str, asked: str) -> Any:
     if getattr(answer, "shape", None) != (size,) or answer.dtype.kind not in kinds:
-        wanted = f"an array with one {'bool' if kinds == 'b' else 'number'} for each of {size} batches"
+        wanted = (
+            f"an array with one {'bool' if kinds == 'b' else 'number'} for each of {size} batches"
+        )
         raise ConfigError(f"`{asked}` must return {wanted}, but returned {answer!r}")
     return answer
 
@@ -227,12 +233,20 @@ class AllOf(Budget):
     @classmethod
     def of(cls, *budgets: Budget) -> "AllOf":
         if foreign := [budget for budget in budgets if not isinstance(budget, Budget)]:
-            raise ConfigError(f"`&` joins budgets, e.g. TokenBudget(4096) & AdditiveCap(...), but got {foreign[0]!r}")
-        combined = cls(tuple(p for b in budgets for p in (b.parts if isinstance(b, AllOf) else (b,))))
+            raise ConfigError(
+                f"`&` joins budgets, e.g. TokenBudget(4096) & AdditiveCap(...), but got {foreign[0]!r}"
+            )
+        combined = cls(
+            tuple(p for b in budgets for p in (b.parts if isinstance(b, AllOf) else (b,)))
+        )
         if any(p.ladder is not None for p in combined.parts):
-            raise ConfigError("a ShapeLadder cannot be a part of `&`; write ShapeLadder(lengths, budget & other)")
+            raise ConfigError(
+                "a ShapeLadder cannot be a part of `&`; write ShapeLadder(lengths, budget & other)"
+            )
         if len({p.layout for p in combined._others}) > 1:
-            raise ConfigError("`&` cannot join padded and packed budgets; give all of them the same `layout`")
+            raise ConfigError(
+                "`&` cannot join padded and packed budgets; give all of them the same `layout`"
+            )
         return combined
 
     @property
@@ -260,7 +274,9 @@ class AllOf(Budget):
         return " & ".join(p.fingerprint for p in self.parts)
 
     def pads(self, stream: str, /) -> bool:
-        return stream not in self._end_to_end and (not self._others or any(p.pads(stream) for p in self._others))
+        return stream not in self._end_to_end and (
+            not self._others or any(p.pads(stream) for p in self._others)
+        )
 
     def fits(self, shape: BatchShape, /) -> BoolArray:
         return np.logical_and.reduce([fits_of(p, self.seen_by(p, shape)) for p in self.parts])
@@ -275,7 +291,9 @@ class AllOf(Budget):
     def _packed(self, shape: BatchShape) -> BatchShape:
         tokens, first = real_tokens(shape, self), primary(shape.total)
         more = round_up(tokens, self.pad_to_multiple_of) - tokens
-        return BatchShape(shape.num_samples, shape.longest, {**shape.total, first: shape.total[first] + more})
+        return BatchShape(
+            shape.num_samples, shape.longest, {**shape.total, first: shape.total[first] + more}
+        )
 
     def cost(self, shape: BatchShape, /) -> FloatArray:
         """Returns the cost by the part that predicts memory, else by the first part that is not a cap."""
@@ -283,8 +301,14 @@ class AllOf(Budget):
         return parts[0].cost(self.seen_by(parts[0], shape)) if parts else super().cost(shape)
 
     def bind(self, lengths: Streams, /) -> "AllOf":
-        padded = {name: values for name, values in lengths.items() if name not in self._end_to_end - {primary(lengths)}}
-        return AllOf(tuple(p.bind(padded if p.counts_every_stream else lengths) for p in self.parts))
+        padded = {
+            name: values
+            for name, values in lengths.items()
+            if name not in self._end_to_end - {primary(lengths)}
+        }
+        return AllOf(
+            tuple(p.bind(padded if p.counts_every_stream else lengths) for p in self.parts)
+        )
 
     def with_memory(self, known: Callable[[], Any], /) -> "AllOf":
         return AllOf(tuple(p.with_memory(known) for p in self.parts))

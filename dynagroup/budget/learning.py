@@ -19,7 +19,9 @@ from dynagroup.state import opened, sealed
 COST_UNIT = 2**20  # ranks exchange costs as integers, in units of 1 / COST_UNIT
 NO_COST = 2**62
 BACKOFF = 0.9  # after a failure, the limit is this share of the failed cost
-GROWTH = 1.01  # factor that raises the limit after PATIENCE batches near the limit have passed in a row
+GROWTH = (
+    1.01  # factor that raises the limit after PATIENCE batches near the limit have passed in a row
+)
 PATIENCE = 32
 FULL = 0.95  # a measured peak above this share of the device's memory counts as full
 
@@ -120,7 +122,9 @@ class LearningBudget(Wrapper):
         most, followed = largest_of(self.base, longest), self._followed
         if most is None or math.isinf(followed):
             return most
-        return largest_within(lambda n: self._within(followed, BatchShape.of(n, longest)), len(longest), most)
+        return largest_within(
+            lambda n: self._within(followed, BatchShape.of(n, longest)), len(longest), most
+        )
 
     def apply(self, world: World | None = None) -> None:
         """Makes ``fits`` use what was learned, the lowest limits of all ranks; call it between epochs, on all ranks."""
@@ -145,7 +149,9 @@ class LearningBudget(Wrapper):
         for name, value in more.items():
             setattr(self._lessons.report, name, getattr(self._lessons.report, name) + value)
 
-    def record_pass(self, shape: BatchShape, *, peak_bytes: int | None = None, device_bytes: int | None = None) -> None:
+    def record_pass(
+        self, shape: BatchShape, *, peak_bytes: int | None = None, device_bytes: int | None = None
+    ) -> None:
         """Records that a batch of this shape (K = 1) succeeded; ``peak_bytes``: its measured peak, if known."""
         share = 0.0 if peak_bytes is None or not device_bytes else peak_bytes / device_bytes
         limit, wall = self.limits
@@ -157,7 +163,10 @@ class LearningBudget(Wrapper):
         elif cost >= BACKOFF * limit:
             self._lessons.calm += 1
             if self._lessons.calm == PATIENCE:
-                self._move(GROWTH * limit if GROWTH * limit < wall and share * GROWTH <= FULL else limit, wall)
+                self._move(
+                    GROWTH * limit if GROWTH * limit < wall and share * GROWTH <= FULL else limit,
+                    wall,
+                )
 
     def _move(self, limit: float, wall: float) -> None:
         self._lessons.numbers[0], self._lessons.numbers[1] = limit, wall
@@ -178,14 +187,25 @@ class LearningBudget(Wrapper):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what was learned, to save in a checkpoint."""
-        numbers = [None if math.isinf(n) else float(n) for n in self._lessons.numbers]  # JSON has no infinity
-        fields = {"numbers": numbers, "calm": self._lessons.calm, "report": asdict(self._lessons.report)}
+        numbers = [
+            None if math.isinf(n) else float(n) for n in self._lessons.numbers
+        ]  # JSON has no infinity
+        fields = {
+            "numbers": numbers,
+            "calm": self._lessons.calm,
+            "report": asdict(self._lessons.report),
+        }
         return sealed("LearningBudget", {"budget": self.base.fingerprint}, fields)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads what a run with the same budget learned. Raises StateError, and changes nothing, for another budget."""
-        [found], lessons = opened(state, "LearningBudget", {"budget": self.base.fingerprint}), self._lessons
-        for place, number in enumerate(found["numbers"]):  # changed in place: the numbers may be in shared memory
+        [found], lessons = (
+            opened(state, "LearningBudget", {"budget": self.base.fingerprint}),
+            self._lessons,
+        )
+        for place, number in enumerate(
+            found["numbers"]
+        ):  # changed in place: the numbers may be in shared memory
             lessons.numbers[place] = math.inf if number is None else number
         lessons.calm, lessons.report = found["calm"], OomReport(**found["report"])
 
@@ -196,7 +216,9 @@ class LearningBudget(Wrapper):
         learner, learned = budget.learner, state["learned"]
         before = None if learner is None else learner.state_dict()
         if learner is None and learned is not None and learned["numbers"][2] is not None:
-            raise StateError("the state was saved with limits of a LearningBudget; give this loader a LearningBudget")
+            raise StateError(
+                "the state was saved with limits of a LearningBudget; give this loader a LearningBudget"
+            )
         try:
             if learner is not None and learned is not None:
                 learner.load_state_dict(learned)

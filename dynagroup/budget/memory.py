@@ -17,11 +17,31 @@ from dynagroup.memory.regressor import MemoryRegressor
 from dynagroup.memory.run import MASK_ALIGNMENT, Attention, Layout, MakeInputs, Mode, Sharding
 from dynagroup.memory.traced import TracedMemory
 from dynagroup.memory.workload import Workload
-from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, largest_within, primary, round_up
+from dynagroup.shapes import (
+    TOKENS,
+    BatchShape,
+    IntArray,
+    Streams,
+    largest_within,
+    primary,
+    round_up,
+)
 from dynagroup.validation import check_int, check_names, check_number
 
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-LENGTHS = [2**k for k in range(7, 16)]  # lengths in printed tables: 128 to 32,768 tokens, or as many as a model accepts
+UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+}
+LENGTHS = [
+    2**k for k in range(7, 16)
+]  # lengths in printed tables: 128 to 32,768 tokens, or as many as a model accepts
 WAY_OUT = "use checkpointing, a leaner optimizer, LoRA, sharding, a smaller model, or more memory"
 
 
@@ -33,9 +53,13 @@ def parsed_bytes(memory: str | float) -> int:
     """
     found = re.fullmatch(r"\s*(\d+\.?\d*(?:E\+?\d\d?)?)\s*([KMGT]?I?B?)\s*", str(memory).upper())
     if found is None or found[2] not in UNITS or float(found[1]) == 0:
-        raise ConfigError(f"`memory` must be a size such as 80GB or 24GiB, or a number of bytes, but is {memory!r}")
+        raise ConfigError(
+            f"`memory` must be a size such as 80GB or 24GiB, or a number of bytes, but is {memory!r}"
+        )
     if not found[2] and float(found[1]) < 1e6:
-        raise ConfigError(f"`memory` is {memory!r} bytes, which is too few; for gigabytes write {found[1]}GB")
+        raise ConfigError(
+            f"`memory` is {memory!r} bytes, which is too few; for gigabytes write {found[1]}GB"
+        )
     return int(float(found[1]) * UNITS[found[2]])
 
 
@@ -66,9 +90,14 @@ class MemoryBudget(Budget):
     _assumed = False  # True: no memory model was given
 
     def __init__(
-        self, batch_size: int, *, longest: int | Mapping[str, int] | None = None, model: MemoryModel | None = None,
-        headroom: float = 0.9, pad_to_multiple_of: int = 1,
-    ) -> None:  # fmt: skip
+        self,
+        batch_size: int,
+        *,
+        longest: int | Mapping[str, int] | None = None,
+        model: MemoryModel | None = None,
+        headroom: float = 0.9,
+        pad_to_multiple_of: int = 1,
+    ) -> None:
         self._batch_size = check_int("batch_size", batch_size)
         named = isinstance(longest, Mapping)
         self._longest = dict(longest) if named else {} if longest is None else {TOKENS: longest}
@@ -88,19 +117,39 @@ class MemoryBudget(Budget):
 
     @classmethod
     def from_bytes(
-        cls, limit_bytes: str | float, *, model: BytesMemoryModel, headroom: float = 0.9, pad_to_multiple_of: int = 1
+        cls,
+        limit_bytes: str | float,
+        *,
+        model: BytesMemoryModel,
+        headroom: float = 0.9,
+        pad_to_multiple_of: int = 1,
     ) -> "MemoryBudget":
         """Returns a budget with a limit in bytes. BudgetError: static memory alone is above ``headroom`` of it."""
         return _DeviceBudget(limit_bytes, model, headroom, pad_to_multiple_of)
 
     @classmethod
     def from_model(
-        cls, model_or_config: Any, memory: str | float | None = None, *,
-        mode: Mode = "train", headroom: float = 0.9, layout: Layout | None = None, pad_to_multiple_of: int = 1,
-        dtype: Any = None, autocast: Any = None, attention: Attention | None = None, gradient_checkpointing: bool | None = None,
-        lora: Any = None, optimizer: str | float | None = None, sharding: Sharding | None = None, num_ranks: int | None = None,
-        max_new_tokens: int | None = None, inputs: MakeInputs | None = None, measured: Measurements | None = None, **sizes: Any,
-    ) -> "MemoryBudget":  # fmt: skip
+        cls,
+        model_or_config: Any,
+        memory: str | float | None = None,
+        *,
+        mode: Mode = "train",
+        headroom: float = 0.9,
+        layout: Layout | None = None,
+        pad_to_multiple_of: int = 1,
+        dtype: Any = None,
+        autocast: Any = None,
+        attention: Attention | None = None,
+        gradient_checkpointing: bool | None = None,
+        lora: Any = None,
+        optimizer: str | float | None = None,
+        sharding: Sharding | None = None,
+        num_ranks: int | None = None,
+        max_new_tokens: int | None = None,
+        inputs: MakeInputs | None = None,
+        measured: Measurements | None = None,
+        **sizes: Any,
+    ) -> "MemoryBudget":
         """Returns a budget for a device, from a model traced on the CPU in a few seconds; no weights are read.
 
         Args:
@@ -133,15 +182,34 @@ class MemoryBudget(Budget):
         from dynagroup.device import free_bytes
 
         padding = {"headroom": headroom, "pad_to_multiple_of": pad_to_multiple_of}
-        how = {"layout": layout, "dtype": dtype, "autocast": autocast, "attention": attention, "lora": lora,
-               "gradient_checkpointing": gradient_checkpointing, "optimizer": optimizer, "sharding": sharding,
-               "num_ranks": num_ranks, "max_new_tokens": max_new_tokens, "inputs": inputs, "measured": measured}  # fmt: skip
-        check_names("MemoryBudget.from_model", sizes, [*how, *padding, "mode", *(f.name for f in fields(Workload))])
-        MemoryBudget(1, model=PaddedTokens(), **padding)  # refuses wrong settings before the slow trace
+        how = {
+            "layout": layout,
+            "dtype": dtype,
+            "autocast": autocast,
+            "attention": attention,
+            "lora": lora,
+            "gradient_checkpointing": gradient_checkpointing,
+            "optimizer": optimizer,
+            "sharding": sharding,
+            "num_ranks": num_ranks,
+            "max_new_tokens": max_new_tokens,
+            "inputs": inputs,
+            "measured": measured,
+        }
+        check_names(
+            "MemoryBudget.from_model",
+            sizes,
+            [*how, *padding, "mode", *(f.name for f in fields(Workload))],
+        )
+        MemoryBudget(
+            1, model=PaddedTokens(), **padding
+        )  # refuses wrong settings before the slow trace
         limit = free_bytes() if memory is None else parsed_bytes(memory)
         said = {name: value for name, value in (how | sizes).items() if value is not None}
         masks = {"pads_masks": pad_to_multiple_of % MASK_ALIGNMENT != 0}
-        return cls.from_bytes(limit, model=replace(TracedMemory.of(model_or_config, mode, **said), **masks), **padding)
+        return cls.from_bytes(
+            limit, model=replace(TracedMemory.of(model_or_config, mode, **said), **masks), **padding
+        )
 
     @property
     def pad_to_multiple_of(self) -> int:
@@ -149,7 +217,10 @@ class MemoryBudget(Budget):
 
     @property
     def layout(self) -> Layout:
-        known = self.model, getattr(self.model, "workload", None)  # a user's memory model may have its own `layout`
+        known = (
+            self.model,
+            getattr(self.model, "workload", None),
+        )  # a user's memory model may have its own `layout`
         return next(filter(None, (getattr(part, "layout", None) for part in known)), "padded")
 
     def bind(self, lengths: Streams, /) -> "MemoryBudget":
@@ -185,7 +256,11 @@ class MemoryBudget(Budget):
 
     def _grown(self, padded: BatchShape, first: BatchShape) -> BoolArray:
         """Returns which shapes fit by prediction. A regressor is slow, so its predictions are made once, for a table."""
-        if not isinstance(self.model, MemoryRegressor) or self.layout == "packed" or len(padded.longest) > 2:
+        if (
+            not isinstance(self.model, MemoryRegressor)
+            or self.layout == "packed"
+            or len(padded.longest) > 2
+        ):
             return self.model.relative(padded, first) <= self.headroom
         key = tuple(padded.longest)
         if key not in self._tables:
@@ -193,11 +268,17 @@ class MemoryBudget(Budget):
         return padded.num_samples <= self._tables[key].largest(padded.longest)
 
     def largest(self, longest: IntArray, /) -> IntArray | None:
-        return None if self.layout == "packed" or len(self._longest) > 1 else self.most_samples(longest)
+        return (
+            None
+            if self.layout == "packed" or len(self._longest) > 1
+            else self.most_samples(longest)
+        )
 
     def most_samples(self, longest: Any) -> IntArray:
         """Returns the most samples of one length that fit, for K lengths (tokens, or by stream): int64 (K,)."""
-        return largest_within(lambda count: self.fits(BatchShape.of(count, longest)), len(BatchShape.of(1, longest)))
+        return largest_within(
+            lambda count: self.fits(BatchShape.of(count, longest)), len(BatchShape.of(1, longest))
+        )
 
     def max_tokens(self, longest: int) -> int:
         """Returns the largest token budget with which every batch of samples of up to ``longest`` tokens fits. For
@@ -209,17 +290,27 @@ class MemoryBudget(Budget):
             total = largest_within(lambda count: self.fits(BatchShape.of(1, count, count)), 1)
             return int(total[0]) // self._multiple * self._multiple
         lengths = np.arange(1, longest + 1)
-        return int(((self.most_samples(lengths) + 1) * round_up(lengths + self._new_tokens, self._multiple)).min() - 1)
+        return int(
+            (
+                (self.most_samples(lengths) + 1)
+                * round_up(lengths + self._new_tokens, self._multiple)
+            ).min()
+            - 1
+        )
 
     def figures(self, lengths: Sequence[int] | None = None) -> dict[str, Any]:
         """Returns the table that ``print`` shows: per length the ``samples`` that fit, their ``tokens`` and ``share``
         of the limit; also ``reach`` (the longest length that fits, 0: none) and ``max_tokens`` for it."""
         longest = np.array(sorted(self._lengths if lengths is None else lengths), np.int64)
         if not longest.size or longest[0] < 1:
-            raise ConfigError(f"`lengths` must be numbers of tokens of at least 1, but is {lengths!r}")
+            raise ConfigError(
+                f"`lengths` must be numbers of tokens of at least 1, but is {lengths!r}"
+            )
         samples = self.most_samples(longest)
         tokens = samples * (round_up(longest, self._multiple) + self._new_tokens)
-        share = np.where(samples, self.predicted(BatchShape.of(np.maximum(samples, 1), longest)), 0.0).round(4)
+        share = np.where(
+            samples, self.predicted(BatchShape.of(np.maximum(samples, 1), longest)), 0.0
+        ).round(4)
         reach = int(longest[samples > 0].max(initial=0))
         columns = {"longest": longest, "samples": samples, "tokens": tokens, "share": share}
         found = {name: values.tolist() for name, values in columns.items()}
@@ -238,7 +329,9 @@ class MemoryBudget(Budget):
 
     @property
     def _about(self) -> str:
-        return f"batch_size={self._batch_size}, longest={dict(sorted(self._longest.items())) or None}"
+        return (
+            f"batch_size={self._batch_size}, longest={dict(sorted(self._longest.items())) or None}"
+        )
 
     def __repr__(self) -> str:
         return f"MemoryBudget({self._about}, headroom={self.headroom!r})"
@@ -249,15 +342,27 @@ class MemoryBudget(Budget):
             return self.about
         found, new = self.figures(), self._new_tokens
         head = f"{'prompt' if new else 'longest':>8}  {'samples':>8}  {'tokens':>10}  {'of the limit':>12}"
-        row, columns = "{:>8}  {:>8}  {:>10}  {:>12.1%}".format, map(found.__getitem__, ("longest", "samples", "tokens", "share"))
+        row, columns = (
+            "{:>8}  {:>8}  {:>10}  {:>12.1%}".format,
+            map(found.__getitem__, ("longest", "samples", "tokens", "share")),
+        )
         lines = [self.about, head, *map(row, *columns)]
         if not found["reach"]:
             return "\n".join([*lines, f"not even one sample fits; {WAY_OUT}"])
-        what, of = (f"of lengths + {new} (prompts with what is generated) ", "for prompts of ") if new else ("", "")
+        what, of = (
+            (f"of lengths + {new} (prompts with what is generated) ", "for prompts of ")
+            if new
+            else ("", "")
+        )
         options = "" if self._multiple == 1 else f", pad_to_multiple_of={self._multiple}"
         options += ', layout="packed"' if self.layout == "packed" else ""
         budget = f"TokenBudget({found['max_tokens']}{options})"
-        return "\n".join([*lines, f"a token budget {what}that is safe {of}up to {found['reach']} tokens: {budget}"])
+        return "\n".join(
+            [
+                *lines,
+                f"a token budget {what}that is safe {of}up to {found['reach']} tokens: {budget}",
+            ]
+        )
 
     @property
     def about(self) -> str:
@@ -304,11 +409,15 @@ class _DeviceBudget(MemoryBudget):
 
     model: BytesMemoryModel
 
-    def __init__(self, limit: str | float, model: BytesMemoryModel, headroom: float, pad_to_multiple_of: int) -> None:
+    def __init__(
+        self, limit: str | float, model: BytesMemoryModel, headroom: float, pad_to_multiple_of: int
+    ) -> None:
         limit_bytes = parsed_bytes(limit) if isinstance(limit, (str, float)) else limit
         self._limit_bytes, self._longest = check_int("limit_bytes", limit_bytes), {}
         if not isinstance(model, BytesMemoryModel):
-            raise ConfigError(f"`model` must predict bytes (as ProfiledMemory does), but is {model!r}")
+            raise ConfigError(
+                f"`model` must predict bytes (as ProfiledMemory does), but is {model!r}"
+            )
         self._set(model, headroom, pad_to_multiple_of)
         most = min(getattr(model, "longest", None) or LENGTHS[-1], LENGTHS[-1])
         self._lengths = [length for length in LENGTHS if length < most] + [most]
@@ -326,7 +435,10 @@ class _DeviceBudget(MemoryBudget):
         return self.model.batch_bytes(self._padded(shape)) / self._limit_bytes
 
     def fits(self, shape: BatchShape, /) -> BoolArray:
-        return self.model.static_bytes + self.model.batch_bytes(self._padded(shape)) <= self.headroom * self._limit_bytes
+        return (
+            self.model.static_bytes + self.model.batch_bytes(self._padded(shape))
+            <= self.headroom * self._limit_bytes
+        )
 
     @property
     def _about(self) -> str:

@@ -38,7 +38,11 @@ class TokenBudget(Budget):
     layout: Layout = field(default="padded", kw_only=True)  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        for name in ("max_tokens", "pad_to_multiple_of", *(() if self.max_samples is None else ("max_samples",))):
+        for name in (
+            "max_tokens",
+            "pad_to_multiple_of",
+            *(() if self.max_samples is None else ("max_samples",)),
+        ):
             check_int(name, getattr(self, name))
         check_choice("layout", self.layout, ("padded", "packed"))
 
@@ -46,13 +50,19 @@ class TokenBudget(Budget):
     def from_sequence_length(cls, sequence_length: int, micro_batch_size: int) -> "TokenBudget":
         """Returns a budget of ``sequence_length * 2 * micro_batch_size`` tokens: the rule of thumb of
         online-dynamic-batching, by which half of a batch of fixed size is padding."""
-        return cls(check_int("sequence_length", sequence_length) * 2 * check_int("micro_batch_size", micro_batch_size))
+        return cls(
+            check_int("sequence_length", sequence_length)
+            * 2
+            * check_int("micro_batch_size", micro_batch_size)
+        )
 
     def fits(self, shape: BatchShape, /) -> BoolArray:
         ok = shape.num_samples <= min(self.max_tokens, self.max_samples or UNLIMITED)
         if self.layout == "packed":
             return ok & (self._counted(shape) <= self.max_tokens)
-        return ok & (self._widths(shape) <= self.max_tokens // np.maximum(shape.num_samples, 1))  # a product overflows
+        return ok & (
+            self._widths(shape) <= self.max_tokens // np.maximum(shape.num_samples, 1)
+        )  # a product overflows
 
     def cost(self, shape: BatchShape, /) -> FloatArray:
         return self._counted(shape).astype(np.float64)
@@ -70,8 +80,13 @@ class TokenBudget(Budget):
 
     def _widths(self, shape: BatchShape) -> IntArray:
         """Returns the padded tokens of one sample, over all streams."""
-        padded = np.sum([round_up(longest, self.pad_to_multiple_of) for longest in shape.longest.values()], axis=0)
-        return np.maximum(padded, self.pad_to_multiple_of)  # batches of empty samples are padded as well
+        padded = np.sum(
+            [round_up(longest, self.pad_to_multiple_of) for longest in shape.longest.values()],
+            axis=0,
+        )
+        return np.maximum(
+            padded, self.pad_to_multiple_of
+        )  # batches of empty samples are padded as well
 
 
 def as_budget(budget: Budget | int) -> Budget:

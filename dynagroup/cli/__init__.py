@@ -32,8 +32,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except ModuleNotFoundError as error:
             if not error.name or error.name.startswith("dynagroup"):
                 raise
-            return say(f"the package {error.name} is missing; install it with: pip install dynagroup[hf,viz,parquet]")
-        except (ValueError, OSError) as error:  # a user's mistake, or a file or model that cannot be read
+            return say(
+                f"the package {error.name} is missing; install it with: pip install dynagroup[hf,viz,parquet]"
+            )
+        except (
+            ValueError,
+            OSError,
+        ) as error:  # a user's mistake, or a file or model that cannot be read
             return say(str(error).strip() or repr(error))
         except KeyboardInterrupt:
             return 130
@@ -50,7 +55,9 @@ def tokens(text: str) -> int:
     try:
         return int(float(number) * times)
     except (ValueError, OverflowError):
-        raise argparse.ArgumentTypeError(f"must be a number of tokens, such as 16384 or 16k, but is {text!r}") from None
+        raise argparse.ArgumentTypeError(
+            f"must be a number of tokens, such as 16384 or 16k, but is {text!r}"
+        ) from None
 
 
 DATA = "data --column --kinds --tokenizer --max-length --world-size --layout --pad-to-multiple-of --json"
@@ -68,19 +75,32 @@ FIT = (
 COMMANDS = {  # command -> what it does, and its options; those with ! are required
     "lengths": ("measure the lengths of samples in files, once, on all cores", MEASURE),
     "plan": ("plan the batches of an epoch and show a table", PLAN),
-    "compare": ("compare fixed batches, group_by_length and dynagroup on your lengths", f"{TODAY} --picture --html"),
+    "compare": (
+        "compare fixed batches, group_by_length and dynagroup on your lengths",
+        f"{TODAY} --picture --html",
+    ),
     "doctor": ("show what your batches waste and what to change", DOCTOR),
     "fit": ("show which batches of a model fit a device, and the code for that budget", FIT),
     "profile": ("do the same as fit, or measure on the local device", f"{FIT} --measure"),
-    "check": ("test how a model treats padding and packed samples, and what its loss is a mean of", "model --json"),
-    "demo": ("train a small model with fixed batches and with dynagroup's", DEMO)}  # fmt: skip
+    "check": (
+        "test how a model treats padding and packed samples, and what its loss is a mean of",
+        "model --json",
+    ),
+    "demo": ("train a small model with fixed batches and with dynagroup's", DEMO),
+}
 OPTIONS: dict[str, tuple[Any, ...]] = {  # name -> placeholder of its value, meaning, default
     "data": ("DATA", f"lengths, token ids or texts: {FILES}"),
-    "--column": ("C[,C]", "column of lengths, ids or (with --tokenizer) texts; several columns are several streams"),
+    "--column": (
+        "C[,C]",
+        "column of lengths, ids or (with --tokenizer) texts; several columns are several streams",
+    ),
     "--kinds": ("C", "column of labels; all batches of a step then have samples of one kind"),
     "--tokenizer": ("NAME", "transformers tokenizer, if DATA contains texts"),
     "--max-length": ("T", "truncate longer samples to this many tokens"),
-    "--max-tokens": ("T", "most tokens of a batch with padding, e.g. 16k; default: --batch-size times the longest"),
+    "--max-tokens": (
+        "T",
+        "most tokens of a batch with padding, e.g. 16k; default: --batch-size times the longest",
+    ),
     "--batch-size": ("N", "samples in a batch of one rank today"),
     "--layout": ("padded|packed", "layout of dynagroup's batches", "padded"),
     "--headroom": ("H", "share of the memory to use", 0.9),
@@ -91,13 +111,22 @@ OPTIONS: dict[str, tuple[Any, ...]] = {  # name -> placeholder of its value, mea
     "--window": ("N", "samples that are planned together"),
     "--samples-per-update": ("N", "exact number of samples in each update"),
     "model": ("MODEL", "a model's name, or a folder with a config.json; weights are not read"),
-    "--model": ("NAME", "a model's name or folder, to predict its time; in demo: the model to train"),
-    "--gpu-memory": ("SIZE", "device memory, e.g. 80GB or 24GiB; doctor needs it and --model to check memory"),
+    "--model": (
+        "NAME",
+        "a model's name or folder, to predict its time; in demo: the model to train",
+    ),
+    "--gpu-memory": (
+        "SIZE",
+        "device memory, e.g. 80GB or 24GiB; doctor needs it and --model to check memory",
+    ),
     "--mode": ("train|forward|generate", "what the model is run for", "train"),
     "--dtype": ("TYPE", "dtype of the parameters, e.g. bfloat16; default: the model's"),
     "--autocast": ("TYPE", "lower precision of torch.autocast, e.g. bfloat16; default: not used"),
     "--attention": ("eager|sdpa|flash", "attention of the model; default: the model's own"),
-    "--for": (FOR, "also print the setting of this framework (sets packed layout, and flash attention by default)"),
+    "--for": (
+        FOR,
+        "also print the setting of this framework (sets packed layout, and flash attention by default)",
+    ),
     "--max-new-tokens": ("N", "tokens to generate per prompt, with --mode generate", 256),
     "--gradient-checkpointing": ("", "use gradient checkpointing"),
     "--lora": ("", "train LoRA adapters only"),
@@ -131,7 +160,10 @@ def _parser() -> argparse.ArgumentParser:
     for name, (does, options) in COMMANDS.items():
         made = commands.add_parser(name, help=does, description=f"{does.capitalize()}.")
         for option in options.split():
-            made.add_argument(option.rstrip("!"), **_settings(*OPTIONS[option.rstrip("!")], required=option.endswith("!")))
+            made.add_argument(
+                option.rstrip("!"),
+                **_settings(*OPTIONS[option.rstrip("!")], required=option.endswith("!")),
+            )
     return parser
 
 
@@ -139,5 +171,9 @@ def _settings(metavar: str, text: str, default: Any = None, *, required: bool) -
     if not metavar:
         return {"action": "store_true", "help": text}
     shown = text if default is None else f"{text} (default: {default})"
-    values = {"choices": metavar.split("|")} if "|" in metavar else {"metavar": metavar, "type": TYPES.get(metavar, str)}
+    values = (
+        {"choices": metavar.split("|")}
+        if "|" in metavar
+        else {"metavar": metavar, "type": TYPES.get(metavar, str)}
+    )
     return {"help": shown, "default": default, **values, **({"required": True} if required else {})}

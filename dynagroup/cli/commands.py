@@ -45,13 +45,19 @@ def run(args: argparse.Namespace) -> None:
         save_picture(draw(), args.picture)
         print(f"picture: {args.picture}", file=sys.stderr if args.json else sys.stdout)
     if vars(args).get("html"):
-        Path(args.html).write_text(page(f"dynagroup {args.command}", str(text), draw()), encoding="utf-8")
+        Path(args.html).write_text(
+            page(f"dynagroup {args.command}", str(text), draw()), encoding="utf-8"
+        )
 
 
 def lengths(args: argparse.Namespace) -> Found:
     """Measures lengths on all cores and writes them to a file."""
     found = _lengths(args, num_proc=args.processes, output=args.output).items()
-    sums = lambda n: {"num_samples": len(n), "sum": int(n.sum(dtype="int64")), "longest": int(n.max())}  # noqa: E731
+    sums = lambda n: {  # noqa: E731
+        "num_samples": len(n),
+        "sum": int(n.sum(dtype="int64")),
+        "longest": int(n.max()),
+    }
     told = {name: sums(lengths) for name, lengths in found}
     line = "{}: {num_samples:,} samples, {sum:,} in all, the longest {longest:,}"
     lines = [line.format(name, **figures) for name, figures in told.items()]
@@ -79,9 +85,16 @@ def lengths_of(args: argparse.Namespace) -> tuple[Streams, list[Any] | None]:
 
 def plan(args: argparse.Namespace) -> Found:
     lengths, kinds = lengths_of(args)
-    budget = TokenBudget(args.max_tokens, pad_to_multiple_of=args.pad_to_multiple_of, layout=args.layout)
-    options = {name: getattr(args, name) for name in ("shuffle", "window", "samples_per_update", "world_size")}
-    found = LengthAwareBatchSampler(lengths, budget, kinds=kinds, rank=0, work=Work(), **options).plan
+    budget = TokenBudget(
+        args.max_tokens, pad_to_multiple_of=args.pad_to_multiple_of, layout=args.layout
+    )
+    options = {
+        name: getattr(args, name)
+        for name in ("shuffle", "window", "samples_per_update", "world_size")
+    }
+    found = LengthAwareBatchSampler(
+        lengths, budget, kinds=kinds, rank=0, work=Work(), **options
+    ).plan
     figures = {**found.statistics, "fingerprint": found.fingerprint}
     return figures, found.report(), lambda: plot_plan(found) if args.html else found.plot()
 
@@ -105,19 +118,36 @@ def doctor(args: argparse.Namespace) -> Found:
     found = _comparison(args)
     memory, safe = _memory(args, found)
     today, grouped = found.ways[:2]
-    waits = f"{found.world_size} ranks wait {today.waiting:.0%} of their time for the slowest of a step"
+    waits = (
+        f"{found.world_size} ranks wait {today.waiting:.0%} of their time for the slowest of a step"
+    )
     waste = f"{today.padding:.0%} of the tokens of {today.name} batches are padding (group_by_length: {grouped.padding:.0%})"
     ranks = waits if found.world_size > 1 else "one rank, so no rank waits"
-    findings = {"waste": waste, "ranks": ranks, "memory": memory, "change": _change(found, args.layout, safe)}
+    findings = {
+        "waste": waste,
+        "ranks": ranks,
+        "memory": memory,
+        "change": _change(found, args.layout, safe),
+    }
     *first, last = (f"{name:6}  {text}" for name, text in findings.items())
-    return {"findings": findings, **found.figures()}, "\n".join([*first, "", found.report(), "", last]), found.plot
+    return (
+        {"findings": findings, **found.figures()},
+        "\n".join([*first, "", found.report(), "", last]),
+        found.plot,
+    )
 
 
 def _change(found: Comparison, layout: str, safe: int | None) -> str:
     today, _, same, grouping, free = found.ways[:5]
-    if min(way.plan.predicted_time for way in (same, grouping, free)) > WORTH * today.plan.predicted_time:
+    if (
+        min(way.plan.predicted_time for way in (same, grouping, free))
+        > WORTH * today.plan.predicted_time
+    ):
         return "nothing: lengths are so similar that other batches would save little time"
-    most, samples = getattr(found.budget, "max_tokens", today.largest_batch), found.samples_per_update
+    most, samples = (
+        getattr(found.budget, "max_tokens", today.largest_batch),
+        found.samples_per_update,
+    )
     packed = ', layout="packed"' if layout == "packed" else ""
     budget = f"TokenBudget({most if safe is None else min(most, max(safe, 1))}{packed})"
     loader = f"PlannedDataLoader(dataset, lengths, {budget}"
@@ -140,11 +170,21 @@ def _memory(args: argparse.Namespace, found: Comparison) -> tuple[str, int | Non
     if args.model is None:
         raise ConfigError("`--gpu-memory` needs `--model`, whose memory is predicted; give both")
     longest = {name: max(int(values.max()), 1) for name, values in found.lengths.items()}
-    budget = MemoryBudget.from_model(args.model, args.gpu_memory, **{**_workload(args), "layout": "padded"})
-    ours = MemoryBudget.from_model(args.model, args.gpu_memory, **_workload(args)) if args.layout == "packed" else budget
+    budget = MemoryBudget.from_model(
+        args.model, args.gpu_memory, **{**_workload(args), "layout": "padded"}
+    )
+    ours = (
+        MemoryBudget.from_model(args.model, args.gpu_memory, **_workload(args))
+        if args.layout == "packed"
+        else budget
+    )
     most, safe = int(budget.most_samples(longest)[0]), ours.max_tokens(max(longest.values()))
     what = " and ".join(f"{units:,} {name}" for name, units in longest.items())
-    fits, end = ("fit", f"; up to {most:,} would") if most >= found.batch_size else ("do not fit", f": {most} do")
+    fits, end = (
+        ("fit", f"; up to {most:,} would")
+        if most >= found.batch_size
+        else ("do not fit", f": {most} do")
+    )
     answer = f"{found.batch_size} samples of {what} {fits} {args.gpu_memory}{end} ({budget.model})"
     return f"{answer}; a budget that is safe: {safe:,} tokens", safe
 
@@ -153,14 +193,20 @@ def _workload(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the settings of the workload that are not defaults, as arguments of ``MemoryBudget.from_model``."""
     usual = {"mode": "train", "headroom": 0.9, "pad_to_multiple_of": 1, "layout": "padded"}
     names = (*usual, "dtype", "autocast", "attention", "gradient_checkpointing", "lora")
-    told = {name: value for name in names if (value := vars(args).get(name)) and value != usual.get(name)}
+    told = {
+        name: value
+        for name in names
+        if (value := vars(args).get(name)) and value != usual.get(name)
+    }
     told |= {"max_new_tokens": args.max_new_tokens} if told.get("mode") == "generate" else {}
     return told | ({"sharding": "fsdp", "num_ranks": args.fsdp} if vars(args).get("fsdp") else {})
 
 
 def fit(args: argparse.Namespace) -> Found:
     """Reports which batches fit, from a trace of the model or from measurements."""
-    if vars(args)["for"] is not None:  # these frameworks pack samples, so attention must keep them apart
+    if (
+        vars(args)["for"] is not None
+    ):  # these frameworks pack samples, so attention must keep them apart
         args.layout, args.attention = "packed", args.attention or "flash"
     if vars(args).get("measure"):
         budget, code = _measured(args)
@@ -170,25 +216,48 @@ def fit(args: argparse.Namespace) -> Found:
         told = "".join(f", {name}={value!r}" for name, value in how.items())
         code = f"MemoryBudget.from_model({args.model!r}, {args.gpu_memory!r}{told})"
     found = budget.figures()
-    setting = None if vars(args)["for"] is None else setting_for(args, found["max_tokens"], found["longest"][-1])
+    setting = (
+        None
+        if vars(args)["for"] is None
+        else setting_for(args, found["max_tokens"], found["longest"][-1])
+    )
     told = {"code": code, **({"setting": setting} if setting else {})}
-    return {**found, **told}, "\n".join([str(budget), *told.values()]), lambda: _curve(found, budget)
+    return (
+        {**found, **told},
+        "\n".join([str(budget), *told.values()]),
+        lambda: _curve(found, budget),
+    )
 
 
 # Settings that limit the tokens of a packed micro-batch, for training or forward passes (log-probabilities), in 2026 (TRL 1.16).
 # T: most tokens of a micro-batch; L: longest sample; N: samples of L tokens in T tokens, for frameworks that count samples.
 SETTINGS = {
-    ("verl", "train"): "actor_rollout_ref.model.use_remove_padding=True actor_rollout_ref.actor.use_dynamic_bsz=True "
+    (
+        "verl",
+        "train",
+    ): "actor_rollout_ref.model.use_remove_padding=True actor_rollout_ref.actor.use_dynamic_bsz=True "
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu={T}",
     ("verl", "forward"): "actor_rollout_ref.ref.log_prob_use_dynamic_bsz=True "
     "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu={T} actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True "
     "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu={T}",
     ("trl", "train"): "SFTConfig(packing=True, max_length={L}, per_device_train_batch_size={N})",
-    ("llamafactory", "train"): "flash_attn=fa2 neat_packing=true cutoff_len={L} per_device_train_batch_size={N}",
-    ("nemo", "train"): "policy.sequence_packing.enabled=true policy.sequence_packing.train_mb_tokens={T}",
-    ("nemo", "forward"): "policy.sequence_packing.enabled=true policy.sequence_packing.logprob_mb_tokens={T}",
-    ("megatron", "train"): "--micro-batch-size 1 --sequence-packing-scheduler dp_balanced --max-seqlen-per-dp-cp-rank {T}",
-}  # fmt: skip
+    (
+        "llamafactory",
+        "train",
+    ): "flash_attn=fa2 neat_packing=true cutoff_len={L} per_device_train_batch_size={N}",
+    (
+        "nemo",
+        "train",
+    ): "policy.sequence_packing.enabled=true policy.sequence_packing.train_mb_tokens={T}",
+    (
+        "nemo",
+        "forward",
+    ): "policy.sequence_packing.enabled=true policy.sequence_packing.logprob_mb_tokens={T}",
+    (
+        "megatron",
+        "train",
+    ): "--micro-batch-size 1 --sequence-packing-scheduler dp_balanced --max-seqlen-per-dp-cp-rank {T}",
+}
 
 
 def setting_for(args: argparse.Namespace, most: int, positions: int) -> str:
@@ -196,7 +265,9 @@ def setting_for(args: argparse.Namespace, most: int, positions: int) -> str:
     framework = vars(args)["for"]
     if (framework, args.mode) not in SETTINGS:
         modes = " or ".join(mode for name, mode in SETTINGS if name == framework)
-        raise ConfigError(f"`--for {framework}` needs `--mode {modes}`, but `--mode` is {args.mode}")
+        raise ConfigError(
+            f"`--for {framework}` needs `--mode {modes}`, but `--mode` is {args.mode}"
+        )
     longest = limit_of(args.max_length) or min(most, positions)
     if not 0 < longest <= most:
         told = f"`--max-length` is {longest}" if longest else "not even one token fits"
@@ -209,7 +280,9 @@ def _curve(found: Mapping[str, Any], budget: MemoryBudget) -> Figure:
     axes = figure.subplots()
     axes.loglog(found["longest"], found["samples"], marker="o", nonpositive="mask")
     axes.set(xlabel="tokens of the longest sample", ylabel="samples that fit")
-    axes.set_title("\n".join(line for part in budget.about.split("\n") for line in wrap(part, 80)), fontsize=9)
+    axes.set_title(
+        "\n".join(line for part in budget.about.split("\n") for line in wrap(part, 80)), fontsize=9
+    )
     few = [samples for samples in dict.fromkeys(found["samples"]) if samples]
     for axis, marks in ((axes.xaxis, found["longest"]), (axes.yaxis, few)):
         axis.set_ticks(marks, [f"{mark:,}" for mark in marks])
@@ -218,13 +291,18 @@ def _curve(found: Mapping[str, Any], budget: MemoryBudget) -> Figure:
 
 
 def _measured(args: argparse.Namespace) -> tuple[MemoryBudget, str]:
-    device, limit = CudaDevice(), parsed_bytes(args.gpu_memory)  # raises for wrong values before a model is built
+    device, limit = (
+        CudaDevice(),
+        parsed_bytes(args.gpu_memory),
+    )  # raises for wrong values before a model is built
     config, about_plans = as_config(args.model), ("mode", "headroom", "pad_to_multiple_of")
     how = {name: value for name, value in _workload(args).items() if name not in about_plans}
     workload = Workload.from_model(config, args.mode, **how)
     most = getattr(config, "max_position_embeddings", None) or LENGTHS[-1]
     shapes = [(count, length) for length in LENGTHS if length <= most for count in (2, 8)]
-    profile = ProfiledMemory.fit(measure(as_random_model(config, workload, device.device), workload, shapes))
+    profile = ProfiledMemory.fit(
+        measure(as_random_model(config, workload, device.device), workload, shapes)
+    )
     code = f"MemoryBudget.from_bytes({limit}, model=ProfiledMemory.fit(rows), headroom={args.headroom})"
     return MemoryBudget.from_bytes(limit, model=profile, headroom=args.headroom), code
 
@@ -233,10 +311,16 @@ def check(args: argparse.Namespace) -> Found:
     from dynagroup.integrations.check import check_model
 
     found = check_model(args.model)
-    return found, "\n".join(f"{name:7}  {text}" for name, text in found.items()), lambda: new_figure(1, 1)
+    return (
+        found,
+        "\n".join(f"{name:7}  {text}" for name, text in found.items()),
+        lambda: new_figure(1, 1),
+    )
 
 
 def demo(args: argparse.Namespace) -> None:
     from dynagroup.demo import DemoConfig, run_demo
 
-    run_demo(DemoConfig(**{k: v for k, v in vars(args).items() if k != "command" and v is not None}))
+    run_demo(
+        DemoConfig(**{k: v for k, v in vars(args).items() if k != "command" and v is not None})
+    )

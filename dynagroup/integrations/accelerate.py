@@ -27,10 +27,15 @@ class AcceleratedSteps:
         return self.loader.num_updates
 
     def __iter__(self) -> Iterator[Step[Any]]:
-        how: Any = {"device": self.accelerator.device, "non_blocking": self.accelerator.non_blocking}
+        how: Any = {
+            "device": self.accelerator.device,
+            "non_blocking": self.accelerator.non_blocking,
+        }
         return self.loader.mapped(partial(send_to_device, **how))
 
-    def local_until_update(self, model: Any, step: Step[Any]) -> contextlib.AbstractContextManager[Any]:
+    def local_until_update(
+        self, model: Any, step: Step[Any]
+    ) -> contextlib.AbstractContextManager[Any]:
         """Returns a context for forward and backward pass in which ranks exchange gradients only at an update's end."""
         self.accelerator.sync_gradients = step.ends_update  # if so, DeepSpeed's backward pass steps
         return contextlib.nullcontext() if step.ends_update else self.accelerator.no_sync(model)
@@ -51,18 +56,26 @@ def prepare(accelerator: Accelerator, loader: Any) -> Any:
 
     Raises ConfigError if the accelerator or the sampler is set to shard, split or scale, which dynagroup does already."""
     if accelerator.gradient_accumulation_steps != 1:
-        raise ConfigError("Accelerator's `gradient_accumulation_steps` must be 1, because `loss_scale` weighs losses")
+        raise ConfigError(
+            "Accelerator's `gradient_accumulation_steps` must be 1, because `loss_scale` weighs losses"
+        )
     if isinstance(loader, StepLoader):
         steps = AcceleratedSteps(accelerator, loader)
         accelerator.register_for_checkpointing(steps)
         return steps
     sampler = getattr(loader, "batch_sampler", None)
     if not isinstance(sampler, LengthAwareBatchSampler):
-        raise ConfigError(f"`loader` must be dynagroup's, or have a LengthAwareBatchSampler, but is {loader!r}")
+        raise ConfigError(
+            f"`loader` must be dynagroup's, or have a LengthAwareBatchSampler, but is {loader!r}"
+        )
     for setting in ("split_batches", "dispatch_batches"):
         if getattr(accelerator.dataloader_config, setting):
-            raise ConfigError(f"`{setting}` must be False, because True needs batches of one fixed size")
+            raise ConfigError(
+                f"`{setting}` must be False, because True needs batches of one fixed size"
+            )
     if len(sampler) % (size := accelerator.num_processes):
         way_out = f"make the sampler with world_size={size}, rank=None"
-        raise ConfigError(f"{len(sampler)} batches cannot be divided evenly over {size} ranks; {way_out}")
+        raise ConfigError(
+            f"{len(sampler)} batches cannot be divided evenly over {size} ranks; {way_out}"
+        )
     return accelerator.prepare(loader)

@@ -26,7 +26,9 @@ EXCLUDED = ("sample_packing", "rl", "reward_model", "pretraining_dataset", "pad_
 class DynagroupArgs(BaseModel):
     """The keys that the plugin adds to Axolotl's configuration."""
 
-    dynagroup_max_tokens: int | None = None  # most tokens of a batch, padding included; None: the plugin does nothing
+    dynagroup_max_tokens: int | None = (
+        None  # most tokens of a batch, padding included; None: the plugin does nothing
+    )
 
 
 class DynagroupPlugin(BasePlugin):  # type: ignore[misc]
@@ -41,9 +43,13 @@ class DynagroupPlugin(BasePlugin):  # type: ignore[misc]
             return None
         for name in EXCLUDED:
             if getattr(cfg, name, None):
-                raise ConfigError(f"`{name}` must be unset or false, because `dynagroup_max_tokens` forms batches")
+                raise ConfigError(
+                    f"`{name}` must be unset or false, because `dynagroup_max_tokens` forms batches"
+                )
         # Axolotl pads to a multiple of 64 unless `pad_to_sequence_len` is set.
         multiple = 64 if getattr(cfg, "pad_to_sequence_len", None) is None else 1
         budget = TokenBudget(cfg.dynagroup_max_tokens, pad_to_multiple_of=multiple)
         init = partialmethod(DynagroupTrainerMixin.__init__, dynagroup=budget)
-        return type("DynagroupAxolotlTrainer", (DynagroupTrainerMixin, AxolotlTrainer), {"__init__": init})
+        return type(
+            "DynagroupAxolotlTrainer", (DynagroupTrainerMixin, AxolotlTrainer), {"__init__": init}
+        )

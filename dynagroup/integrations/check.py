@@ -18,14 +18,48 @@ from dynagroup.memory.workload import Workload
 from dynagroup.oom.jobs import evaluating
 from dynagroup.update.loss_weight import predicts_next_token
 
-NARROW = {"hidden_size": 64, "d_model": 64, "n_embd": 64, "num_attention_heads": 4, "n_head": 4, "num_heads": 4,
-          "encoder_attention_heads": 4, "decoder_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}  # fmt: skip
+NARROW = {
+    "hidden_size": 64,
+    "d_model": 64,
+    "n_embd": 64,
+    "num_attention_heads": 4,
+    "n_head": 4,
+    "num_heads": 4,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
 SMALL = {
-    "vocab_size": 512, "intermediate_size": 128, "ffn_dim": 128, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128, "d_ff": 128,
-    "n_inner": 128, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 4, "num_local_experts": 4,
-    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "pad_token_id": 0, "bos_token_id": 1,
-    "eos_token_id": 2, "decoder_start_token_id": 0, "max_position_embeddings": 2048}  # fmt: skip
-LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers")
+    "vocab_size": 512,
+    "intermediate_size": 128,
+    "ffn_dim": 128,
+    "encoder_ffn_dim": 128,
+    "decoder_ffn_dim": 128,
+    "d_ff": 128,
+    "n_inner": 128,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 0,
+    "max_position_embeddings": 2048,
+}
+LAYERS = (
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+    "encoder_layers",
+    "decoder_layers",
+)
 CLOSE = 1e-4  # largest difference by rounding in float32, relative to the largest number
 
 
@@ -56,7 +90,11 @@ def small_model(source: Any) -> Any:
     """Builds a small model from a config: few layers, but every kind; a small vocabulary; small widths if the model's
     code allows them. ConfigError: no small model can be built."""
     failed, given = None, as_config(source)
-    for sizes in ({**SMALL, **NARROW}, {n: v for n, v in {**SMALL, **NARROW}.items() if n != "head_dim"}, SMALL):
+    for sizes in (
+        {**SMALL, **NARROW},
+        {n: v for n, v in {**SMALL, **NARROW}.items() if n != "head_dim"},
+        SMALL,
+    ):
         try:
             config = copy.deepcopy(given)
             for part in _parts(config):
@@ -68,15 +106,24 @@ def small_model(source: Any) -> Any:
                         setattr(part, name, size)
                 if "layer_types" in vars(part) and kinds:
                     part.layer_types = kinds[:count]
-            config.use_cache = False  # with a cache, transformers makes no mask between packed samples
-            if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+            config.use_cache = (
+                False  # with a cache, transformers makes no mask between packed samples
+            )
+            if (
+                getattr(config, "is_encoder_decoder", False)
+                and getattr(config, "decoder_start_token_id", None) is None
+            ):
                 config.decoder_start_token_id = 0
             model: Any = as_random_model(config, Workload(dtype="float32"), torch.device("cpu"))
             _answer(model, torch.tensor([PROBES[0]]))
             return model
-        except Exception as error:  # the model's own code may raise anything; other sizes are tried next
+        except (
+            Exception
+        ) as error:  # the model's own code may raise anything; other sizes are tried next
             failed = error
-    raise ConfigError(f"cannot build a small model of this config that reads only tokens ({failed!r:.200})") from failed
+    raise ConfigError(
+        f"cannot build a small model of this config that reads only tokens ({failed!r:.200})"
+    ) from failed
 
 
 def _parts(config: Any) -> Iterator[Any]:
@@ -101,11 +148,18 @@ def _packed(model: Any) -> str:
     try:  # recurrent layers need kernels to keep samples apart, and raise without them; Mamba 1 (x_proj) has none
         packing_collator(model, return_seq_idx=True, return_flash_attn_kwargs=True)
     except ConfigError as error:
-        if "keep packed sequences apart" in str(error) and not any(hasattr(m, "x_proj") for m in model.modules()):
-            asks = re.findall(r'_with_fallback\("\w+", "(\w+)"', inspect.getsource(sys.modules[type(model).__module__]))
+        if "keep packed sequences apart" in str(error) and not any(
+            hasattr(m, "x_proj") for m in model.modules()
+        ):
+            asks = re.findall(
+                r'_with_fallback\("\w+", "(\w+)"',
+                inspect.getsource(sys.modules[type(model).__module__]),
+            )
             needed = " and ".join(sorted(set(asks)))
             return f"samples are kept apart only by kernels: on a GPU install {needed}, elsewhere use the padded layout"
-    return f"samples are not kept apart: use the padded layout ({refused[0].partition(';')[0][:150]})"
+    return (
+        f"samples are not kept apart: use the padded layout ({refused[0].partition(';')[0][:150]})"
+    )
 
 
 def _answer(model: Any, ids: torch.Tensor, **more: Any) -> torch.Tensor:
@@ -119,7 +173,10 @@ def _padding(model: Any) -> str:
     width, missing = short.shape[1], long.shape[1] - short.shape[1]
     padded = torch.nn.functional.pad(short, (0, missing), value=model.config.pad_token_id or 0)
     mask = torch.stack([torch.ones_like(long[0]), torch.tensor([1] * width + [0] * missing)])
-    alone, beside = _answer(model, short)[0], _answer(model, torch.cat([long, padded]), attention_mask=mask)[1]
+    alone, beside = (
+        _answer(model, short)[0],
+        _answer(model, torch.cat([long, padded]), attention_mask=mask)[1],
+    )
     apart, _ = differences(beside[: len(alone)][:width], alone[:width])
     if not apart < CLOSE:
         return f"changes answers by {apart:.1%}: batch equal lengths only"
@@ -136,12 +193,26 @@ def _loss(model: Any) -> str:
         row[0] = row[count + 1 :] = -100
     with evaluating(model), torch.no_grad():
         rows = (slice(1), slice(1, 2), slice(2))
-        first, second, both = (float(model(input_ids=ids[part], labels=labels[part]).loss) for part in rows)
+        first, second, both = (
+            float(model(input_ids=ids[part], labels=labels[part]).loss) for part in rows
+        )
     mean = (first * counts[0] + second * counts[1]) / sum(counts)
-    of = "the mean over label tokens" if predicts_next_token(model) else "the mean over all labels: weigh='labels'"
+    of = (
+        "the mean over label tokens"
+        if predicts_next_token(model)
+        else "the mean over all labels: weigh='labels'"
+    )
     balanced = getattr(model.config.get_text_config(), "output_router_logits", False)
-    more = " (and output_router_logits adds a loss that balances experts: each batch's own)" if balanced else ""
-    return of + more if abs(both - mean) < CLOSE * abs(mean) else f"not the mean over label tokens: pass weigh={more}"
+    more = (
+        " (and output_router_logits adds a loss that balances experts: each batch's own)"
+        if balanced
+        else ""
+    )
+    return (
+        of + more
+        if abs(both - mean) < CLOSE * abs(mean)
+        else f"not the mean over label tokens: pass weigh={more}"
+    )
 
 
 def _memory(model: Any) -> str:
@@ -149,4 +220,9 @@ def _memory(model: Any) -> str:
     return "can be traced: use MemoryBudget.from_model"
 
 
-QUESTIONS: dict[str, Callable[[Any], str]] = {"padding": _padding, "loss": _loss, "packed": _packed, "memory": _memory}
+QUESTIONS: dict[str, Callable[[Any], str]] = {
+    "padding": _padding,
+    "loss": _loss,
+    "packed": _packed,
+    "memory": _memory,
+}

@@ -13,13 +13,27 @@ from dynagroup.oom.split import Splitter
 from dynagroup.update.schedule import BatchSizeSchedule
 from dynagroup.validation import check_choice, check_flag, check_int, warn_user
 
-COUPLED = {"KTOTrainer": "its loss compares the samples of a batch with each other; use TRL's own batches",
-        **dict.fromkeys(["GRPOTrainer", "RLOOTrainer"], "it generates samples in groups; divide these with shard_micro_batches"),
-        "DistillationTrainer": "it forms batches from the teacher's output; use TRL's own"}  # fmt: skip
+COUPLED = {
+    "KTOTrainer": "its loss compares the samples of a batch with each other; use TRL's own batches",
+    **dict.fromkeys(
+        ["GRPOTrainer", "RLOOTrainer"],
+        "it generates samples in groups; divide these with shard_micro_batches",
+    ),
+    "DistillationTrainer": "it forms batches from the teacher's output; use TRL's own",
+}
 """TRL trainers whose losses need TRL's own batches, and what to do instead."""
 FITTING = ("SFTTrainer", "DPOTrainer", "RewardTrainer", "CPOTrainer", "ORPOTrainer", "TPOTrainer")
 """TRL trainers that were tested; the others are refused."""
-UNCLEAR = ("CTC", "RNNT", "PreTraining", "Segmentation", "Detection", "Estimation", "MaskedImageModeling", "Matting")
+UNCLEAR = (
+    "CTC",
+    "RNNT",
+    "PreTraining",
+    "Segmentation",
+    "Detection",
+    "Estimation",
+    "MaskedImageModeling",
+    "Matting",
+)
 """Ends of the names of models of transformers whose loss is not a mean over labels that are not -100, or samples."""
 
 
@@ -91,16 +105,26 @@ class DynagroupConfig:
         check_flag("preflight", self.preflight)
         check_int("min_samples", self.min_samples)
         if self.min_samples > 1 and self.out_of_memory is None:
-            raise ConfigError("`min_samples` needs out_of_memory='retry': only then a batch is run in parts; set it")
+            raise ConfigError(
+                "`min_samples` needs out_of_memory='retry': only then a batch is run in parts; set it"
+            )
         if self.updates == "free" and self.samples_per_update is not None:
-            raise ConfigError("`samples_per_update` needs updates='preserved', because 'free' updates have no set size")
+            raise ConfigError(
+                "`samples_per_update` needs updates='preserved', because 'free' updates have no set size"
+            )
         if self.kind_of is not None and self.mode == "offline":
-            raise ConfigError("`kind_of` needs mode='online'; with mode='offline' pass the labels as `kinds`")
+            raise ConfigError(
+                "`kind_of` needs mode='online'; with mode='offline' pass the labels as `kinds`"
+            )
         if self.mode == "online" and isinstance(self.lengths, Mapping):
-            raise ConfigError(f"`lengths` must be one array with mode='online', but is a dict of {[*self.lengths]}")
+            raise ConfigError(
+                f"`lengths` must be one array with mode='online', but is a dict of {[*self.lengths]}"
+            )
         if self.grouping is not None and (self.mode, self.updates) != ("offline", "preserved"):
             known = "which know lengths and updates in advance"
-            raise ConfigError(f"`grouping` needs mode='offline' and updates='preserved', {known}; set these")
+            raise ConfigError(
+                f"`grouping` needs mode='offline' and updates='preserved', {known}; set these"
+            )
 
 
 def trl_classes(trainer: Any) -> list[str]:
@@ -111,61 +135,131 @@ def trl_classes(trainer: Any) -> list[str]:
 def refuse_unsupported(trainer: Any, config: DynagroupConfig) -> None:
     """Raises ConfigError for settings that would lose samples or weigh them wrongly, and says what to do instead."""
     args, accelerator, ours = trainer.args, trainer.accelerator, trl_classes(trainer)
-    shards, plugin = accelerator.dataloader_config, getattr(accelerator.state, "deepspeed_plugin", None)
-    sharing, multiple = trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size(), config.budget.pad_to_multiple_of
+    shards, plugin = (
+        accelerator.dataloader_config,
+        getattr(accelerator.state, "deepspeed_plugin", None),
+    )
+    sharing, multiple = (
+        trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size(),
+        config.budget.pad_to_multiple_of,
+    )
     sorting = {"aot", "aot_unpaired"} & _dpo_losses(trainer)
     own, named = "every rank loads its own batches; set it to False", "".join(ours[:1])
-    steps = (inspect.unwrap(vars(c)["training_step"]) for c in type(trainer).__mro__ if "training_step" in vars(c))
+    steps = (
+        inspect.unwrap(vars(c)["training_step"])
+        for c in type(trainer).__mro__
+        if "training_step" in vars(c)
+    )
     named_in = [getattr(getattr(step, "__code__", None), "co_names", ()) for step in steps]
-    alone = [names for names in named_in if "backward" in names and "training_step" not in names]  # as transformers'
-    foreign = [c for c in type(trainer).__mro__ if not c.__module__.startswith(("transformers.", "dynagroup.", "trl."))]
-    own_steps = any("training_step" in vars(c) for c in foreign) or getattr(args, "activation_offloading", False)
-    counts = any("get_batch_samples" in vars(c) for c in foreign if not c.__module__.startswith(("llamafactory.", "swift.")))
+    alone = [
+        names for names in named_in if "backward" in names and "training_step" not in names
+    ]  # as transformers'
+    foreign = [
+        c
+        for c in type(trainer).__mro__
+        if not c.__module__.startswith(("transformers.", "dynagroup.", "trl."))
+    ]
+    own_steps = any("training_step" in vars(c) for c in foreign) or getattr(
+        args, "activation_offloading", False
+    )
+    counts = any(
+        "get_batch_samples" in vars(c)
+        for c in foreign
+        if not c.__module__.startswith(("llamafactory.", "swift."))
+    )
     head = type(getattr(trainer.model, "get_base_model", lambda: trainer.model)()).__name__
-    instead = COUPLED.get(named, f"only {', '.join(FITTING)} are known to fit; use TRL's own batches")
+    instead = COUPLED.get(
+        named, f"only {', '.join(FITTING)} are known to fit; use TRL's own batches"
+    )
     wrong: dict[str, tuple[Any, str]] = {
         f"TRL's {named}": (ours and named not in FITTING, instead),
-        f"DPO with loss_type={min(sorting, default='')!r}": (sorting,
-            "it sorts the pairs of a batch against each other; choose a loss of single pairs, e.g. 'sigmoid'"),
+        f"DPO with loss_type={min(sorting, default='')!r}": (
+            sorting,
+            "it sorts the pairs of a batch against each other; choose a loss of single pairs, e.g. 'sigmoid'",
+        ),
         "a packed budget for pairs of answers": (
-            ours and "SFTTrainer" not in ours and config.budget.layout == "packed", "TRL pads them; use a padded one"),
-        f"training_step of {type(trainer).__name__}": (len(alone) > 1, "it must call super().training_step to weigh losses"),
-        f"get_batch_samples of {type(trainer).__name__}": (counts, "give a loss that is a mean over its batch, and `weigh`"),
-        f"out_of_memory='retry' with a training_step of {type(trainer).__name__}": (config.out_of_memory and own_steps,
-            "a batch that runs in parts would not pass through it; leave one of them out"),
-        "auto_find_batch_size=True": (args.auto_find_batch_size, "the budget limits batches already; set it to False"),
-        "dispatch_batches=True": (shards.dispatch_batches, own), "split_batches=True": (shards.split_batches, own),
-        "dataloader_in_order=False": (not args.dataloader_in_order, "updates need batches in order; set it to True"),
-        "DeepSpeed ZeRO-3 with mode='online'": (plugin is not None and plugin.zero_stage == 3 and config.mode == "online",
-            "ranks gather its parameters in every step together; use mode='offline'"),
-        "nn.DataParallel": (args.n_gpu > 1, "start one process per device, with torchrun or accelerate launch"),
-        "train_sampling_strategy='batch_rebalance'": (str(args.train_sampling_strategy) == "batch_rebalance",
-            "it forms batches without a limit; set it to 'random', because dynagroup balances ranks as well"),
-        "average_tokens_across_devices=False": (args.world_size > 1 and not args.average_tokens_across_devices,
-            "ranks have batches of different sizes, so their tokens must be added; set it to True"),
-        f"tensor, context or sequence parallelism ({sharing} ranks share a sample)": (sharing > 1 and config.world is None,
-            "pass DynagroupConfig(world=DistributedWorld(mesh.get_group('dp'))) with the mesh's data-parallel group"),
+            ours and "SFTTrainer" not in ours and config.budget.layout == "packed",
+            "TRL pads them; use a padded one",
+        ),
+        f"training_step of {type(trainer).__name__}": (
+            len(alone) > 1,
+            "it must call super().training_step to weigh losses",
+        ),
+        f"get_batch_samples of {type(trainer).__name__}": (
+            counts,
+            "give a loss that is a mean over its batch, and `weigh`",
+        ),
+        f"out_of_memory='retry' with a training_step of {type(trainer).__name__}": (
+            config.out_of_memory and own_steps,
+            "a batch that runs in parts would not pass through it; leave one of them out",
+        ),
+        "auto_find_batch_size=True": (
+            args.auto_find_batch_size,
+            "the budget limits batches already; set it to False",
+        ),
+        "dispatch_batches=True": (shards.dispatch_batches, own),
+        "split_batches=True": (shards.split_batches, own),
+        "dataloader_in_order=False": (
+            not args.dataloader_in_order,
+            "updates need batches in order; set it to True",
+        ),
+        "DeepSpeed ZeRO-3 with mode='online'": (
+            plugin is not None and plugin.zero_stage == 3 and config.mode == "online",
+            "ranks gather its parameters in every step together; use mode='offline'",
+        ),
+        "nn.DataParallel": (
+            args.n_gpu > 1,
+            "start one process per device, with torchrun or accelerate launch",
+        ),
+        "train_sampling_strategy='batch_rebalance'": (
+            str(args.train_sampling_strategy) == "batch_rebalance",
+            "it forms batches without a limit; set it to 'random', because dynagroup balances ranks as well",
+        ),
+        "average_tokens_across_devices=False": (
+            args.world_size > 1 and not args.average_tokens_across_devices,
+            "ranks have batches of different sizes, so their tokens must be added; set it to True",
+        ),
+        f"tensor, context or sequence parallelism ({sharing} ranks share a sample)": (
+            sharing > 1 and config.world is None,
+            "pass DynagroupConfig(world=DistributedWorld(mesh.get_group('dp'))) with the mesh's data-parallel group",
+        ),
         "out_of_memory='retry' for pairs of answers": (
-            {"DPOTrainer", "RewardTrainer", "TPOTrainer"} & {*ours} and config.out_of_memory and config.splitter is None,
-            "all chosen rows come before the rejected ones; pass a `splitter` that keeps pairs together"),
-        f"the loss of {head} with weigh='auto'": (config.weigh == "auto" and head.endswith(UNCLEAR) and not trainer._has_own_loss,
-            "say what it is a mean of: weigh='samples' (CTC with ctc_loss_reduction='mean'), or a function"),
-        f"pad_to_multiple_of={multiple}": (multiple % sharing and sharing > trainer.get_tp_size(),
-            f"{sharing} ranks divide the tokens of a sample; set a multiple of {sharing} in budget and collator")}  # fmt: skip
+            {"DPOTrainer", "RewardTrainer", "TPOTrainer"} & {*ours}
+            and config.out_of_memory
+            and config.splitter is None,
+            "all chosen rows come before the rejected ones; pass a `splitter` that keeps pairs together",
+        ),
+        f"the loss of {head} with weigh='auto'": (
+            config.weigh == "auto" and head.endswith(UNCLEAR) and not trainer._has_own_loss,
+            "say what it is a mean of: weigh='samples' (CTC with ctc_loss_reduction='mean'), or a function",
+        ),
+        f"pad_to_multiple_of={multiple}": (
+            multiple % sharing and sharing > trainer.get_tp_size(),
+            f"{sharing} ranks divide the tokens of a sample; set a multiple of {sharing} in budget and collator",
+        ),
+    }
     for what, (is_set, instead) in wrong.items():
         if is_set:
             raise ConfigError(f"{what} cannot be combined with dynagroup: {instead}")
     if head.endswith("QuestionAnswering") and not trainer._has_own_loss:
-        warn_user(f"the softmax in the loss of {head} is over padding, too, so losses depend on how batches are padded")
+        warn_user(
+            f"the softmax in the loss of {head} is over padding, too, so losses depend on how batches are padded"
+        )
     _warn_of_two_means(trainer, ours)
 
 
 def _dpo_losses(trainer: Any) -> set[str]:
-    return set(getattr(trainer, "loss_types", ())) if "DPOTrainer" in trl_classes(trainer) else set()
+    return (
+        set(getattr(trainer, "loss_types", ())) if "DPOTrainer" in trl_classes(trainer) else set()
+    )
 
 
 def _warn_of_two_means(trainer: Any, ours: list[str]) -> None:
     by_tokens = "sft" in _dpo_losses(trainer) or "ORPOTrainer" in ours
-    if by_tokens or (ours and any(getattr(trainer, alpha, 0) for alpha in ("cpo_alpha", "tpo_alpha"))):
+    if by_tokens or (
+        ours and any(getattr(trainer, alpha, 0) for alpha in ("cpo_alpha", "tpo_alpha"))
+    ):
         told = "a mean over pairs and a mean over tokens; dynagroup weighs both by pairs"
-        warn_user(f"the loss of {type(trainer).__name__} adds {told}, so the second part depends on the batches")
+        warn_user(
+            f"the loss of {type(trainer).__name__} adds {told}, so the second part depends on the batches"
+        )

@@ -10,7 +10,9 @@ try:
     from accelerate.data_loader import IterableDatasetShard
     from transformers import Trainer
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(f"dynagroup.integrations.hf needs {error.name}: pip install 'dynagroup[hf]'") from error
+    raise ModuleNotFoundError(
+        f"dynagroup.integrations.hf needs {error.name}: pip install 'dynagroup[hf]'"
+    ) from error
 
 from dynagroup.budget.base import Budget
 from dynagroup.budget.learning import LearningBudget
@@ -27,7 +29,13 @@ from dynagroup.online.loader import OnlineDataLoader
 from dynagroup.update.loader import StepLoader
 from dynagroup.update.planned import PlannedDataLoader
 
-__all__ = ["DynagroupConfig", "DynagroupTrainer", "DynagroupTrainerMixin", "attach", "dynagroup_trainer"]
+__all__ = [
+    "DynagroupConfig",
+    "DynagroupTrainer",
+    "DynagroupTrainerMixin",
+    "attach",
+    "dynagroup_trainer",
+]
 Settings: TypeAlias = Budget | int | DynagroupConfig
 
 
@@ -35,16 +43,30 @@ class DynagroupTrainerMixin(Evaluator):
     """Gives a Trainer class batches that fit: ``class MyTrainer(DynagroupTrainerMixin, Seq2SeqTrainer): ...``.
     Arguments: those of :func:`dynagroup_trainer`. ``trainer.args`` is a copy with ``gradient_accumulation_steps=1``."""
 
-    def __init__(self, *args: Any, dynagroup: Settings, dynagroup_eval: Budget | int | bool = True, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        dynagroup: Settings,
+        dynagroup_eval: Budget | int | bool = True,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         self._take_over(dynagroup, dynagroup_eval)
 
     def _take_over(self, dynagroup: Settings, dynagroup_eval: Budget | int | bool) -> None:
         """Sets up a Trainer for batches that fit. If a setting is refused, the Trainer stays unchanged."""
-        config = dynagroup if isinstance(dynagroup, DynagroupConfig) else DynagroupConfig(budget=as_budget(dynagroup))
-        evaluation = dynagroup_eval if isinstance(dynagroup_eval, bool) else as_budget(dynagroup_eval)
+        config = (
+            dynagroup
+            if isinstance(dynagroup, DynagroupConfig)
+            else DynagroupConfig(budget=as_budget(dynagroup))
+        )
+        evaluation = (
+            dynagroup_eval if isinstance(dynagroup_eval, bool) else as_budget(dynagroup_eval)
+        )
         refuse_unsupported(self, config)
-        config = replace(config, budget=config.budget.with_memory(partial(hf_data.memory_of, self, "train")))
+        config = replace(
+            config, budget=config.budget.with_memory(partial(hf_data.memory_of, self, "train"))
+        )
         if isinstance(evaluation, Budget):
             evaluation = evaluation.with_memory(partial(hf_data.memory_of, self, "forward"))
         if config.out_of_memory is not None and config.budget.learner is None:
@@ -62,7 +84,9 @@ class DynagroupTrainerMixin(Evaluator):
     def get_train_dataloader(self) -> Any:
         """Returns dynagroup's loader, for the dataset and the order of samples of the Trainer's own loader."""
         if (steps := self.args.gradient_accumulation_steps) != 1:
-            raise ConfigError(f"`gradient_accumulation_steps` was set to {steps} too late; make a new Trainer with it")
+            raise ConfigError(
+                f"`gradient_accumulation_steps` was set to {steps} too late; make a new Trainer with it"
+            )
         self.args.gradient_accumulation_steps = self.accumulation
         try:
             host = super().get_train_dataloader()
@@ -74,31 +98,63 @@ class DynagroupTrainerMixin(Evaluator):
         config, args, dataset = self.dynagroup, self.args, host.dataset
         if isinstance(dataset, IterableDatasetShard):
             dataset = vars(dataset)["dataset"]  # users divide an iterable dataset themselves
-        elif args.world_size > 1 and self.accelerator.dispatch_batches is False and is_stream(dataset):
-            raise ConfigError("dispatch_batches=False divides a stream once more; leave it out, and divide the stream yourself")
+        elif (
+            args.world_size > 1
+            and self.accelerator.dispatch_batches is False
+            and is_stream(dataset)
+        ):
+            raise ConfigError(
+                "dispatch_batches=False divides a stream once more; leave it out, and divide the stream yourself"
+            )
         free, stream = config.updates == "free", is_stream(dataset)
         if stream and not (free and config.mode == "online"):
             way_out = "pass DynagroupConfig(mode='online', updates='free'), and max_steps in the TrainingArguments"
-            raise ConfigError(f"lengths and order of an iterable dataset are not known in advance; {way_out}")
-        settings: dict[str, Any] = {"one_kind": config.one_kind, "shapes": config.shapes, "pad": self._pad, "weigh": self._weigh}
-        settings["kinds"] = config.kinds if stream else hf_data.sample_kinds(self.train_dataset, config.kinds)
-        settings["samples_per_update"] = None if free else config.samples_per_update or self.samples_per_update
-        settings |= {"accumulation": self.accumulation if free else 1, "drop_last": args.dataloader_drop_last and not free}
+            raise ConfigError(
+                f"lengths and order of an iterable dataset are not known in advance; {way_out}"
+            )
+        settings: dict[str, Any] = {
+            "one_kind": config.one_kind,
+            "shapes": config.shapes,
+            "pad": self._pad,
+            "weigh": self._weigh,
+        }
+        settings["kinds"] = (
+            config.kinds if stream else hf_data.sample_kinds(self.train_dataset, config.kinds)
+        )
+        settings["samples_per_update"] = (
+            None if free else config.samples_per_update or self.samples_per_update
+        )
+        settings |= {
+            "accumulation": self.accumulation if free else 1,
+            "drop_last": args.dataloader_drop_last and not free,
+        }
         settings["seed"] = args.data_seed if args.data_seed is not None else args.seed
-        settings["world"] = config.world or (current_world() if args.world_size > 1 else SingleProcess())
+        settings["world"] = config.world or (
+            current_world() if args.world_size > 1 else SingleProcess()
+        )
         settings |= {**hf_data.loader_kwargs(host), **config.plan, "work": hf_data.work_of(self)}
         if config.mode == "online":
-            measured = {"length_of": config.length_of, "length_hint": config.lengths, "kind_of": config.kind_of}
+            measured = {
+                "length_of": config.length_of,
+                "length_hint": config.lengths,
+                "kind_of": config.kind_of,
+            }
             order = None if stream else hf_data.host_order(host)
             return OnlineDataLoader(dataset, config.budget, sampler=order, **settings, **measured)
         lengths, order = config.lengths, hf_data.host_order(host)
-        if free and (type(order).__name__ not in hf_data.SHUFFLES or vars(order).get("replacement") or len(order) < len(dataset)):
+        if free and (
+            type(order).__name__ not in hf_data.SHUFFLES
+            or vars(order).get("replacement")
+            or len(order) < len(dataset)
+        ):
             ignored = f"updates='free' draws its own order, so the Trainer's {type(order).__name__} would be ignored"
             raise ConfigError(f"{ignored}; leave `updates` out, or set mode='online'")
         if lengths is None:
             lengths = hf_data.sample_lengths(self, self.train_dataset, name="train_dataset")
         settings.setdefault("grouping", config.grouping)
-        return PlannedDataLoader(dataset, lengths, config.budget, sampler=None if free else order, **settings)
+        return PlannedDataLoader(
+            dataset, lengths, config.budget, sampler=None if free else order, **settings
+        )
 
     # The Trainer has no public way to tell a loader where to resume (transformers#26289 is open), so it is done here.
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
@@ -115,12 +171,16 @@ class DynagroupTrainerMixin(Evaluator):
         states, anew = hf_data.read_states(checkpoint), self.args.ignore_data_skip
         if states:
             loader.load_state_dict(states)
-            self.state.max_steps = self.updates_of_run(loader)  # with updates="free" their number depends on the ranks
+            self.state.max_steps = self.updates_of_run(
+                loader
+            )  # with updates="free" their number depends on the ranks
         elif anew:
             loader.set_epoch(self.state.global_step // loader.num_updates)
         else:
             way_out = "TrainingArguments(ignore_data_skip=True) resumes with its model, at the beginning of the epoch"
-            unsaid = "saved by a Trainer without dynagroup, so it does not say which samples were used"
+            unsaid = (
+                "saved by a Trainer without dynagroup, so it does not say which samples were used"
+            )
             raise StateError(f"{checkpoint} was {unsaid}; {way_out}")
         if anew:
             loader.restart_epoch()
@@ -133,7 +193,9 @@ class DynagroupTrainerMixin(Evaluator):
         if (loader := self.update_loader) is not None:
             state = loader.state_dict() if self.state.global_step >= self._begun else self._before
             if state is None:
-                raise StateError(f"{output_dir} is inside an update; save later, or set enable_jit_checkpoint=True")
+                raise StateError(
+                    f"{output_dir} is inside an update; save later, or set enable_jit_checkpoint=True"
+                )
             hf_data.write_states(output_dir, loader.world, state)
 
 
@@ -156,7 +218,9 @@ def dynagroup_trainer(trainer_class: type) -> type:
     'DynagroupSeq2SeqTrainer'
     """
     if {Trainer, DynagroupTrainerMixin} & {*getattr(trainer_class, "__mro__", ())} != {Trainer}:
-        raise ConfigError(f"{trainer_class!r} must be a Trainer without dynagroup: a subclass of transformers.Trainer")
+        raise ConfigError(
+            f"{trainer_class!r} must be a Trainer without dynagroup: a subclass of transformers.Trainer"
+        )
     return type(f"Dynagroup{trainer_class.__name__}", (DynagroupTrainerMixin, trainer_class), {})
 
 
@@ -165,7 +229,9 @@ def attach(trainer: Any, budget: Settings, *, dynagroup_eval: Budget | int | boo
     ``dynagroup_trainer(type(trainer))``, with the same arguments. After a ConfigError the Trainer is unchanged."""
     original, made = type(trainer), dynagroup_trainer(type(trainer))
     if trainer.is_in_train or trainer.state.global_step:
-        raise ConfigError(f"`trainer` has made {trainer.state.global_step} updates already; attach before training")
+        raise ConfigError(
+            f"`trainer` has made {trainer.state.global_step} updates already; attach before training"
+        )
     trainer.__class__ = made
     try:
         trainer._take_over(budget, dynagroup_eval)

@@ -23,8 +23,14 @@ from dynagroup.update.step import Step
 from dynagroup.validation import explained
 
 KEPT = "collate_fn num_workers persistent_workers prefetch_factor multiprocessing_context worker_init_fn timeout"
-STATES, SHUFFLES = "dynagroup.json", ("RandomSampler", "SeedableRandomSampler", "LengthGroupedSampler")
-PAIRS, PROMPT = (("chosen_ids", "rejected_ids"), ("chosen_input_ids", "rejected_input_ids")), "prompt_ids"
+STATES, SHUFFLES = (
+    "dynagroup.json",
+    ("RandomSampler", "SeedableRandomSampler", "LengthGroupedSampler"),
+)
+PAIRS, PROMPT = (
+    (("chosen_ids", "rejected_ids"), ("chosen_input_ids", "rejected_input_ids")),
+    "prompt_ids",
+)
 """Columns of preference data in TRL and LLaMA-Factory. A batch has both answers as rows, padded to the longest; in
 TRL's DPO each answer comes after the prompt."""
 
@@ -34,13 +40,18 @@ class UpdateItems:
 
     def __init__(self, loader: StepLoader[Any]) -> None:
         self.loader, self.dataset = loader, loader.dataset
-        self.set_epoch, self.set_samples_per_update = loader.set_epoch, loader.set_samples_per_update
+        self.set_epoch, self.set_samples_per_update = (
+            loader.set_epoch,
+            loader.set_samples_per_update,
+        )
 
     def __len__(self) -> int:
         """Returns the number of updates in the epoch."""
         try:
             return self.loader.num_updates
-        except ConfigError as error:  # Python's protocol: an object without a length raises TypeError
+        except (
+            ConfigError
+        ) as error:  # Python's protocol: an object without a length raises TypeError
             raise TypeError(str(error)) from error
 
     def __iter__(self) -> Iterator[list[Step[Any]]]:
@@ -52,8 +63,12 @@ def host_order(loader: Any) -> Any:
     batch_sampler = loader.batch_sampler
     while hasattr(batch_sampler, "batch_sampler"):
         batch_sampler = batch_sampler.batch_sampler
-    if type(batch_sampler) is not BatchSampler:  # a subclass may choose other samples than its `sampler`
-        raise ConfigError(f"batches must come from torch's BatchSampler, not {type(batch_sampler)}; use _get_train_sampler")
+    if (
+        type(batch_sampler) is not BatchSampler
+    ):  # a subclass may choose other samples than its `sampler`
+        raise ConfigError(
+            f"batches must come from torch's BatchSampler, not {type(batch_sampler)}; use _get_train_sampler"
+        )
     return batch_sampler.sampler
 
 
@@ -66,15 +81,22 @@ def loader_kwargs(loader: Any) -> dict[str, Any]:
 def work_of(trainer: Any) -> Work:
     """Returns the predicted time of this Trainer's steps: ``plan["work"]``, else from its model's config and device."""
     own = trainer.dynagroup.plan.get("work")
-    return own if isinstance(own, Work) else Work.of_known(trainer.model, device=trainer.args.device)
+    return (
+        own if isinstance(own, Work) else Work.of_known(trainer.model, device=trainer.args.device)
+    )
 
 
 def memory_of(trainer: Any, mode: Mode) -> MemoryRegressor:
     """Returns a memory model for this Trainer's model, as the Trainer runs it."""
     args = trainer.args
     lower = "bfloat16" if args.bf16 else "float16" if args.fp16 else None
-    how = {"autocast": lower, "gradient_checkpointing": args.gradient_checkpointing and mode == "train"}
-    return MemoryRegressor.of_model(trainer.model, mode, **{name: value for name, value in how.items() if value})
+    how = {
+        "autocast": lower,
+        "gradient_checkpointing": args.gradient_checkpointing and mode == "train",
+    }
+    return MemoryRegressor.of_model(
+        trainer.model, mode, **{name: value for name, value in how.items() if value}
+    )
 
 
 def write_states(folder: str, world: World, state: Mapping[str, Any]) -> None:
@@ -82,7 +104,9 @@ def write_states(folder: str, world: World, state: Mapping[str, Any]) -> None:
     states = dict(gather_object([(world.rank, state)]))
     if world.rank == 0:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        Path(folder, STATES).write_text(json.dumps([states[rank] for rank in sorted(states)]), encoding="utf-8")
+        Path(folder, STATES).write_text(
+            json.dumps([states[rank] for rank in sorted(states)]), encoding="utf-8"
+        )
 
 
 def read_states(folder: str) -> list[Any]:
@@ -109,10 +133,14 @@ def sample_lengths(trainer: Any, dataset: Any, *, name: str) -> dict[str, IntArr
     if known in columns:
         streams: Any = {TOKENS: dataset[known][:]}
     elif pair := next((pair for pair in PAIRS if columns.issuperset(pair)), None):
-        chosen, rejected = (measure_lengths(dataset, column=column).astype(np.int64) for column in pair)
+        chosen, rejected = (
+            measure_lengths(dataset, column=column).astype(np.int64) for column in pair
+        )
         prompt = measure_lengths(dataset, column=PROMPT) if PROMPT in columns else 0
         most = getattr(trainer.args, "max_length", None)
-        streams = {TOKENS: 2 * np.clip(np.maximum(chosen, rejected) + prompt, None, most or 1 << 30)}
+        streams = {
+            TOKENS: 2 * np.clip(np.maximum(chosen, rejected) + prompt, None, most or 1 << 30)
+        }
     elif first in columns:
         streams = {TOKENS: measure_lengths(dataset, column=first)}
     else:
@@ -127,7 +155,11 @@ def sample_kinds(dataset: Any, kinds: Any, *, name: str = "train_dataset") -> An
     if not isinstance(kinds, str):
         return kinds
     with explained(f"`kinds` is {kinds!r}, but {name} has no column of that name"):
-        return list(dataset[kinds]) if hasattr(dataset, "column_names") else [row[kinds] for row in dataset]
+        return (
+            list(dataset[kinds])
+            if hasattr(dataset, "column_names")
+            else [row[kinds] for row in dataset]
+        )
 
 
 def _row_by_row(trainer: Any, dataset: Any, column: str, both: bool, name: str) -> Any:
@@ -140,7 +172,9 @@ def _row_by_row(trainer: Any, dataset: Any, column: str, both: bool, name: str) 
         return {TOKENS: count, **({TARGET: len(target)} if hasattr(target, "__len__") else {})}
 
     try:
-        return measure_lengths(dataset, length_of=lengths_of, progress=not trainer.args.disable_tqdm)
+        return measure_lengths(
+            dataset, length_of=lengths_of, progress=not trainer.args.disable_tqdm
+        )
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         has = f"its rows have neither {trainer.args.length_column_name!r} nor {column!r}"
         way_out = "add a length column, or pass DynagroupConfig(lengths=...) for training, e.g. measure_lengths(texts, tokenizer)"

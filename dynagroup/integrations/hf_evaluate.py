@@ -15,7 +15,13 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from dynagroup.budget.base import Budget
 from dynagroup.errors import ConfigError
-from dynagroup.integrations.hf_data import host_order, loader_kwargs, sample_kinds, sample_lengths, work_of
+from dynagroup.integrations.hf_data import (
+    host_order,
+    loader_kwargs,
+    sample_kinds,
+    sample_lengths,
+    work_of,
+)
 from dynagroup.integrations.hf_step import TrainerSteps, trl_figures
 from dynagroup.lengths import Kinds
 from dynagroup.online.datasets import is_stream
@@ -41,28 +47,57 @@ class EvaluationRows:
     """
 
     def __init__(
-        self, lengths: Mapping[str, Any], budget: Budget, num_ranks: int, work: Work = DEFAULT_WORK, kinds: Any = None
+        self,
+        lengths: Mapping[str, Any],
+        budget: Budget,
+        num_ranks: int,
+        work: Work = DEFAULT_WORK,
+        kinds: Any = None,
     ) -> None:
         of = Kinds.read(kinds, len(lengths[primary(lengths)])).codes
         order = np.lexsort([-lengths[primary(lengths)], of])
         of_kind = np.split(order, np.flatnonzero(np.diff(of[order])) + 1)
         ends = [len(own) - len(own) % num_ranks for own in of_kind]
-        groups = np.concatenate([own[:end] for own, end in zip(of_kind, ends, strict=True)]).reshape(-1, num_ranks)
-        of_groups = {name: values[groups].max(axis=1).astype(np.int32) for name, values in lengths.items()}
-        sampler = LengthAwareBatchSampler(of_groups, budget, work=work, kinds=of[groups[:, 0]], rank=0, world_size=1)
+        groups = np.concatenate(
+            [own[:end] for own, end in zip(of_kind, ends, strict=True)]
+        ).reshape(-1, num_ranks)
+        of_groups = {
+            name: values[groups].max(axis=1).astype(np.int32) for name, values in lengths.items()
+        }
+        sampler = LengthAwareBatchSampler(
+            of_groups, budget, work=work, kinds=of[groups[:, 0]], rank=0, world_size=1
+        )
         left = [own[end:] for own, end in zip(of_kind, ends, strict=True) if end < len(own)]
-        self.num_ranks, self.ladder, self.packed = num_ranks, budget.ladder, budget.layout == "packed"
+        self.num_ranks, self.ladder, self.packed = (
+            num_ranks,
+            budget.ladder,
+            budget.layout == "packed",
+        )
         # For each row: dataset indices (samples of a rank, ranks); and how many ranks have samples of their own.
         self.rows: list[IntArray] = [groups[batch] for batch in sampler]
         self.num_real = [num_ranks] * len(self.rows) + [*map(len, left)]
         self.rows += [np.resize(few, (1, num_ranks)) for few in left]
-        dealt = [row.T[:real].reshape(-1) for row, real in zip(self.rows, self.num_real, strict=True)]
-        self.order: IntArray = np.concatenate([order[:0], *dealt])  # dataset index of each result, as gathered
-        self.shapes: list[tuple[int, ...]] = []  # per row, the shape to which batches are padded; empty: none
+        dealt = [
+            row.T[:real].reshape(-1) for row, real in zip(self.rows, self.num_real, strict=True)
+        ]
+        self.order: IntArray = np.concatenate(
+            [order[:0], *dealt]
+        )  # dataset index of each result, as gathered
+        self.shapes: list[
+            tuple[int, ...]
+        ] = []  # per row, the shape to which batches are padded; empty: none
         if self.ladder is not None:
-            longest = {name: [values[row].max() for row in self.rows] for name, values in lengths.items()}
+            longest = {
+                name: [values[row].max() for row in self.rows] for name, values in lengths.items()
+            }
             run = self.ladder.as_run(BatchShape.of([*map(len, self.rows)], longest))
-            self.shapes = list(zip(run.num_samples, *(run.longest[name] for name in self.ladder.streams), strict=True))
+            self.shapes = list(
+                zip(
+                    run.num_samples,
+                    *(run.longest[name] for name in self.ladder.streams),
+                    strict=True,
+                )
+            )
 
     def __len__(self) -> int:
         return len(self.rows) * self.num_ranks
@@ -81,19 +116,30 @@ class _Pass:
     def __init__(self, rows: EvaluationRows, accelerator: Any) -> None:
         self.rows, self.accelerator = rows, accelerator
         self.row = -1
-        self.losses: list[tuple[float, float]] = []  # (mean loss, weight) of each of this rank's batches
+        self.losses: list[
+            tuple[float, float]
+        ] = []  # (mean loss, weight) of each of this rank's batches
 
     def gather(self, tensors: Any) -> Any:
         """Returns tensors gathered from all ranks, without rows of repeated samples (of which each rank has one)."""
         found, real = self.accelerator.gather(tensors), self.rows.num_real[self.row]
         if real == self.rows.num_ranks:
             return found
-        return _mapped(lambda values: values[: len(values) * real // self.rows.num_ranks] if values.ndim else values, found)
+        return _mapped(
+            lambda values: (
+                values[: len(values) * real // self.rows.num_ranks] if values.ndim else values
+            ),
+            found,
+        )
 
     def mean_loss(self) -> float | None:
         """Returns the mean loss over all ranks; None: no batch has a loss."""
         found = [(loss, weight) for loss, weight in gather_object(self.losses) if weight > 0]
-        return math.fsum(loss * weight for loss, weight in found) / math.fsum(w for _, w in found) if found else None
+        return (
+            math.fsum(loss * weight for loss, weight in found) / math.fsum(w for _, w in found)
+            if found
+            else None
+        )
 
     def in_order(self, found: Any) -> Any:
         """Returns gathered results of all samples in dataset order; several rows a sample, in the order of the plan."""
@@ -102,15 +148,27 @@ class _Pass:
         _mapped(lambda values: sizes.append(len(values) if values.ndim else 0), found)
         if max(sizes, default=0) > len(places) and not self.rows.packed:
             way_out = "dynagroup_eval=False evaluates in the dataset's order"
-            warn_user(f"predictions with several rows a sample stay in the order of the plan; {way_out}")
-        return _mapped(lambda values: values[places] if values.ndim and len(values) == len(places) else values, found)
+            warn_user(
+                f"predictions with several rows a sample stay in the order of the plan; {way_out}"
+            )
+        return _mapped(
+            lambda values: values[places] if values.ndim and len(values) == len(places) else values,
+            found,
+        )
 
 
 def _bypassed(trainer: Any) -> bool:
     """Returns whether the trainer, or a class derived from dynagroup's, evaluates in its own way, without calling super()."""
     derived = takewhile(lambda c: not c.__module__.startswith("dynagroup."), type(trainer).__mro__)
-    own = ((name, vars(part).get(name)) for part in (trainer, *derived) for name in ("evaluation_loop", "prediction_step"))
-    return any(f and name not in getattr(inspect.unwrap(f), "__code__", _bypassed.__code__).co_names for name, f in own)
+    own = (
+        (name, vars(part).get(name))
+        for part in (trainer, *derived)
+        for name in ("evaluation_loop", "prediction_step")
+    )
+    return any(
+        f and name not in getattr(inspect.unwrap(f), "__code__", _bypassed.__code__).co_names
+        for name, f in own
+    )
 
 
 def _mapped(fn: Callable[[Any], Any], values: Any) -> Any:
@@ -126,7 +184,13 @@ class Evaluator(TrainerSteps):
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         own: Any = self.eval_dataset
-        dataset = own if eval_dataset is None else own[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
+        dataset = (
+            own
+            if eval_dataset is None
+            else own[eval_dataset]
+            if isinstance(eval_dataset, str)
+            else eval_dataset
+        )
         return self._fitted(super().get_eval_dataloader(eval_dataset), dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
@@ -137,13 +201,25 @@ class Evaluator(TrainerSteps):
         if self.dynagroup_eval is False or is_stream(dataset) or not len(dataset):
             return host
         # Metrics that get losses need the Trainer's own batches, because it repeats a batch's loss for each sample.
-        odd = not self.args.eval_do_concat_batches or self.args.eval_use_gather_object or "loss" in self.args.include_for_metrics
-        if odd or _bypassed(self) or self.get_tp_size() * self.get_cp_size() * self.get_sp_size() > 1:
+        odd = (
+            not self.args.eval_do_concat_batches
+            or self.args.eval_use_gather_object
+            or "loss" in self.args.include_for_metrics
+        )
+        if (
+            odd
+            or _bypassed(self)
+            or self.get_tp_size() * self.get_cp_size() * self.get_sp_size() > 1
+        ):
             needs = "include_for_metrics=['loss'], eval_do_concat_batches=False, eval_use_gather_object, samples shared by ranks"
             told = f"evaluation uses the Trainer's own batches, which {needs} or a prediction_step without super() need"
             warn_user(f"{told}; dynagroup_eval=False: no warning")
             return host
-        budget = (self.update_loader or self.dynagroup).budget if self.dynagroup_eval is True else self.dynagroup_eval
+        budget = (
+            (self.update_loader or self.dynagroup).budget
+            if self.dynagroup_eval is True
+            else self.dynagroup_eval
+        )
         generates = getattr(self.args, "predict_with_generate", False)
         if budget.ladder is not None and (generates or budget.layout == "packed"):
             budget = budget.ladder.base  # generated and packed batches are not padded to few shapes
@@ -152,18 +228,28 @@ class Evaluator(TrainerSteps):
             rows: Any = None
             try:
                 if len(host.dataset) != len(dataset) or type(host_order(host)) not in IN_ORDER:
-                    raise ConfigError("the Trainer class chooses other samples or another order: choose them in eval_dataset")
+                    raise ConfigError(
+                        "the Trainer class chooses other samples or another order: choose them in eval_dataset"
+                    )
                 lengths = sample_lengths(self, dataset, name="eval_dataset")
                 labels = self._labels(dataset, host.dataset)
-                rows = EvaluationRows(lengths, budget, self.accelerator.num_processes, work_of(self), labels)
+                rows = EvaluationRows(
+                    lengths, budget, self.accelerator.num_processes, work_of(self), labels
+                )
             except ConfigError as error:
                 size = f"per_device_eval_batch_size={self.args.per_device_eval_batch_size}"
-                warn_user(f"evaluation runs batches of {size} samples, because {error}; dynagroup_eval=False: no warning")
+                warn_user(
+                    f"evaluation runs batches of {size} samples, because {error}; dynagroup_eval=False: no warning"
+                )
             self._planned_rows[key] = dataset, rows
         rows = self._planned_rows[key][1]
         if rows is None:
             return host
-        kept = {name: value for name, value in loader_kwargs(host).items() if name != "persistent_workers"}
+        kept = {
+            name: value
+            for name, value in loader_kwargs(host).items()
+            if name != "persistent_workers"
+        }
         return self.accelerator.prepare(DataLoader(host.dataset, batch_sampler=rows, **kept))
 
     def _labels(self, dataset: Any, processed: Any) -> Any:
@@ -174,7 +260,9 @@ class Evaluator(TrainerSteps):
         if config.kinds is None or isinstance(config.kinds, str) or own:
             return sample_kinds(dataset, config.kinds, name="eval_dataset")
         if self.accelerator.num_processes > 1 and config.one_kind == "step":
-            warn_user("evaluation mixes kinds, because `kinds` labels only training samples; name a column instead")
+            warn_user(
+                "evaluation mixes kinds, because `kinds` labels only training samples; name a column instead"
+            )
         return None
 
     def evaluation_loop(self, dataloader: Any, description: str, *args: Any, **kwargs: Any) -> Any:
@@ -188,7 +276,9 @@ class Evaluator(TrainerSteps):
         self.gather_function, self.args.average_tokens_across_devices = run.gather, False
         if compute is not None and not self.args.batch_eval_metrics:
             parts = lambda found: (found.predictions, found.label_ids, found.inputs)  # noqa: E731
-            self.compute_metrics = lambda found: compute(EvalPrediction(*map(run.in_order, parts(found))))
+            self.compute_metrics = lambda found: compute(
+                EvalPrediction(*map(run.in_order, parts(found)))
+            )
         try:
             output = super().evaluation_loop(dataloader, description, *args, **kwargs)
         finally:
@@ -200,8 +290,12 @@ class Evaluator(TrainerSteps):
             metrics[name] = loss
         if rows.packed and output.predictions is not None:
             way_out = "for one row a sample, give `dynagroup_eval` a padded budget and a collator that pads"
-            warn_user(f"predictions of packed batches are one row a batch, in the order of the plan; {way_out}")
-        return output._replace(predictions=run.in_order(output.predictions), label_ids=run.in_order(output.label_ids))
+            warn_user(
+                f"predictions of packed batches are one row a batch, in the order of the plan; {way_out}"
+            )
+        return output._replace(
+            predictions=run.in_order(output.predictions), label_ids=run.in_order(output.label_ids)
+        )
 
     def _get_num_items_in_batch(self, batch_samples: Any, device: Any) -> Any:
         self._items: Any = super()._get_num_items_in_batch(batch_samples, device)
@@ -212,27 +306,53 @@ class Evaluator(TrainerSteps):
         if run is None:
             return super().prediction_step(model, inputs, *args, **kwargs)
         run.row += 1
-        repeats, count = self.accelerator.process_index >= run.rows.num_real[run.row], len(run.rows.rows[run.row])
+        repeats, count = (
+            self.accelerator.process_index >= run.rows.num_real[run.row],
+            len(run.rows.rows[run.row]),
+        )
         own = self._has_own_loss  # might count added rows
         items: Any = self._get_num_items_in_batch([inputs], self.args.device)
-        mean = items is None or self.loss_is_scaled_for_ga is False or bool(self._found_mean.get(True))
+        mean = (
+            items is None or self.loss_is_scaled_for_ga is False or bool(self._found_mean.get(True))
+        )
         if own or self.dynagroup.weigh not in ("auto", "tokens"):
             mean = self._loss_is_a_mean(model, [inputs], items, training=False)
         # A loss of one's own may be divided by the items of all ranks; other losses are of a rank's batch alone.
-        self.args.average_tokens_across_devices, self._items, filled = own and not mean, None, inputs
-        if run.rows.shapes and (self._filling_tried or not own) and {*self.label_names} & {*inputs} <= LABELS:
-            filled = FillingCollator(None, run.rows.ladder, self._pad).fill(inputs, count, run.rows.shapes[run.row])
+        self.args.average_tokens_across_devices, self._items, filled = (
+            own and not mean,
+            None,
+            inputs,
+        )
+        if (
+            run.rows.shapes
+            and (self._filling_tried or not own)
+            and {*self.label_names} & {*inputs} <= LABELS
+        ):
+            filled = FillingCollator(None, run.rows.ladder, self._pad).fill(
+                inputs, count, run.rows.shapes[run.row]
+            )
         with trl_figures(self, idle=repeats):
             found = super().prediction_step(model, filled, *args, **kwargs)
         self.args.average_tokens_across_devices = False
-        told = not mean and self._items is not None  # in evaluation, TRL's SFT is told no items: its loss is a mean
+        told = (
+            not mean and self._items is not None
+        )  # in evaluation, TRL's SFT is told no items: its loss is a mean
         weight = float(items or 0) if told else weigher(self._weigh)(inputs, count)
-        scale = float(self._items or 0) / max(weight, 1.0) / self.accelerator.num_processes if told and own else 1.0
+        scale = (
+            float(self._items or 0) / max(weight, 1.0) / self.accelerator.num_processes
+            if told and own
+            else 1.0
+        )
         if found[0] is not None:
             run.losses.append((float(found[0]) * scale, 0.0 if repeats else weight))
         made = next(iter(getattr(found[1], "shape", ())), 0)
         if made > count and getattr(self.args, "predict_with_generate", False):
-            raise ConfigError(f"generate() made {made} texts for {count} samples; set dynagroup_eval=False")
+            raise ConfigError(
+                f"generate() made {made} texts for {count} samples; set dynagroup_eval=False"
+            )
         if filled is inputs:
             return found
-        return found[0], *(_mapped(lambda values: values[:count] if values.ndim else values, one) for one in found[1:])
+        return found[0], *(
+            _mapped(lambda values: values[:count] if values.ndim else values, one)
+            for one in found[1:]
+        )

@@ -24,11 +24,19 @@ class BudgetConstraint(SamplingConstraint):  # type: ignore[misc]
         length_of: function from a cut to its length (frames, tokens). None: ``num_frames``.
     """
 
-    def __init__(self, budget: Budget | int, bounds: Sequence[int], *, length_of: Callable[[Any], float] | None = None) -> None:
+    def __init__(
+        self,
+        budget: Budget | int,
+        bounds: Sequence[int],
+        *,
+        length_of: Callable[[Any], float] | None = None,
+    ) -> None:
         self.budget, self.bounds = as_budget(budget), sorted(bounds)
         self.length_of = length_of or _num_frames
         if not self._fits(1, longest := self.bounds[-1]):
-            raise BudgetError(f"a sample of {longest} does not fit even alone; raise the budget, or lower `bounds`")
+            raise BudgetError(
+                f"a sample of {longest} does not fit even alone; raise the budget, or lower `bounds`"
+            )
         self.reset()
 
     def _fits(self, count: int, longest: int) -> bool:
@@ -40,7 +48,9 @@ class BudgetConstraint(SamplingConstraint):  # type: ignore[misc]
     def add(self, example: Any) -> None:
         length = self.measure_length(example)
         if length > (longest := self.bounds[-1]):
-            raise ConfigError(f"a sample has length {length:g}, but `bounds` end at {longest}; filter it out")
+            raise ConfigError(
+                f"a sample has length {length:g}, but `bounds` end at {longest}; filter it out"
+            )
         self.count, self.bucket = self.count + 1, max(self.bucket, bisect_left(self.bounds, length))
 
     def exceeded(self) -> bool:
@@ -56,5 +66,7 @@ class BudgetConstraint(SamplingConstraint):  # type: ignore[misc]
 def _num_frames(cut: Any) -> float:
     if cut.num_frames is None:
         way_out = "pass length_of=lambda cut: cut.num_samples"
-        raise ConfigError(f"cut {cut.id!r} has no `num_frames`, because it has no features; {way_out}")
+        raise ConfigError(
+            f"cut {cut.id!r} has no `num_frames`, because it has no features; {way_out}"
+        )
     return cut.num_frames

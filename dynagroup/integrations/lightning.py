@@ -14,7 +14,9 @@ from dynagroup.distributed import rank_and_size
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.update.loader import StepLoader
 
-NEVER = 1 << 20  # a number of batches that no epoch has: while Lightning accumulates so many, it does not run the optimizer
+NEVER = (
+    1 << 20
+)  # a number of batches that no epoch has: while Lightning accumulates so many, it does not run the optimizer
 
 
 class LightningStep(NamedTuple):
@@ -43,9 +45,13 @@ class LightningSteps(Callback):
     def __init__(self, loader: StepLoader[Any]) -> None:
         self.loader, self.dataset = loader, loader.dataset
         self.sampler, self._offset = SimpleNamespace(set_epoch=self._set_epoch), 0
-        self.begun_epoch: int | None = None  # number of an epoch that has begun, until its first update is used; else None
+        self.begun_epoch: int | None = (
+            None  # number of an epoch that has begun, until its first update is used; else None
+        )
         self._ahead: deque[tuple[dict[str, Any], int]] = deque()
-        self._state: dict[str, Any] | None = None  # this rank's state after the last update that training has used
+        self._state: dict[str, Any] | None = (
+            None  # this rank's state after the last update that training has used
+        )
         self._due, self._cut = 0, 0
         """Epochs that follow the loader's in the epoch that Lightning counts; 1 if Lightning ended one early (max_steps)."""
         self._restored: Sequence[Mapping[str, Any]] | None = None
@@ -60,25 +66,42 @@ class LightningSteps(Callback):
 
     def __iter__(self) -> Iterator[LightningStep]:
         if not self._listens:
-            raise ConfigError("LightningSteps must also be a callback; make the Trainer with callbacks=[steps]")
+            raise ConfigError(
+                "LightningSteps must also be a callback; make the Trainer with callbacks=[steps]"
+            )
         self._ahead.clear()
-        if self._inside and self.begun_epoch is not None:  # a further fit of a Trainer begins its first epoch twice
+        if (
+            self._inside and self.begun_epoch is not None
+        ):  # a further fit of a Trainer begins its first epoch twice
             if self._restored is None:
                 self.loader.set_epoch(self.begun_epoch)
             else:
                 self.loader.load_state_dict(self._restored)
-        if self.loader.sizes is not None and not self.loader.num_updates:  # Lightning would try for ever
+        if (
+            self.loader.sizes is not None and not self.loader.num_updates
+        ):  # Lightning would try for ever
             few = f"{self.loader.num_samples} samples are too few for one update"
             raise ConfigError(f"{few}; use smaller updates, or drop_last=False")
-        self.begun_epoch, self._inside, self._cut, self._first = self.loader.epoch + self._due, True, 0, True
-        self._state = self._state or (None if self._restored else self.loader.state_dict())  # for the first update
+        self.begun_epoch, self._inside, self._cut, self._first = (
+            self.loader.epoch + self._due,
+            True,
+            0,
+            True,
+        )
+        self._state = self._state or (
+            None if self._restored else self.loader.state_dict()
+        )  # for the first update
         for due in range(self._due, -1, -1):
             for update in self.loader.updates():
                 self._ahead.append((self.loader.state_dict(), due))
                 for step in update:
                     weighed = step.loss_scale, step.ends_update, step.idle, step.kind
-                    yield LightningStep(step.batch, list(step.indices), int(step.samples.local), *weighed)
-            if self._ahead:  # training has not used the last update yet; the next epoch comes after it
+                    yield LightningStep(
+                        step.batch, list(step.indices), int(step.samples.local), *weighed
+                    )
+            if (
+                self._ahead
+            ):  # training has not used the last update yet; the next epoch comes after it
                 self._ahead[-1] = self.loader.state_dict(), max(due - 1, 0)
             elif self._state is not None or not due:
                 self._state, self._due = self.loader.state_dict(), max(due - 1, 0)
@@ -100,15 +123,30 @@ class LightningSteps(Callback):
             return
         if self.begun_epoch is not None:
             early = "Lightning read batches before it restored the checkpoint, and would repeat them (pytorch-lightning#20550)"
-            raise StateError(f"{early}; use `max_steps` or `loader.num_updates`, not `estimated_stepping_batches`")
+            raise StateError(
+                f"{early}; use `max_steps` or `loader.num_updates`, not `estimated_stepping_batches`"
+            )
         self.loader.load_state_dict(states)
         self._restored, self._state, self._due = states, None, state_dict.get("due", 0)
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        trainer.callbacks = [self, *(one for one in trainer.callbacks if one is not self)]  # others may save its new state
+        trainer.callbacks = [
+            self,
+            *(one for one in trainer.callbacks if one is not self),
+        ]  # others may save its new state
         if stage == "fit":  # goes on where the Trainer's last fit ended, also inside an epoch
-            left = self.state_dict() if trainer.current_epoch and (self._cut or self.begun_epoch is not None) else None
-            self._restored, self._state, self.begun_epoch, self._listens, self._first = None, None, None, True, True
+            left = (
+                self.state_dict()
+                if trainer.current_epoch and (self._cut or self.begun_epoch is not None)
+                else None
+            )
+            self._restored, self._state, self.begun_epoch, self._listens, self._first = (
+                None,
+                None,
+                None,
+                True,
+                True,
+            )
             self._due = self._cut = 0
             if left is not None:
                 self.load_state_dict(left)
@@ -116,22 +154,36 @@ class LightningSteps(Callback):
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         limit, schedules = trainer.limit_train_batches, trainer.lr_scheduler_configs
         if any(schedule.interval == "step" and schedule.frequency > 1 for schedule in schedules):
-            raise ConfigError("a scheduler's `frequency` in steps must be 1, as Lightning counts batches; let the scheduler wait")
-        scheduled = any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks)
+            raise ConfigError(
+                "a scheduler's `frequency` in steps must be 1, as Lightning counts batches; let the scheduler wait"
+            )
+        scheduled = any(
+            isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks
+        )
         if trainer.accumulate_grad_batches != 1 or scheduled:
-            raise ConfigError("`accumulate_grad_batches` must be 1, without a scheduler; set `samples_per_update`")
+            raise ConfigError(
+                "`accumulate_grad_batches` must be 1, without a scheduler; set `samples_per_update`"
+            )
         if not trainer.fast_dev_run and (isinstance(limit, int) or limit != 1.0):
-            raise ConfigError(f"`limit_train_batches` must be 1.0, as {limit} may end inside an update; use max_steps")
+            raise ConfigError(
+                f"`limit_train_batches` must be 1.0, as {limit} may end inside an update; use max_steps"
+            )
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         if not pl_module.automatic_optimization:
             return
         # Lightning runs optimizers when (batch_idx + 1) % n == 0, and clears gradients when batch_idx % n == 0.
-        trainer.accumulate_grad_batches = (1 if self._first else batch_idx + 1) if batch.ends_update else NEVER
+        trainer.accumulate_grad_batches = (
+            (1 if self._first else batch_idx + 1) if batch.ends_update else NEVER
+        )
         for optimizer in trainer.optimizers if self._first else ():
             optimizer.zero_grad()
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         self._first = batch.ends_update
         if batch.ends_update:
             self._state, self._due = self._ahead.popleft()
@@ -139,18 +191,24 @@ class LightningSteps(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # After a resume at an epoch's last batch, Lightning ends that epoch, while the next one is already open.
-        self._cut = int(self._inside and not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
+        self._cut = int(
+            self._inside and not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        )
         self.begun_epoch = None if self._cut else self.begun_epoch
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         trainer.accumulate_grad_batches = 1
         self._listens = False
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
         self.on_fit_end(trainer, pl_module)
 
 
-def update_loss(module: LightningModule, step: LightningStep, mean_loss: torch.Tensor) -> torch.Tensor:
+def update_loss(
+    module: LightningModule, step: LightningStep, mean_loss: torch.Tensor
+) -> torch.Tensor:
     """Returns the loss for ``training_step`` with automatic optimization, weighed within its update. It is multiplied
     by ``trainer.accumulate_grad_batches``, because Lightning divides it by that number."""
     return mean_loss * (step.loss_scale * module.trainer.accumulate_grad_batches)

@@ -20,10 +20,17 @@ from dynagroup.oom.jobs import evaluating
 from dynagroup.update.loss_weight import predicts_next_token
 from dynagroup.validation import explained, warn_user
 
-LINEAR = ("flash_attention", "flex_attention", NAME)  # kinds of attention that keep samples apart without a mask
+LINEAR = (
+    "flash_attention",
+    "flex_attention",
+    NAME,
+)  # kinds of attention that keep samples apart without a mask
 Collate: TypeAlias = Callable[[Sequence[Any]], dict[str, Any]]
 PROBES = ((7, 5, 6, 9, 8), (6, 8, 5))
-WEAK, STRONG = 0.3, 8.0  # a matrix whose root mean square, times the root of its width, is below or above is replaced
+WEAK, STRONG = (
+    0.3,
+    8.0,
+)  # a matrix whose root mean square, times the root of its width, is below or above is replaced
 LONGEST_BLOCK = 1024  # larger numbers in a config are no blocks, or too large to be tried
 WAYS_OUT = (
     "set model.config.use_cache = False (with a cache, transformers makes no mask between packed samples), "
@@ -44,9 +51,16 @@ def packing_collator(model: Any, **options: Any) -> Collate:
         raise ConfigError(f"`model` must be a model of transformers, but is {model!r:.80}")
     # Models like RoBERTa count positions from one above their padding token's index.
     layers = [module for module in model.modules() if type(module).__name__.endswith("Embeddings")]
-    padding = [getattr(getattr(layer, "position_embeddings", None), "padding_idx", None) for layer in layers]
-    first = next(({"position_ids_start": int(index) + 1} for index in padding if index is not None), {})
-    collate = _Flattening(model, {"return_flash_attn_kwargs": _is_linear(model), **first, **options})
+    padding = [
+        getattr(getattr(layer, "position_embeddings", None), "padding_idx", None)
+        for layer in layers
+    ]
+    first = next(
+        ({"position_ids_start": int(index) + 1} for index in padding if index is not None), {}
+    )
+    collate = _Flattening(
+        model, {"return_flash_attn_kwargs": _is_linear(model), **first, **options}
+    )
     check_packing(model, collate)
     return collate
 
@@ -54,23 +68,45 @@ def packing_collator(model: Any, **options: Any) -> Collate:
 class _Flattening(DataCollatorWithFlattening):
     def __init__(self, model: Any, options: dict[str, Any]) -> None:
         super().__init__(**options)
-        own = model.get_base_model() if hasattr(model, "get_base_model") else model  # without adapters
+        own = (
+            model.get_base_model() if hasattr(model, "get_base_model") else model
+        )  # without adapters
         self.read = {*inspect.signature(own.forward).parameters} - {"input_ids", "position_ids"}
-        self.shifts = predicts_next_token(model, unknown=True)  # then the loss never reads a first label
+        self.shifts = predicts_next_token(
+            model, unknown=True
+        )  # then the loss never reads a first label
 
-    def __call__(self, features: Any, return_tensors: Any = None, separator_id: Any = None) -> dict[str, Any]:
-        sizes, given = [len(f["input_ids"]) for f in features], {name for f in features for name in f}
-        rows = {name: [np.asarray(sample.get(name)) for sample in features] for name in given & self.read}
+    def __call__(
+        self, features: Any, return_tensors: Any = None, separator_id: Any = None
+    ) -> dict[str, Any]:
+        sizes, given = (
+            [len(f["input_ids"]) for f in features],
+            {name for f in features for name in f},
+        )
+        rows = {
+            name: [np.asarray(sample.get(name)) for sample in features]
+            for name in given & self.read
+        }
         for name, values in sorted(rows.items()):
             alike = [row.shape for row in values] == [(n,) for n in sizes]
             if not alike or (name == "attention_mask" and not np.hstack(values).all()):
-                way_out = "give every sample one value per token and no padding, or use the padded layout"
-                raise ConfigError(f"cannot pack the field {name!r}, which the model reads; {way_out}")
+                way_out = (
+                    "give every sample one value per token and no padding, or use the padded layout"
+                )
+                raise ConfigError(
+                    f"cannot pack the field {name!r}, which the model reads; {way_out}"
+                )
         made: Any = super().__call__(features, return_tensors, separator_id)
-        made["labels"] = made["labels"][:, [n > 0 for n in sizes for _ in range(max(n, 1))]]  # samples without tokens
+        made["labels"] = made["labels"][
+            :, [n > 0 for n in sizes for _ in range(max(n, 1))]
+        ]  # samples without tokens
         for name in rows.keys() - {"attention_mask", *(["labels"] if self.shifts else [])}:
-            packed = np.concatenate([np.zeros(0, np.int64), *(row for row in rows[name] if len(row))])[None]
-            made[name] = torch.as_tensor(packed) if isinstance(made["input_ids"], torch.Tensor) else packed
+            packed = np.concatenate(
+                [np.zeros(0, np.int64), *(row for row in rows[name] if len(row))]
+            )[None]
+            made[name] = (
+                torch.as_tensor(packed) if isinstance(made["input_ids"], torch.Tensor) else packed
+            )
         if not self.shifts and "labels" not in given:
             del made["labels"]  # would be the ids
         return made
@@ -84,21 +120,30 @@ def check_packing(model: Any, collate_fn: Collate) -> None:
     """Runs two short samples packed and one by one, and checks that the model gives equal results. The model is not
     changed. After ``use_varlen_attention`` its results are also compared with the model's own attention. Raises
     ConfigError if the model cannot run these samples, or results differ because attention or a cache mixes them."""
-    name, attention = type(model).__name__, getattr(model.config, "_attn_implementation", None) or "eager"
+    name, attention = (
+        type(model).__name__,
+        getattr(model.config, "_attn_implementation", None) or "eager",
+    )
     if attention == NAME:  # may have been set by name, without a test
         check_own_attention(model)
     tried = f"{name} cannot run two packed samples of `input_ids`"
     can = "; only models that read one row of tokens can be packed, so use the padded layout"
     with explained(tried, ConfigError, way_out=can, kind=NotAskedError), ExitStack() as kept:
-        for own, key in [(vars(m), n) for m in model.modules() for n in vars(m) if "floor" in n]:  # 8,192 in Llama 4
+        for own, key in [
+            (vars(m), n) for m in model.modules() for n in vars(m) if "floor" in n
+        ]:  # 8,192 in Llama 4
             kept.callback(own.__setitem__, key, own[key])
             own[key] = 1
         together, alone = _answers(model, collate_fn)
         apart, in_all, limit = *differences(together, alone), _rounding(model, alone)
-    if not (apart <= limit and in_all <= max(limit / 2, 1e-2)):  # in half precision, rounding is at most 0.02 in both
+    if not (
+        apart <= limit and in_all <= max(limit / 2, 1e-2)
+    ):  # in half precision, rounding is at most 0.02 in both
         rows = "its positions, or layers that run along the row, do not restart at each sample"
         why = rows if _is_linear(model) else f"its attention {attention!r} mixes them"
-        found = f"{name} gives other results for packed samples than for each alone (by {apart:.1%})"
+        found = (
+            f"{name} gives other results for packed samples than for each alone (by {apart:.1%})"
+        )
         raise ConfigError(f"{found}, because {why}; {WAYS_OUT}")
 
 
@@ -117,16 +162,25 @@ def check_packed_training(trainer: Any) -> None:
 
 def _answers(model: Any, collate_fn: Collate) -> tuple[torch.Tensor, torch.Tensor]:
     named = re.findall(r"(?:compress|block_size)\w*': (\d+)", str(model.config.to_dict()))
-    sizes = [len(p) + max((int(size) for size in named if int(size) <= LONGEST_BLOCK), default=0) for p in PROBES]
+    sizes = [
+        len(p) + max((int(size) for size in named if int(size) <= LONGEST_BLOCK), default=0)
+        for p in PROBES
+    ]
     probes = [(probe * size)[:size] for probe, size in zip(PROBES, sizes, strict=True)]
     batch = collate_fn([{"input_ids": list(ids), "labels": list(ids)} for ids in probes])
     if (shape := (*batch["input_ids"].shape,)) != (1, sum(sizes)):
-        raise ConfigError(f"`collate_fn` must pack {sum(sizes)} tokens, but made {shape}; use packing_collator(model)")
+        raise ConfigError(
+            f"`collate_fn` must pack {sum(sizes)} tokens, but made {shape}; use packing_collator(model)"
+        )
     together = answer(model, batch, weak := _usual(model))
-    parts = batch["input_ids"].split(sizes, dim=1)  # taken from the packed row, because a collator may mask tokens
+    parts = batch["input_ids"].split(
+        sizes, dim=1
+    )  # taken from the packed row, because a collator may mask tokens
     alone = torch.cat([answer(model, {"input_ids": part}, weak) for part in parts], dim=1)
     if together.shape != alone.shape:
-        raise ConfigError(f"{type(model).__name__} has no output per token and cannot be packed; use padded layout")
+        raise ConfigError(
+            f"{type(model).__name__} has no output per token and cannot be packed; use padded layout"
+        )
     if alone.isnan().any():
         raise ValueError("its results are not numbers (NaN)")
     return together, alone
@@ -141,18 +195,36 @@ def differences(found: torch.Tensor, wanted: torch.Tensor) -> tuple[float, float
 
 def _usual(model: Any) -> dict[str, torch.Tensor]:
     """Returns weights of usual size for matrices that do almost nothing yet, or so much that attention is sharp."""
-    wide = {n: p.data for n, p in model.named_parameters() if p.dim() > 1 and p.is_floating_point() and p.itemsize > 1}
-    odd = {n: p for n, p in wide.items() if not WEAK <= p.norm() / (p.numel() / p.shape[-1]) ** 0.5 <= STRONG}
-    waves = {name: torch.arange(p.numel(), device=p.device).square().sin() for name, p in odd.items()}
-    return {name: (waves[name].view_as(p) / p.shape[-1] ** 0.5).to(p.dtype) for name, p in odd.items()}
+    wide = {
+        n: p.data
+        for n, p in model.named_parameters()
+        if p.dim() > 1 and p.is_floating_point() and p.itemsize > 1
+    }
+    odd = {
+        n: p
+        for n, p in wide.items()
+        if not WEAK <= p.norm() / (p.numel() / p.shape[-1]) ** 0.5 <= STRONG
+    }
+    waves = {
+        name: torch.arange(p.numel(), device=p.device).square().sin() for name, p in odd.items()
+    }
+    return {
+        name: (waves[name].view_as(p) / p.shape[-1] ** 0.5).to(p.dtype) for name, p in odd.items()
+    }
 
 
 def answer(model: Any, batch: dict[str, Any], weights: Any = None) -> torch.Tensor:
     """Returns a model's logits, or without logits its first output; ``weights``: used instead of its own, by name."""
     device = next(model.parameters()).device
-    inputs = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items() if k != "labels"}
+    inputs = {
+        k: v.to(device) if isinstance(v, torch.Tensor) else v
+        for k, v in batch.items()
+        if k != "labels"
+    }
     with evaluating(model), torch.no_grad():
-        output = torch.func.functional_call(model, weights, (), inputs) if weights else model(**inputs)
+        output = (
+            torch.func.functional_call(model, weights, (), inputs) if weights else model(**inputs)
+        )
     return output.logits if getattr(output, "logits", None) is not None else output[0]
 
 
@@ -161,7 +233,11 @@ def _rounding(model: Any, answer: Any) -> float:
     widths = [answer.dtype.itemsize, next(model.parameters()).dtype.itemsize]
     if min(widths) < 4 or torch.is_autocast_enabled(answer.device.type):
         return 5e-2
-    return 5e-3 if answer.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest" else 5e-5
+    return (
+        5e-3
+        if answer.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+        else 5e-5
+    )
 
 
 def _is_linear(model: Any) -> bool:

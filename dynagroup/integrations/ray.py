@@ -13,8 +13,10 @@ from dynagroup.validation import check_choice
 
 # task -> (function that runs it, name of the new column)
 TASKS: dict[str, tuple[Callable[..., Any], str]] = {
-    "embed": (embed_dataset, "embedding"), "classify": (classify_dataset, "logits"),
-    "generate": (generate_dataset, "generated_text")}  # fmt: skip
+    "embed": (embed_dataset, "embedding"),
+    "classify": (classify_dataset, "logits"),
+    "generate": (generate_dataset, "generated_text"),
+}
 
 
 class Predictor:
@@ -38,13 +40,23 @@ class Predictor:
     """
 
     def __init__(
-        self, load: Callable[[], tuple[Any, Any]], task: Literal["embed", "classify", "generate"] = "embed", *,
-        column: str = "text", output_column: str | None = None, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        load: Callable[[], tuple[Any, Any]],
+        task: Literal["embed", "classify", "generate"] = "embed",
+        *,
+        column: str = "text",
+        output_column: str | None = None,
+        **options: Any,
+    ) -> None:
         check_choice("task", task, tuple(TASKS))
         (self._run, output), (self.model, self.tokenizer) = TASKS[task], load()
         self.column, self.output_column = column, output_column or output
-        self._options = {"learned": LearningBudget(), **options, "progress": False, "world": SingleProcess()}
+        self._options = {
+            "learned": LearningBudget(),
+            **options,
+            "progress": False,
+            "world": SingleProcess(),
+        }
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(batch, dict) or self.column not in batch:
@@ -53,7 +65,10 @@ class Predictor:
         rows, tokenizer = list(batch[self.column]), self.tokenizer
         if rows and not isinstance(rows[0], str):
             rows, tokenizer = [*map(str, range(len(rows)))], _Ids(rows, tokenizer)
-        return {**batch, self.output_column: self._run(self.model, tokenizer, rows, **self._options)}
+        return {
+            **batch,
+            self.output_column: self._run(self.model, tokenizer, rows, **self._options),
+        }
 
 
 class _Ids:
@@ -65,6 +80,8 @@ class _Ids:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
 
-    def __call__(self, places: Sequence[str], *, max_length: int | None = None, **_: Any) -> dict[str, list[list[int]]]:
+    def __call__(
+        self, places: Sequence[str], *, max_length: int | None = None, **_: Any
+    ) -> dict[str, list[list[int]]]:
         ids = [self._rows[int(place)][:max_length] for place in places]
         return {"input_ids": ids, "attention_mask": [[1] * len(row) for row in ids]}

@@ -23,7 +23,11 @@ class _SameEveryEpoch(LengthAwareBatchSampler):
 
 
 def batches_that_fit(
-    budget: Budget | int, tokenizer: Callable[..., Any], *, max_length: int | None = None, **settings: Any
+    budget: Budget | int,
+    tokenizer: Callable[..., Any],
+    *,
+    max_length: int | None = None,
+    **settings: Any,
 ) -> Callable[..., LengthAwareBatchSampler]:
     """Returns the value for ``SentenceTransformerTrainingArguments(batch_sampler=...)``.
 
@@ -36,13 +40,23 @@ def batches_that_fit(
 
 
 def _sampler(
-    budget: Any, tokenizer: Any, max_length: int | None, settings: Mapping[str, Any], dataset: Any,
-    valid_label_columns: Sequence[str] | None = None, seed: int = 0, **_: Any,
-) -> LengthAwareBatchSampler:  # fmt: skip
+    budget: Any,
+    tokenizer: Any,
+    max_length: int | None,
+    settings: Mapping[str, Any],
+    dataset: Any,
+    valid_label_columns: Sequence[str] | None = None,
+    seed: int = 0,
+    **_: Any,
+) -> LengthAwareBatchSampler:
     """Makes the sampler; ``**_`` are batch size, drop_last and generator, which it does not need."""
     kinds = {name: getattr(kind, "dtype", None) for name, kind in dataset.features.items()}
     unread = {*(valid_label_columns or ()), "dataset_name"}
-    columns = [name for name, kind in kinds.items() if kind in ("string", "large_string") and name not in unread]
+    columns = [
+        name
+        for name, kind in kinds.items()
+        if kind in ("string", "large_string") and name not in unread
+    ]
     if not columns:
         raise ConfigError(f"the dataset must have a text column, but has only {list(kinds)}")
     # The first column is named "tokens", which every budget knows.

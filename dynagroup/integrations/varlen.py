@@ -48,7 +48,11 @@ def use_varlen_attention(model: Any) -> Any:
     """
     asked = check_own_attention(model)
     parts = [part for part in model.modules() if hasattr(part, "set_attn_implementation")]
-    kept = [(part.config, part.config._attn_implementation) for part in parts if not asked & {*part.modules()}]
+    kept = [
+        (part.config, part.config._attn_implementation)
+        for part in parts
+        if not asked & {*part.modules()}
+    ]
     model.set_attn_implementation(NAME)
     for config, attention in kept:
         config._attn_implementation = attention
@@ -67,18 +71,32 @@ def check_own_attention(model: Any) -> set[Any]:
     AttentionInterface.register(PROBE, partial(_attend_both, asked))
     AttentionMaskInterface.register(PROBE, _probe_mask)
     what = f"cannot compare packed attention with {name}'s own on {PROBE_TOKENS} tokens"
-    with explained(what, ConfigError, way_out=f"; {INSTEAD}"), settings_kept(model), evaluating(model), torch.no_grad():
+    with (
+        explained(what, ConfigError, way_out=f"; {INSTEAD}"),
+        settings_kept(model),
+        evaluating(model),
+        torch.no_grad(),
+    ):
         model.set_attn_implementation(PROBE)
-        model(input_ids=torch.arange(PROBE_TOKENS, device=next(model.parameters()).device)[None] % 5 + 5)
+        model(
+            input_ids=torch.arange(PROBE_TOKENS, device=next(model.parameters()).device)[None] % 5
+            + 5
+        )
     if not asked:
-        raise ConfigError(f"{name} does not use transformers' AttentionInterface, so it cannot be packed; {INSTEAD}")
+        raise ConfigError(
+            f"{name} does not use transformers' AttentionInterface, so it cannot be packed; {INSTEAD}"
+        )
     return asked
 
 
 @contextlib.contextmanager
 def settings_kept(model: Any) -> Iterator[None]:
     """Context manager that restores a model's settings at its end."""
-    configs = [config for part in model.modules() if hasattr(config := getattr(part, "config", None), "to_dict")]
+    configs = [
+        config
+        for part in model.modules()
+        if hasattr(config := getattr(part, "config", None), "to_dict")
+    ]
     before = [(vars(config), dict(vars(config))) for config in configs]
     try:
         yield
@@ -95,19 +113,36 @@ def _probe_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> Any
 
 
 def _attend_both(
-    asked: set[Any], module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, **options: Any
+    asked: set[Any],
+    module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any = None,
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:
     own: Any = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
-    seed, wide = torch.Generator().manual_seed(len(asked)), torch.promote_types(query.dtype, torch.float32)
-    q, k, v = (2 * torch.randn(x.shape, generator=seed).to(x.device, wide) for x in (query, key, value))
+    seed, wide = (
+        torch.Generator().manual_seed(len(asked)),
+        torch.promote_types(query.dtype, torch.float32),
+    )
+    q, k, v = (
+        2 * torch.randn(x.shape, generator=seed).to(x.device, wide) for x in (query, key, value)
+    )
     wanted = own(module, q, k, v, attention_mask, **options)[0]
-    apart = float((_attend(module, q, k, v, **options)[0] - wanted).abs().max() / wanted.abs().max())
+    apart = float(
+        (_attend(module, q, k, v, **options)[0] - wanted).abs().max() / wanted.abs().max()
+    )
     window = options.get("sliding_window")
     far = _sees_as_far(attention_mask, window, _is_causal(module, options.get("is_causal")))
     if not far or not apart < (1e-2 if wanted.is_cuda else 1e-4):
-        more = f"the model adds to the scores, or limits attention by more than a window of {window}"
+        more = (
+            f"the model adds to the scores, or limits attention by more than a window of {window}"
+        )
         found = f"results on {PROBE_TOKENS} tokens are unequal by {apart:.1%} ({more})"
-        raise ConfigError(f"{type(module).__name__} cannot use packed attention: {found}; {INSTEAD}")
+        raise ConfigError(
+            f"{type(module).__name__} cannot use packed attention: {found}; {INSTEAD}"
+        )
     asked.add(module)
     return wanted.to(query.dtype), None
 
@@ -118,8 +153,15 @@ def _sees_as_far(mask: Any, window: int | None, causal: bool) -> bool:
     if function is None:
         return window is None
     end = size or window or 8
-    place = torch.tensor([0, 1, end - 1, end, end + 1, 2 * end - 1, 2 * end, 2 * end + 1], device=mask.device)
-    return bool((function(torch.zeros_like(place[:1]), 0, place[:, None], place[None]) == _near(place, window, causal)).all())
+    place = torch.tensor(
+        [0, 1, end - 1, end, end + 1, 2 * end - 1, 2 * end, 2 * end + 1], device=mask.device
+    )
+    return bool(
+        (
+            function(torch.zeros_like(place[:1]), 0, place[:, None], place[None])
+            == _near(place, window, causal)
+        ).all()
+    )
 
 
 def _near(place: torch.Tensor, window: int | None, causal: bool) -> torch.Tensor:
@@ -129,16 +171,27 @@ def _near(place: torch.Tensor, window: int | None, causal: bool) -> torch.Tensor
 
 
 def _no_mask(
-    batch_size: int, q_length: int, *args: Any, mask_function: Any = None, attention_mask: Any = None, device: Any = "cpu",
+    batch_size: int,
+    q_length: int,
+    *args: Any,
+    mask_function: Any = None,
+    attention_mask: Any = None,
+    device: Any = "cpu",
     **kwargs: Any,
-) -> None:  # fmt: skip
+) -> None:
     if attention_mask is not None and not bool(attention_mask.all()):
-        raise ConfigError(f"packed attention cannot run a padded batch; {COLLATE}, or use the padded layout")
+        raise ConfigError(
+            f"packed attention cannot run a padded batch; {COLLATE}, or use the padded layout"
+        )
     if mask_function is not None and q_length > 1:
         places = torch.arange(q_length, device=device)
-        ahead = mask_function(torch.arange(batch_size, device=device)[:, None], 0, places[:-1], places[1:])
+        ahead = mask_function(
+            torch.arange(batch_size, device=device)[:, None], 0, places[:-1], places[1:]
+        )
         if bool(ahead.any()) and not bool(ahead.all()):
-            raise ConfigError("packed attention cannot let some tokens attend to later ones; use the padded layout")
+            raise ConfigError(
+                "packed attention cannot let some tokens attend to later ones; use the padded layout"
+            )
 
 
 def _is_causal(module: Any, told: bool | None) -> bool:
@@ -146,24 +199,47 @@ def _is_causal(module: Any, told: bool | None) -> bool:
 
 
 def _attend(
-    module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, *, scaling: float | None = None,
-    dropout: float = 0.0, sliding_window: int | None = None, is_causal: bool | None = None, cu_seq_lens_q: Any = None,
-    max_length_q: int | None = None, **kwargs: Any,
-) -> tuple[torch.Tensor, None]:  # fmt: skip
+    module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any = None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    cu_seq_lens_q: Any = None,
+    max_length_q: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
     """Packed attention: query (B, H, T, D), key and value (B, H_kv, T, D) -> (B, T, H, D), as transformers expects."""
     options = {**kwargs, "attention_mask": attention_mask}
-    if unknown := [f"`{k}`" for k, v in options.items() if k not in NO_MATTER and v is not None and v is not False]:
+    if unknown := [
+        f"`{k}`"
+        for k, v in options.items()
+        if k not in NO_MATTER and v is not None and v is not False
+    ]:
         given = f"{type(module).__name__} passes its attention {', '.join(unknown)}"
         raise ConfigError(f"{given}, which packed attention does not support; {INSTEAD}")
     if query.shape[2] != key.shape[2]:
-        raise ConfigError("packed attention has no cache of keys; generate with model.set_attn_implementation('sdpa')")
+        raise ConfigError(
+            "packed attention has no cache of keys; generate with model.set_attn_implementation('sdpa')"
+        )
     if cu_seq_lens_q is None:
         # Without borders from the collator, the batch must not be packed: each row is one sample.
         (rows, _, tokens, _), places = query.shape, kwargs.get("position_ids")
         if places is not None and bool((places[:, 1:] <= places[:, :-1]).any()):
             raise ConfigError(f"a packed batch must say where its samples begin; {COLLATE}")
-        cu_seq_lens_q, max_length_q = torch.arange(rows + 1, device=query.device, dtype=torch.int32) * tokens, tokens
-    how: dict[str, Any] = {"causal": _is_causal(module, is_causal), "scale": scaling, "window": sliding_window}
+        cu_seq_lens_q, max_length_q = (
+            torch.arange(rows + 1, device=query.device, dtype=torch.int32) * tokens,
+            tokens,
+        )
+    how: dict[str, Any] = {
+        "causal": _is_causal(module, is_causal),
+        "scale": scaling,
+        "window": sliding_window,
+    }
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     if query.is_cuda and query.dtype.itemsize == 2 and not dropout and HAS_KERNEL:
         out = kernel(q, k, v, cu_seq_lens_q, int(max_length_q or cu_seq_lens_q.diff().max()), **how)
@@ -172,28 +248,67 @@ def _attend(
     return out.unflatten(0, (query.shape[0], query.shape[2])), None
 
 
-def kernel(query: Any, key: Any, value: Any, borders: torch.Tensor, longest: int, **how: Any) -> Any:
+def kernel(
+    query: Any, key: Any, value: Any, borders: torch.Tensor, longest: int, **how: Any
+) -> Any:
     """Computes the same result as :func:`one_by_one` in one call; only on CUDA devices, in half precision."""
     groups = query.shape[1] // key.shape[1]
-    grouped: Any = {"enable_gqa": groups > 1} if HAS_GROUPS else {}  # from torch 2.12 on; before, heads are repeated
-    key, value = (x if groups == 1 or grouped else x.repeat_interleave(groups, dim=1) for x in (key, value))
+    grouped: Any = (
+        {"enable_gqa": groups > 1} if HAS_GROUPS else {}
+    )  # from torch 2.12 on; before, heads are repeated
+    key, value = (
+        x if groups == 1 or grouped else x.repeat_interleave(groups, dim=1) for x in (key, value)
+    )
     near = how["window"] - 1 if how["window"] else -1
     window: Any = near, 0 if how["causal"] else near
     borders = borders.to(device=query.device, dtype=torch.int32)
-    return varlen_attn(query, key, value, *2 * (borders,), *2 * (longest,), window_size=window, scale=how["scale"], **grouped)
+    return varlen_attn(
+        query,
+        key,
+        value,
+        *2 * (borders,),
+        *2 * (longest,),
+        window_size=window,
+        scale=how["scale"],
+        **grouped,
+    )
 
 
 def one_by_one(
-    query: Any, key: Any, value: Any, borders: Any, *, causal: bool, scale: Any, window: int | None, dropout: float = 0.0
-) -> torch.Tensor:  # fmt: skip
+    query: Any,
+    key: Any,
+    value: Any,
+    borders: Any,
+    *,
+    causal: bool,
+    scale: Any,
+    window: int | None,
+    dropout: float = 0.0,
+) -> torch.Tensor:
     """Returns attention (T, H, D) of packed samples, one call per sample: exact on any device and dtype. ``causal``:
     only to earlier tokens; ``window``: only to tokens fewer than this apart; ``scale``: factor of the scores."""
     parts, sizes = [], borders.diff().tolist()
     grouped = query.shape[1] != key.shape[1]
     # One split for all samples, because the gradient of each slice would be as large as the batch.
-    samples = zip(sizes, *(x.transpose(0, 1)[None].split(sizes, dim=2) for x in (query, key, value)), strict=True)
+    samples = zip(
+        sizes,
+        *(x.transpose(0, 1)[None].split(sizes, dim=2) for x in (query, key, value)),
+        strict=True,
+    )
     for n, q, k, v in samples:
-        near = _near(torch.arange(n, device=q.device), window, causal) if window is not None and n > window else None
-        how = {"is_causal": causal and near is None and n > 1, "scale": scale, "enable_gqa": grouped}
-        parts.append(scaled_dot_product_attention(q, k, v, attn_mask=near, dropout_p=dropout, **how)[0].transpose(0, 1))
+        near = (
+            _near(torch.arange(n, device=q.device), window, causal)
+            if window is not None and n > window
+            else None
+        )
+        how = {
+            "is_causal": causal and near is None and n > 1,
+            "scale": scale,
+            "enable_gqa": grouped,
+        }
+        parts.append(
+            scaled_dot_product_attention(q, k, v, attn_mask=near, dropout_p=dropout, **how)[
+                0
+            ].transpose(0, 1)
+        )
     return torch.cat(parts)

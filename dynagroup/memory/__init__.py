@@ -7,5 +7,17 @@ from dynagroup.memory.regressor import MemoryRegressor
 from dynagroup.memory.traced import TracedMemory
 from dynagroup.memory.workload import Workload
 
-__all__ = ["BytesMemoryModel", "ClosedForm", "Measurement", "Measurements", "MemoryModel", "MemoryRegressor",
-           "PaddedTokens", "ProfiledMemory", "TracedMemory", "Workload", "measure", "simulate"]  # fmt: skip
+__all__ = [
+    "BytesMemoryModel",
+    "ClosedForm",
+    "Measurement",
+    "Measurements",
+    "MemoryModel",
+    "MemoryRegressor",
+    "PaddedTokens",
+    "ProfiledMemory",
+    "TracedMemory",
+    "Workload",
+    "measure",
+    "simulate",
+]

@@ -57,13 +57,17 @@ class Measurements:
     rows: tuple[Measurement, ...]
     workload: Workload
     source: str = "simulated"  # either "simulated" or "measured"
-    about: Mapping[str, str] = field(default_factory=dict)  # hardware, versions and date, as text by name
+    about: Mapping[str, str] = field(
+        default_factory=dict
+    )  # hardware, versions and date, as text by name
 
     def __post_init__(self) -> None:
         for number, row in enumerate(self.rows):
             sizes = [row.num_samples - 1, row.static_bytes, *row.longest.values()]
             sizes += [] if row.batch_bytes is None else [row.batch_bytes]
-            if row.oom != (row.batch_bytes is None) or not all(0 <= size < float("inf") for size in sizes):
+            if row.oom != (row.batch_bytes is None) or not all(
+                0 <= size < float("inf") for size in sizes
+            ):
                 wanted = "sizes must be finite and at least 0, and `batch_bytes` None exactly if `oom` is True"
                 raise ConfigError(f"row {number}: {wanted}, but the row is {row}")
 
@@ -81,7 +85,9 @@ class Measurements:
         """Returns the shapes of the rows that did not run out of memory."""
         rows = self.complete
         names = rows[0].longest if rows else {TOKENS: 0}
-        return BatchShape.of([r.num_samples for r in rows], {k: [r.longest[k] for r in rows] for k in names})
+        return BatchShape.of(
+            [r.num_samples for r in rows], {k: [r.longest[k] for r in rows] for k in names}
+        )
 
     def batch_bytes(self) -> FloatArray:
         """Returns the peak bytes, without static memory, of the rows that did not run out of memory: float64 (K,)."""
@@ -94,12 +100,25 @@ class Measurements:
 
         streams = sorted({name for row in self.rows for name in row.longest})
         sizes = ("static_bytes", "batch_bytes", "peak_bytes", "reserved_bytes")
-        table = pa.table({"num_samples": [r.num_samples for r in self.rows],
-            **{f"longest_{s}": [r.longest.get(s) for r in self.rows] for s in streams},
-            **{name: pa.array([getattr(r, name) for r in self.rows], type=pa.int64()) for name in sizes},
-            "oom": [r.oom for r in self.rows]})  # fmt: skip
-        about = {"workload": self.workload.to_json(), "source": self.source, "about": json.dumps(dict(self.about))}
-        pq.write_table(table.replace_schema_metadata({f"dynagroup.{k}": v for k, v in about.items()}), path)
+        table = pa.table(
+            {
+                "num_samples": [r.num_samples for r in self.rows],
+                **{f"longest_{s}": [r.longest.get(s) for r in self.rows] for s in streams},
+                **{
+                    name: pa.array([getattr(r, name) for r in self.rows], type=pa.int64())
+                    for name in sizes
+                },
+                "oom": [r.oom for r in self.rows],
+            }
+        )
+        about = {
+            "workload": self.workload.to_json(),
+            "source": self.source,
+            "about": json.dumps(dict(self.about)),
+        }
+        pq.write_table(
+            table.replace_schema_metadata({f"dynagroup.{k}": v for k, v in about.items()}), path
+        )
 
     @classmethod
     def from_parquet(cls, path: str | Path) -> Measurements:
@@ -109,16 +128,34 @@ class Measurements:
         told = f"{path} is damaged, or was not written by Measurements.to_parquet"
         with explained(told, OSError, MemoryError, way_out="; measure again", kind=StateError):
             table = pq.read_table(path)
-            about = {k.decode().removeprefix("dynagroup."): v.decode() for k, v in (table.schema.metadata or {}).items()}
+            about = {
+                k.decode().removeprefix("dynagroup."): v.decode()
+                for k, v in (table.schema.metadata or {}).items()
+            }
             rows = []
             for values in table.to_pylist():
-                longest = {k[8:]: v for k, v in values.items() if k.startswith("longest_") and v is not None}
-                rows.append(Measurement(longest=longest, **{name: values[name] for name in _FIELDS}))
-            return cls(tuple(rows), Workload.from_json(about["workload"]), about["source"], json.loads(about["about"]))
+                longest = {
+                    k[8:]: v
+                    for k, v in values.items()
+                    if k.startswith("longest_") and v is not None
+                }
+                rows.append(
+                    Measurement(longest=longest, **{name: values[name] for name in _FIELDS})
+                )
+            return cls(
+                tuple(rows),
+                Workload.from_json(about["workload"]),
+                about["source"],
+                json.loads(about["about"]),
+            )
 
 
 def simulate(
-    model_or_config: Any, workload: Workload | None, shapes: Iterable[Shape], *, inputs: MakeInputs | None = None
+    model_or_config: Any,
+    workload: Workload | None,
+    shapes: Iterable[Shape],
+    *,
+    inputs: MakeInputs | None = None,
 ) -> Measurements:
     """Returns the peak memory of a ``transformers`` model for each shape, as on a CUDA device, without using one.
 
@@ -144,17 +181,32 @@ def simulate(
     from dynagroup.memory.trace.program import as_gathered, prepare, static_bytes, trace
 
     wanted = _checked_shapes(shapes)
-    model_or_config = model_or_config if isinstance(model_or_config, torch.nn.Module) else as_config(model_or_config)
+    model_or_config = (
+        model_or_config
+        if isinstance(model_or_config, torch.nn.Module)
+        else as_config(model_or_config)
+    )
     workload, rows = _checked_workload(model_or_config, workload), []
-    with torch.inference_mode(False), torch.enable_grad(), torch.compiler.set_stance("force_eager"):  # whatever the caller set
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.compiler.set_stance("force_eager"),
+    ):  # whatever the caller set
         model = prepare(as_meta_model(model_or_config, workload), workload)
         static, model = static_bytes(model, workload), as_gathered(model, workload)
         told = f"the model cannot run without data in mode {workload.mode!r}, so simulate() cannot be used"
-        with explained(told, ConfigError, MemoryError, way_out="; use measure() on a device, or MemoryRegressor"):
+        with explained(
+            told,
+            ConfigError,
+            MemoryError,
+            way_out="; use measure() on a device, or MemoryRegressor",
+        ):
             for num_samples, longest in wanted:
                 peak = trace(model, workload, num_samples, longest, inputs=inputs).peak
                 rows.append(Measurement(num_samples, longest, static, peak))
-    versions = {package: version(package) for package in ("torch", "transformers") if find_spec(package)}
+    versions = {
+        package: version(package) for package in ("torch", "transformers") if find_spec(package)
+    }
     return Measurements(tuple(rows), workload, "simulated", versions)
 
 
@@ -170,14 +222,24 @@ def _checked_shapes(shapes: Iterable[Shape]) -> list[tuple[int, dict[str, int]]]
 def _checked_workload(model_or_config: Any, workload: Workload | None) -> Workload:
     if workload is None:
         return Workload.from_model(model_or_config, trace=False)
-    own = {n: getattr(workload, n) for n in Workload.__slots__ if n != "mode" and getattr(workload, n) is not None}
-    return Workload.from_model(model_or_config, workload.mode or "train", trace=False, dtype=workload.dtype).replace(**own)
+    own = {
+        n: getattr(workload, n)
+        for n in Workload.__slots__
+        if n != "mode" and getattr(workload, n) is not None
+    }
+    return Workload.from_model(
+        model_or_config, workload.mode or "train", trace=False, dtype=workload.dtype
+    ).replace(**own)
 
 
 def measure(
-    model: torch.nn.Module, workload: Workload | None, shapes: Iterable[Shape], *,
-    inputs: MakeInputs | None = None, device: Device | None = None,
-) -> Measurements:  # fmt: skip
+    model: torch.nn.Module,
+    workload: Workload | None,
+    shapes: Iterable[Shape],
+    *,
+    inputs: MakeInputs | None = None,
+    device: Device | None = None,
+) -> Measurements:
     """Returns the peak memory of each shape, measured on a real device (:func:`simulate` predicts the same numbers).
 
     The model is moved to the device. Training is measured with gradients present, and the optimizer state is added by
@@ -191,11 +253,21 @@ def measure(
     counters.reset()
     resident, rows = counters.allocated(), []
     for num_samples, longest in wanted:
-        passed = _passes(lambda n=num_samples, by=longest: _run(model, workload, n, by, inputs, counters), counters)
+        passed = _passes(
+            lambda n=num_samples, by=longest: _run(model, workload, n, by, inputs, counters),
+            counters,
+        )
         allocated, reserved = counters.peaks() if passed else (None, None)
         grown = None if allocated is None else max(0, allocated - resident)
-        rows.append(Measurement(num_samples, longest, resident + added, grown, not passed, reserved))
-    return Measurements(tuple(rows), workload, "measured", counters.about() if isinstance(counters, CudaDevice) else {})
+        rows.append(
+            Measurement(num_samples, longest, resident + added, grown, not passed, reserved)
+        )
+    return Measurements(
+        tuple(rows),
+        workload,
+        "measured",
+        counters.about() if isinstance(counters, CudaDevice) else {},
+    )
 
 
 def _passes(run: Callable[[], None], counters: Device) -> bool:
@@ -231,11 +303,17 @@ def _prepared(model: Any, workload: Workload, device: torch.device) -> tuple[tor
     trained = [p for p in model.parameters() if p.requires_grad]
     for p in trained:
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-    state = (8.0 if workload.optimizer_bytes is None else workload.optimizer_bytes) * sum(p.numel() for p in trained)
-    return model, int(state) + (sum(p.numel() * p.element_size() for p in trained) if workload.sharding == "ddp" else 0)
+    state = (8.0 if workload.optimizer_bytes is None else workload.optimizer_bytes) * sum(
+        p.numel() for p in trained
+    )
+    return model, int(state) + (
+        sum(p.numel() * p.element_size() for p in trained) if workload.sharding == "ddp" else 0
+    )
 
 
-def _run(model: Any, workload: Workload, num_samples: int, longest: Any, inputs: Any, counters: Device) -> None:
+def _run(
+    model: Any, workload: Workload, num_samples: int, longest: Any, inputs: Any, counters: Device
+) -> None:
     import torch
 
     from dynagroup.memory.trace.model import make_inputs
@@ -243,11 +321,16 @@ def _run(model: Any, workload: Workload, num_samples: int, longest: Any, inputs:
     training, device = workload.mode == "train", counters.device
     with device:
         made = None if inputs is None else inputs(model, num_samples, longest)
-    batch = made or make_inputs(model, num_samples, longest, with_labels=training, device=str(device))
+    batch = made or make_inputs(
+        model, num_samples, longest, with_labels=training, device=str(device)
+    )
     if "attention_mask" in batch and num_samples > 1:
         batch["attention_mask"][0, 0] = 0  # one padding token, because real batches are padded
     lower = getattr(torch, workload.autocast) if workload.autocast else None
-    with torch.autocast(device.type, dtype=lower, enabled=lower is not None), torch.set_grad_enabled(training):
+    with (
+        torch.autocast(device.type, dtype=lower, enabled=lower is not None),
+        torch.set_grad_enabled(training),
+    ):
         if workload.mode == "generate":
             count = workload.max_new_tokens or 1
             batch = {k: v for k, v in batch.items() if k not in ("decoder_input_ids", "labels")}

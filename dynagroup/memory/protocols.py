@@ -72,18 +72,31 @@ class LargestTable:
     @classmethod
     def of(cls, model: MemoryModel, baseline: BatchShape, headroom: float) -> "LargestTable":
         top = {name: int(longest[0]) for name, longest in baseline.longest.items()}
-        grids = {name: _grid(LONGER * most, 0.01 if len(top) == 1 else 0.07, most) for name, most in top.items()}
+        grids = {
+            name: _grid(LONGER * most, 0.01 if len(top) == 1 else 0.07, most)
+            for name, most in top.items()
+        }
         mesh = np.meshgrid(*grids.values(), indexing="ij")
         longest = {name: m.ravel() for name, m in zip(grids, mesh, strict=True)}
         fits = lambda count: model.relative(BatchShape.of(count, longest), baseline) <= headroom  # noqa: E731
-        reach = REACH * int(baseline.num_samples[0]) * top[primary(top)] // np.maximum(longest[primary(longest)], 1) + 1
+        reach = (
+            REACH
+            * int(baseline.num_samples[0])
+            * top[primary(top)]
+            // np.maximum(longest[primary(longest)], 1)
+            + 1
+        )
         return cls(grids, largest_within(fits, mesh[0].size, reach).reshape(mesh[0].shape))
 
     def largest(self, longest: Mapping[str, IntArray]) -> IntArray:
         """Returns the most samples that fit with these lengths: int64 (K,); 0 for lengths beyond the table."""
         places = [np.searchsorted(grid, longest[name]) for name, grid in self.grids.items()]
-        inside = np.logical_and.reduce([p < n for p, n in zip(places, self.counts.shape, strict=True)])
-        clipped = tuple(np.minimum(p, n - 1) for p, n in zip(places, self.counts.shape, strict=True))
+        inside = np.logical_and.reduce(
+            [p < n for p, n in zip(places, self.counts.shape, strict=True)]
+        )
+        clipped = tuple(
+            np.minimum(p, n - 1) for p, n in zip(places, self.counts.shape, strict=True)
+        )
         return np.where(inside, self.counts[clipped], 0)
 
 

@@ -23,7 +23,9 @@ MakeInputs: TypeAlias = Callable[[Any, int, Mapping[str, int]], dict[str, Any]]
 """``(model, num_samples, longest) -> arguments of model.forward``: tensors by name."""
 
 ELEMENT_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
-MASK_ALIGNMENT = 16  # the memory-efficient kernel pads a mask's last dimension to this (attention.cpp, pad_bias)
+MASK_ALIGNMENT = (
+    16  # the memory-efficient kernel pads a mask's last dimension to this (attention.cpp, pad_bias)
+)
 # Monomials in the memory of a phase (n: samples, L: tokens of the longest sample, T: tokens of the longest target).
 MONOMIALS = ("1", "n", "L", "nL", "L2", "nL2", "T", "nT", "T2", "nT2", "LT", "nLT")
 
@@ -37,7 +39,10 @@ def needed(module: str, purpose: str, extra: str = "memory") -> Any:
 def monomials(n: NDArray[Any], length: NDArray[Any], target: NDArray[Any]) -> FloatArray:
     """Returns the monomials of each shape: float64 (K, 12)."""
     n, ln, t = (np.asarray(v, dtype=np.float64) for v in (n, length, target))
-    return np.stack([n**0, n, ln, n * ln, ln**2, n * ln**2, t, n * t, t**2, n * t**2, ln * t, n * ln * t], axis=1)
+    return np.stack(
+        [n**0, n, ln, n * ln, ln**2, n * ln**2, t, n * t, t**2, n * t**2, ln * t, n * ln * t],
+        axis=1,
+    )
 
 
 def columns(shape: BatchShape, packed: bool = False) -> FloatArray:
@@ -53,8 +58,12 @@ def columns(shape: BatchShape, packed: bool = False) -> FloatArray:
 class Phases:
     """A model's memory by batch shape: the largest of its phases (moments of a step), in bytes per monomial."""
 
-    rows: tuple[tuple[float, ...], ...]  # bytes per monomial of each phase, in the order of ``MONOMIALS``
-    until: int | None = None  # length of the longest sample up to which ``rows`` are valid, in tokens; None: no limit
+    rows: tuple[
+        tuple[float, ...], ...
+    ]  # bytes per monomial of each phase, in the order of ``MONOMIALS``
+    until: int | None = (
+        None  # length of the longest sample up to which ``rows`` are valid, in tokens; None: no limit
+    )
     after: tuple[tuple[float, ...], ...] = ()
     """Like ``rows``, for longer samples than ``until``; only with sliding-window attention."""
     aligned: "Phases | None" = None
@@ -63,10 +72,14 @@ class Phases:
     def __post_init__(self) -> None:
         for name in ("rows", "after"):
             rows = tuple(tuple(map(float, row)) for row in getattr(self, name))
-            right = all(len(row) == len(MONOMIALS) and min(row) >= 0 and sum(row) < np.inf for row in rows)
+            right = all(
+                len(row) == len(MONOMIALS) and min(row) >= 0 and sum(row) < np.inf for row in rows
+            )
             if not right or (name == "rows" and not rows):
                 wanted = f"rows of {len(MONOMIALS)} numbers of at least 0"
-                raise ConfigError(f"`phases` must have {wanted}; make them with Workload.from_model")
+                raise ConfigError(
+                    f"`phases` must have {wanted}; make them with Workload.from_model"
+                )
             object.__setattr__(self, name, rows)
         if isinstance(self.aligned, Mapping):
             object.__setattr__(self, "aligned", Phases(**self.aligned))
@@ -85,7 +98,11 @@ class Phases:
         first = primary(shape.longest)
         inside = {**shape.longest, first: np.minimum(shape.longest[first], self.until)}
         within = _largest(self.rows, columns(BatchShape.of(shape.num_samples, inside)))
-        return np.where(shape.longest[first] > self.until, np.maximum(within, _largest(self.after, columns(shape))), within)
+        return np.where(
+            shape.longest[first] > self.until,
+            np.maximum(within, _largest(self.after, columns(shape))),
+            within,
+        )
 
     def baseline_bytes(self, baseline: BatchShape, packed: bool = False) -> FloatArray:
         """Returns the bytes of baseline batches, float64 (K,), without mask padding if their lengths need none."""
@@ -117,14 +134,18 @@ def max_affine(known: FloatArray, size: FloatArray) -> tuple[FloatArray, float]:
             break
         for start in range(1 if count == 1 else STARTS):
             by = orders[start] if start < len(orders) else rng.normal(size=len(size))
-            phases = _alternate(known, size, (np.argsort(np.argsort(by)) * count) // len(size), count)
+            phases = _alternate(
+                known, size, (np.argsort(np.argsort(by)) * count) // len(size), count
+            )
             error = float(np.abs((known @ phases.T).max(axis=1) / size - 1).max())
             if error < 0.8 * least:
                 best, least = phases, error
     return best, least
 
 
-def _alternate(known: FloatArray, size: FloatArray, owner: NDArray[np.int64], count: int) -> FloatArray:
+def _alternate(
+    known: FloatArray, size: FloatArray, owner: NDArray[np.int64], count: int
+) -> FloatArray:
     nnls = needed("scipy.optimize", "fitting a profile").nnls
     scale = np.where(known.max(axis=0) == 0, 1.0, known.max(axis=0))
     phases = np.zeros((count, known.shape[1]))
@@ -132,7 +153,9 @@ def _alternate(known: FloatArray, size: FloatArray, owner: NDArray[np.int64], co
         for k in range(count):
             mine = owner == k
             if mine.any():  # divides by size, so that small batches matter as much as large ones
-                phases[k] = nnls(known[mine] / scale / size[mine, None], np.ones(mine.sum()))[0] / scale
+                phases[k] = (
+                    nnls(known[mine] / scale / size[mine, None], np.ones(mine.sum()))[0] / scale
+                )
         again = (known @ phases.T).argmax(axis=1)
         if (again == owner).all():
             break

@@ -17,11 +17,30 @@ from dynagroup.shapes import TOKENS, BatchShape, primary
 # Optimizer state per trainable parameter: (multiples of the parameter's bytes, additional bytes). "adamw_master" has
 # two states and a copy of the parameter, all in float32 (DeepSpeed, Megatron).
 OPTIMIZERS: Mapping[str, tuple[float, float]] = {
-    "adamw": (2, 0), "adam": (2, 0), "adamw_8bit": (0, 2), "lion": (1, 0), "lion_8bit": (0, 1), "muon": (1, 0),
-    "sgd": (0, 0), "sgd_momentum": (1, 0), "adafactor": (0, 0), "adamw_master": (0, 12)}  # fmt: skip
+    "adamw": (2, 0),
+    "adam": (2, 0),
+    "adamw_8bit": (0, 2),
+    "lion": (1, 0),
+    "lion_8bit": (0, 1),
+    "muon": (1, 0),
+    "sgd": (0, 0),
+    "sgd_momentum": (1, 0),
+    "adafactor": (0, 0),
+    "adamw_master": (0, 12),
+}
 # Measurements can correct a trace only if their workload has the same values in these fields.
-_SAME = ("mode", "num_layers", "hidden_size", "vocabulary_size", "dtype", "autocast", "attention", "layout",
-         "gradient_checkpointing", "max_new_tokens")  # fmt: skip
+_SAME = (
+    "mode",
+    "num_layers",
+    "hidden_size",
+    "vocabulary_size",
+    "dtype",
+    "autocast",
+    "attention",
+    "layout",
+    "gradient_checkpointing",
+    "max_new_tokens",
+)
 
 
 def optimizer_bytes(optimizer: str | float, dtype: str) -> float:
@@ -49,7 +68,9 @@ class TracedMemory:
 
     static_bytes: int
     workload: Workload
-    pads_masks: bool = True  # False: all lengths are multiples of 16, so that attention masks are not padded
+    pads_masks: bool = (
+        True  # False: all lengths are multiples of 16, so that attention masks are not padded
+    )
     factor: float = 1.0  # predicted bytes are ``factor`` times the trace plus ``constant_bytes``, see :meth:`corrected`
     constant_bytes: float = 0.0
     said: str = field(default="a model", compare=False)
@@ -57,9 +78,16 @@ class TracedMemory:
 
     @classmethod
     def of(
-        cls, model_or_config: Any, mode: Mode = "train", *, lora: Any = None, optimizer: str | float | None = None,
-        inputs: MakeInputs | None = None, measured: Measurements | None = None, **known: Any,
-    ) -> "TracedMemory":  # fmt: skip
+        cls,
+        model_or_config: Any,
+        mode: Mode = "train",
+        *,
+        lora: Any = None,
+        optimizer: str | float | None = None,
+        inputs: MakeInputs | None = None,
+        measured: Measurements | None = None,
+        **known: Any,
+    ) -> "TracedMemory":
         """Traces a model, which takes a few seconds on the CPU and loads no weights.
 
         Args:
@@ -78,15 +106,25 @@ class TracedMemory:
         model = as_meta_model(model_or_config, dtype=dtype, attention=attention, lora=lora)
         if optimizer is not None:
             trained = next((p.dtype for p in model.parameters() if p.requires_grad), "float32")
-            known["optimizer_bytes"] = optimizer_bytes(optimizer, str(trained).removeprefix("torch."))
+            known["optimizer_bytes"] = optimizer_bytes(
+                optimizer, str(trained).removeprefix("torch.")
+            )
         workload = Workload.from_model(model, mode, trace=False, **known).traced(model, inputs)
         static = static_bytes(prepare(as_meta_model(model, workload), workload), workload)
-        name = model_or_config if isinstance(model_or_config, str) else type(model_or_config).__name__
+        name = (
+            model_or_config if isinstance(model_or_config, str) else type(model_or_config).__name__
+        )
         usual = "AdamW" if optimizer is None and "optimizer_bytes" not in known else None
         run = assumed(workload, optimizer if isinstance(optimizer, str) else usual)
-        text = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+        text = (
+            model.config.get_text_config()
+            if hasattr(model.config, "get_text_config")
+            else model.config
+        )
         said = f"{name} of {workload.num_parameters:,} parameters, traced ({run})"
-        found = cls(static, workload, said=said, longest=getattr(text, "max_position_embeddings", None))
+        found = cls(
+            static, workload, said=said, longest=getattr(text, "max_position_embeddings", None)
+        )
         return found if measured is None else found.corrected(measured)
 
     def corrected(self, measured: Measurements) -> "TracedMemory":
@@ -94,23 +132,35 @@ class TracedMemory:
         become ``factor`` times the trace plus a constant, never below the trace: the line above all rows with the
         smallest mean excess. Static memory becomes the larger of traced and measured."""
         if not isinstance(measured, Measurements) or not measured.complete:
-            raise ConfigError("`measured` must be Measurements with at least one row that did not run out of memory")
+            raise ConfigError(
+                "`measured` must be Measurements with at least one row that did not run out of memory"
+            )
         for name in _SAME:
             theirs, ours = getattr(measured.workload, name), getattr(self.workload, name)
             if None not in (theirs, ours) and theirs != ours:
                 way_out = "measure the workload that you will run"
-                raise ConfigError(f"`measured` has {name}={theirs!r}, but the traced model {name}={ours!r}; {way_out}")
+                raise ConfigError(
+                    f"`measured` has {name}={theirs!r}, but the traced model {name}={ours!r}; {way_out}"
+                )
         factor, constant = line_above(self._bytes(measured.shapes()), measured.batch_bytes())
         static = max(self.static_bytes, *(row.static_bytes for row in measured.complete))
         return replace(self, static_bytes=static, factor=factor, constant_bytes=constant)
 
     def __str__(self) -> str:
-        raised = f", raised to measured rows (x {self.factor:.3g} + {self.constant_bytes / 1e9:.3g} GB)"
+        raised = (
+            f", raised to measured rows (x {self.factor:.3g} + {self.constant_bytes / 1e9:.3g} GB)"
+        )
         return self.said + (raised if (self.factor, self.constant_bytes) != (1.0, 0.0) else "")
 
     @property
     def fingerprint(self) -> str:
-        about = [self.static_bytes, self.pads_masks, self.workload.to_json(), self.factor, self.constant_bytes]
+        about = [
+            self.static_bytes,
+            self.pads_masks,
+            self.workload.to_json(),
+            self.factor,
+            self.constant_bytes,
+        ]
         return "traced-" + hashlib.sha256(" ".join(map(str, about)).encode()).hexdigest()[:12]
 
     @cached_property
@@ -147,7 +197,13 @@ def line_above(predicted: FloatArray, taken: FloatArray) -> tuple[float, float]:
     piecewise linear in the factor, so only its ends and lines through two rows need to be tried."""
     with np.errstate(divide="ignore", invalid="ignore"):
         slopes = np.subtract.outer(taken, taken) / np.subtract.outer(predicted, predicted)
-    factors = np.unique(np.maximum([1.0, float((taken / predicted).max()), *slopes[np.isfinite(slopes)]], 1.0))
+    factors = np.unique(
+        np.maximum([1.0, float((taken / predicted).max()), *slopes[np.isfinite(slopes)]], 1.0)
+    )
     constants = [max(float((taken - factor * predicted).max()), 0.0) for factor in factors]
-    best = int(np.argmin([np.mean((f * predicted + c) / taken) for f, c in zip(factors, constants, strict=True)]))
+    best = int(
+        np.argmin(
+            [np.mean((f * predicted + c) / taken) for f, c in zip(factors, constants, strict=True)]
+        )
+    )
     return float(factors[best]), constants[best]

@@ -11,9 +11,21 @@ from dynagroup.errors import ConfigError
 from dynagroup.memory.run import Attention, Dtype, Layout, MakeInputs, Mode, Phases, Sharding
 from dynagroup.validation import check_flag, check_int, explained, warn_user
 
-_CHOICES = {"Mode": Mode, "Attention": Attention, "Dtype": Dtype, "Layout": Layout, "Sharding": Sharding}
+_CHOICES = {
+    "Mode": Mode,
+    "Attention": Attention,
+    "Dtype": Dtype,
+    "Layout": Layout,
+    "Sharding": Sharding,
+}
 # Other usual spellings of dtypes.
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+_DTYPES = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "float": "float32",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,19 +86,32 @@ class Workload:
     def __post_init__(self) -> None:
         for one in fields(self):
             if (value := getattr(self, one.name)) is not None:
-                object.__setattr__(self, one.name, _checked(one.name, str(one.type).removesuffix(" | None"), value))
+                object.__setattr__(
+                    self, one.name, _checked(one.name, str(one.type).removesuffix(" | None"), value)
+                )
         if self.layout == "packed" and self.mode == "generate":
-            raise ConfigError("`layout` 'packed' needs mode 'train' or 'forward', because generate() pads its prompts")
+            raise ConfigError(
+                "`layout` 'packed' needs mode 'train' or 'forward', because generate() pads its prompts"
+            )
         if self.layout == "packed" and self.encoder_decoder:
-            raise ConfigError("`layout` 'packed' is not available for encoder-decoder models; leave it out")
+            raise ConfigError(
+                "`layout` 'packed' is not available for encoder-decoder models; leave it out"
+            )
         if self.sharding not in (None, "ddp") and not self.num_ranks:
-            raise ConfigError(f"`sharding` {self.sharding!r} needs the number of ranks; pass e.g. num_ranks=8")
+            raise ConfigError(
+                f"`sharding` {self.sharding!r} needs the number of ranks; pass e.g. num_ranks=8"
+            )
 
     @classmethod
     def from_model(
-        cls, model_or_config: Any, mode: Mode = "train", *,
-        trace: bool = True, inputs: MakeInputs | None = None, **known: Any,
-    ) -> Workload:  # fmt: skip
+        cls,
+        model_or_config: Any,
+        mode: Mode = "train",
+        *,
+        trace: bool = True,
+        inputs: MakeInputs | None = None,
+        **known: Any,
+    ) -> Workload:
         """Returns the workload of a ``transformers`` model, of a config, or of a model's name. No weights are loaded.
 
         Args:
@@ -111,7 +136,9 @@ class Workload:
             return workload.traced(model_or_config, inputs) if trace else workload
         except ConfigError as error:
             way_out = "pass trace=False to silence this warning"
-            warn_user(f"the memory of this model is only estimated from its sizes, because {error}; {way_out}")
+            warn_user(
+                f"the memory of this model is only estimated from its sizes, because {error}; {way_out}"
+            )
             return workload
 
     def traced(self, model_or_config: Any, inputs: MakeInputs | None = None) -> Workload:
@@ -119,16 +146,24 @@ class Workload:
         from dynagroup.memory.trace.phases import trace_phases
 
         way_out = "MemoryBudget.from_bytes(limit, model=ProfiledMemory.fit(measure(...))), or of simulate(...)"
-        told = f"; pass `inputs` if the model needs other arguments, else fit batches with {way_out}"
+        told = (
+            f"; pass `inputs` if the model needs other arguments, else fit batches with {way_out}"
+        )
         with explained(f"this model cannot be traced in mode {self.mode!r}", way_out=told):
             if self.fixed_tokens and inputs is None and not self.encoder_decoder:
-                raise ConfigError("the model reads images, whose memory cannot be computed from the text")
+                raise ConfigError(
+                    "the model reads images, whose memory cannot be computed from the text"
+                )
             return self.replace(phases=trace_phases(model_or_config, self, inputs=inputs))
 
     def replace(self, **changes: Any) -> Workload:
         """Returns this workload with some fields changed; a trace is dropped if any value really changes."""
         changed = replace(self, **{"phases": None, **changes})
-        return self if all(getattr(self, name) == getattr(changed, name) for name in changes) else changed
+        return (
+            self
+            if all(getattr(self, name) == getattr(changed, name) for name in changes)
+            else changed
+        )
 
     def to_json(self) -> str:
         return json.dumps({k: v for k, v in asdict(self).items() if v is not None}, sort_keys=True)
@@ -150,7 +185,9 @@ def _checked(name: str, kind: str, value: Any) -> Any:
         value = _DTYPES.get(name_of := str(value).removeprefix("torch."), name_of)
     allowed = get_args(_CHOICES[kind]) if kind in _CHOICES else None
     if allowed and value not in allowed:
-        raise ConfigError(f"`{name}` must be one of {', '.join(map(repr, allowed))} or None, but is {value!r}")
+        raise ConfigError(
+            f"`{name}` must be one of {', '.join(map(repr, allowed))} or None, but is {value!r}"
+        )
     return value
 
 
@@ -161,12 +198,25 @@ def assumed(workload: Workload, optimizer: str | None = None) -> str:
     'generate, float16, 256 new tokens'
     """
     w = workload
-    told = [w.mode, w.dtype, w.autocast and f"autocast to {w.autocast}", w.attention and f"{w.attention} attention"]
-    told += [w.layout == "packed" and "packed", w.mode == "generate" and f"{w.max_new_tokens} new tokens"]
+    told = [
+        w.mode,
+        w.dtype,
+        w.autocast and f"autocast to {w.autocast}",
+        w.attention and f"{w.attention} attention",
+    ]
+    told += [
+        w.layout == "packed" and "packed",
+        w.mode == "generate" and f"{w.max_new_tokens} new tokens",
+    ]
     if w.mode == "train":
         told += ["checkpointing" if w.gradient_checkpointing else "no checkpointing"]
-        told += [(w.trainable_share or 1) < 1 and f"{w.trainable_share:.2%} of the parameters trained"]
-        state = w.optimizer_bytes is not None and f" of {w.optimizer_bytes:g} bytes per trained parameter"
+        told += [
+            (w.trainable_share or 1) < 1 and f"{w.trainable_share:.2%} of the parameters trained"
+        ]
+        state = (
+            w.optimizer_bytes is not None
+            and f" of {w.optimizer_bytes:g} bytes per trained parameter"
+        )
         told += [state and f"{optimizer or 'an optimizer'}{state}"]
         told += [w.keeps_outputs is False and "logits freed before the backward pass"]
         told += [w.sharding and f"{w.sharding} over {w.num_ranks or 'some'} ranks"]

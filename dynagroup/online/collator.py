@@ -23,7 +23,15 @@ from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, check_names,
 from dynagroup.update.filling import FillingCollator, Pad
 from dynagroup.update.loss_weight import Weigh, weigher
 from dynagroup.update.step import shown, total_of
-from dynagroup.validation import check_choice, check_collating, check_function, explained, sendable, shorten, warn_user
+from dynagroup.validation import (
+    check_choice,
+    check_collating,
+    check_function,
+    explained,
+    sendable,
+    shorten,
+    warn_user,
+)
 
 LengthOf: TypeAlias = Callable[[Any], "int | Mapping[str, int]"]
 Oversize: TypeAlias = Literal["alone", "error"]
@@ -40,7 +48,9 @@ def measure_sample(sample: Any) -> int:
     ids = _ids_of(sample)
     if ids is None:
         found = sorted(sample) if isinstance(sample, Mapping) else type(sample).__name__
-        raise ConfigError(f"a sample has no 'input_ids' to measure (it has {found}); pass `length_of`, e.g. len")
+        raise ConfigError(
+            f"a sample has no 'input_ids' to measure (it has {found}); pass `length_of`, e.g. len"
+        )
     shape = getattr(ids, "shape", None)
     length = int(shape[-1]) if shape else len(ids)
     mask = sample.get("attention_mask") if isinstance(sample, Mapping) else None
@@ -49,7 +59,9 @@ def measure_sample(sample: Any) -> int:
     mask = mask[0] if getattr(mask, "ndim", 1) > 1 else mask
     if mask[0] and mask[-1]:
         return length
-    warn_user("samples are padded already (lengths are read from attention_mask); pad in collate_fn to save memory")
+    warn_user(
+        "samples are padded already (lengths are read from attention_mask); pad in collate_fn to save memory"
+    )
     return int(sum(mask))
 
 
@@ -99,8 +111,13 @@ class RefinementCollator:
         self.has_kinds = self.kind_of is not None or self.kinds is not None
         if self.kinds is not None and self.kind_of is not None:
             raise ConfigError("`kinds` and `kind_of` both label the samples; pass only one of them")
-        if check_choice("one_kind", self.one_kind, ("step", "batch")) == "batch" and not self.has_kinds:
-            raise ConfigError("`one_kind` ('batch') needs a label for each sample; pass `kind_of` or `kinds`")
+        if (
+            check_choice("one_kind", self.one_kind, ("step", "batch")) == "batch"
+            and not self.has_kinds
+        ):
+            raise ConfigError(
+                "`one_kind` ('batch') needs a label for each sample; pass `kind_of` or `kinds`"
+            )
         check_choice("oversize", self.oversize, ("alone", "error"))
         self.work = check_work(self.work)
         self._weight_of = weigher(self.weigh)
@@ -112,19 +129,27 @@ class RefinementCollator:
         if not isinstance(window, WindowSamples):
             window = WindowSamples(Request.of(range(len(window))), list(window))
         deep, self._ran = not self._ran, True
-        refined = self._measured_again(lambda chosen: self._refine(replace(window, samples=chosen)), window.samples, deep)
+        refined = self._measured_again(
+            lambda chosen: self._refine(replace(window, samples=chosen)), window.samples, deep
+        )
         return RefinedWindow(window.request.number, refined, window.place)
 
-    def _measured_again(self, make: Callable[[list[Any]], list[Refined]], samples: list[Any], deep: bool) -> list[Refined]:
+    def _measured_again(
+        self, make: Callable[[list[Any]], list[Refined]], samples: list[Any], deep: bool
+    ) -> list[Refined]:
         """Makes batches of ``samples``; if their lengths were measured wrongly, once more of (``deep``) copies of them."""
-        sure = self.length_of is not None or self.collate_fn is None or self._collates_to_measure  # no second time then
+        sure = (
+            self.length_of is not None or self.collate_fn is None or self._collates_to_measure
+        )  # no second time then
         spare = samples if sure else _copied(samples, deep=deep)
         try:
             return make(samples)
         except _WiderThanMeasured as wider:
             self._collates_to_measure = True
             told = "`collate_fn` changes lengths, so each sample is also collated alone to measure it, in about twice the time"
-            warn_user(f"{wider}: {told}; pass `length_of`, or give the budget the right `pad_to_multiple_of`")
+            warn_user(
+                f"{wider}: {told}; pass `length_of`, or give the budget the right `pad_to_multiple_of`"
+            )
             return make(spare)
 
     def split_for_ranks(self, refined: Refined, parts: int) -> list[Refined]:
@@ -135,7 +160,11 @@ class RefinementCollator:
         groups, labels = [refined.group] * parts, [refined.label] * len(refined)
 
         def make(samples: list[Any]) -> list[Refined]:
-            lengths = self.measure(samples, refined.indices) if self._collates_to_measure else refined.lengths
+            lengths = (
+                self.measure(samples, refined.indices)
+                if self._collates_to_measure
+                else refined.lengths
+            )
             window = WindowSamples(request, samples)
             return self._collate_all(_neighbours(np.diff(bounds)), groups, lengths, labels, window)
 
@@ -144,11 +173,18 @@ class RefinementCollator:
     def measure(self, samples: Sequence[Any], indices: Sequence[int]) -> Streams:
         """Returns the true lengths of these samples: stream -> int32 (N,)."""
         name, length_of = self._measure_by(samples[0])
-        measured = [_asked(name, length_of, sample, of=index) for sample, index in zip(samples, indices, strict=True)]
-        columns = by_stream(measured, indices) if isinstance(measured[0], Mapping) else {TOKENS: measured}
+        measured = [
+            _asked(name, length_of, sample, of=index)
+            for sample, index in zip(samples, indices, strict=True)
+        ]
+        columns = (
+            by_stream(measured, indices) if isinstance(measured[0], Mapping) else {TOKENS: measured}
+        )
         check_names(columns)
         if self.budget.ladder is not None and len(columns) > len(self.budget.ladder.streams):
-            raise ConfigError(f"`shapes` are for one length, but `length_of` returns {[*columns]}; leave `shapes` out")
+            raise ConfigError(
+                f"`shapes` are for one length, but `length_of` returns {[*columns]}; leave `shapes` out"
+            )
         return {stream: _whole_numbers(name, values, indices) for stream, values in columns.items()}
 
     def _measure_by(self, sample: Any) -> tuple[str, LengthOf]:
@@ -163,7 +199,10 @@ class RefinementCollator:
         request, samples = window.request, window.samples
         if not samples:
             return []
-        lengths, labels = self.measure(samples, request.indices), self._labels(samples, request.indices)
+        lengths, labels = (
+            self.measure(samples, request.indices),
+            self._labels(samples, request.indices),
+        )
         return self._collate_all(*self._divide(lengths, labels, request), lengths, labels, window)
 
     def _labels(self, samples: Sequence[Any], indices: Sequence[int]) -> list[Any]:
@@ -175,14 +214,22 @@ class RefinementCollator:
 
     def _label(self, sample: Any, index: int) -> Any:
         label = _asked("kind_of", self.kind_of or number_of, sample, of=index)
-        what = f"`kind_of` must return a hashable label, but returned {label!r:.80} for sample {index}"
+        what = (
+            f"`kind_of` must return a hashable label, but returned {label!r:.80} for sample {index}"
+        )
         with explained(what, way_out="; return a text, or a tuple"):
             number_of(label)
         return label
 
-    def _divide(self, lengths: Streams, labels: Sequence[Any], request: Request) -> tuple[Batches, list[int]]:
+    def _divide(
+        self, lengths: Streams, labels: Sequence[Any], request: Request
+    ) -> tuple[Batches, list[int]]:
         """Returns batches: planned ones that still fit, others cut anew; and the number of each one's planned batch."""
-        kinds = np.array([number_of(label) for label in labels]) if self.has_kinds else np.zeros(len(labels), np.int64)
+        kinds = (
+            np.array([number_of(label) for label in labels])
+            if self.has_kinds
+            else np.zeros(len(labels), np.int64)
+        )
         make = partial(cut_kinds, budget=self.budget, num_ranks=1, together=False, work=self.work)
         if request.groups is None:
             batches = Batches.concatenate(make(lengths, kinds))
@@ -190,14 +237,28 @@ class RefinementCollator:
         planned = _neighbours(np.asarray(request.groups))
         fits, parts = self.budget.fits(shapes_of(planned, lengths)), []
         for members, fit in zip(planned, fits.tolist(), strict=True):
-            own, of_own = kinds[members], {name: values[members] for name, values in lengths.items()}
+            own, of_own = (
+                kinds[members],
+                {name: values[members] for name, values in lengths.items()},
+            )
             stays = len(members) == 1 or (fit and (own == own[0]).all())
-            made = [Batches.of([members])] if stays else [part.map(members) for part in make(of_own, own)]
+            made = (
+                [Batches.of([members])]
+                if stays
+                else [part.map(members) for part in make(of_own, own)]
+            )
             parts.append(Batches.concatenate(made))
-        return Batches.concatenate(parts), [number for number, part in enumerate(parts) for _ in part]
+        return Batches.concatenate(parts), [
+            number for number, part in enumerate(parts) for _ in part
+        ]
 
     def _collate_all(
-        self, batches: Batches, groups: Sequence[int], lengths: Streams, labels: Sequence[Any], window: WindowSamples
+        self,
+        batches: Batches,
+        groups: Sequence[int],
+        lengths: Streams,
+        labels: Sequence[Any],
+        window: WindowSamples,
     ) -> list[Refined]:
         request, samples, shapes = window.request, window.samples, shapes_of(batches, lengths)
         agrees = self.has_kinds and self.one_kind == "step"
@@ -220,9 +281,16 @@ class RefinementCollator:
                 raise BudgetError(f"{wrong}; correct the budget's `fits`, see assert_budget_law")
             if facts["oversize"] and self.oversize == "error":
                 way_out = "truncate it, filter it out, raise the budget, or pass oversize='alone'"
-                raise BudgetError(f"sample {indices[0]} ({units_of(measured, 0)}) does not fit even alone; {way_out}")
+                raise BudgetError(
+                    f"sample {indices[0]} ({units_of(measured, 0)}) does not fit even alone; {way_out}"
+                )
             if not facts["oversize"]:
-                self._check_width(batch, indices, measured, {name: width[number] for name, width in widths.items()})
+                self._check_width(
+                    batch,
+                    indices,
+                    measured,
+                    {name: width[number] for name, width in widths.items()},
+                )
             weight = _asked("weigh", self._weight_of, batch, len(places), of=indices)
             facts |= {"label": labels[places[0]], "kind": agrees * number_of(labels[places[0]])}
             positions = tuple(request.positions[members].tolist())
@@ -230,22 +298,37 @@ class RefinementCollator:
             made.append(Refined(batch, indices, positions, measured, weight, **facts))
         return made
 
-    def _check_width(self, batch: Any, indices: Sequence[int], lengths: Streams, widths: Mapping[str, int]) -> None:
+    def _check_width(
+        self, batch: Any, indices: Sequence[int], lengths: Streams, widths: Mapping[str, int]
+    ) -> None:
         """Warns, or raises BudgetError, if a collated batch is longer than its samples were measured to be."""
         packed, multiple = is_packed(self.budget, lengths), self.budget.pad_to_multiple_of
         found = shown(batch, len(indices), [*widths], packed=packed).items()
-        wide = {name: tokens for name, tokens in found if tokens > widths[name] + -widths[name] % multiple}
+        wide = {
+            name: tokens
+            for name, tokens in found
+            if tokens > widths[name] + -widths[name] % multiple
+        }
         if not wide:
             return
         came = " and ".join(f"{tokens} {name}" for name, tokens in wide.items())
-        form, whose = ("in total", "measured as") if packed else ("per row", "whose longest sample was measured as")
+        form, whose = (
+            ("in total", "measured as")
+            if packed
+            else ("per row", "whose longest sample was measured as")
+        )
         own = " and ".join(str(widths[name]) for name in wide)
         told = f"`collate_fn` made a batch of {came} {form} from dataset indices {shorten(indices)}, {whose} {own}"
         if self.length_of is None and not self._collates_to_measure:
             raise _WiderThanMeasured(told)
         shape, form = BatchShape.of_samples(lengths), "total" if packed else "longest"
-        true = {**getattr(shape, form), **{name: np.array([tokens]) for name, tokens in wide.items()}}
-        way_out = "correct `length_of`, or give the budget the collate function's `pad_to_multiple_of`"
+        true = {
+            **getattr(shape, form),
+            **{name: np.array([tokens]) for name, tokens in wide.items()},
+        }
+        way_out = (
+            "correct `length_of`, or give the budget the collate function's `pad_to_multiple_of`"
+        )
         if not self.budget.fits(replace(shape, **{form: true}))[0]:
             raise BudgetError(f"{told}, so the batch does not fit; {way_out}")
         if not self._warned_wide:
@@ -281,7 +364,9 @@ def _copied(samples: list[Any], *, deep: bool = True) -> list[Any]:
 
 def _asked(name: str, function: Callable[..., Any], *args: Any, of: int | list[int]) -> Any:
     """Calls the user's function; errors name it and its samples."""
-    asked = lambda: f"the batch of dataset indices {shorten(of)}" if isinstance(of, list) else f"sample {of}"  # noqa: E731
+    asked = lambda: (  # noqa: E731
+        f"the batch of dataset indices {shorten(of)}" if isinstance(of, list) else f"sample {of}"
+    )
     with sendable(lambda: f"{name} failed on {asked()}", always=True):
         return function(*args)
 
@@ -291,9 +376,16 @@ def _whole_numbers(name: str, values: list[Any], indices: Sequence[int]) -> NDAr
         array = np.asarray(values)
     except ValueError:  # values of unequal shape
         array = np.empty(0)
-    if array.ndim != 1 or array.dtype.kind not in "iu" or array.min(initial=0) < 0 or array.max(initial=0) > LONGEST:
+    if (
+        array.ndim != 1
+        or array.dtype.kind not in "iu"
+        or array.min(initial=0) < 0
+        or array.max(initial=0) > LONGEST
+    ):
         found = f"{shorten(values)} for the samples {shorten(indices)}"
-        raise ConfigError(f"`{name}` must return whole numbers from 0 to {LONGEST}, but returned {found}")
+        raise ConfigError(
+            f"`{name}` must return whole numbers from 0 to {LONGEST}, but returned {found}"
+        )
     return array.astype(np.int32)
 
 

@@ -25,13 +25,17 @@ def is_stream(dataset: Any) -> bool:
         return True
     if map_style:
         return False
-    raise ConfigError(f"`dataset` must have __getitem__ and __len__, or __iter__, but is a {type(dataset).__name__}")
+    raise ConfigError(
+        f"`dataset` must have __getitem__ and __len__, or __iter__, but is a {type(dataset).__name__}"
+    )
 
 
 def sample_bytes(sample: Any, seen: dict[int, Any] | None = None) -> int:
     """Returns the approximate bytes of a processed sample. ``seen``: objects, by id, that are counted (a node's parent)."""
     seen = {} if seen is None else seen
-    if type(sample) is dict or hasattr(sample, "items"):  # dicts first, because the check runs once per sample
+    if type(sample) is dict or hasattr(
+        sample, "items"
+    ):  # dicts first, because the check runs once per sample
         return sum([sample_bytes(value, seen) for value in sample.values()])
     if isinstance(sample, (torch.Tensor, np.ndarray)):
         return sample.nbytes
@@ -40,7 +44,11 @@ def sample_bytes(sample: Any, seen: dict[int, Any] | None = None) -> int:
         return 8 * len(sample) if plain else sum([sample_bytes(value, seen) for value in sample])
     if isinstance(sample, (str, bytes)):
         return len(sample)
-    held = () if isinstance(sample, type) or id(sample) in seen else getattr(sample, "__dict__", {}).values()
+    held = (
+        ()
+        if isinstance(sample, type) or id(sample) in seen
+        else getattr(sample, "__dict__", {}).values()
+    )
     seen[id(sample)] = sample
     return sum([sample_bytes(value, seen) for value in held]) or 8
 
@@ -49,7 +57,7 @@ def opening_of(samples: Sequence[Any]) -> int:
     """Returns a hash (63 bits) of the first samples, to find workers that read the same; 0: too few, or too alike."""
     try:
         shown = [repr(sample) for sample in samples[:OPENING]]
-    except Exception:  # noqa: BLE001 - a sample's own code may raise anything
+    except Exception:
         return 0
     return int(hashed("\n".join(shown)), 16) >> 1 if len(set(shown)) >= OPENING // 4 else 0
 
@@ -95,14 +103,20 @@ class IndexedDataset(_Forwarding):
             self._epoch = request.epoch
             set_epoch(self.dataset, request.epoch)
         if request.max_bytes is None:
-            return WindowSamples(request, fetch(self.dataset, request.indices, always=True) if len(request) else [])
+            return WindowSamples(
+                request, fetch(self.dataset, request.indices, always=True) if len(request) else []
+            )
         samples = self._fetch_bounded(request, request.max_bytes)
         return WindowSamples(request.part(0, len(samples)), samples)
 
     def _fetch_bounded(self, request: Request, max_bytes: int) -> list[Any]:
         """Reads about ``max_bytes`` of samples: whole planned batches, and at least one. A first read shows how large
         samples are; if they are small, a second read adds the rest."""
-        ends = np.cumsum(request.groups) if request.groups is not None else np.arange(1, len(request) + 1)
+        ends = (
+            np.cumsum(request.groups)
+            if request.groups is not None
+            else np.arange(1, len(request) + 1)
+        )
         samples: list[Any] = []
         size, wanted = 0, FETCHED_AT_ONCE
         while len(samples) < len(request) and (not samples or size < max_bytes):
@@ -119,13 +133,17 @@ def _resumes(dataset: Any) -> bool:
     ``shuffle`` buffers, and those of LitData and MosaicML need arguments. Streams that cannot are read again."""
     parts = [dataset]
     for part in parts:
-        held = [value for name, value in getattr(part, "__dict__", {}).items() if "ex_iterable" in name]
+        held = [
+            value for name, value in getattr(part, "__dict__", {}).items() if "ex_iterable" in name
+        ]
         parts += [one for value in held for one in (value if isinstance(value, list) else [value])]
     try:
         inspect.signature(getattr(dataset, "state_dict", None)).bind()  # type: ignore[arg-type]
     except (TypeError, ValueError):
         return False
-    return hasattr(dataset, "load_state_dict") and not any("BufferShuffled" in type(part).__name__ for part in parts)
+    return hasattr(dataset, "load_state_dict") and not any(
+        "BufferShuffled" in type(part).__name__ for part in parts
+    )
 
 
 FRESH: Mapping[str, Any] = {"read": 0, "until": 0, "keep": (), "state": None}
@@ -136,8 +154,12 @@ class IterableWindows(_Forwarding, IterableDataset):
     workers. Sample n of a worker gets the number ``(n * workers + worker) * size + rank``. A resumed worker begins with
     its first window that has unused samples, and leaves out the used ones."""
 
-    def __init__(self, dataset: Any, **how: int | None) -> None:  # _window, _max_bytes, _rank, _size
-        epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # so that persistent workers see changes
+    def __init__(
+        self, dataset: Any, **how: int | None
+    ) -> None:  # _window, _max_bytes, _rank, _size
+        epoch = torch.zeros(
+            (), dtype=torch.int64
+        ).share_memory_()  # so that persistent workers see changes
         super().__init__(dataset=dataset, _epoch=epoch, _resume=(0, {}), **how)
 
     def __iter__(self) -> Iterator[WindowSamples]:
@@ -148,8 +170,13 @@ class IterableWindows(_Forwarding, IterableDataset):
         with sendable(lambda: f"the dataset of worker {worker} failed"):
             set_epoch(self.dataset, epoch)
             for place, chosen in self._windows(self._read(spot), spot):
-                arrivals = [(number * workers + worker) * self._size + self._rank for number in place["numbers"]]
-                request = Request(np.asarray(arrivals), number=place["read"], indices=arrivals, epoch=epoch)
+                arrivals = [
+                    (number * workers + worker) * self._size + self._rank
+                    for number in place["numbers"]
+                ]
+                request = Request(
+                    np.asarray(arrivals), number=place["read"], indices=arrivals, epoch=epoch
+                )
                 yield WindowSamples(request, chosen, {**place, "worker": worker})
 
     def _read(self, spot: Mapping[str, Any]) -> Iterator[Any]:
@@ -163,7 +190,9 @@ class IterableWindows(_Forwarding, IterableDataset):
                     yield sample
                 number += 1
 
-    def _windows(self, samples: Iterator[Any], spot: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], list[Any]]]:
+    def _windows(
+        self, samples: Iterator[Any], spot: Mapping[str, Any]
+    ) -> Iterator[tuple[dict[str, Any], list[Any]]]:
         """Yields windows: resume point (with the dataset's state before the window) and samples."""
         read, until, keep, state = spot["read"], spot["until"], set(spot["keep"]), spot["state"]
         keeps_state = _resumes(self.dataset)
@@ -175,14 +204,27 @@ class IterableWindows(_Forwarding, IterableDataset):
                     numbers.append(read)
                     size += 0 if self._max_bytes is None else sample_bytes(sample)
                 read += 1
-                if len(chosen) >= self._window or (self._max_bytes is not None and size >= self._max_bytes):
+                if len(chosen) >= self._window or (
+                    self._max_bytes is not None and size >= self._max_bytes
+                ):
                     break
             if not chosen:
                 return
             opening = 0 if first else opening_of(chosen)
-            yield {"read": first, "until": read, "state": state, "numbers": numbers, "opening": opening}, chosen
+            yield (
+                {
+                    "read": first,
+                    "until": read,
+                    "state": state,
+                    "numbers": numbers,
+                    "opening": opening,
+                },
+                chosen,
+            )
             # Asked for after the first read: before that, a dataset may report the state of an earlier run.
-            state = deepcopy(self.dataset.state_dict()) if keeps_state else None  # may be its living one
+            state = (
+                deepcopy(self.dataset.state_dict()) if keeps_state else None
+            )  # may be its living one
 
 
 def begin_at(windows: IterableWindows, epoch: int, spots: Mapping[str, Any]) -> None:

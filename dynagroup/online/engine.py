@@ -13,7 +13,16 @@ from dynagroup.errors import AlignmentError
 from dynagroup.online.feeds import IterableFeed, MapFeed, Workers
 from dynagroup.online.messages import Refined, RefinedWindow, by_kind, number_of
 from dynagroup.online.plans import Source, behind, handed_out
-from dynagroup.online.protocol import Agreement, Exchange, agree, even_parts, offer, placed, quantiles, spread
+from dynagroup.online.protocol import (
+    Agreement,
+    Exchange,
+    agree,
+    even_parts,
+    offer,
+    placed,
+    quantiles,
+    spread,
+)
 from dynagroup.online.state import LearnedLengths, pack, unpack
 from dynagroup.plan.cursor import Cursor
 from dynagroup.shapes import units_of
@@ -21,7 +30,10 @@ from dynagroup.update.loss_weight import Share, loss_scale
 from dynagroup.update.step import LoaderStats, Step
 from dynagroup.validation import warn_user
 
-LOW_WATER, OF_EACH = 32, 2  # batches that a rank queues before ranks agree; more for each further kind
+LOW_WATER, OF_EACH = (
+    32,
+    2,
+)  # batches that a rank queues before ranks agree; more for each further kind
 
 
 class Take(NamedTuple):
@@ -51,14 +63,24 @@ class Runner(ABC):
 
     def __post_init__(self) -> None:
         source, place = self.source, self.place
-        self.config, self.world, self.exchange = source.config, source.world, Exchange(source.world, self.stands.epoch)
-        self.feed: Any = (IterableFeed if source.iterable else MapFeed)(source, self.workers, place and place["feed"])
+        self.config, self.world, self.exchange = (
+            source.config,
+            source.world,
+            Exchange(source.world, self.stands.epoch),
+        )
+        self.feed: Any = (IterableFeed if source.iterable else MapFeed)(
+            source, self.workers, place and place["feed"]
+        )
         self.queue: list[Refined] = []  # batches that are not in an agreed step yet
-        self.agreed: list[Refined] = []  # agreed steps that wait for the rest of their update; empty batches are idle
+        self.agreed: list[
+            Refined
+        ] = []  # agreed steps that wait for the rest of their update; empty batches are idle
         self.due: deque[Take] = deque()  # steps of updates whose totals are known
         self.ended = False  # True: the agreed steps are the epoch's last
         self._failure: Exception | None = None  # of a split, not told to the other ranks yet
-        self.split: bool = place is not None and place["split"]  # True: some rank had to split a planned batch
+        self.split: bool = (
+            place is not None and place["split"]
+        )  # True: some rank had to split a planned batch
         self.kinds = [0]  # kinds that any rank has had, in the same order on all ranks
         # Batches for idle steps: a copy of the smallest batch of each kind, this rank's or another's.
         self._smallest: dict[int, Refined] = {}
@@ -84,8 +106,18 @@ class Runner(ABC):
         if self.source.sizes is not None and not self.stands.begun_rows:
             front = []  # if no step of an update was used, the update is planned again
         base, feed = self.source.order.base, self.feed.state(front, self.queue)
-        place = {"under_way": self.under_way, "ended": self.ended, "split": self.split, "limit": self.source.limit}
-        return {**place, "feed": feed, "base": base if base is None else pack(base), "kinds": pack(self.kinds)}
+        place = {
+            "under_way": self.under_way,
+            "ended": self.ended,
+            "split": self.split,
+            "limit": self.source.limit,
+        }
+        return {
+            **place,
+            "feed": feed,
+            "base": base if base is None else pack(base),
+            "kinds": pack(self.kinds),
+        }
 
     def close(self) -> None:
         """Releases the workers; also called when the loop is left early."""
@@ -96,7 +128,7 @@ class Runner(ABC):
         try:
             self.agreed, self.queue = self.feed.reload()
             self._note([*filter(len, self.agreed), *self.queue])
-        except Exception as error:  # noqa: BLE001 - sent to all ranks, and raised again
+        except Exception as error:
             failure = error
         self.exchange.compare(self.identity, failure)
         if place is not None:
@@ -105,7 +137,9 @@ class Runner(ABC):
             self.kinds, before = unpack(place["kinds"]).tolist(), self.feed.kinds_before
             changed = [batch.kind for batch in self.agreed] != before
             waits, changed, *lacking = self.exchange.highest([waits, int(changed), *self._lacking])
-            if changed and self.source.sizes is None:  # processing has changed kinds; with `sizes` they are agreed anew
+            if (
+                changed and self.source.sizes is None
+            ):  # processing has changed kinds; with `sizes` they are agreed anew
                 self.agreed, self.queue = [], [*filter(len, self.agreed), *self.queue]
             self.ended = place["ended"] and not (waits or changed)
             self._lend(lacking, [0 if changed else before.count(kind) for kind in self.kinds])
@@ -116,7 +150,10 @@ class Runner(ABC):
                 yield self._emit()
                 continue
             held = lambda value: copy(value) if isinstance(value, (list, deque)) else value  # noqa: E731
-            before = [(part, {name: held(value) for name, value in vars(part).items()}) for part in (self, self.feed)]
+            before = [
+                (part, {name: held(value) for name, value in vars(part).items()})
+                for part in (self, self.feed)
+            ]
             try:
                 self._more()
                 self._tell_of_oversize()
@@ -130,17 +167,26 @@ class Runner(ABC):
         """Splits batches whose samples were kept, until there are ``steps`` batches or none can be split. If that fails,
         they stay whole, and the next exchange raises the error."""
         sizes = [1 if batch.samples is None else len(batch) for batch in batches]
-        split, pairs = self.workers.collator.split_for_ranks, zip(batches, even_parts(sizes, steps), strict=True)
+        split, pairs = (
+            self.workers.collator.split_for_ranks,
+            zip(batches, even_parts(sizes, steps), strict=True),
+        )
         try:
-            return [part for batch, parts in pairs for part in ([batch] if parts == 1 else split(batch, parts))]
-        except Exception as error:  # noqa: BLE001 - sent to all ranks, and raised again
+            return [
+                part
+                for batch, parts in pairs
+                for part in ([batch] if parts == 1 else split(batch, parts))
+            ]
+        except Exception as error:
             self._failure = error
             return [*batches]
 
     @property
     def _in_rows(self) -> bool:
         """Whether batches keep their order: the user's own, or the planned one if no batch had to be split."""
-        return self.source.groups is not None or (self.source.lengths is not None and not self.split)
+        return self.source.groups is not None or (
+            self.source.lengths is not None and not self.split
+        )
 
     def _loaded(self) -> Sequence[Refined] | None:
         began, window = time.perf_counter(), self.feed.take()
@@ -160,13 +206,22 @@ class Runner(ABC):
         """For each kind: 1 if this rank has no batch of the kind that it could run in idle steps, else 0."""
         return [int(kind not in self._smallest) for kind in self.kinds]
 
-    def _agree(self, batches: Sequence[Refined], receiving: bool, failure: BaseException | None) -> Agreement:
+    def _agree(
+        self, batches: Sequence[Refined], receiving: bool, failure: BaseException | None
+    ) -> Agreement:
         """Agrees with all ranks on the next steps of each kind. Kinds that are new to a rank are exchanged first."""
         opening, counts = self.feed.opening, Counter(batch.kind for batch in batches)
         new = sorted(counts.keys() - {*self.kinds})
-        flags, offered = [opening, -opening, int(self.split), len(new)], [counts[kind] for kind in self.kinds]
+        flags, offered = (
+            [opening, -opening, int(self.split), len(new)],
+            [counts[kind] for kind in self.kinds],
+        )
         found = self.exchange.highest([*flags, *offer(offered, receiving), *self._lacking], failure)
-        (first, last, split, most), highest, lacking = found[:4], found[4 : -len(offered)], found[-len(offered) :]
+        (first, last, split, most), highest, lacking = (
+            found[:4],
+            found[4 : -len(offered)],
+            found[-len(offered) :],
+        )
         if most:
             self.kinds = sorted({*self.kinds, *self.exchange.gathered(new, most)} - {0})
             return self._agree(batches, receiving, None)
@@ -175,7 +230,9 @@ class Runner(ABC):
         if self.world.size > 1 and first and first == -last:
             if not self.source.iterable:
                 own = "give each its own (LengthAwareBatchSampler does), or pass `sampler`, which the loader shards"
-                raise AlignmentError(f"`batch_sampler` gives all ranks the same batches and samples; {own}")
+                raise AlignmentError(
+                    f"`batch_sampler` gives all ranks the same batches and samples; {own}"
+                )
             self.workers.tell_of_sharing(f"all {self.world.size} ranks")
         self._lend(lacking, agreement.steps)
         return agreement
@@ -197,7 +254,9 @@ class Runner(ABC):
             weights[0] += self.stands.begun_weight
             samples[0] += self.stands.begun_samples
         values, failed = [*weights, *samples, *extra], float(self._failure is not None)
-        found = self.exchange.world.all_sum([*values, failed]) if values else []  # only after a MAX, which checks the ranks
+        found = (
+            self.exchange.world.all_sum([*values, failed]) if values else []
+        )  # only after a MAX, which checks the ranks
         if found and found[-1]:
             self.exchange.highest([], self._failure)
         for number, update in enumerate(updates):
@@ -209,22 +268,36 @@ class Runner(ABC):
 
     def _emit(self) -> Step[Any]:
         take, cursor = self.due[0], self.stands
-        batch, shares = take.batch, (take.samples, take.weight, loss_scale(take.weight, self.world.size))
-        shown, filled = batch or self._smallest[batch.kind].copied(), self.source.budget.ladder is not None
+        batch, shares = (
+            take.batch,
+            (take.samples, take.weight, loss_scale(take.weight, self.world.size)),
+        )
+        shown, filled = (
+            batch or self._smallest[batch.kind].copied(),
+            self.source.budget.ladder is not None,
+        )
         sent = shown.batch if self.send is None else self.send(shown.batch)
-        step = Step(sent, [*shown.indices], *shares, take.ends_update, not batch, shown.label, filled)
+        step = Step(
+            sent, [*shown.indices], *shares, take.ends_update, not batch, shown.label, filled
+        )
         begun, under_way = dict[str, Any](steps=cursor.steps + 1), round(take.samples.total)
         if take.ends_update:
             cursor = behind(cursor, under_way, self.source.sizes)
             self.stats.count_update(under_way)
         else:
-            begun |= {"begun_rows": cursor.begun_rows + 1, "begun_weight": cursor.begun_weight + take.weight.local}
+            begun |= {
+                "begun_rows": cursor.begun_rows + 1,
+                "begun_weight": cursor.begun_weight + take.weight.local,
+            }
             begun["begun_samples"] = cursor.begun_samples + int(take.samples.local)
         if batch:
             self._count(batch)
         else:
             self.stats.count_step(0, shown.real, shown.padded, idle=True)
-        self.stands, self.under_way = replace(cursor, **begun), under_way  # not before: if `send` fails, the step is not used
+        self.stands, self.under_way = (
+            replace(cursor, **begun),
+            under_way,
+        )  # not before: if `send` fails, the step is not used
         self.due.popleft()
         return step
 
@@ -241,7 +314,9 @@ class Runner(ABC):
         self.stats.oversize += batch.oversize
         if self.learned is not None:
             labelled = self.workers.collator.has_kinds
-            self.learned.observe(batch.indices, batch.lengths, number_of(batch.label) if labelled else None)
+            self.learned.observe(
+                batch.indices, batch.lengths, number_of(batch.label) if labelled else None
+            )
 
 
 class FreeRunner(Runner):
@@ -260,11 +335,15 @@ class FreeRunner(Runner):
             self._exchange()
 
     def _exchange(self) -> None:
-        failure, feed, wanted = self._failure, self.feed, LOW_WATER + OF_EACH * (len(self.kinds) - 1)
+        failure, feed, wanted = (
+            self._failure,
+            self.feed,
+            LOW_WATER + OF_EACH * (len(self.kinds) - 1),
+        )
         try:
             while feed.can_take and len(self.queue) < wanted:
                 self.queue += self._loaded() or ()
-        except Exception as error:  # noqa: BLE001 - sent to all ranks, and raised again
+        except Exception as error:
             failure = error
         agreement = self._agree(self.queue, feed.receiving, failure)
         self.ended = agreement.last
@@ -326,9 +405,13 @@ class UpdateRunner(Runner):
         resumed, self.split, self.agreed, self.queue = bool(batches or self.agreed), False, [], []
         try:
             batches = batches if resumed else self._loaded() or ()
-        except Exception as error:  # noqa: BLE001 - sent to all ranks, and raised again
+        except Exception as error:
             failure = error
-        steps, held, update = self._agree(batches, False, failure).steps, by_kind(batches), list[Refined]()
+        steps, held, update = (
+            self._agree(batches, False, failure).steps,
+            by_kind(batches),
+            list[Refined](),
+        )
         for kind, count in zip(self.kinds, steps, strict=True):
             evened = self._even_out(held.get(kind, []), count)
             if not (resumed or self._in_rows):  # resumed batches keep their order

@@ -29,13 +29,24 @@ BLANK = Request(np.zeros(0, np.int64))
 class Workers(Inner):
     """The DataLoader of an online loader; kept from epoch to epoch if its workers are persistent."""
 
-    def __init__(self, dataset: Any, collator: RefinementCollator, config: OnlineConfig, kwargs: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        collator: RefinementCollator,
+        config: OnlineConfig,
+        kwargs: Mapping[str, Any],
+    ) -> None:
         super().__init__(kwargs)
         self.collator, self._dataset, self._config = collator, dataset, config
-        self.iterable, self.num_workers = is_stream(dataset), self.kwargs.setdefault("num_workers", 0)
+        self.iterable, self.num_workers = (
+            is_stream(dataset),
+            self.kwargs.setdefault("num_workers", 0),
+        )
         self.persistent = bool(self.kwargs.get("persistent_workers"))
         if self.num_workers:
-            self.kwargs.setdefault("prefetch_factor", 1)  # windows: a worker prepares one while another one is used
+            self.kwargs.setdefault(
+                "prefetch_factor", 1
+            )  # windows: a worker prepares one while another one is used
         self.depth = self.num_workers * (self.kwargs.get("prefetch_factor") or 2)  # torch's default
         self._windows: IterableWindows | None = None
         self._told = False
@@ -43,7 +54,10 @@ class Workers(Inner):
     @property
     def identity(self) -> dict[str, Any]:
         collator = self.collator
-        asked = {"oversize": collator.oversize, "kind_of": collator.kind_of and described(collator.kind_of)}
+        asked = {
+            "oversize": collator.oversize,
+            "kind_of": collator.kind_of and described(collator.kind_of),
+        }
         num_workers = self.num_workers if self.iterable else None
         return {**asked, "budget": collator.budget.fingerprint, "num_workers": num_workers}
 
@@ -53,7 +67,9 @@ class Workers(Inner):
             self._told = True
             told = f"{who} read the same samples, which are repeated: the iterable dataset is not sharded"
             workers = "make each worker and rank yield its own part, by torch.utils.data.get_worker_info() for workers"
-            ranks = "dynagroup.distributed.rank_and_size() or datasets' split_dataset_by_node for ranks"
+            ranks = (
+                "dynagroup.distributed.rank_and_size() or datasets' split_dataset_by_node for ranks"
+            )
             warn_user(f"{told}; {workers}, and by {ranks}")
 
     def open_map(self) -> Iterator[Any]:
@@ -65,10 +81,16 @@ class Workers(Inner):
     def open_iterable(self, epoch: int, world: World, spots: Mapping[str, Any]) -> Iterator[Any]:
         if self.loader is None or self._windows is None or not self.persistent or spots:
             how = {"_window": self._config.window, "_max_bytes": self._config.window_bytes}
-            self._windows = IterableWindows(self._dataset, **how, _rank=world.rank, _size=world.size)
-            self.loader = DataLoader(self._windows, batch_size=None, collate_fn=self.collator, **self.kwargs)
+            self._windows = IterableWindows(
+                self._dataset, **how, _rank=world.rank, _size=world.size
+            )
+            self.loader = DataLoader(
+                self._windows, batch_size=None, collate_fn=self.collator, **self.kwargs
+            )
         begin_at(self._windows, epoch, spots)
-        self._windows = None if spots else self._windows  # workers that live on would begin at these spots again
+        self._windows = (
+            None if spots else self._windows
+        )  # workers that live on would begin at these spots again
         return iter(self.loader)
 
 
@@ -89,15 +111,22 @@ class MapFeed:
         self._start, self._stop, self._number = 0, source.order.num_positions * source.shares, 0
         self._iterator: Iterator[RefinedWindow] | None = None
         self._waiting: deque[Request] = deque()  # requests that workers have not taken yet
-        self._pending: deque[Request] = deque()  # requests whose answers were not used yet, in order
-        self._early: dict[int, RefinedWindow] = {}  # answers that came too early, by number of the request
+        self._pending: deque[Request] = (
+            deque()
+        )  # requests whose answers were not used yet, in order
+        self._early: dict[
+            int, RefinedWindow
+        ] = {}  # answers that came too early, by number of the request
         self.kinds_before: list[int] = []  # kinds of the agreed steps in the saved state
         workers.queue.pull = self.pull
         if place is not None:
             self._send_again(place)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_plans": iter(())}  # loaders are copied only between iterations, when plans are used up
+        return {
+            **vars(self),
+            "_plans": iter(()),
+        }  # loaders are copied only between iterations, when plans are used up
 
     def _send_again(self, place: Mapping[str, Any]) -> None:
         """Requests again what was agreed or queued when the state was saved, then the rest of large windows."""
@@ -107,7 +136,9 @@ class MapFeed:
         groups = [group for group in unpack_groups(place["batches"]) if group]
         if groups:
             keep = len(groups) * bool(place["kept"])
-            self._send(Request(np.concatenate(groups), tuple(map(len, groups)), keep), max_bytes=None)
+            self._send(
+                Request(np.concatenate(groups), tuple(map(len, groups)), keep), max_bytes=None
+            )
         for positions, sizes, keep in place["rest"]:
             self._send(Request(unpack(positions), sizes and tuple(sizes), keep))
 
@@ -131,11 +162,15 @@ class MapFeed:
         """Gives windows to ranks until each has ``ahead`` plus prefetched samples; ``loads``: samples each has now."""
         window, world = self.source.config.window, self.source.world
         target = (self.workers.depth + 1) * window + ahead
-        windows, self._start = hand_out(loads, self._start, self._stop, window=window, target=target)
+        windows, self._start = hand_out(
+            loads, self._start, self._stop, window=window, target=target
+        )
         for start, stop in windows[world.rank]:
             self._send(Request(np.arange(start, stop), keep=world.size > 1))
 
-    def pull(self) -> Request | None:  # blank if none is agreed yet, because workers ask before that
+    def pull(
+        self,
+    ) -> Request | None:  # blank if none is agreed yet, because workers ask before that
         if self._waiting:
             return self._waiting.popleft()
         request, self._upcoming = self._peeked(), None
@@ -154,7 +189,9 @@ class MapFeed:
         """Returns the batches of the next window, in the order of requests. Raises the error of a worker."""
         if self._iterator is None:
             self._iterator = self.workers.open_map()
-        while not self._pending or self._pending[0].number not in self._early:  # may not even be requested yet
+        while (
+            not self._pending or self._pending[0].number not in self._early
+        ):  # may not even be requested yet
             window = next(self._iterator, None)
             if window is None:
                 raise RuntimeError(ENDED_EARLY)
@@ -178,14 +215,30 @@ class MapFeed:
     def _asked(self, request: Request, **how: Any) -> Request:
         self._number += 1
         how = {"number": self._number, "planned": False, "max_bytes": self._max_bytes, **how}
-        return replace(request, indices=self.source.order.at(request.positions), epoch=self.source.cursor.epoch, **how)
+        return replace(
+            request,
+            indices=self.source.order.at(request.positions),
+            epoch=self.source.cursor.epoch,
+            **how,
+        )
 
     def state(self, front: Sequence[Refined], pool: Sequence[Refined]) -> dict[str, Any]:
         """Returns the state to save: batches not used yet, of agreed steps (``front``) and from the queue (``pool``)."""
         batches = [*front, *pool]
-        kept = [number for number, batch in enumerate(batches) if number >= len(front) and batch.samples is not None]
-        groups = {"kinds": pack(batch.kind for batch in front), "batches": pack_groups(b.positions for b in batches)}
-        rest = [[pack(r.positions), r.groups and list(r.groups), r.keep] for r in self._pending if not r.planned]
+        kept = [
+            number
+            for number, batch in enumerate(batches)
+            if number >= len(front) and batch.samples is not None
+        ]
+        groups = {
+            "kinds": pack(batch.kind for batch in front),
+            "batches": pack_groups(b.positions for b in batches),
+        }
+        rest = [
+            [pack(r.positions), r.groups and list(r.groups), r.keep]
+            for r in self._pending
+            if not r.planned
+        ]
         upcoming = self._planned - sum(request.planned for request in self._pending)
         return {**groups, "kept": kept, "rest": rest, "next": upcoming, "start": self._start}
 
@@ -195,13 +248,26 @@ class MapFeed:
             return [], []
         self.kinds_before = unpack(place["kinds"]).tolist()
         sizes, _ = place["batches"]
-        pieces = (list(alike) for _, alike in groupby(self.take() if any(sizes) else (), lambda batch: batch.group))
+        pieces = (
+            list(alike)
+            for _, alike in groupby(self.take() if any(sizes) else (), lambda batch: batch.group)
+        )
         slots = [next(pieces) if size else [] for size in sizes]
-        agreed = [slot[0] if slot else Refined.idle(kind) for slot, kind in zip(slots, self.kinds_before, strict=False)]
+        agreed = [
+            slot[0] if slot else Refined.idle(kind)
+            for slot, kind in zip(slots, self.kinds_before, strict=False)
+        ]
         # Processing may have changed lengths, and so the number of batches.
-        rest = ((number, batch) for number, slot in enumerate(slots) for batch in slot[number < len(agreed) :])
+        rest = (
+            (number, batch)
+            for number, slot in enumerate(slots)
+            for batch in slot[number < len(agreed) :]
+        )
         kept = set(place["kept"])
-        return agreed, [replace(batch, samples=batch.samples if number in kept else None) for number, batch in rest]
+        return agreed, [
+            replace(batch, samples=batch.samples if number in kept else None)
+            for number, batch in rest
+        ]
 
 
 class IterableFeed:
@@ -232,7 +298,10 @@ class IterableFeed:
         self.opening = self.opening or opening
         if opening and self._openings.setdefault(opening, worker) != worker:
             self._workers.tell_of_sharing(f"workers {self._openings[opening]} and {worker}")
-        self._opened = {**self._opened, worker: deque([*self._opened.get(worker, ()), window.place])}
+        self._opened = {
+            **self._opened,
+            worker: deque([*self._opened.get(worker, ()), window.place]),
+        }
         return window.batches
 
     def close(self) -> None:
@@ -251,9 +320,16 @@ class IterableFeed:
                 opened.popleft()
             first, last = opened[0], opened[-1]
             before = spots.get(str(worker), {"until": 0, "keep": ()})
-            keep = remaining[worker].union(n for n in before["keep"] if n >= last["until"])  # not read again yet
+            keep = remaining[worker].union(
+                n for n in before["keep"] if n >= last["until"]
+            )  # not read again yet
             until = max(last["until"], before["until"])
-            spots[str(worker)] = {"read": first["read"], "until": until, "keep": sorted(keep), "state": first["state"]}
+            spots[str(worker)] = {
+                "read": first["read"],
+                "until": until,
+                "keep": sorted(keep),
+                "state": first["state"],
+            }
         return {"workers": spots}
 
     def reload(self) -> tuple[list[Refined], list[Refined]]:
@@ -261,7 +337,10 @@ class IterableFeed:
 
 
 def resumed(
-    source: Source, states: list[Mapping[str, Any]], learned: LearnedLengths | None, orders: EpochOrders
+    source: Source,
+    states: list[Mapping[str, Any]],
+    learned: LearnedLengths | None,
+    orders: EpochOrders,
 ) -> tuple[Source, Mapping[str, Any] | None, Cursor]:
     """Returns from what an online epoch resumes: its source, this rank's saved state, and its point in the run. On
     another number of ranks, a new order has all unused samples, first those of the current update."""
@@ -289,7 +368,9 @@ def left(source: Source, places: Sequence[Mapping[str, Any]]) -> IntArray:
     if source.iterable or source.groups is not None:
         what = "an iterable dataset" if source.iterable else "`batch_sampler`"
         on = f"on the {size} ranks that saved the state, but there are {source.world.size} ranks"
-        raise StateError(f"with {what}, which shards its samples over ranks itself, a run can resume only {on}")
+        raise StateError(
+            f"with {what}, which shards its samples over ranks itself, a run can resume only {on}"
+        )
     parts = [unpack(place["batches"][1]) for place in places]
     parts += [unpack(rest[0]) for place in places for rest in place["rest"]]
     if source.shares:
@@ -298,5 +379,8 @@ def left(source: Source, places: Sequence[Mapping[str, Any]]) -> IntArray:
         parts.append(np.arange(source.cursor.samples_used - source.order.skipped, count))
     else:
         for rank, place in enumerate(places):
-            parts += [request.positions for request in islice(source.requests(rank, size), place["next"], None)]
+            parts += [
+                request.positions
+                for request in islice(source.requests(rank, size), place["next"], None)
+            ]
     return np.sort(np.concatenate(parts))

@@ -5,7 +5,13 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from dynagroup.budget.base import Budget
 from dynagroup.budget.tokens import as_budget
@@ -31,8 +37,17 @@ from dynagroup.update.schedule import BatchSizeSchedule, Walk, begun
 from dynagroup.update.step import Step
 
 EXAMPLES = 256  # samples, evenly spread over the dataset, from which lengths are learned
-CARRIED = ("dataset", "collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
-           "generator", "persistent_workers")  # fmt: skip
+CARRIED = (
+    "dataset",
+    "collate_fn",
+    "num_workers",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "persistent_workers",
+)
 
 
 class OnlineDataLoader(StepLoader[Any]):
@@ -89,47 +104,90 @@ class OnlineDataLoader(StepLoader[Any]):
     KIND = "OnlineDataLoader"
 
     def __init__(
-        self, dataset: Any, budget: Budget | int, *, collate_fn: Callable[[list[Any]], Any] | None = None,
-        length_of: LengthOf | None = None, batch_sampler: Iterable[Sequence[int]] | None = None,
-        sampler: Iterable[int] | None = None, shuffle: bool = False, length_hint: Any = None, window: int = 1024,
-        window_bytes: int | None = WINDOW_BYTES, samples_per_update: int | BatchSizeSchedule | None = None,
-        drop_last: bool = False, accumulation: int = 1, seed: int = 0, weigh: Weigh = "tokens",
-        oversize: Oversize = "alone", work: Work | None = None, shapes: int | None = None, pad: Pad | None = None,
-        kind_of: Callable[[Any], Hashable] | None = None, kinds: Iterable[Hashable] | None = None,
-        one_kind: OneKind = "step", world: World | None = None, **dataloader_kwargs: Any,
-    ) -> None:  # fmt: skip
+        self,
+        dataset: Any,
+        budget: Budget | int,
+        *,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        length_of: LengthOf | None = None,
+        batch_sampler: Iterable[Sequence[int]] | None = None,
+        sampler: Iterable[int] | None = None,
+        shuffle: bool = False,
+        length_hint: Any = None,
+        window: int = 1024,
+        window_bytes: int | None = WINDOW_BYTES,
+        samples_per_update: int | BatchSizeSchedule | None = None,
+        drop_last: bool = False,
+        accumulation: int = 1,
+        seed: int = 0,
+        weigh: Weigh = "tokens",
+        oversize: Oversize = "alone",
+        work: Work | None = None,
+        shapes: int | None = None,
+        pad: Pad | None = None,
+        kind_of: Callable[[Any], Hashable] | None = None,
+        kinds: Iterable[Hashable] | None = None,
+        one_kind: OneKind = "step",
+        world: World | None = None,
+        **dataloader_kwargs: Any,
+    ) -> None:
         super().__init__(dataset, world=world)
         knobs: dict[str, Any] = {"work": work, "weigh": weigh, "one_kind": one_kind}
-        how: dict[str, Any] = {"seed": seed, "shuffle": shuffle, "window": window, "window_bytes": window_bytes}
-        how |= {"samples_per_update": samples_per_update, "drop_last": drop_last, "accumulation": accumulation}
+        how: dict[str, Any] = {
+            "seed": seed,
+            "shuffle": shuffle,
+            "window": window,
+            "window_bytes": window_bytes,
+        }
+        how |= {
+            "samples_per_update": samples_per_update,
+            "drop_last": drop_last,
+            "accumulation": accumulation,
+        }
         self.config = config = OnlineConfig(**knobs, **how)
-        self._orders = orders = EpochOrders(dataset, config, batch_sampler, sampler, length_hint, kinds)
+        self._orders = orders = EpochOrders(
+            dataset, config, batch_sampler, sampler, length_hint, kinds
+        )
         self.sizes, budget = orders.sizes, _bound(shapes, as_budget(budget), orders.hint, config)
         knobs |= {"oversize": oversize, "pad": pad, "kind_of": kind_of, "kinds": orders.kinds}
         collator = RefinementCollator(collate_fn, budget, length_of, **knobs)
         self._workers = Workers(dataset, collator, config, dataloader_kwargs)
-        self._learned = LearnedLengths(len(dataset)) if batch_sampler is None and not self._workers.iterable else None
-        self._run_of: Runner | None = None  # runner of the epoch that began last, unless another epoch was chosen since
-        self._resume: list[Mapping[str, Any]] | None = []  # loaded states, until used; None: their epoch is used up
+        self._learned = (
+            LearnedLengths(len(dataset))
+            if batch_sampler is None and not self._workers.iterable
+            else None
+        )
+        self._run_of: Runner | None = (
+            None  # runner of the epoch that began last, unless another epoch was chosen since
+        )
+        self._resume: (
+            list[Mapping[str, Any]] | None
+        ) = []  # loaded states, until used; None: their epoch is used up
         self._cursor = Cursor()  # the point where the last epoch ended, or the loaded resume point
         learner = collator.budget.learner
         if learner is not None and self._workers.persistent:
             learner.share_memory()
 
     @classmethod
-    def from_dataloader(cls, loader: DataLoader[Any], budget: Budget | int, **options: Any) -> "OnlineDataLoader":
+    def from_dataloader(
+        cls, loader: DataLoader[Any], budget: Budget | int, **options: Any
+    ) -> "OnlineDataLoader":
         """Makes an online loader with a ``DataLoader``'s dataset, order, workers and collate function; ``options`` override
         these. A ``RandomSampler`` becomes ``shuffle=True``; ``drop_last`` is ignored. ConfigError: accelerate prepared it."""
         if type(loader).__module__.startswith("accelerate."):
-            raise ConfigError("`loader` was prepared by accelerate, which divides its batches; give the one before prepare()")
+            raise ConfigError(
+                "`loader` was prepared by accelerate, which divides its batches; give the one before prepare()"
+            )
         taken, batches = {name: getattr(loader, name) for name in CARRIED}, loader.batch_sampler
         sampler: Any = batches.sampler if type(batches) is BatchSampler else loader.sampler
-        every = lambda: len(sampler) == len(sampler.data_source) == len(loader.dataset)  # type: ignore[arg-type] # noqa: E731
+        every = lambda: len(sampler) == len(sampler.data_source) == len(loader.dataset)  # type: ignore[arg-type]  # noqa: E731
         if type(batches) not in (BatchSampler, type(None)):
             taken["batch_sampler"] = batches
         elif type(sampler) is RandomSampler and not sampler.replacement and every():
             taken["shuffle"] = True
-        elif not isinstance(loader.dataset, IterableDataset) and not (type(sampler) is SequentialSampler and every()):
+        elif not isinstance(loader.dataset, IterableDataset) and not (
+            type(sampler) is SequentialSampler and every()
+        ):
             taken["sampler"] = sampler
         return cls(**{**taken, **options, "budget": budget})
 
@@ -152,11 +210,20 @@ class OnlineDataLoader(StepLoader[Any]):
 
     def examples(self) -> tuple[Streams, Callable[[int], Any], Callable[..., Any]]:
         if self._workers.iterable:
-            raise ConfigError("preflight cannot try an iterable dataset, which gives a sample only once; leave it out")
-        places = np.unique(np.linspace(0, len(self.dataset) - 1, EXAMPLES).astype(np.int64)).tolist()
+            raise ConfigError(
+                "preflight cannot try an iterable dataset, which gives a sample only once; leave it out"
+            )
+        places = np.unique(
+            np.linspace(0, len(self.dataset) - 1, EXAMPLES).astype(np.int64)
+        ).tolist()
         samples, collator = [self.dataset[place] for place in places], self._workers.collator
-        measured = collator.measure(samples, places).items()  # compared over ranks, because processing may be random
-        lengths = {name: np.asarray(self.world.all_max(units.tolist()), np.int32) for name, units in measured}
+        measured = collator.measure(
+            samples, places
+        ).items()  # compared over ranks, because processing may be random
+        lengths = {
+            name: np.asarray(self.world.all_max(units.tolist()), np.int32)
+            for name, units in measured
+        }
         return lengths, samples.__getitem__, collator.filling
 
     def _identity(self) -> dict[str, Any]:
@@ -166,28 +233,45 @@ class OnlineDataLoader(StepLoader[Any]):
         rank, size = self._rank_and_size()
         if self._resume:
             if len(self._resume) > 1 or self._resume[0]["world_size"] != size:
-                raise StateError("a state was just loaded on another number of ranks; run one step before saving again")
+                raise StateError(
+                    "a state was just loaded on another number of ranks; run one step before saving again"
+                )
             return {**self._resume[0], "changes": self._changes}
         run, learned = self._run_of, self._learned
         running = None if run is None else run.state()
         if running is not None:
             running["order"] = self._orders.fingerprint(self._epoch)
         used_up = self._resume is None if run is None else running is None
-        place = {"world_size": size, "rank": rank, "epoch": self._epoch + used_up, "running": running}
+        place = {
+            "world_size": size,
+            "rank": rank,
+            "epoch": self._epoch + used_up,
+            "running": running,
+        }
         place["cursor"] = (self._cursor if run is None else run.stands).state()
-        return {**place, "changes": self._changes, "lengths": None if learned is None else learned.state()}
+        return {
+            **place,
+            "changes": self._changes,
+            "lengths": None if learned is None else learned.state(),
+        }
 
     @property
     def _changes(self) -> list[list[int]]:
         return [] if self.sizes is None else [list(change) for change in self.sizes.changes]
 
-    def _checked(self, states: list[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], LearnedLengths | None]:
+    def _checked(
+        self, states: list[Mapping[str, Any]]
+    ) -> tuple[list[Mapping[str, Any]], LearnedLengths | None]:
         needed = together(states, *self._rank_and_size())
         running, epoch, learned = needed[0]["running"], needed[0]["epoch"], self._learned
         if running is not None and running["order"] != self._orders.fingerprint(epoch):
             must = f"must give the same indices in epoch {epoch} as in the saved run"
-            raise StateError(f"`{self._orders.decided_by}` {must}; seed its generator the same, or give it a set_epoch")
-        return needed, None if learned is None else learned.restored([state["lengths"] for state in needed])
+            raise StateError(
+                f"`{self._orders.decided_by}` {must}; seed its generator the same, or give it a set_epoch"
+            )
+        return needed, None if learned is None else learned.restored(
+            [state["lengths"] for state in needed]
+        )
 
     def _restore(self, found: tuple[list[Mapping[str, Any]], LearnedLengths | None]) -> None:
         needed, self._learned = found
@@ -208,7 +292,9 @@ class OnlineDataLoader(StepLoader[Any]):
 
     def _walk(self) -> Walk:
         if self.sizes is None:
-            raise ConfigError("the number of updates is known in advance only with `samples_per_update`, and for a sized dataset")
+            raise ConfigError(
+                "the number of updates is known in advance only with `samples_per_update`, and for a sized dataset"
+            )
         return self.sizes
 
     def _run(self, send: Callable[[Any], Any] | None) -> Iterator[Step[Any]]:
@@ -217,7 +303,10 @@ class OnlineDataLoader(StepLoader[Any]):
         run = self._begin(send)
         try:
             for step in run:
-                self._run_of, self._resume = run, []  # not before: until then, a state is that of before the epoch
+                self._run_of, self._resume = (
+                    run,
+                    [],
+                )  # not before: until then, a state is that of before the epoch
                 yield step
             self._run_of, self._resume = run, []
         except Exception:
@@ -229,8 +318,12 @@ class OnlineDataLoader(StepLoader[Any]):
     def _begin(self, send: Callable[[Any], Any] | None) -> Runner:
         world, epoch, workers = self.world, self._epoch, self._workers
         if (size := self._orders.size) is not None and size != len(self.dataset):
-            raise ConfigError(f"the dataset has {len(self.dataset)} samples, but had {size} before; make a new loader")
-        states = together(self._resume, world.rank, world.size) if self._resume else []  # loaded by one rank
+            raise ConfigError(
+                f"the dataset has {len(self.dataset)} samples, but had {size} before; make a new loader"
+            )
+        states = (
+            together(self._resume, world.rank, world.size) if self._resume else []
+        )  # loaded by one rank
         cursor, self._resume = Cursor.of(states[0]["cursor"]) if states else self._cursor, states
         learner = None if states else self.budget.learner
         learned = self._learned if cursor.samples_seen and not states else None
@@ -243,25 +336,65 @@ class OnlineDataLoader(StepLoader[Any]):
         workers.seed(self.config.seed, epoch, world.rank, cursor.steps)
         order, groups = self._orders.of_epoch(epoch), self._orders.groups(epoch)
         # Plans use one limit for a whole epoch; workers split batches that later turn out not to fit.
-        limit, under_way = map(states[0]["running"].get, ("limit", "under_way")) if states else (self.budget.applied, 0)
-        source = Source(world, self.config, self.budget, workers.iterable, cursor, order, self.sizes, groups, limit)
+        limit, under_way = (
+            map(states[0]["running"].get, ("limit", "under_way"))
+            if states
+            else (self.budget.applied, 0)
+        )
+        source = Source(
+            world,
+            self.config,
+            self.budget,
+            workers.iterable,
+            cursor,
+            order,
+            self.sizes,
+            groups,
+            limit,
+        )
         source, place, joined = resumed(source, states, self._learned, self._orders)
         stands = [joined.steps, *(standing(state) for state in states[:1])]
-        identity = {**self._of_ranks(source), "point of the saved states": stands} if world.size > 1 else {}
+        identity = (
+            {**self._of_ranks(source), "point of the saved states": stands}
+            if world.size > 1
+            else {}
+        )
         make = FreeRunner if self.sizes is None else UpdateRunner
-        return make(source, workers, joined, place, under_way, identity, self.stats, self._learned, send)
+        return make(
+            source, workers, joined, place, under_way, identity, self.stats, self._learned, send
+        )
 
     def _of_ranks(self, source: Source) -> dict[str, Any]:
-        orders, sizes, base, epoch = self._orders, self.sizes, source.order.base, source.cursor.epoch
+        orders, sizes, base, epoch = (
+            self._orders,
+            self.sizes,
+            source.order.base,
+            source.cursor.epoch,
+        )
         varying = None if sizes is None or sizes.is_constant else sizes.spans(sizes.start(epoch))
-        order = [orders.decided_by, None if orders.num_samples is None else orders.fingerprint(epoch)]
-        told: dict[str, Any] = {"order": [*order, None if base is None else print_of(base.tolist())], "epoch": epoch}
-        told[PARTS] = ends_of(self.dataset) if orders.size and orders.decided_by != "batch_sampler" else ""
-        told["lengths of earlier epochs"] = None if self._learned is None else described(self._learned.seen)
+        order = [
+            orders.decided_by,
+            None if orders.num_samples is None else orders.fingerprint(epoch),
+        ]
+        told: dict[str, Any] = {
+            "order": [*order, None if base is None else print_of(base.tolist())],
+            "epoch": epoch,
+        }
+        told[PARTS] = (
+            ends_of(self.dataset) if orders.size and orders.decided_by != "batch_sampler" else ""
+        )
+        told["lengths of earlier epochs"] = (
+            None if self._learned is None else described(self._learned.seen)
+        )
         told["num_workers"] = [self._workers.num_workers, self._workers.depth]
         told["sizes of updates"] = varying and [stop for _, stop, _ in varying]
-        own = {"kind_of", *["weigh"] * callable(self.config.weigh)}  # functions may depend on the rank's device
-        return {name: value for name, value in {**self._identity(), **told}.items() if name not in own}
+        own = {
+            "kind_of",
+            *["weigh"] * callable(self.config.weigh),
+        }  # functions may depend on the rank's device
+        return {
+            name: value for name, value in {**self._identity(), **told}.items() if name not in own
+        }
 
 
 def _bound(shapes: int | None, budget: Budget, hint: Any, config: OnlineConfig) -> Budget:
@@ -269,12 +402,20 @@ def _bound(shapes: int | None, budget: Budget, hint: Any, config: OnlineConfig) 
     bound = budget.bind({TOKENS: np.ones(1, np.int32)})
     if bound is not budget and bound.fingerprint != budget.fingerprint:
         way_out = "give MemoryBudget(..., longest=tokens of the longest sample), one .from_bytes, or a TokenBudget"
-        raise ConfigError(f"`budget` needs all lengths, which an OnlineDataLoader does not know in advance; {way_out}")
+        raise ConfigError(
+            f"`budget` needs all lengths, which an OnlineDataLoader does not know in advance; {way_out}"
+        )
     if shapes is None:
         return budget
     if hint is None:
-        raise ConfigError("`shapes` needs `length_hint` (a Trainer's `lengths`): about the tokens of each sample")
+        raise ConfigError(
+            "`shapes` needs `length_hint` (a Trainer's `lengths`): about the tokens of each sample"
+        )
     tokens = np.ceil(hint).clip(0, LONGEST).astype(np.int64)
     longest = largest_within(lambda count: budget.fits(BatchShape.of(1, count)), 1, LONGEST)
-    how = {"samples_per_update": config.samples_per_update, "window": config.window, "work": config.work}
+    how = {
+        "samples_per_update": config.samples_per_update,
+        "window": config.window,
+        "work": config.work,
+    }
     return few_shapes(shapes, np.append(tokens, longest), budget, **how)

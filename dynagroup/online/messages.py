@@ -31,13 +31,21 @@ from dynagroup.shapes import IntArray, Streams
 @dataclass(frozen=True, slots=True)
 class Request:
     positions: IntArray  # int64 (N,), positions in the epoch's order
-    groups: tuple[int, ...] | None = None  # sizes of the planned batches; None: the worker cuts the window
-    keep: int = 0  # so many of the largest batches keep their samples, so that they can be split later
-    planned: bool = False  # True: plans give this request again after a resume, so a state only counts it
+    groups: tuple[int, ...] | None = (
+        None  # sizes of the planned batches; None: the worker cuts the window
+    )
+    keep: int = (
+        0  # so many of the largest batches keep their samples, so that they can be split later
+    )
+    planned: bool = (
+        False  # True: plans give this request again after a resume, so a state only counts it
+    )
     number: int = -1  # number of the request, repeated in the answer; -1: an empty request
     indices: Sequence[int] = ()  # dataset indices
     epoch: int = 0  # passed to the dataset's ``set_epoch`` in the worker, if it has one
-    max_bytes: int | None = None  # most bytes of samples in an answer; the rest is requested again; None: all
+    max_bytes: int | None = (
+        None  # most bytes of samples in an answer; the rest is requested again; None: all
+    )
 
     @classmethod
     def of(cls, indices: Sequence[int]) -> "Request":
@@ -53,7 +61,12 @@ class Request:
         if groups is not None:
             first, end = np.searchsorted(np.cumsum(groups), (start, stop), side="right").tolist()
             groups = groups[first:end]
-        return replace(self, positions=self.positions[start:stop], indices=self.indices[start:stop], groups=groups)
+        return replace(
+            self,
+            positions=self.positions[start:stop],
+            indices=self.indices[start:stop],
+            groups=groups,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +83,9 @@ class Refined:
     """One collated batch, with what the main process needs to know of it."""
 
     batch: Any  # what the user's ``collate_fn`` returned
-    indices: list[int]  # dataset indices; or numbers of arrival (iterable dataset), or places in the window
+    indices: list[
+        int
+    ]  # dataset indices; or numbers of arrival (iterable dataset), or places in the window
     positions: tuple[int, ...]  # the samples' positions in the epoch's order
     lengths: Streams  # true lengths, after processing
     weight: float  # loss weight, see ``weigh``
@@ -105,7 +120,7 @@ class Refined:
         """Returns a copy that the training loop cannot change; a batch that cannot be copied is shared."""
         try:
             return replace(self, batch=copy.deepcopy(self.batch), samples=None)
-        except Exception:  # noqa: BLE001
+        except Exception:
             return replace(self, samples=None)
 
 
@@ -148,7 +163,7 @@ class RefinedWindow:
         fields = (self.number, self.batches, self.place)
         try:
             packed = pack_tensors(fields)
-        except Exception:  # noqa: BLE001 - torch's own pickler can handle more types
+        except Exception:
             return RefinedWindow, fields
         return unpack_tensors, (RefinedWindow, *packed)
 
@@ -174,23 +189,31 @@ def pin(batch: Any) -> Any:
 
 # A window is sent from a worker to the main process in a few blocks of shared memory, not tensor by tensor: each tensor
 # would cost a file descriptor and a connection, and a window of a hundred batches has hundreds, which halves the speed.
-Location: TypeAlias = tuple[torch.dtype, torch.Size, int, int]  # dtype, shape, number of its block, first byte
+Location: TypeAlias = tuple[
+    torch.dtype, torch.Size, int, int
+]  # dtype, shape, number of its block, first byte
 
 ALIGN = 64  # bytes: a cache line, and a multiple of every element size
-BLOCK_BYTES = 8 << 20  # the allocator reuses blocks of this size; larger ones cause page faults each time
+BLOCK_BYTES = (
+    8 << 20
+)  # the allocator reuses blocks of this size; larger ones cause page faults each time
 
 
 def _is_plain(value: Any) -> bool:
     if type(value) is not torch.Tensor or value.device.type != "cpu":
         return False
-    return value.layout is torch.strided and not (value.is_quantized or value.is_complex() or value.requires_grad)
+    return value.layout is torch.strided and not (
+        value.is_quantized or value.is_complex() or value.requires_grad
+    )
 
 
 def pack_tensors(value: Any) -> tuple[bytes, list[Location], list[torch.Tensor]]:
     """Returns (pickle of ``value`` with numbers for plain CPU tensors, location of each tensor, blocks of uint8)."""
     file, found = io.BytesIO(), dict[int, tuple[int, torch.Tensor]]()
     packer = pickle.Pickler(file, protocol=pickle.HIGHEST_PROTOCOL)
-    packer.persistent_id = lambda obj: found.setdefault(id(obj), (len(found), obj))[0] if _is_plain(obj) else None
+    packer.persistent_id = lambda obj: (
+        found.setdefault(id(obj), (len(found), obj))[0] if _is_plain(obj) else None
+    )
     packer.dump(value)
     places, sizes, tensors = list[Location](), [0], [tensor for _, tensor in found.values()]
     for tensor in tensors:
@@ -205,9 +228,14 @@ def pack_tensors(value: Any) -> tuple[bytes, list[Location], list[torch.Tensor]]
     return file.getvalue(), places, blocks
 
 
-def unpack_tensors(make: Any, payload: bytes, places: list[Location], blocks: list[torch.Tensor]) -> Any:
+def unpack_tensors(
+    make: Any, payload: bytes, places: list[Location], blocks: list[torch.Tensor]
+) -> Any:
     """Returns what ``make`` makes of the packed fields; their tensors are views of the blocks."""
-    unpacker, tensors = pickle.Unpickler(io.BytesIO(payload)), [_view(blocks, place) for place in places]
+    unpacker, tensors = (
+        pickle.Unpickler(io.BytesIO(payload)),
+        [_view(blocks, place) for place in places],
+    )
     unpacker.persistent_load = lambda number: tensors[number]
     return make(*unpacker.load())
 
@@ -215,4 +243,8 @@ def unpack_tensors(make: Any, payload: bytes, places: list[Location], blocks: li
 def _view(blocks: list[torch.Tensor], place: Location) -> torch.Tensor:
     dtype, shape, number, start = place
     size = shape.numel() * dtype.itemsize
-    return blocks[number][start : start + size].view(dtype).view(shape) if size else torch.empty(shape, dtype=dtype)
+    return (
+        blocks[number][start : start + size].view(dtype).view(shape)
+        if size
+        else torch.empty(shape, dtype=dtype)
+    )

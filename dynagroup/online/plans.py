@@ -51,14 +51,19 @@ class OnlineConfig:
     one_kind: OneKind
 
     def __post_init__(self) -> None:
-        self.window, self.seed = check_int("window", self.window), check_int("seed", self.seed, least=0)
+        self.window, self.seed = (
+            check_int("window", self.window),
+            check_int("seed", self.seed, least=0),
+        )
         self.shuffle, self.work = check_flag("shuffle", self.shuffle), check_work(self.work)
         if self.window_bytes is not None:
             self.window_bytes = check_int("window_bytes", self.window_bytes)
         if self.samples_per_update is not None and not callable(self.samples_per_update):
             self.samples_per_update = check_int("samples_per_update", self.samples_per_update)
         self.drop_last = check_flag("drop_last", self.drop_last)
-        self.accumulation = check_updates(self.samples_per_update, self.accumulation, drop_last=self.drop_last)
+        self.accumulation = check_updates(
+            self.samples_per_update, self.accumulation, drop_last=self.drop_last
+        )
 
     def identity(self) -> dict[str, Any]:
         values = ((f.name, getattr(self, f.name)) for f in fields(self))
@@ -82,7 +87,9 @@ class Order(NamedTuple):
 
     def at(self, positions: IntArray) -> list[int]:
         positions, indices = positions if self.base is None else self.base[positions], self.indices
-        return (indices.index_at(positions) if isinstance(indices, EpochOrder) else indices[positions]).tolist()
+        return (
+            indices.index_at(positions) if isinstance(indices, EpochOrder) else indices[positions]
+        ).tolist()
 
 
 class BatchSource(OrderSource):
@@ -112,23 +119,41 @@ class EpochOrders:
     """The order of each epoch: that of the user's sampler or batches, a seeded shuffle, or dataset order."""
 
     def __init__(
-        self, dataset: Any, config: OnlineConfig, batch_sampler: Any, sampler: Any, length_hint: Any, kinds: Any = None
+        self,
+        dataset: Any,
+        config: OnlineConfig,
+        batch_sampler: Any,
+        sampler: Any,
+        length_hint: Any,
+        kinds: Any = None,
     ) -> None:
         iterable, sources = is_stream(dataset), {"batch_sampler": batch_sampler, "sampler": sampler}
-        given = [name for name, source in sources.items() if source is not None] + ["shuffle"] * config.shuffle
+        given = [name for name, source in sources.items() if source is not None] + [
+            "shuffle"
+        ] * config.shuffle
         if len(given) > 1:
-            raise ConfigError(f"`{given[0]}` and `{given[1]}` both set the order of samples; pass only one of them")
+            raise ConfigError(
+                f"`{given[0]}` and `{given[1]}` both set the order of samples; pass only one of them"
+            )
         hints = {"kinds": kinds, "length_hint": length_hint}
-        if iterable and (wrong := [*given, *(name for name, hint in hints.items() if hint is not None)]):
-            way_out = "leave it out: an iterable one has its own order, and `kind_of` labels its samples"
+        if iterable and (
+            wrong := [*given, *(name for name, hint in hints.items() if hint is not None)]
+        ):
+            way_out = (
+                "leave it out: an iterable one has its own order, and `kind_of` labels its samples"
+            )
             raise ConfigError(f"`{wrong[0]}` needs a map-style dataset; {way_out}")
         if config.samples_per_update is not None and (iterable or batch_sampler is not None):
             way_out = "otherwise set `accumulation`"
-            raise ConfigError(f"`samples_per_update` needs a map-style dataset and no `batch_sampler`; {way_out}")
+            raise ConfigError(
+                f"`samples_per_update` needs a map-style dataset and no `batch_sampler`; {way_out}"
+            )
         ranks = getattr(sampler, "num_replicas", 1)
         if isinstance(ranks, int) and ranks > 1:
             way_out = "pass one that is not sharded, because the loader shards samples itself"
-            raise ConfigError(f"`sampler` ({type(sampler).__name__}) already shards over {ranks} ranks; {way_out}")
+            raise ConfigError(
+                f"`sampler` ({type(sampler).__name__}) already shards over {ranks} ranks; {way_out}"
+            )
         self._config, self.size = config, None if iterable else len(dataset)
         self.decided_by = given[0] if given else "dataset"
         self._source = None if sampler is None else OrderSource(sampler, len(dataset))
@@ -136,7 +161,9 @@ class EpochOrders:
             self._source = BatchSource(batch_sampler, len(dataset))
         self.sizes: UpdateSizes | None = None  # sizes of updates, if `samples_per_update` is set
         if config.samples_per_update is not None:
-            self.sizes = UpdateSizes(config.samples_per_update, self.num_ordered, drop_last=config.drop_last)
+            self.sizes = UpdateSizes(
+                config.samples_per_update, self.num_ordered, drop_last=config.drop_last
+            )
         self.hint = None if length_hint is None else as_hint(length_hint, len(dataset))
         self.kinds = None if kinds is None else Kinds.read(kinds, len(dataset))
 
@@ -149,7 +176,11 @@ class EpochOrders:
     @property
     def num_samples(self) -> int | None:
         """Samples of one epoch over all ranks; None: there is no order over all ranks."""
-        return None if self.size is None or isinstance(self._source, BatchSource) else self.num_ordered()
+        return (
+            None
+            if self.size is None or isinstance(self._source, BatchSource)
+            else self.num_ordered()
+        )
 
     def num_ordered(self) -> int:
         if self._source is None:
@@ -160,8 +191,14 @@ class EpochOrders:
         """Returns dataset indices by position; a user's batches are this rank's only; an iterable dataset has none."""
         source, size = self._source, self.size or 0
         if source is not None:
-            return Order(source.of_epoch(epoch) if self.sizes is None else source.counted_epoch(epoch))
-        return Order(EpochOrder(size, seed=self._config.seed, epoch=epoch) if self._config.shuffle else np.arange(size))
+            return Order(
+                source.of_epoch(epoch) if self.sizes is None else source.counted_epoch(epoch)
+            )
+        return Order(
+            EpochOrder(size, seed=self._config.seed, epoch=epoch)
+            if self._config.shuffle
+            else np.arange(size)
+        )
 
     def groups(self, epoch: int) -> tuple[int, ...] | None:
         """Returns the sizes of this rank's batches, if the user gives batches."""
@@ -196,7 +233,10 @@ class Source(NamedTuple):
         """Yields a rank's requests for samples: if updates have a set size, from the saved point, else for all samples."""
         if self.groups is not None:
             stops = accumulate(self.groups)
-            return (Request(np.arange(stop - n, stop), (n,)) for stop, n in zip(stops, self.groups, strict=True))
+            return (
+                Request(np.arange(stop - n, stop), (n,))
+                for stop, n in zip(stops, self.groups, strict=True)
+            )
         planner = None if self.lengths is None else _planner(self, self.lengths)
         if self.sizes is not None:
             return _updates(self, self.sizes, planner, rank, size)
@@ -206,8 +246,13 @@ class Source(NamedTuple):
 
     def with_lengths(self, learned: LearnedLengths | None, orders: EpochOrders) -> "Source":
         """Returns this source with known lengths (exact ones to plan batches, rough ones to form windows) and kinds."""
-        source, count = self._replace(lengths=None, rough=None, kinds=None), self.order.num_positions
-        if not count or (orders.hint is None and orders.kinds is None and (learned is None or not learned.seen)):
+        source, count = (
+            self._replace(lengths=None, rough=None, kinds=None),
+            self.order.num_positions,
+        )
+        if not count or (
+            orders.hint is None and orders.kinds is None and (learned is None or not learned.seen)
+        ):
             return source
         at, used = np.asarray(self.order.at(np.arange(count)), np.int64), count
         kinds = None if orders.kinds is None else orders.kinds.codes[at]
@@ -216,9 +261,14 @@ class Source(NamedTuple):
         known = None if learned is None else learned.known(at[:used])
         if known is None or learned is None:
             unknown = None if kinds is None else np.zeros(count)
-            return source._replace(rough=unknown if orders.hint is None else orders.hint[at], kinds=kinds)
+            return source._replace(
+                rough=unknown if orders.hint is None else orders.hint[at], kinds=kinds
+            )
         # drop_last leaves some samples out: never measured
-        whole = {name: np.append(values, np.zeros(count - used, np.int32)) for name, values in known.items()}
+        whole = {
+            name: np.append(values, np.zeros(count - used, np.int32))
+            for name, values in known.items()
+        }
         source = source._replace(kinds=whole.pop(KINDS, kinds))
         if learned.steady:
             return source._replace(lengths=whole)
@@ -234,7 +284,9 @@ def _planner(source: Source, lengths: Streams) -> Planner:
     if source.kinds is not None:
         labels, codes = np.unique(source.kinds, return_inverse=True)
         kinds = Kinds(codes.astype(np.int32), tuple(labels.tolist()))
-    return Planner(lengths, source.budget, PlanConfig(samples_per_update=size, hardest_first=0, **how), kinds).by(source.limit)
+    return Planner(
+        lengths, source.budget, PlanConfig(samples_per_update=size, hardest_first=0, **how), kinds
+    ).by(source.limit)
 
 
 def _own(window: BatchPlan, rank: int) -> list[IntArray]:
@@ -260,8 +312,12 @@ def _like(source: Source, rough: FloatArray, rank: int, size: int) -> Iterator[R
     rank are sorted and divided, so that all ranks have similar samples at the same time."""
     config = source.config
     together, rng = config.window * size, np.random.default_rng((config.seed, source.cursor.epoch))
-    for span in np.array_split(np.arange(len(rough)), range(SORTED * together, len(rough), SORTED * together)):
-        groups = np.array_split(span[np.argsort(-rough[span], kind="stable")], range(together, len(span), together))
+    for span in np.array_split(
+        np.arange(len(rough)), range(SORTED * together, len(rough), SORTED * together)
+    ):
+        groups = np.array_split(
+            span[np.argsort(-rough[span], kind="stable")], range(together, len(span), together)
+        )
         for number in rng.permutation(len(groups)):
             alike = groups[number]
             if source.kinds is not None:  # gives all ranks the same number of samples of each kind
@@ -269,7 +325,9 @@ def _like(source: Source, rough: FloatArray, rank: int, size: int) -> Iterator[R
             yield Request(np.sort(alike[rank::size]), keep=size > 1)
 
 
-def _updates(source: Source, sizes: UpdateSizes, planner: Planner | None, rank: int, size: int) -> Iterator[Request]:
+def _updates(
+    source: Source, sizes: UpdateSizes, planner: Planner | None, rank: int, size: int
+) -> Iterator[Request]:
     """Yields a request per update: this rank's part of the samples that fixed batches would draw. When a run resumes on
     other ranks, used samples have no position, and the rest of the current update comes first."""
     mark, skipped = source.cursor, source.order.skipped
@@ -277,8 +335,16 @@ def _updates(source: Source, sizes: UpdateSizes, planner: Planner | None, rank: 
         first, end = max(begin - skipped, 0), stop - skipped
         groups = None
         if planner is not None:
-            mine = _own(planner.update_of(np.arange(first, end), Cursor(mark.epoch, update=mark.update), size), rank)
-            groups, share = tuple(map(len, mine)), np.concatenate([np.zeros(0, np.int64), *mine]) - first
+            mine = _own(
+                planner.update_of(
+                    np.arange(first, end), Cursor(mark.epoch, update=mark.update), size
+                ),
+                rank,
+            )
+            groups, share = (
+                tuple(map(len, mine)),
+                np.concatenate([np.zeros(0, np.int64), *mine]) - first,
+            )
         elif source.rough is not None:
             kinds = None if source.kinds is None else source.kinds[first:end]
             share = np.sort(deal(source.rough[first:end], rank, size, kinds))
@@ -300,9 +366,15 @@ def as_hint(hint: Any, num_samples: int) -> FloatArray:
         streams = as_streams(hint)
         hint = streams[primary(streams)]
     array = np.asarray([hint(i) for i in range(num_samples)] if callable(hint) else hint)
-    if array.shape != (num_samples,) or array.dtype.kind not in "iuf" or not np.isfinite(array).all():
+    if (
+        array.shape != (num_samples,)
+        or array.dtype.kind not in "iuf"
+        or not np.isfinite(array).all()
+    ):
         wanted = f"one finite number for each of the {num_samples} samples, or a function from index to number"
-        raise ConfigError(f"`length_hint` must be {wanted}, but is an array of {array.dtype} {array.shape}")
+        raise ConfigError(
+            f"`length_hint` must be {wanted}, but is an array of {array.dtype} {array.shape}"
+        )
     return array.astype(np.float64)
 
 
@@ -311,7 +383,13 @@ def behind(cursor: Cursor, samples: int, sizes: UpdateSizes | None) -> Cursor:
     if sizes is not None:
         return next(sizes.cursors(cursor))
     used, seen = cursor.samples_used + samples, cursor.samples_seen + samples
-    return Cursor(cursor.epoch, update=cursor.update + 1, samples_used=used, samples_seen=seen, current=samples)
+    return Cursor(
+        cursor.epoch,
+        update=cursor.update + 1,
+        samples_used=used,
+        samples_seen=seen,
+        current=samples,
+    )
 
 
 def handed_out(cursor: Cursor, samples: int, sizes: UpdateSizes | None) -> Cursor:

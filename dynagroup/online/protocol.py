@@ -48,12 +48,19 @@ def agree(highest: Sequence[int]) -> Agreement:
         return Agreement(most, last=True, further=sum(most) - longest)
     if any(least) or not shortest:
         return Agreement(least)
-    return Agreement([count if kind == most.index(max(most)) else 0 for kind, count in enumerate(most)], further=max(most))
+    return Agreement(
+        [count if kind == most.index(max(most)) else 0 for kind, count in enumerate(most)],
+        further=max(most),
+    )
 
 
 def spread(groups: Sequence[Sequence[T]]) -> list[T]:
     """Mixes the members of all groups in one order, so that the members of each group are evenly spread."""
-    shares = (((n + 0.5) / len(group), number, n) for number, group in enumerate(groups) for n in range(len(group)))
+    shares = (
+        ((n + 0.5) / len(group), number, n)
+        for number, group in enumerate(groups)
+        for n in range(len(group))
+    )
     return [groups[number][n] for _, number, n in sorted(shares)]
 
 
@@ -62,11 +69,18 @@ def even_parts(sizes: Sequence[int], steps: int) -> list[int]:
     as many as there are samples. Greedy: the batch with the largest parts gets one more part, again and again."""
     parts = [1] * len(sizes)
     for _ in range(min(steps, sum(sizes)) - len(sizes)):
-        parts[max(range(len(sizes)), key=lambda i: (sizes[i] / parts[i] if parts[i] < sizes[i] else 0, -i))] += 1
+        parts[
+            max(
+                range(len(sizes)),
+                key=lambda i: (sizes[i] / parts[i] if parts[i] < sizes[i] else 0, -i),
+            )
+        ] += 1
     return parts
 
 
-def hand_out(loads: Sequence[int], start: int, stop: int, *, window: int, target: int) -> tuple[list[list[tuple[int, int]]], int]:
+def hand_out(
+    loads: Sequence[int], start: int, stop: int, *, window: int, target: int
+) -> tuple[list[list[tuple[int, int]]], int]:
     """Returns the windows of positions, from ``start`` to ``stop``, that each rank gets next; and where the rest
     starts. Greedy: the rank with the fewest samples left (``loads``) gets the next window, until each has ``target``
     samples. When only one window per rank is left, a rank gets an eighth of its part of that, so that all end together.
@@ -84,7 +98,9 @@ def hand_out(loads: Sequence[int], start: int, stop: int, *, window: int, target
     windows = []
     for amount in given:
         count = max(-(-amount // window), 1)
-        windows.append(list(pairwise(start + amount * i // count for i in range(count + 1))) if amount else [])
+        windows.append(
+            list(pairwise(start + amount * i // count for i in range(count + 1))) if amount else []
+        )
         start += amount
     return windows, start
 
@@ -131,13 +147,22 @@ class Exchange:
         if found[2]:
             said = f"{type(failure).__name__}: {failure}".encode() if found[2] == rank + 1 else b""
             text = self._sent(said).decode(errors="replace")
-            raise failure or AlignmentError(f"rank {found[2] - 1} failed while it loaded data: {text}")
+            raise failure or AlignmentError(
+                f"rank {found[2] - 1} failed while it loaded data: {text}"
+            )
         if found[0] != -found[1]:
-            behind, ahead = (f"{mark & 0xFFFFFFFF} of epoch {mark >> 32}" for mark in (-found[1], found[0]))
+            behind, ahead = (
+                f"{mark & 0xFFFFFFFF} of epoch {mark >> 32}" for mark in (-found[1], found[0])
+            )
             here = f"this rank at exchange {self.count} of epoch {self.epoch}, the rank furthest behind at {behind}"
             alike = "iterate the loader equally often and far on every rank"
-            raise AlignmentError(f"ranks are at different points: {here}, the rank furthest ahead at {ahead}; {alike}")
-        return [*found[3 : len(vector)], *(self.world.all_max(vector[WIDTH:]) if len(vector) > len(found) else [])]
+            raise AlignmentError(
+                f"ranks are at different points: {here}, the rank furthest ahead at {ahead}; {alike}"
+            )
+        return [
+            *found[3 : len(vector)],
+            *(self.world.all_max(vector[WIDTH:]) if len(vector) > len(found) else []),
+        ]
 
     def gathered(self, values: Sequence[int], most: int) -> list[int]:
         """Returns the integers of all ranks, sorted, each once (they are positive, up to ``most`` a rank); after a MAX."""
@@ -150,10 +175,16 @@ class Exchange:
         data, failure = b"", None
         try:
             data = b"" if thing is None else pickle.dumps(thing)
-        except Exception as error:  # noqa: BLE001 - sent to all ranks, and raised again
-            failure = ConfigError(f"ranks without samples need a copy of a batch, so it must be picklable ({error})")
+        except Exception as error:
+            failure = ConfigError(
+                f"ranks without samples need a copy of a batch, so it must be picklable ({error})"
+            )
         giver = self.highest([self.world.rank + 1 if data else 0], failure)[0] - 1
-        return None if giver < 0 else pickle.loads(self._sent(data if giver == self.world.rank else b""))
+        return (
+            None
+            if giver < 0
+            else pickle.loads(self._sent(data if giver == self.world.rank else b""))
+        )
 
     def compare(self, identity: Mapping[str, Any], failure: BaseException | None = None) -> None:
         """Raises AlignmentError if a value is not the same on all ranks; the message shows this rank's value."""
@@ -161,11 +192,17 @@ class Exchange:
         found = self.highest([*prints, *(-p for p in prints)], failure)
         differing = [name for i, name in enumerate(identity) if found[i] != -found[len(prints) + i]]
         if without_parts(differing):
-            shown = "; ".join(f"{name} (rank {self.world.rank} has {identity[name]!r})" for name in differing)
-            raise AlignmentError(f"ranks have unequal {shown}; give every rank the same data, seed and settings")
+            shown = "; ".join(
+                f"{name} (rank {self.world.rank} has {identity[name]!r})" for name in differing
+            )
+            raise AlignmentError(
+                f"ranks have unequal {shown}; give every rank the same data, seed and settings"
+            )
 
     def _sent(self, data: bytes) -> bytes:
         """Sends bytes from one rank to all, as a MAX over words to which the other ranks add zeros."""
         [size] = self.world.all_max([len(data)])
-        words = self.world.all_max(np.frombuffer(data.ljust(-(-size // 4) * 4, b"\0"), "<u4").tolist())
+        words = self.world.all_max(
+            np.frombuffer(data.ljust(-(-size // 4) * 4, b"\0"), "<u4").tolist()
+        )
         return np.asarray(words, "<u4").tobytes()[:size]

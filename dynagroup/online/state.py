@@ -19,12 +19,16 @@ def pack(values: Iterable[int] | NDArray[np.integer]) -> str:
     array = np.asarray(values if isinstance(values, np.ndarray) else list(values), np.int64)
     steps = np.diff(array, prepend=0).astype("<i8")
     # Bytes of equal significance in a row compress better.
-    return base64.b64encode(zlib.compress(steps.view(np.uint8).reshape(-1, 8).T.tobytes(), 9)).decode()
+    return base64.b64encode(
+        zlib.compress(steps.view(np.uint8).reshape(-1, 8).T.tobytes(), 9)
+    ).decode()
 
 
 def unpack(text: str) -> IntArray:
     planes = np.frombuffer(zlib.decompress(base64.b64decode(text)), np.uint8)
-    return np.cumsum(np.ascontiguousarray(planes.reshape(8, -1).T).view("<i8").reshape(-1), dtype=np.int64)
+    return np.cumsum(
+        np.ascontiguousarray(planes.reshape(8, -1).T).view("<i8").reshape(-1), dtype=np.int64
+    )
 
 
 def pack_groups(groups: Iterable[Sequence[int]]) -> list[Any]:
@@ -44,26 +48,40 @@ def together(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> list[
     ranks = [state["rank"] for state in ordered]
     if ranks != list(range(given)) and (given, ranks) != (size, [rank]):
         way_out = "give each rank its own state, or if the number of ranks changed, the list of all"
-        raise StateError(f"this is rank {rank} of {size}, but states of ranks {ranks} of {given} were given; {way_out}")
+        raise StateError(
+            f"this is rank {rank} of {size}, but states of ranks {ranks} of {given} were given; {way_out}"
+        )
     places = {standing(state) for state in ordered}
     if len(places) > 1:
         told = f"(ranks, epoch, step, samples, changes, what they had agreed) are {sorted(places)}"
-        raise StateError(f"the ranks saved their states after different steps: {told}; load states of one step")
+        raise StateError(
+            f"the ranks saved their states after different steps: {told}; load states of one step"
+        )
     return [ordered[rank]] if len(ordered) == size else ordered
 
 
 def standing(state: Mapping[str, Any]) -> tuple[Any, ...]:
     """Returns what the states of all ranks have in common if they saved them after the same exchange."""
-    cursor, running = state["cursor"], state["running"] or {}  # the end of an epoch is the beginning of the next one
+    cursor, running = (
+        state["cursor"],
+        state["running"] or {},
+    )  # the end of an epoch is the beginning of the next one
     feed = running.get("feed", {})
     agreed = [running.get("ended"), running.get("kinds"), feed.get("start"), feed.get("kinds")]
-    place = state["world_size"], state["epoch"], cursor["steps"] * bool(running), cursor["samples_seen"]
+    place = (
+        state["world_size"],
+        state["epoch"],
+        cursor["steps"] * bool(running),
+        cursor["samples_seen"],
+    )
     return *place, str(state["changes"]), hashed(str(agreed), 4)
 
 
 KINDS = "(kinds)"  # name of the kinds among the streams of lengths
 UNKNOWN, CHUNK = -1, 1 << 16
-STEADY_SHARE = 0.01  # exact batches are planned if at most this share of samples changes length between epochs
+STEADY_SHARE = (
+    0.01  # exact batches are planned if at most this share of samples changes length between epochs
+)
 
 
 class LearnedLengths:
@@ -85,7 +103,11 @@ class LearnedLengths:
 
     def known(self, indices: IntArray) -> dict[str, NDArray[Any]] | None:
         known = {name: values[indices] for name, values in self.seen.items()}
-        return None if not known or any((values == UNKNOWN).any() for values in known.values()) else known
+        return (
+            None
+            if not known or any((values == UNKNOWN).any() for values in known.values())
+            else known
+        )
 
     def merge(self, world: World) -> None:
         """Combines what all ranks measured in this epoch (each sample's largest length); call it on all ranks."""
@@ -102,12 +124,18 @@ class LearnedLengths:
             if name in self.seen:
                 changed |= (fresh[name] != self.seen[name]) & ~unseen
             seen[name] = np.where(unseen, self.seen.get(name, fresh[name]), fresh[name])
-        self.steady = int(changed.sum()) <= STEADY_SHARE * self.num_samples if names else self.steady
+        self.steady = (
+            int(changed.sum()) <= STEADY_SHARE * self.num_samples if names else self.steady
+        )
         self.seen, self._fresh = seen, {}  # not before: if a rank stops, the state still has them
 
     def state(self) -> dict[str, Any]:
         fresh = {name: pack(values.astype(np.int64)) for name, values in self._fresh.items()}
-        return {"seen": {n: pack(v) for n, v in self.seen.items()}, "fresh": fresh, "steady": self.steady}
+        return {
+            "seen": {n: pack(v) for n, v in self.seen.items()},
+            "fresh": fresh,
+            "steady": self.steady,
+        }
 
     def restored(self, states: Sequence[Mapping[str, Any]]) -> "LearnedLengths":
         """Returns the lengths in a rank's state, updated with what other ranks have measured since."""
@@ -115,7 +143,9 @@ class LearnedLengths:
         other.steady = states[0]["steady"]
         read = lambda name, text: unpack(text).astype(np.int64 if name == KINDS else np.int32)  # noqa: E731
         other.seen = {name: read(name, text) for name, text in states[0]["seen"].items()}
-        for name, text in ((name, text) for state in states for name, text in state["fresh"].items()):
+        for name, text in (
+            (name, text) for state in states for name, text in state["fresh"].items()
+        ):
             values = read(name, text)
             other._fresh[name] = np.maximum(other._fresh.get(name, values), values)
         return other

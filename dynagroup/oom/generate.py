@@ -14,8 +14,14 @@ from dynagroup.oom.retry import run_parts
 from dynagroup.oom.split import BatchSplitter, VisionTokens, longest_of
 from dynagroup.shapes import BatchShape
 
-_REFUSED = ("streamer", "synced_gpus", "return_dict_in_generate", "past_key_values", "encoder_outputs",
-            "prefix_allowed_tokens_fn")  # fmt: skip
+_REFUSED = (
+    "streamer",
+    "synced_gpus",
+    "return_dict_in_generate",
+    "past_key_values",
+    "encoder_outputs",
+    "prefix_allowed_tokens_fn",
+)
 _learned_by_model: WeakKeyDictionary[Any, LearningBudget] = WeakKeyDictionary()
 
 
@@ -27,9 +33,15 @@ class Generated(NamedTuple):
 
 
 def generate_with_oom_retry(
-    model: Any, batch: Any, *, min_samples: int = 1, pad_token_id: int | None = None,
-    learned: LearningBudget | None = None, indices: Sequence[int] = (), **generate_kwargs: Any,
-) -> Generated:  # fmt: skip
+    model: Any,
+    batch: Any,
+    *,
+    min_samples: int = 1,
+    pad_token_id: int | None = None,
+    learned: LearningBudget | None = None,
+    indices: Sequence[int] = (),
+    **generate_kwargs: Any,
+) -> Generated:
     """Returns ``model.generate(**batch, **generate_kwargs)``; runs the batch in parts if it does not fit in memory.
 
     The output is as without splitting: samples in input order, with the same padding. Greedy and beam search give the
@@ -57,9 +69,14 @@ def generate_with_oom_retry(
 
 
 def generated(
-    model: Any, batch: Mapping[str, Any], options: Mapping[str, Any], learned: LearningBudget, indices: Sequence[int], *,
+    model: Any,
+    batch: Mapping[str, Any],
+    options: Mapping[str, Any],
+    learned: LearningBudget,
+    indices: Sequence[int],
+    *,
     min_samples: int = 1,
-) -> Generated:  # fmt: skip
+) -> Generated:
     """Returns the output of the whole batch, joined from its parts. ``options``: checked arguments of ``generate``."""
     kwargs = {name: value for name, value in options.items() if not is_data(value)}
     batch = {**batch, **{name: value for name, value in options.items() if name not in kwargs}}
@@ -68,7 +85,12 @@ def generated(
     splitter = BatchSplitter(trim=False, vision=VisionTokens.from_config(model.config))
     shape = partial(_final_shape, option, model.config.is_encoder_decoder)
     run = lambda part: model.generate(**part, **kwargs)  # noqa: E731
-    how: Any = {"min_samples": min_samples, "indices": indices, "shape": shape, "watch": watch_of(model)}
+    how: Any = {
+        "min_samples": min_samples,
+        "indices": indices,
+        "shape": shape,
+        "watch": watch_of(model),
+    }
     rows = run_parts(run, batch, splitter, learned, **how)
     if len(rows) == 1:
         return Generated(rows[0], 0)
@@ -78,12 +100,17 @@ def generated(
     return Generated(torch.cat(ended), len(rows) - 1)
 
 
-def _final_shape(option: Callable[[str], Any], is_encoder_decoder: bool, part: Any, num_samples: int) -> BatchShape:
+def _final_shape(
+    option: Callable[[str], Any], is_encoder_decoder: bool, part: Any, num_samples: int
+) -> BatchShape:
     new, total, width = option("max_new_tokens"), option("max_length"), longest_of(part)
     if new is None and total is not None:
         new = total if is_encoder_decoder else max(total - width, 0)
     new = 20 if new is None else new  # transformers' default
-    return BatchShape.of(num_samples * max(option(name) or 1 for name in ("num_beams", "num_return_sequences")), width + new)
+    return BatchShape.of(
+        num_samples * max(option(name) or 1 for name in ("num_beams", "num_return_sequences")),
+        width + new,
+    )
 
 
 def _pad_token_id(option: Callable[[str], Any]) -> int:
@@ -92,7 +119,9 @@ def _pad_token_id(option: Callable[[str], Any]) -> int:
     if pad is None or (pad == 0 and (option("num_beams") or 1) > 1 and first_eos is not None):
         pad = first_eos  # in beam search, transformers treats a padding token of 0 as not set
     if pad is None:
-        raise ConfigError("parts have outputs of unequal length; pass `pad_token_id`, which fills the shorter ones")
+        raise ConfigError(
+            "parts have outputs of unequal length; pass `pad_token_id`, which fills the shorter ones"
+        )
     return int(pad)
 
 
@@ -100,12 +129,18 @@ def check_options(model: Any, given: Mapping[str, Any]) -> None:
     """Raises ConfigError for options that do not work in parts, also those in the model's generation config."""
     for name in _REFUSED:
         if generation_option(name, model, given) not in (None, False):
-            raise ConfigError(f"`{name}` does not work when a batch may run in parts; use model.generate instead")
+            raise ConfigError(
+                f"`{name}` does not work when a batch may run in parts; use model.generate instead"
+            )
 
 
 def generation_option(name: str, model: Any, kwargs: Mapping[str, Any]) -> Any:
     """Returns the value of an option of ``generate``: argument, ``generation_config``, or the model's; else None."""
-    for source in (kwargs, kwargs.get("generation_config"), getattr(model, "generation_config", None)):
+    for source in (
+        kwargs,
+        kwargs.get("generation_config"),
+        getattr(model, "generation_config", None),
+    ):
         value = source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
         if value is not None:
             return value

@@ -23,15 +23,27 @@ from dynagroup.validation import check_choice, check_int
 Pooling: TypeAlias = Literal["mean", "first", "last"]
 
 # Pooling: its name in sentence-transformers -> its name here.
-_POOLINGS = {"cls_token": "first", "mean_tokens": "mean", "lasttoken": "last", "cls": "first", "mean": "mean"}
+_POOLINGS = {
+    "cls_token": "first",
+    "mean_tokens": "mean",
+    "lasttoken": "last",
+    "cls": "first",
+    "mean": "mean",
+}
 _NEW_TOKENS = 128
 _OF_A_JOB = {"batch_size", "budget", "max_length", "progress", "learned"}
 
 
 def generate_dataset(
-    model: Any, tokenizer: Any, texts: Sequence[str], *,
-    output: str | Path | None = None, max_new_tokens: int | None = None, world: World | None = None, **options: Any,
-) -> list[Any]:  # fmt: skip
+    model: Any,
+    tokenizer: Any,
+    texts: Sequence[str],
+    *,
+    output: str | Path | None = None,
+    max_new_tokens: int | None = None,
+    world: World | None = None,
+    **options: Any,
+) -> list[Any]:
     """Generates for every text, like a loop over ``model.generate``, but in fewer and fuller batches, longest first.
 
     Results do not contain the prompts, and are in input order; with ``num_return_sequences`` above 1 each is a list. A
@@ -57,17 +69,29 @@ def generate_dataset(
 
 
 def iter_generate(
-    model: Any, tokenizer: Any, texts: Sequence[str], *,
-    max_new_tokens: int | None = None, skip: Collection[int] = (), **options: Any,
-) -> Iterator[tuple[int, Any]]:  # fmt: skip
+    model: Any,
+    tokenizer: Any,
+    texts: Sequence[str],
+    *,
+    max_new_tokens: int | None = None,
+    skip: Collection[int] = (),
+    **options: Any,
+) -> Iterator[tuple[int, Any]]:
     """Yields (index, result) like :func:`generate_dataset`, longest first, except texts in ``skip``; saves nothing."""
     return _generation(model, tokenizer, texts, max_new_tokens, **options).as_they_come(skip)
 
 
 def embed_dataset(
-    model: Any, tokenizer: Any, texts: Sequence[str], *, pooling: Pooling = "mean", normalize: bool = False,
-    output: str | Path | None = None, world: World | None = None, **options: Any,
-) -> np.ndarray:  # fmt: skip
+    model: Any,
+    tokenizer: Any,
+    texts: Sequence[str],
+    *,
+    pooling: Pooling = "mean",
+    normalize: bool = False,
+    output: str | Path | None = None,
+    world: World | None = None,
+    **options: Any,
+) -> np.ndarray:
     """Returns one vector per text, float32 (num_texts, features): last hidden states, pooled over the tokens.
 
     Args:
@@ -81,21 +105,36 @@ def embed_dataset(
     >>> embed_dataset(model, tokenizer, texts, pooling="mean", normalize=True).shape  # doctest: +SKIP
     (1000, 384)
     """
-    return Job(_embedding(model, pooling, normalize), tokenizer, texts, **options).whole(output, world)
+    return Job(_embedding(model, pooling, normalize), tokenizer, texts, **options).whole(
+        output, world
+    )
 
 
 def iter_embed(
-    model: Any, tokenizer: Any, texts: Sequence[str], *,
-    pooling: Pooling = "mean", normalize: bool = False, skip: Collection[int] = (), **options: Any,
-) -> Iterator[tuple[int, np.ndarray]]:  # fmt: skip
+    model: Any,
+    tokenizer: Any,
+    texts: Sequence[str],
+    *,
+    pooling: Pooling = "mean",
+    normalize: bool = False,
+    skip: Collection[int] = (),
+    **options: Any,
+) -> Iterator[tuple[int, np.ndarray]]:
     """Yields (index, vector) like :func:`embed_dataset`, longest texts first, without those in ``skip``."""
-    return Job(_embedding(model, pooling, normalize), tokenizer, texts, **options).as_they_come(skip)
+    return Job(_embedding(model, pooling, normalize), tokenizer, texts, **options).as_they_come(
+        skip
+    )
 
 
 def classify_dataset(
-    model: Any, tokenizer: Any, texts: Sequence[str], *,
-    output: str | Path | None = None, world: World | None = None, **options: Any,
-) -> np.ndarray:  # fmt: skip
+    model: Any,
+    tokenizer: Any,
+    texts: Sequence[str],
+    *,
+    output: str | Path | None = None,
+    world: World | None = None,
+    **options: Any,
+) -> np.ndarray:
     """Returns a sequence classifier's logits, float32 (num_texts, classes); arguments as in :func:`embed_dataset`."""
     return Job(_classification(model), tokenizer, texts, **options).whole(output, world)
 
@@ -107,7 +146,9 @@ def iter_classify(
     return Job(_classification(model), tokenizer, texts, **options).as_they_come(skip)
 
 
-def encode(name: str | Path, texts: Sequence[str], *, batch_size: int = 32, **options: Any) -> np.ndarray:
+def encode(
+    name: str | Path, texts: Sequence[str], *, batch_size: int = 32, **options: Any
+) -> np.ndarray:
     """Embeds texts like :func:`embed_dataset`, by a model's name or folder, with its own settings, on a GPU if any.
 
     Vectors of a sentence-transformers model equal those of ``SentenceTransformer(name).encode(texts)``; other models
@@ -119,8 +160,14 @@ def encode(name: str | Path, texts: Sequence[str], *, batch_size: int = 32, **op
     from transformers import AutoModel, AutoTokenizer
 
     how = _recipe_of(str(name)) | options
-    model = AutoModel.from_pretrained(str(name)).eval().to("cuda" if torch.cuda.is_available() else "cpu")
-    return embed_dataset(model, AutoTokenizer.from_pretrained(str(name)), texts, batch_size=batch_size, **how)
+    model = (
+        AutoModel.from_pretrained(str(name))
+        .eval()
+        .to("cuda" if torch.cuda.is_available() else "cpu")
+    )
+    return embed_dataset(
+        model, AutoTokenizer.from_pretrained(str(name)), texts, batch_size=batch_size, **how
+    )
 
 
 def _recipe_of(name: str) -> dict[str, Any]:
@@ -128,16 +175,41 @@ def _recipe_of(name: str) -> dict[str, Any]:
         return {}
     kinds = {module["type"].rpartition(".")[2]: module["path"] for module in modules}
     unknown = sorted(kinds.keys() - {"Transformer", "Pooling", "Normalize"})
-    config = _read(name, f"{kinds['Pooling']}/config.json") if "Pooling" in kinds else {"pooling_mode": "mean"}
-    asked = [key.removeprefix("pooling_mode_") for key, on in config.items() if key.startswith("pooling_mode_") and on]
+    config = (
+        _read(name, f"{kinds['Pooling']}/config.json")
+        if "Pooling" in kinds
+        else {"pooling_mode": "mean"}
+    )
+    asked = [
+        key.removeprefix("pooling_mode_")
+        for key, on in config.items()
+        if key.startswith("pooling_mode_") and on
+    ]
     asked += [mode for mode in [config.get("pooling_mode")] if isinstance(mode, str)]
     if unknown or len(asked) != 1 or asked[0] not in _POOLINGS:
-        raise ConfigError(f"{name!r} has the pooling {asked} and the modules {unknown}, unknown here; use sentence-transformers")
-    own, more = _read(name, "sentence_bert_config.json"), _read(name, "config_sentence_transformers.json")
-    odd = [k for k, v in {**own, **more}.items() if v and k.endswith(("do_lower_case", "truncate_dim", "_args", "_kwargs"))]
-    if odd := odd + ["default_prompt_name"] * bool((more.get("prompts") or {}).get(more.get("default_prompt_name"))):
-        raise ConfigError(f"{name!r} changes texts, weights or vectors ({', '.join(odd)}); use sentence-transformers")
-    return {"pooling": _POOLINGS[asked[0]], "normalize": "Normalize" in kinds, "max_length": own.get("max_seq_length")}
+        raise ConfigError(
+            f"{name!r} has the pooling {asked} and the modules {unknown}, unknown here; use sentence-transformers"
+        )
+    own, more = (
+        _read(name, "sentence_bert_config.json"),
+        _read(name, "config_sentence_transformers.json"),
+    )
+    odd = [
+        k
+        for k, v in {**own, **more}.items()
+        if v and k.endswith(("do_lower_case", "truncate_dim", "_args", "_kwargs"))
+    ]
+    if odd := odd + ["default_prompt_name"] * bool(
+        (more.get("prompts") or {}).get(more.get("default_prompt_name"))
+    ):
+        raise ConfigError(
+            f"{name!r} changes texts, weights or vectors ({', '.join(odd)}); use sentence-transformers"
+        )
+    return {
+        "pooling": _POOLINGS[asked[0]],
+        "normalize": "Normalize" in kinds,
+        "max_length": own.get("max_seq_length"),
+    }
 
 
 def _read(name: str, file: str) -> Any:
@@ -147,14 +219,18 @@ def _read(name: str, file: str) -> Any:
     return {} if path is None else json.loads(Path(path).read_text(encoding="utf-8"))
 
 
-def _generation(model: Any, tokenizer: Any, texts: Any, max_new_tokens: int | None, **options: Any) -> Job:
+def _generation(
+    model: Any, tokenizer: Any, texts: Any, max_new_tokens: int | None, **options: Any
+) -> Job:
     """Makes a job that generates texts; ``options`` are those of a job and those of ``generate``."""
     of_job = {name: options[name] for name in _OF_A_JOB & options.keys()}
     kwargs = {name: value for name, value in options.items() if name not in of_job}
     check_options(model, kwargs)
     wrong = [name for name, value in kwargs.items() if is_data(value)]
     if wrong:
-        raise ConfigError(f"`{wrong[0]}` is for one batch, but a job makes many batches; leave it out")
+        raise ConfigError(
+            f"`{wrong[0]}` is for one batch, but a job makes many batches; leave it out"
+        )
     option = lambda name: generation_option(name, model, kwargs)  # noqa: E731
     new = max_new_tokens if max_new_tokens is not None else option("max_new_tokens")
     new_tokens = check_int("max_new_tokens", _NEW_TOKENS if new is None else new)
@@ -172,27 +248,44 @@ def _generation(model: Any, tokenizer: Any, texts: Any, max_new_tokens: int | No
         found = tokenizer.batch_decode(tokens, skip_special_tokens=True)
         return found if each == 1 else [found[i : i + each] for i in range(0, len(found), each)]
 
-    task = Task(model=model, process=process, kind=TEXTS, mode="generate", new_tokens=new_tokens,
-            settings={"task": "generate", "max_new_tokens": new_tokens, "arguments": kwargs},
-            padding_side="left" if is_causal else "right", copies=max(option("num_beams") or 1, each))  # fmt: skip
+    task = Task(
+        model=model,
+        process=process,
+        kind=TEXTS,
+        mode="generate",
+        new_tokens=new_tokens,
+        settings={"task": "generate", "max_new_tokens": new_tokens, "arguments": kwargs},
+        padding_side="left" if is_causal else "right",
+        copies=max(option("num_beams") or 1, each),
+    )
     return Job(task, tokenizer, texts, **of_job)
 
 
-def _forward(model: Any, name: str, wanted: str, rows_of: Callable[[torch.Tensor, Any], Any], **settings: Any) -> Task:
+def _forward(
+    model: Any, name: str, wanted: str, rows_of: Callable[[torch.Tensor, Any], Any], **settings: Any
+) -> Task:
     """Makes a task of forward passes without gradients; ``rows_of`` makes rows of one output field and the mask."""
 
     def outputs(batch: dict[str, Any]) -> torch.Tensor:
         found = getattr(model(**batch), name, None)
-        if found is None or (name == "logits" and found.dim() != 2):  # a causal model's logits are of tokens
-            told = f"{type(model).__name__} has no `{name}`{' of whole texts' * (found is not None)}"
+        if found is None or (
+            name == "logits" and found.dim() != 2
+        ):  # a causal model's logits are of tokens
+            told = (
+                f"{type(model).__name__} has no `{name}`{' of whole texts' * (found is not None)}"
+            )
             raise ConfigError(f"the output of {told}; give the model {wanted}")
         return rows_of(found, batch["attention_mask"]).float().cpu()
 
     def process(job: Job, batch: dict[str, Any], indices: Sequence[int]) -> np.ndarray:
         splitter = BatchSplitter(pad_to_multiple_of=job.budget.pad_to_multiple_of)
         with torch.inference_mode():
-            rows = run_with_oom_retry(outputs, batch, split=splitter, learned=job.learned, indices=indices)
-        return torch.cat(rows)[: len(indices)].numpy()  # without rows that were added to get a fixed shape
+            rows = run_with_oom_retry(
+                outputs, batch, split=splitter, learned=job.learned, indices=indices
+            )
+        return torch.cat(rows)[
+            : len(indices)
+        ].numpy()  # without rows that were added to get a fixed shape
 
     return Task(model=model, process=process, settings=settings)
 
@@ -200,33 +293,61 @@ def _forward(model: Any, name: str, wanted: str, rows_of: Callable[[torch.Tensor
 def _embedding(model: Any, pooling: Pooling, normalize: bool) -> Task:
     check_choice("pooling", pooling, ("mean", "first", "last"))
     inner = _without_head(model)
-    decodes = getattr(getattr(inner, "config", None), "is_encoder_decoder", False) and hasattr(inner, "decoder")
+    decodes = getattr(getattr(inner, "config", None), "is_encoder_decoder", False) and hasattr(
+        inner, "decoder"
+    )
     if decodes or "decoder_input_ids" in inspect.signature(inner.forward).parameters:
-        raise ConfigError(f"a {type(model).__name__} returns its decoder's hidden states; pass model.get_encoder()")
+        raise ConfigError(
+            f"a {type(model).__name__} returns its decoder's hidden states; pass model.get_encoder()"
+        )
     rows_of = lambda states, mask: _pool(states, mask, pooling, normalize)  # noqa: E731
     wanted = "without its head, as AutoModel loads it"
-    return _forward(inner, "last_hidden_state", wanted, rows_of, task=f"embed {pooling}", normalize=int(normalize))
+    return _forward(
+        inner,
+        "last_hidden_state",
+        wanted,
+        rows_of,
+        task=f"embed {pooling}",
+        normalize=int(normalize),
+    )
 
 
 def _classification(model: Any) -> Task:
-    return _forward(model, "logits", "with a head: AutoModelForSequenceClassification", lambda rows, _: rows, task="classify")
+    return _forward(
+        model,
+        "logits",
+        "with a head: AutoModelForSequenceClassification",
+        lambda rows, _: rows,
+        task="classify",
+    )
 
 
 def _without_head(model: Any) -> Any:
     """Returns the part of a model that computes hidden states. The outer layer of a peft model is left out if the
     adapters are in the layers below, where they still run."""
-    inner, peft = model, sys.modules.get("peft")  # not imported here: whoever has a peft model has imported peft
+    inner, peft = (
+        model,
+        sys.modules.get("peft"),
+    )  # not imported here: whoever has a peft model has imported peft
     if peft is not None and isinstance(model, peft.PeftModel):
         config, tuner = model.active_peft_config, sys.modules["peft.tuners.tuners_utils"].BaseTuner
         around = config.is_prompt_learning or type(model.base_model).forward is not tuner.forward
-        inner = model if around or getattr(config, "alora_invocation_tokens", None) else model.get_base_model()
+        inner = (
+            model
+            if around or getattr(config, "alora_invocation_tokens", None)
+            else model.get_base_model()
+        )
     return inner.base_model if hasattr(type(inner), "base_model_prefix") else model
 
 
-def _pool(states: torch.Tensor, mask: torch.Tensor, pooling: Pooling, normalize: bool) -> torch.Tensor:
+def _pool(
+    states: torch.Tensor, mask: torch.Tensor, pooling: Pooling, normalize: bool
+) -> torch.Tensor:
     num_tokens = mask.sum(1).clamp(min=1)
     if pooling == "mean":  # summed in float32, because bfloat16 cannot count beyond 256
-        pooled = (states * mask.unsqueeze(-1).to(states.dtype)).sum(1, dtype=torch.float32) / num_tokens.unsqueeze(-1)
+        pooled = (states * mask.unsqueeze(-1).to(states.dtype)).sum(
+            1, dtype=torch.float32
+        ) / num_tokens.unsqueeze(-1)
     else:
         position = torch.zeros_like(num_tokens) if pooling == "first" else num_tokens - 1
         pooled = states[torch.arange(len(states), device=states.device), position].float()

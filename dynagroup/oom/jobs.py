@@ -38,17 +38,51 @@ from dynagroup.update.filling import FillingCollator
 from dynagroup.validation import check_int
 
 _log = logging.getLogger(__name__)
-_PATIENCE_S = 30 * 24 * 3600.0  # a month: ranks wait for each other; dead ranks close their connections
+_PATIENCE_S = (
+    30 * 24 * 3600.0
+)  # a month: ranks wait for each other; dead ranks close their connections
 _UNSET = 10**9  # a tokenizer's limit above this means none (it reports 10**30)
 _AT_ONCE = 2**26  # bytes of weights that are copied from a device at a time
-_WHERE_FROM = {"_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "_from_model_config"}
-_HOW = {"use_cache", "attn_implementation", "_attn_implementation", "dtype", "torch_dtype", "architectures"}
-_CHANGES = {"gradient_checkpointing", "is_gradient_checkpointing", "name_or_path", "warnings_issued", "hf_device_map"}
-_CHANGES |= {"max_seq_len_cached", *vars(torch.nn.Module())}  # these change when a model runs or moves, or has hooks
-_CHANGES |= {"forward", "_old_forward", "_hf_hook", "_compiled_call_impl", "_gradient_checkpointing_func"}
+_WHERE_FROM = {
+    "_name_or_path",
+    "name_or_path",
+    "_commit_hash",
+    "transformers_version",
+    "_from_model_config",
+}
+_HOW = {
+    "use_cache",
+    "attn_implementation",
+    "_attn_implementation",
+    "dtype",
+    "torch_dtype",
+    "architectures",
+}
+_CHANGES = {
+    "gradient_checkpointing",
+    "is_gradient_checkpointing",
+    "name_or_path",
+    "warnings_issued",
+    "hf_device_map",
+}
+_CHANGES |= {
+    "max_seq_len_cached",
+    *vars(torch.nn.Module()),
+}  # these change when a model runs or moves, or has hooks
+_CHANGES |= {
+    "forward",
+    "_old_forward",
+    "_hf_hook",
+    "_compiled_call_impl",
+    "_gradient_checkpointing_func",
+}
 _PLAIN = (type(None), int, float, str, Enum, np.generic, np.ndarray, torch.dtype)
 _OF_TOKENIZER = "pad_token_id eos_token_id bos_token truncation_side clean_up_tokenization_spaces split_special_tokens".split()
-_PROBES = ["A quick brown fox.", "Ein süßer Käse, 1,024 €", "\u4f60\u597d, def f(x): return x ** 2\n"]
+_PROBES = [
+    "A quick brown fox.",
+    "Ein süßer Käse, 1,024 €",
+    "\u4f60\u597d, def f(x): return x ** 2\n",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +92,9 @@ class Task:
     model: Any
     process: "Callable[[Job, dict[str, Any], Sequence[int]], Any]"
     """``(job, padded batch, indices of its samples) -> results of the samples``."""
-    settings: Mapping[str, Any]  # settings on which results depend, besides model, tokenizer and texts
+    settings: Mapping[
+        str, Any
+    ]  # settings on which results depend, besides model, tokenizer and texts
     kind: Kind = VECTORS
     mode: Mode = "forward"
     padding_side: Literal["left", "right"] = "right"
@@ -70,31 +106,64 @@ class Job:
     """Runs texts through a model in planned batches, longest texts first. A batch that does not fit runs in parts."""
 
     def __init__(
-        self, task: Task, tokenizer: Any, texts: Any, *, batch_size: int | None = None, budget: Budget | None = None,
-        max_length: int | None = None, progress: bool = True, learned: LearningBudget | None = None, shapes: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        task: Task,
+        tokenizer: Any,
+        texts: Any,
+        *,
+        batch_size: int | None = None,
+        budget: Budget | None = None,
+        max_length: int | None = None,
+        progress: bool = True,
+        learned: LearningBudget | None = None,
+        shapes: int | None = None,
+    ) -> None:
         if getattr(budget, "layout", "padded") == "packed":
-            raise ConfigError(f"`budget` must have layout='padded', as these batches are padded, but is {budget!r}")
+            raise ConfigError(
+                f"`budget` must have layout='padded', as these batches are padded, but is {budget!r}"
+            )
         if batch_size is not None and budget is not None:
-            raise ConfigError(f"`batch_size` ({batch_size!r}) and `budget` both limit a batch; pass only one of them")
-        self.task, self.tokenizer, self.texts, self._shapes = task, tokenizer, by_position(texts), shapes
-        self._tokens, self._given_budget, self._progress = begun_once(tokenizer, self.texts), budget, progress
+            raise ConfigError(
+                f"`batch_size` ({batch_size!r}) and `budget` both limit a batch; pass only one of them"
+            )
+        self.task, self.tokenizer, self.texts, self._shapes = (
+            task,
+            tokenizer,
+            by_position(texts),
+            shapes,
+        )
+        self._tokens, self._given_budget, self._progress = (
+            begun_once(tokenizer, self.texts),
+            budget,
+            progress,
+        )
         self._batch_size = check_int("batch_size", 16 if batch_size is None else batch_size)
         self.learned = learned if learned is not None else LearningBudget()
         self._says_limit = max_length is None and task.mode == "forward"
-        said = [getattr(tokenizer, "model_max_length", None), *_positions(task.model)]  # the smallest limit is used
-        said = min((int(n) for n in said if isinstance(n, (int, float)) and 0 < n < _UNSET), default=None)
+        said = [
+            getattr(tokenizer, "model_max_length", None),
+            *_positions(task.model),
+        ]  # the smallest limit is used
+        said = min(
+            (int(n) for n in said if isinstance(n, (int, float)) and 0 < n < _UNSET), default=None
+        )
         self._max_length = said if self._says_limit else limit_of(max_length)
 
     def as_they_come(self, skip: Collection[int] = ()) -> Iterator[tuple[int, Any]]:
         """Yields (index, result) as batches finish, longest texts first."""
         self._prepare()
         batches = self._results({int(index) for index in skip})
-        return ((index, result) for indices, results in batches for index, result in zip(indices, results, strict=True))
+        return (
+            (index, result)
+            for indices, results in batches
+            for index, result in zip(indices, results, strict=True)
+        )
 
     def whole(self, output: str | Path | None = None, world: World | None = None) -> Any:
         """Returns all results in input order; reads them from ``output`` if that file is complete."""
-        first = world or current_world()  # ranks lost before the job are noticed within ten minutes, not a month
+        first = (
+            world or current_world()
+        )  # ranks lost before the job are noticed within ten minutes, not a month
         if output is None and first.size == 1:
             found = dict(self.as_they_come())
             return self.task.kind.gather([found[i] for i in range(len(found))])
@@ -104,8 +173,12 @@ class Job:
         numbers = [int(hashed(repr(item), 12), 16) for item in out.identity.items()]
         numbers += [0] * (32 - len(numbers))  # jobs that differ may have other settings
         highest, lowest = world.all_max(numbers), world.all_max([-n for n in numbers])
-        if what := ", ".join(name for name, a, b in zip(out.identity, highest, lowest, strict=False) if a != -b):
-            raise ConfigError(f"all ranks must run the same job, but have different {what}; give all ranks the same")
+        if what := ", ".join(
+            name for name, a, b in zip(out.identity, highest, lowest, strict=False) if a != -b
+        ):
+            raise ConfigError(
+                f"all ranks must run the same job, but have different {what}; give all ranks the same"
+            )
         if not _on_all(world, out.is_finished):
             _on_all(world, self._prepare)
             with closing(out):
@@ -116,7 +189,9 @@ class Job:
 
     def _out(self, output: str | Path | None, num_ranks: int) -> Output:
         if output is None:
-            raise ConfigError(f"{num_ranks} ranks need `output`, the path of a file that all ranks can read and write")
+            raise ConfigError(
+                f"{num_ranks} ranks need `output`, the path of a file that all ranks can read and write"
+            )
         settings = {**self.task.settings, "max_length": self._max_length}
         identity = identity_of(self.task.model, self.tokenizer, self.texts, settings)
         return Output(Path(output), identity, len(self.texts), self.task.kind)
@@ -125,23 +200,34 @@ class Job:
     # before (only then may any add to it); until all have finished (then the first writes the output); and until it
     # exists. The lock is kept until then, so another process is either refused, or finds a complete output.
     def _finish(self, out: Output, world: World) -> None:
-        if _on_all(world, lambda: world.rank == 0 and out.claim()):  # another process has finished the job
+        if _on_all(
+            world, lambda: world.rank == 0 and out.claim()
+        ):  # another process has finished the job
             return
         finished: set[int] = set()
         _on_all(world, lambda: finished.update(out.finished()))
-        _on_all(world, lambda: any(out.append(*found) for found in self._results(finished, world.rank, world.size)))
+        _on_all(
+            world,
+            lambda: any(
+                out.append(*found) for found in self._results(finished, world.rank, world.size)
+            ),
+        )
         _on_all(world, lambda: out.publish() if world.rank == 0 else None)
 
     @cached_property
     def lengths(self) -> NDArray[np.int32]:
         """Tokens of every text, after truncation: int32 (N,)."""
-        return measure_lengths(self.texts, self._tokens, max_length=self._max_length, progress=self._progress)
+        return measure_lengths(
+            self.texts, self._tokens, max_length=self._max_length, progress=self._progress
+        )
 
     @cached_property
     def budget(self) -> Budget:
         """The user's budget, or one made for the model, bound to the lengths."""
         task, budget = self.task, self._given_budget
-        known: Any = partial(MemoryRegressor.of_model, task.model, task.mode, max_new_tokens=task.new_tokens)
+        known: Any = partial(
+            MemoryRegressor.of_model, task.model, task.mode, max_new_tokens=task.new_tokens
+        )
         if budget is None:
             one_batch = len(self.texts) <= self._batch_size  # fits by assumption: no trace needed
             budget, known = MemoryBudget(self._batch_size), PaddedTokens if one_batch else known
@@ -162,13 +248,24 @@ class Job:
             cut = "%d of %d texts have at least %d tokens, the most that the model accepts, and are truncated to them"
             _log.warning(cut, num_full, len(lengths), self._max_length)
 
-    def _results(self, done: Collection[int], rank: int = 0, size: int = 1) -> Iterator[tuple[list[int], Any]]:
+    def _results(
+        self, done: Collection[int], rank: int = 0, size: int = 1
+    ) -> Iterator[tuple[list[int], Any]]:
         """Yields (indices, results) of this rank's part of the samples that are not ``done``, whatever the budget."""
         from tqdm.auto import tqdm
 
-        share = sorted((i for i in range(len(self.texts)) if i not in done), key=lambda i: (-self.lengths[i], i))[rank::size]
-        shown, total = self._progress and rank == 0, int(self.lengths[share].sum())  # progress in tokens, like time
-        with evaluating(self.task.model), tqdm(total=total, unit="tok", unit_scale=True, disable=not shown) as bar:
+        share = sorted(
+            (i for i in range(len(self.texts)) if i not in done),
+            key=lambda i: (-self.lengths[i], i),
+        )[rank::size]
+        shown, total = (
+            self._progress and rank == 0,
+            int(self.lengths[share].sum()),
+        )  # progress in tokens, like time
+        with (
+            evaluating(self.task.model),
+            tqdm(total=total, unit="tok", unit_scale=True, disable=not shown) as bar,
+        ):
             for indices in self._batches(share):
                 yield indices, self.task.process(self, self._encode(indices), indices)
                 bar.update(int(self.lengths[indices].sum()))
@@ -177,16 +274,24 @@ class Job:
         # A new token takes a further step. Its fixed time counts once for all copies of a text (beams, for example).
         work = Work.of_known(self.task.model, device=next(self.task.model.parameters()).device)
         work = replace(work, per_step=work.per_step * (1 + self.task.new_tokens) / self.task.copies)
-        sampler = LengthAwareBatchSampler(self.lengths[list(samples)], self.budget, work=work, rank=0, world_size=1)
+        sampler = LengthAwareBatchSampler(
+            self.lengths[list(samples)], self.budget, work=work, rank=0, world_size=1
+        )
         return [[samples[i] for i in batch] for batch in sampler]
 
     def _encode(self, indices: list[int]) -> dict[str, Any]:
-        how = {"padding_side": self.task.padding_side, "pad_to_multiple_of": self.budget.pad_to_multiple_of}
+        how = {
+            "padding_side": self.task.padding_side,
+            "pad_to_multiple_of": self.budget.pad_to_multiple_of,
+        }
         batch = padded(self._tokens, [self.texts[i] for i in indices], self._max_length, **how)
         if self.budget.ladder is not None:
             pad = {"input_ids": self.tokenizer.pad_token_id}
             batch = FillingCollator(None, self.budget.ladder, pad).fill(batch, len(indices))
-        return {name: value.to(next(self.task.model.parameters()).device) for name, value in batch.items()}
+        return {
+            name: value.to(next(self.task.model.parameters()).device)
+            for name, value in batch.items()
+        }
 
 
 def _on_all(world: World, act: Callable[[], bool | None]) -> bool:
@@ -194,14 +299,18 @@ def _on_all(world: World, act: Callable[[], bool | None]) -> bool:
     found, error = False, None
     try:
         found = bool(act())
-    except Exception as caught:  # raised again when all ranks know; the others first finish their part
+    except (
+        Exception
+    ) as caught:  # raised again when all ranks know; the others first finish their part
         error = caught
         (_log.error if world.size > 1 else _log.debug)("rank %d failed: %r", world.rank, error)
     failed, anywhere = world.all_max([world.rank if error is not None else -1, int(found)])
     if error is not None:
         raise error
     if failed >= 0:
-        raise ConfigError(f"rank {failed} of {world.size} could not continue the job; see that rank's error")
+        raise ConfigError(
+            f"rank {failed} of {world.size} could not continue the job; see that rank's error"
+        )
     return bool(anywhere)
 
 
@@ -221,29 +330,63 @@ def evaluating(model: Any) -> Iterator[None]:
 def _positions(model: Any) -> tuple[int | None, int | None]:
     """Returns how many tokens a model accepts by its config, and how many learned positions it has; None: unknown."""
     config = getattr(model, "config", None)
-    stated = getattr(getattr(config, "get_text_config", lambda: config)(), "max_position_embeddings", None)
+    stated = getattr(
+        getattr(config, "get_text_config", lambda: config)(), "max_position_embeddings", None
+    )
     for name, module in model.named_modules():
         rows, last = getattr(module, "num_embeddings", None), name.rpartition(".")[2]
-        if rows is None or stated is None or not ("position" in last or last == "wpe") or not 0 <= rows - stated <= 8:
+        if (
+            rows is None
+            or stated is None
+            or not ("position" in last or last == "wpe")
+            or not 0 <= rows - stated <= 8
+        ):
             continue
-        padding = getattr(module, "padding_idx", None)  # RoBERTa skips positions up to it; OPT and BART use `offset`
+        padding = getattr(
+            module, "padding_idx", None
+        )  # RoBERTa skips positions up to it; OPT and BART use `offset`
         unused = getattr(module, "offset", 0 if padding is None else padding + 1)
         return stated, int(rows - unused) if rows > unused else None
     return stated, None
 
 
-def identity_of(model: Any, tokenizer: Any, texts: Iterable[str], settings: Mapping[str, Any]) -> dict[str, Any]:
+def identity_of(
+    model: Any, tokenizer: Any, texts: Iterable[str], settings: Mapping[str, Any]
+) -> dict[str, Any]:
     """Returns all that results depend on, as text for JSON; equal in every process, wherever the model was loaded."""
-    names = sorted({str(getattr(getattr(part, "config", None), "_attn_implementation", "")) for part in model.modules()} - {""})
-    places = (("modeling", "ATTENTION"), ("masking", "MASK_ATTENTION"))  # where functions of one's own are registered
-    tables = [getattr(sys.modules.get(f"transformers.{where}_utils"), f"ALL_{what}_FUNCTIONS", {}) for where, what in places]
-    own = [described(f) for table in tables for name in names if is_own(getattr(f := table.get(name), "func", f))]
-    return {"model": f"{type(model).__name__} {_digest(_weights(model))}",
-            "model's attention": ", ".join([*names, *own]),
-            "model's switches and adapters": _digest(_switches(model)), "tokenizer": _tokenizer(tokenizer),
-            **{f"model's {name}": _said(getattr(model, name, None)) for name in ("config", "generation_config")},
-            "texts": f"{len(texts := list(texts))} texts {_digest(texts)}",
-            **{name: _said(value) for name, value in settings.items()}}  # fmt: skip
+    names = sorted(
+        {
+            str(getattr(getattr(part, "config", None), "_attn_implementation", ""))
+            for part in model.modules()
+        }
+        - {""}
+    )
+    places = (
+        ("modeling", "ATTENTION"),
+        ("masking", "MASK_ATTENTION"),
+    )  # where functions of one's own are registered
+    tables = [
+        getattr(sys.modules.get(f"transformers.{where}_utils"), f"ALL_{what}_FUNCTIONS", {})
+        for where, what in places
+    ]
+    own = [
+        described(f)
+        for table in tables
+        for name in names
+        if is_own(getattr(f := table.get(name), "func", f))
+    ]
+    return {
+        "model": f"{type(model).__name__} {_digest(_weights(model))}",
+        "model's attention": ", ".join([*names, *own]),
+        "model's switches and adapters": _digest(_switches(model)),
+        "tokenizer": _tokenizer(tokenizer),
+        **{
+            f"model's {name}": _said(getattr(model, name, None))
+            for name in ("config", "generation_config")
+        },
+        "texts": f"{len(texts := list(texts))} texts {_digest(texts)}",
+        **{name: _said(value) for name, value in settings.items()},
+    }
 
 
 def _digest(parts: Iterable[str]) -> str:
@@ -256,7 +399,11 @@ def _digest(parts: Iterable[str]) -> str:
 
 def _said(value: Any) -> str | int | None:
     if hasattr(value, "to_dict"):
-        value = {k: v for k, v in value.to_dict().items() if v is not None and k not in _WHERE_FROM | _HOW}
+        value = {
+            k: v
+            for k, v in value.to_dict().items()
+            if v is not None and k not in _WHERE_FROM | _HOW
+        }
     return value if value is None or type(value) in (int, str) else described(value)
 
 
@@ -264,7 +411,9 @@ def _tokenizer(tokenizer: Any) -> str:
     """Returns a hash of a tokenizer: its rules or vocabulary, its special tokens, and the ids of some words."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = tokenizer.get_vocab() if backend is None else json.loads(backend.to_str())
-    rules = sorted((k, v) for k, v in rules.items() if k not in ("truncation", "padding"))  # every call changes these
+    rules = sorted(
+        (k, v) for k, v in rules.items() if k not in ("truncation", "padding")
+    )  # every call changes these
     special = [getattr(tokenizer, name, None) for name in _OF_TOKENIZER]
     return f"{type(tokenizer).__name__} #{hashed(repr((rules, special, tokenizer(_PROBES)['input_ids'])))}"
 
@@ -277,7 +426,9 @@ def _switches(model: Any) -> Iterator[str]:
         for key, value in sorted(vars(module).items()):
             own = is_own(kind) and "cache" not in key  # what a layer computes as it runs
             private = own and not hasattr(kind, "from_pretrained")
-            public = private or not key.startswith("_") or kind.__module__.partition(".")[0] == "peft"
+            public = (
+                private or not key.startswith("_") or kind.__module__.partition(".")[0] == "peft"
+            )
             if key not in _CHANGES and public and _counts(value, own):
                 yield f"{name}.{key}={_said(value)}"
 
@@ -293,14 +444,22 @@ def _counts(value: Any, own: bool) -> bool:
 
 def _weights(model: Any) -> Iterator[str]:
     for name, value in sorted({**dict(model.named_buffers()), **model.state_dict()}.items()):
-        for tensor in () if name.endswith("inv_freq") else _plain_tensors(value):  # inv_freq is computed from the config
-            parts = tensor.detach().reshape(-1).view(torch.uint8).split(_AT_ONCE)  # weights may be many and on a device
+        for tensor in (
+            () if name.endswith("inv_freq") else _plain_tensors(value)
+        ):  # inv_freq is computed from the config
+            parts = (
+                tensor.detach().reshape(-1).view(torch.uint8).split(_AT_ONCE)
+            )  # weights may be many and on a device
             yield f"{name} {tensor.dtype} {tuple(tensor.shape)} {[crc32(part.cpu().numpy()) for part in parts]}"
 
 
 def _plain_tensors(value: Any) -> Iterator[Any]:
     """Yields what a weight consists of: torch's quantized layers hold tuples, torchao's hold tensors made of others."""
-    inner = [getattr(value, name) for name in value.__tensor_flatten__()[0]] if hasattr(value, "__tensor_flatten__") else value
+    inner = (
+        [getattr(value, name) for name in value.__tensor_flatten__()[0]]
+        if hasattr(value, "__tensor_flatten__")
+        else value
+    )
     if isinstance(inner, (tuple, list)):
         yield from chain.from_iterable(map(_plain_tensors, inner))
     elif hasattr(value, "element_size"):

@@ -20,14 +20,19 @@ from dynagroup.shapes import BatchShape, Streams, largest_within
 from dynagroup.update.filling import Shape
 from dynagroup.update.loader import StepLoader
 
-LENGTHS, SAMPLED = 4, 1 << 16  # lengths to try, each with as many samples as fit; most samples whose lengths are read
+LENGTHS, SAMPLED = (
+    4,
+    1 << 16,
+)  # lengths to try, each with as many samples as fit; most samples whose lengths are read
 SAID = 1000  # bytes of an error message that ranks exchange
 
 
 # Ranks exchange results after each batch. With DDP a batch runs without DDP's own exchange, so no rank waits for one
 # that failed. With FSDP ranks exchange data within a pass, and run the same shapes, so they fail at the same place; if
 # one fails alone, the others wait in that exchange until it times out, and then all raise the same error.
-def preflight(model: Any, loader: StepLoader[Any], compute_loss: Callable[[Any, Any], torch.Tensor]) -> list[Shape]:
+def preflight(
+    model: Any, loader: StepLoader[Any], compute_loss: Callable[[Any, Any], torch.Tensor]
+) -> list[Shape]:
     """Runs the largest batches of training, forward and backward, most expensive first, so that an out-of-memory error
     comes in the first seconds and a compiled model is compiled. Call it on every rank, before training.
 
@@ -59,7 +64,10 @@ def preflight(model: Any, loader: StepLoader[Any], compute_loss: Callable[[Any, 
         ddp, final = find_ddp(model), learner is None or few
     except ConfigError:  # with FSDP no rank can run alone
         ddp, final = None, True
-    engine = next((m for m in model.modules() if "DeepSpeedEngine" in {c.__name__ for c in type(m).__mro__}), None)
+    engine = next(
+        (m for m in model.modules() if "DeepSpeedEngine" in {c.__name__ for c in type(m).__mro__}),
+        None,
+    )
 
     def run() -> None:
         with local_gradients(ddp):
@@ -86,7 +94,9 @@ def preflight(model: Any, loader: StepLoader[Any], compute_loss: Callable[[Any, 
     return shown
 
 
-def _shapes_to_run(lengths: Streams, loader: StepLoader[Any]) -> list[tuple[int, Shape, BatchShape]]:
+def _shapes_to_run(
+    lengths: Streams, loader: StepLoader[Any]
+) -> list[tuple[int, Shape, BatchShape]]:
     """Returns (sample to repeat, shape, shape for the budget) of each batch to run, most expensive first."""
     budget = loader.budget.held(loader.budget.applied)
     names, ladder = padded_streams(budget, lengths), budget.ladder
@@ -98,18 +108,32 @@ def _shapes_to_run(lengths: Streams, loader: StepLoader[Any]) -> list[tuple[int,
     if ladder is not None:
         shapes = ladder.shapes
     else:
-        chosen = np.argsort(tokens, kind="stable")[(np.arange(1, LENGTHS + 1) * len(some) - 1) // LENGTHS]
+        chosen = np.argsort(tokens, kind="stable")[
+            (np.arange(1, LENGTHS + 1) * len(some) - 1) // LENGTHS
+        ]
         sizes, upper = loader.sizes, loader.num_samples or num
         upper = min(upper, sizes.schedule) if sizes is not None and sizes.is_constant else upper
-        asked = lambda count: BatchShape.of(count, {name: values[some[chosen]] for name, values in lengths.items()})  # noqa: E731
+        asked = lambda count: BatchShape.of(  # noqa: E731
+            count, {name: values[some[chosen]] for name, values in lengths.items()}
+        )
         most = largest_within(lambda count: budget.fits(asked(count)), len(chosen), upper).clip(1)
         shapes = [*dict.fromkeys(zip(most.tolist(), *units[:, chosen].tolist(), strict=True))]
     totals, found = ladder is not None and ladder.layout == "packed", []
     for shape in shapes:
         if (held := np.all(units.T <= shape[1:], axis=1)).any():
             sample = int(np.where(held, tokens, -1).argmax())
-            copies, wide = (shape[1] // max(tokens[sample], 1), units[:, sample]) if totals else (shape[0], shape[1:])
-            found.append((int(some[sample]), shape, BatchShape.of(max(copies, 1), dict(zip(names, wide, strict=True)))))
+            copies, wide = (
+                (shape[1] // max(tokens[sample], 1), units[:, sample])
+                if totals
+                else (shape[0], shape[1:])
+            )
+            found.append(
+                (
+                    int(some[sample]),
+                    shape,
+                    BatchShape.of(max(copies, 1), dict(zip(names, wide, strict=True))),
+                )
+            )
     return sorted(found, key=lambda run: (-budget.cost(run[2])[0], -run[1][0]))
 
 
@@ -127,17 +151,25 @@ def _failure(run: Callable[[], None], world: World, told: str) -> str | None:
     error, said = None, b""
     try:
         run()
-    except Exception as caught:  # noqa: BLE001 - the other ranks must know before it is raised
+    except Exception as caught:
         error = caught
         if is_out_of_memory(caught):
             clear_frames(caught, set())
-            error = BudgetError(f"{told}. Rank {world.rank} of {world.size}: {type(caught).__name__}: {caught}")
+            error = BudgetError(
+                f"{told}. Rank {world.rank} of {world.size}: {type(caught).__name__}: {caught}"
+            )
             said = str(error).encode()[:SAID]
     if said:
         free_memory()
     try:
-        ran_out, failed = world.all_max([world.rank if said else -1, world.rank if error is not None else -1])
-        words = world.all_max([*(said if ran_out == world.rank else b"").ljust(SAID)]) if ran_out >= 0 else b""
+        ran_out, failed = world.all_max(
+            [world.rank if said else -1, world.rank if error is not None else -1]
+        )
+        words = (
+            world.all_max([*(said if ran_out == world.rank else b"").ljust(SAID)])
+            if ran_out >= 0
+            else b""
+        )
     except AlignmentError as lost:
         raise error or lost from None
     if ran_out < 0 and (error is not None or failed >= 0):
@@ -154,7 +186,9 @@ def _drop_gradients(model: torch.nn.Module, engine: Any) -> None:
         engine.optimizer.zero_grad()
         held = vars(engine.optimizer)
         held.get("averaged_gradients", {}).clear()
-        if parts := held.get("single_partition_of_fp32_groups"):  # stages 1 and 2; stage 3 counts from zero_grad
+        if parts := held.get(
+            "single_partition_of_fp32_groups"
+        ):  # stages 1 and 2; stage 3 counts from zero_grad
             held["micro_step_id"] = -1
         grads = [part.grad for part in parts or held.get("fp32_partitioned_groups_flat", ())]
         for gradient in filter(torch.is_tensor, [*grads, held.get("grad_partitions_flat_buffer")]):
@@ -168,8 +202,12 @@ def _unchanged(model: torch.nn.Module, engine: Any) -> Iterator[None]:
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     drawn = random.getstate(), np.random.get_state()
     held = {} if engine is None else vars(engine)
-    counts = {name: value for name, value in held.items() if value is None or isinstance(value, int)}
-    held |= {"_is_gradient_accumulation_boundary": True}  # each pass as an update's last one, which needs most memory
+    counts = {
+        name: value for name, value in held.items() if value is None or isinstance(value, int)
+    }
+    held |= {
+        "_is_gradient_accumulation_boundary": True
+    }  # each pass as an update's last one, which needs most memory
     _drop_gradients(model, engine)
     try:
         with torch.random.fork_rng():

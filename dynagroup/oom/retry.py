@@ -24,8 +24,12 @@ _BACKENDS = ("cuda", "xpu", "mps", "npu")
 
 
 def attempt(
-    run: Callable[[Any], T], part: Any, shape: Callable[[], BatchShape], learned: LearningBudget, watch: PeakWatch | None
-) -> tuple[T | None, str | None]:  # fmt: skip
+    run: Callable[[Any], T],
+    part: Any,
+    shape: Callable[[], BatchShape],
+    learned: LearningBudget,
+    watch: PeakWatch | None,
+) -> tuple[T | None, str | None]:
     """Returns (``run(part)``, None), or (None, message) if it ran out of memory, with none of its tensors alive. Other
     errors are raised. ``learned`` records successes and wasted time, but not that this ``shape`` failed.
 
@@ -62,7 +66,11 @@ def free_memory() -> None:
     """Collects garbage, then releases the unused blocks of the caching allocators of all device types in use."""
     gc.collect()
     for backend in (getattr(torch, name, None) for name in _BACKENDS):
-        if backend is not None and backend.is_available() and getattr(backend, "is_initialized", lambda: True)():
+        if (
+            backend is not None
+            and backend.is_available()
+            and getattr(backend, "is_initialized", lambda: True)()
+        ):
             backend.empty_cache()
 
 
@@ -73,9 +81,14 @@ def halves(start: int, stop: int) -> list[tuple[int, int]]:
 
 
 def run_with_oom_retry(
-    fn: Callable[[B], T], batch: B, *, split: Splitter[B] | None = None, min_samples: int = 1,
-    learned: LearningBudget | None = None, indices: Sequence[int] = (),
-) -> list[T]:  # fmt: skip
+    fn: Callable[[B], T],
+    batch: B,
+    *,
+    split: Splitter[B] | None = None,
+    min_samples: int = 1,
+    learned: LearningBudget | None = None,
+    indices: Sequence[int] = (),
+) -> list[T]:
     """Returns the results of ``fn`` on the batch's parts, in input order; one part if the whole batch fits in memory.
 
     ``fn`` must leave nothing behind when it fails. A forward pass or ``generate`` leaves nothing; a backward pass may
@@ -98,13 +111,22 @@ def run_with_oom_retry(
     [[2, 4], [6], [8, 10]]
     """
     splitter = split if split is not None else BatchSplitter()
-    return run_parts(fn, batch, splitter, learned or LearningBudget(), min_samples=min_samples, indices=indices)
+    return run_parts(
+        fn, batch, splitter, learned or LearningBudget(), min_samples=min_samples, indices=indices
+    )
 
 
 def run_parts(
-    fn: Callable[[Any], T], batch: Any, splitter: Splitter[Any], learned: LearningBudget, *, min_samples: int = 1,
-    indices: Sequence[int] = (), shape: Callable[[Any, int], BatchShape] = shape_of, watch: PeakWatch | None = None,
-) -> list[Any]:  # fmt: skip
+    fn: Callable[[Any], T],
+    batch: Any,
+    splitter: Splitter[Any],
+    learned: LearningBudget,
+    *,
+    min_samples: int = 1,
+    indices: Sequence[int] = (),
+    shape: Callable[[Any, int], BatchShape] = shape_of,
+    watch: PeakWatch | None = None,
+) -> list[Any]:
     """Works like :func:`run_with_oom_retry`; ``shape(part, number of samples)`` is the shape that decides its memory."""
     num_samples, smallest = splitter.num_samples(batch), 2 * check_int("min_samples", min_samples)
     done, waiting = [], [(0, num_samples)]
@@ -119,9 +141,16 @@ def run_parts(
                 continue
             learned.record_failed_cost(float(learned.cost(size())[0]))
             if is_smallest:
-                names = ", ".join(str(int(i)) for i in (indices if len(indices) else range(num_samples))[start:stop])
+                names = ", ".join(
+                    str(int(i))
+                    for i in (indices if len(indices) else range(num_samples))[start:stop]
+                )
                 alone = stop - start == 1
-                who = f"sample {names} does not fit even alone" if alone else f"samples {names} do not fit together"
+                who = (
+                    f"sample {names} does not fit even alone"
+                    if alone
+                    else f"samples {names} do not fit together"
+                )
                 way_out = f"truncate or filter out such samples; the allocator's message: {error}"
                 raise BudgetError(f"{who} ({describe(part)}); {way_out}")
         waiting[:0] = halves(start, stop)

@@ -15,19 +15,43 @@ Fields: TypeAlias = dict[Any, Any]
 
 # Fields with one entry per token, which are trimmed like `attention_mask`.
 _TOKEN_KEYS = {
-    "input_ids", "attention_mask", "token_type_ids", "position_ids", "labels", "shift_labels", "inputs_embeds", "loss_mask",
-    "special_tokens_mask", "mm_token_type_ids", "global_attention_mask", "assistant_masks", "completion_mask"}  # fmt: skip
+    "input_ids",
+    "attention_mask",
+    "token_type_ids",
+    "position_ids",
+    "labels",
+    "shift_labels",
+    "inputs_embeds",
+    "loss_mask",
+    "special_tokens_mask",
+    "mm_token_type_ids",
+    "global_attention_mask",
+    "assistant_masks",
+    "completion_mask",
+}
 # Fields that describe the whole batch, whatever their size.
 _SHARED_KEYS = {"cache_position", "num_items_in_batch", "logits_to_keep", "return_loss"}
 _SIZED_BY = (
-    "input_ids", "inputs_embeds", "attention_mask", "decoder_input_ids", "labels", "input_features", "input_values")  # fmt: skip
+    "input_ids",
+    "inputs_embeds",
+    "attention_mask",
+    "decoder_input_ids",
+    "labels",
+    "input_features",
+    "input_values",
+)
 _WHOLE = (type(None), str, bytes, int, float, np.generic)
 _IGNORED_LABEL = -100
 _BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
 _LONGEST = ("max_length_q", "max_length_k", "max_seqlen")
 # Fields in which all samples are joined: key -> (kind; True: one row per patch, False: one row per image).
-_VISION_KEYS = {"pixel_values": ("image", True), "image_grid_thw": ("image", False), "pixel_values_videos": ("video", True),
-    "video_grid_thw": ("video", False), "second_per_grid_ts": ("video", False)}  # fmt: skip
+_VISION_KEYS = {
+    "pixel_values": ("image", True),
+    "image_grid_thw": ("image", False),
+    "pixel_values_videos": ("video", True),
+    "video_grid_thw": ("video", False),
+    "second_per_grid_ts": ("video", False),
+}
 _TYPE_IDS = {"image": 1, "video": 2}  # values in `mm_token_type_ids`
 
 
@@ -54,7 +78,10 @@ class VisionTokens:
     @classmethod
     def from_config(cls, config: Any) -> "VisionTokens | None":
         """Reads the token ids from a model's config; None: the model has no such tokens."""
-        image, video = getattr(config, "image_token_id", None), getattr(config, "video_token_id", None)
+        image, video = (
+            getattr(config, "image_token_id", None),
+            getattr(config, "video_token_id", None),
+        )
         merge = getattr(getattr(config, "vision_config", None), "spatial_merge_size", None)
         if merge is None or (image is None and video is None):
             return None
@@ -94,15 +121,23 @@ class BatchSplitter:
             return len(batch)
         fields = _fields_of(batch)
         if fields is None:
-            raise ConfigError(f"a batch of type {type(batch).__name__} cannot be split; pass your own `split`")
+            raise ConfigError(
+                f"a batch of type {type(batch).__name__} cannot be split; pass your own `split`"
+            )
         borders = packed_borders(fields)
         if borders is not None:
             return len(borders) - 1
         own = {*self.rules, *_SHARED_KEYS, *_VISION_KEYS}
-        sizes = {str(key): len(value) for key, value in fields.items() if key not in own and _is_sized(value)}
+        sizes = {
+            str(key): len(value)
+            for key, value in fields.items()
+            if key not in own and _is_sized(value)
+        }
         found = [sizes[key] for key in _SIZED_BY if key in sizes][:1] or [*{*sizes.values()}]
         if len(found) != 1:
-            raise ConfigError(f"cannot tell how many samples a batch has, from {sizes}; pass BatchSplitter(rules=...)")
+            raise ConfigError(
+                f"cannot tell how many samples a batch has, from {sizes}; pass BatchSplitter(rules=...)"
+            )
         return found[0]
 
     def take(self, batch: Any, start: int, stop: int, /) -> Any:
@@ -111,7 +146,11 @@ class BatchSplitter:
         if fields is None or _holds_samples(batch):
             return batch[start:stop]
         borders = packed_borders(fields)
-        images = {key for key, (kind, _) in _VISION_KEYS.items() if fields.get(f"{kind}_grid_thw") is not None}
+        images = {
+            key
+            for key, (kind, _) in _VISION_KEYS.items()
+            if fields.get(f"{kind}_grid_thw") is not None
+        }
         parts: Fields = {}
         for key, value in fields.items():
             if key in self.rules:
@@ -138,15 +177,26 @@ class BatchSplitter:
         kept = min(width, -(-tokens // multiple) * multiple)
         unknown = any(_as_wide(fields[key], num_samples, width) for key in fields.keys() - known)
         kept = width if unknown or "past_key_values" in fields else kept
-        targets = {"labels"} if "decoder_input_ids" in fields else set()  # labels of a decoder have another width
-        wide = {key: fields[key] for key in parts.keys() & _TOKEN_KEYS - targets if _is_array(fields[key])}
+        targets = (
+            {"labels"} if "decoder_input_ids" in fields else set()
+        )  # labels of a decoder have another width
+        wide = {
+            key: fields[key]
+            for key in parts.keys() & _TOKEN_KEYS - targets
+            if _is_array(fields[key])
+        }
         labels = wide.get("labels", np.empty(0))
         if labels.shape[1:] == (width,) and (labels[start:stop, kept:] != _IGNORED_LABEL).any():
             kept = width
         for key, value in wide.items():
-            if (key == "position_ids" and value.shape[-1] == width) or tuple(value.shape[:2]) == (num_samples, width):
+            if (key == "position_ids" and value.shape[-1] == width) or tuple(value.shape[:2]) == (
+                num_samples,
+                width,
+            ):
                 part = parts[key][..., :kept] if key == "position_ids" else parts[key][:, :kept]
-                parts[key] = part.contiguous() if hasattr(part, "contiguous") else part  # models need it for `view`
+                parts[key] = (
+                    part.contiguous() if hasattr(part, "contiguous") else part
+                )  # models need it for `view`
 
 
 def _take_padded(key: Any, value: Any, num_samples: int, start: int, stop: int) -> Any:
@@ -175,14 +225,24 @@ def _is_sized(value: Any) -> bool:
 
 def _fields_of(value: Any) -> Fields | None:
     """Returns the fields of a container by key or index; None: the value is no container."""
-    return dict(enumerate(value)) if isinstance(value, (tuple, list)) else dict(value) if isinstance(value, Mapping) else None
+    return (
+        dict(enumerate(value))
+        if isinstance(value, (tuple, list))
+        else dict(value)
+        if isinstance(value, Mapping)
+        else None
+    )
 
 
 def _holds_samples(batch: Any) -> bool:
     """Returns whether a batch is an array or a list of samples; a list of equally long tensors is a list of fields."""
     if not isinstance(batch, list):
         return _is_array(batch)
-    return not batch or not all(_is_array(v) and v.ndim for v in batch) or len({len(v) for v in batch}) > 1
+    return (
+        not batch
+        or not all(_is_array(v) and v.ndim for v in batch)
+        or len({len(v) for v in batch}) > 1
+    )
 
 
 def _cut(value: Any, name: str, num_samples: int, start: int, stop: int) -> Any:
@@ -193,17 +253,26 @@ def _cut(value: Any, name: str, num_samples: int, start: int, stop: int) -> Any:
         return part if _is_array(value) else _rebuild(value, dict(enumerate(part)), start, stop)
     fields = _fields_of(value)
     if fields is not None:
-        parts = {key: _cut(part, f"{name}.{key}", num_samples, start, stop) for key, part in fields.items()}
+        parts = {
+            key: _cut(part, f"{name}.{key}", num_samples, start, stop)
+            for key, part in fields.items()
+        }
         return _rebuild(value, parts, start, stop)
-    found = f"field `{name}` ({describe(value)}) has no entry per sample in a batch of {num_samples}"
+    found = (
+        f"field `{name}` ({describe(value)}) has no entry per sample in a batch of {num_samples}"
+    )
     raise ConfigError(f"{found}; say how to split it with BatchSplitter(rules=...)")
 
 
 def _rebuild(like: Any, parts: Fields, start: int, stop: int) -> Any:
     if isinstance(like, (tuple, list)):
-        return type(like)(*parts.values()) if hasattr(like, "_fields") else type(like)(parts.values())
+        return (
+            type(like)(*parts.values()) if hasattr(like, "_fields") else type(like)(parts.values())
+        )
     encodings = getattr(like, "encodings", None)
-    if encodings is not None:  # BatchEncoding of a fast tokenizer, with offsets and words per sample
+    if (
+        encodings is not None
+    ):  # BatchEncoding of a fast tokenizer, with offsets and words per sample
         return type(like)(parts, encoding=encodings[start:stop], n_sequences=like.n_sequences)
     new = copy.copy(like)
     new.update(parts)
@@ -214,7 +283,9 @@ def longest_of(batch: Any) -> int:
     """Returns a padded batch's width: that of its tokens, else of its first tensor with two dimensions, else 1."""
     fields = {} if _is_array(batch) else _fields_of(batch) or {}
     named = (fields.get(key) for key in ("input_ids", "inputs_embeds", "attention_mask"))
-    wide = (value for value in (*named, batch, *fields.values()) if _is_array(value) and value.ndim >= 2)
+    wide = (
+        value for value in (*named, batch, *fields.values()) if _is_array(value) and value.ndim >= 2
+    )
     return next((int(value.shape[1]) for value in wide), 1)
 
 
@@ -241,14 +312,21 @@ def packed_borders(batch: Mapping[Any, Any]) -> list[int] | None:
     >>> packed_borders({"input_ids": np.zeros((1, 5)), "position_ids": np.array([[0, 1, 0, 1, 2]])})
     [0, 2, 5]
     """
-    row = next((batch[k] for k in ("input_ids", "inputs_embeds") if getattr(batch.get(k), "ndim", 0) >= 2), None)
+    row = next(
+        (batch[k] for k in ("input_ids", "inputs_embeds") if getattr(batch.get(k), "ndim", 0) >= 2),
+        None,
+    )
     if row is None or row.shape[0] != 1:
         return None
     marks = next((batch[key] for key in _BORDERS if batch.get(key) is not None), None)
     if marks is not None:
         return [int(mark) for mark in marks]
     places, tokens = batch.get("position_ids"), int(row.shape[1])
-    if places is None or tuple(places.shape) != (1, tokens) or batch.get("attention_mask") is not None:
+    if (
+        places is None
+        or tuple(places.shape) != (1, tokens)
+        or batch.get("attention_mask") is not None
+    ):
         return None
     return [0, *(np.flatnonzero(np.diff(places[0].tolist()) != 1) + 1).tolist(), tokens]
 
@@ -262,7 +340,11 @@ def _take_packed(key: str, value: Any, borders: list[int], start: int, stop: int
         longest = int(np.diff(borders[start : stop + 1]).max())
         return longest if isinstance(value, int) else value * 0 + longest
     if not _is_array(value) or value.ndim == 0:
-        return value[start:stop] if isinstance(value, (list, tuple)) and len(value) == num_samples else value
+        return (
+            value[start:stop]
+            if isinstance(value, (list, tuple)) and len(value) == num_samples
+            else value
+        )
     if value.ndim >= 2 and tuple(value.shape[-2:]) == (tokens, tokens):
         return value[..., first:last, first:last]
     if value.ndim >= 2 and tuple(value.shape[:2]) == (1, tokens):
@@ -276,7 +358,9 @@ def _take_packed(key: str, value: Any, borders: list[int], start: int, stop: int
     raise ConfigError(f"{has} in a packed batch; say how to split it with BatchSplitter(rules=...)")
 
 
-def _take_vision(fields: Mapping[Any, Any], key: str, start: int, stop: int, tokens: VisionTokens | None) -> Any:
+def _take_vision(
+    fields: Mapping[Any, Any], key: str, start: int, stop: int, tokens: VisionTokens | None
+) -> Any:
     """Returns the rows of images that belong to some samples (None: no images), judged by placeholder tokens."""
     kind, per_patch = _VISION_KEYS[key]
     token_id, types = getattr(tokens, f"{kind}_token_id", None), fields.get("mm_token_type_ids")
@@ -285,7 +369,10 @@ def _take_vision(fields: Mapping[Any, Any], key: str, start: int, stop: int, tok
         raise ConfigError(f"cannot tell which {kind}s belong to which sample; give {way_out}")
     shown = types == _TYPE_IDS[kind] if token_id is None else fields["input_ids"] == token_id
     patches = np.asarray(fields[f"{kind}_grid_thw"].prod(-1).tolist())
-    ends, wanted = _sums(patches // (2 if tokens is None else tokens.merge_size) ** 2), _sums(shown.sum(-1).tolist())
+    ends, wanted = (
+        _sums(patches // (2 if tokens is None else tokens.merge_size) ** 2),
+        _sums(shown.sum(-1).tolist()),
+    )
     images = np.searchsorted(ends, wanted)
     wrong = np.flatnonzero(ends[np.minimum(images, len(patches))] != wanted)
     if len(wrong) or images[-1] != len(patches):

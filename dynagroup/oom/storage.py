@@ -26,9 +26,15 @@ _log = logging.getLogger(__name__)
 _OWN = re.compile(r"[0-9a-f]{32}\.(journal|new)")
 _HEAD = struct.Struct("<IIq")  # bytes of the result, checksum, index of the sample
 _UNKNOWN = " " * 31  # as long as the checksum of an output
-_LOCKS: WeakSet[Any] = WeakSet()  # of running jobs; a forked worker that outlives a killed run must not keep them
-getattr(os, "register_at_fork", lambda **_: None)(after_in_child=lambda: [lock.close() for lock in _LOCKS])
-_ESCAPED = re.compile("[\x85\u2028\u2029\ud800-\udfff]")  # characters that some readers take for line ends; surrogates
+_LOCKS: WeakSet[Any] = (
+    WeakSet()
+)  # of running jobs; a forked worker that outlives a killed run must not keep them
+getattr(os, "register_at_fork", lambda **_: None)(
+    after_in_child=lambda: [lock.close() for lock in _LOCKS]
+)
+_ESCAPED = re.compile(
+    "[\x85\u2028\u2029\ud800-\udfff]"
+)  # characters that some readers take for line ends; surrogates
 
 
 @dataclass(frozen=True)
@@ -45,18 +51,29 @@ class Kind:
 
 def _as_json(value: Any) -> str:
     """Returns a value as JSON text in one line, without characters that some readers take for a line end."""
-    return _ESCAPED.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(value, ensure_ascii=False))
+    return _ESCAPED.sub(
+        lambda found: f"\\u{ord(found[0]):04x}", json.dumps(value, ensure_ascii=False)
+    )
 
 
 TEXTS = Kind(  # texts, or lists of texts
-    ".jsonl", lambda text: _as_json(text).encode(), lambda data: json.loads(bytes(data)),
-    list, lambda file, rows: file.writelines(f"{_as_json({'index': k, 'result': r})}\n".encode() for k, r in enumerate(rows)),
-    lambda path: [json.loads(line)["result"] for line in path.read_bytes().splitlines()])  # fmt: skip
+    ".jsonl",
+    lambda text: _as_json(text).encode(),
+    lambda data: json.loads(bytes(data)),
+    list,
+    lambda file, rows: file.writelines(
+        f"{_as_json({'index': k, 'result': r})}\n".encode() for k, r in enumerate(rows)
+    ),
+    lambda path: [json.loads(line)["result"] for line in path.read_bytes().splitlines()],
+)
 VECTORS = Kind(  # float32 vectors of one width, gathered into an array (num_samples, width)
-    ".npy", lambda vector: np.ascontiguousarray(vector, dtype="<f4").tobytes(), lambda data: np.frombuffer(data, dtype="<f4"),
+    ".npy",
+    lambda vector: np.ascontiguousarray(vector, dtype="<f4").tobytes(),
+    lambda data: np.frombuffer(data, dtype="<f4"),
     lambda rows: np.stack(rows) if rows else np.zeros((0, 0), np.float32),
-    lambda file, rows: np.save(cast("Any", SimpleNamespace(write=file.write)), rows), np.load,  # else full disks are hidden
-)  # fmt: skip
+    lambda file, rows: np.save(cast("Any", SimpleNamespace(write=file.write)), rows),
+    np.load,  # else full disks are hidden
+)
 
 
 # A write-ahead journal. The file PATH.job describes the job and, once the job is finished, its output. The run that
@@ -67,10 +84,17 @@ VECTORS = Kind(  # float32 vectors of one width, gathered into an array (num_sam
 class Output:
     """A job's output file, and until it is complete, the journal of finished samples beside it."""
 
-    def __init__(self, path: Path, identity: Mapping[str, Any], num_samples: int, kind: Kind) -> None:
+    def __init__(
+        self, path: Path, identity: Mapping[str, Any], num_samples: int, kind: Kind
+    ) -> None:
         if path.suffix != kind.suffix:
             raise ConfigError(f"`output` must end in {kind.suffix}, but is {path.name!r}")
-        self._path, self.identity, self.num_samples, self._kind = path, dict(identity), num_samples, kind
+        self._path, self.identity, self.num_samples, self._kind = (
+            path,
+            dict(identity),
+            num_samples,
+            kind,
+        )
         self._receipt = path.with_name(path.name + ".job")
         self.journal = path.with_name(path.name + ".journal")
         self._seed = zlib.crc32(json.dumps(self.identity, sort_keys=True).encode())
@@ -83,7 +107,9 @@ class Output:
             return False
         if not self._path.is_file() or not self._receipt.exists():
             missing = f"no {self._receipt.name!r} beside it says which job wrote it"
-            raise ConfigError(f"`output` {self._path} exists, but {missing}; remove the file, or name another one")
+            raise ConfigError(
+                f"`output` {self._path} exists, but {missing}; remove the file, or name another one"
+            )
         self._said(_sum(self._path))
         return True
 
@@ -99,7 +125,9 @@ class Output:
             _LOCKS.add(self._lock)
         except BlockingIOError:
             running = "another process is running this job"
-            raise ConfigError(f"{self._receipt} is locked: {running}; wait until it has finished") from None
+            raise ConfigError(
+                f"{self._receipt} is locked: {running}; wait until it has finished"
+            ) from None
         except (ImportError, OSError) as error:  # systems and file systems that have no locks
             _log.info("%s cannot be locked: %s", self._receipt, error)
         if self.is_finished():
@@ -113,18 +141,26 @@ class Output:
         """Raises StateError if the job file describes another job, or another output than ``found``."""
         try:
             line = self._receipt.read_bytes()
-            receipt = opened(json.loads(line.partition(b"\n")[0]), "job", self.identity)[0] if line else {}
+            receipt = (
+                opened(json.loads(line.partition(b"\n")[0]), "job", self.identity)[0]
+                if line
+                else {}
+            )
             if found and receipt.get("output") != found:
                 raise StateError(f"{self._path.name} was changed after its job was finished")
         except (OSError, ValueError, RecursionError, StateError) as error:
             files = f"{self._receipt.name}, {self._path.name} and {self.journal.name}"
             way_out = f"Give the same arguments as then, name another `output`, or remove {files} to start over"
-            raise StateError(f"{self._receipt} was written by another job: {error}. {way_out}") from error
+            raise StateError(
+                f"{self._receipt} was written by another job: {error}. {way_out}"
+            ) from error
 
     def _say(self, output: str) -> None:
         """Overwrites the first line of the job file in place. Older text after it does no harm, because it is not read."""
         self._lock.seek(0)
-        self._lock.write(json.dumps(sealed("job", self.identity, {"output": output})).encode() + b"\n")
+        self._lock.write(
+            json.dumps(sealed("job", self.identity, {"output": output})).encode() + b"\n"
+        )
         self._lock.flush()
         os.fsync(self._lock.fileno())
 
@@ -146,7 +182,11 @@ class Output:
             if end < len(data):
                 _log.warning(
                     "%s: the last %d of %d bytes are not complete results of this job (a run was killed while writing, or the "
-                    "file was damaged); their samples are run again", path, len(data) - end, len(data))  # fmt: skip
+                    "file was damaged); their samples are run again",
+                    path,
+                    len(data) - end,
+                    len(data),
+                )
         return found
 
     def append(self, indices: Sequence[int], results: Iterable[Any]) -> None:
@@ -163,9 +203,13 @@ class Output:
         """Writes the output in input order; called by the run that has the lock, when all samples are finished."""
         found = self.finished()
         if missing := max(self.num_samples - len(found), 0):
-            raise StateError(f"{missing} of {self.num_samples} samples are missing in {self.journal}; run again")
+            raise StateError(
+                f"{missing} of {self.num_samples} samples are missing in {self.journal}; run again"
+            )
         self.journal.mkdir(exist_ok=True)  # a job without samples has no journal yet
-        new = self.journal / f"{uuid.uuid4().hex}.new"  # only this process writes it; removed together with the journal
+        new = (
+            self.journal / f"{uuid.uuid4().hex}.new"
+        )  # only this process writes it; removed together with the journal
         results = self._kind.gather([self._kind.unpack(found[i]) for i in range(len(found))])
         with new.open("wb") as file:
             self._kind.write(file, results)
@@ -197,10 +241,16 @@ class Output:
 
     def _own_files(self, kind: str = "") -> list[Path]:
         try:
-            names = os.listdir(self.journal)  # Path.glob would not report a folder without read permission
+            names = os.listdir(
+                self.journal
+            )  # Path.glob would not report a folder without read permission
         except FileNotFoundError:
             return []
-        return [self.journal / name for name in sorted(names) if name.endswith(kind) and _OWN.fullmatch(name)]
+        return [
+            self.journal / name
+            for name in sorted(names)
+            if name.endswith(kind) and _OWN.fullmatch(name)
+        ]
 
     def _checksum(self, index: int, data: Buffer) -> int:
         return zlib.crc32(data, zlib.crc32(index.to_bytes(8, "little", signed=True), self._seed))

@@ -29,7 +29,9 @@ from dynagroup.validation import check_int
 
 ComputeLoss: TypeAlias = Callable[[Any], torch.Tensor]
 
-BUCKET_BYTES = 2**20  # smaller gradients are exchanged together; larger ones each alone, without a copy
+BUCKET_BYTES = (
+    2**20
+)  # smaller gradients are exchanged together; larger ones each alone, without a copy
 _SHARDED = {"FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}
 
 
@@ -72,15 +74,23 @@ class Part:
     def shape(self, splitter: Splitter[Any]) -> BatchShape:
         return shape_of(samples := self.samples(splitter), splitter.num_samples(samples))
 
-    def cut(self, splitter: Splitter[Any], weigh: Callable[[Any, int], float] | None) -> "list[Part]":
+    def cut(
+        self, splitter: Splitter[Any], weigh: Callable[[Any, int], float] | None
+    ) -> "list[Part]":
         """Splits the part into two halves, whose weights add up to its weight; a filled one only loses its filling."""
-        both = [(self.start, self.stop)] if self.is_filled(splitter) else halves(self.start, self.stop)
-        parts: list[Part] = [replace(self, start=a, stop=b, whole=False, rng=None, loss=None) for a, b in both]
+        both = (
+            [(self.start, self.stop)] if self.is_filled(splitter) else halves(self.start, self.stop)
+        )
+        parts: list[Part] = [
+            replace(self, start=a, stop=b, whole=False, rng=None, loss=None) for a, b in both
+        ]
         if weigh is not None:
             weights = [weigh(half.samples(splitter), half.num_samples) for half in parts]
             for half, weight in zip(parts, weights, strict=True):
                 half.share = self.share * weight / sum(weights) if weight else 0.0
-            parts = [half for half in parts if half.share] or parts  # without any labels, gradients are 0 and not None
+            parts = [
+                half for half in parts if half.share
+            ] or parts  # without any labels, gradients are 0 and not None
         parts[0].rng = self.rng
         return parts
 
@@ -95,7 +105,9 @@ class Update:
     waiting: list[Part] = field(default_factory=list)
     num_calls: int = 0
     failed_cost: float = math.inf
-    verdict: tuple[int, int] | None = None  # a sample that does not fit even alone: (dataset index if known, tokens)
+    verdict: tuple[int, int] | None = (
+        None  # a sample that does not fit even alone: (dataset index if known, tokens)
+    )
 
     def __post_init__(self) -> None:
         self.before = [parameter.grad for parameter in self.parameters]
@@ -142,15 +154,27 @@ class OomSafeBackward:
     """
 
     def __init__(
-        self, model: torch.nn.Module, *, weigh: Weigh | Literal["sum"] = "tokens",
-        splitter: Splitter[Any] | None = None, min_samples: int = 1, world: World | None = None,
-        learned: LearningBudget | None = None, backward: Callable[[torch.Tensor], None] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        model: torch.nn.Module,
+        *,
+        weigh: Weigh | Literal["sum"] = "tokens",
+        splitter: Splitter[Any] | None = None,
+        min_samples: int = 1,
+        world: World | None = None,
+        learned: LearningBudget | None = None,
+        backward: Callable[[torch.Tensor], None] | None = None,
+    ) -> None:
         self._model, self._ddp = model, find_ddp(model)
         if world is None:
-            world = SingleProcess() if self._ddp is None else DistributedWorld(self._ddp.process_group)
+            world = (
+                SingleProcess() if self._ddp is None else DistributedWorld(self._ddp.process_group)
+            )
         self._world = world
-        self.weigh = None if weigh == "sum" else weigher(weigh, shifted=predicts_next_token(model, unknown=None))
+        self.weigh = (
+            None
+            if weigh == "sum"
+            else weigher(weigh, shifted=predicts_next_token(model, unknown=None))
+        )
         """The weight of a batch as a function, None for sums; may be set between updates."""
         self._splitter = splitter if splitter is not None else BatchSplitter()
         self._smallest = 2 * check_int("min_samples", min_samples)  # a part that may be split
@@ -160,19 +184,32 @@ class OomSafeBackward:
         self._began = False  # True: the latest attempt began its backward pass, which may have added to gradients
         self._update: Update | None = None
         if learned is not None and not isinstance(learned, LearningBudget):
-            raise ConfigError(f"`learned` must be a LearningBudget (`budget.learner`) or None, but is {learned!r}")
+            raise ConfigError(
+                f"`learned` must be a LearningBudget (`budget.learner`) or None, but is {learned!r}"
+            )
         self.learned = learned if learned is not None else LearningBudget()
         """What out-of-memory errors have taught so far, with its report."""
 
     def step(self, compute_loss: ComputeLoss, step: Step[Any]) -> BackwardResult:
         """Runs a :class:`~dynagroup.Step` of a loader, with its loss scale. An idle step runs nothing."""
-        how: Any = {name: getattr(step, name) for name in ("loss_scale", "ends_update", "indices", "idle")}
-        return self(compute_loss, step.batch, num_samples=len(step.indices) if step.filled else None, **how)
+        how: Any = {
+            name: getattr(step, name) for name in ("loss_scale", "ends_update", "indices", "idle")
+        }
+        return self(
+            compute_loss, step.batch, num_samples=len(step.indices) if step.filled else None, **how
+        )
 
     def __call__(
-        self, compute_loss: ComputeLoss, batch: Any, *, loss_scale: float = 1.0, ends_update: bool = True,
-        indices: Sequence[int] = (), idle: bool = False, num_samples: int | None = None,
-    ) -> BackwardResult:  # fmt: skip
+        self,
+        compute_loss: ComputeLoss,
+        batch: Any,
+        *,
+        loss_scale: float = 1.0,
+        ends_update: bool = True,
+        indices: Sequence[int] = (),
+        idle: bool = False,
+        num_samples: int | None = None,
+    ) -> BackwardResult:
         """Runs ``backward(compute_loss(batch) * loss_scale)`` for one batch, in parts if needed.
 
         Args:
@@ -182,12 +219,16 @@ class OomSafeBackward:
 
         Raises BudgetError on every rank, at the end of the update, if a sample does not fit even alone; AlignmentError if
         a rank has stopped. Other errors end the update and leave ``.grad`` as without this class."""
-        self._update = update = self._update or Update([p for p in self._model.parameters() if p.requires_grad])
+        self._update = update = self._update or Update(
+            [p for p in self._model.parameters() if p.requires_grad]
+        )
         update.num_calls += 1
         try:
             if not idle:
                 stop = self._splitter.num_samples(batch) if num_samples is None else num_samples
-                update.waiting.append(Part(update.num_calls, batch, indices, compute_loss, loss_scale, 0, stop))
+                update.waiting.append(
+                    Part(update.num_calls, batch, indices, compute_loss, loss_scale, 0, stop)
+                )
                 self._run_waiting(update)
         except BaseException:  # so that the next call begins a new update
             self._update = None
@@ -197,7 +238,11 @@ class OomSafeBackward:
             self._update = None
             self._finish(update)
         parts = [part for part in update.done if part.call == update.num_calls]
-        loss: Any = sum(part.loss * part.share for part in parts) if parts else torch.zeros((), device=self._device)
+        loss: Any = (
+            sum(part.loss * part.share for part in parts)
+            if parts
+            else torch.zeros((), device=self._device)
+        )
         return BackwardResult(loss, len(parts))
 
     # Gradients after a failure. A failed backward pass has added to some gradients and not to others, and no copy
@@ -209,12 +254,16 @@ class OomSafeBackward:
         """Runs the waiting parts, and splits those that fail. A single sample that fails becomes ``update.verdict``."""
         while update.waiting and update.verdict is None:
             part = update.waiting.pop(0)
-            may_fit = part.rng is not None or self._may_fit(update, part)  # parts that ran are repeated unchanged
+            may_fit = part.rng is not None or self._may_fit(
+                update, part
+            )  # parts that ran are repeated unchanged
             if may_fit and self._attempt(update, part):
                 update.done.append(part)
                 continue
             if part.num_samples < self._smallest and not part.is_filled(self._splitter):
-                index = int(part.indices[part.start] if len(part.indices) > part.start else part.start)
+                index = int(
+                    part.indices[part.start] if len(part.indices) > part.start else part.start
+                )
                 update.verdict = index, longest_of(part.samples(self._splitter))
             else:
                 update.waiting[:0] = part.cut(self._splitter, self.weigh)
@@ -223,16 +272,27 @@ class OomSafeBackward:
 
     def _may_fit(self, update: Update, part: Part) -> bool:
         """Returns False if the part can be split, and learned limits or failures of this update say that it fails."""
-        if not (self.learned.has_learned or math.isfinite(update.failed_cost)) or part.num_samples < self._smallest:
+        if (
+            not (self.learned.has_learned or math.isfinite(update.failed_cost))
+            or part.num_samples < self._smallest
+        ):
             return True
         shape = part.shape(self._splitter)
-        return bool(self.learned.allows(shape)[0]) and float(self.learned.cost(shape)[0]) < update.failed_cost
+        return (
+            bool(self.learned.allows(shape)[0])
+            and float(self.learned.cost(shape)[0]) < update.failed_cost
+        )
 
     def _attempt(self, update: Update, part: Part) -> bool:
         """Returns whether the part fits in memory. A failure may leave only gradients behind (``_began``)."""
         # The random states that layers use: torch's on the CPU and on one device, Python's and numpy's.
-        sources: Any = [(random.getstate, random.setstate), (np.random.get_state, np.random.set_state)]
-        for source in [torch] if self._device.type == "cpu" else [torch, getattr(torch, self._device.type)]:
+        sources: Any = [
+            (random.getstate, random.setstate),
+            (np.random.get_state, np.random.set_state),
+        ]
+        for source in (
+            [torch] if self._device.type == "cpu" else [torch, getattr(torch, self._device.type)]
+        ):
             sources.append((source.get_rng_state, source.set_rng_state))
         if part.rng is None:
             part.rng = [read() for read, _ in sources]
@@ -240,8 +300,12 @@ class OomSafeBackward:
             restore(state)
         self._began = False
         samples, shape = part.samples(self._splitter), partial(part.shape, self._splitter)
-        part.loss, error = attempt(partial(self._run, part), samples, shape, self.learned, self._peak)
-        if error is not None:  # recorded when the update ends, on all ranks alike, so that plans stay equal
+        part.loss, error = attempt(
+            partial(self._run, part), samples, shape, self.learned, self._peak
+        )
+        if (
+            error is not None
+        ):  # recorded when the update ends, on all ranks alike, so that plans stay equal
             update.failed_cost = min(update.failed_cost, float(self.learned.cost(shape())[0]))
         return error is None
 
@@ -249,7 +313,9 @@ class OomSafeBackward:
         with local_gradients(self._ddp):
             loss = part.compute_loss(samples)
             if loss.ndim:
-                raise ConfigError(f"`compute_loss` must return a scalar, but returned shape {tuple(loss.shape)}")
+                raise ConfigError(
+                    f"`compute_loss` must return a scalar, but returned shape {tuple(loss.shape)}"
+                )
             self._began, scale = True, part.loss_scale * part.share
             loss = loss if scale else loss.nan_to_num(0.0, 0.0, 0.0)  # a mean over no labels is nan
             self._backward(loss * scale)
@@ -268,11 +334,17 @@ class OomSafeBackward:
             self.learned.record_failed_cost(-cost / COST_UNIT)
         update.end(keep=rank < 0)
         if rank >= 0:
-            own = update.verdict if update.verdict is not None and self._world.rank == rank else (-1, -1)
+            own = (
+                update.verdict
+                if update.verdict is not None and self._world.rank == rank
+                else (-1, -1)
+            )
             index, tokens = self._world.all_max(own)
             told = f"sample {index} ({tokens} tokens) does not fit on rank {rank} even alone"
             if self._smallest > 2:
-                few = f"fewer than {self._smallest} samples, from sample {index} on ({tokens} tokens)"
+                few = (
+                    f"fewer than {self._smallest} samples, from sample {index} on ({tokens} tokens)"
+                )
                 told = f"{few}, do not fit on rank {rank}, and are not split; reduce `min_samples`"
             raise BudgetError(f"{told}; truncate or filter out such samples")
         if self._ddp is not None:
@@ -293,7 +365,9 @@ def find_ddp(model: torch.nn.Module) -> DistributedDataParallel | None:
         if _SHARDED & {cls.__name__ for cls in type(module).__mro__}:
             told = f"`model` contains {type(module).__name__}, with which no rank can repeat a step alone"
             raise ConfigError(f"{told}; use DistributedDataParallel, or a plain backward pass")
-        if ddp is not None and (isinstance(module, SyncBatchNorm) or getattr(module, "static_graph", False)):
+        if ddp is not None and (
+            isinstance(module, SyncBatchNorm) or getattr(module, "static_graph", False)
+        ):
             told = f"`model` contains {type(module).__name__}, which exchanges data between ranks in each pass"
             raise ConfigError(f"{told}; use another normalisation, and static_graph=False")
     return ddp
@@ -310,25 +384,40 @@ def local_gradients(ddp: DistributedDataParallel | None) -> AbstractContextManag
 
 # DDP's own exchange cannot be cancelled: if a rank fails in it, the others wait forever. So this exchange begins when
 # every rank has all its gradients. It does not overlap with the backward pass, but large gradients are not copied.
-def average_gradients(parameters: Sequence[torch.nn.Parameter], group: dist.ProcessGroup | None) -> None:
+def average_gradients(
+    parameters: Sequence[torch.nn.Parameter], group: dist.ProcessGroup | None
+) -> None:
     """Sets every ``.grad`` to its mean over ranks; missing ones count as zero. ``parameters``: equal on all ranks."""
     size, kinds = dist.get_world_size(group), dict[Any, list[torch.Tensor]]()
     with torch.no_grad():
         for number, parameter in enumerate(parameters):
-            gradient = parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            gradient = parameter.grad = (
+                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            )
             if gradient.is_sparse:
-                raise ConfigError("sparse gradients cannot be averaged over ranks; use nn.Embedding(sparse=False)")
+                raise ConfigError(
+                    "sparse gradients cannot be averaged over ranks; use nn.Embedding(sparse=False)"
+                )
             alone = gradient.nbytes >= BUCKET_BYTES
-            kinds.setdefault(number if alone else (gradient.dtype, gradient.device), []).append(gradient)
+            kinds.setdefault(number if alone else (gradient.dtype, gradient.device), []).append(
+                gradient
+            )
         try:
             buckets = list(kinds.values())
             whole = [len(bucket) == 1 and bucket[0].is_contiguous() for bucket in buckets]
-            packed = [b[0] if w else torch.cat([g.reshape(-1) for g in b]) for w, b in zip(whole, buckets, strict=True)]
-            works: list[Any] = [dist.all_reduce(flat.div_(size), group=group, async_op=True) for flat in packed]
+            packed = [
+                b[0] if w else torch.cat([g.reshape(-1) for g in b])
+                for w, b in zip(whole, buckets, strict=True)
+            ]
+            works: list[Any] = [
+                dist.all_reduce(flat.div_(size), group=group, async_op=True) for flat in packed
+            ]
             for work, flat, bucket in zip(works, packed, buckets, strict=True):
                 work.wait()
                 if flat is not bucket[0]:
-                    for gradient, values in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+                    for gradient, values in zip(
+                        bucket, flat.split([g.numel() for g in bucket]), strict=True
+                    ):
                         gradient.copy_(values.view_as(gradient))
         except RuntimeError as error:
             if is_out_of_memory(error):

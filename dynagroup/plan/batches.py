@@ -16,7 +16,10 @@ from dynagroup.shapes import BatchShape, IntArray, Streams, primary
 from dynagroup.validation import LARGEST, check_int
 
 RoundBatch: TypeAlias = Callable[[int], int]
-CHUNK, ROW = 1 << 18, 1 << 9  # samples that are read at a time; and 64-bit words in a table row, for the checksum
+CHUNK, ROW = (
+    1 << 18,
+    1 << 9,
+)  # samples that are read at a time; and 64-bit words in a table row, for the checksum
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -44,7 +47,10 @@ class Batches(Sequence[IntArray]):
         """Returns the batches of all parts, one after another."""
         if not parts:
             return cls(np.zeros(0, np.int64), np.zeros(1, np.int64))
-        return cls(np.concatenate([p.order for p in parts]), offsets_of(np.concatenate([p.sizes for p in parts])))
+        return cls(
+            np.concatenate([p.order for p in parts]),
+            offsets_of(np.concatenate([p.sizes for p in parts])),
+        )
 
     @property
     def sizes(self) -> IntArray:
@@ -61,7 +67,9 @@ class Batches(Sequence[IntArray]):
 
     def __iter__(self) -> Iterator[IntArray]:
         bounds = self.offsets.tolist()
-        yield from (self.order[start:stop] for start, stop in zip(bounds[:-1], bounds[1:], strict=True))
+        yield from (
+            self.order[start:stop] for start, stop in zip(bounds[:-1], bounds[1:], strict=True)
+        )
 
     def take(self, chosen: IntArray) -> "Batches":
         """Returns the chosen batches in the given order."""
@@ -110,12 +118,14 @@ def longest_first(lengths: Streams) -> IntArray:
     tokens = lengths[primary(lengths)]
     falling = tokens.max() - tokens
     if falling.max(initial=0) < 1 << 16:
-        falling = falling.astype(np.uint16)  # numpy sorts 16-bit keys by radix sort, ten times faster
+        falling = falling.astype(
+            np.uint16
+        )  # numpy sorts 16-bit keys by radix sort, ten times faster
     return np.argsort(falling, kind="stable")
 
 
 @dataclass(frozen=True)
-class multiple_of:  # noqa: N801
+class multiple_of:
     """Rounds batch sizes down to a multiple of ``number``; batches smaller than ``number`` are not changed.
 
     >>> list(map(multiple_of(8), (5, 8, 23)))
@@ -148,7 +158,9 @@ def allowed_sizes(most: int, round_batch: RoundBatch) -> IntArray:
     >>> allowed_sizes(20, multiple_of(8)).tolist()
     [1, 2, 3, 4, 5, 6, 7, 8, 16]
     """
-    rounded = np.unique(np.fromiter((_rounded(size, round_batch) for size in range(1, most + 1)), np.int64, most))
+    rounded = np.unique(
+        np.fromiter((_rounded(size, round_batch) for size in range(1, most + 1)), np.int64, most)
+    )
     rounded = rounded[rounded <= most]
     return np.concatenate([np.arange(1, int(rounded[0]) if len(rounded) else most + 1), rounded])
 
@@ -156,7 +168,9 @@ def allowed_sizes(most: int, round_batch: RoundBatch) -> IntArray:
 def _rounded(size: int, round_batch: RoundBatch) -> int:
     rounded = round_batch(size)
     if isinstance(rounded, bool) or not isinstance(rounded, (int, np.integer)) or rounded < 1:
-        raise ConfigError(f"`round_batch` must return an int of at least 1, but returned {rounded!r} for {size}")
+        raise ConfigError(
+            f"`round_batch` must return an int of at least 1, but returned {rounded!r} for {size}"
+        )
     return min(int(rounded), LARGEST)
 
 
@@ -176,20 +190,29 @@ def maxima_of(lengths: Streams) -> dict[str, IntArray]:
 
 def oversize_of(lengths: Streams, budget: Budget, maxima: Mapping[str, IntArray]) -> IntArray:
     """Returns the sorted dataset indices of samples that do not fit even alone, and checks a user's budget once."""
-    first, longest = primary(lengths), {name: int(values.max(initial=0)) for name, values in maxima.items()}
+    first, longest = (
+        primary(lengths),
+        {name: int(values.max(initial=0)) for name, values in maxima.items()},
+    )
     fits = lambda units: fits_of(budget, BatchShape.of(1, units))[0]  # noqa: E731
     if len(lengths) == 1:
         largest_of(budget, np.asarray([longest[first]]))
     if fits(longest):
         return np.zeros(0, np.int64)
     if len(lengths) == 1:
-        least = bisect_left(range(longest[first] + 1), True, key=lambda units: not fits({first: units}))
+        least = bisect_left(
+            range(longest[first] + 1), True, key=lambda units: not fits({first: units})
+        )
         unfit: Any = lambda part: part[first] >= least  # noqa: E731
     else:
-        unfit = lambda part: ~fits_of(budget, BatchShape(np.ones(len(part[first]), np.int64), part, part))  # noqa: E731
+        unfit = lambda part: (  # noqa: E731
+            ~fits_of(budget, BatchShape(np.ones(len(part[first]), np.int64), part, part))
+        )
     found = [np.zeros(0, np.int64)]
     for start in (np.flatnonzero(unfit(maxima)) * CHUNK).tolist():
-        part = {name: values[start : start + CHUNK].astype(np.int64) for name, values in lengths.items()}
+        part = {
+            name: values[start : start + CHUNK].astype(np.int64) for name, values in lengths.items()
+        }
         found.append(start + np.flatnonzero(unfit(part)))
     return np.concatenate(found)
 
@@ -210,13 +233,17 @@ def scanned(values: NDArray[Any]) -> tuple[IntArray, int]:
 
 
 # Branch and bound: blocks with the largest upper bound first, until no other block can have a longer sample.
-def longest_of(lengths: Streams, budget: Budget, left_out: IntArray, maxima: Mapping[str, IntArray]) -> int:
+def longest_of(
+    lengths: Streams, budget: Budget, left_out: IntArray, maxima: Mapping[str, IntArray]
+) -> int:
     """Returns the dataset index of the sample with the most tokens, except those in ``left_out`` (sorted)."""
     found, most, bounds = 0, -1, tokens_of(maxima, budget)
     for start in (np.argsort(-bounds, kind="stable") * CHUNK).tolist():
         if bounds[start // CHUNK] <= most:
             break
-        tokens = tokens_of({name: values[start : start + CHUNK] for name, values in lengths.items()}, budget)
+        tokens = tokens_of(
+            {name: values[start : start + CHUNK] for name, values in lengths.items()}, budget
+        )
         out = left_out[slice(*left_out.searchsorted([start, start + CHUNK]))]
         if len(out):
             tokens = tokens.copy()

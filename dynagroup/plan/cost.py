@@ -19,10 +19,14 @@ from dynagroup.plan.batches import Batches, shapes_of
 from dynagroup.shapes import TOKENS, Streams, primary
 from dynagroup.validation import check_choice, check_number
 
-CPU_PER_STEP = 128.0  # fixed cost of a step on a CPU, in linear tokens; measured, see ``docs/benchmarks.md``
+CPU_PER_STEP = (
+    128.0  # fixed cost of a step on a CPU, in linear tokens; measured, see ``docs/benchmarks.md``
+)
 
 Meet: TypeAlias = Literal["step", "stream"]
-PATCHES = "patches"  # name of the stream for which :meth:`Work.of` gives the price of a vision model
+PATCHES = (
+    "patches"  # name of the stream for which :meth:`Work.of` gives the price of a vision model
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +85,9 @@ class Work:
         check_number("per_step", self.per_step, or_zero=True)
         check_number("crossover", self.crossover, finite=False)
         check_choice("meet", self.meet, ("step", "stream"))
-        if not isinstance(self.streams, Mapping) or not all(isinstance(p, Price) for p in self.streams.values()):
+        if not isinstance(self.streams, Mapping) or not all(
+            isinstance(p, Price) for p in self.streams.values()
+        ):
             wanted = 'a dict from names to prices, {"patches": Price(unit=0.1)}'
             raise ConfigError(f"`streams` must be {wanted}, but is {self.streams!r}")
 
@@ -100,17 +106,31 @@ class Work:
 
         config = getattr(model_or_config, "config", model_or_config)
         sizes = architecture(config)
-        missing = [name for name in ("hidden_size", "num_layers", "num_heads", "head_size") if not sizes[name]]
+        missing = [
+            name
+            for name in ("hidden_size", "num_layers", "num_heads", "head_size")
+            if not sizes[name]
+        ]
         if missing:
             way_out = "pass Work(per_step=..., crossover=6 * hidden size), or measure it: Work.fit"
-            raise ConfigError(f"the config of {type(model_or_config).__name__} has no {', '.join(missing)}; {way_out}")
+            raise ConfigError(
+                f"the config of {type(model_or_config).__name__} has no {', '.join(missing)}; {way_out}"
+            )
         hidden, layers = sizes["hidden_size"], sizes["num_layers"] + sizes["num_encoder_layers"]
         attention = sizes["num_heads"] * sizes["head_size"]
         matrices = 2 * attention + 2 * sizes["num_kv_heads"] * sizes["head_size"]
-        matrices += (3 if sizes["gated_mlp"] else 2) * sizes["intermediate_size"] * sizes["experts_per_token"]
+        matrices += (
+            (3 if sizes["gated_mlp"] else 2)
+            * sizes["intermediate_size"]
+            * sizes["experts_per_token"]
+        )
         linear = 2.0 * hidden * (matrices + sizes["vocabulary_size"] / layers)
         # Launching a layer's kernels takes as long as 9e10 operations; moving weights and gradients, as 256 tokens.
-        per_step = CPU_PER_STEP if str(device).startswith("cpu") else float(np.clip(9e10 / linear, 256, 4096))
+        per_step = (
+            CPU_PER_STEP
+            if str(device).startswith("cpu")
+            else float(np.clip(9e10 / linear, 256, 4096))
+        )
         tower = _vision_tower(getattr(config, "vision_config", None), linear * layers)
         return cls(per_step=per_step, crossover=linear / (4.0 * attention), streams=tower)
 
@@ -121,7 +141,10 @@ class Work:
         >>> Work.of_known(object(), device="cpu").per_step == CPU_PER_STEP
         True
         """
-        module, config = sys.modules.get("transformers"), getattr(model, "config", None)  # not imported here
+        module, config = (
+            sys.modules.get("transformers"),
+            getattr(model, "config", None),
+        )  # not imported here
         try:
             if module is not None and isinstance(config, module.PretrainedConfig):
                 return cls.of(config, device=device)
@@ -143,21 +166,40 @@ class Work:
         >>> round(fitted.per_step), round(fitted.crossover)
         (500, 4000)
         """
-        table = [(s, n, longest if isinstance(longest, Mapping) else {TOKENS: longest}) for n, longest, s in rows]
+        table = [
+            (s, n, longest if isinstance(longest, Mapping) else {TOKENS: longest})
+            for n, longest, s in rows
+        ]
         known = [*dict.fromkeys(name for *_, longest in table for name in longest)] or [TOKENS]
         names = sorted(known, key=lambda name: name != primary(known))
-        numbers = np.asarray([[s, n, *(longest.get(name, 0) for name in names)] for s, n, longest in table], np.float64)
+        numbers = np.asarray(
+            [[s, n, *(longest.get(name, 0) for name in names)] for s, n, longest in table],
+            np.float64,
+        )
         numbers = numbers.reshape(-1, 2 + len(names))
         least, different = 1 + 2 * len(names), len(np.unique(numbers[:, 1:], axis=0))
-        if different < least or not (np.isfinite(numbers).all() and (numbers[:, :3] > 0).all() and numbers.min() >= 0):
-            wanted, given = f"at least {least} distinct shapes", f"{len(table)} rows of {different} shapes"
-            raise ConfigError(f"`rows` must have seconds above 0 for {wanted}, but has {given}; measure more shapes")
+        if different < least or not (
+            np.isfinite(numbers).all() and (numbers[:, :3] > 0).all() and numbers.min() >= 0
+        ):
+            wanted, given = (
+                f"at least {least} distinct shapes",
+                f"{len(table)} rows of {different} shapes",
+            )
+            raise ConfigError(
+                f"`rows` must have seconds above 0 for {wanted}, but has {given}; measure more shapes"
+            )
         samples, units = numbers[:, 1:2], numbers[:, 2:]
         columns = np.hstack([samples**0, samples * units, samples * units**2]) / numbers[:, :1]
         start, *factors = _non_negative(columns.T @ columns, columns.sum(axis=0))
         each = zip(names, factors[: len(names)], factors[len(names) :], strict=True)
-        prices = {name: Price(unit=b / factors[0], crossover=b / c if c else math.inf) for name, b, c in each if b}
-        return cls(per_step=start / factors[0], crossover=prices.pop(names[0]).crossover, streams=prices)
+        prices = {
+            name: Price(unit=b / factors[0], crossover=b / c if c else math.inf)
+            for name, b, c in each
+            if b
+        }
+        return cls(
+            per_step=start / factors[0], crossover=prices.pop(names[0]).crossover, streams=prices
+        )
 
     def price(self, stream: str) -> Price:
         """Returns the price of one unit of this stream: its own, or that of a token."""
@@ -174,18 +216,28 @@ class Work:
         if missing and len(names) > 1:
             known = f"`lengths` has only {sorted(names)}; add the stream, or leave out its price"
             raise ConfigError(f"`work` has a price for the stream {missing[0]!r}, but {known}")
-        return tuple(name for name in names if name in padded_streams(budget, names) or name in self.streams)
+        return tuple(
+            name for name in names if name in padded_streams(budget, names) or name in self.streams
+        )
 
     def by_stream(self, batches: Batches, lengths: Streams, budget: Budget) -> NDArray[np.float64]:
         """Returns the work of every batch per :meth:`priced` stream, without fixed costs: float64 (B, streams)."""
         names, found = self.priced(budget, lengths), []
         padded = () if is_packed(budget, lengths) else padded_streams(budget, lengths)
-        run = budget.as_run(shapes_of(batches, {name: lengths[name] for name in padded})) if padded else None
+        run = (
+            budget.as_run(shapes_of(batches, {name: lengths[name] for name in padded}))
+            if padded
+            else None
+        )
         for name in names if len(batches) else ():
             if run is not None and name in padded:
                 found.append(run.num_samples * self.price(name).of(run.longest[name]))
             else:
-                found.append(np.add.reduceat(self.price(name).of(lengths[name][batches.order]), batches.offsets[:-1]))
+                found.append(
+                    np.add.reduceat(
+                        self.price(name).of(lengths[name][batches.order]), batches.offsets[:-1]
+                    )
+                )
         return np.stack(found, axis=1) if found else np.zeros((0, len(names)))
 
     def of_batches(self, batches: Batches, lengths: Streams, budget: Budget) -> NDArray[np.float64]:
@@ -212,15 +264,24 @@ def _vision_tower(config: Any, of_token: float) -> dict[str, Price]:
     ``2 * (4 * width**2 + matrices * width * inner)``, and in full attention ``4 * width`` per patch attended to."""
 
     def first(*names: str) -> Any:
-        return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+        return next(
+            (value for name in names if (value := getattr(config, name, None)) is not None), None
+        )
 
     width, layers = first("embed_dim", "hidden_size"), first("depth", "num_hidden_layers")
     if not width or not layers:
         return {}
     inner = first("intermediate_size") or int((first("mlp_ratio") or 4) * width)
-    weights = 2.0 * (4 * width**2 + (3 if first("hidden_act", "hidden_activation") == "silu" else 2) * width * inner)
-    wide = len(first("fullatt_block_indexes") or range(layers)) / layers  # other layers attend only in small windows
-    return {PATCHES: Price(unit=layers * weights / of_token, crossover=weights / (4.0 * width * wide))}
+    weights = 2.0 * (
+        4 * width**2
+        + (3 if first("hidden_act", "hidden_activation") == "silu" else 2) * width * inner
+    )
+    wide = (
+        len(first("fullatt_block_indexes") or range(layers)) / layers
+    )  # other layers attend only in small windows
+    return {
+        PATCHES: Price(unit=layers * weights / of_token, crossover=weights / (4.0 * width * wide))
+    }
 
 
 # Non-negative least squares (Lawson and Hanson 1974) by trying all 2**columns sets of factors above 0. Columns are
@@ -233,10 +294,14 @@ def _non_negative(products: NDArray[np.float64], targets: NDArray[np.float64]) -
     count, scale = len(targets), np.sqrt(np.maximum(np.diag(products), 1e-100))
     scaled, wanted = products / np.outer(scale, scale), targets / scale
     found, least, squares = np.zeros(count), math.inf, count // 2
-    for used in chain.from_iterable(combinations(range(count), size) for size in range(count, 0, -1)):
+    for used in chain.from_iterable(
+        combinations(range(count), size) for size in range(count, 0, -1)
+    ):
         if 1 in used and all(column - squares in used for column in used if column > squares):
             tried = np.zeros(count)
-            tried[list(used)] = np.linalg.lstsq(scaled[np.ix_(used, used)], wanted[list(used)], rcond=None)[0]
+            tried[list(used)] = np.linalg.lstsq(
+                scaled[np.ix_(used, used)], wanted[list(used)], rcond=None
+            )[0]
             error = float(tried @ scaled @ tried - 2 * wanted @ tried)
             if (tried >= 0).all() and tried[1] > 0 and error < least:
                 found, least = tried, error

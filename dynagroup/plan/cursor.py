@@ -53,14 +53,22 @@ class Cursor:
         *before, (size, done, by) = self.segments or ((ranks, 0, limit),)
         if (size, by) != (ranks, limit):
             before, done = self.segments, 0
-        return replace(self, steps=self.steps + rows, segments=(*before, (ranks, done + rows, limit)))
+        return replace(
+            self, steps=self.steps + rows, segments=(*before, (ranks, done + rows, limit))
+        )
 
     def after_window(self, carried: Sequence[int] = ()) -> "Cursor":
         """Returns the point after the current window, whose steps :meth:`after_rows` has counted."""
-        return replace(self, windows_done=self.windows_done + 1, segments=(), carried=tuple(carried))
+        return replace(
+            self, windows_done=self.windows_done + 1, segments=(), carried=tuple(carried)
+        )
 
     def state(self) -> dict[str, Any]:
-        return {**asdict(self), "segments": list(map(list, self.segments)), "carried": list(self.carried)}
+        return {
+            **asdict(self),
+            "segments": list(map(list, self.segments)),
+            "carried": list(self.carried),
+        }
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> "Cursor":

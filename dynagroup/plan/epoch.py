@@ -27,7 +27,9 @@ def epoch_order(num_samples: int, *, seed: int, epoch: int) -> IntArray:
     >>> sorted(epoch_order(5, seed=0, epoch=1).tolist())
     [0, 1, 2, 3, 4]
     """
-    return EpochOrder(num_samples, seed=seed, epoch=epoch).index_at(np.arange(num_samples, dtype=np.int64))
+    return EpochOrder(num_samples, seed=seed, epoch=epoch).index_at(
+        np.arange(num_samples, dtype=np.int64)
+    )
 
 
 class EpochOrder:
@@ -36,10 +38,14 @@ class EpochOrder:
     It is an alternating Feistel network over a grid of about sqrt(n) by sqrt(n) cells; cycle walking skips cells
     without a sample (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002; rounds of MurmurHash3)."""
 
-    def __init__(self, count: int, *, seed: int, epoch: int, shuffle: bool = True, left_out: IntArray = NONE) -> None:
+    def __init__(
+        self, count: int, *, seed: int, epoch: int, shuffle: bool = True, left_out: IntArray = NONE
+    ) -> None:
         seed, epoch = check_int("seed", seed, least=0), check_int("epoch", epoch, least=0)
         self.num_samples, self._shuffle, self._left_out = count, shuffle, left_out
-        self._kept_before = left_out - np.arange(len(left_out))  # number of kept samples before each one left out
+        self._kept_before = left_out - np.arange(
+            len(left_out)
+        )  # number of kept samples before each one left out
         self._width = max(math.isqrt(max(count - 1, 0)) + 1, 1)
         self._height = max(-(-count // self._width), 1)
         self._keys = np.random.SeedSequence((seed, epoch)).generate_state(ROUNDS, np.uint32)
@@ -60,12 +66,18 @@ class EpochOrder:
 
     def index_at(self, positions: IntArray) -> IntArray:
         kept = self._walk(positions, range(ROUNDS), sign=1) if self._shuffle else positions
-        return kept + self._kept_before.searchsorted(kept, side="right") if len(self._left_out) else kept
+        return (
+            kept + self._kept_before.searchsorted(kept, side="right")
+            if len(self._left_out)
+            else kept
+        )
 
     def position_of(self, index: int) -> int:
         """Returns the position of a sample in the order, the inverse of :meth:`index_at`."""
         kept = np.asarray([index - self._left_out.searchsorted(index)], np.int64)
-        return int((self._walk(kept, range(ROUNDS - 1, -1, -1), sign=-1) if self._shuffle else kept)[0])
+        return int(
+            (self._walk(kept, range(ROUNDS - 1, -1, -1), sign=-1) if self._shuffle else kept)[0]
+        )
 
     def _walk(self, values: IntArray, rounds: range, sign: int) -> IntArray:
         values = self._mix(values, rounds, sign)
@@ -79,9 +91,13 @@ class EpochOrder:
         column, line = values % self._width, values // self._width
         for number in rounds:
             if number % 2:
-                line = _turn(line, sign * _hash(column, self._keys[number], self._height), self._height)
+                line = _turn(
+                    line, sign * _hash(column, self._keys[number], self._height), self._height
+                )
             else:
-                column = _turn(column, sign * _hash(line, self._keys[number], self._width), self._width)
+                column = _turn(
+                    column, sign * _hash(line, self._keys[number], self._width), self._width
+                )
         return line * self._width + column
 
 
@@ -111,7 +127,14 @@ class GroupedOrder:
     """
 
     def __init__(
-        self, order: Any, lengths_of: Callable[[IntArray], NDArray], *, size: int, pool: int, seed: int, epoch: int = 0
+        self,
+        order: Any,
+        lengths_of: Callable[[IntArray], NDArray],
+        *,
+        size: int,
+        pool: int,
+        seed: int,
+        epoch: int = 0,
     ) -> None:
         self._order, self._lengths_of, self._size, self._span = order, lengths_of, size, size * pool
         self._seeds, self._pool, self._number = (seed, epoch), NONE, -1
@@ -123,7 +146,9 @@ class GroupedOrder:
         start, stop, _ = where.indices(len(self))
         first = start // self._span
         pools = [self._dealt(number) for number in range(first, -(-stop // self._span))]
-        return np.concatenate([NONE, *pools])[start - first * self._span : stop - first * self._span]
+        return np.concatenate([NONE, *pools])[
+            start - first * self._span : stop - first * self._span
+        ]
 
     def _dealt(self, number: int) -> IntArray:
         if number != self._number:
@@ -133,7 +158,10 @@ class GroupedOrder:
             whole, rest = divmod(len(ranked), self._size)
             short = int(rng.integers(whole + 1)) * self._size + np.arange(rest)
             updates = np.delete(ranked, short).reshape(whole, self._size)
-            self._number, self._pool = number, np.append(updates[rng.permutation(whole)], ranked[short])
+            self._number, self._pool = (
+                number,
+                np.append(updates[rng.permutation(whole)], ranked[short]),
+            )
         return self._pool
 
 
@@ -166,7 +194,13 @@ class Windows:
 
 
 def windows_of_kinds(
-    order: IntArray, kinds: NDArray, size: int, *, least: int, rng: Any = None, tokens: IntArray | None = None
+    order: IntArray,
+    kinds: NDArray,
+    size: int,
+    *,
+    least: int,
+    rng: Any = None,
+    tokens: IntArray | None = None,
 ) -> tuple[IntArray, list[tuple[int, int]], IntArray]:
     """Returns dataset indices in windows; (start, stop) of each, in order of use; the number of each kind's last window.
 
@@ -181,15 +215,25 @@ def windows_of_kinds(
     counts = np.bincount(own, minlength=1)
     sizes = np.clip(counts // 2, least, size)
     parts = np.maximum(counts // sizes, 1)
-    number, shift = int(parts.max()), np.full(len(counts), 0.5) if rng is None else rng.random(len(counts))
-    by_kind = np.argsort(own.astype(np.uint16) if len(counts) < 1 << 16 else own, kind="stable")  # 16 bits: radix sort
+    number, shift = (
+        int(parts.max()),
+        np.full(len(counts), 0.5) if rng is None else rng.random(len(counts)),
+    )
+    by_kind = np.argsort(
+        own.astype(np.uint16) if len(counts) < 1 << 16 else own, kind="stable"
+    )  # 16 bits: radix sort
     own, within = own[by_kind], np.arange(len(own)) - np.repeat(np.cumsum(counts) - counts, counts)
     part = np.minimum(within // sizes[own], parts[own] - 1)
     window = np.minimum(((part + shift[own]) * (number / parts[own])).astype(np.int64), number - 1)
-    order, stops = order[by_kind[np.argsort(window, kind="stable")]], np.cumsum(np.bincount(window, minlength=number))
+    order, stops = (
+        order[by_kind[np.argsort(window, kind="stable")]],
+        np.cumsum(np.bincount(window, minlength=number)),
+    )
     found = list(zip([0, *stops.tolist()], stops.tolist(), strict=False))
     if tokens is not None and len(order):
-        found.insert(0, found.pop(int(np.searchsorted(stops, np.argmax(tokens[order]), side="right"))))
+        found.insert(
+            0, found.pop(int(np.searchsorted(stops, np.argmax(tokens[order]), side="right")))
+        )
     last = np.zeros(int(kinds.max(initial=0)) + 1, np.int64)
     for place, (start, stop) in enumerate(found):
         last[kinds[order[start:stop]]] = place
@@ -213,15 +257,28 @@ class Mixture:
     """
 
     def __init__(
-        self, sources: Mapping[str, Sequence[int]], shares: Mapping[str, float] | Callable[[int], Mapping[str, float]],
-        *, num_samples: int | None = None, seed: int = 0,
-    ) -> None:  # fmt: skip
-        with explained(f"`sources` must map names to dataset indices, at least one each, but is {sources!r:.200}"):
+        self,
+        sources: Mapping[str, Sequence[int]],
+        shares: Mapping[str, float] | Callable[[int], Mapping[str, float]],
+        *,
+        num_samples: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        with explained(
+            f"`sources` must map names to dataset indices, at least one each, but is {sources!r:.200}"
+        ):
             self._sources = {name: np.asarray(indices) for name, indices in sources.items()}
-            if any(i.ndim != 1 or not i.size or i.dtype.kind not in "iu" for i in self._sources.values()):
-                raise ValueError("dataset indices are integers; for a boolean mask give np.flatnonzero(mask)")
+            if any(
+                i.ndim != 1 or not i.size or i.dtype.kind not in "iu"
+                for i in self._sources.values()
+            ):
+                raise ValueError(
+                    "dataset indices are integers; for a boolean mask give np.flatnonzero(mask)"
+                )
         self._shares = shares
-        self._size = check_int("num_samples", sum(map(len, sources.values())) if num_samples is None else num_samples)
+        self._size = check_int(
+            "num_samples", sum(map(len, sources.values())) if num_samples is None else num_samples
+        )
         self._seed, self._epoch = check_int("seed", seed, least=0), 0
         self.counts(0)  # raises if shares are wrong
 
@@ -237,9 +294,13 @@ class Mixture:
     def counts(self, epoch: int) -> dict[str, int]:
         """Returns how many samples each source gives in an epoch, by the largest remainder method."""
         wanted = f"`shares` must have a weight of at least 0 (not all 0) for each of {list(self._sources)}"
-        with explained(f"{wanted}, but in epoch {epoch} is {(given := of(epoch) if callable(of := self._shares) else of)!r}"):
+        with explained(
+            f"{wanted}, but in epoch {epoch} is {(given := of(epoch) if callable(of := self._shares) else of)!r}"
+        ):
             shares = np.array([given[name] for name in self._sources], np.float64)
-            if len(given) > len(shares) or not (np.isfinite(shares).all() and shares.min() >= 0 < shares.sum()):
+            if len(given) > len(shares) or not (
+                np.isfinite(shares).all() and shares.min() >= 0 < shares.sum()
+            ):
                 raise ValueError("a weight is missing, negative, or has no source")
         exact = self._size * shares / shares.sum()
         counts = np.floor(exact).astype(np.int64)
@@ -253,12 +314,19 @@ class Mixture:
             stop = sum(counts[name] for counts in counted)
             start, size = stop - counted[-1][name], len(indices)
             first, seed = start // size, self._seed + place
-            passes = [epoch_order(size, seed=seed, epoch=number) for number in range(first, -(-stop // size))]
-            parts.append(indices[np.concatenate([NONE, *passes])[start - first * size : stop - first * size]])
+            passes = [
+                epoch_order(size, seed=seed, epoch=number)
+                for number in range(first, -(-stop // size))
+            ]
+            parts.append(
+                indices[np.concatenate([NONE, *passes])[start - first * size : stop - first * size]]
+            )
         shuffled = epoch_order(self._size, seed=self._seed, epoch=epoch)
         of_source = np.repeat(np.arange(len(parts)), [*map(len, parts)])[shuffled]
         mixed = np.empty_like(shuffled)
-        mixed[np.argsort(of_source, kind="stable")] = np.concatenate(parts)  # in the order of each source
+        mixed[np.argsort(of_source, kind="stable")] = np.concatenate(
+            parts
+        )  # in the order of each source
         return mixed
 
 
@@ -272,26 +340,42 @@ class OrderSource:
     NAME = "order"
 
     def __init__(self, source: Iterable[int], num_samples: int) -> None:
-        if not isinstance(source, Iterable) or isinstance(source, Iterator) or not getattr(source, "ndim", 1):
+        if (
+            not isinstance(source, Iterable)
+            or isinstance(source, Iterator)
+            or not getattr(source, "ndim", 1)
+        ):
             wanted = "a list or a sampler, which can be read anew in every epoch"
             raise ConfigError(f"`{self.NAME}` must be {wanted}, but is {source!r}")
         self._source, self._num_samples = source, num_samples
         self._epoch, self._indices = -1, NONE
         generator = getattr(source, "generator", None)
         self._generator = generator if hasattr(generator, "get_state") else None
-        self._before = [] if self._generator is None else [self._generator.get_state()]  # states before each epoch
-        self._counts: dict[int, int] = {}  # number of samples left out -> indices in every epoch without them
+        self._before = (
+            [] if self._generator is None else [self._generator.get_state()]
+        )  # states before each epoch
+        self._counts: dict[
+            int, int
+        ] = {}  # number of samples left out -> indices in every epoch without them
 
     def __len__(self) -> int:
         """Returns the number of indices in an epoch, by the sampler's own ``len()`` if it has one."""
-        return len(self._source) if isinstance(self._source, Sized) else len(self.of_epoch(max(self._epoch, 0)))
+        return (
+            len(self._source)
+            if isinstance(self._source, Sized)
+            else len(self.of_epoch(max(self._epoch, 0)))
+        )
 
     def counted(self, left_out: IntArray = NONE) -> int:
         """Returns the number of indices in every epoch, without those left out."""
         if len(left_out) and isinstance(self._source, Mixture):
-            raise ConfigError("oversize='drop' would leave out more of a Mixture in some epochs; filter its `sources`")
+            raise ConfigError(
+                "oversize='drop' would leave out more of a Mixture in some epochs; filter its `sources`"
+            )
         if len(left_out) not in self._counts:
-            out = np.isin(self.of_epoch(max(self._epoch, 0)), left_out).sum() if len(left_out) else 0
+            out = (
+                np.isin(self.of_epoch(max(self._epoch, 0)), left_out).sum() if len(left_out) else 0
+            )
             self._counts[len(left_out)] = len(self) - int(out)
         return self._counts[len(left_out)]
 
@@ -300,9 +384,13 @@ class OrderSource:
         drawn, wanted, indices = self.counted(), self.counted(left_out), self.of_epoch(epoch)
         kept = indices[~np.isin(indices, left_out)] if len(left_out) else indices
         if (len(indices), len(kept)) != (drawn, wanted):
-            said = f"`sampler` yields {len(indices)} indices ({len(kept)} that fit) in epoch {epoch}"
+            said = (
+                f"`sampler` yields {len(indices)} indices ({len(kept)} that fit) in epoch {epoch}"
+            )
             way_out = "yield each sample once in every epoch, and correct __len__"
-            raise ConfigError(f"{said}, but {drawn} ({wanted} that fit) by its len() or in the epoch before; {way_out}")
+            raise ConfigError(
+                f"{said}, but {drawn} ({wanted} that fit) by its len() or in the epoch before; {way_out}"
+            )
         return kept
 
     def of_epoch(self, epoch: int) -> IntArray:
@@ -324,7 +412,9 @@ class OrderSource:
                 self._before[drawn + 1 :] = [self._generator.get_state()]
         elif not (read := list(self._source)) and len(self._indices):
             name = type(self._source).__name__
-            raise ConfigError(f"`order` ({name}) yields nothing after its first epoch; its __iter__ must begin anew")
+            raise ConfigError(
+                f"`order` ({name}) yields nothing after its first epoch; its __iter__ must begin anew"
+            )
         else:
             return read
         return list(self._source)
@@ -333,11 +423,15 @@ class OrderSource:
         with explained(f"`{self.NAME}` must yield integer indices"):
             array = np.asarray(indices)
         if array.ndim != 1 or (len(array) and array.dtype.kind not in "iu"):
-            raise ConfigError(f"`{self.NAME}` must yield integer indices, but yields {array.dtype} {array.shape[1:]}")
+            raise ConfigError(
+                f"`{self.NAME}` must yield integer indices, but yields {array.dtype} {array.shape[1:]}"
+            )
         outside = np.flatnonzero((array < 0) | (array >= self._num_samples))
         if len(outside):
             given = array[outside[0]]
-            raise ConfigError(f"`{self.NAME}` yields index {given}, but there are only {self._num_samples} samples")
+            raise ConfigError(
+                f"`{self.NAME}` yields index {given}, but there are only {self._num_samples} samples"
+            )
         return array.astype(np.int64)
 
 

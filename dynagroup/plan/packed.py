@@ -22,7 +22,12 @@ LENGTHS = 97  # a budget is asked about so many lengths, with each number of sam
 
 
 def pack(
-    lengths: Streams, budget: Budget, multiple: int = 1, *, work: Work = DEFAULT_WORK, costs: NDArray | None = None
+    lengths: Streams,
+    budget: Budget,
+    multiple: int = 1,
+    *,
+    work: Work = DEFAULT_WORK,
+    costs: NDArray | None = None,
 ) -> Batches:
     """Divides a window into packed batches that fit ``budget``: few steps of ``multiple`` batches with equal work.
 
@@ -55,9 +60,13 @@ class Room:
     ``asked``: a function (number of items, largest item) -> largest sum of sizes; or ``together``: whether items fit."""
 
     def __init__(
-        self, sums: Sequence[tuple[NDArray, float]], slots: int, *,
-        asked: Callable[[int, int], float] | None = None, together: Callable[[list[int]], bool] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        sums: Sequence[tuple[NDArray, float]],
+        slots: int,
+        *,
+        asked: Callable[[int, int], float] | None = None,
+        together: Callable[[list[int]], bool] | None = None,
+    ) -> None:
         self.sums = [(units.tolist(), limit) for units, limit in sums]
         self.sizes = self.sums[0][0]
         self._slots, self._asked, self._together = slots, asked, together
@@ -71,7 +80,9 @@ class Room:
         if not bin.members:
             return bin.slots > 0
         sums = zip(bin.used, self.sums, strict=True)
-        if bin.room < self.sizes[item] or any(used + units[item] > limit for used, (units, limit) in sums):
+        if bin.room < self.sizes[item] or any(
+            used + units[item] > limit for used, (units, limit) in sums
+        ):
             return False
         return self._together is None or self._together([*bin.members, item])
 
@@ -79,10 +90,14 @@ class Room:
         bin.members.append(item)
         bin.load += cost
         bin.slots -= 1
-        bin.used = [used + units[item] for used, (units, _) in zip(bin.used, self.sums, strict=True)]
+        bin.used = [
+            used + units[item] for used, (units, _) in zip(bin.used, self.sums, strict=True)
+        ]
         bin.room = self.sums[0][1] - bin.used[0] if bin.slots else -1
         if self._asked is not None and bin.slots:
-            bin.room = min(bin.room, self._asked(len(bin.members) + 1, bin.members[0]) - bin.used[0])
+            bin.room = min(
+                bin.room, self._asked(len(bin.members) + 1, bin.members[0]) - bin.used[0]
+            )
 
 
 # List scheduling, longest processing time first (LPT; Graham 1969), with limits. Batches with too little room for an
@@ -113,7 +128,9 @@ def least_loaded(order: Iterable[int], costs: Sequence[float], bins: list[Bin], 
     return True
 
 
-def best_fit(order: Iterable[int], costs: Sequence[float], new: Callable[[], Bin], room: Room) -> list[Bin]:
+def best_fit(
+    order: Iterable[int], costs: Sequence[float], new: Callable[[], Bin], room: Room
+) -> list[Bin]:
     """Best fit: puts each item, in order, into the fullest batch with room, or into a new one. O(N log batches)."""
     bins: list[Bin] = []
     by_room: list[tuple[float, int]] = []
@@ -145,14 +162,20 @@ def fill_empty(parts: list[list[int]]) -> None:
 def room_of(lengths: Streams, budget: Budget) -> Room:
     """Returns a budget's limits on packed batches of these samples: limits on sums, or else calls of the budget."""
     parts = budget.parts if type(budget) is AllOf else (budget,)
-    capped = {part.stream for part in parts if isinstance(part, AdditiveCap)} if type(budget) is AllOf else set()
+    capped = (
+        {part.stream for part in parts if isinstance(part, AdditiveCap)}
+        if type(budget) is AllOf
+        else set()
+    )
     sums: list[tuple[NDArray, float]] = []
     slots, only_sums = UNLIMITED, True
     for part in parts:
         if type(part) is TokenBudget and part.layout == "packed":
             names = [name for name in lengths if name not in capped or name == primary(lengths)]
             most = part.max_tokens - part.max_tokens % budget.pad_to_multiple_of
-            sums.append((np.stack([lengths[name] for name in names]).sum(axis=0, dtype=np.int64), most))
+            sums.append(
+                (np.stack([lengths[name] for name in names]).sum(axis=0, dtype=np.int64), most)
+            )
             slots = min(slots, part.max_samples or UNLIMITED, part.max_tokens)
         elif type(part) is AdditiveCap:
             sums.append((lengths[part.stream].astype(np.int64), part.limit))
@@ -163,7 +186,9 @@ def room_of(lengths: Streams, budget: Budget) -> Room:
         return Room(sums, slots)
     if len(lengths) == 1:
         return Room(sums, slots, asked=_asked(budget, sums[0][0]))
-    shape = lambda members: BatchShape.of_samples({name: values[members] for name, values in lengths.items()})  # noqa: E731
+    shape = lambda members: BatchShape.of_samples(  # noqa: E731
+        {name: values[members] for name, values in lengths.items()}
+    )
     return Room(sums, slots, together=lambda members: bool(budget.fits(shape(members))[0]))
 
 
@@ -171,23 +196,34 @@ def _asked(budget: Budget, tokens: IntArray) -> Callable[[int, int], float]:
     """Returns a function (number of samples, longest sample) -> the most tokens of a batch, from a grid that bisection
     fills. What a cell allows is also allowed with fewer samples or a shorter longest one, because budgets are monotone."""
     counts = [n for n in COUNTS if n <= len(tokens)] + [len(tokens) + 1]
-    longest: list[int] = np.unique(np.quantile(tokens, np.linspace(0, 1, LENGTHS), method="higher")).tolist()
+    longest: list[int] = np.unique(
+        np.quantile(tokens, np.linspace(0, 1, LENGTHS), method="higher")
+    ).tolist()
     longest_of, count_of = (grid.ravel() for grid in np.meshgrid(longest, counts, indexing="ij"))
-    low, high = np.full(len(count_of), -1), np.full(len(count_of), int(tokens.sum(dtype=np.int64)) + 1)
+    low, high = (
+        np.full(len(count_of), -1),
+        np.full(len(count_of), int(tokens.sum(dtype=np.int64)) + 1),
+    )
     while (high - low > 1).any():
         middle = (low + high) // 2
         fits = budget.fits(BatchShape.of(count_of, longest_of, np.maximum(middle, 0)))
         low, high = np.where(fits, middle, low), np.where(fits, high, middle)
     most: list[list[int]] = low.reshape(len(longest), -1).tolist()
-    return lambda count, sample: most[bisect_left(longest, tokens[sample])][bisect_left(counts, count)]
+    return lambda count, sample: most[bisect_left(longest, tokens[sample])][
+        bisect_left(counts, count)
+    ]
 
 
 class Packing:
     """Packs one window into batches for steps of ``multiple`` batches (one for each rank)."""
 
-    def __init__(self, lengths: Streams, budget: Budget, costs: NDArray[np.float64], multiple: int) -> None:
+    def __init__(
+        self, lengths: Streams, budget: Budget, costs: NDArray[np.float64], multiple: int
+    ) -> None:
         wide = {name: values.astype(np.int64) for name, values in lengths.items()}
-        alone = budget.fits(BatchShape(np.ones(len(costs), np.int64), wide, wide))  # first use: reports missing streams
+        alone = budget.fits(
+            BatchShape(np.ones(len(costs), np.int64), wide, wide)
+        )  # first use: reports missing streams
         self._room = room_of(lengths, budget)
         self._costs, self._list, self._multiple = costs, costs.tolist(), multiple
         order = np.argsort(-costs, kind="stable")
@@ -199,11 +235,18 @@ class Packing:
         fewest = self._fewest()
         if self._multiple == 1 or len(fewest) % self._multiple or self._judged(fewest, per_step)[1]:
             return fewest
-        more = [*([s] for s in self._oversize), *(self.balanced(len(fewest) // self._multiple + 1) or [])]
+        more = [
+            *([s] for s in self._oversize),
+            *(self.balanced(len(fewest) // self._multiple + 1) or []),
+        ]
         if len(more) < len(fewest) or len(more) % self._multiple:
             return fewest
         time, equal = self._judged(more, per_step)
-        return more if time <= (WORTH if equal else 1.0) * self._judged(fewest, per_step)[0] else fewest
+        return (
+            more
+            if time <= (WORTH if equal else 1.0) * self._judged(fewest, per_step)[0]
+            else fewest
+        )
 
     def _judged(self, parts: list[list[int]], per_step: float) -> tuple[float, bool]:
         """Returns the predicted time of these batches, and whether steps have equal work, but for one larger sample."""
@@ -238,11 +281,16 @@ class Packing:
 
     def balanced(self, rows: int) -> list[list[int]] | None:
         """Divides the samples over ``rows`` steps, in which oversize samples take a batch each; None: they do not fit."""
-        count = min(rows * self._multiple, len(self._order) + len(self._oversize)) - len(self._oversize)
+        count = min(rows * self._multiple, len(self._order) + len(self._oversize)) - len(
+            self._oversize
+        )
         if count < 1:
             return None if self._order else []
         paces = np.asarray(_paces(np.sort(self._costs)[::-1], rows, self._multiple))
-        bins = [self._room.bin(load) for load in np.repeat(paces.max() - paces, self._multiple)[-count:].tolist()]
+        bins = [
+            self._room.bin(load)
+            for load in np.repeat(paces.max() - paces, self._multiple)[-count:].tolist()
+        ]
         if not least_loaded(self._order, self._list, bins, self._room):
             return None
         parts = [bin.members for bin in bins]

@@ -15,7 +15,14 @@ from numpy.typing import NDArray
 
 from dynagroup.budget.base import BoolArray, Budget, padded_streams
 from dynagroup.errors import BudgetError
-from dynagroup.plan.batches import Batches, RoundBatch, allowed_sizes, longest_first, offsets_of, offsets_of_path
+from dynagroup.plan.batches import (
+    Batches,
+    RoundBatch,
+    allowed_sizes,
+    longest_first,
+    offsets_of,
+    offsets_of_path,
+)
 from dynagroup.plan.cost import Work
 from dynagroup.plan.multistream import RunMaxima, alike_order
 from dynagroup.shapes import BatchShape, IntArray, Streams, largest_within, primary, round_up
@@ -37,14 +44,23 @@ def longest_batches_first(batches: Batches, lengths: Streams, budget: Budget) ->
     return np.argsort(-np.maximum.reduceat(tokens, batches.offsets[:-1]), kind="stable")
 
 
-def in_order(lengths: Streams, budget: Budget, work: Work, to: RoundBatch | None) -> "tuple[IntArray, OrderedWindow]":
+def in_order(
+    lengths: Streams, budget: Budget, work: Work, to: RoundBatch | None
+) -> "tuple[IntArray, OrderedWindow]":
     """Sorts a padded window (not empty) for cutting: the longest sample first, or if samples have several padded
     lengths, similar samples together. Returns the order as positions, and the sorted window."""
     names = padded_streams(budget, lengths)
     several = len(names) > 1
-    order = alike_order([lengths[n].astype(np.int64) for n in names]) if several else longest_first(lengths)
+    order = (
+        alike_order([lengths[n].astype(np.int64) for n in names])
+        if several
+        else longest_first(lengths)
+    )
     ordered = {name: values[order] for name, values in lengths.items()}
-    each = [work.price(name).of(round_up(ordered[name].astype(np.int64), budget.pad_to_multiple_of)) for name in names]
+    each = [
+        work.price(name).of(round_up(ordered[name].astype(np.int64), budget.pad_to_multiple_of))
+        for name in names
+    ]
     most = most_by_start(ordered, budget)
     if budget.ladder is not None:
         return order, budget.ladder.window(ordered, np.sum(each, axis=0), most)
@@ -59,14 +75,22 @@ class OrderedWindow:
 
     work: NDArray[np.float64]  # float64 (N,), predicted time of each sample alone
     most: IntArray  # int64 (N,), most samples of a batch that starts at each position; at least 1
-    allowed: IntArray | None = None  # allowed batch sizes, ascending, starting with 1; None: all sizes
-    streams: tuple[NDArray[np.float64], ...] = ()  # if several streams are padded: work of each sample by stream
+    allowed: IntArray | None = (
+        None  # allowed batch sizes, ascending, starting with 1; None: all sizes
+    )
+    streams: tuple[
+        NDArray[np.float64], ...
+    ] = ()  # if several streams are padded: work of each sample by stream
     maxima: tuple[RunMaxima, ...] = ()
-    limits: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))  # a batch's possible work; empty: any
+    limits: NDArray[np.float64] = field(
+        default_factory=lambda: np.zeros(0)
+    )  # a batch's possible work; empty: any
 
     def __post_init__(self) -> None:
         reach = int(self.most.max(initial=1))
-        object.__setattr__(self, "maxima", tuple(RunMaxima(values, reach) for values in self.streams))
+        object.__setattr__(
+            self, "maxima", tuple(RunMaxima(values, reach) for values in self.streams)
+        )
 
     def __len__(self) -> int:
         return len(self.work)
@@ -82,14 +106,20 @@ class OrderedWindow:
 
     def rounded(self, sizes: IntArray) -> IntArray:
         """Rounds batch sizes down to allowed sizes."""
-        return sizes if self.allowed is None else self.allowed[np.searchsorted(self.allowed, sizes, side="right") - 1]
+        return (
+            sizes
+            if self.allowed is None
+            else self.allowed[np.searchsorted(self.allowed, sizes, side="right") - 1]
+        )
 
     def sizes_under(self, limits: NDArray[np.float64]) -> IntArray:
         """Returns the size of the longest run from each position with work within each limit: int64 (N, limits)."""
         if not self.maxima:
             by_work = limits / np.maximum(self.work, TINY)[:, None]
             sizes = np.minimum(by_work, len(self), out=by_work).astype(np.int64)
-            return self.rounded(np.minimum(np.maximum(sizes, 1, out=sizes), self.most[:, None], out=sizes))
+            return self.rounded(
+                np.minimum(np.maximum(sizes, 1, out=sizes), self.most[:, None], out=sizes)
+            )
         starts, low = np.arange(len(self))[:, None], np.ones((len(self), len(limits)), np.int64)
         high = np.broadcast_to(self.most[:, None] + 1, low.shape)
         while (high - low > 1).any():  # bisection, for all starts and limits at once
@@ -101,19 +131,32 @@ class OrderedWindow:
     def greedy(self, start: int, stop: int, most_runs: int) -> Callable[[float], list[int]]:
         """Returns a function that cuts greedily: from a limit of work to the offsets of runs from ``start``, each as
         long as the limit allows, up to ``stop`` or ``most_runs``. No other cut within the limit has fewer runs."""
-        work, most = np.maximum(self.work[start:stop], TINY).tolist(), self.most[start:stop].tolist()
+        work, most = (
+            np.maximum(self.work[start:stop], TINY).tolist(),
+            self.most[start:stop].tolist(),
+        )
         allowed = None if self.allowed is None else self.allowed.tolist()
         streams, num = [s[start:stop] for s in self.streams], len(work)
 
         def under(limit: float) -> list[int]:
             offsets, place = [start], 0
             for _ in range(most_runs):
-                size, longest = int(limit / work[place]) + bool(streams), most[place]  # + 1: may be rounded down
-                if size > longest or (streams and work[place] <= TINY):  # samples without work, as in `sizes_under`
+                size, longest = (
+                    int(limit / work[place]) + bool(streams),
+                    most[place],
+                )  # + 1: may be rounded down
+                if size > longest or (
+                    streams and work[place] <= TINY
+                ):  # samples without work, as in `sizes_under`
                     size = longest
                 if streams:
-                    each = np.sum([np.maximum.accumulate(s[place : place + max(size, 1)]) for s in streams], axis=0)
-                    size = int((each * np.arange(1, len(each) + 1)).searchsorted(limit, side="right"))
+                    each = np.sum(
+                        [np.maximum.accumulate(s[place : place + max(size, 1)]) for s in streams],
+                        axis=0,
+                    )
+                    size = int(
+                        (each * np.arange(1, len(each) + 1)).searchsorted(limit, side="right")
+                    )
                 if allowed is not None:
                     size = allowed[bisect_right(allowed, size or 1) - 1]
                 place += size or 1
@@ -129,16 +172,24 @@ class OrderedWindow:
         large = len(self) > EXACT_UP_TO
         if self.streams or (self.allowed is not None and not large):
             return by_places(self, price)
-        return one_by_one(self, price) if large or float((1.0 / self.most).sum()) > MANY_RUNS else by_queue(self, price)
+        return (
+            one_by_one(self, price)
+            if large or float((1.0 / self.most).sum()) > MANY_RUNS
+            else by_queue(self, price)
+        )
 
     def middle(self, start: int, stop: int) -> int | None:
         """Returns where to divide a run so that the larger part has least work; None: no allowed sizes divide it."""
         first = np.arange(1, stop - start)
         if self.allowed is not None:
-            first = first[np.isin(first, self.allowed) & np.isin(stop - start - first, self.allowed)]
+            first = first[
+                np.isin(first, self.allowed) & np.isin(stop - start - first, self.allowed)
+            ]
             if not len(first):
                 return None
-        dearer = np.maximum(self.work_of(start, first), self.work_of(start + first, stop - start - first))
+        dearer = np.maximum(
+            self.work_of(start, first), self.work_of(start + first, stop - start - first)
+        )
         return start + int(first[np.argmin(dearer)])
 
 
@@ -152,8 +203,12 @@ def most_by_start(ordered: Streams, budget: Budget) -> IntArray:
     if table is None:
         return np.minimum(np.maximum(_by_search(ordered, budget), 1), left)
     if (np.diff(table) < 0).any():
-        raise BudgetError("`budget.largest` must allow at least as many shorter samples; try assert_budget_law")
-    return np.minimum(np.repeat(np.maximum(table, 1), np.diff(np.append(firsts, len(tokens)))), left)
+        raise BudgetError(
+            "`budget.largest` must allow at least as many shorter samples; try assert_budget_law"
+        )
+    return np.minimum(
+        np.repeat(np.maximum(table, 1), np.diff(np.append(firsts, len(tokens)))), left
+    )
 
 
 def _by_search(ordered: Streams, budget: Budget) -> IntArray:
@@ -166,9 +221,13 @@ def _by_search(ordered: Streams, budget: Budget) -> IntArray:
         maxima = {name: RunMaxima(of, reach - 1) for name, of in ordered.items()}
         most = np.minimum(reach - 1, num - begin)
 
-        def fits(asked: IntArray, begin: IntArray = begin, maxima: Any = maxima, most: IntArray = most) -> BoolArray:
+        def fits(
+            asked: IntArray, begin: IntArray = begin, maxima: Any = maxima, most: IntArray = most
+        ) -> BoolArray:
             size = np.minimum(asked, most)
-            longest = {name: table.of(begin, size).astype(np.int64) for name, table in maxima.items()}
+            longest = {
+                name: table.of(begin, size).astype(np.int64) for name, table in maxima.items()
+            }
             total = {name: values[begin + size] - values[begin] for name, values in sums.items()}
             return budget.fits(BatchShape(size, longest, total))
 
@@ -186,23 +245,33 @@ def by_places(window: OrderedWindow, price: float) -> IntArray:
     places = _places(window.most) if window.allowed is None else np.arange(len(window) + 1)
     reach = np.searchsorted(places, places[:-1] + window.most[places[:-1]], side="right") - 1
     last = len(places) - 1
-    starts = np.arange(1, last + 1) - np.searchsorted(reach, np.arange(1, last + 1))  # how many starts reach each stop
+    starts = np.arange(1, last + 1) - np.searchsorted(
+        reach, np.arange(1, last + 1)
+    )  # how many starts reach each stop
     beyond = np.zeros(int(starts.max()))
     # All in reverse order: for each stream the largest work between neighbouring places; and `best`.
-    parts = [np.append(np.maximum.reduceat(of, places[:-1])[::-1], beyond) for of in window.streams or (window.work,)]
+    parts = [
+        np.append(np.maximum.reduceat(of, places[:-1])[::-1], beyond)
+        for of in window.streams or (window.work,)
+    ]
     behind, came_from = np.full(last + 1 + len(beyond), np.inf), [0]
     behind[last] = 0.0
     for first in range(0, last, TILE):
         counts = starts[first : first + TILE]
         stops, wide = np.arange(first + 1, first + 1 + len(counts)), int(counts.max())
-        tiles = (sliding_window_view(of[last - stops[-1] : last - first - 1 + wide], wide)[::-1] for of in parts)
+        tiles = (
+            sliding_window_view(of[last - stops[-1] : last - first - 1 + wide], wide)[::-1]
+            for of in parts
+        )
         work = np.sum([np.maximum.accumulate(tile, axis=1) for tile in tiles], axis=0)
         sizes = places[stops][:, None] - places[np.maximum(stops[:, None] - 1 - np.arange(wide), 0)]
         work = sizes * work + price
         work[np.arange(wide) >= counts[:, None]] = np.inf
         if window.allowed is not None:
             work[np.isin(sizes, window.allowed, invert=True)] = np.inf
-        for here, row in zip(range(last - first - 1, last - first - 1 - len(work), -1), work, strict=True):
+        for here, row in zip(
+            range(last - first - 1, last - first - 1 - len(work), -1), work, strict=True
+        ):
             row += behind[here + 1 : here + 1 + wide]
             back = int(row.argmin())
             behind[here] = row[back]
@@ -228,12 +297,27 @@ def _places(most: IntArray) -> IntArray:
 def by_queue(window: OrderedWindow, price: float) -> IntArray:
     """Returns the cut of exactly the least predicted time, for one padded stream."""
     num = len(window)
-    work, after = window.work.tolist(), (np.arange(1, num + 1) + window.most).tolist()  # first stop that is too far
+    work, after = (
+        window.work.tolist(),
+        (np.arange(1, num + 1) + window.most).tolist(),
+    )  # first stop that is too far
     came_from, since = [0] * (num + 1), [0] * (num + 1)
-    base, slope, limit = price, work[0], after[0]  # of the last line in the queue, which is lines[front : tail + 1]
+    base, slope, limit = (
+        price,
+        work[0],
+        after[0],
+    )  # of the last line in the queue, which is lines[front : tail + 1]
     lines = [(0, base, slope, limit)] * (num + 1)
-    best, best_base, best_slope = 0, base, slope  # the first line in the queue, the lowest at the current stop
-    front, tail, upcoming = 0, 0, num + 1  # upcoming: the stop at which the next line becomes the lowest
+    best, best_base, best_slope = (
+        0,
+        base,
+        slope,
+    )  # the first line in the queue, the lowest at the current stop
+    front, tail, upcoming = (
+        0,
+        0,
+        num + 1,
+    )  # upcoming: the stop at which the next line becomes the lowest
     for stop in range(1, num):
         if upcoming <= stop:
             front += 1
@@ -293,7 +377,10 @@ def split_dearest(window: OrderedWindow, offsets: IntArray, number: int) -> IntA
     """Splits the most expensive batch, again and again, until there are ``number`` or allowed sizes divide none."""
     if len(offsets) > number:
         return offsets
-    runs = zip(*(values.tolist() for values in (window.total(offsets), offsets[:-1], offsets[1:])), strict=True)
+    runs = zip(
+        *(values.tolist() for values in (window.total(offsets), offsets[:-1], offsets[1:])),
+        strict=True,
+    )
     heap = [(-work, start, stop) for work, start, stop in runs if stop - start > 1]
     heapq.heapify(heap)
     inner: list[int] = []

@@ -75,7 +75,10 @@ class BatchPlan:
     @cached_property
     def kinds(self) -> list[list[Any]]:
         """The kinds of the batches: ``kinds[step][rank]``."""
-        labels, codes = self.sample_kinds.labels, self.sample_kinds.codes[self.batches.order[self.batches.offsets[:-1]]]
+        labels, codes = (
+            self.sample_kinds.labels,
+            self.sample_kinds.codes[self.batches.order[self.batches.offsets[:-1]]],
+        )
         return [[labels[code] for code in row] for row in codes[self.table].tolist()]
 
     @property
@@ -125,16 +128,34 @@ class BatchPlan:
         Tokens are those of all padded streams. ``row_imbalance`` is the predicted time of all steps over their time if
         all ranks had equal work: 1.0 is the best. With several streams, ``imbalance_NAME`` is the median, over steps,
         of a stream's largest sum on a rank over the mean sum."""
-        sizes, padded, mean = self.batches.sizes, int(self.padded.sum()), self.work_by_row.mean(axis=1).sum()
+        sizes, padded, mean = (
+            self.batches.sizes,
+            int(self.padded.sum()),
+            self.work_by_row.mean(axis=1).sum(),
+        )
         real = int(real_tokens(self.shapes, self.budget).sum())
         quantiles = np.quantile(sizes, [0.0, 0.5, 1.0]) if len(sizes) else np.zeros(3)
-        return {"num_samples": len(self.batches.order) - len(self.repeated), "num_batches": len(sizes),
-                "num_steps": self.num_steps, "num_updates": self.num_updates, "real_tokens": real, "padded_tokens": padded,
-                "padding": 1.0 - real / max(padded, 1), "smallest_batch": int(quantiles[0]), "median_batch": float(quantiles[1]),
-                "largest_batch": int(quantiles[2]), "predicted_time": self.predicted_time,
-                "row_imbalance": float(self.work.row_times(self._work).sum() / max(mean, 1e-9)) or 1.0,
-                "num_oversize": len(self.oversize), "num_repeated": len(self.repeated), "num_dropped": len(self.dropped),
-                **{f"imbalance_{n}": self._imbalance(n) for n in (self.lengths if len(self.lengths) > 1 else ())}}  # fmt: skip
+        return {
+            "num_samples": len(self.batches.order) - len(self.repeated),
+            "num_batches": len(sizes),
+            "num_steps": self.num_steps,
+            "num_updates": self.num_updates,
+            "real_tokens": real,
+            "padded_tokens": padded,
+            "padding": 1.0 - real / max(padded, 1),
+            "smallest_batch": int(quantiles[0]),
+            "median_batch": float(quantiles[1]),
+            "largest_batch": int(quantiles[2]),
+            "predicted_time": self.predicted_time,
+            "row_imbalance": float(self.work.row_times(self._work).sum() / max(mean, 1e-9)) or 1.0,
+            "num_oversize": len(self.oversize),
+            "num_repeated": len(self.repeated),
+            "num_dropped": len(self.dropped),
+            **{
+                f"imbalance_{n}": self._imbalance(n)
+                for n in (self.lengths if len(self.lengths) > 1 else ())
+            },
+        }
 
     def _imbalance(self, stream: str) -> float:
         """Returns a stream's largest sum on a rank over the mean sum of the ranks: the median over steps."""
@@ -173,17 +194,31 @@ class BatchPlan:
         import pyarrow as pa
         from pyarrow.parquet import ParquetWriter
 
-        names, update = ("update", "step", "rank", "sample"), np.cumsum(self.update_ends) - self.update_ends
+        names, update = (
+            ("update", "step", "rank", "sample"),
+            np.cumsum(self.update_ends) - self.update_ends,
+        )
         schema = pa.schema([*((name, pa.int64()) for name in names), ("loss_scale", pa.float64())])
         with ParquetWriter(path, schema) as file:
             for first in range(0, self.num_steps, 4096):
                 batches = self.batches.take(self.table[first : first + 4096].ravel())
-                step, rank = np.divmod(np.repeat(np.arange(len(batches)), batches.sizes), self.world_size)
-                columns = [update[first + step], first + step, rank, batches.order, self.loss_scale[first + step, rank]]
+                step, rank = np.divmod(
+                    np.repeat(np.arange(len(batches)), batches.sizes), self.world_size
+                )
+                columns = [
+                    update[first + step],
+                    first + step,
+                    rank,
+                    batches.order,
+                    self.loss_scale[first + step, rank],
+                ]
                 file.write_table(pa.table(columns, schema))
 
     def to_html(self, path: str | Path) -> None:
         """Writes :meth:`report` and pictures of padding, work, memory and shapes to one static HTML file."""
         from dynagroup.plan.plots import page, plot_plan
 
-        Path(path).write_text(page(f"dynagroup: plan of epoch {self.epoch}", self.report(), plot_plan(self)), encoding="utf-8")
+        Path(path).write_text(
+            page(f"dynagroup: plan of epoch {self.epoch}", self.report(), plot_plan(self)),
+            encoding="utf-8",
+        )

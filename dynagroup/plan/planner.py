@@ -35,12 +35,16 @@ Uneven: TypeAlias = Literal["repeat", "drop"]
 Order: TypeAlias = "IntArray | EpochOrder | GroupedOrder"
 OneKind: TypeAlias = Literal["step", "batch"]
 Drawn: TypeAlias = "IntArray | None"  # dataset indices in the order of the user's sampler
-Rows: TypeAlias = tuple[Batches, NDArray[np.bool_]]  # batches by step; whether each only fills a step
+Rows: TypeAlias = tuple[
+    Batches, NDArray[np.bool_]
+]  # batches by step; whether each only fills a step
 
 LEFT_OUT = "learned limits leave out other samples than before (oversize='drop'); call set_epoch with the next epoch"
 BATCHES_PER_WINDOW = 100
 SAMPLED = 4096  # lengths from which the size of a window is estimated
-LEAST_SHARE = 8  # a rare kind's windows have at least 1/8 of the usual size, so that its batches vary as well
+LEAST_SHARE = (
+    8  # a rare kind's windows have at least 1/8 of the usual size, so that its batches vary as well
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,13 +67,19 @@ class PlanConfig:
         object.__setattr__(self, "shuffle", check_flag("shuffle", self.shuffle))
         for name in ("window", "samples_per_update", "grouping"):
             if getattr(self, name) is not None:
-                object.__setattr__(self, name, check_int(name, getattr(self, name), where=" (or None)"))
+                object.__setattr__(
+                    self, name, check_int(name, getattr(self, name), where=" (or None)")
+                )
         for name in ("seed", "hardest_first"):
             object.__setattr__(self, name, check_int(name, getattr(self, name), least=0))
         if self.window is not None and self.samples_per_update is not None:
-            raise ConfigError("pass `window` or `samples_per_update`, not both, because an update is a window")
+            raise ConfigError(
+                "pass `window` or `samples_per_update`, not both, because an update is a window"
+            )
         if self.grouping is not None and self.samples_per_update is None:
-            raise ConfigError("`grouping` needs `samples_per_update`; without it, raise `window` to sort more samples")
+            raise ConfigError(
+                "`grouping` needs `samples_per_update`; without it, raise `window` to sort more samples"
+            )
         for name, choices in (("oversize", Oversize), ("uneven", Uneven), ("one_kind", OneKind)):
             check_choice(name, getattr(self, name), get_args(choices))
         object.__setattr__(self, "work", check_work(self.work))
@@ -80,13 +90,22 @@ class Planner:
     """Makes plans from lengths, kinds, a budget bound to the lengths, and settings. Keeps no state of a run."""
 
     def __init__(
-        self, lengths: Streams, budget: Budget | int, config: PlanConfig, kinds: Kinds | None = None,
+        self,
+        lengths: Streams,
+        budget: Budget | int,
+        config: PlanConfig,
+        kinds: Kinds | None = None,
         read: Mapping[str, tuple[IntArray, int]] | None = None,
-    ) -> None:  # fmt: skip
-        self.lengths, self.kinds = lengths, kinds or Kinds.read(None, len(lengths[primary(lengths)]))
+    ) -> None:
+        self.lengths, self.kinds = (
+            lengths,
+            kinds or Kinds.read(None, len(lengths[primary(lengths)])),
+        )
         bound = as_budget(budget).bind(lengths)
         self.limit = bound.applied
-        self.budget = bound.held(self.limit)  # a fixed limit, so that a plan does not change while it is used
+        self.budget = bound.held(
+            self.limit
+        )  # a fixed limit, so that a plan does not change while it is used
         self.config = config
         self.num_samples = len(lengths[primary(lengths)])
         self._read = read or {name: scanned(values) for name, values in lengths.items()}
@@ -101,22 +120,30 @@ class Planner:
 
     def unfit(self, indices: Sequence[int] | IntArray) -> NDArray[np.bool_]:
         """Returns which of these samples do not fit even alone."""
-        left, right = (np.searchsorted(self.oversize, indices, side=side) for side in ("left", "right"))
+        left, right = (
+            np.searchsorted(self.oversize, indices, side=side) for side in ("left", "right")
+        )
         return left < right
 
     def tokens_of(self, indices: IntArray | slice) -> NDArray[Any]:
         """Returns the tokens of these samples, summed over padded streams."""
-        return tokens_of({name: values[indices] for name, values in self.lengths.items()}, self.budget)
+        return tokens_of(
+            {name: values[indices] for name, values in self.lengths.items()}, self.budget
+        )
 
     @cached_property
     def _longest(self) -> int:
         return longest_of(self.lengths, self.budget, self.left_out, self.maxima)
 
     @classmethod
-    def of(cls, lengths: Any, budget: Budget | int, config: PlanConfig, kinds: Any = None) -> "Planner":
+    def of(
+        cls, lengths: Any, budget: Budget | int, config: PlanConfig, kinds: Any = None
+    ) -> "Planner":
         """Makes a planner from lengths and kinds as users give them."""
         if kinds is None and config.one_kind != "step":
-            raise ConfigError(f"`one_kind` ({config.one_kind!r}) needs a label for each sample; pass `kinds`")
+            raise ConfigError(
+                f"`one_kind` ({config.one_kind!r}) needs a label for each sample; pass `kinds`"
+            )
         streams = as_streams(lengths)
         return cls(streams, budget, config, Kinds.read(kinds, len(streams[primary(streams)])))
 
@@ -127,8 +154,12 @@ class Planner:
         first, done, others = int(self.oversize[0]), self.config.oversize, len(self.oversize) - 1
         units = units_of(self.lengths, first)
         if done == "error":
-            way_out = "truncate or filter them, raise the budget, or pass oversize='alone' or 'drop'"
-            raise BudgetError(f"sample {first} ({units}) does not fit even alone, nor do {others} others; {way_out}")
+            way_out = (
+                "truncate or filter them, raise the budget, or pass oversize='alone' or 'drop'"
+            )
+            raise BudgetError(
+                f"sample {first} ({units}) does not fit even alone, nor do {others} others; {way_out}"
+            )
         kept = "left out" if done == "drop" else "each a batch of its own"
         told = f"{others + 1} samples do not fit the budget even alone and are {kept}; the first is sample {first} with {units}"
         warn_user(f"{told}; truncate them, raise the budget, or pass oversize='error'")
@@ -184,18 +215,33 @@ class Planner:
         if config.samples_per_update is not None:
             if config.samples_per_update < world_size:
                 said = f"`samples_per_update` ({config.samples_per_update})"
-                raise ConfigError(f"{said} must be at least the number of ranks ({world_size}); each needs a sample")
+                raise ConfigError(
+                    f"{said} must be at least the number of ranks ({world_size}); each needs a sample"
+                )
             return config.samples_per_update
         size = config.window or max(self.num_samples, 1)
         if config.window is None and config.shuffle:
-            size = int(max(1, min(max(BATCHES_PER_WINDOW, 25 * world_size) * self._batch_size, self.num_samples / 2)))
+            size = int(
+                max(
+                    1,
+                    min(
+                        max(BATCHES_PER_WINDOW, 25 * world_size) * self._batch_size,
+                        self.num_samples / 2,
+                    ),
+                )
+            )
         return -(-size // world_size) * world_size
 
     @cached_property
     def _batch_size(self) -> float:
         """Estimated samples of a batch that is as large as fits, if all samples are sorted together."""
-        some = {name: values[:: max(1, self.num_samples // SAMPLED)] for name, values in self.lengths.items()}
-        return len(some[primary(some)]) / max(len(cut(some, self.budget, work=Work(per_step=FEWEST))), 1)
+        some = {
+            name: values[:: max(1, self.num_samples // SAMPLED)]
+            for name, values in self.lengths.items()
+        }
+        return len(some[primary(some)]) / max(
+            len(cut(some, self.budget, work=Work(per_step=FEWEST))), 1
+        )
 
     def start_of(self, epoch: int, world_size: int = 1) -> Cursor:
         return Cursor(epoch=epoch, window_size=self.window_size(world_size))
@@ -204,9 +250,13 @@ class Planner:
         if cursor.windows_done >= len(self._windows(cursor, order)[1]):
             return True
         too_few = self.config.uneven == "drop"  # so a window may have too few samples for a step
-        return too_few and not any(part.num_steps for part in self.steps_from(cursor, world_size, order))
+        return too_few and not any(
+            part.num_steps for part in self.steps_from(cursor, world_size, order)
+        )
 
-    def order_of(self, epoch: int, given: IntArray | None = None, *, shuffle: bool, size: int = 1) -> Order:
+    def order_of(
+        self, epoch: int, given: IntArray | None = None, *, shuffle: bool, size: int = 1
+    ) -> Order:
         """Returns the epoch's dataset indices in order, without those left out; ``size``: samples per update.
         ``given``: the order of the user's sampler; None: shuffled, or dataset order."""
         config, how = self.config, {"seed": self.config.seed, "epoch": epoch}
@@ -214,12 +264,20 @@ class Planner:
             order: Any = given[~self.unfit(given)] if len(self.left_out) else given
         else:
             order = EpochOrder(self.num_planned, shuffle=shuffle, left_out=self.left_out, **how)
-        return order if config.grouping is None else GroupedOrder(order, self.tokens_of, size=size, pool=config.grouping, **how)
+        return (
+            order
+            if config.grouping is None
+            else GroupedOrder(order, self.tokens_of, size=size, pool=config.grouping, **how)
+        )
 
-    def _windows(self, cursor: Cursor, given: Drawn) -> tuple[Order, Windows | list[tuple[int, int]], IntArray]:
+    def _windows(
+        self, cursor: Cursor, given: Drawn
+    ) -> tuple[Order, Windows | list[tuple[int, int]], IntArray]:
         """Returns the order of the cursor's epoch, (start, stop) of its windows, and the last window of each kind."""
         config, size = self.config, cursor.window_size or self.window_size(1)
-        order = self.order_of(cursor.epoch, given, shuffle=config.shuffle or self.has_updates, size=size)
+        order = self.order_of(
+            cursor.epoch, given, shuffle=config.shuffle or self.has_updates, size=size
+        )
         if self.has_updates:
             return order, Windows(len(order), size), np.zeros(len(self.kinds.labels), np.int64)
         if len(self.kinds.labels) > 1:
@@ -228,17 +286,29 @@ class Planner:
             tokens = self.tokens_of(slice(None)) if config.hardest_first else None
             how: dict[str, Any] = {"least": least, "rng": rng, "tokens": tokens}
             ordered, found, last = windows_of_kinds(order[:], self.kinds.codes, size, **how)
-            return ordered, found, np.full_like(last, len(found) - 1) if config.one_kind == "batch" else last
+            return (
+                ordered,
+                found,
+                np.full_like(last, len(found) - 1) if config.one_kind == "batch" else last,
+            )
         first = 0
         if config.hardest_first and len(order) >= 2 * size:
             computed = isinstance(order, EpochOrder)
-            first = order.position_of(self._longest) if computed else int(self.tokens_of(order[:]).argmax())
+            first = (
+                order.position_of(self._longest)
+                if computed
+                else int(self.tokens_of(order[:]).argmax())
+            )
         windows = Windows(len(order), size, first // size)
         return order, windows, np.asarray([len(windows) - 1])
 
-    def steps_from(self, cursor: Cursor, world_size: int = 1, order: IntArray | None = None) -> Iterator[BatchPlan]:
+    def steps_from(
+        self, cursor: Cursor, world_size: int = 1, order: IntArray | None = None
+    ) -> Iterator[BatchPlan]:
         """Yields the rest of the cursor's epoch: one plan per window, each made when it is needed."""
-        size = self.window_size(world_size)  # refused, if an update has too few samples for so many ranks
+        size = self.window_size(
+            world_size
+        )  # refused, if an update has too few samples for so many ranks
         cursor = replace(cursor, window_size=cursor.window_size or size)
         ordered, windows, last = self._windows(cursor, order)
         while cursor.windows_done < len(windows):
@@ -251,28 +321,48 @@ class Planner:
 
     def update_of(self, indices: IntArray, cursor: Cursor, world_size: int) -> BatchPlan:
         """Returns the plan of the rest of the update that consists of these samples."""
-        return _Window(self, indices, cursor, np.ones(len(self.kinds.labels), np.bool_)).rest(world_size)
+        return _Window(self, indices, cursor, np.ones(len(self.kinds.labels), np.bool_)).rest(
+            world_size
+        )
 
     def planned(self, batches: Batches, loss_scale: NDArray[np.float64], **more: Any) -> BatchPlan:
         """Returns a plan of these batches, which must be given step after step."""
         more |= {name: getattr(self, name) for name in ("lengths", "budget", "oversize")}
         more |= {"sample_kinds": self.kinds, "work": self.config.work}
-        return BatchPlan(batches, np.arange(len(batches)).reshape(loss_scale.shape), loss_scale=loss_scale, **more)
+        return BatchPlan(
+            batches,
+            np.arange(len(batches)).reshape(loss_scale.shape),
+            loss_scale=loss_scale,
+            **more,
+        )
 
-    def plan(self, epoch: int = 0, world_size: int = 1, cursor: Cursor | None = None, order: Drawn = None) -> BatchPlan:
+    def plan(
+        self, epoch: int = 0, world_size: int = 1, cursor: Cursor | None = None, order: Drawn = None
+    ) -> BatchPlan:
         """Returns a plan of a whole epoch, or of what remains of one from ``cursor`` on."""
         cursor = cursor or self.start_of(epoch, world_size)
-        return self.joined(list(self.steps_from(cursor, world_size, order)), cursor, world_size, order)
+        return self.joined(
+            list(self.steps_from(cursor, world_size, order)), cursor, world_size, order
+        )
 
-    def joined(self, parts: list[BatchPlan], cursor: Cursor, world_size: int, order: Drawn = None) -> BatchPlan:
+    def joined(
+        self, parts: list[BatchPlan], cursor: Cursor, world_size: int, order: Drawn = None
+    ) -> BatchPlan:
         """Returns one plan of several windows; the first begins at ``cursor``. ``order``: of the user's sampler."""
         drawn = self.left_out if order is None else order[np.isin(order, self.left_out)]
         batches, none = Batches.concatenate([part.batches for part in parts]), np.zeros(0, np.int64)
-        return self.planned(batches, np.concatenate([np.zeros((0, world_size)), *(part.loss_scale for part in parts)]),
-            update_ends=np.concatenate([np.zeros(0, np.bool_), *(part.update_ends for part in parts)]),
+        return self.planned(
+            batches,
+            np.concatenate([np.zeros((0, world_size)), *(part.loss_scale for part in parts)]),
+            update_ends=np.concatenate(
+                [np.zeros(0, np.bool_), *(part.update_ends for part in parts)]
+            ),
             repeated=np.concatenate([none, *(part.repeated for part in parts)]),
-            dropped=np.concatenate([drawn, *(part.dropped for part in parts)]), start=cursor,
-            end=parts[-1].end if parts else cursor, windows=np.asarray([part.num_steps for part in parts], np.int64))  # fmt: skip
+            dropped=np.concatenate([drawn, *(part.dropped for part in parts)]),
+            start=cursor,
+            end=parts[-1].end if parts else cursor,
+            windows=np.asarray([part.num_steps for part in parts], np.int64),
+        )
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -297,7 +387,9 @@ class _Window:
     planner: Planner
     indices: IntArray  # dataset indices
     cursor: Cursor
-    is_last: NDArray[np.bool_]  # by kind: no later window has the kind, so samples left over cannot wait for one
+    is_last: NDArray[
+        np.bool_
+    ]  # by kind: no later window has the kind, so samples left over cannot wait for one
 
     # While the number of ranks and the learned limit stay the same, a window's own remaining steps are used; after a
     # change, its remaining samples are cut again. A sample that was only repeated to fill a step still remains.
@@ -308,7 +400,11 @@ class _Window:
         batches, fills = self._cut(left, ranks, self.planner.by(by))
         for size, done, limit in segments:
             if (size, limit) != (ranks, by):
-                (batches, fills), ranks, by = self._cut(left, size, self.planner.by(limit)), size, limit
+                (batches, fills), ranks, by = (
+                    self._cut(left, size, self.planner.by(limit)),
+                    size,
+                    limit,
+                )
             used = done * ranks
             left[batches.take(np.flatnonzero(~fills[:done].ravel())).order] = False
             batches, fills = batches.take(np.arange(used, len(batches))), fills[done:]
@@ -320,19 +416,30 @@ class _Window:
         config, chosen = planner.config, self.indices[positions]
         lengths = {name: values[chosen] for name, values in planner.lengths.items()}
         kinds, together = planner.kinds.codes[chosen], config.one_kind == "batch"
-        how: dict[str, Any] = {"work": config.work, "round_batch": config.round_batch, "together": together}
+        how: dict[str, Any] = {
+            "work": config.work,
+            "round_batch": config.round_batch,
+            "together": together,
+        }
         cuts = cut_kinds(lengths, kinds, planner.budget, world_size, **how)
-        prove(Batches.concatenate(cuts), len(chosen), lengths, planner.budget, planner.unfit(chosen))
+        prove(
+            Batches.concatenate(cuts), len(chosen), lengths, planner.budget, planner.unfit(chosen)
+        )
         tokens = tokens_of(lengths, planner.budget)
         ends = self.is_last[kinds] & (config.uneven == "repeat")
         made = [filled(part, tokens, world_size, bool(ends[part.order[:1]].all())) for part in cuts]
-        batches, fills = Batches.concatenate([part for part, _ in made]), np.concatenate([fill for _, fill in made])
+        batches, fills = (
+            Batches.concatenate([part for part, _ in made]),
+            np.concatenate([fill for _, fill in made]),
+        )
         rows = np.arange(len(batches)).reshape(-1, world_size)
         if len(rows) and not planner.has_updates:
             longest = np.maximum.reduceat(tokens[batches.order], batches.offsets[:-1][::world_size])
             rows = rows[np.argsort(-longest, kind="stable")]
         if config.shuffle and not planner.has_updates:
-            rng = np.random.default_rng((config.seed, cursor.epoch, cursor.windows_done, len(positions)))
+            rng = np.random.default_rng(
+                (config.seed, cursor.epoch, cursor.windows_done, len(positions))
+            )
             lead = 0 if cursor.windows_done else config.hardest_first
             rows[lead:] = rng.permuted(rng.permutation(rows[lead:]), axis=1)
         return batches.take(rows.ravel()).map(positions), fills.ravel()[rows]
@@ -350,6 +457,18 @@ class _Window:
         if planner.has_updates:
             total, ends[:-1] = len(indices) - len(unused), False
         batches = batches.map(indices)
-        more: Any = {"dropped": unused[gone], "repeated": batches.order[np.repeat(fills.ravel(), batches.sizes)]}
-        more |= {"windows": np.asarray([num_steps]), "end": behind.after_window(unused[~gone].tolist())}
-        return planner.planned(batches, counts * ranks / np.maximum(total, 1), update_ends=ends, start=self.cursor, **more)
+        more: Any = {
+            "dropped": unused[gone],
+            "repeated": batches.order[np.repeat(fills.ravel(), batches.sizes)],
+        }
+        more |= {
+            "windows": np.asarray([num_steps]),
+            "end": behind.after_window(unused[~gone].tolist()),
+        }
+        return planner.planned(
+            batches,
+            counts * ranks / np.maximum(total, 1),
+            update_ends=ends,
+            start=self.cursor,
+            **more,
+        )

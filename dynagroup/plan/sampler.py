@@ -103,30 +103,69 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
     """
 
     def __init__(
-        self, lengths: Sequence[int] | np.ndarray | Mapping[str, Any], budget: Budget | int, *, shuffle: bool = False,
-        window: int | None = None, seed: int = 0, hardest_first: int = 1, round_batch: RoundBatch | None = None,
-        work: Work | None = None, samples_per_update: int | None = None, grouping: int | None = None,
-        kinds: Iterable[Any] | None = None, one_kind: OneKind = "step", order: Iterable[int] | None = None,
-        oversize: Oversize = "alone", uneven: Uneven = "repeat", rank: int | None = None, world_size: int | None = None,
-    ) -> None:  # fmt: skip
-        how: dict[str, Any] = {"shuffle": shuffle, "window": window, "seed": seed, "hardest_first": hardest_first}
-        how |= {"samples_per_update": samples_per_update, "grouping": grouping, "round_batch": round_batch}
-        config = PlanConfig(**how, work=check_work(work), oversize=oversize, uneven=uneven, one_kind=one_kind)
+        self,
+        lengths: Sequence[int] | np.ndarray | Mapping[str, Any],
+        budget: Budget | int,
+        *,
+        shuffle: bool = False,
+        window: int | None = None,
+        seed: int = 0,
+        hardest_first: int = 1,
+        round_batch: RoundBatch | None = None,
+        work: Work | None = None,
+        samples_per_update: int | None = None,
+        grouping: int | None = None,
+        kinds: Iterable[Any] | None = None,
+        one_kind: OneKind = "step",
+        order: Iterable[int] | None = None,
+        oversize: Oversize = "alone",
+        uneven: Uneven = "repeat",
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        how: dict[str, Any] = {
+            "shuffle": shuffle,
+            "window": window,
+            "seed": seed,
+            "hardest_first": hardest_first,
+        }
+        how |= {
+            "samples_per_update": samples_per_update,
+            "grouping": grouping,
+            "round_batch": round_batch,
+        }
+        config = PlanConfig(
+            **how, work=check_work(work), oversize=oversize, uneven=uneven, one_kind=one_kind
+        )
         self._planner = Planner.of(lengths, budget, config, kinds)
         self._order = None if order is None else OrderSource(order, self._planner.num_samples)
         if world_size is not None:
             world_size = check_int("world_size", world_size, most=MOST_RANKS)
-            rank = None if rank is None else check_int("rank", rank, least=0, most=world_size - 1, where=" (of `world_size`)")
+            rank = (
+                None
+                if rank is None
+                else check_int(
+                    "rank", rank, least=0, most=world_size - 1, where=" (of `world_size`)"
+                )
+            )
         elif rank is not None:
             raise ConfigError(f"`rank` ({rank}) needs `world_size`; pass both, or none")
         self._rank, self._world_size = rank, world_size
         self._epoch = 0
-        self._advance = 0  # epochs to add when the next iteration begins, unless set_epoch chose one
-        self._start: Cursor | None = None  # where the running or next iteration begins; None: at the epoch's beginning
+        self._advance = (
+            0  # epochs to add when the next iteration begins, unless set_epoch chose one
+        )
+        self._start: Cursor | None = (
+            None  # where the running or next iteration begins; None: at the epoch's beginning
+        )
         self._run: _Run | None = None  # the latest iteration of this epoch
-        self._plans: dict[tuple[int, int, Cursor | None], BatchPlan] = {}  # at most two: a whole epoch, and its rest
+        self._plans: dict[
+            tuple[int, int, Cursor | None], BatchPlan
+        ] = {}  # at most two: a whole epoch, and its rest
         self._said_repeats = False
-        self.sampler = EpochHandle(self)  # only for frameworks that set the epoch, see :class:`EpochHandle`
+        self.sampler = EpochHandle(
+            self
+        )  # only for frameworks that set the epoch, see :class:`EpochHandle`
         self._planner.warn_of_oversize()
 
     @property
@@ -142,8 +181,12 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         if rank is None or size == 1:
             raise AttributeError("batches of LengthAwareBatchSampler have no fixed size")
         away = "keep the loader away from accelerator.prepare (Lightning: use_distributed_sampler=False)"
-        again = f"sharding them again would lose samples; make it with world_size={size} and rank=None"
-        raise ConfigError(f"this sampler yields only the batches of rank {rank} of {size}, and {again}, or {away}")
+        again = (
+            f"sharding them again would lose samples; make it with world_size={size} and rank=None"
+        )
+        raise ConfigError(
+            f"this sampler yields only the batches of rank {rank} of {size}, and {again}, or {away}"
+        )
 
     @property
     def plan(self) -> BatchPlan:
@@ -176,7 +219,12 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
             return
         # On several ranks the user applies what was learned, because that is an exchange, see LearningBudget.
         planner, before = self._planner.renewed(apply=self._rank_and_size()[1] == 1), self._planner
-        self._start, self._run, self._epoch, self._advance = None, None, epoch, 0  # not before: making a planner may fail
+        self._start, self._run, self._epoch, self._advance = (
+            None,
+            None,
+            epoch,
+            0,
+        )  # not before: making a planner may fail
         if planner is not before:
             self._replace(planner)
             planner.warn_of_oversize()
@@ -191,7 +239,9 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
             warn_if_launched()
         callers = (type(frame.f_locals.get("self")).__name__ for frame, _ in walk_stack(None))
         if rank is None and size > 1 and "DataLoaderDispatcher" in callers:  # of accelerate
-            raise ConfigError("dispatch_batches=True divides all ranks' batches anew, which would lose samples; leave it out")
+            raise ConfigError(
+                "dispatch_batches=True divides all ranks' batches anew, which would lose samples; leave it out"
+            )
         self.set_epoch(self._epoch + self._advance)
         self._advance = 1
         order = self._order_of(self._epoch)
@@ -216,7 +266,11 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
 
     def _here(self) -> Cursor:
         """Returns where the next iteration begins, or where the running one began."""
-        if self._start and self._run is None and (planner := self._planner.in_mid_epoch()) is not self._planner:
+        if (
+            self._start
+            and self._run is None
+            and (planner := self._planner.in_mid_epoch()) is not self._planner
+        ):
             self._replace(planner)
         return self._start or self._planner.start_of(self._epoch, self._rank_and_size()[1])
 
@@ -234,16 +288,23 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         elif run is not None and run.steps and not run.ended and not by_itself:
             if any(child.daemon for child in multiprocessing.active_children()):
                 way_out = "call state_dict(num_steps=number of used steps)"
-                raise StateError(f"worker processes fetch batches before training uses them; {way_out}")
+                raise StateError(
+                    f"worker processes fetch batches before training uses them; {way_out}"
+                )
         run = run or _Run([here := self._here()], here.steps, 1, None)
         first, used = run.borders[0].steps, run.steps if num_steps is None else num_steps
         if not first <= used <= run.steps:
             must = f"must be from {first} to {run.steps}, the steps of this epoch that were yielded, but is {used}"
-            raise StateError(f"`num_steps` {must}; count from the epoch's beginning, with the steps before a resume")
+            raise StateError(
+                f"`num_steps` {must}; count from the epoch's beginning, with the steps before a resume"
+            )
         before = run.borders[bisect_right(run.borders, used, key=lambda cursor: cursor.steps) - 1]
         cursor = before.after_rows(used - before.steps, run.ranks, run.limit).state()
         order = None if self._order is None else self._order.checksum(self._epoch)
-        fields = {"learned": LearningBudget.saved(self._planner.budget), "left_out": self._planner.left_print}
+        fields = {
+            "learned": LearningBudget.saved(self._planner.budget),
+            "left_out": self._planner.left_print,
+        }
         return sealed(KIND, self._planner.identity, {"cursor": cursor, "order": order, **fields})
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:

@@ -22,7 +22,14 @@ from dynagroup.shapes import Streams
 from dynagroup.state import listed, opened, sealed
 from dynagroup.update.schedule import UpdateSizes, Walk
 from dynagroup.update.step import B, LoaderStats, Step
-from dynagroup.validation import check_flag, check_function, check_int, check_number, explained, sendable
+from dynagroup.validation import (
+    check_flag,
+    check_function,
+    check_int,
+    check_number,
+    explained,
+    sendable,
+)
 
 
 class StepLoader(ABC, Generic[B]):
@@ -41,11 +48,17 @@ class StepLoader(ABC, Generic[B]):
 
     def __init__(self, dataset: Any, *, world: World | None) -> None:
         self.dataset = dataset
-        if world is not None and not all(hasattr(world, name) for name in ("rank", "size", "all_max", "all_sum")):
-            raise ConfigError(f"`world` must be a World, such as DistributedWorld(group), or None, but is {world!r}")
+        if world is not None and not all(
+            hasattr(world, name) for name in ("rank", "size", "all_max", "all_sum")
+        ):
+            raise ConfigError(
+                f"`world` must be a World, such as DistributedWorld(group), or None, but is {world!r}"
+            )
         self.stats = LoaderStats()
         self._world = world
-        self._epoch = self._next = 0  # epoch of the running, last or chosen iteration; of the next one
+        self._epoch = self._next = (
+            0  # epoch of the running, last or chosen iteration; of the next one
+        )
         self._begun = False  # True: `_epoch` began in this loader, so choosing any epoch starts at its beginning
         self._live: Iterator[Step[B]] | None = None  # steps of the running iteration
 
@@ -120,7 +133,9 @@ class StepLoader(ABC, Generic[B]):
     def __getstate__(self) -> dict[str, Any]:
         if self._live is not None:
             way_out = "do so between epochs, or save its state_dict()"
-            raise StateError(f"a loader cannot be pickled or copied while it is iterated; {way_out}")
+            raise StateError(
+                f"a loader cannot be pickled or copied while it is iterated; {way_out}"
+            )
         return vars(self)
 
     def set_epoch(self, epoch: int) -> None:
@@ -155,7 +170,9 @@ class StepLoader(ABC, Generic[B]):
             The number (from 0) of the first update with ``samples`` samples.
         """
         if self.sizes is None:
-            raise ConfigError("set_samples_per_update needs a loader that was made with `samples_per_update`")
+            raise ConfigError(
+                "set_samples_per_update needs a loader that was made with `samples_per_update`"
+            )
         return self.sizes.change(self._asked(), samples)
 
     def __iter__(self) -> Iterator[Step[B]]:
@@ -172,7 +189,9 @@ class StepLoader(ABC, Generic[B]):
             for step in live:
                 yield step
                 if self._live is not live:
-                    raise ConfigError("another iteration of this loader has begun; finish one before the next")
+                    raise ConfigError(
+                        "another iteration of this loader has begun; finish one before the next"
+                    )
         finally:
             self._stop(live)
 
@@ -206,7 +225,9 @@ class StepLoader(ABC, Generic[B]):
         """Returns the number of updates in this many epochs from the start of training; fractions are allowed."""
         epochs, walk = check_number("epochs", epochs, or_zero=True), self._walk()
         whole = max(math.ceil(epochs), 1) - 1
-        last = walk.num_updates(whole)  # as Trainers count: 2.1 epochs of 10 are 21; 20 + ceil((2.1 - 2) * 10) is 22
+        last = walk.num_updates(
+            whole
+        )  # as Trainers count: 2.1 epochs of 10 are 21; 20 + ceil((2.1 - 2) * 10) is 22
         return walk.start(whole).update + math.ceil(epochs * last) - whole * last
 
     def samples_after(self, updates: int) -> int:
@@ -216,7 +237,11 @@ class StepLoader(ABC, Generic[B]):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns this rank's state, for JSON; all yielded steps count as used. Save the states of all ranks."""
-        return sealed(self.KIND, self._identity(), {"learned": LearningBudget.saved(self.budget), **self._state()})
+        return sealed(
+            self.KIND,
+            self._identity(),
+            {"learned": LearningBudget.saved(self.budget), **self._state()},
+        )
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Resumes from saved states, on any number of ranks: the next iteration gives exactly the steps that remained.
@@ -238,13 +263,21 @@ def check_updates(samples_per_update: Any, accumulation: int, **of_set_sizes: bo
     ``samples_per_update`` have it; returns ``accumulation``."""
     accumulation = check_int("accumulation", accumulation)
     if isinstance(samples_per_update, type):
-        check_int("samples_per_update", samples_per_update, where="; or give a function (update, current) -> int")
+        check_int(
+            "samples_per_update",
+            samples_per_update,
+            where="; or give a function (update, current) -> int",
+        )
     for name, given in of_set_sizes.items():
         if check_flag(name, given) and samples_per_update is None:
-            raise ConfigError(f"`{name}` needs `samples_per_update`, which fixes the size of updates; give it as well")
+            raise ConfigError(
+                f"`{name}` needs `samples_per_update`, which fixes the size of updates; give it as well"
+            )
     if samples_per_update is not None and accumulation != 1:
         both = f"`accumulation` ({accumulation}) and `samples_per_update`"
-        raise ConfigError(f"{both} cannot both be given; with `samples_per_update`, leave `accumulation` out")
+        raise ConfigError(
+            f"{both} cannot both be given; with `samples_per_update`, leave `accumulation` out"
+        )
     return accumulation
 
 
@@ -267,9 +300,13 @@ class Inner:
 
     def __init__(self, kwargs: Mapping[str, Any]) -> None:
         if "batch_size" in kwargs:
-            raise ConfigError("`batch_size` must be left out: the budget decides how large a batch is")
+            raise ConfigError(
+                "`batch_size` must be left out: the budget decides how large a batch is"
+            )
         if not check_flag("in_order", kwargs.get("in_order", True)):
-            raise ConfigError("`in_order=False` must be left out: batches are always used in the planned order")
+            raise ConfigError(
+                "`in_order=False` must be left out: batches are always used in the planned order"
+            )
         # A generator of its own: otherwise the DataLoader would draw from torch's, and do so once more after resuming.
         self._generator = torch.Generator()
         kwargs = checked_kwargs(kwargs, batch_sampler=[])
@@ -292,15 +329,28 @@ def seed_of(*place: int) -> int:
 def checked_kwargs(given: Mapping[str, Any], **ours: Any) -> dict[str, Any]:
     """Returns the arguments for a ``DataLoader``, checked by making an empty one, which starts no worker. ``ours``: the
     arguments that dynagroup sets. ConfigError: torch refuses an argument, or would fail later because of it."""
-    workers, kwargs = check_int("num_workers", given.get("num_workers", 0), least=0, most=4096), dict(given)
+    workers, kwargs = (
+        check_int("num_workers", given.get("num_workers", 0), least=0, most=4096),
+        dict(given),
+    )
     if check_number("timeout", given.get("timeout", 0), or_zero=True) and not workers:
-        raise ConfigError(f"`timeout` ({given['timeout']}) is for workers; set `num_workers`, or leave it out")
+        raise ConfigError(
+            f"`timeout` ({given['timeout']}) is for workers; set `num_workers`, or leave it out"
+        )
     if given.get("prefetch_factor") is not None:
         check_int("prefetch_factor", given["prefetch_factor"])
     generator = given.get("generator")
-    if generator is not None and not (isinstance(generator, torch.Generator) and generator.device.type == "cpu"):
-        raise ConfigError(f"`generator` must be a torch.Generator on the CPU, or None, but is {generator!r}")
-    if (starts := check_function("worker_init_fn", given.get("worker_init_fn"), "of a worker's number")) is not None:
+    if generator is not None and not (
+        isinstance(generator, torch.Generator) and generator.device.type == "cpu"
+    ):
+        raise ConfigError(
+            f"`generator` must be a torch.Generator on the CPU, or None, but is {generator!r}"
+        )
+    if (
+        starts := check_function(
+            "worker_init_fn", given.get("worker_init_fn"), "of a worker's number"
+        )
+    ) is not None:
         kwargs["worker_init_fn"] = partial(_start, starts)
     what = f"torch's DataLoader refuses the arguments {given!r:.300}"
     with warnings.catch_warnings(), explained(what, way_out="; change them"):

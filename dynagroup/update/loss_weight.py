@@ -17,7 +17,11 @@ IGNORED = -100  # the label that torch.nn.functional.cross_entropy ignores by de
 MOST = 1e30  # largest weight, so that sums over ranks and steps are finite
 CAUSAL = ("input_ids", "inputs_embeds")  # inputs of causal models, whose labels have the same width
 INPUTS = ("decoder_input_ids", *CAUSAL, "input_features", "input_values", "pixel_values")
-SHIFTING_LOSSES = ("ForCausalLM", "ForConditionalGeneration", "CsmForConditionalGeneration")  # skip the first label
+SHIFTING_LOSSES = (
+    "ForCausalLM",
+    "ForConditionalGeneration",
+    "CsmForConditionalGeneration",
+)  # skip the first label
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +65,27 @@ def count_label_tokens(batch: Any, *, shifted: bool = True) -> int:
         labels = labels[..., 1:]
     if str(getattr(labels, "device", "cpu")) != "cpu":
         return int((labels != IGNORED).sum())
-    return int(np.count_nonzero(np.asarray(labels) != IGNORED))  # five times faster than torch's sum of booleans
+    return int(
+        np.count_nonzero(np.asarray(labels) != IGNORED)
+    )  # five times faster than torch's sum of booleans
 
 
 def mean_items(batch: Any, *, shifted: bool = True) -> float:
     """Returns the number of items whose losses a usual model averages: predicted labels; without labels, samples."""
     if _label_name(batch) is not None:
         return float(count_label_tokens(batch, shifted=shifted))
-    values = batch.values() if hasattr(batch, "keys") else batch if isinstance(batch, (list, tuple)) else [batch]
+    values = (
+        batch.values()
+        if hasattr(batch, "keys")
+        else batch
+        if isinstance(batch, (list, tuple))
+        else [batch]
+    )
     sized = [value for value in values if getattr(value, "ndim", 0) > 0]
     if not sized:
-        raise ConfigError(f"cannot count a batch's samples: this {type(batch).__name__} has no tensors; pass `weigh`")
+        raise ConfigError(
+            f"cannot count a batch's samples: this {type(batch).__name__} has no tensors; pass `weigh`"
+        )
     return float(len(sized[0]))
 
 
@@ -88,20 +102,31 @@ def predicts_next_token(model: Any, *, unknown: Any = False) -> Any:
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return False
     forward = inspect.unwrap(getattr(type(model), "forward", weigher))
-    if str(forward.__module__).startswith("transformers.models.") and "CrossEntropyLoss" in forward.__code__.co_names:
-        return "shift_logits" in forward.__code__.co_varnames  # False for Bart's decoder, whatever its `loss_type`
+    if (
+        str(forward.__module__).startswith("transformers.models.")
+        and "CrossEntropyLoss" in forward.__code__.co_names
+    ):
+        return (
+            "shift_logits" in forward.__code__.co_varnames
+        )  # False for Bart's decoder, whatever its `loss_type`
     named = getattr(model, "loss_type", "")
     if named is not None:
         return unknown if named == "" else named in SHIFTING_LOSSES
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as causal
 
-    return bool({c.__name__ for c in type(model).__mro__} & set(causal.values()) - {"XLMWithLMHeadModel"})
+    return bool(
+        {c.__name__ for c in type(model).__mro__} & set(causal.values()) - {"XLMWithLMHeadModel"}
+    )
 
 
 def weigher(weigh: Weigh, *, shifted: bool | None = None) -> Callable[[Any, int], float]:
     """Returns the function (batch, samples) -> weight. ``shifted``: first labels do not count; None: checks labels too."""
-    if not (callable(weigh) or (isinstance(weigh, str) and weigh in ("tokens", "labels", "samples"))):
-        raise ConfigError(f"`weigh` must be 'tokens', 'labels', 'samples' or a function of a batch, but is {weigh!r}")
+    if not (
+        callable(weigh) or (isinstance(weigh, str) and weigh in ("tokens", "labels", "samples"))
+    ):
+        raise ConfigError(
+            f"`weigh` must be 'tokens', 'labels', 'samples' or a function of a batch, but is {weigh!r}"
+        )
     return partial(_weight, weigh, shifted)
 
 
@@ -111,17 +136,32 @@ def _check_causal(batch: Any) -> None:
     labels: Any = given if hasattr(given, "ndim") else np.asarray(given)
     if labels.ndim < 2 or "float" in str(labels.dtype):
         return
-    of, ids = next(((k, batch[k]) for k in INPUTS if k in batch and hasattr(batch[k], "shape")), ("labels", labels))
+    of, ids = next(
+        ((k, batch[k]) for k in INPUTS if k in batch and hasattr(batch[k], "shape")),
+        ("labels", labels),
+    )
     causal = of in ("labels", *CAUSAL) and ids.shape[:2] == labels.shape[:2]
     if causal and ids.shape == labels.shape:
-        ids, labels = (ids, labels) if type(ids) is type(labels) else map(np.array, (ids.tolist(), labels.tolist()))
+        ids, labels = (
+            (ids, labels)
+            if type(ids) is type(labels)
+            else map(np.array, (ids.tolist(), labels.tolist()))
+        )
         causal = not ((labels != ids) & (labels != IGNORED) & (labels[:, :1] != IGNORED)).any()
     mask: Any = batch["attention_mask"] if "attention_mask" in batch else None
-    if type(mask) is type(labels) and mask.shape == labels.shape and ((mask == 0) & (labels != IGNORED))[:, 1:].any():
-        raise ConfigError("labels where attention_mask is 0 must be -100, or the loss counts padding; or pass a `weigh` function")
+    if (
+        type(mask) is type(labels)
+        and mask.shape == labels.shape
+        and ((mask == 0) & (labels != IGNORED))[:, 1:].any()
+    ):
+        raise ConfigError(
+            "labels where attention_mask is 0 must be -100, or the loss counts padding; or pass a `weigh` function"
+        )
     if not causal:
         told = f"weigh='tokens' is for causal models, but labels {[*labels.shape]} are not the tokens of {of} {[*ids.shape]}"
-        raise ConfigError(f"{told}; pass weigh='labels' (encoder-decoders), 'samples' (classes, CTC) or a function")
+        raise ConfigError(
+            f"{told}; pass weigh='labels' (encoder-decoders), 'samples' (classes, CTC) or a function"
+        )
 
 
 def _weight(weigh: Weigh, shifted: bool | None, batch: Any, samples: int) -> float:
@@ -134,5 +174,7 @@ def _weight(weigh: Weigh, shifted: bool | None, batch: Any, samples: int) -> flo
     with suppress(TypeError, ValueError, RuntimeError, OverflowError):  # not a number, or several
         weight = float(given)
     if not 0 <= weight <= MOST:
-        raise ConfigError(f"`weigh` must return a number from 0 to {MOST:g}, but returned {given!r}")
+        raise ConfigError(
+            f"`weigh` must return a number from 0 to {MOST:g}, but returned {given!r}"
+        )
     return weight

@@ -34,10 +34,30 @@ from dynagroup.update.loader import ENDED_EARLY, Inner, StepLoader, check_update
 from dynagroup.update.loss_weight import Share, Weigh, loss_scale, weigher
 from dynagroup.update.schedule import LARGEST_UPDATE, BatchSizeSchedule
 from dynagroup.update.step import B, LoaderStats, Step, unplanned
-from dynagroup.update.updates import FreeUpdates, PlannedUpdate, PreservedUpdates, Updates, compare_ranks
-from dynagroup.validation import check_collating, check_int, fetch, sendable, set_epoch, shorten, warn_user
+from dynagroup.update.updates import (
+    FreeUpdates,
+    PlannedUpdate,
+    PreservedUpdates,
+    Updates,
+    compare_ranks,
+)
+from dynagroup.validation import (
+    check_collating,
+    check_int,
+    fetch,
+    sendable,
+    set_epoch,
+    shorten,
+    warn_user,
+)
 
-OURS = {"shuffle", "seed", "samples_per_update", "grouping", "uneven"}  # plan settings with another meaning or default
+OURS = {
+    "shuffle",
+    "seed",
+    "samples_per_update",
+    "grouping",
+    "uneven",
+}  # plan settings with another meaning or default
 
 
 class PlannedDataLoader(StepLoader[B]):
@@ -84,43 +104,75 @@ class PlannedDataLoader(StepLoader[B]):
     KIND, _said_unplanned = "PlannedDataLoader", False
 
     def __init__(
-        self, dataset: Any, lengths: Any, budget: Budget | int, *,
-        samples_per_update: int | BatchSizeSchedule | None = None, grouping: int | None = None,
-        kinds: Iterable[Any] | None = None, accumulation: int = 1, shuffle: bool = True,
-        sampler: Iterable[int] | None = None, seed: int = 0, weigh: Weigh = "tokens", drop_last: bool = False,
-        shapes: int | None = None, pad: Pad | None = None, world: World | None = None, **further: Any,
-    ) -> None:  # fmt: skip
+        self,
+        dataset: Any,
+        lengths: Any,
+        budget: Budget | int,
+        *,
+        samples_per_update: int | BatchSizeSchedule | None = None,
+        grouping: int | None = None,
+        kinds: Iterable[Any] | None = None,
+        accumulation: int = 1,
+        shuffle: bool = True,
+        sampler: Iterable[int] | None = None,
+        seed: int = 0,
+        weigh: Weigh = "tokens",
+        drop_last: bool = False,
+        shapes: int | None = None,
+        pad: Pad | None = None,
+        world: World | None = None,
+        **further: Any,
+    ) -> None:
         super().__init__(dataset, world=world)
         if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
             found = f"is a {type(dataset).__name__}; for a stream use OnlineDataLoader"
             raise ConfigError(f"`dataset` must have __getitem__ and __len__, but {found}")
-        free, how, self._weigh = samples_per_update is None, {"seed": seed, "shuffle": shuffle}, weigh
-        of_set_sizes = {"sampler": sampler is not None, "drop_last": drop_last, "grouping": grouping is not None}
+        free, how, self._weigh = (
+            samples_per_update is None,
+            {"seed": seed, "shuffle": shuffle},
+            weigh,
+        )
+        of_set_sizes = {
+            "sampler": sampler is not None,
+            "drop_last": drop_last,
+            "grouping": grouping is not None,
+        }
         accumulation = check_updates(samples_per_update, accumulation, **of_set_sizes)
-        settings = {name: further.pop(name) for name in ({f.name for f in fields(PlanConfig)} - OURS) & further.keys()}
+        settings = {
+            name: further.pop(name)
+            for name in ({f.name for f in fields(PlanConfig)} - OURS) & further.keys()
+        }
         settings["work"] = check_work(settings.get("work"))
         how |= {} if free else {"samples_per_update": LARGEST_UPDATE, "grouping": grouping}
         if shapes is not None:
             window = settings.get("window")
-            budget = few_shapes(shapes, lengths, budget, samples_per_update, window, grouping, settings["work"])
+            budget = few_shapes(
+                shapes, lengths, budget, samples_per_update, window, grouping, settings["work"]
+            )
         planner = Planner.of(lengths, budget, PlanConfig(**how, **settings), kinds)
         self._check_size(planner)
         if samples_per_update is None:
             self._plan: Updates = FreeUpdates(planner, accumulation=accumulation)
         else:
             order = None if sampler is None else OrderSource(sampler, planner.num_samples)
-            self._plan = self.sizes = PreservedUpdates(planner, samples_per_update, order, drop_last=drop_last)
+            self._plan = self.sizes = PreservedUpdates(
+                planner, samples_per_update, order, drop_last=drop_last
+            )
         check_collating(collate := further.pop("collate_fn", None), pad)
         filling, weight_of = FillingCollator(collate, planner.budget.ladder, pad), weigher(weigh)
         seeded = _SeededDataset(dataset, filling, None if filling.ladder is None else weight_of)
         self._feed = _Feed(seeded, planner.config.seed, weight_of, self.stats, further)
         self._place = Cursor()  # the point in the run after all yielded steps
-        self._resumed: Cursor | None = None  # a loaded resume point; iteration resumes while `_place` is this object
+        self._resumed: Cursor | None = (
+            None  # a loaded resume point; iteration resumes while `_place` is this object
+        )
         planner.warn_of_oversize()
 
     def _check_size(self, planner: Planner) -> None:
         if planner.num_samples != len(self.dataset):
-            raise ConfigError(f"`lengths` has {planner.num_samples} entries, but the dataset has {len(self.dataset)}")
+            raise ConfigError(
+                f"`lengths` has {planner.num_samples} entries, but the dataset has {len(self.dataset)}"
+            )
 
     @property
     def budget(self) -> Budget:
@@ -167,7 +219,11 @@ class PlannedDataLoader(StepLoader[B]):
         return self.plan_of(self.epoch).num_steps
 
     def _asked(self) -> Cursor:
-        return self._feed.asked[-1].after if self._live is not None and self._feed.asked else self.cursor
+        return (
+            self._feed.asked[-1].after
+            if self._live is not None and self._feed.asked
+            else self.cursor
+        )
 
     def examples(self) -> tuple[Streams, Callable[[int], Any], Callable[..., Any]]:
         return self._plan.planner.lengths, self.dataset.__getitem__, self._feed.dataset.filling
@@ -181,11 +237,19 @@ class PlannedDataLoader(StepLoader[B]):
         self._check_size(plan.planner)
         if self._place is not self._resumed:
             planner = plan.planner.renewed(world)
-            if planner is not plan.planner:  # with the newly learned limits, some samples may no longer fit
+            if (
+                planner is not plan.planner
+            ):  # with the newly learned limits, some samples may no longer fit
                 planner.warn_of_oversize()
             plan.renew(planner)
             self._stand(plan.start_of(self._epoch, self._place))
-        compare_ranks(world, plan, {**self._identity(), "limit": plan.planner.limit}, self._place, self.dataset)
+        compare_ranks(
+            world,
+            plan,
+            {**self._identity(), "limit": plan.planner.limit},
+            self._place,
+            self.dataset,
+        )
         feed = self._feed.open(plan.updates(self._place, world.rank), self._epoch, world)
         for update, batches, weights, summed in feed:
             self._compare(update, batches)
@@ -195,7 +259,9 @@ class PlannedDataLoader(StepLoader[B]):
                 scale, ends = loss_scale(weight, world.size), number == len(batches) - 1
                 filled = self.budget.ladder is not None
                 sent = batch if send is None else send(batch)
-                made = Step(sent, step.indices, samples, weight, scale, ends, step.idle, step.kind, filled)
+                made = Step(
+                    sent, step.indices, samples, weight, scale, ends, step.idle, step.kind, filled
+                )
                 self._count(update, number)
                 self._place = update.behind(number, summed[number + 1])
                 yield made
@@ -205,7 +271,11 @@ class PlannedDataLoader(StepLoader[B]):
         stats.count_step(len(step.indices), *step.tokens, idle=step.idle)
         if number == len(update.steps) - 1:
             stats.count_update(update.num_samples)
-        stats.oversize += bool(len(step.indices) == 1 and not step.idle and self._plan.planner.unfit(step.indices[:1])[0])
+        stats.oversize += bool(
+            len(step.indices) == 1
+            and not step.idle
+            and self._plan.planner.unfit(step.indices[:1])[0]
+        )
 
     def _compare(self, update: PlannedUpdate, batches: list[Any]) -> None:
         """Warns once if a collated batch does not have its planned shape, before any of its update is used."""
@@ -216,21 +286,37 @@ class PlannedDataLoader(StepLoader[B]):
             shape = shapes_of(Batches.of([np.asarray(step.indices)]), self._plan.planner.lengths)
             if (differs := unplanned(batch, shape, self.budget)) is not None:
                 self._said_unplanned = True
-                warn_user(f"a batch does not have its planned shape: {differs}. {way_out}, which measures them itself")
+                warn_user(
+                    f"a batch does not have its planned shape: {differs}. {way_out}, which measures them itself"
+                )
 
     def _identity(self) -> dict[str, Any]:
-        return {**self._plan.identity, "budget": self.budget.fingerprint, "weigh": described(self._weigh)}
+        return {
+            **self._plan.identity,
+            "budget": self.budget.fingerprint,
+            "weigh": described(self._weigh),
+        }
 
     def _state(self) -> dict[str, Any]:
-        changes, order = list(map(list, self._plan.changes)), self._plan.order_print(self._place.epoch)
-        return {"cursor": self._place.state(), "changes": changes, "order": order, "left_out": self._plan.planner.left_print}
+        changes, order = (
+            list(map(list, self._plan.changes)),
+            self._plan.order_print(self._place.epoch),
+        )
+        return {
+            "cursor": self._place.state(),
+            "changes": changes,
+            "order": order,
+            "left_out": self._plan.planner.left_print,
+        }
 
     def _checked(self, states: list[Mapping[str, Any]]) -> Mapping[str, Any]:
         """Returns the state of any rank, which is complete, after comparing the states of all ranks."""
         state = agreed(states)
         epoch = state["cursor"]["epoch"]
         if state["order"] != self._plan.order_print(epoch):
-            raise StateError(f"`sampler` must give the indices of the saved run in epoch {epoch}; seed both alike")
+            raise StateError(
+                f"`sampler` must give the indices of the saved run in epoch {epoch}; seed both alike"
+            )
         return state
 
     def _restore(self, found: Mapping[str, Any]) -> None:
@@ -252,16 +338,26 @@ class PlannedDataLoader(StepLoader[B]):
 class _Feed(Inner):
     """Loads planned updates with the user's workers and collate function, and computes their weights over all ranks."""
 
-    def __init__(self, dataset: Any, seed: int, weight_of: Any, stats: LoaderStats, kwargs: Mapping[str, Any]) -> None:
+    def __init__(
+        self, dataset: Any, seed: int, weight_of: Any, stats: LoaderStats, kwargs: Mapping[str, Any]
+    ) -> None:
         super().__init__(kwargs)
         self._seed, self._weight_of, self._stats, self.dataset = seed, weight_of, stats, dataset
-        self.asked: deque[PlannedUpdate] = deque()  # updates that workers are loading or have loaded
+        self.asked: deque[PlannedUpdate] = (
+            deque()
+        )  # updates that workers are loading or have loaded
 
-    def _requests(self, updates: Iterator[PlannedUpdate], rank: int) -> Iterator[tuple[int, int, list[int]]]:
+    def _requests(
+        self, updates: Iterator[PlannedUpdate], rank: int
+    ) -> Iterator[tuple[int, int, list[int]]]:
         for update in updates:
             self.asked.append(update)
             for row, step in enumerate(update.steps, start=update.before.steps):
-                yield update.before.epoch, seed_of(self._seed, update.before.epoch, row, rank), step.indices
+                yield (
+                    update.before.epoch,
+                    seed_of(self._seed, update.before.epoch, row, rank),
+                    step.indices,
+                )
 
     def open(
         self, updates: Iterator[PlannedUpdate], epoch: int, world: World
@@ -274,20 +370,31 @@ class _Feed(Inner):
         if self.loader is None:
             how: Any = {"batch_sampler": self.queue, "collate_fn": itemgetter(0), **self.kwargs}
             self.loader = DataLoader(self.dataset, **how)
-        batches = (batch for loader in [self.loader] for batch in loader)  # starts it in `_loaded`, which tells of errors
+        batches = (
+            batch for loader in [self.loader] for batch in loader
+        )  # starts it in `_loaded`, which tells of errors
         try:
             while (loaded := self._loaded(batches, world)) is not None:
                 update, collected, weights = loaded
                 found = weights if world.size == 1 else world.all_sum(weights)
                 if any(map(math.isnan, found)):
                     at = update.before.update
-                    raise AlignmentError(f"another rank failed while it loaded or weighed update {at}; see its error")
+                    raise AlignmentError(
+                        f"another rank failed while it loaded or weighed update {at}; see its error"
+                    )
                 # Adds from left to right, step by step, so that a run resumed inside the update gets identical sums.
-                yield update, collected, weights, list(accumulate(found, initial=update.before.begun_weight))
+                yield (
+                    update,
+                    collected,
+                    weights,
+                    list(accumulate(found, initial=update.before.begun_weight)),
+                )
         finally:
             self.queue.pull = None
 
-    def _loaded(self, batches: Iterator[Any], world: World) -> tuple[PlannedUpdate, list[Any], list[float]] | None:
+    def _loaded(
+        self, batches: Iterator[Any], world: World
+    ) -> tuple[PlannedUpdate, list[Any], list[float]] | None:
         """Loads the next update and computes the weights of its batches. If this rank fails, the other ranks are told."""
         began = time.perf_counter()
         try:
@@ -299,7 +406,10 @@ class _Feed(Inner):
             if len(collected) < len(update.steps):
                 raise RuntimeError(ENDED_EARLY)
             of, pairs = self._weight_of, zip(update.steps, collected, strict=True)
-            weights = [0.0 if s.idle else of(b, len(s.indices)) if known is None else known for s, (known, b) in pairs]
+            weights = [
+                0.0 if s.idle else of(b, len(s.indices)) if known is None else known
+                for s, (known, b) in pairs
+            ]
             return self.asked.popleft(), [batch for _, batch in collected], weights
         except Exception:
             self.loader = None  # its workers may be dead
@@ -315,7 +425,9 @@ class _SeededDataset(Dataset):
     """The user's collated samples, behind their weight before rows are added to them (None: none are added).
     In a worker, each batch sets its own random seed, so that a resumed run repeats it."""
 
-    def __init__(self, dataset: Any, filling: FillingCollator, weight_of: Callable[[Any, int], float] | None) -> None:
+    def __init__(
+        self, dataset: Any, filling: FillingCollator, weight_of: Callable[[Any, int], float] | None
+    ) -> None:
         self.dataset, self.filling, self.weight_of, self._epoch = dataset, filling, weight_of, -1
 
     def __getitems__(self, request: tuple[int, int, list[int]]) -> list[Any]:

@@ -22,7 +22,7 @@ ScalingRule: TypeAlias = Literal["linear", "sqrt", "none"]
 
 
 @dataclass(frozen=True)
-class linear_ramp:  # noqa: N801
+class linear_ramp:
     """Schedule from ``first`` to ``last`` samples in a straight line over ``num_updates`` updates, then constant. Sizes
     are rounded down to a multiple of ``multiple_of``, but are at least that.
 
@@ -40,12 +40,19 @@ class linear_ramp:  # noqa: N801
             check_int(name, value)
 
     def __call__(self, update: int, current: int | None) -> int:
-        samples = self.first + (self.last - self.first) * min(update, self.num_updates) // self.num_updates
+        samples = (
+            self.first
+            + (self.last - self.first) * min(update, self.num_updates) // self.num_updates
+        )
         return max(samples - samples % self.multiple_of, self.multiple_of)
 
 
 def scale_learning_rate(
-    learning_rate: float, *, samples_per_update: float, base_samples_per_update: float, rule: ScalingRule = "linear"
+    learning_rate: float,
+    *,
+    samples_per_update: float,
+    base_samples_per_update: float,
+    rule: ScalingRule = "linear",
 ) -> float:
     """Returns the learning rate for updates of another size than the one that the rate was tuned for.
 
@@ -69,7 +76,9 @@ class Walk(ABC):
     """The updates of a run in order: where each epoch begins and where each update ends."""
 
     def __init__(self) -> None:
-        self._starts: list[Cursor] = [Cursor()]  # the beginnings of the epochs that are known so far
+        self._starts: list[Cursor] = [
+            Cursor()
+        ]  # the beginnings of the epochs that are known so far
 
     @abstractmethod
     def cursors(self, cursor: Cursor) -> Iterator[Cursor]:
@@ -91,11 +100,18 @@ class Walk(ABC):
     def after(self, updates: int) -> Cursor:
         """Returns the point after this many updates of the run (or the first known point, if that is later)."""
         epochs = count(self._starts[0].epoch)
-        epoch = next(e for e in epochs if self.start(e + 1).update >= updates or not self.num_updates(e))
+        epoch = next(
+            e for e in epochs if self.start(e + 1).update >= updates or not self.num_updates(e)
+        )
         start = self.start(epoch)
-        found = next((place for place in chain([start], self.cursors(start)) if place.update >= updates), None)
+        found = next(
+            (place for place in chain([start], self.cursors(start)) if place.update >= updates),
+            None,
+        )
         if found is None:
-            raise ConfigError(f"the run never gets to update {updates}: epoch {epoch} has none; use smaller updates")
+            raise ConfigError(
+                f"the run never gets to update {updates}: epoch {epoch} has none; use smaller updates"
+            )
         return found
 
 
@@ -111,11 +127,17 @@ class UpdateSizes(Walk):
     [(0, 2), (2, 6), (6, 9)]
     """
 
-    def __init__(self, schedule: Sizes, num_ordered: Callable[[], int], *, drop_last: bool = False) -> None:
+    def __init__(
+        self, schedule: Sizes, num_ordered: Callable[[], int], *, drop_last: bool = False
+    ) -> None:
         super().__init__()
-        self.schedule = schedule if callable(schedule) else check_int("samples_per_update", schedule)
+        self.schedule = (
+            schedule if callable(schedule) else check_int("samples_per_update", schedule)
+        )
         self.num_ordered, self.drop_last = num_ordered, drop_last
-        self.changes: list[tuple[int, int, int]] = []  # (epoch, update, samples): the size from this update on
+        self.changes: list[
+            tuple[int, int, int]
+        ] = []  # (epoch, update, samples): the size from this update on
 
     @property
     def is_constant(self) -> bool:
@@ -143,7 +165,9 @@ class UpdateSizes(Walk):
             if self.drop_last and stop - start < samples:
                 return
             update, seen = cursor.update + 1, cursor.samples_seen + stop - start
-            cursor = Cursor(cursor.epoch, update=update, samples_used=stop, samples_seen=seen, current=samples)
+            cursor = Cursor(
+                cursor.epoch, update=update, samples_used=stop, samples_seen=seen, current=samples
+            )
             yield start, stop, cursor
 
     def cursors(self, cursor: Cursor) -> Iterator[Cursor]:
@@ -160,9 +184,13 @@ class UpdateSizes(Walk):
 
     def _samples_of(self, cursor: Cursor) -> int:
         when = (cursor.epoch, cursor.update)
-        changed = next((samples for *since, samples in reversed(self.changes) if tuple(since) <= when), None)
+        changed = next(
+            (samples for *since, samples in reversed(self.changes) if tuple(since) <= when), None
+        )
         samples = self.schedule if changed is None else changed
         if not callable(samples):
             return samples
         update = cursor.update
-        return check_int("samples_per_update", samples(update, cursor.current), where=f" at update {update}")
+        return check_int(
+            "samples_per_update", samples(update, cursor.current), where=f" at update {update}"
+        )

@@ -14,7 +14,11 @@ from dynagroup.shapes import TOKENS, BatchShape, primary, round_up
 from dynagroup.update.loss_weight import Share
 
 B = TypeVar("B")
-SHOWN_IN = {"source": "input_ids", "target": "labels", TOKENS: "input_ids"}  # stream -> field name in transformers
+SHOWN_IN = {
+    "source": "input_ids",
+    "target": "labels",
+    TOKENS: "input_ids",
+}  # stream -> field name in transformers
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +58,30 @@ class Step(Generic[B]):
         return replace(self, batch=fn(self.batch))
 
 
-def width_of(batch: Any, num_samples: int, stream: str, streams: Iterable[str] = (TOKENS,)) -> int | None:
+def width_of(
+    batch: Any, num_samples: int, stream: str, streams: Iterable[str] = (TOKENS,)
+) -> int | None:
     """Returns the padded length of a stream in a collated batch. It is read from the field of that name, or of
     transformers' name for it (``input_ids`` for the primary one of ``streams``). None: there is no such field."""
-    shapes = (shape for shape in _shapes_shown(batch, stream, streams) if len(shape) == 2 and shape[0] == num_samples)
+    shapes = (
+        shape
+        for shape in _shapes_shown(batch, stream, streams)
+        if len(shape) == 2 and shape[0] == num_samples
+    )
     return next((int(shape[1]) for shape in shapes), None)
 
 
 def total_of(batch: Any, stream: str, streams: Iterable[str] = (TOKENS,)) -> int | None:
     """Returns the tokens of a stream in a packed batch; None: no field shows them."""
     shapes = _shapes_shown(batch, stream, streams)
-    return next((int(shape[-1]) for shape in shapes if len(shape) == 1 or (len(shape) == 2 and shape[0] == 1)), None)
+    return next(
+        (
+            int(shape[-1])
+            for shape in shapes
+            if len(shape) == 1 or (len(shape) == 2 and shape[0] == 1)
+        ),
+        None,
+    )
 
 
 def _shapes_shown(batch: Any, stream: str, streams: Iterable[str]) -> Iterator[tuple[int, ...]]:
@@ -78,20 +95,39 @@ def _shapes_shown(batch: Any, stream: str, streams: Iterable[str]) -> Iterator[t
 
 def shown(batch: Any, num_samples: int, streams: Sequence[str], *, packed: bool) -> dict[str, int]:
     """Returns the tokens of each padded stream that a collated batch has: per row, or in total if it is packed."""
-    found = (total_of(batch, n, streams) if packed else width_of(batch, num_samples, n, streams) for n in streams)
+    found = (
+        total_of(batch, n, streams) if packed else width_of(batch, num_samples, n, streams)
+        for n in streams
+    )
     return {name: tokens for name, tokens in zip(streams, found, strict=True) if tokens is not None}
 
 
 def unplanned(batch: Any, shape: BatchShape, budget: Budget) -> str | None:
     """Returns text that tells how a collated batch differs from its planned shape (K = 1); None: no visible difference."""
     packed, multiple = is_packed(budget, shape.longest), budget.pad_to_multiple_of
-    form = "tokens long, but was planned with" if packed else "tokens wide, but the longest of them was planned with"
-    run, names, count = budget.as_run(shape), padded_streams(budget, shape.longest), int(shape.num_samples[0])
-    if packed and count > 1 and (width := width_of(batch, count, primary(shape.longest), names)) is not None:
+    form = (
+        "tokens long, but was planned with"
+        if packed
+        else "tokens wide, but the longest of them was planned with"
+    )
+    run, names, count = (
+        budget.as_run(shape),
+        padded_streams(budget, shape.longest),
+        int(shape.num_samples[0]),
+    )
+    if (
+        packed
+        and count > 1
+        and (width := width_of(batch, count, primary(shape.longest), names)) is not None
+    ):
         return f"{count} samples were padded to {width} tokens, but planned as packed: use a packing collator, or layout='padded'"
     for stream, tokens in shown(batch, int(run.num_samples[0]), names, packed=packed).items():
         least = shape.total[stream] if packed else shape.longest[stream]
-        most = np.maximum(round_up(least, multiple), run.total[stream]) if packed else run.longest[stream]
+        most = (
+            np.maximum(round_up(least, multiple), run.total[stream])
+            if packed
+            else run.longest[stream]
+        )
         if not least[0] <= tokens <= most[0]:
             return f"{count} samples were collated to {tokens} {'' if stream == TOKENS else f'{stream} '}{form} {least[0]}"
     return None
@@ -115,15 +151,22 @@ class LoaderStats:
     samples: int = 0
     updates: int = 0  # finished updates
     update_samples: int = 0  # samples of the finished updates, over all ranks
-    batch_sizes: Counter[int] = field(default_factory=Counter)  # samples per batch -> batches, without idle ones
+    batch_sizes: Counter[int] = field(
+        default_factory=Counter
+    )  # samples per batch -> batches, without idle ones
     real_tokens: int = 0  # tokens of the samples
     padded_tokens: int = 0  # tokens that the device computed, with padding, without idle steps
     oversize: int = 0  # samples that did not fit even alone, and were each a batch of their own
     wait_s: float = 0.0  # seconds that the main process waited for workers
 
     def __str__(self) -> str:
-        sizes, rare = self.batch_sizes or [0], f"; {self.oversize:,} too large even alone" if self.oversize else ""
-        idle = f"{self.idle_steps:,} idle" + (f", of {self.idle_tokens:,} tokens" if self.idle_tokens else "")
+        sizes, rare = (
+            self.batch_sizes or [0],
+            f"; {self.oversize:,} too large even alone" if self.oversize else "",
+        )
+        idle = f"{self.idle_steps:,} idle" + (
+            f", of {self.idle_tokens:,} tokens" if self.idle_tokens else ""
+        )
         done = f"{self.samples:,} samples in {self.steps:,} steps ({idle}) and {self.updates:,} updates"
         sized = f"batches of {min(sizes):,} to {max(sizes):,} samples, {self.padding:.0%} padding"
         return f"{done}; {sized}; waited {self.wait_s:.1f} s for workers{rare}"
@@ -133,7 +176,9 @@ class LoaderStats:
         """Share of the padded tokens that is padding, from 0 to 1."""
         return 1.0 - self.real_tokens / self.padded_tokens if self.padded_tokens else 0.0
 
-    def count_step(self, samples: int = 0, real_tokens: int = 0, padded_tokens: int = 0, *, idle: bool = False) -> None:
+    def count_step(
+        self, samples: int = 0, real_tokens: int = 0, padded_tokens: int = 0, *, idle: bool = False
+    ) -> None:
         self.steps += 1
         if idle:
             self.idle_steps += 1
@@ -153,17 +198,29 @@ class LoaderStats:
         return self + LoaderStats()
 
     def __add__(self, other: "LoaderStats") -> "LoaderStats":
-        return LoaderStats(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+        return LoaderStats(
+            **{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
+        )
 
     def __sub__(self, before: "LoaderStats") -> "LoaderStats":
-        return LoaderStats(**{f.name: getattr(self, f.name) - getattr(before, f.name) for f in fields(self)})
+        return LoaderStats(
+            **{f.name: getattr(self, f.name) - getattr(before, f.name) for f in fields(self)}
+        )
 
     def merged(self, world: World) -> "LoaderStats":
         """Returns these counts, added over all ranks; all ranks must call it."""
         names = [f.name for f in fields(self) if f.name != "batch_sizes"]
         [largest] = world.all_max([max(self.batch_sizes, default=0)])
-        own = [*(getattr(self, name) for name in names), *(self.batch_sizes[size] for size in range(largest + 1))]
+        own = [
+            *(getattr(self, name) for name in names),
+            *(self.batch_sizes[size] for size in range(largest + 1)),
+        ]
         found = world.all_sum(own)
         counts, sizes = found[: len(names)], found[len(names) :]
-        summed: Any = {n: count if n.endswith("_s") else int(count) for n, count in zip(names, counts, strict=True)}
-        return LoaderStats(**summed, batch_sizes=Counter({size: int(n) for size, n in enumerate(sizes) if n}))
+        summed: Any = {
+            n: count if n.endswith("_s") else int(count)
+            for n, count in zip(names, counts, strict=True)
+        }
+        return LoaderStats(
+            **summed, batch_sizes=Counter({size: int(n) for size, n in enumerate(sizes) if n})
+        )

@@ -38,7 +38,9 @@ class PlannedUpdate:
     """An update, or the rest of one after resuming, on one rank."""
 
     steps: Sequence[PlannedStep]
-    before: Cursor  # the point where it begins, or in a resumed update, after the steps taken before
+    before: (
+        Cursor  # the point where it begins, or in a resumed update, after the steps taken before
+    )
     after: Cursor
 
     @property
@@ -51,8 +53,15 @@ class PlannedUpdate:
         taken, before = number + 1, self.before
         if taken == len(self.steps):
             return self.after
-        begun = {"begun_rows": before.begun_rows + taken, "begun_samples": self._samples(taken), "begun_weight": weight}
-        kept = {name: getattr(before, name) for name in ("update", "samples_used", "samples_seen", "current")}
+        begun = {
+            "begun_rows": before.begun_rows + taken,
+            "begun_samples": self._samples(taken),
+            "begun_weight": weight,
+        }
+        kept = {
+            name: getattr(before, name)
+            for name in ("update", "samples_used", "samples_seen", "current")
+        }
         return replace(self.steps[number].cursor, **kept, **begun)
 
     def _samples(self, taken: int) -> int:
@@ -62,7 +71,9 @@ class PlannedUpdate:
 def steps_of(window: BatchPlan, planner: Planner, rank: int) -> Iterator[PlannedStep]:
     idle, budget, own = window.loss_scale == 0.0, planner.budget, window.table[:, rank]
     shapes = shapes_of(window.batches.take(own), planner.lengths)
-    tokens = zip(real_tokens(shapes, budget).tolist(), padded_tokens(shapes, budget).tolist(), strict=True)
+    tokens = zip(
+        real_tokens(shapes, budget).tolist(), padded_tokens(shapes, budget).tolist(), strict=True
+    )
     labels, codes = planner.kinds.labels, planner.kinds.codes
     samples = np.where(idle, 0, window.batches.sizes[window.table]).sum(axis=1).tolist()
     behind = lambda rows: window.start.after_rows(rows, window.table.shape[1], planner.limit)  # noqa: E731
@@ -86,7 +97,11 @@ class _Updates(Walk):
 
     @property
     def num_samples(self) -> int:
-        return self.planner.num_planned if self.order is None else self.order.counted(self.planner.left_out)
+        return (
+            self.planner.num_planned
+            if self.order is None
+            else self.order.counted(self.planner.left_out)
+        )
 
     def start_of(self, epoch: int, done: Cursor) -> Cursor:
         return begun(epoch, done)
@@ -109,7 +124,12 @@ class _Updates(Walk):
 
     def plan(self, cursor: Cursor) -> BatchPlan:
         """Returns the plan of the rest of the cursor's epoch on all ranks; cached until something changes."""
-        key = (replace(cursor, update=0, samples_seen=0, current=None), self._ranks, tuple(self.changes), self.planner)
+        key = (
+            replace(cursor, update=0, samples_seen=0, current=None),
+            self._ranks,
+            tuple(self.changes),
+            self.planner,
+        )
         if self._remembered is None or self._remembered[0] != key:
             self._remembered = key, self._plan(cursor)
         return self._remembered[1]
@@ -121,8 +141,12 @@ class PreservedUpdates(UpdateSizes, _Updates):
     """Updates of exactly as many samples as ``schedule`` says: as with fixed batches, the next ones in the order of the
     user's sampler, in a seeded random order, or in dataset order. ``drop_last``: a smaller last update is left out."""
 
-    def __init__(self, planner: Planner, schedule: Sizes, order: OrderSource | None, *, drop_last: bool) -> None:
-        UpdateSizes.__init__(self, schedule, partial(getattr, self, "num_samples"), drop_last=drop_last)
+    def __init__(
+        self, planner: Planner, schedule: Sizes, order: OrderSource | None, *, drop_last: bool
+    ) -> None:
+        UpdateSizes.__init__(
+            self, schedule, partial(getattr, self, "num_samples"), drop_last=drop_last
+        )
         self.planner, self.order = planner, order
 
     @property
@@ -138,7 +162,11 @@ class PreservedUpdates(UpdateSizes, _Updates):
         """Returns dataset indices in the epoch's order; with ``grouping``, updates have samples of similar length."""
         planner = self.planner
         drawn = None if self.order is None else self.order.counted_epoch(epoch, planner.left_out)
-        first = next(self.spans(self.start(epoch)), None) if planner.config.grouping is not None else None
+        first = (
+            next(self.spans(self.start(epoch)), None)
+            if planner.config.grouping is not None
+            else None
+        )
         size = planner.num_samples if first is None else first[2].current
         return planner.order_of(epoch, drawn, shuffle=planner.config.shuffle, size=size or 1)
 
@@ -194,12 +222,16 @@ class FreeUpdates(_Updates):
             yield _update_of(taken, before)
 
     def cursors(self, cursor: Cursor) -> Iterator[Cursor]:
-        if cursor == self._starts[0] != self._place:  # the beginning of an epoch of which a part is done
+        if (
+            cursor == self._starts[0] != self._place
+        ):  # the beginning of an epoch of which a part is done
             yield (cursor := self._place)
         yield from (update.after for update in self.updates(cursor, 0))
 
     def _plan(self, cursor: Cursor) -> BatchPlan:
-        plan = self.planner.joined(list(self.planner.steps_from(cursor, self._ranks)), cursor, self._ranks)
+        plan = self.planner.joined(
+            list(self.planner.steps_from(cursor, self._ranks)), cursor, self._ranks
+        )
         if not plan.num_steps:
             return plan
         update = (np.arange(plan.num_steps) + cursor.begun_rows) // self.accumulation
@@ -215,23 +247,36 @@ def _update_of(steps: list[PlannedStep], before: Cursor) -> PlannedUpdate:
     samples = before.begun_samples + sum(step.row_samples for step in steps)
     done = {"update": before.update + 1, "current": samples}
     done |= {name: getattr(before, name) + samples for name in ("samples_used", "samples_seen")}
-    return PlannedUpdate(steps, before, replace(steps[-1].cursor, **done, begun_rows=0, begun_samples=0, begun_weight=0.0))
+    return PlannedUpdate(
+        steps,
+        before,
+        replace(steps[-1].cursor, **done, begun_rows=0, begun_samples=0, begun_weight=0.0),
+    )
 
 
 Updates: TypeAlias = PreservedUpdates | FreeUpdates
 
 
-def compare_ranks(world: World, plan: Updates, identity: Mapping[str, Any], place: Cursor, dataset: Any) -> None:
+def compare_ranks(
+    world: World, plan: Updates, identity: Mapping[str, Any], place: Cursor, dataset: Any
+) -> None:
     """Raises AlignmentError if ranks are about to plan different updates, or updates of different samples."""
     if world.size == 1:
         return
-    facts: dict[str, Any] = {"lengths, budget, settings or place in the epoch": (identity, place), PARTS: ends_of(dataset)}
+    facts: dict[str, Any] = {
+        "lengths, budget, settings or place in the epoch": (identity, place),
+        PARTS: ends_of(dataset),
+    }
     if isinstance(plan, UpdateSizes):
-        sizes: Any = plan.schedule if plan.is_constant else [stop for _, stop, _ in plan.spans(place)]
+        sizes: Any = (
+            plan.schedule if plan.is_constant else [stop for _, stop, _ in plan.spans(place)]
+        )
         facts |= {"order of samples": plan.order_print(place.epoch), "samples_per_update": sizes}
     marks = [zlib.crc32(repr(fact).encode()) for fact in facts.values()]
     found = world.all_max([*marks, *(-mark for mark in marks)])
     differing = [name for i, name in enumerate(facts) if found[i] != -found[i + len(marks)]]
     if without_parts(differing):
         told = f"ranks have different {', '.join(differing)} at the start of epoch {place.epoch}"
-        raise AlignmentError(f"{told}; give all ranks the same data, seeds, schedules and saved states")
+        raise AlignmentError(
+            f"{told}; give all ranks the same data, seeds, schedules and saved states"
+        )

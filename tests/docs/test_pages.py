@@ -22,7 +22,14 @@ from transformers import LlamaForCausalLM
 
 import dynagroup
 from benchmarks.pages import MARK, filled, shown
-from dynagroup import LengthAwareBatchSampler, MemoryBudget, OnlineDataLoader, PlannedDataLoader, Share, TokenBudget
+from dynagroup import (
+    LengthAwareBatchSampler,
+    MemoryBudget,
+    OnlineDataLoader,
+    PlannedDataLoader,
+    Share,
+    TokenBudget,
+)
 from dynagroup.cli import main
 from dynagroup.demo import docstrings, train_tokenizer
 from dynagroup.integrations.config import DynagroupConfig
@@ -35,7 +42,11 @@ DOCS, README = ROOT / "docs", ROOT / "README.md"
 EVERY = [README, *sorted(DOCS.glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.S | re.M)
 NAMED = "Qwen/Qwen2.5-0.5B"
-OWN_TEST = {"README.md", "recovery.md", "memory.md"}  # they take a model, texts or a device for granted
+OWN_TEST = {
+    "README.md",
+    "recovery.md",
+    "memory.md",
+}  # they take a model, texts or a device for granted
 
 
 def text_of(path: Path) -> str:
@@ -48,7 +59,9 @@ def promised(code: str) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("page", [p.name for p in EVERY if BLOCK.search(text_of(p)) and p.name not in OWN_TEST])
+@pytest.mark.parametrize(
+    "page", [p.name for p in EVERY if BLOCK.search(text_of(p)) and p.name not in OWN_TEST]
+)
 def test_blocks_run_and_print_what_they_say(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     code = "\n".join(BLOCK.findall(text_of(DOCS / page)))
@@ -68,9 +81,17 @@ def test_the_readme_runs_as_printed(tmp_path, monkeypatch):
     own = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     model = LlamaForCausalLM(models.llama(vocab=len(tokenizer), layers=1, inner=16, **own))
     tokenize = TokenizingCollator(tokenizer, None, 1, labels=True)
-    collate = lambda rows: tokenize([tokenizer.decode(r["input_ids"], skip_special_tokens=True) for r in rows])  # noqa: E731
+    collate = lambda rows: tokenize(  # noqa: E731
+        [tokenizer.decode(r["input_ids"], skip_special_tokens=True) for r in rows]
+    )
     names = {
-        **{"texts": texts, "tokenizer": tokenizer, "dataset": dataset, "collate": collate, "model": model},
+        **{
+            "texts": texts,
+            "tokenizer": tokenizer,
+            "dataset": dataset,
+            "collate": collate,
+            "model": model,
+        },
         **{"encoder": model.model, "DataLoader": DataLoader, "__name__": "page"},
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.01),
     }
@@ -87,13 +108,19 @@ def test_the_readme_runs_as_printed(tmp_path, monkeypatch):
 def test_the_page_on_memory_runs_on_a_small_model(tmp_path):
     config = models.llama(vocab=500, width=64, heads=4)
     config.save_pretrained(tmp_path)
-    code = "\n".join(BLOCK.findall(text_of(DOCS / "memory.md"))).replace("measure(model, ", "simulate(config, ")
+    code = "\n".join(BLOCK.findall(text_of(DOCS / "memory.md"))).replace(
+        "measure(model, ", "simulate(config, "
+    )
     assert NAMED in code
     lengths = np.array([9, 30, 400, 12])
     dataset = [torch.ones(length, dtype=torch.long) for length in lengths]
     pad = lambda samples: torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)  # noqa: E731
     collate = lambda samples: {"input_ids": pad(samples), "labels": pad(samples)}  # noqa: E731
-    found: dict[str, Any] = {"config": config, "model": LlamaForCausalLM(config), "lengths": lengths}
+    found: dict[str, Any] = {
+        "config": config,
+        "model": LlamaForCausalLM(config),
+        "lengths": lengths,
+    }
     found |= {"PlannedDataLoader": PlannedDataLoader, "collate": collate, "dataset": dataset}
     code = code.replace("import Workload, measure", "import *").replace(NAMED, str(tmp_path))
     exec(compile(code, "memory.md", "exec"), found)
@@ -119,8 +146,16 @@ def test_the_page_on_recovery_runs_on_small_models(tmp_path: Path, monkeypatch: 
     results = doctest.testfile(str(page), module_relative=False)
     assert (results.failed, results.attempted > 5) == (0, True)
     monkeypatch.chdir(tmp_path)
-    text = text_of(page).replace("max_new_tokens=128", "max_new_tokens=2").replace('"sentence-transformers/', '"./')
-    blocks = {re.findall(r"import (\w+)", block)[0]: block for block in BLOCK.findall(text) if ">>>" not in block}
+    text = (
+        text_of(page)
+        .replace("max_new_tokens=128", "max_new_tokens=2")
+        .replace('"sentence-transformers/', '"./')
+    )
+    blocks = {
+        re.findall(r"import (\w+)", block)[0]: block
+        for block in BLOCK.findall(text)
+        if ">>>" not in block
+    }
     model, tokenizer = small_llama(), small_tokenizer()
     names: dict[str, Any] = {"model": model, "tokenizer": tokenizer, "texts": TEXTS[:8]}
     exec(blocks.pop("generate_dataset"), names)
@@ -131,13 +166,23 @@ def test_the_page_on_recovery_runs_on_small_models(tmp_path: Path, monkeypatch: 
     assert names["vectors"].shape == (8, 16)
     kept: dict[int, Any] = {}
     database = SimpleNamespace(add=kept.__setitem__)
-    exec(blocks.pop("iter_embed"), {**names, "model": encoder, "database": database, "already_there": {3}})
+    exec(
+        blocks.pop("iter_embed"),
+        {**names, "model": encoder, "database": database, "already_there": {3}},
+    )
     assert sorted(kept) == [0, 1, 2, 4, 5, 6, 7]
-    how = {"padding": True, "padding_side": "left", "return_tensors": "pt", "return_token_type_ids": False}
+    how = {
+        "padding": True,
+        "padding_side": "left",
+        "return_tensors": "pt",
+        "return_token_type_ids": False,
+    }
     batch = dict(tokenizer(TEXTS[:2], **how))
     exec(blocks.pop("generate_with_oom_retry"), {**names, "loader": [batch]})
     batch["labels"] = batch["input_ids"]
-    step = dynagroup.Step(batch, range(2), Share(2, 2), Share(5, 5), loss_scale=1.0, ends_update=True)
+    step = dynagroup.Step(
+        batch, range(2), Share(2, 2), Share(5, 5), loss_scale=1.0, ends_update=True
+    )
     before = torch.cat([p.detach().flatten() for p in model.parameters()])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     exec(blocks.pop("OomSafeBackward"), {**names, "loader": [step], "optimizer": optimizer})
@@ -145,8 +190,15 @@ def test_the_page_on_recovery_runs_on_small_models(tmp_path: Path, monkeypatch: 
     lengths, how = [3 + i % 50 for i in range(512)], {"collate_fn": list, "weigh": "samples"}
     budget = dynagroup.LearningBudget(TokenBudget(16384))
     saved = PlannedDataLoader(lengths, lengths, budget, samples_per_update=256, **how)
-    names = {"dataset": lengths, "lengths": lengths, "states": [saved.state_dict()], "collate": list}
-    block = blocks.pop("LearningBudget").replace("collate_fn=collate", 'collate_fn=collate, weigh="samples"')
+    names = {
+        "dataset": lengths,
+        "lengths": lengths,
+        "states": [saved.state_dict()],
+        "collate": list,
+    }
+    block = blocks.pop("LearningBudget").replace(
+        "collate_fn=collate", 'collate_fn=collate, weigh="samples"'
+    )
     exec(block, names := {**names, "num_samples": 100, "tokens": 50})
     assert max(len(step.batch) * max(step.batch) for step in names["loader"]) <= 0.9 * 100 * 50
     assert not blocks
@@ -154,9 +206,16 @@ def test_the_page_on_recovery_runs_on_small_models(tmp_path: Path, monkeypatch: 
 
 def test_links_scripts_commands_and_messages_exist():
     for page in EVERY:
-        links = (target for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", text_of(page)) if "http" not in target)
+        links = (
+            target
+            for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", text_of(page))
+            if "http" not in target
+        )
         assert [target for target in links if not (page.parent / target).exists()] == [], page.name
-    assert all((ROOT / script).exists() for script in re.findall(r"bash (scripts/\S+\.sh)", text_of(README)))
+    assert all(
+        (ROOT / script).exists()
+        for script in re.findall(r"bash (scripts/\S+\.sh)", text_of(README))
+    )
     shown = re.compile(r"^(?:.*`|\$ |- |)dynagroup ([a-z]+) (?!import)", re.M)
     commands = {command for page in EVERY for command in shown.findall(text_of(page))}
     assert {"plan", "doctor", "compare", "fit"} <= commands
@@ -169,28 +228,49 @@ def test_links_scripts_commands_and_messages_exist():
     assert len(messages) > 5
     for how_to in DOCS.glob("*.md"):
         messages += re.findall(r'^\| "([^"]+)"', text_of(how_to), re.M)
-    nodes = (node for path in (ROOT / "dynagroup").rglob("*.py") for node in ast.walk(ast.parse(text_of(path))))
-    source = "\n".join(n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str))
+    nodes = (
+        node
+        for path in (ROOT / "dynagroup").rglob("*.py")
+        for node in ast.walk(ast.parse(text_of(path)))
+    )
+    source = "\n".join(
+        n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)
+    )
     parts = (part.strip() for message in messages for part in message.split("..."))
     assert [part for part in parts if part not in source] == []
 
 
 def test_figures_are_those_of_the_results_names_in_tables_exist_and_the_api_page_has_all():
     for name, expected in filled().items():
-        assert text_of(ROOT / name) == expected, f"run python scripts/bench.py pages: {name} shows older figures"
+        assert text_of(ROOT / name) == expected, (
+            f"run python scripts/bench.py pages: {name} shows older figures"
+        )
     by_hand = MARK.sub("", text_of(DOCS / "benchmarks.md"))
-    rows = [line for line in by_hand.splitlines() if line.startswith("|") and "scripts/" not in line]
+    rows = [
+        line for line in by_hand.splitlines() if line.startswith("|") and "scripts/" not in line
+    ]
     assert [row for row in rows if re.search(r"\d", row)] == []
     assert {name for page in EVERY for name in MARK.findall(text_of(page))} == set(shown())
-    rows = [line for line in text_of(README).splitlines() if line.startswith("|") and " from `dynagroup" in line]
+    rows = [
+        line
+        for line in text_of(README).splitlines()
+        if line.startswith("|") and " from `dynagroup" in line
+    ]
     assert rows
     for row in rows:
-        for named, module in re.findall(r"((?:`[^`]+`[^`|]*?)+?) from `(dynagroup[\w.]*)`", row.split("|")[2]):
+        for named, module in re.findall(
+            r"((?:`[^`]+`[^`|]*?)+?) from `(dynagroup[\w.]*)`", row.split("|")[2]
+        ):
             names = re.findall(r"`([A-Za-z_]\w*)", named)
             assert names
             assert all(hasattr(import_module(module), name) for name in names), row
     named = set(re.findall(r"^::: dynagroup\.(\w+)$", text_of(DOCS / "api.md"), re.M))
-    assert set(dynagroup.__all__) - named == {"AlignmentError", "BudgetError", "ConfigError", "StateError"}
+    assert set(dynagroup.__all__) - named == {
+        "AlignmentError",
+        "BudgetError",
+        "ConfigError",
+        "StateError",
+    }
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -208,7 +288,9 @@ def test_the_site_builds_strictly_and_offline(tmp_path, monkeypatch):
     monkeypatch.setattr(socket.socket, "connect", refuse)
     build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path / "site"), strict=True))
     pages = {page.stem for page in DOCS.glob("*.md")} - {"index"}
-    assert {page for page in pages if not (tmp_path / "site" / page / "index.html").exists()} == set()
+    assert {
+        page for page in pages if not (tmp_path / "site" / page / "index.html").exists()
+    } == set()
     assert {page for page in pages if f"]({page}.md)" not in text_of(DOCS / "index.md")} == set()
     assert "PlannedDataLoader" in text_of(tmp_path / "site" / "api" / "index.html")
     home = text_of(tmp_path / "site" / "index.html")
@@ -216,7 +298,14 @@ def test_the_site_builds_strictly_and_offline(tmp_path, monkeypatch):
     assert loaded == [], "a reader without a network sees the same page"
 
 
-EXPLAINED = [DynagroupConfig, OnlineDataLoader, PlannedDataLoader, LengthAwareBatchSampler, TokenBudget, MemoryBudget]
+EXPLAINED = [
+    DynagroupConfig,
+    OnlineDataLoader,
+    PlannedDataLoader,
+    LengthAwareBatchSampler,
+    TokenBudget,
+    MemoryBudget,
+]
 
 
 def explained(thing: type) -> dict[str, str]:
@@ -244,7 +333,9 @@ def read(path: Path) -> Any:
 
 
 def outputs(cell: Any) -> str:
-    return "".join(o.get("text", "") + o.get("data", {}).get("text/plain", "") for o in cell.get("outputs", ()))
+    return "".join(
+        o.get("text", "") + o.get("data", {}).get("text/plain", "") for o in cell.get("outputs", ())
+    )
 
 
 # A process of its own: zmq leaves its sockets to the collector, which would come upon them in the middle of another test.
@@ -267,14 +358,24 @@ SHOWN = {
     "quickstart": ["epoch 0: 512 samples for 1 rank", "8 updates"],
     "compare_on_your_data": ["fixed 8, shuffled", "dynagroup, updates of 128"],
     "generate_with_oom_retry": ["splits; sizes that did not fit", "True", "(64, True)"],
-    "train_custom_regressor": ["('simulated', 24, 12)", "epoch 0: 5,000 samples for 1 rank", "by the trace", "True"],
+    "train_custom_regressor": [
+        "('simulated', 24, 12)",
+        "epoch 0: 5,000 samples for 1 rank",
+        "by the trace",
+        "True",
+    ],
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_in_a_folder_of_its_own_and_shows_what_it_promises(path, tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     command = [sys.executable, "-c", EXECUTE, str(path), str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-6000:]

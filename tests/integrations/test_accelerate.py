@@ -13,7 +13,13 @@ from accelerate.state import AcceleratorState
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
-from dynagroup import ConfigError, LengthAwareBatchSampler, OnlineDataLoader, PlannedDataLoader, TokenBudget
+from dynagroup import (
+    ConfigError,
+    LengthAwareBatchSampler,
+    OnlineDataLoader,
+    PlannedDataLoader,
+    TokenBudget,
+)
 from dynagroup.errors import BudgetError
 from dynagroup.integrations.accelerate import prepare
 from dynagroup.integrations.sentence_transformers import batches_that_fit
@@ -21,7 +27,9 @@ from dynagroup.testing import assert_conserves
 from tests.integrations import toys
 from tests.integrations.toys import arguments, parameters
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning"
+)
 ROWS = toys.samples("classifier", 48)
 LABELS = ["a", None, "a"] * 16
 
@@ -60,7 +68,10 @@ def run(online, budget=160, **settings):
 def agreeing():
     """Parameters of updates in one batch a rank, and of updates in several."""
     whole = parameters(run(False, budget=10**6)[1])
-    return {f"accelerate, online={online}": [whole, parameters(run(online)[1])] for online in (False, True)}
+    return {
+        f"accelerate, online={online}": [whole, parameters(run(online)[1])]
+        for online in (False, True)
+    }
 
 
 @pytest.mark.parametrize("online", [False, True])
@@ -79,9 +90,13 @@ def test_torchdatas_loader_goes_on_with_the_next_epoch_after_a_resume(tmp_path):
 
     def made():
         AcceleratorState._reset_state(True)
-        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
+        accelerator = Accelerator(
+            cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True)
+        )
         sampler = LengthAwareBatchSampler(toys.lengths(ROWS), 160, shuffle=True, world_size=1)
-        return accelerator, prepare(accelerator, DataLoader(range(48), batch_sampler=sampler, collate_fn=list))
+        return accelerator, prepare(
+            accelerator, DataLoader(range(48), batch_sampler=sampler, collate_fn=list)
+        )
 
     _, whole = made()
     epochs = [list(whole) for _ in range(3)]
@@ -94,13 +109,17 @@ def test_torchdatas_loader_goes_on_with_the_next_epoch_after_a_resume(tmp_path):
 
 
 def test_misuse_is_named():
-    with pytest.raises(ConfigError, match="`gradient_accumulation_steps` must be 1, because `loss_scale` weighs"):
+    with pytest.raises(
+        ConfigError, match="`gradient_accumulation_steps` must be 1, because `loss_scale` weighs"
+    ):
         prepare(Accelerator(cpu=True, gradient_accumulation_steps=2), loader())
     accelerator = Accelerator(cpu=True)
     with pytest.raises(ConfigError, match="must be dynagroup's, or have"):
         prepare(accelerator, DataLoader(range(4)))
     sampler = LengthAwareBatchSampler(toys.lengths(ROWS), TokenBudget(160))
-    prepared = prepare(accelerator, DataLoader(ROWS, batch_sampler=sampler, collate_fn=toys.collate))
+    prepared = prepare(
+        accelerator, DataLoader(ROWS, batch_sampler=sampler, collate_fn=toys.collate)
+    )
     assert sum(len(batch["labels"]) for batch in prepared) == 48
     accelerator.dataloader_config.split_batches = True
     with pytest.raises(ConfigError, match="`split_batches` must be False"):
@@ -127,10 +146,15 @@ def test_axolotls_plugin_gives_its_trainer_batches_that_fit(axolotl, tmp_path):
     plugin = axolotl.DynagroupPlugin()
     name, _, cls = plugin.get_input_args().rpartition(".")
     keys = getattr(sys.modules[name], cls)(dynagroup_max_tokens=512)
-    run = plugin.get_trainer_cls(SimpleNamespace(**keys.model_dump(), sample_packing=False, pad_to_sequence_len=False))(
-        toys.causal_lm(), args=arguments(tmp_path, max_steps=2), train_dataset=toys.samples("causal", 40),
-        data_collator=toys.collate, bench_data_collator=None,
-    )  # fmt: skip
+    run = plugin.get_trainer_cls(
+        SimpleNamespace(**keys.model_dump(), sample_packing=False, pad_to_sequence_len=False)
+    )(
+        toys.causal_lm(),
+        args=arguments(tmp_path, max_steps=2),
+        train_dataset=toys.samples("causal", 40),
+        data_collator=toys.collate,
+        bench_data_collator=None,
+    )
     run.train()
     assert isinstance(run, AxolotlTrainer)
     assert run.update_loader.stats.update_samples == 32
@@ -138,7 +162,10 @@ def test_axolotls_plugin_gives_its_trainer_batches_that_fit(axolotl, tmp_path):
     for name in ("sample_packing", "rl", "pad_to_sequence_len"):
         with pytest.raises(ConfigError, match=name):
             plugin.get_trainer_cls(SimpleNamespace(dynagroup_max_tokens=512, **{name: True}))
-        assert plugin.get_trainer_cls(SimpleNamespace(dynagroup_max_tokens=None, **{name: True})) is None
+        assert (
+            plugin.get_trainer_cls(SimpleNamespace(dynagroup_max_tokens=None, **{name: True}))
+            is None
+        )
 
 
 @pytest.mark.filterwarnings("ignore:You are using DynamicBucketingSampler")
@@ -152,19 +179,29 @@ def test_lhotses_own_sampler_makes_batches_that_fit_of_every_cut_once(size):
     from dynagroup.integrations.lhotse import BudgetConstraint
 
     seconds = [0.5 + 29 * (i * 37 % 100) / 100 for i in range(100)]
-    cuts = [dummy_cut(i, duration=s, features=dummy_features(i, duration=s)) for i, s in enumerate(seconds)]
+    cuts = [
+        dummy_cut(i, duration=s, features=dummy_features(i, duration=s))
+        for i, s in enumerate(seconds)
+    ]
     bounds, seen = [400, 800, 1600, 3000], []
     for rank in range(size):
         sampler = DynamicBucketingSampler(
-            CutSet.from_cuts(cuts), duration_bins=bounds[:-1], constraint=BudgetConstraint(12_000, bounds), shuffle=True,
-            buffer_size=50, world_size=size, rank=rank,
-        )  # fmt: skip
+            CutSet.from_cuts(cuts),
+            duration_bins=bounds[:-1],
+            constraint=BudgetConstraint(12_000, bounds),
+            shuffle=True,
+            buffer_size=50,
+            world_size=size,
+            rank=rank,
+        )
         for batch in sampler:
             frames = [cut.num_frames for cut in batch]
             assert len(frames) * max(frames) <= 12_000
             seen += [cut.id for cut in batch]
     assert sorted(seen) == sorted(cut.id for cut in cuts)
-    with pytest.raises(ConfigError, match="has no `num_frames`, because it has no features; pass length_of"):
+    with pytest.raises(
+        ConfigError, match="has no `num_frames`, because it has no features; pass length_of"
+    ):
         BudgetConstraint(12_000, bounds).add(cuts[0].drop_features())
     with pytest.raises(ConfigError, match="`bounds` end at 40"):
         BudgetConstraint(80, [8, 40], length_of=int).add(41)
@@ -175,9 +212,13 @@ def test_lhotses_own_sampler_makes_batches_that_fit_of_every_cut_once(size):
 def test_sentence_transformers_take_batches_that_fit(monkeypatch):
     texts = [" ".join("w" * (1 + (5 * i) % 23)) for i in range(40)]
     data = datasets.Dataset.from_dict({"a": texts, "b": texts[::-1], "score": [0.5] * 40})
-    make = batches_that_fit(150, lambda batch, **kwargs: {"input_ids": [text.split() for text in batch]})
+    make = batches_that_fit(
+        150, lambda batch, **kwargs: {"input_ids": [text.split() for text in batch]}
+    )
     pickle.dumps(batches_that_fit(150, len))  # as TrainingArguments are, into every checkpoint
-    sampler = make(data, batch_size=8, drop_last=False, valid_label_columns=["score"], generator=None, seed=1)
+    sampler = make(
+        data, batch_size=8, drop_last=False, valid_label_columns=["score"], generator=None, seed=1
+    )
     epochs = [list(sampler) for _ in range(5)]
     assert len({*map(len, epochs)}) == 1, "transformers asks for the number only once"
     assert epochs[0] != (batches := epochs[1])
@@ -185,9 +226,15 @@ def test_sentence_transformers_take_batches_that_fit(monkeypatch):
     for batch in batches:
         longest = [max(len(data[i][column].split()) for i in batch) for column in ("a", "b")]
         assert len(batch) == 1 or len(batch) * sum(longest) <= 150
-    monkeypatch.setattr("dynagroup.integrations.sentence_transformers.rank_and_size", lambda: (0, 2))
-    assert [*(ranks := make(data, seed=1))] == [*ranks], "accelerate hides the epoch from ranks that are resumed"
-    assert getattr(sampler, "batch_size", None) is None, "accelerate would take a number for a fixed size"
+    monkeypatch.setattr(
+        "dynagroup.integrations.sentence_transformers.rank_and_size", lambda: (0, 2)
+    )
+    assert [*(ranks := make(data, seed=1))] == [*ranks], (
+        "accelerate hides the epoch from ranks that are resumed"
+    )
+    assert getattr(sampler, "batch_size", None) is None, (
+        "accelerate would take a number for a fixed size"
+    )
     with pytest.raises(ConfigError, match="must have a text column"):
         make(datasets.Dataset.from_dict({"score": [0.5]}))
 

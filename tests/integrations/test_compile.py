@@ -54,7 +54,9 @@ def plain_loop(shapes: int | None) -> Counter[str]:
 
 @pytest.fixture(autouse=True)
 def _no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", True)  # pytest would keep thousands of lines
+    monkeypatch.setattr(
+        logging.getLogger("torch.__trace"), "disabled", True
+    )  # pytest would keep thousands of lines
 
 
 def compiles_once_a_shape(found: Counter[str]) -> bool:
@@ -72,7 +74,11 @@ def test_two_ranks_compile_once_a_shape() -> None:
 
 class WithLoss(Model):
     def forward(self, input_ids: Any, attention_mask: Any, labels: Any) -> Any:
-        return {"loss": super().forward(input_ids % WORDS, attention_mask, labels.where(labels < 0, labels % WORDS))}
+        return {
+            "loss": super().forward(
+                input_ids % WORDS, attention_mask, labels.where(labels < 0, labels % WORDS)
+            )
+        }
 
 
 def test_the_trainer_compiles_once_a_shape(tmp_path: Any) -> None:
@@ -87,11 +93,15 @@ def test_the_trainer_compiles_once_a_shape(tmp_path: Any) -> None:
     assert counters["stats"]["unique_graphs"] == found["forward"]
 
 
-def test_a_trace_of_memory_neither_compiles_a_compiled_model_nor_keeps_it_from_being_compiled() -> None:
+def test_a_trace_of_memory_neither_compiles_a_compiled_model_nor_keeps_it_from_being_compiled() -> (
+    None
+):
     torch._dynamo.reset()
     counters.clear()
     compiled: Any = torch.compile(small_llama(), backend="eager", dynamic=False)
-    plain, found = (MemoryBudget.from_model(model, "1GB").figures() for model in (small_llama(), compiled))
+    plain, found = (
+        MemoryBudget.from_model(model, "1GB").figures() for model in (small_llama(), compiled)
+    )
     simulate(compiled, None, [(2, 8)])
     assert found == plain
     assert counters["stats"]["unique_graphs"] == 0

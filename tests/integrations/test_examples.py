@@ -13,7 +13,9 @@ from tests.torchrun import ROOT, on_ranks, started
 
 
 def losses_of(script: str, ranks: int) -> list[float]:
-    return [float(word) for word in started(ROOT / script, ranks=ranks).strip().splitlines()[-1].split()]
+    return [
+        float(word) for word in started(ROOT / script, ranks=ranks).strip().splitlines()[-1].split()
+    ]
 
 
 def example(name: str) -> dict[str, Any]:
@@ -61,7 +63,9 @@ def test_towers_that_some_batches_skip_are_trained_by_two_ranks_as_by_one_proces
 
 
 def test_graphs_fit_both_budgets_and_are_learned_from():
-    pytest.importorskip("torch_geometric", reason="bash scripts/test_graphs.sh makes an environment with it")
+    pytest.importorskip(
+        "torch_geometric", reason="bash scripts/test_graphs.sh makes an environment with it"
+    )
     program = example("train_graphs.py")
     losses, batches = program["main"](epochs=2)
     assert losses[-1] < losses[0]
@@ -98,7 +102,9 @@ def trained(folder: Path, *pretended: float) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_run_that_ran_out_of_memory_goes_on_with_smaller_batches_to_the_same_parameters(tmp_path: Path) -> None:
+def test_a_run_that_ran_out_of_memory_goes_on_with_smaller_batches_to_the_same_parameters(
+    tmp_path: Path,
+) -> None:
     whole, _ = on_ranks(2, trained, tmp_path / "once")
     with pytest.raises(AssertionError, match="OutOfMemoryError"):
         on_ranks(2, trained, tmp_path / "again", 245)
@@ -106,5 +112,7 @@ def test_a_run_that_ran_out_of_memory_goes_on_with_smaller_batches_to_the_same_p
     for result in on_ranks(2, trained, tmp_path / "again"):
         assert result["limit"] <= 0.9 * 256
         torch.testing.assert_close(result["weights"], whole["weights"], rtol=1e-9, atol=1e-12)
-    seen = Counter(line for path in tmp_path.glob("again/seen-*.txt") for line in path.read_text().split())
+    seen = Counter(
+        line for path in tmp_path.glob("again/seen-*.txt") for line in path.read_text().split()
+    )
     assert seen == Counter({str(index): 2 for index in range(128)})

@@ -38,7 +38,9 @@ sft_main(SftArguments(
 
 
 def own(package: str, script: str = "rl_frameworks") -> Any:
-    return pytest.importorskip(package, reason=f"it has an environment of its own: bash scripts/test_{script}.sh")
+    return pytest.importorskip(
+        package, reason=f"it has an environment of its own: bash scripts/test_{script}.sh"
+    )
 
 
 def blocks(page: str) -> list[str]:
@@ -50,27 +52,43 @@ def test_verl_restores_the_order_of_our_micro_batches() -> None:
     restore = importlib.import_module("verl.utils.seqlen_balancing").restore_dynamic_batch
     lengths = np.random.default_rng(0).integers(16, 4000, 64)
     [parts] = shard_micro_batches(lengths, 1, TokenBudget(16_384, layout="packed"))
-    assert restore(torch.cat([torch.tensor(lengths)[part] for part in parts]), parts).tolist() == lengths.tolist()
+    assert (
+        restore(torch.cat([torch.tensor(lengths)[part] for part in parts]), parts).tolist()
+        == lengths.tolist()
+    )
 
 
-def test_openrlhf_passes_its_cap_and_the_line_of_the_page_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_openrlhf_passes_its_cap_and_the_line_of_the_page_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     own("openrlhf")
     theirs = importlib.import_module("openrlhf.trainer.ppo_utils.replay_buffer")
     lengths, cap = [3, 3, 2, 2, 2], 6
     number = theirs.get_minimum_num_micro_batch_size(lengths, cap, 1, 1)
-    sums = [sum(lengths[i] for i in part) for part in theirs.get_seqlen_balanced_partitions(lengths, number, False)]
+    sums = [
+        sum(lengths[i] for i in part)
+        for part in theirs.get_seqlen_balanced_partitions(lengths, number, False)
+    ]
     assert sorted(sums) == [5, 7], "as the page says"
-    assert [sum(lengths[i] for i in part) for part in balanced_partitions(lengths, number, limit=cap)] == [6, 6]
-    monkeypatch.setattr(theirs, "get_seqlen_balanced_partitions", theirs.get_seqlen_balanced_partitions)
+    assert [
+        sum(lengths[i] for i in part) for part in balanced_partitions(lengths, number, limit=cap)
+    ] == [6, 6]
+    monkeypatch.setattr(
+        theirs, "get_seqlen_balanced_partitions", theirs.get_seqlen_balanced_partitions
+    )
     page = (ROOT / "docs" / "packing.md").read_text(encoding="utf-8")
     [line] = [block for block in blocks(page) if "from openrlhf" in block]
     exec(compile(line, "packing.md", "exec"), {})
-    assert sorted(theirs.get_seqlen_balanced_partitions([9000, 9000, 5000], 2, equal_size=False)) == [[0, 2], [1]]
+    assert sorted(
+        theirs.get_seqlen_balanced_partitions([9000, 9000, 5000], 2, equal_size=False)
+    ) == [[0, 2], [1]]
 
 
 def write_swift_job(folder: Path) -> None:
     toys.tokenizer().save_pretrained(folder / "model")
-    LlamaForCausalLM(models.llama(vocab=toys.VOCAB, width=32, pad_token_id=0)).save_pretrained(folder / "model")
+    LlamaForCausalLM(models.llama(vocab=toys.VOCAB, width=32, pad_token_id=0)).save_pretrained(
+        folder / "model"
+    )
     rng = random.Random(0)
     with open(folder / "data.jsonl", "w") as file:
         for _ in range(45):
@@ -81,9 +99,16 @@ def write_swift_job(folder: Path) -> None:
 
 
 def logged(folder: Path, name: str, *plugins: str) -> list[dict[str, Any]]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "ACCELERATE_USE_CPU": "true",
+    }
     command = [sys.executable, "job.py", name, *plugins]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=1200)
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=1200
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     [log] = (folder / name).glob("**/logging.jsonl")
     return [row for row in map(json.loads, log.read_text().splitlines()) if "grad_norm" in row]
@@ -107,7 +132,11 @@ class Watch(TrainerCallback):
     """Remembers what the workflow trained with."""
 
     def on_train_end(self, args, state, control, model=None, train_dataloader=None, **kwargs):
-        self.parameters, self.loader, self.num_updates = parameters(model), train_dataloader, state.global_step
+        self.parameters, self.loader, self.num_updates = (
+            parameters(model),
+            train_dataloader,
+            state.global_step,
+        )
 
 
 def saved(folder):
@@ -121,14 +150,20 @@ def saved(folder):
 
     sizes = [int(size) for size in rng.integers(2, 40, 32)]
     talks = [{"instruction": text(4), "output": text(size)} for size in sizes]
-    pairs = [{"instruction": text(4), "chosen": text(size), "rejected": text(size // 2 + 1)} for size in sizes]
+    pairs = [
+        {"instruction": text(4), "chosen": text(size), "rejected": text(size // 2 + 1)}
+        for size in sizes
+    ]
     data = folder / "data"
     data.mkdir()
     (data / "talks.json").write_text(json.dumps(talks))
     (data / "pairs.json").write_text(json.dumps(pairs))
     answers = {"prompt": "instruction", "chosen": "chosen", "rejected": "rejected"}
     info = {
-        "talks": {"file_name": "talks.json", "columns": {"prompt": "instruction", "response": "output"}},
+        "talks": {
+            "file_name": "talks.json",
+            "columns": {"prompt": "instruction", "response": "output"},
+        },
         "pairs": {"file_name": "pairs.json", "ranking": True, "columns": answers},
     }
     (data / "dataset_info.json").write_text(json.dumps(info))
@@ -138,29 +173,51 @@ def saved(folder):
 def test_llamafactory_makes_the_updates_of_fixed_batches(stage, tmp_path):
     own("llamafactory", "llamafactory")
     run_exp = importlib.import_module("llamafactory.train.tuner").run_exp
-    dynamic_batching = importlib.import_module("dynagroup.integrations.llamafactory").dynamic_batching
+    dynamic_batching = importlib.import_module(
+        "dynagroup.integrations.llamafactory"
+    ).dynamic_batching
     saved(tmp_path)
 
     def run(name):
         watch = Watch()
         arguments = {
-            "model_name_or_path": str(tmp_path / "model"), "stage": stage, "do_train": True, "finetuning_type": "full",
-            "dataset_dir": str(tmp_path / "data"), "dataset": "pairs" if stage == "dpo" else "talks", "template": "empty",
-            "output_dir": str(tmp_path / name), "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2,
-            "num_train_epochs": 1, "learning_rate": 1e-2, "use_cpu": True, "report_to": "none", "save_strategy": "no",
-            "cutoff_len": 16 if stage == "pt" else 128, "overwrite_cache": True, "dataloader_pin_memory": False,
-            "disable_tqdm": True, "disable_gradient_checkpointing": True,
-        }  # fmt: skip
+            "model_name_or_path": str(tmp_path / "model"),
+            "stage": stage,
+            "do_train": True,
+            "finetuning_type": "full",
+            "dataset_dir": str(tmp_path / "data"),
+            "dataset": "pairs" if stage == "dpo" else "talks",
+            "template": "empty",
+            "output_dir": str(tmp_path / name),
+            "per_device_train_batch_size": 4,
+            "gradient_accumulation_steps": 2,
+            "num_train_epochs": 1,
+            "learning_rate": 1e-2,
+            "use_cpu": True,
+            "report_to": "none",
+            "save_strategy": "no",
+            "cutoff_len": 16 if stage == "pt" else 128,
+            "overwrite_cache": True,
+            "dataloader_pin_memory": False,
+            "disable_tqdm": True,
+            "disable_gradient_checkpointing": True,
+        }
         run_exp(arguments, callbacks=[watch])
         return watch
 
-    with dynamic_batching(TokenBudget(96 if stage == "pt" else 320)):  # texts are packed into blocks of 16 tokens
+    with dynamic_batching(
+        TokenBudget(96 if stage == "pt" else 320)
+    ):  # texts are packed into blocks of 16 tokens
         ours = run("ours")
     fixed = run("fixed")  # behind the block everything is as it was
     assert not isinstance(fixed.loader, UpdateItems)
     assert isinstance(ours.loader.loader, PlannedDataLoader)
     assert ours.num_updates == fixed.num_updates >= 2
-    assert sum(ours.loader.loader.stats.batch_sizes.values()) > ours.num_updates, "updates were divided"
+    assert sum(ours.loader.loader.stats.batch_sizes.values()) > ours.num_updates, (
+        "updates were divided"
+    )
     assert (fixed.parameters - ours.parameters).abs().max() < 2e-5
-    assert (fixed.parameters - parameters(toys.causal_lm().float())).abs().max() > 1e-2, "nothing was trained"
+    assert (fixed.parameters - parameters(toys.causal_lm().float())).abs().max() > 1e-2, (
+        "nothing was trained"
+    )
     assert (tmp_path / "ours" / "model.safetensors").exists()

@@ -14,7 +14,7 @@ from transformers import (
     OlmoeForCausalLM,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
-    Trainer,  # fmt: skip
+    Trainer,
 )
 
 from dynagroup import ConfigError, ShapeLadder, TokenBudget
@@ -29,7 +29,12 @@ from tests.models import Allocator
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 ONLINE: dict[str, Any] = {"mode": "online", "lengths": None}
-ONCE = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 16, "max_steps": 3, "max_grad_norm": 0.0}
+ONCE = {
+    "gradient_accumulation_steps": 1,
+    "per_device_train_batch_size": 16,
+    "max_steps": 3,
+    "max_grad_norm": 0.0,
+}
 COUNT = 37
 BY_KIND = [{"kinds": "kind"}, {"mode": "online", "kind_of": lambda row: row["kind"]}]
 
@@ -68,15 +73,24 @@ def trained(cls, tmp_path, monkeypatch, mean=False, **changes):
     if mean == "attribute":
         run.asked, run.compute_loss = 0, MethodType(MeanLoss.compute_loss, run)
     elif mean:
-        run.compute_loss_func = lambda outputs, labels, num_items_in_batch=None: mean_of_tokens(outputs.logits, labels)
+        run.compute_loss_func = lambda outputs, labels, num_items_in_batch=None: mean_of_tokens(
+            outputs.logits, labels
+        )
     run.train()
     return run
 
 
-@pytest.mark.parametrize(("cls", "config", "mean"), [
-    (OursMean, {}, False), (MeanOurs, {}, False), (MeanOurs, ONLINE, False), (OursMean, {"out_of_memory": "retry"}, False),
-    (DynagroupTrainer, {}, True), (DynagroupTrainer, {}, "attribute"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("cls", "config", "mean"),
+    [
+        (OursMean, {}, False),
+        (MeanOurs, {}, False),
+        (MeanOurs, ONLINE, False),
+        (OursMean, {"out_of_memory": "retry"}, False),
+        (DynagroupTrainer, {}, True),
+        (DynagroupTrainer, {}, "attribute"),
+    ],
+)
 def test_a_loss_that_is_a_mean_counts_once_an_update(cls, config, mean, tmp_path, monkeypatch):
     """Of a method, of a function that the Trainer is given, or of a method of this one object."""
     plain = trained(PlainMean, tmp_path, monkeypatch)
@@ -84,7 +98,9 @@ def test_a_loss_that_is_a_mean_counts_once_an_update(cls, config, mean, tmp_path
     assert ours.update_loader.stats.samples == 48
     assert sum(ours.update_loader.stats.batch_sizes.values()) > 3, "an update is several batches"
     assert (parameters(plain.model) - parameters(ours.model)).abs().max() < 1e-8
-    assert plain.state.log_history[-1]["train_loss"] == pytest.approx(ours.state.log_history[-1]["train_loss"])
+    assert plain.state.log_history[-1]["train_loss"] == pytest.approx(
+        ours.state.log_history[-1]["train_loss"]
+    )
 
 
 @pytest.mark.parametrize("first", [0, 16])
@@ -98,7 +114,9 @@ def test_retries_are_exact_where_few_samples_have_labels(cls, first, tmp_path, m
     limit.in_forward(model)
     how = {"train_sampling_strategy": "sequential"}
     whole = trained(cls, tmp_path, monkeypatch, **how)
-    parts = trained(cls, tmp_path, monkeypatch, config={"out_of_memory": "retry"}, model=model, **how)
+    parts = trained(
+        cls, tmp_path, monkeypatch, config={"out_of_memory": "retry"}, model=model, **how
+    )
     assert limit.failures
     assert (parameters(whole.model) - parameters(model)).abs().max() < 1e-8
     losses = [run.state.log_history[-1]["train_loss"] for run in (whole, parts)]
@@ -108,9 +126,18 @@ def test_retries_are_exact_where_few_samples_have_labels(cls, first, tmp_path, m
 def test_the_balancing_loss_of_experts_counts_once_an_update(tmp_path, monkeypatch):
     def loss(cls, weight):
         torch.manual_seed(0)
-        how = {"num_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": weight}
-        model = OlmoeForCausalLM(models.config(OlmoeConfig, vocab=toys.VOCAB, pad_token_id=0, **how))
-        return trained(cls, tmp_path, monkeypatch, model=model, max_steps=1).state.log_history[-1]["train_loss"]
+        how = {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "output_router_logits": True,
+            "router_aux_loss_coef": weight,
+        }
+        model = OlmoeForCausalLM(
+            models.config(OlmoeConfig, vocab=toys.VOCAB, pad_token_id=0, **how)
+        )
+        return trained(cls, tmp_path, monkeypatch, model=model, max_steps=1).state.log_history[-1][
+            "train_loss"
+        ]
 
     plain, ours = (loss(cls, 0.5) - loss(cls, 0.0) for cls in (Trainer, DynagroupTrainer))
     assert 0.1 < plain == pytest.approx(ours, rel=0.05)
@@ -124,10 +151,18 @@ class Failing(MeanLoss):
 
 
 def test_a_loss_that_cannot_be_asked_is_refused_with_the_way_out(tmp_path, monkeypatch):
-    assert [defines_compute_loss(kind) for kind in (DynagroupTrainer, PlainMean, OursMean)] == [False, True, True]
-    with pytest.raises(ConfigError, match="in a test.*does not require grad.*`loss_is_scaled_for_ga` to False"):
+    assert [defines_compute_loss(kind) for kind in (DynagroupTrainer, PlainMean, OursMean)] == [
+        False,
+        True,
+        True,
+    ]
+    with pytest.raises(
+        ConfigError, match="in a test.*does not require grad.*`loss_is_scaled_for_ga` to False"
+    ):
         trained(type("Mine", (Failing, DynagroupTrainer), {}), tmp_path, monkeypatch)
-    with pytest.raises(ConfigError, match="the loss counts the rows of weight 0 that `shapes` adds"):
+    with pytest.raises(
+        ConfigError, match="the loss counts the rows of weight 0 that `shapes` adds"
+    ):
         trained(CountedRows, tmp_path, monkeypatch, config={"shapes": 3, "weigh": "samples"})
     told = type("Mine", (Failing, DynagroupTrainer), {"loss_is_scaled_for_ga": False})
     plain, ours = trained(PlainMean, tmp_path, monkeypatch), trained(told, tmp_path, monkeypatch)
@@ -157,14 +192,23 @@ def test_asking_leaves_no_trace_and_a_batch_without_labels_does_not_decide(tmp_p
     assert run.get_batch_samples(iter([blank]), 1, "cpu")[1] == 1, "an idle rank would divide by 0"
 
 
-def with_and_without_failures(folder: Any, limits: list[float]) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
+def with_and_without_failures(
+    folder: Any, limits: list[float]
+) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
     """For each mode and place: parameters without failures and with them, and how often this rank failed."""
 
     def run(config: dict[str, Any], place: str | None) -> tuple[torch.Tensor, int]:
         found = trainer(
-            "causal", f"{folder}/run", fits=True, exact_loss=True, config={**config, "out_of_memory": "retry" if place else None},
-            gradient_accumulation_steps=4 // len(limits), count=48, max_steps=4, max_grad_norm=0.3,
-        )  # fmt: skip
+            "causal",
+            f"{folder}/run",
+            fits=True,
+            exact_loss=True,
+            config={**config, "out_of_memory": "retry" if place else None},
+            gradient_accumulation_steps=4 // len(limits),
+            count=48,
+            max_steps=4,
+            max_grad_norm=0.3,
+        )
         allocator = Allocator(limits[found.args.process_index])
         if place is not None:
             getattr(allocator, place)(found.model.transformer.h[0])
@@ -186,7 +230,12 @@ def test_batches_that_run_out_of_memory_are_repeated_in_parts(kind, weigh, tmp_p
 
     def run(folder, config, limit=10**6):
         changes = {"exact_loss": kind == "causal", "max_steps": 2, "logging_steps": 2}
-        found = tight(trainer(kind, tmp_path / folder, fits=True, config={"weigh": weigh, **config}, **changes), limit)
+        found = tight(
+            trainer(
+                kind, tmp_path / folder, fits=True, config={"weigh": weigh, **config}, **changes
+            ),
+            limit,
+        )
         found.train()
         return parameters(found.model), found.state.log_history[0]
 
@@ -199,19 +248,35 @@ def test_batches_that_run_out_of_memory_are_repeated_in_parts(kind, weigh, tmp_p
     assert split_logs["loss"] == pytest.approx(logs["loss"], rel=1e-6)
 
 
-@pytest.mark.parametrize("config", [{}, ONLINE, {"updates": "free"}], ids=["offline", "online", "free"])
+@pytest.mark.parametrize(
+    "config", [{}, ONLINE, {"updates": "free"}], ids=["offline", "online", "free"]
+)
 def test_later_epochs_are_planned_by_what_failed_also_after_resuming(config, tmp_path):
     count = 96 if "updates" in config else 48
 
     def run(folder, resume=None):
-        changes = {"exact_loss": True, "max_steps": -1, "num_train_epochs": 2, "count": count, "logging_steps": 1}
-        changes |= {"save_strategy": "steps", "save_steps": 1, "config": {"out_of_memory": "retry", **config}}
+        changes = {
+            "exact_loss": True,
+            "max_steps": -1,
+            "num_train_epochs": 2,
+            "count": count,
+            "logging_steps": 1,
+        }
+        changes |= {
+            "save_strategy": "steps",
+            "save_steps": 1,
+            "config": {"out_of_memory": "retry", **config},
+        }
         found = tight(trainer("causal", tmp_path / folder, fits=True, **changes), 137)
         found.train(resume_from_checkpoint=resume)
         return found
 
     whole = run("whole")
-    retries = [(row["epoch"], row["oom_retries"]) for row in whole.state.log_history if "oom_retries" in row]
+    retries = [
+        (row["epoch"], row["oom_retries"])
+        for row in whole.state.log_history
+        if "oom_retries" in row
+    ]
     assert sum(count for epoch, count in retries if epoch <= 1) > 0
     assert not any(count for epoch, count in retries if epoch > 1)
     assert (whole.state.epoch, whole.update_loader.stats.samples) == (2, 2 * count)
@@ -233,7 +298,9 @@ def test_each_training_guards_the_model_that_it_trains(tmp_path):
         return model
 
     def twice(folder, config):
-        found = trainer("causal", tmp_path / folder, fits=True, exact_loss=True, config=config, max_steps=2)
+        found = trainer(
+            "causal", tmp_path / folder, fits=True, exact_loss=True, config=config, max_steps=2
+        )
         found.model_init = new_model
         for limit.limit in (10**6, 120 if config else 10**6):
             found.train()
@@ -251,19 +318,35 @@ def shares(found: Any) -> dict[str, float]:
     """Of two samples in a known place, and of all: wrong as soon as results lie in another order."""
     logits, labels = found.predictions, found.label_ids
     third, last = (float(logits[row].reshape(-1)[0]) for row in (2, -1))
-    return {"accuracy": (logits.argmax(-1) == labels)[labels != -100].mean(), "third": third, "last": last}
+    return {
+        "accuracy": (logits.argmax(-1) == labels)[labels != -100].mean(),
+        "third": third,
+        "last": last,
+    }
 
 
-def evaluated(kind: str, folder: Any, *, fits: bool, eval_config: Any = True, **changes: Any) -> Any:
+def evaluated(
+    kind: str, folder: Any, *, fits: bool, eval_config: Any = True, **changes: Any
+) -> Any:
     usual = {"compute_metrics": shares, "max_steps": 1, "per_device_eval_batch_size": 5}
-    run = trainer(kind, folder, fits=fits, eval_dataset=toys.samples(kind, COUNT, seed=3), **{**usual, **changes})
+    run = trainer(
+        kind,
+        folder,
+        fits=fits,
+        eval_dataset=toys.samples(kind, COUNT, seed=3),
+        **{**usual, **changes},
+    )
     if fits:
         run.dynagroup_eval = eval_config
     return run
 
 
 def figures(found: dict[str, float]) -> dict[str, float]:
-    return {k: v for k, v in found.items() if not k.endswith(("runtime", "per_second", "preparation_time"))}
+    return {
+        k: v
+        for k, v in found.items()
+        if not k.endswith(("runtime", "per_second", "preparation_time"))
+    }
 
 
 @pytest.mark.parametrize("shapes", [None, 3])
@@ -272,7 +355,10 @@ def test_metrics_and_predictions_are_the_plain_trainers(kind, shapes, tmp_path):
     """With few shapes the model sees no others, and predictions are padded to the widest of them."""
     lengths = [len(row["input_ids"]) for row in toys.samples(kind, COUNT, seed=3)]
     fits = True if shapes is None else ShapeLadder(lengths, TokenBudget(160), shapes)
-    plain, ours = evaluated(kind, tmp_path, fits=False), evaluated(kind, tmp_path, fits=True, eval_config=fits)
+    plain, ours = (
+        evaluated(kind, tmp_path, fits=False),
+        evaluated(kind, tmp_path, fits=True, eval_config=fits),
+    )
     seen = models.shapes_seen(ours.model)
     found, expected = ours.predict(ours.eval_dataset), plain.predict(plain.eval_dataset)
     kept = expected.label_ids.shape[1:], expected.predictions.shape[1:]
@@ -291,8 +377,12 @@ def test_metrics_and_predictions_are_the_plain_trainers(kind, shapes, tmp_path):
 @pytest.mark.parametrize(("exact_loss", "own"), [(True, False), (False, False), (False, True)])
 def test_the_loss_is_that_of_one_batch_of_everything(exact_loss, own, tmp_path):
     """The plain Trainer's mean over batches of their means depends on its batch size; ours does not, also untrained."""
-    plain = evaluated("causal", tmp_path, fits=False, per_device_eval_batch_size=COUNT, exact_loss=exact_loss)
-    ours = evaluated("causal", tmp_path, fits=True, exact_loss=exact_loss, config={"weigh": "tokens"})
+    plain = evaluated(
+        "causal", tmp_path, fits=False, per_device_eval_batch_size=COUNT, exact_loss=exact_loss
+    )
+    ours = evaluated(
+        "causal", tmp_path, fits=True, exact_loss=exact_loss, config={"weigh": "tokens"}
+    )
     if own:
         plain.__class__, ours.__class__ = PlainMean, OursMean
     for run in (plain, ours):  # in a batch of its own it weighs as little as one can
@@ -305,9 +395,14 @@ def test_the_loss_is_that_of_one_batch_of_everything(exact_loss, own, tmp_path):
 
 
 def test_a_batch_weighs_its_samples_whatever_its_first_field_has(tmp_path):
-    ours = evaluated("classifier", tmp_path, fits=True, eval_config=TokenBudget(40), config={"weigh": "samples"})
+    ours = evaluated(
+        "classifier", tmp_path, fits=True, eval_config=TokenBudget(40), config={"weigh": "samples"}
+    )
     collate, expected = ours.data_collator, ours.evaluate()["eval_loss"]
-    ours.data_collator = lambda samples: {"output_attentions": torch.tensor([False]), **collate(samples)}
+    ours.data_collator = lambda samples: {
+        "output_attentions": torch.tensor([False]),
+        **collate(samples),
+    }
     assert ours.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
 
 
@@ -316,8 +411,15 @@ def test_inputs_and_losses_reach_the_metrics_in_order(wanted, name, tmp_path):
     """Losses of samples are those of the Trainer's own batches: it is left to evaluate by itself."""
     seen = []
     for fits in (False, True):
-        how = {"compute_metrics": lambda found: seen.append(found) or {}, "include_for_metrics": [wanted]}
-        with pytest.warns(match="the Trainer's own batches") if fits and wanted == "loss" else nullcontext():
+        how = {
+            "compute_metrics": lambda found: seen.append(found) or {},
+            "include_for_metrics": [wanted],
+        }
+        with (
+            pytest.warns(match="the Trainer's own batches")
+            if fits and wanted == "loss"
+            else nullcontext()
+        ):
             evaluated("classifier", tmp_path, fits=fits, **how).evaluate()
     found, expected = (np.maximum(getattr(one, name), 0) for one in seen)
     np.testing.assert_allclose(found, expected, atol=1e-6)
@@ -329,9 +431,18 @@ def test_generated_texts_are_the_plain_trainers(tmp_path):
     def decoded(ids):  # within a batch they are padded with 0, between batches with -100
         return [tuple(t for t in row if t not in (0, -100)) for row in ids.tolist()]
 
-    for cls, extra in ((Seq2SeqTrainer, {}), (dynagroup_trainer(Seq2SeqTrainer), {"dynagroup": TokenBudget(160)})):
-        own = {"accelerator_config": None, "predict_with_generate": True, "generation_max_length": 9}
-        args = Seq2SeqTrainingArguments(**{**arguments(tmp_path, per_device_eval_batch_size=4).to_dict(), **own})
+    for cls, extra in (
+        (Seq2SeqTrainer, {}),
+        (dynagroup_trainer(Seq2SeqTrainer), {"dynagroup": TokenBudget(160)}),
+    ):
+        own = {
+            "accelerator_config": None,
+            "predict_with_generate": True,
+            "generation_max_length": 9,
+        }
+        args = Seq2SeqTrainingArguments(
+            **{**arguments(tmp_path, per_device_eval_batch_size=4).to_dict(), **own}
+        )
         run = cls(toys.seq2seq(), args, data_collator=toys.collate_seq2seq, **extra)
         run.model.generation_config.eos_token_id, run.model.generation_config.pad_token_id = 1, 0
         seen, output = models.shapes_seen(run.model), run.predict(rows)
@@ -339,7 +450,9 @@ def test_generated_texts_are_the_plain_trainers(tmp_path):
     assert found[0] == found[1]
     assert found[0][1] == [tuple(row["labels"]) for row in rows]
     assert max(n for n, _ in seen) > 4
-    with pytest.raises(ConfigError, match=r"generate\(\) made .* texts for .* samples; set dynagroup_eval=False"):
+    with pytest.raises(
+        ConfigError, match=r"generate\(\) made .* texts for .* samples; set dynagroup_eval=False"
+    ):
         run.predict(rows, num_beams=2, num_return_sequences=2)
 
 
@@ -365,18 +478,27 @@ class Chosen(Trainer):
         return super().training_step(*args, **kwargs)
 
 
-def test_a_class_that_chooses_its_samples_keeps_them_and_a_step_of_its_own_is_not_skipped(tmp_path, monkeypatch):
+def test_a_class_that_chooses_its_samples_keeps_them_and_a_step_of_its_own_is_not_skipped(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(toys, "DynagroupTrainer", dynagroup_trainer(Chosen))
     run = evaluated("classifier", tmp_path, fits=True)
     seen = models.shapes_seen(run.model)
-    with pytest.warns(UserWarning, match="another order: choose them in eval_dataset; dynagroup_eval=False: no warning"):
+    with pytest.warns(
+        UserWarning,
+        match="another order: choose them in eval_dataset; dynagroup_eval=False: no warning",
+    ):
         run.evaluate()
     assert [n for n, _ in seen] == [4, 4, 4, 4, 3]
-    with pytest.raises(ConfigError, match="out_of_memory='retry' with a training_step of .*leave one of them out"):
+    with pytest.raises(
+        ConfigError, match="out_of_memory='retry' with a training_step of .*leave one of them out"
+    ):
         trainer("causal", tmp_path, fits=True, config={"out_of_memory": "retry"})
 
 
-def test_a_derived_class_with_a_prediction_step_of_its_own_evaluates_the_trainers_batches(tmp_path, monkeypatch):
+def test_a_derived_class_with_a_prediction_step_of_its_own_evaluates_the_trainers_batches(
+    tmp_path, monkeypatch
+):
     def prediction_step(self, model, inputs, *args, **kwargs):
         with torch.no_grad():
             out = model(**inputs)
@@ -387,7 +509,10 @@ def test_a_derived_class_with_a_prediction_step_of_its_own_evaluates_the_trainer
         monkeypatch.setattr(toys, "DynagroupTrainer", cls)
         run = evaluated("classifier", tmp_path, fits=True)
         seen = models.shapes_seen(run.model)
-        with pytest.warns(UserWarning, match="a prediction_step without super.. need; dynagroup_eval=False: no warning"):
+        with pytest.warns(
+            UserWarning,
+            match="a prediction_step without super.. need; dynagroup_eval=False: no warning",
+        ):
             found = run.predict(run.eval_dataset)
         assert [n for n, _ in seen] == [5] * 7 + [2]
         assert found.label_ids.tolist() == [row["labels"] for row in run.eval_dataset]
@@ -395,24 +520,43 @@ def test_a_derived_class_with_a_prediction_step_of_its_own_evaluates_the_trainer
 
 def test_rows_are_not_added_to_batches_whose_targets_are_no_labels(tmp_path):
     """Their targets would count: no label of -100 says that a row has weight 0."""
-    rows = [{"input_ids": [i + 1] * 10, "start_positions": i % 5, "end_positions": 5 + i % 5} for i in range(9)]
+    rows = [
+        {"input_ids": [i + 1] * 10, "start_positions": i % 5, "end_positions": 5 + i % 5}
+        for i in range(9)
+    ]
     found = []
     for fits, shapes in ((False, None), (True, None), (True, 1)):
         torch.manual_seed(0)
         model = BertForQuestionAnswering(models.bert(vocab=toys.VOCAB, layers=1)).double()
         config = {"lengths": [10] * 96, "budget": TokenBudget(40), "shapes": shapes}
-        run = trainer("classifier", tmp_path, fits=fits, model=model, config=config, eval_dataset=rows, max_steps=1)
-        run.data_collator = lambda batch: {name: torch.tensor([row[name] for row in batch]) for name in batch[0]}
+        run = trainer(
+            "classifier",
+            tmp_path,
+            fits=fits,
+            model=model,
+            config=config,
+            eval_dataset=rows,
+            max_steps=1,
+        )
+        run.data_collator = lambda batch: {
+            name: torch.tensor([row[name] for row in batch]) for name in batch[0]
+        }
         run.train_dataset = [rows[i % 9] for i in range(96)]
         found.append(run.evaluate()["eval_loss"])
     assert found == pytest.approx([found[0]] * 3, abs=1e-7)
-    with pytest.raises(ConfigError, match="`shapes` adds rows whose labels are -100, but these batches have no `labels`"):
+    with pytest.raises(
+        ConfigError,
+        match="`shapes` adds rows whose labels are -100, but these batches have no `labels`",
+    ):
         run.train()
 
 
 def test_heads_whose_softmax_is_over_padding_are_named(tmp_path):
     model = BertForQuestionAnswering(models.bert(vocab=toys.VOCAB, layers=1))
-    with pytest.warns(UserWarning, match="softmax in the loss of BertForQuestionAnswering is over padding, too, so"):
+    with pytest.warns(
+        UserWarning,
+        match="softmax in the loss of BertForQuestionAnswering is over padding, too, so",
+    ):
         trainer("classifier", tmp_path, fits=True, model=model)
 
 
@@ -421,19 +565,28 @@ def test_unknown_lengths_are_said_once_and_evaluated_as_ever(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         run = evaluated("classifier", tmp_path, fits=True, compute_metrics=None)
-    run.data_collator = lambda rows: toys.collate([{"input_ids": r["tokens"], "labels": r["labels"]} for r in rows])
+    run.data_collator = lambda rows: toys.collate(
+        [{"input_ids": r["tokens"], "labels": r["labels"]} for r in rows]
+    )
     data = [{"labels": 0, "tokens": [1] * n} for n in range(1, 9)]
-    with pytest.warns(UserWarning, match="batches of per_device_eval_batch_size=5 .*dynagroup_eval=False: no warning"):
+    with pytest.warns(
+        UserWarning,
+        match="batches of per_device_eval_batch_size=5 .*dynagroup_eval=False: no warning",
+    ):
         run.evaluate(data)
     assert run.evaluate(data)["eval_loss"] > 0
 
 
-def evaluated_by_kind(folder: Any, config: dict[str, Any]) -> tuple[dict[str, float], list[set[str]]]:
+def evaluated_by_kind(
+    folder: Any, config: dict[str, Any]
+) -> tuple[dict[str, float], list[set[str]]]:
     """Metrics, and the kinds in each batch of this rank."""
     run, seen = evaluated("classifier", folder, fits=True, config=config), []
     for number, row in enumerate(run.eval_dataset):
         row["kind"] = "text" if number % 5 else "image"
-    run.data_collator = lambda rows: seen.append({row["kind"] for row in rows}) or toys.collate(rows)
+    run.data_collator = lambda rows: (
+        seen.append({row["kind"] for row in rows}) or toys.collate(rows)
+    )
     return run.evaluate(), seen
 
 
@@ -441,7 +594,9 @@ def evaluated_by_kind(folder: Any, config: dict[str, Any]) -> tuple[dict[str, fl
 def test_evaluation_follows_kinds(config, tmp_path):
     found, seen = evaluated_by_kind(tmp_path, config)
     assert {frozenset(kinds) for kinds in seen} == {frozenset({"text"}), frozenset({"image"})}
-    assert figures(found) == pytest.approx(figures(evaluated("classifier", tmp_path, fits=False).evaluate()), abs=1e-6)
+    assert figures(found) == pytest.approx(
+        figures(evaluated("classifier", tmp_path, fits=False).evaluate()), abs=1e-6
+    )
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3, 50])

@@ -26,15 +26,24 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWa
 ONLINE = {"mode": "online", "lengths": None}
 SAVED = {"save_strategy": "steps", "save_steps": 1}
 REFUSED = {
-    "auto_find_batch_size=True .*: the budget limits batches already": {"auto_find_batch_size": True},
+    "auto_find_batch_size=True .*: the budget limits batches already": {
+        "auto_find_batch_size": True
+    },
     "dispatch_batches=True .* set it to False": {"accelerator_config": {"dispatch_batches": True}},
     "split_batches=True .* set it to False": {"accelerator_config": {"split_batches": True}},
-    "dataloader_in_order=False .* True": {"dataloader_in_order": False, "dataloader_num_workers": 1},
-    "batch_rebalance' cannot be combined with dynagroup": {"train_sampling_strategy": "batch_rebalance"},
-    "loss of OwnForCTC with weigh='auto' .* of: weigh='samples'": {"model": type("OwnForCTC", (torch.nn.Linear,), {})(2, 2)},
+    "dataloader_in_order=False .* True": {
+        "dataloader_in_order": False,
+        "dataloader_num_workers": 1,
+    },
+    "batch_rebalance' cannot be combined with dynagroup": {
+        "train_sampling_strategy": "batch_rebalance"
+    },
+    "loss of OwnForCTC with weigh='auto' .* of: weigh='samples'": {
+        "model": type("OwnForCTC", (torch.nn.Linear,), {})(2, 2)
+    },
     "`updates` must be one of": {"config": {"updates": "some"}},
     "needs updates='preserved'": {"config": {"updates": "free", "samples_per_update": 4}},
-}  # fmt: skip
+}
 
 
 class Recorder(TrainerCallback):
@@ -76,14 +85,21 @@ def two_of_three(row):
 
 
 SAME = {
-    "clipped": ({"max_grad_norm": 0.3}, {}), "shapes": ({}, {"config": {"shapes": 3}}),
-    "preflight": ({}, {"config": {"preflight": True}}), "online": ({}, {"config": ONLINE, "dataloader_num_workers": 1}),
-    "kind_of": ({}, {"config": {**ONLINE, "kind_of": two_of_three}}), "kinds": ({}, {"config": {"kinds": [None, "a", "a"] * 32}}),
-    "library loss": ({"exact_loss": False}, {}), "packed": ({}, {"config": {"budget": BUDGET}}),
+    "clipped": ({"max_grad_norm": 0.3}, {}),
+    "shapes": ({}, {"config": {"shapes": 3}}),
+    "preflight": ({}, {"config": {"preflight": True}}),
+    "online": ({}, {"config": ONLINE, "dataloader_num_workers": 1}),
+    "kind_of": ({}, {"config": {**ONLINE, "kind_of": two_of_three}}),
+    "kinds": ({}, {"config": {"kinds": [None, "a", "a"] * 32}}),
+    "library loss": ({"exact_loss": False}, {}),
+    "packed": ({}, {"config": {"budget": BUDGET}}),
     "label smoothing": ({"exact_loss": False, "label_smoothing_factor": 0.1}, {}),
-}  # fmt: skip
+}
 CASES = [(kind, name) for kind in MODELS for name in ("clipped", "shapes")]
-CASES += [("causal", name) for name in ("preflight", "online", "kind_of", "kinds", "packed", "library loss")]
+CASES += [
+    ("causal", name)
+    for name in ("preflight", "online", "kind_of", "kinds", "packed", "library loss")
+]
 CASES += [("seq2seq", "label smoothing")]
 
 
@@ -92,7 +108,13 @@ def test_parameters_are_those_of_fixed_batches(kind, name, tmp_path):
     """Few shapes: filled rows weigh nothing, and the model meets three."""
     found, (both, ours) = [], SAME[name]
     for fits in (False, True):
-        changes = {"exact_loss": kind != "classifier", "max_grad_norm": 0.0, "max_steps": 8, "logging_steps": 4, **both}
+        changes = {
+            "exact_loss": kind != "classifier",
+            "max_grad_norm": 0.0,
+            "max_steps": 8,
+            "logging_steps": 4,
+            **both,
+        }
         changes |= {"model": llama("sdpa")} if name == "packed" else {}
         run = trainer(kind, tmp_path, fits=fits, **changes, **(ours if fits else {}))
         run.data_collator = FLAT if name == "packed" and fits else run.data_collator
@@ -106,14 +128,22 @@ def test_parameters_are_those_of_fixed_batches(kind, name, tmp_path):
         with pytest.warns(UserWarning, match="predictions of packed batches are one row a batch"):
             run.predict(run.train_dataset)
     (fixed, fixed_logs), (ours, our_logs) = found
-    assert (fixed - ours).abs().max() < (1e-5 if name == "library loss" else 1e-8)  # the library's is of float32
-    assert (fixed - before).abs().max() > (1e-3 if name == "clipped" else 1e-2), "nothing was trained"
+    assert (fixed - ours).abs().max() < (
+        1e-5 if name == "library loss" else 1e-8
+    )  # the library's is of float32
+    assert (fixed - before).abs().max() > (1e-3 if name == "clipped" else 1e-2), (
+        "nothing was trained"
+    )
     assert name != "packed" or our_logs[0]["padding"] == 0
     assert our_logs[0]["loss"] == pytest.approx(fixed_logs[0]["loss"], rel=1e-5)
     assert our_logs[-2]["epoch"] == fixed_logs[-2]["epoch"]
-    assert name != "clipped" or max(log.get("grad_norm", 0.0) for log in our_logs) > 0.3, "nothing was clipped"
+    assert name != "clipped" or max(log.get("grad_norm", 0.0) for log in our_logs) > 0.3, (
+        "nothing was clipped"
+    )
     if name == "shapes":
-        assert len({*shapes}) <= 3 + (kind == "causal"), "besides what is asked whether its loss is a mean"
+        assert len({*shapes}) <= 3 + (kind == "causal"), (
+            "besides what is asked whether its loss is a mean"
+        )
         assert len({*shapes} & set(run.update_loader.budget.shapes)) > 1 or kind == "seq2seq"
 
 
@@ -125,10 +155,18 @@ def test_a_resumed_run_ends_with_the_same_parameters(mode, tmp_path):
 
     def run(folder, resume=None):
         found = trainer(
-            "causal", tmp_path / folder, fits=True, model=toys.with_dropout(toys.causal_lm()), exact_loss=True, max_steps=5,
-            count=48, dataloader_num_workers=int(mode == "workers"), config=config, callbacks=[Resize(3, 20)] * bool(scheduled),
+            "causal",
+            tmp_path / folder,
+            fits=True,
+            model=toys.with_dropout(toys.causal_lm()),
+            exact_loss=True,
+            max_steps=5,
+            count=48,
+            dataloader_num_workers=int(mode == "workers"),
+            config=config,
+            callbacks=[Resize(3, 20)] * bool(scheduled),
             **SAVED,
-        )  # fmt: skip
+        )
         if mode != "online":
             found.data_collator = toys.collate_noisily
         found.train(resume_from_checkpoint=resume)
@@ -137,7 +175,9 @@ def test_a_resumed_run_ends_with_the_same_parameters(mode, tmp_path):
     whole = run("whole")
     for step in (1, 3, 4, 5) if mode == "offline" else (4,):
         resumed = run(f"resumed{step}", str(tmp_path / "whole" / f"checkpoint-{step}"))
-        assert torch.equal(parameters(resumed.model), parameters(whole.model)), f"resumed after update {step}"
+        assert torch.equal(parameters(resumed.model), parameters(whole.model)), (
+            f"resumed after update {step}"
+        )
         assert (resumed.state.epoch, resumed.state.global_step) == (whole.state.epoch, 5)
         assert resumed.update_loader.cursor == whole.update_loader.cursor
 
@@ -147,14 +187,21 @@ def test_checkpoints_of_others_are_refused_and_an_epoch_can_begin_anew(tmp_path)
     for fits in (False, True):
         trainer("causal", tmp_path / str(fits), fits=fits, **changes).train()
     fixed, ours = (str(tmp_path / str(fits) / "checkpoint-2") for fits in (False, True))
-    with pytest.raises(StateError, match="saved by a Trainer without dynagroup.*ignore_data_skip=True"):
+    with pytest.raises(
+        StateError, match="saved by a Trainer without dynagroup.*ignore_data_skip=True"
+    ):
         trainer("causal", tmp_path, fits=True, **changes).train(resume_from_checkpoint=fixed)
     with pytest.raises(StateError, match="num_samples was 48 then, is 64 now"):
-        trainer("causal", tmp_path, fits=True, **{**changes, "count": 64}).train(resume_from_checkpoint=ours)
+        trainer("causal", tmp_path, fits=True, **{**changes, "count": 64}).train(
+            resume_from_checkpoint=ours
+        )
     for checkpoint in (fixed, ours):
         run, recorder = recorded(tmp_path, resume=checkpoint, ignore_data_skip=True, **changes)
         run.update_loader.set_epoch(0)
-        first = [sorted(i for step in update for i in step.indices) for update in run.update_loader.updates()]
+        first = [
+            sorted(i for step in update for i in step.indices)
+            for update in run.update_loader.updates()
+        ]
         assert list(map(sorted, recorder.samples.values())) == first[:2]
 
 
@@ -168,8 +215,10 @@ def test_a_checkpoint_inside_an_update_has_the_samples_before_it_or_is_refused(t
     with pytest.raises(StateError, match="checkpoint-2 is inside an update; save later, or set"):
         recorded(tmp_path, [Inside()], max_steps=4)
     how = {"max_steps": 4, "enable_jit_checkpoint": True}
-    whole, rest = (recorded(tmp_path, resume=resume, callbacks=[Inside()] * (not resume), **how)[1].samples
-                   for resume in (None, str(tmp_path / "checkpoint-2")))  # fmt: skip
+    whole, rest = (
+        recorded(tmp_path, resume=resume, callbacks=[Inside()] * (not resume), **how)[1].samples
+        for resume in (None, str(tmp_path / "checkpoint-2"))
+    )
     assert rest == {update: whole[update] for update in (2, 3)}
 
 
@@ -177,7 +226,9 @@ def test_a_checkpoint_inside_an_update_has_the_samples_before_it_or_is_refused(t
 def test_every_sample_is_trained_on_once_an_epoch(tmp_path, config):
     """A callback that looks at the data in the middle of training changes nothing."""
     looker = Looker()
-    run, recorder = recorded(tmp_path, [looker], max_steps=-1, num_train_epochs=2, count=70, config=config)
+    run, recorder = recorded(
+        tmp_path, [looker], max_steps=-1, num_train_epochs=2, count=70, config=config
+    )
     assert looker.looked
     assert run.state.epoch == pytest.approx(2)
     assert run.update_loader.stats.updates == run.state.global_step
@@ -207,10 +258,20 @@ def test_epochs_and_figures_are_logged_and_read_as_they_are(config, tmp_path):
 
 def test_evaluation_early_stopping_and_the_best_checkpoint(tmp_path):
     run = trainer(
-        "causal", tmp_path, fits=True, max_steps=12, eval_dataset=toys.samples("causal", 8, seed=1), eval_strategy="steps",
-        eval_steps=2, save_strategy="steps", save_steps=2, load_best_model_at_end=True, learning_rate=0.0,
-        metric_for_best_model="eval_loss", callbacks=[EarlyStoppingCallback(2)],
-    )  # fmt: skip
+        "causal",
+        tmp_path,
+        fits=True,
+        max_steps=12,
+        eval_dataset=toys.samples("causal", 8, seed=1),
+        eval_strategy="steps",
+        eval_steps=2,
+        save_strategy="steps",
+        save_steps=2,
+        load_best_model_at_end=True,
+        learning_rate=0.0,
+        metric_for_best_model="eval_loss",
+        callbacks=[EarlyStoppingCallback(2)],
+    )
     run.train()
     assert run.state.global_step == 6, "the loss never improves after the first evaluation"
     assert run.state.best_model_checkpoint.endswith("checkpoint-2")
@@ -227,12 +288,22 @@ class Resize(TrainerCallback):
             assert train_dataloader.set_samples_per_update(self.samples) == self.step
 
 
-@pytest.mark.parametrize(("changes", "sizes"), [
-    ({"config": {"samples_per_update": toys.doubling(8, 3)}}, [8] * 3 + [16] * 4 + [8] + [16] * 6),
-    ({"callbacks": [Resize(2, 32)]}, [16, 16] + [32] * 5),
-    ({"callbacks": [Resize(2, 4)], "num_train_epochs": 1}, [16, 16] + [4] * 16),
-    ({"callbacks": [Resize(2, 32)], "max_steps": 12}, [16, 16] + [32] * 10),  # past the epochs that it began with
-], ids=["scheduled", "grown", "shrunk", "grown, so many steps"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "sizes"),
+    [
+        (
+            {"config": {"samples_per_update": toys.doubling(8, 3)}},
+            [8] * 3 + [16] * 4 + [8] + [16] * 6,
+        ),
+        ({"callbacks": [Resize(2, 32)]}, [16, 16] + [32] * 5),
+        ({"callbacks": [Resize(2, 4)], "num_train_epochs": 1}, [16, 16] + [4] * 16),
+        (
+            {"callbacks": [Resize(2, 32)], "max_steps": 12},
+            [16, 16] + [32] * 10,
+        ),  # past the epochs that it began with
+    ],
+    ids=["scheduled", "grown", "shrunk", "grown, so many steps"],
+)
 def test_the_size_of_updates_changes_and_no_sample_is_lost(changes, sizes, tmp_path):
     run, recorder = recorded(tmp_path, **{"max_steps": -1, "num_train_epochs": 2, **changes})
     assert recorder.sizes == sizes
@@ -245,7 +316,11 @@ def test_a_run_has_as_many_updates_as_the_plain_trainers(tmp_path, epochs):
     """2.1 epochs of 10 updates are 21 updates: (2.1 - 2) * 10 is a little more than 1 in floating point."""
     steps = []
     for fits in (False, True):
-        how = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 1, "num_train_epochs": epochs}
+        how = {
+            "gradient_accumulation_steps": 2,
+            "per_device_train_batch_size": 1,
+            "num_train_epochs": epochs,
+        }
         run = trainer("causal", tmp_path, fits=fits, count=20, max_steps=-1, **how)
         run.train()
         steps.append(run.state.global_step)
@@ -253,10 +328,21 @@ def test_a_run_has_as_many_updates_as_the_plain_trainers(tmp_path, epochs):
 
 
 def test_a_sampler_that_groups_by_length_groups_by_the_update(tmp_path, monkeypatch):
-    runs = [trainer("causal", tmp_path, fits=fits, train_sampling_strategy="group_by_length",
-                    per_device_train_batch_size=4, gradient_accumulation_steps=2) for fits in (False, True)]  # fmt: skip
+    runs = [
+        trainer(
+            "causal",
+            tmp_path,
+            fits=fits,
+            train_sampling_strategy="group_by_length",
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=2,
+        )
+        for fits in (False, True)
+    ]
     hosts, upstream = [], Trainer.get_train_dataloader
-    monkeypatch.setattr(Trainer, "get_train_dataloader", lambda self: hosts.append(upstream(self)) or hosts[-1])
+    monkeypatch.setattr(
+        Trainer, "get_train_dataloader", lambda self: hosts.append(upstream(self)) or hosts[-1]
+    )
     for run in runs:
         run.get_train_dataloader()
     assert [host_order(host).batch_size for host in hosts] == [8, 8]
@@ -266,20 +352,28 @@ def test_a_sampler_that_groups_by_length_groups_by_the_update(tmp_path, monkeypa
 
 
 def test_free_updates_and_streams_take_as_many_steps_as_asked(tmp_path):
-    run, _ = recorded(tmp_path, max_steps=2, config={"updates": "free"}, gradient_accumulation_steps=3)
+    run, _ = recorded(
+        tmp_path, max_steps=2, config={"updates": "free"}, gradient_accumulation_steps=3
+    )
     assert sum(run.update_loader.stats.batch_sizes.values()) == 6
     for config in ({"mode": "offline", "lengths": None}, ONLINE, {**ONLINE, "updates": "free"}):
         run = trainer("causal", tmp_path, fits=True, max_steps=2, config=config)
         run.train_dataset = toys.Stream()
         if "updates" not in config:
-            with pytest.raises(ConfigError, match=r"mode='online', updates='free'\), and max_steps"):
+            with pytest.raises(
+                ConfigError, match=r"mode='online', updates='free'\), and max_steps"
+            ):
                 run.train()
     run.train()
     assert run.state.global_step == 2
 
 
-ODD: list[Any] = [SequentialSampler, lambda data: RandomSampler(data, replacement=True),
-                  lambda data: RandomSampler(data, num_samples=7), lambda _: WeightedRandomSampler([1.0] * 96, 96)]  # fmt: skip
+ODD: list[Any] = [
+    SequentialSampler,
+    lambda data: RandomSampler(data, replacement=True),
+    lambda data: RandomSampler(data, num_samples=7),
+    lambda _: WeightedRandomSampler([1.0] * 96, 96),
+]
 
 
 @pytest.mark.parametrize("sampler", ODD)
@@ -288,7 +382,10 @@ def test_free_updates_keep_the_trainers_sampler_or_refuse_it(tmp_path, monkeypat
     free.get_train_dataloader()
     online = trainer("causal", tmp_path, fits=True, config={**ONLINE, "updates": "free"})
     monkeypatch.setattr(Trainer, "_get_train_sampler", lambda self, dataset: sampler(dataset))
-    with pytest.raises(ConfigError, match="updates='free' draws its own order, so the Trainer's .*Sampler would be ignored"):
+    with pytest.raises(
+        ConfigError,
+        match="updates='free' draws its own order, so the Trainer's .*Sampler would be ignored",
+    ):
         free.get_train_dataloader()
     drawn = sorted(i for step in online.get_train_dataloader().loader for i in step.indices)
     assert drawn != [*range(96)] or sampler is SequentialSampler
@@ -296,9 +393,14 @@ def test_free_updates_keep_the_trainers_sampler_or_refuse_it(tmp_path, monkeypat
 
 def test_a_stream_that_accelerate_would_divide_once_more_is_refused(tmp_path, monkeypatch):
     """After ``split_dataset_by_node``, as the page on streams asks, half of the samples would be lost."""
-    how = {"accelerator_config": {"dispatch_batches": False}, "config": {**ONLINE, "updates": "free"}}
+    how = {
+        "accelerator_config": {"dispatch_batches": False},
+        "config": {**ONLINE, "updates": "free"},
+    }
     run = trainer("causal", tmp_path, fits=True, max_steps=2, **how)
-    run.train_dataset = datasets.Dataset.from_list(toys.samples("causal", 8)).to_iterable_dataset(num_shards=4)
+    run.train_dataset = datasets.Dataset.from_list(toys.samples("causal", 8)).to_iterable_dataset(
+        num_shards=4
+    )
     run.get_train_dataloader()
     monkeypatch.setattr(type(run.args), "world_size", 2)
     with pytest.raises(ConfigError, match="divides a stream once more; leave it out"):
@@ -310,14 +412,24 @@ def test_lengths_are_measured_where_there_is_no_column(tmp_path):
     how = {"train_dataset": rows, "data_collator": toys.collate_seq2seq}
     run = DynagroupTrainer(toys.seq2seq(), args, dynagroup=TokenBudget(4096), **how)
     with_lengths = datasets.Dataset.from_list([{**r, "length": 5} for r in rows])
-    for data in (rows, datasets.Dataset.from_list(rows[::-1]).select(range(15, -1, -1)), with_lengths):
+    for data in (
+        rows,
+        datasets.Dataset.from_list(rows[::-1]).select(range(15, -1, -1)),
+        with_lengths,
+    ):
         found = sample_lengths(run, data, name="train_dataset")
         assert found["target"].tolist() == [len(row["labels"]) for row in rows]
-        assert found["tokens"].tolist() == ([5] * 16 if data is with_lengths else toys.lengths(rows))
+        assert found["tokens"].tolist() == (
+            [5] * 16 if data is with_lengths else toys.lengths(rows)
+        )
     for unknown in ([{"text": "a"}], [["a", "b"]]):
-        with pytest.raises(ConfigError, match="lengths of train_dataset: .* neither 'length' nor 'input_ids'"):
+        with pytest.raises(
+            ConfigError, match="lengths of train_dataset: .* neither 'length' nor 'input_ids'"
+        ):
             sample_lengths(run, unknown, name="train_dataset")
-    pairs = datasets.Dataset.from_dict({"chosen_input_ids": [[1, 2, 3]], "rejected_input_ids": [[1]]})
+    pairs = datasets.Dataset.from_dict(
+        {"chosen_input_ids": [[1, 2, 3]], "rejected_input_ids": [[1]]}
+    )
     assert sample_lengths(run, pairs, name="")["tokens"].tolist() == [6]
     causal = trainer("causal", tmp_path, fits=True)
     for kind in (list, np.asarray, torch.tensor):
@@ -333,10 +445,17 @@ def test_what_would_lose_samples_is_refused(tmp_path, message):
 
 def test_ranks_that_share_samples_or_parameters_are_asked_for_more(tmp_path, monkeypatch):
     run = trainer("causal", tmp_path, fits=True)
-    shards, zero3 = run.accelerator.dataloader_config, SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=3))
-    run.accelerator = SimpleNamespace(dataloader_config=shards, state=zero3, parallelism_config=None)
+    shards, zero3 = (
+        run.accelerator.dataloader_config,
+        SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=3)),
+    )
+    run.accelerator = SimpleNamespace(
+        dataloader_config=shards, state=zero3, parallelism_config=None
+    )
     refuse_unsupported(run, run.dynagroup)
-    with pytest.raises(ConfigError, match="ZeRO-3 with mode='online' cannot be combined with dynagroup"):
+    with pytest.raises(
+        ConfigError, match="ZeRO-3 with mode='online' cannot be combined with dynagroup"
+    ):
         refuse_unsupported(run, DynagroupConfig(budget=TokenBudget(100), mode="online"))
     monkeypatch.setattr(Trainer, "get_tp_size", lambda self: 2)
     with pytest.raises(ConfigError, match="ranks share a sample.*world=DistributedWorld"):
@@ -344,25 +463,49 @@ def test_ranks_that_share_samples_or_parameters_are_asked_for_more(tmp_path, mon
     monkeypatch.setattr(Trainer, "get_cp_size", lambda self: 4)
     config = {"world": SingleProcess(), "budget": TokenBudget(96, pad_to_multiple_of=8)}
     refuse_unsupported(run, DynagroupConfig(**config))
-    with pytest.raises(ConfigError, match="pad_to_multiple_of=12.*a multiple of 8 in budget and collator"):
-        refuse_unsupported(run, DynagroupConfig(**config | {"budget": TokenBudget(96, pad_to_multiple_of=12)}))
+    with pytest.raises(
+        ConfigError, match="pad_to_multiple_of=12.*a multiple of 8 in budget and collator"
+    ):
+        refuse_unsupported(
+            run, DynagroupConfig(**config | {"budget": TokenBudget(96, pad_to_multiple_of=12)})
+        )
 
 
 def test_a_memory_budget_without_a_model_is_told_the_trainers(tmp_path):
     """A regressor that knows nothing stays near the hardest batch: half as many steps again as with a model that is traced."""
     given = [MemoryBudget(4), MemoryBudget(4, model=MemoryRegressor.pretrained())]
-    own, careful = (trainer("causal", tmp_path, fits=True, config={"budget": budget}) for budget in given)
+    own, careful = (
+        trainer("causal", tmp_path, fits=True, config={"budget": budget}) for budget in given
+    )
     assert careful.dynagroup.budget == given[1]
     assert 1.5 * len(own.get_train_dataloader().loader) < len(careful.get_train_dataloader().loader)
     how = {"bf16": True, "gradient_checkpointing": True}
-    attach(other := trainer("causal", tmp_path, fits=False, **how), MemoryBudget(4), dynagroup_eval=MemoryBudget(8))
+    attach(
+        other := trainer("causal", tmp_path, fits=False, **how),
+        MemoryBudget(4),
+        dynagroup_eval=MemoryBudget(8),
+    )
     budgets = (own.dynagroup.budget, other.dynagroup.budget, other.dynagroup_eval)
-    known = [(w.mode, w.autocast, w.gradient_checkpointing) for w in (b.model.workload for b in budgets) if w.phases]
-    assert known == [("train", None, False), ("train", "bfloat16", True), ("forward", "bfloat16", False)]
+    known = [
+        (w.mode, w.autocast, w.gradient_checkpointing)
+        for w in (b.model.workload for b in budgets)
+        if w.phases
+    ]
+    assert known == [
+        ("train", None, False),
+        ("train", "bfloat16", True),
+        ("forward", "bfloat16", False),
+    ]
 
 
 def test_what_runs_out_of_memory_before_the_first_update_never_does_again(tmp_path):
-    run = trainer("causal", tmp_path, fits=True, config={"preflight": True, "out_of_memory": "retry"}, max_steps=8)
+    run = trainer(
+        "causal",
+        tmp_path,
+        fits=True,
+        config={"preflight": True, "out_of_memory": "retry"},
+        max_steps=8,
+    )
     allocator, before = Allocator(100), []
     allocator.in_forward(run.model)
     note = {"on_step_begin": lambda *args, **kwargs: before.append(len(allocator.failures))}
@@ -372,7 +515,9 @@ def test_what_runs_out_of_memory_before_the_first_update_never_does_again(tmp_pa
     assert run.update_loader.budget.learner.report.num_ooms == before[0] > 0
 
 
-def test_attaching_makes_the_trainer_that_the_class_makes_and_too_late_twice_or_in_vain_is_refused(tmp_path):
+def test_attaching_makes_the_trainer_that_the_class_makes_and_too_late_twice_or_in_vain_is_refused(
+    tmp_path,
+):
     changes = {"exact_loss": True, "max_steps": 8, "count": 48}
     made = trainer("causal", tmp_path / "a", fits=True, config={"lengths": None}, **changes)
     attached = trainer("causal", tmp_path / "b", fits=False, **changes)
@@ -389,26 +534,63 @@ def test_attaching_makes_the_trainer_that_the_class_makes_and_too_late_twice_or_
     assert len(made.predict(rows).label_ids) == 11, "a list may grow"
     (late := trainer("causal", tmp_path, fits=False, max_steps=1)).train()
     alone = trainer("causal", tmp_path, fits=False, auto_find_batch_size=True)
-    for run, message in ((late, "has made 1 updates"), (alone, "auto_find_batch_size=True cannot be combined with")):
+    for run, message in (
+        (late, "has made 1 updates"),
+        (alone, "auto_find_batch_size=True cannot be combined with"),
+    ):
         before, callbacks = run.args, len(run.callback_handler.callbacks)
         with pytest.raises(ConfigError, match=message):
             attach(run, 160)
-        assert (type(run), run.args, len(run.callback_handler.callbacks)) == (Trainer, before, callbacks)
-    step = {"training_step": lambda self, model, inputs, items=None: self.accelerator.backward(self.compute_loss(model, inputs))}
+        assert (type(run), run.args, len(run.callback_handler.callbacks)) == (
+            Trainer,
+            before,
+            callbacks,
+        )
+    step = {
+        "training_step": lambda self, model, inputs, items=None: self.accelerator.backward(
+            self.compute_loss(model, inputs)
+        )
+    }
     old = type("Old", (DynagroupTrainer,), step)
-    with pytest.raises(ConfigError, match="training_step of Old cannot be combined .* must call super"):
+    with pytest.raises(
+        ConfigError, match="training_step of Old cannot be combined .* must call super"
+    ):
         old(toys.causal_lm(), arguments(tmp_path), dynagroup=16)
-    own = type("Own", (DynagroupTrainer,), {"get_train_dataloader": lambda self: Trainer.get_train_dataloader(self)})
+    own = type(
+        "Own",
+        (DynagroupTrainer,),
+        {"get_train_dataloader": lambda self: Trainer.get_train_dataloader(self)},
+    )
     with pytest.raises(ConfigError, match="get_train_dataloader of Own must return what super"):
-        own(toys.causal_lm(), arguments(tmp_path), dynagroup=64, train_dataset=rows, data_collator=toys.collate).train()
+        own(
+            toys.causal_lm(),
+            arguments(tmp_path),
+            dynagroup=64,
+            train_dataset=rows,
+            data_collator=toys.collate,
+        ).train()
     batches = type("Balanced", (torch.utils.data.BatchSampler,), {})(range(9), 4, False)
-    balanced = {"get_train_dataloader": lambda self: torch.utils.data.DataLoader(self.train_dataset, batch_sampler=batches)}
+    balanced = {
+        "get_train_dataloader": lambda self: torch.utils.data.DataLoader(
+            self.train_dataset, batch_sampler=batches
+        )
+    }
     given = {"dynagroup": 64, "train_dataset": rows[:9], "data_collator": toys.collate}
-    chosen = dynagroup_trainer(type("Chosen", (Trainer,), balanced))(toys.causal_lm(), arguments(tmp_path), **given)
-    with pytest.raises(ConfigError, match="must come from torch's BatchSampler, not .*Balanced.*use _get_train_sampler"):
+    chosen = dynagroup_trainer(type("Chosen", (Trainer,), balanced))(
+        toys.causal_lm(), arguments(tmp_path), **given
+    )
+    with pytest.raises(
+        ConfigError,
+        match="must come from torch's BatchSampler, not .*Balanced.*use _get_train_sampler",
+    ):
         chosen.train()
-    counting = type("Counting", (Trainer,), {"get_batch_samples": lambda self, *args: super(Trainer, self)})
-    with pytest.raises(ConfigError, match="get_batch_samples of .*Counting cannot be combined .* a mean over its batch, and"):
+    counting = type(
+        "Counting", (Trainer,), {"get_batch_samples": lambda self, *args: super(Trainer, self)}
+    )
+    with pytest.raises(
+        ConfigError,
+        match="get_batch_samples of .*Counting cannot be combined .* a mean over its batch, and",
+    ):
         dynagroup_trainer(counting)(toys.causal_lm(), arguments(tmp_path), dynagroup=16)
     taken = trainer("causal", tmp_path, fits=True)
     for make, *given in ((attach, taken, 160), (attach, "x", 160), (dynagroup_trainer, int)):

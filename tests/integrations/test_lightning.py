@@ -7,7 +7,14 @@ import pytest
 import torch
 
 lightning = pytest.importorskip("lightning.pytorch")
-from dynagroup import ConfigError, LengthAwareBatchSampler, OnlineDataLoader, StateError, TokenBudget, Work  # noqa: E402
+from dynagroup import (  # noqa: E402
+    ConfigError,
+    LengthAwareBatchSampler,
+    OnlineDataLoader,
+    StateError,
+    TokenBudget,
+    Work,
+)
 from dynagroup.integrations.lightning import LightningSteps, update_loss  # noqa: E402
 from dynagroup.testing import assert_conserves  # noqa: E402
 from dynagroup.update.planned import PlannedDataLoader  # noqa: E402
@@ -19,14 +26,24 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 ROWS = toys.samples("causal", 48)
 LABELS = ["a", None, ("b", 2)] * 16
 STEPS = 9  # three epochs
-QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+QUIET = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 RUNS = {"offline": (True, False), "online": (True, True), "manual": (False, False)}
 
 
 class Module(lightning.LightningModule):
     def __init__(self, automatic=True):
         super().__init__()
-        self.model, self.automatic_optimization, self.seen, self.kinds = toys.causal_lm(), automatic, [], set()
+        self.model, self.automatic_optimization, self.seen, self.kinds = (
+            toys.causal_lm(),
+            automatic,
+            [],
+            set(),
+        )
 
     def training_step(self, step, batch_idx):
         self.kinds.add(step.kind)
@@ -78,7 +95,12 @@ def loader(online=False, budget=160, **how):
 
 def fit(tmp_path, module, source, resume=None, callbacks=(), **settings):
     steps = LightningSteps(source)
-    settings = {"max_epochs": 2, "callbacks": [*callbacks, steps], "enable_checkpointing": bool(callbacks), **settings}
+    settings = {
+        "max_epochs": 2,
+        "callbacks": [*callbacks, steps],
+        "enable_checkpointing": bool(callbacks),
+        **settings,
+    }
     trainer = lightning.Trainer(**QUIET, default_root_dir=tmp_path, precision="64-true", **settings)
     trainer.fit(module, steps, [0], ckpt_path=resume and tmp_path / resume)
     return trainer
@@ -131,7 +153,11 @@ def test_updates_do_not_depend_on_how_they_are_cut(tmp_path, automatic):
 
 def resumed_and_whole(tmp_path, module, online, step):
     saving = {} if step == 3 else {"every_n_train_steps": step}
-    saver = lightning.callbacks.ModelCheckpoint(dirpath=tmp_path, save_top_k=-1, **saving) if step not in (0, 4) else Early()
+    saver = (
+        lightning.callbacks.ModelCheckpoint(dirpath=tmp_path, save_top_k=-1, **saving)
+        if step not in (0, 4)
+        else Early()
+    )
     whole, resumed = module(), module()
     fit(tmp_path, whole, loader(online), callbacks=[saver], max_steps=STEPS, max_epochs=4)
     [saved] = tmp_path.glob(f"*step={step}.ckpt")
@@ -141,12 +167,15 @@ def resumed_and_whole(tmp_path, module, online, step):
 
 
 @pytest.mark.parametrize(
-    ("module", "online", "at"), [(Estimating, False, 2), (Module, True, 3), (Estimating, True, 4), (Module, False, 0)]
+    ("module", "online", "at"),
+    [(Estimating, False, 2), (Module, True, 3), (Estimating, True, 4), (Module, False, 0)],
 )
 def test_any_checkpoint_resumes_exactly(tmp_path, module, online, at):
     """Within an epoch, at its end, in the first update; pytorch-lightning#20550: also where the loader was read early."""
     whole, resumed = resumed_and_whole(tmp_path, module, online, at)
-    rest = [indices for _, indices in resumed.seen]  # Lightning's own epoch numbers differ under max_steps
+    rest = [
+        indices for _, indices in resumed.seen
+    ]  # Lightning's own epoch numbers differ under max_steps
     assert [indices for _, indices in whole.seen][-len(rest) :] == rest
     assert sum(map(len, rest)) == 16 * (STEPS - at)
     assert (parameters(whole) - parameters(resumed)).abs().max() < 1e-12
@@ -158,15 +187,29 @@ def test_an_epoch_that_max_steps_ended_is_finished_before_the_next(tmp_path, onl
     fit(tmp_path, whole, loader(online), max_epochs=3)
     for limits, every in (({"max_steps": 2}, None), ({"max_steps": 4}, None), ({}, 6), ({}, None)):
         saved = vars(saver).get("best_model_path")
-        saver = lightning.callbacks.ModelCheckpoint(dirpath=tmp_path / str(len(legs)), every_n_train_steps=every)
-        fit(tmp_path, leg := Module(), loader(online), resume=saved, callbacks=[saver], max_epochs=3, **limits)
+        saver = lightning.callbacks.ModelCheckpoint(
+            dirpath=tmp_path / str(len(legs)), every_n_train_steps=every
+        )
+        fit(
+            tmp_path,
+            leg := Module(),
+            loader(online),
+            resume=saved,
+            callbacks=[saver],
+            max_epochs=3,
+            **limits,
+        )
         legs.append([indices for _, indices in leg.seen])
     assert sum(legs[:3], []) == [indices for _, indices in whole.seen]
-    assert (legs[3], sum(map(len, legs[3]))) == (legs[2][-len(legs[3]) :], 48), "from where the finished epoch ended"
+    assert (legs[3], sum(map(len, legs[3]))) == (legs[2][-len(legs[3]) :], 48), (
+        "from where the finished epoch ended"
+    )
     assert (parameters(whole) - parameters(leg)).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("first", [{"max_epochs": 2}, {"max_epochs": 3, "max_steps": 4}, {"resume": "1.ckpt"}], ids=str)
+@pytest.mark.parametrize(
+    "first", [{"max_epochs": 2}, {"max_epochs": 3, "max_steps": 4}, {"resume": "1.ckpt"}], ids=str
+)
 def test_a_second_fit_goes_on_where_the_first_one_ended(tmp_path, first):
     fit(tmp_path, whole := Module(), loader(), callbacks=[Early()], max_epochs=3)
     trainer = fit(tmp_path, module := Module(), loader(), **first)
@@ -182,9 +225,13 @@ def test_a_place_that_comes_too_late_is_refused(tmp_path, monkeypatch):
     """As from strategies that restore after optimizers are made."""
     restored = LightningSteps.load_state_dict
     late = lambda self, *_: restored(self, self.late) if hasattr(self, "late") else None  # noqa: E731
-    monkeypatch.setattr(LightningSteps, "load_state_dict", lambda self, state: setattr(self, "late", state))
+    monkeypatch.setattr(
+        LightningSteps, "load_state_dict", lambda self, state: setattr(self, "late", state)
+    )
     monkeypatch.setattr(LightningSteps, "on_train_start", late, raising=False)
-    with pytest.raises(StateError, match=r"would repeat them .*; use `max_steps` or `loader.num_updates"):
+    with pytest.raises(
+        StateError, match=r"would repeat them .*; use `max_steps` or `loader.num_updates"
+    ):
         resumed_and_whole(tmp_path, Estimating, False, 4)
 
 
@@ -193,13 +240,28 @@ def test_misuse_is_named_and_a_fast_run_is_none(tmp_path):
     with pytest.raises(ConfigError, match="`accumulate_grad_batches` must be 1"):
         fit(tmp_path, Module(), loader(), accumulate_grad_batches=2)
     schedule = {"scheduler": torch.optim.lr_scheduler.StepLR, "interval": "step", "frequency": 2}
-    waiting = type("Waiting", (Module,), {"configure_optimizers": lambda self: scheduled(self, schedule)})
-    with pytest.raises(ConfigError, match="scheduler's `frequency` in steps must be 1, as Lightning counts batches; let"):
+    waiting = type(
+        "Waiting", (Module,), {"configure_optimizers": lambda self: scheduled(self, schedule)}
+    )
+    with pytest.raises(
+        ConfigError,
+        match="scheduler's `frequency` in steps must be 1, as Lightning counts batches; let",
+    ):
         fit(tmp_path, waiting(), loader())
-    with pytest.raises(ConfigError, match="`accumulate_grad_batches` must be 1, without a scheduler"):
-        fit(tmp_path, Module(), loader(), None, [lightning.callbacks.GradientAccumulationScheduler({0: 2})])
+    with pytest.raises(
+        ConfigError, match="`accumulate_grad_batches` must be 1, without a scheduler"
+    ):
+        fit(
+            tmp_path,
+            Module(),
+            loader(),
+            None,
+            [lightning.callbacks.GradientAccumulationScheduler({0: 2})],
+        )
     for number in (1, 3):
-        with pytest.raises(ConfigError, match=rf"`limit_train_batches` must be 1.0, as {number} may end inside"):
+        with pytest.raises(
+            ConfigError, match=rf"`limit_train_batches` must be 1.0, as {number} may end inside"
+        ):
             fit(tmp_path, Module(), loader(), limit_train_batches=number)
     with pytest.raises(ConfigError, match="48 samples are too few for one update; use smaller"):
         fit(tmp_path, Module(), loader(samples_per_update=99, drop_last=True), max_steps=1)
@@ -219,7 +281,9 @@ class Epochs(Module):
     """Only notes what a plain DataLoader brings."""
 
     def train_dataloader(self):
-        sampler = LengthAwareBatchSampler(toys.lengths(ROWS), TokenBudget(70), shuffle=True)  # 6 steps, then 7
+        sampler = LengthAwareBatchSampler(
+            toys.lengths(ROWS), TokenBudget(70), shuffle=True
+        )  # 6 steps, then 7
         return Unsized(range(len(ROWS)), batch_sampler=sampler, collate_fn=list)
 
     def training_step(self, indices, batch_idx):
@@ -233,7 +297,13 @@ def on_many_ranks(folder):
     for name, (automatic, online) in RUNS.items():
         fit(folder, module := Module(automatic), loader(online), **two)
         found[name] = (module.seen, parameters(module))
-    plain = {**QUIET, **two, "max_epochs": 2, "enable_checkpointing": False, "default_root_dir": folder}
+    plain = {
+        **QUIET,
+        **two,
+        "max_epochs": 2,
+        "enable_checkpointing": False,
+        "default_root_dir": folder,
+    }
     lightning.Trainer(**plain, use_distributed_sampler=False).fit(module := Epochs())
     try:
         lightning.Trainer(**plain).fit(Epochs())
@@ -249,14 +319,21 @@ def test_two_ranks_make_the_updates_of_one_process(tmp_path):
     for name, (automatic, online) in RUNS.items():
         fit(tmp_path, alone := Module(automatic), loader(online, budget=10**6))
         seen = [rank[name][0] for rank in ranks]
-        assert [epoch for epoch, _ in seen[0]] == [epoch for epoch, _ in seen[1]], "ranks take the same steps"
+        assert [epoch for epoch, _ in seen[0]] == [epoch for epoch, _ in seen[1]], (
+            "ranks take the same steps"
+        )
         for epoch in (0, 1):
             assert_conserves((used for steps in seen for e, used in steps if e == epoch), range(48))
         for rank in ranks:
             assert (rank[name][1] - parameters(alone)).abs().max() < 1e-8
-    epochs = [[used for rank in ranks for e, used in rank["plain"] if e == epoch] for epoch in (0, 1)]
+    epochs = [
+        [used for rank in ranks for e, used in rank["plain"] if e == epoch] for epoch in (0, 1)
+    ]
     for epoch in epochs:
         assert_conserves(epoch, range(48))
     assert epochs[0] != epochs[1], "Lightning tells the sampler its epoch"
     for rank in ranks:
-        assert all(part in rank["refused"] for part in ("lose samples", "(Lightning: use_distributed_sampler=False)"))
+        assert all(
+            part in rank["refused"]
+            for part in ("lose samples", "(Lightning: use_distributed_sampler=False)")
+        )

@@ -11,7 +11,13 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from dynagroup import ConfigError, LengthAwareBatchSampler, OnlineDataLoader, ShapeLadder, TokenBudget
+from dynagroup import (
+    ConfigError,
+    LengthAwareBatchSampler,
+    OnlineDataLoader,
+    ShapeLadder,
+    TokenBudget,
+)
 from dynagroup.integrations.hf import DynagroupTrainer
 from dynagroup.testing import assert_conserves
 from tests.integrations import test_accelerate, test_hf_losses, toys
@@ -28,7 +34,10 @@ LAST = 7
 def shortly(folder: str) -> dict[str, Any]:
     """What one rank finds; accelerate first, which starts the process group."""
     warnings.simplefilter("ignore")
-    return {**{job.__name__: job() for job in (accelerated, gradients)}, "trainers": trainers(folder)}
+    return {
+        **{job.__name__: job() for job in (accelerated, gradients)},
+        "trainers": trainers(folder),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -58,13 +67,20 @@ def accelerated() -> dict[str, Any]:
         return [batch.tolist() for batch in prepare(DataLoader(range(200), batch_sampler=made))]  # type: ignore[arg-type]
 
     loader = accelerator.prepare(DataLoader(range(200), batch_sampler=sampler(world_size=size)))  # type: ignore[arg-type]
-    found = {"length": len(loader), "epochs": [[batch.tolist() for batch in loader] for _ in range(2)]}
+    found = {
+        "length": len(loader),
+        "epochs": [[batch.tolist() for batch in loader] for _ in range(2)],
+    }
     with pytest.raises(ConfigError, match="sharding them again"):
         emitted(sampler())
     plain: Any = DataLoader(range(200), batch_sampler=sampler(world_size=size))  # type: ignore[arg-type]
-    dispatched = prepare_data_loader(plain, torch.device("cpu"), put_on_device=True, dispatch_batches=True)
+    dispatched = prepare_data_loader(
+        plain, torch.device("cpu"), put_on_device=True, dispatch_batches=True
+    )
     if accelerator.is_main_process:  # which alone reads
-        with pytest.raises(ConfigError, match="dispatch_batches=True divides all ranks' batches anew"):
+        with pytest.raises(
+            ConfigError, match="dispatch_batches=True divides all ranks' batches anew"
+        ):
             next(iter(dispatched))
     # a framework that counts its epochs from 0 again after a restart must not lose the place
     saved, again = sampler(world_size=size), sampler(world_size=size)
@@ -82,7 +98,9 @@ def test_accelerate_shards_a_sampler_that_came_out_whole_or_is_refused(ranks: An
         assert len(ours) == len(theirs)
         assert_conserves([*ours, *theirs], range(200))
     assert first["length"] == len(first["epochs"][0])
-    assert first["epochs"][0] != first["epochs"][1], "the epoch moved on, though nobody could say set_epoch"
+    assert first["epochs"][0] != first["epochs"][1], (
+        "the epoch moved on, though nobody could say set_epoch"
+    )
     assert [first["resumed"], second["resumed"]] == [first["epochs"][1], second["epochs"][1]]
 
 
@@ -91,7 +109,13 @@ def difference_of(**options: Any) -> float:
     model, whole = Model(), Model()
     parallel = DistributedDataParallel(model)
     data = [text for text in map(Texts().__getitem__, range(60)) if len(text) > 1]
-    how: dict[str, Any] = {"collate_fn": collate, "length_of": len, "window": 8, "shuffle": True, **options}
+    how: dict[str, Any] = {
+        "collate_fn": collate,
+        "length_of": len,
+        "window": 8,
+        "shuffle": True,
+        **options,
+    }
     held, difference = [], 0.0
     for step in OnlineDataLoader(data, TokenBudget(90), **how):
         with contextlib.nullcontext() if step.ends_update else parallel.no_sync():
@@ -115,9 +139,19 @@ def gradients() -> list[float]:
 def free_online(folder: str, last: int, resume: str | None = None) -> Any:
     free = {"mode": "online", "lengths": None, "updates": "free"}
     run = trainer(
-        "causal", folder, fits=True, exact_loss=True, count=30, max_steps=last, save_strategy="steps", save_steps=1,
-        logging_steps=1, lr_scheduler_type="constant", gradient_accumulation_steps=1, config=free,
-    )  # fmt: skip
+        "causal",
+        folder,
+        fits=True,
+        exact_loss=True,
+        count=30,
+        max_steps=last,
+        save_strategy="steps",
+        save_steps=1,
+        logging_steps=1,
+        lr_scheduler_type="constant",
+        gradient_accumulation_steps=1,
+        config=free,
+    )
     run.train(resume_from_checkpoint=resume)
     return run
 
@@ -136,7 +170,10 @@ class OfSums(DynagroupTrainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
-        loss = toys.float64_causal_loss(outputs, inputs["labels"], num_items_in_batch) * self.accelerator.num_processes
+        loss = (
+            toys.float64_causal_loss(outputs, inputs["labels"], num_items_in_batch)
+            * self.accelerator.num_processes
+        )
         return (loss, outputs) if return_outputs else loss
 
 
@@ -147,9 +184,18 @@ def loss_of(cls: type, folder: str) -> float:
 
 
 def trainers(folder: str) -> dict[str, Any]:
-    cut = {"exact_loss": True, "gradient_accumulation_steps": 2, "count": 48, "max_steps": 3, "logging_steps": 2}
+    cut = {
+        "exact_loss": True,
+        "gradient_accumulation_steps": 2,
+        "count": 48,
+        "max_steps": 3,
+        "logging_steps": 2,
+    }
     run = trainer("classifier", folder, fits=True, eval_dataset=toys.samples("classifier", 11))
-    evaluated, lengths = [run.predict(run.eval_dataset)], [len(row["input_ids"]) for row in run.eval_dataset]
+    evaluated, lengths = (
+        [run.predict(run.eval_dataset)],
+        [len(row["input_ids"]) for row in run.eval_dataset],
+    )
     run.dynagroup_eval = ShapeLadder(lengths, TokenBudget(160), 2)
     with pytest.raises(ConfigError, match="ranks would train apart: after evaluate"):
         run.train()
@@ -157,8 +203,9 @@ def trainers(folder: str) -> dict[str, Any]:
         "same": train_both("causal", f"{folder}/same", {**cut, "max_grad_norm": 0.3}),
         "evaluated": [*evaluated, run.predict(run.eval_dataset)],
         "packed": [training.packed(kind, "sdpa") for kind in ("planned", "online")],
-        "resumed": resumed_at_an_epochs_end(folder), "losses": [loss_of(OfSums, folder), loss_of(DynagroupTrainer, folder)],
-    }  # fmt: skip
+        "resumed": resumed_at_an_epochs_end(folder),
+        "losses": [loss_of(OfSums, folder), loss_of(DynagroupTrainer, folder)],
+    }
 
 
 def test_two_ranks_make_the_updates_of_fixed_batches_also_of_packed_ones(ranks):
@@ -169,17 +216,23 @@ def test_two_ranks_make_the_updates_of_fixed_batches_also_of_packed_ones(ranks):
         rates = [[row.get("learning_rate") for row in logs] for logs in (fixed_logs, our_logs)]
         assert rates[0] == rates[1], "a scheduler counts updates, not ranks"
     assert torch.equal(ranks[0]["trainers"]["same"][1][0], ranks[1]["trainers"]["same"][1][0])
-    theirs, ours = ([rank["trainers"]["same"][fits][1][-1]["train_loss"] for rank in ranks] for fits in (0, 1))
+    theirs, ours = (
+        [rank["trainers"]["same"][fits][1][-1]["train_loss"] for rank in ranks] for fits in (0, 1)
+    )
     assert theirs[0] != theirs[1], "the plain Trainer adds a rank's own losses since the last log"
     assert ours == pytest.approx([np.mean(theirs)] * 2)
-    for (ours, losses, updates, *_), (others, *_) in zip(*(rank["trainers"]["packed"] for rank in ranks), strict=True):
+    for (ours, losses, updates, *_), (others, *_) in zip(
+        *(rank["trainers"]["packed"] for rank in ranks), strict=True
+    ):
         assert torch.equal(ours, others)
         theirs, fixed_losses = training.fixed(updates)
         assert losses == pytest.approx(fixed_losses, rel=1e-9)
         assert (ours - theirs).abs().max() < 1e-8
 
 
-def test_a_run_resumed_at_an_epochs_end_goes_on_and_predictions_are_in_dataset_order(ranks, tmp_path):
+def test_a_run_resumed_at_an_epochs_end_goes_on_and_predictions_are_in_dataset_order(
+    ranks, tmp_path
+):
     for rank in ranks:
         end, step, whole, again = rank["trainers"]["resumed"]
         assert 1 < end < LAST
@@ -188,7 +241,9 @@ def test_a_run_resumed_at_an_epochs_end_goes_on_and_predictions_are_in_dataset_o
     run = trainer("classifier", tmp_path, fits=False, eval_dataset=toys.samples("classifier", 11))
     expected = run.predict(run.eval_dataset)
     for rank in ranks:
-        assert rank["trainers"]["losses"] == pytest.approx([loss_of(DynagroupTrainer, tmp_path)] * 2)
+        assert rank["trainers"]["losses"] == pytest.approx(
+            [loss_of(DynagroupTrainer, tmp_path)] * 2
+        )
     for found in (found for rank in ranks for found in rank["trainers"]["evaluated"]):
         assert abs(found.predictions - expected.predictions).max() < 1e-6
         assert found.metrics["test_loss"] == pytest.approx(expected.metrics["test_loss"], rel=1e-6)
@@ -208,9 +263,16 @@ def resumed_and_whole(folder: Any, config: dict[str, Any]) -> list[torch.Tensor]
     found = []
     for name, resume in (("whole", None), ("resumed", f"{folder}/whole/checkpoint-8")):
         run = trainer(
-            "causal", f"{folder}/{name}", fits=True, model=toys.with_dropout(toys.causal_lm()), config=config, **COMMON,
-            max_steps=10, save_strategy="steps", save_steps=8,
-        )  # fmt: skip
+            "causal",
+            f"{folder}/{name}",
+            fits=True,
+            model=toys.with_dropout(toys.causal_lm()),
+            config=config,
+            **COMMON,
+            max_steps=10,
+            save_strategy="steps",
+            save_steps=8,
+        )
         run.data_collator = toys.collate_noisily
         run.train(resume_from_checkpoint=resume)
         found.append(parameters(run.model))
@@ -222,10 +284,18 @@ def with_idle_steps(folder: Any) -> dict[Any, tuple[torch.Tensor, int]]:
     found, size = {}, dist.get_world_size() if dist.is_initialized() else 1
     for kind, config in (("causal", {}), ("classifier", ONLINE)):
         run = trainer(
-            kind, f"{folder}/idle", fits=True, exact_loss=kind == "causal", count=19, max_steps=-1, num_train_epochs=2,
-            per_device_train_batch_size=4 // size, gradient_accumulation_steps=1, train_sampling_strategy="sequential",
+            kind,
+            f"{folder}/idle",
+            fits=True,
+            exact_loss=kind == "causal",
+            count=19,
+            max_steps=-1,
+            num_train_epochs=2,
+            per_device_train_batch_size=4 // size,
+            gradient_accumulation_steps=1,
+            train_sampling_strategy="sequential",
             config={**config, "budget": TokenBudget(160, max_samples=1)},
-        )  # fmt: skip
+        )
         run.train()
         found[kind] = parameters(run.model), run.update_loader.stats.idle_steps
     return found
@@ -239,8 +309,13 @@ def agreeing(folder: Any) -> dict[str, list[torch.Tensor]]:
         "seq2seq": train_both("seq2seq", f"{folder}/b", longer),
         "classifier": train_both("classifier", f"{folder}/c", {**longer, "exact_loss": False}),
         "online": [train("causal", f"{folder}/d", bool(c), {**longer, "config": c}) for c in MODES],
-        "kinds": [train("causal", f"{folder}/f", True, {**longer, "config": c}) for c in ({}, KINDS)],
-        "scheduled": [train("causal", f"{folder}/e", True, {**longer, "config": {**c, **schedule}}) for c in MODES],
+        "kinds": [
+            train("causal", f"{folder}/f", True, {**longer, "config": c}) for c in ({}, KINDS)
+        ],
+        "scheduled": [
+            train("causal", f"{folder}/e", True, {**longer, "config": {**c, **schedule}})
+            for c in MODES
+        ],
     }
     return {name: [found for found, _ in pair] for name, pair in pairs.items()}
 
@@ -249,7 +324,9 @@ def everything(folder: Any) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     return {
         "agreeing": {**agreeing(folder), **test_accelerate.agreeing()},
-        "resumed": [resumed_and_whole(f"{folder}/{number}", config) for number, config in enumerate(MODES)],
+        "resumed": [
+            resumed_and_whole(f"{folder}/{number}", config) for number, config in enumerate(MODES)
+        ],
         "idle": with_idle_steps(folder),
         "evaluated": test_hf_losses.evaluated_by_kind(f"{folder}/kinds", {"kinds": "kind"}),
         **{name: with_and_without_failures(folder, limits) for name, limits in LIMITS.items()},
@@ -268,7 +345,9 @@ def test_evaluation_on_two_ranks_runs_steps_of_one_kind(at_length, tmp_path):
     assert {len(both) for both in kinds} == {1}
     alone, _ = test_hf_losses.evaluated_by_kind(tmp_path, {"kinds": "kind"})
     for found in (ours, others):
-        assert test_hf_losses.figures(found) == pytest.approx(test_hf_losses.figures(alone), abs=1e-6)
+        assert test_hf_losses.figures(found) == pytest.approx(
+            test_hf_losses.figures(alone), abs=1e-6
+        )
 
 
 @pytest.mark.slow

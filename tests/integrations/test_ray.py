@@ -11,7 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from dynagroup import ConfigError, classify_dataset, embed_dataset, generate_dataset, measure_lengths
+from dynagroup import (
+    ConfigError,
+    classify_dataset,
+    embed_dataset,
+    generate_dataset,
+    measure_lengths,
+)
 from dynagroup.integrations.ray import Predictor
 from dynagroup.testing import Allocator
 from tests import models
@@ -19,7 +25,11 @@ from tests.models import TEXTS, small_llama, small_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 HELD = 60  # tokens
-OPTIONS: dict[str, dict[str, Any]] = {"embed": {"normalize": True}, "classify": {}, "generate": {"max_new_tokens": 3}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "embed": {"normalize": True},
+    "classify": {},
+    "generate": {"max_new_tokens": 3},
+}
 RUN = {"embed": embed_dataset, "classify": classify_dataset, "generate": generate_dataset}
 COLUMNS = {"embed": "embedding", "classify": "logits", "generate": "generated_text"}
 
@@ -28,7 +38,11 @@ def load(task: str = "embed", held: float = float("inf")) -> tuple[Any, Any]:
     from transformers import BertForSequenceClassification
 
     torch.manual_seed(0)
-    model: Any = small_llama() if task != "classify" else BertForSequenceClassification(models.bert(vocab=30, inner=16))
+    model: Any = (
+        small_llama()
+        if task != "classify"
+        else BertForSequenceClassification(models.bert(vocab=30, inner=16))
+    )
     model.allocator = Allocator(held)
     model.allocator.in_forward(model.model if task == "embed" else model)
     return model, small_tokenizer()
@@ -43,7 +57,11 @@ def test_a_block_gets_a_column_in_its_own_order(task: str, column: str) -> None:
     ids = np.empty(len(TEXTS), object)
     ids[:] = [np.array(row) for row in small_tokenizer()(TEXTS)["input_ids"]]
     for rows in (slice(0, 0), slice(4, 5), slice(5, None)):
-        block = {"text": np.array(TEXTS, object)[rows], "ids": ids[rows], "n": np.arange(len(TEXTS))[rows]}
+        block = {
+            "text": np.array(TEXTS, object)[rows],
+            "ids": ids[rows],
+            "n": np.arange(len(TEXTS))[rows],
+        }
         made = predict(block)
         assert [*made] == ["text", "ids", "n", "found"]
         assert all(made[name] is block[name] for name in block)
@@ -53,7 +71,9 @@ def test_a_block_gets_a_column_in_its_own_order(task: str, column: str) -> None:
         elif len(block["n"]):
             np.testing.assert_allclose(made["found"], wanted[rows], rtol=1e-4, atol=1e-5)
     assert predict.model.allocator.failures
-    with pytest.raises(ConfigError, match=f"a block must be a dict of arrays with '{column}'.* but is .'other'"):
+    with pytest.raises(
+        ConfigError, match=f"a block must be a dict of arrays with '{column}'.* but is .'other'"
+    ):
         predict({"other": np.zeros(1)})
 
 
@@ -64,7 +84,11 @@ class Watched(Predictor):
         time.sleep(0.3)
         made, count = super().__call__(batch), len(batch["text"])
         failures = len(self.model.allocator.failures)
-        return {**made, "process": np.full(count, os.getpid()), "failures": np.full(count, failures)}
+        return {
+            **made,
+            "process": np.full(count, os.getpid()),
+            "failures": np.full(count, failures),
+        }
 
 
 @pytest.fixture(scope="module")
@@ -79,27 +103,40 @@ def ray() -> Any:
 
 def blocks(ray: Any) -> Any:
     """Eight blocks of five rows; one is empty, and one has a single row."""
-    rows = ray.data.from_items([{"text": text, "n": n} for n, text in enumerate(TEXTS)], override_num_blocks=8)
+    rows = ray.data.from_items(
+        [{"text": text, "n": n} for n, text in enumerate(TEXTS)], override_num_blocks=8
+    )
     return rows.filter(lambda row: not (5 <= row["n"] < 10 or 16 <= row["n"] < 20))
 
 
 @pytest.mark.parametrize("task", ["embed", "generate"])
 def test_two_actors_give_what_this_process_gives(ray: Any, task: str) -> None:
     how = {"load": lambda: load(task, HELD), "task": task, "batch_size": 9, **OPTIONS[task]}
-    made = blocks(ray).map_batches(Watched, fn_constructor_kwargs=how, batch_size=None, concurrency=2).take_all()
+    made = (
+        blocks(ray)
+        .map_batches(Watched, fn_constructor_kwargs=how, batch_size=None, concurrency=2)
+        .take_all()
+    )
     kept = [n for n in range(len(TEXTS)) if not (5 <= n < 10 or 16 <= n < 20)]
     assert [row["n"] for row in made] == kept
     assert [row["text"] for row in made] == [TEXTS[n] for n in kept]
     wanted = RUN[task](*load(task), [TEXTS[n] for n in kept], progress=False, **OPTIONS[task])
     found = [row[COLUMNS[task]] for row in made]
-    assert found == wanted if task == "generate" else np.allclose(found, wanted, rtol=1e-4, atol=1e-5)
+    assert (
+        found == wanted if task == "generate" else np.allclose(found, wanted, rtol=1e-4, atol=1e-5)
+    )
     assert len({row["process"] for row in made} - {os.getpid()}) == 2
     assert max(row["failures"] for row in made) > 0
 
 
 def test_ray_measures_lengths_on_a_local_cluster_as_this_process_does(ray: Any) -> None:
     tokenizer = small_tokenizer()
-    count = lambda batch: {"length": measure_lengths(list(batch["text"]), tokenizer, progress=False)}  # noqa: E731
+    count = lambda batch: {  # noqa: E731
+        "length": measure_lengths(list(batch["text"]), tokenizer, progress=False)
+    }
     rows = ray.data.from_items([{"text": text} for text in TEXTS], override_num_blocks=3)
     batches = rows.map_batches(count, batch_size=7).iter_batches()
-    assert np.concatenate([batch["length"] for batch in batches]).tolist() == measure_lengths(TEXTS, tokenizer).tolist()
+    assert (
+        np.concatenate([batch["length"] for batch in batches]).tolist()
+        == measure_lengths(TEXTS, tokenizer).tolist()
+    )

@@ -27,20 +27,37 @@ TEXTS = [" ".join(f"w{4 + (7 * i + k) % 40}" for k in range(2 + (11 * i) % 37)) 
 WORDS = [text.split() for text in TEXTS]
 UPDATE = 12
 COMMON: dict[str, Any] = {
-    "learning_rate": 1e-2, "report_to": [], "save_strategy": "no", "use_cpu": True, "bf16": False, "disable_tqdm": True,
-    "logging_steps": 1, "dataloader_pin_memory": False, "gradient_checkpointing": False, "max_grad_norm": 0.0,
+    "learning_rate": 1e-2,
+    "report_to": [],
+    "save_strategy": "no",
+    "use_cpu": True,
+    "bf16": False,
+    "disable_tqdm": True,
+    "logging_steps": 1,
+    "dataloader_pin_memory": False,
+    "gradient_checkpointing": False,
+    "max_grad_norm": 0.0,
     "per_device_eval_batch_size": len(TEXTS),
-}  # fmt: skip
+}
 PADDED, PACKED = TokenBudget(280), TokenBudget(100, layout="packed")
 Run = tuple[torch.Tensor, list[dict[str, Any]]]
 FIGURES = [
-    "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected", "num_tokens",
-]  # fmt: skip
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/accuracies",
+    "rewards/margins",
+    "logps/chosen",
+    "logps/rejected",
+    "num_tokens",
+]
 
 
 def made(cls: type, args: Any, budget: TokenBudget | None, data: Dataset, **how: Any) -> Any:
     if budget is not None:
-        cls, how = dynagroup_trainer(cls), {**how, "dynagroup": DynagroupConfig(budget=budget, preflight=True)}
+        cls, how = (
+            dynagroup_trainer(cls),
+            {**how, "dynagroup": DynagroupConfig(budget=budget, preflight=True)},
+        )
     return cls(args=args, train_dataset=data, processing_class=toys.tokenizer(), **how)
 
 
@@ -48,11 +65,23 @@ def ranks() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def sft(folder: Any, budget: TokenBudget | None = None, *, loss: Any = toys.float64_causal_loss, **changes: Any) -> Any:
+def sft(
+    folder: Any,
+    budget: TokenBudget | None = None,
+    *,
+    loss: Any = toys.float64_causal_loss,
+    **changes: Any,
+) -> Any:
     """Three updates of twelve samples. Prompts are not learned from, so no sample's first token counts, padded or not."""
     halves = [(" ".join(w[: len(w) // 2]), " " + " ".join(w[len(w) // 2 :])) for w in WORDS]
-    data = Dataset.from_dict({"prompt": [a for a, _ in halves], "completion": [b for _, b in halves]})
-    settings = {"per_device_train_batch_size": 4 // ranks(), "gradient_accumulation_steps": 3, "max_steps": 3}
+    data = Dataset.from_dict(
+        {"prompt": [a for a, _ in halves], "completion": [b for _, b in halves]}
+    )
+    settings = {
+        "per_device_train_batch_size": 4 // ranks(),
+        "gradient_accumulation_steps": 3,
+        "max_steps": 3,
+    }
     args = trl.SFTConfig(str(folder), **{**COMMON, **settings, "max_length": None, **changes})
     return made(trl.SFTTrainer, args, budget, data, model=toys.causal_lm(), compute_loss_func=loss)
 
@@ -72,14 +101,22 @@ def dpo(folder: Any, budget: TokenBudget | None = None, **changes: Any) -> Any:
     with torch.no_grad():
         for weight in reference.parameters():
             weight += 0.02 * torch.randn_like(weight)
-    how = {"model": toys.causal_lm(), "ref_model": reference, "eval_dataset": pairs().select(range(24))}
+    how = {
+        "model": toys.causal_lm(),
+        "ref_model": reference,
+        "eval_dataset": pairs().select(range(24)),
+    }
     return made(trl.DPOTrainer, args, budget, pairs(), **how)
 
 
 def reward(folder: Any, budget: TokenBudget | None = None) -> Any:
-    args = trl.RewardConfig(str(folder), **COMMON, per_device_train_batch_size=UPDATE // ranks(), max_steps=2)
+    args = trl.RewardConfig(
+        str(folder), **COMMON, per_device_train_batch_size=UPDATE // ranks(), max_steps=2
+    )
     torch.manual_seed(0)
-    model = GPT2ForSequenceClassification(gpt2(num_labels=1, pad_token_id=0, n_positions=128)).double()
+    model = GPT2ForSequenceClassification(
+        gpt2(num_labels=1, pad_token_id=0, n_positions=128)
+    ).double()
     return made(trl.RewardTrainer, args, budget, pairs(), model=model)
 
 
@@ -87,13 +124,21 @@ def cpo(folder: Any, budget: TokenBudget | None = None) -> Any:
     from trl.experimental import cpo
 
     how = {"per_device_train_batch_size": UPDATE // ranks(), "max_steps": 2, "cpo_alpha": 0.0}
-    return made(cpo.CPOTrainer, cpo.CPOConfig(str(folder), **COMMON, **how), budget, pairs(), model=toys.causal_lm())
+    return made(
+        cpo.CPOTrainer,
+        cpo.CPOConfig(str(folder), **COMMON, **how),
+        budget,
+        pairs(),
+        model=toys.causal_lm(),
+    )
 
 
 def found(run: Any) -> Run:
     run.train()
     logs = [entry for entry in run.state.log_history if "loss" in entry]
-    if isinstance(run, trl.SFTTrainer):  # its evaluation divides by the items of a rank, its training by those of all
+    if isinstance(
+        run, trl.SFTTrainer
+    ):  # its evaluation divides by the items of a rank, its training by those of all
         run.compute_loss_func = None
         logs.append({**logs[-1], "loss": run.evaluate(run.train_dataset)["eval_loss"]})
     return parameters(run.model), logs
@@ -107,17 +152,23 @@ def all_runs(folder: Any) -> dict[str, tuple[Run, Run]]:
     return {
         "sft": (found(sft(folder, TokenBudget(160))), theirs),
         "sft, packed": (found(sft(folder, PACKED, padding_free=True)), theirs),
-        **{name: (found(make(folder, PADDED)), found(make(folder))) for name, make in pairs.items()},
+        **{
+            name: (found(make(folder, PADDED)), found(make(folder))) for name, make in pairs.items()
+        },
     }
 
 
 def assert_all_same(runs: dict[str, tuple[Run, Run]]) -> None:
     for name, ((ours, our_logs), (theirs, their_logs)) in runs.items():
-        assert (ours - theirs).abs().max() < (1e-6 if name in ("cpo", "dpo") else 1e-8), name  # they sum float32
+        assert (ours - theirs).abs().max() < (1e-6 if name in ("cpo", "dpo") else 1e-8), (
+            name
+        )  # they sum float32
         for one, other in zip(our_logs, their_logs, strict=True):
             assert one["loss"] == pytest.approx(other["loss"], abs=1e-6)
             figures = {"dpo": FIGURES, "cpo": FIGURES[:-1], "sft": ["num_tokens"]}.get(name, [])
-            assert [one[key] for key in figures] == pytest.approx([other[key] for key in figures], rel=1e-4, abs=1e-5)
+            assert [one[key] for key in figures] == pytest.approx(
+                [other[key] for key in figures], rel=1e-4, abs=1e-5
+            )
 
 
 def test_batches_that_fit_make_the_updates_of_trls_own_and_log_their_figures(tmp_path) -> None:
@@ -136,12 +187,16 @@ def test_on_two_ranks_too(tmp_path) -> None:
 def test_preferences_are_measured_and_evaluated_within_the_budget(tmp_path) -> None:
     plain, ours = dpo(tmp_path), dpo(tmp_path, PADDED)
     seen = []
-    ours.model.register_forward_pre_hook(lambda m, a, kw: seen.append(kw["input_ids"].numel()), with_kwargs=True)
+    ours.model.register_forward_pre_hook(
+        lambda m, a, kw: seen.append(kw["input_ids"].numel()), with_kwargs=True
+    )
     expected, evaluated = plain.evaluate(), ours.evaluate()
     assert max(seen) <= PADDED.max_tokens
     assert len(set(seen)) > 1
     figures = [f"eval_{key}" for key in ("loss", *FIGURES)]
-    assert [evaluated[k] for k in figures] == pytest.approx([expected[k] for k in figures], rel=1e-4, abs=1e-5)
+    assert [evaluated[k] for k in figures] == pytest.approx(
+        [expected[k] for k in figures], rel=1e-4, abs=1e-5
+    )
     alike = [reward(tmp_path, *budget) for budget in ((), (PADDED,))]
     with pytest.warns(UserWarning, match="several rows a sample stay in the order of the plan"):
         scores = [np.sort(run.predict(run.train_dataset).predictions, axis=None) for run in alike]
@@ -155,17 +210,23 @@ def test_losses_and_trainers_that_need_their_own_batches_are_refused(tmp_path) -
     for loss_type in ("aot", ["sigmoid", "aot_unpaired"]):
         with pytest.raises(ConfigError, match="loss_type='aot.*it sorts the pairs of a batch"):
             dpo(tmp_path, PADDED, loss_type=loss_type)
-    with pytest.warns(match="adds a mean over pairs and a mean over tokens; dynagroup weighs both by pairs"):
+    with pytest.warns(
+        match="adds a mean over pairs and a mean over tokens; dynagroup weighs both by pairs"
+    ):
         dpo(tmp_path, PADDED, loss_type=["sigmoid", "sft"])
     run, triples = (trainer("causal", tmp_path, fits=False) for _ in range(2))
     triples.__class__ = type("TPOTrainer", (type(run),), {"__module__": "trl.x"})
     for pairs in (dpo(tmp_path), triples):
-        with pytest.raises(ConfigError, match="out_of_memory='retry' for pairs .*pass a `splitter` that keeps"):
+        with pytest.raises(
+            ConfigError, match="out_of_memory='retry' for pairs .*pass a `splitter` that keeps"
+        ):
             attach(pairs, DynagroupConfig(budget=PADDED, out_of_memory="retry"))
     unknown = type("New", (trl.SFTTrainer,), {"__module__": "trl.x"})
     for original in (unknown, *(getattr(trl, name) for name in COUPLED if hasattr(trl, name))):
         run.__class__ = type("Mine", (original,), {})
-        with pytest.raises(ConfigError, match=f"TRL's {original.__name__} cannot be combined with dynagroup"):
+        with pytest.raises(
+            ConfigError, match=f"TRL's {original.__name__} cannot be combined with dynagroup"
+        ):
             attach(run, 100)
 
 
@@ -174,7 +235,14 @@ def test_memory_of_a_model_whose_forward_trl_replaced_is_that_of_its_own(lora, t
     peft_config = lora and LoraConfig(r=lora, target_modules="all-linear")
     model = small_llama()
     plain = MemoryBudget.from_model(model, "1GB", lora=peft_config).figures()
-    changed = trl.SFTTrainer(model, trl.SFTConfig(str(tmp_path), **COMMON), train_dataset=Dataset.from_dict({"text": TEXTS}),
-                             processing_class=toys.tokenizer(), peft_config=peft_config).model  # fmt: skip
-    assert any("forward" in vars(part) for part in changed.modules()), "TRL no longer does so: then this test can go"
+    changed = trl.SFTTrainer(
+        model,
+        trl.SFTConfig(str(tmp_path), **COMMON),
+        train_dataset=Dataset.from_dict({"text": TEXTS}),
+        processing_class=toys.tokenizer(),
+        peft_config=peft_config,
+    ).model
+    assert any("forward" in vars(part) for part in changed.modules()), (
+        "TRL no longer does so: then this test can go"
+    )
     assert MemoryBudget.from_model(changed, "1GB").figures() == plain

@@ -16,23 +16,48 @@ from tests import models
 
 LENGTHS = (7, 1, 4, 12)
 SIZES: dict[str, Any] = {
-    "width": 32, "inner": 32, "max_position_embeddings": 64, "pad_token_id": 0, "use_cache": False, "head_dim": 16,
-}  # fmt: skip
+    "width": 32,
+    "inner": 32,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "use_cache": False,
+    "head_dim": 16,
+}
 MIXTURE = {"num_local_experts": 2, "num_experts": 2, "num_experts_per_tok": 1}
-VISION = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+}
 NO_HEAD_DIM = ("Phimoe", "ModernBert", "LayoutLM", "Bloom")
 ALIKE: dict[str, dict[str, Any]] = {
-    "Llama": {"num_key_value_heads": 1}, "Qwen3": {}, "Gemma": {}, "Mistral": {"sliding_window": 3},
-    "Gemma3Text": {"sliding_window": 3}, "Cohere2": {"sliding_window": 3}, "Olmoe": MIXTURE, "ModernBert": {"local_attention": 6},
-}  # fmt: skip
+    "Llama": {"num_key_value_heads": 1},
+    "Qwen3": {},
+    "Gemma": {},
+    "Mistral": {"sliding_window": 3},
+    "Gemma3Text": {"sliding_window": 3},
+    "Cohere2": {"sliding_window": 3},
+    "Olmoe": MIXTURE,
+    "ModernBert": {"local_attention": 6},
+}
 MORE: dict[str, tuple[dict[str, Any], str]] = {
-    "Gemma2": ({"attn_logit_softcapping": 1.0, "sliding_window": 3}, "`softcap`, which packed attention does not support"),
+    "Gemma2": (
+        {"attn_logit_softcapping": 1.0, "sliding_window": 3},
+        "`softcap`, which packed attention does not support",
+    ),
     "GptOss": ({"sliding_window": 3, **MIXTURE}, "`s_aux`, which"),
-    "Llama4Text": ({"attention_chunk_size": 3, "intermediate_size_mlp": 32, **MIXTURE}, "cannot use packed .* unequal"),
-    "Phimoe": ({"sliding_window": 3, **MIXTURE}, "cannot use packed attention"),  # only its masks know the window
+    "Llama4Text": (
+        {"attention_chunk_size": 3, "intermediate_size_mlp": 32, **MIXTURE},
+        "cannot use packed .* unequal",
+    ),
+    "Phimoe": (
+        {"sliding_window": 3, **MIXTURE},
+        "cannot use packed attention",
+    ),  # only its masks know the window
     "LayoutLM": ({}, "cannot use packed attention"),  # sees ahead, and says so to nobody
     "Bloom": ({}, "does not use transformers"),
-}  # fmt: skip
+}
 WINDOWS = ["Gemma2", "Llama4Text", "Phimoe"]
 APART, PACK = "samples are kept apart with ", ": use layout='packed'"
 NONE = "not possible for encoder-decoders: use the padded layout, with both lengths"
@@ -40,8 +65,12 @@ NONE = "not possible for encoder-decoders: use the padded layout, with both leng
 
 def built(name: str, **more: Any) -> Any:
     torch.manual_seed(0)
-    sizes = {key: value for key, value in SIZES.items() if key != "head_dim" or name not in NO_HEAD_DIM}
-    config = models.config(getattr(transformers, f"{name}Config"), **{**sizes, "num_key_value_heads": 2, **more})
+    sizes = {
+        key: value for key, value in SIZES.items() if key != "head_dim" or name not in NO_HEAD_DIM
+    }
+    config = models.config(
+        getattr(transformers, f"{name}Config"), **{**sizes, "num_key_value_heads": 2, **more}
+    )
     encoder = name in ("ModernBert", "LayoutLM")
     auto = transformers.AutoModelForMaskedLM if encoder else transformers.AutoModelForCausalLM
     model = auto.from_config(config, attn_implementation="eager").eval()
@@ -55,7 +84,9 @@ def built(name: str, **more: Any) -> Any:
 
 def samples() -> list[dict[str, list[int]]]:
     generator = torch.Generator().manual_seed(1)
-    return [{"input_ids": torch.randint(1, 64, (n,), generator=generator).tolist()} for n in LENGTHS]
+    return [
+        {"input_ids": torch.randint(1, 64, (n,), generator=generator).tolist()} for n in LENGTHS
+    ]
 
 
 def packed(rows: list[dict[str, list[int]]]) -> dict[str, Any]:
@@ -64,28 +95,48 @@ def packed(rows: list[dict[str, list[int]]]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ALIKE)
-def test_answers_and_gradients_are_those_of_the_models_own_attention_on_each_sample_alone(name: str) -> None:
-    long = {key: 1000 * value for key, value in ALIKE[name].items() if "sliding" in key or "attention" in key}
-    assert use_varlen_attention(built(name, **{**ALIKE[name], **long})).config._attn_implementation == NAME
+def test_answers_and_gradients_are_those_of_the_models_own_attention_on_each_sample_alone(
+    name: str,
+) -> None:
+    long = {
+        key: 1000 * value
+        for key, value in ALIKE[name].items()
+        if "sliding" in key or "attention" in key
+    }
+    assert (
+        use_varlen_attention(built(name, **{**ALIKE[name], **long})).config._attn_implementation
+        == NAME
+    )
     model = built(name, **ALIKE[name])
-    wanted = torch.cat([model(input_ids=torch.tensor([row["input_ids"]])).logits for row in samples()], dim=1)
+    wanted = torch.cat(
+        [model(input_ids=torch.tensor([row["input_ids"]])).logits for row in samples()], dim=1
+    )
     wanted.square().mean().backward()
     gradients = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     found = use_varlen_attention(model)(**packed(samples())).logits
     found.square().mean().backward()
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)  # many norms and eager softmax are of float32
+    torch.testing.assert_close(
+        found, wanted, rtol=1e-5, atol=1e-5
+    )  # many norms and eager softmax are of float32
     for key, p in model.named_parameters():
         if key in gradients:
             small = 1e-5 * float(gradients[key].abs().max() + 1e-3)
             torch.testing.assert_close(p.grad, gradients[key], rtol=1e-4, atol=small)
 
 
-@pytest.mark.parametrize(("name", "longer"), [*((name, 1) for name in MORE), *((name, 1000) for name in WINDOWS)])
-def test_what_an_architecture_adds_to_attention_is_refused_and_nothing_changes(name: str, longer: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "longer"), [*((name, 1) for name in MORE), *((name, 1000) for name in WINDOWS)]
+)
+def test_what_an_architecture_adds_to_attention_is_refused_and_nothing_changes(
+    name: str, longer: int
+) -> None:
     """Windows and chunks of thousands of tokens, as checkpoints have them, are seen through on a few tokens."""
     more, message = MORE[name]
-    long = {key: value * longer if "sliding" in key or "chunk" in key else value for key, value in more.items()}
+    long = {
+        key: value * longer if "sliding" in key or "chunk" in key else value
+        for key, value in more.items()
+    }
     model = built(name, **long)
     before = [str(part.config) for part in model.modules() if hasattr(part, "config")]
     windows = [getattr(part, "sliding_window", None) for part in model.modules()]
@@ -103,29 +154,45 @@ def test_what_cannot_be_compared_or_was_compared_with_nothing_is_refused() -> No
     model.config._attn_implementation = NAME
     with pytest.raises(ConfigError, match="`softcap`"):
         packing_collator(model)
-    scaled = {"no_rope_layers": [0, 0], "attention_chunk_size": 64, "intermediate_size_mlp": 32, **MIXTURE}
+    scaled = {
+        "no_rope_layers": [0, 0],
+        "attention_chunk_size": 64,
+        "intermediate_size_mlp": 32,
+        **MIXTURE,
+    }
     assert packing_collator(built("Llama4Text", attn_temperature_tuning=False, **scaled))
-    with pytest.raises(ConfigError, match="Llama4ForCausalLM gives other results for packed"):  # from 8,192 tokens on
+    with pytest.raises(
+        ConfigError, match="Llama4ForCausalLM gives other results for packed"
+    ):  # from 8,192 tokens on
         packing_collator(built("Llama4Text", **scaled))
     with torch.device("meta"):
         empty = transformers.LlamaForCausalLM(models.llama())
-    images = transformers.ViTForImageClassification(transformers.ViTConfig(**VISION, image_size=8, patch_size=4))
+    images = transformers.ViTForImageClassification(
+        transformers.ViTConfig(**VISION, image_size=8, patch_size=4)
+    )
     for model in (torch.nn.Linear(2, 2), empty, images):
-        with pytest.raises(ConfigError, match=f"cannot compare .* {type(model).__name__}'s own on 13 tokens"):
+        with pytest.raises(
+            ConfigError, match=f"cannot compare .* {type(model).__name__}'s own on 13 tokens"
+        ):
             use_varlen_attention(model)
 
 
 def test_rows_need_no_borders_and_what_would_be_dropped_without_a_word_is_refused() -> None:
     model, rows = built("Llama"), torch.arange(1, 13).reshape(3, 4)
     wanted = model(input_ids=rows).logits
-    torch.testing.assert_close(use_varlen_attention(model)(input_ids=rows).logits, wanted, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        use_varlen_attention(model)(input_ids=rows).logits, wanted, rtol=1e-6, atol=1e-6
+    )
     model, ids = use_varlen_attention(built("Llama")), torch.arange(1, 9)[None]
     mask = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()
     for batch, message in (
         ({"attention_mask": torch.tensor([[1] * 6 + [0] * 2])}, "cannot run a padded batch"),
         ({"attention_mask": mask}, "`attention_mask`, which packed attention does not support"),
         ({"softcap": 1.0}, "`softcap`, which"),
-        ({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])}, "must say where its samples begin"),
+        (
+            {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])},
+            "must say where its samples begin",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             model(input_ids=ids, **batch)
@@ -139,17 +206,22 @@ def test_images_that_look_ahead_are_refused_and_a_vision_tower_keeps_its_attenti
     images = torch.tensor([[-1, 0, 0, 0, -1, -1]])
     embedded = model.get_input_embeddings()(torch.arange(1, 7)[None])
     with pytest.raises(ConfigError, match="cannot let some tokens attend to later ones"):
-        transformers.masking_utils.create_causal_mask(model.config, embedded, None, None, block_sequence_ids=images)
+        transformers.masking_utils.create_causal_mask(
+            model.config, embedded, None, None, block_sequence_ids=images
+        )
     assert transformers.masking_utils.create_causal_mask(model.config, embedded, None, None) is None
     config = transformers.LlavaConfig(
-        vision_config=transformers.CLIPVisionConfig(**VISION, image_size=8, patch_size=4), text_config=models.llama(),
+        vision_config=transformers.CLIPVisionConfig(**VISION, image_size=8, patch_size=4),
+        text_config=models.llama(),
         image_token_id=63,
-    )  # fmt: skip
+    )
     model = transformers.LlavaForConditionalGeneration(config)
     before = model.config.vision_config._attn_implementation
     use_varlen_attention(model)
     assert model.config.vision_config._attn_implementation == before != NAME
-    assert model.config.text_config._attn_implementation == model.config._attn_implementation == NAME
+    assert (
+        model.config.text_config._attn_implementation == model.config._attn_implementation == NAME
+    )
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel runs on CUDA devices only")
@@ -157,14 +229,18 @@ def test_images_that_look_ahead_are_refused_and_a_vision_tower_keeps_its_attenti
 @pytest.mark.parametrize("window", [None, 4])
 def test_the_kernel_gives_what_one_by_one_gives(causal: bool, window: int | None) -> None:
     borders = torch.tensor([0, 7, 8, 24], dtype=torch.int32, device="cuda")
-    q, k, v = (torch.randn(24, heads, 32, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2))
+    q, k, v = (
+        torch.randn(24, heads, 32, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2)
+    )
     how = {"causal": causal, "scale": 0.3, "window": window}
     found, wanted = kernel(q, k, v, borders, 16, **how), one_by_one(q, k, v, borders, **how)
     torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
 
 
 def llama(attention: str = "sdpa", **changes: object) -> transformers.LlamaForCausalLM:
-    return transformers.LlamaForCausalLM(models.llama(attn_implementation=attention, **{"use_cache": False, **changes}))
+    return transformers.LlamaForCausalLM(
+        models.llama(attn_implementation=attention, **{"use_cache": False, **changes})
+    )
 
 
 def roberta() -> Any:
@@ -172,27 +248,41 @@ def roberta() -> Any:
     return use_varlen_attention(transformers.RobertaForMaskedLM(config))
 
 
-def test_a_model_that_keeps_samples_apart_is_given_its_collator_and_positions_begin_where_it_lets_them() -> None:
+def test_a_model_that_keeps_samples_apart_is_given_its_collator_and_positions_begin_where_it_lets_them() -> (
+    None
+):
     model = llama().train()
     batch = packing_collator(model)([{"input_ids": [5, 6]}, {"input_ids": [7]}])
     assert batch["position_ids"].tolist() == [[0, 1, 0]]
     assert batch["labels"].tolist() == [[-100, 6, -100]]
     assert "cu_seq_lens_q" not in batch
     assert model.training
-    assert packing_collator(use_varlen_attention(llama()))([{"input_ids": [5, 6]}])["cu_seq_lens_q"].tolist() == [0, 2]
+    assert packing_collator(use_varlen_attention(llama()))([{"input_ids": [5, 6]}])[
+        "cu_seq_lens_q"
+    ].tolist() == [0, 2]
     assert packing_collator(roberta())([{"input_ids": [5, 6]}])["position_ids"].tolist() == [[2, 3]]
 
 
 def test_labels_of_first_tokens_and_types_are_packed_where_a_model_reads_them() -> None:
     """Only a causal loss never reads the first label. transformers' collator drops it always, and other fields."""
-    collate = packing_collator(use_varlen_attention(transformers.BertForTokenClassification(models.bert())))
-    rows = [{"input_ids": [5] * n, "labels": [1] * n, "token_type_ids": [0, 1, 1][:n]} for n in (2, 0, 3)]
+    collate = packing_collator(
+        use_varlen_attention(transformers.BertForTokenClassification(models.bert()))
+    )
+    rows = [
+        {"input_ids": [5] * n, "labels": [1] * n, "token_type_ids": [0, 1, 1][:n]}
+        for n in (2, 0, 3)
+    ]
     batch = collate(rows)
-    assert (batch["labels"].tolist(), batch["token_type_ids"].tolist()) == ([[1] * 5], [[0, 1, 0, 1, 1]])
+    assert (batch["labels"].tolist(), batch["token_type_ids"].tolist()) == (
+        [[1] * 5],
+        [[0, 1, 0, 1, 1]],
+    )
     assert "labels" not in collate([{"input_ids": [5]}])
     assert packing_collator(llama())(rows)["labels"].tolist() == [[-100, 1, -100, 1, 1]]
     for field in ({"labels": 3}, {"labels": [1]}, {"attention_mask": [1, 0]}):
-        with pytest.raises(ConfigError, match="cannot pack the field '[a-z_]*', which the model reads"):
+        with pytest.raises(
+            ConfigError, match="cannot pack the field '[a-z_]*', which the model reads"
+        ):
             collate([{"input_ids": [5, 6], "labels": [1, 1], **field}])
 
 
@@ -212,27 +302,58 @@ def t5() -> Any:
 def deepseek() -> Any:
     """Keys are compressed over windows of 4 and 128 tokens, which do not end where a sample does."""
     kinds = ["heavily_compressed_attention", "compressed_sparse_attention"]
-    sizes = {"head_dim": 16, "qk_rope_head_dim": 8, "q_lora_rank": 8, "n_routed_experts": 2, "num_experts_per_tok": 1}
-    config = models.config(transformers.DeepseekV4Config, layer_types=kinds, moe_intermediate_size=8, **sizes)
+    sizes = {
+        "head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "q_lora_rank": 8,
+        "n_routed_experts": 2,
+        "num_experts_per_tok": 1,
+    }
+    config = models.config(
+        transformers.DeepseekV4Config, layer_types=kinds, moe_intermediate_size=8, **sizes
+    )
     return transformers.DeepseekV4ForCausalLM(config)
 
 
 def cpmant() -> Any:
-    torch.manual_seed(13)  # attention so sharp that, with its own weights, no token happens to look at the other sample
-    config = models.config(transformers.CpmAntConfig, dim_head=8, dim_ff=16, use_cache=False, init_std=10.0)
+    torch.manual_seed(
+        13
+    )  # attention so sharp that, with its own weights, no token happens to look at the other sample
+    config = models.config(
+        transformers.CpmAntConfig, dim_head=8, dim_ff=16, use_cache=False, init_std=10.0
+    )
     return transformers.CpmAntForCausalLM(config)
 
 
 def mini_bert() -> Any:
-    sizes = {"hidden_size": 256, "num_attention_heads": 8, "num_hidden_layers": 4, "intermediate_size": 1024}
+    sizes = {
+        "hidden_size": 256,
+        "num_attention_heads": 8,
+        "num_hidden_layers": 4,
+        "intermediate_size": 1024,
+    }
     return transformers.BertForMaskedLM(transformers.BertConfig(**sizes, vocab_size=3000)).eval()
 
 
 def chameleon() -> Any:
     """Gives words of images the least number there is, beside which any difference looks small."""
-    pictures = {"embed_dim": 16, "num_embeddings": 8, "latent_channels": 16, "base_channels": 32, "channel_multiplier": [1, 1]}
-    words = {"<image>": 5, **{f"IMGIMG{letter}Z": 10 + place for place, letter in enumerate("ABCDEFGH")}}
-    config = models.config(transformers.ChameleonConfig, num_key_value_heads=2, vq_config=pictures, vocabulary_map=words)
+    pictures = {
+        "embed_dim": 16,
+        "num_embeddings": 8,
+        "latent_channels": 16,
+        "base_channels": 32,
+        "channel_multiplier": [1, 1],
+    }
+    words = {
+        "<image>": 5,
+        **{f"IMGIMG{letter}Z": 10 + place for place, letter in enumerate("ABCDEFGH")},
+    }
+    config = models.config(
+        transformers.ChameleonConfig,
+        num_key_value_heads=2,
+        vq_config=pictures,
+        vocabulary_map=words,
+    )
     return transformers.ChameleonForConditionalGeneration(config).eval()
 
 
@@ -244,10 +365,22 @@ def unusable() -> Any:
 
 VARLEN = "call dynagroup.integrations.varlen.use_varlen_attention"
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "cache": (partial(llama, use_cache=True), {}, f"set model.config.use_cache = False .*, {VARLEN}"),
+    "cache": (
+        partial(llama, use_cache=True),
+        {},
+        f"set model.config.use_cache = False .*, {VARLEN}",
+    ),
     "BERT": (bert, {}, "its attention 'sdpa' mixes them; "),
-    "half": (lambda: mini_bert().to(torch.bfloat16), {}, "its attention 'sdpa' mixes them; "),  # by 3 to 4 %, in all tokens
-    "idle": (partial(bert, initializer_range=1e-9), {}, "its attention 'sdpa' mixes them; "),  # until it is trained
+    "half": (
+        lambda: mini_bert().to(torch.bfloat16),
+        {},
+        "its attention 'sdpa' mixes them; ",
+    ),  # by 3 to 4 %, in all tokens
+    "idle": (
+        partial(bert, initializer_range=1e-9),
+        {},
+        "its attention 'sdpa' mixes them; ",
+    ),  # until it is trained
     "sharp": (cpmant, {}, "its attention '.*' mixes them; "),
     "blocks": (deepseek, {}, "mixes them; .* or use the padded layout"),
     "Mamba": (mamba, {}, "mixes them; .* or use the padded layout"),
@@ -268,29 +401,54 @@ def test_what_cannot_be_packed_is_refused_with_the_ways_out(name: str) -> None:
     assert str(model.config) == before
 
 
-@pytest.mark.parametrize(("config", "answers"), [
-    (models.llama(), {"loss": "the mean over label tokens", "packed": f"{APART}sdpa or use_varlen_attention{PACK}"}),
-    (models.bert(), {"padding": "changes no answer", "packed": f"{APART}use_varlen_attention{PACK}"}),
-    (models.t5(), {"loss": "the mean over all labels: weigh='labels'", "packed": NONE}),
-], ids=["llama", "bert", "t5"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("config", "answers"),
+    [
+        (
+            models.llama(),
+            {
+                "loss": "the mean over label tokens",
+                "packed": f"{APART}sdpa or use_varlen_attention{PACK}",
+            },
+        ),
+        (
+            models.bert(),
+            {"padding": "changes no answer", "packed": f"{APART}use_varlen_attention{PACK}"},
+        ),
+        (models.t5(), {"loss": "the mean over all labels: weigh='labels'", "packed": NONE}),
+    ],
+    ids=["llama", "bert", "t5"],
+)
 def test_answers_of_architectures_that_are_known(config, answers):
     found = check_model(config)
     assert answers.items() <= found.items()
     assert found["memory"].startswith("can be traced")
 
 
-def test_layers_that_run_along_the_row_are_told_their_kernels_and_no_text_model_is_refused(monkeypatch):
+def test_layers_that_run_along_the_row_are_told_their_kernels_and_no_text_model_is_refused(
+    monkeypatch,
+):
     """Where transformers hands the borders of samples to such layers; Mamba 2's head drops them: no kernel helps there."""
     for name in ("padding", "loss", "memory"):
         monkeypatch.setitem(QUESTIONS, name, lambda model: "not asked")
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
-    heads = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64, "mamba_d_state": 8, "mamba_n_groups": 1}
+    heads = {
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_ssm": 64,
+        "mamba_d_state": 8,
+        "mamba_n_groups": 1,
+    }
     found = check_model(transformers.FalconH1Config(**sizes, **heads, intermediate_size=32))
     assert "only by kernels: on a GPU install causal_conv1d and mamba_ssm" in found["packed"]
-    found = check_model(transformers.Mamba2Config(**sizes, num_heads=4, head_dim=16, state_size=8, n_groups=1))
+    found = check_model(
+        transformers.Mamba2Config(**sizes, num_heads=4, head_dim=16, state_size=8, n_groups=1)
+    )
     assert "not kept apart: use the padded layout" in found["packed"]
     monkeypatch.undo()
-    experts = models.config(transformers.MixtralConfig, num_local_experts=4, output_router_logits=True)
+    experts = models.config(
+        transformers.MixtralConfig, num_local_experts=4, output_router_logits=True
+    )
     assert "adds a loss that balances experts: each batch's own" in check_model(experts)["loss"]
     with pytest.raises(ConfigError, match="no config found for 'no/such'"):
         check_model("no/such")

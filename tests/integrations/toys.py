@@ -38,7 +38,13 @@ def seq2seq():
 
 def classifier():
     torch.manual_seed(0)
-    config = models.bert(vocab=VOCAB, layers=1, max_position_embeddings=128, num_labels=3, attn_implementation="eager")
+    config = models.bert(
+        vocab=VOCAB,
+        layers=1,
+        max_position_embeddings=128,
+        num_labels=3,
+        attn_implementation="eager",
+    )
     return hf.BertForSequenceClassification(config).double()
 
 
@@ -68,7 +74,11 @@ class Stream(torch.utils.data.IterableDataset):
 def collate(rows: list[dict]) -> dict[str, torch.Tensor]:
     ids, labels = ([torch.tensor(row[name]) for row in rows] for name in ("input_ids", "labels"))
     whole = pad_sequence(ids, batch_first=True)
-    targets = pad_sequence(labels, batch_first=True, padding_value=-100) if labels[0].ndim else torch.stack(labels)
+    targets = (
+        pad_sequence(labels, batch_first=True, padding_value=-100)
+        if labels[0].ndim
+        else torch.stack(labels)
+    )
     return {"input_ids": whole, "attention_mask": (whole != 0).long(), "labels": targets}
 
 
@@ -81,12 +91,17 @@ def collate_noisily(rows: list[dict]) -> dict[str, torch.Tensor]:
 
 def collate_seq2seq(rows: list[dict]) -> dict[str, torch.Tensor]:
     batch, first = collate(rows), torch.zeros(len(rows), 1, dtype=torch.long)
-    return {**batch, "decoder_input_ids": torch.cat([first, batch["labels"][:, :-1].clamp(min=0)], dim=1)}
+    return {
+        **batch,
+        "decoder_input_ids": torch.cat([first, batch["labels"][:, :-1].clamp(min=0)], dim=1),
+    }
 
 
 def tokenizer() -> hf.PreTrainedTokenizerFast:
     """Of the words w4 to w63."""
-    return models.word_tokenizer([f"w{i}" for i in range(4, VOCAB)], "<pad>", "<s>", "</s>", "<unk>")
+    return models.word_tokenizer(
+        [f"w{i}" for i in range(4, VOCAB)], "<pad>", "<s>", "</s>", "<unk>"
+    )
 
 
 def lengths(rows: list[dict]) -> list[int]:
@@ -96,21 +111,33 @@ def lengths(rows: list[dict]) -> list[int]:
 def float64_seq2seq_loss(outputs, labels, num_items_in_batch=None):
     """The library's losses cast logits to float32; this one does not."""
     logits = outputs.logits.reshape(-1, outputs.logits.size(-1))
-    total = torch.nn.functional.cross_entropy(logits, labels.reshape(-1), ignore_index=-100, reduction="sum")
+    total = torch.nn.functional.cross_entropy(
+        logits, labels.reshape(-1), ignore_index=-100, reduction="sum"
+    )
     return total / num_items_in_batch
 
 
 def float64_causal_loss(outputs, labels, num_items_in_batch=None):
-    return float64_seq2seq_loss(type(outputs)(logits=outputs.logits[:, :-1]), labels[:, 1:], num_items_in_batch)
+    return float64_seq2seq_loss(
+        type(outputs)(logits=outputs.logits[:, :-1]), labels[:, 1:], num_items_in_batch
+    )
 
 
 MODELS = {"causal": causal_lm, "seq2seq": seq2seq, "classifier": classifier}
 LOSSES = {"causal": float64_causal_loss, "seq2seq": float64_seq2seq_loss}
 DEFAULTS: dict[str, Any] = {
-    "per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "max_steps": 20, "learning_rate": 1e-2,
-    "logging_steps": 5, "report_to": [], "save_strategy": "no", "use_cpu": True, "disable_tqdm": True,
-    "remove_unused_columns": False, "dataloader_pin_memory": False,
-}  # fmt: skip
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 4,
+    "max_steps": 20,
+    "learning_rate": 1e-2,
+    "logging_steps": 5,
+    "report_to": [],
+    "save_strategy": "no",
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "remove_unused_columns": False,
+    "dataloader_pin_memory": False,
+}
 
 
 def parameters(model: torch.nn.Module) -> torch.Tensor:
@@ -121,13 +148,24 @@ def arguments(folder: Any, **changes: Any) -> TrainingArguments:
     return TrainingArguments(str(folder), **{**DEFAULTS, **changes})
 
 
-def trainer(kind: str, folder: Any, *, fits: bool, exact_loss=False, count=96, config: Any = None, **changes: Any):
+def trainer(
+    kind: str,
+    folder: Any,
+    *,
+    fits: bool,
+    exact_loss=False,
+    count=96,
+    config: Any = None,
+    **changes: Any,
+):
     """A Trainer of fixed batches, or (``fits``) of batches that fit, otherwise the same."""
     rows, names = samples(kind, count), ("callbacks", "compute_metrics", "eval_dataset", "model")
     given = {name: changes.pop(name) for name in names if name in changes}
     model = given.pop("model", None) or MODELS[kind]()
     if not exact_loss and kind != "causal":
-        model.accepts_loss_kwargs = False  # what a user must know with fixed batches, see transformers#47688
+        model.accepts_loss_kwargs = (
+            False  # what a user must know with fixed batches, see transformers#47688
+        )
     common = {"args": arguments(folder, **changes), "train_dataset": rows, **given}
     common["data_collator"] = collate_seq2seq if kind == "seq2seq" else collate
     common["compute_loss_func"] = LOSSES[kind] if exact_loss else None
@@ -144,13 +182,17 @@ def trained_on(run: Trainer, rows: list[dict[str, Any]]) -> dict[int, list[int]]
 
     def note(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if torch.is_grad_enabled():
-            seen[run.state.global_step] += [index_of[tuple(ids[ids != 0].tolist())] for ids in kwargs["input_ids"]]
+            seen[run.state.global_step] += [
+                index_of[tuple(ids[ids != 0].tolist())] for ids in kwargs["input_ids"]
+            ]
 
     run.model.register_forward_pre_hook(note, with_kwargs=True)
     return seen
 
 
-def train(kind: str, folder: Any, fits: bool, changes: dict[str, Any]) -> tuple[torch.Tensor, list[dict[str, Any]]]:
+def train(
+    kind: str, folder: Any, fits: bool, changes: dict[str, Any]
+) -> tuple[torch.Tensor, list[dict[str, Any]]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the libraries' own, in a process that is not pytest's
         run = trainer(kind, folder, fits=fits, **changes)

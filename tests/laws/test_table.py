@@ -14,7 +14,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dynagroup import LearningBudget, LengthAwareBatchSampler, PlannedDataLoader, Share, StateError, TokenBudget
+from dynagroup import (
+    LearningBudget,
+    LengthAwareBatchSampler,
+    PlannedDataLoader,
+    Share,
+    StateError,
+    TokenBudget,
+)
 from dynagroup.distributed import SingleProcess
 from dynagroup.plan import static_shapes
 from dynagroup.testing import ThreadWorld, run_ranks
@@ -23,8 +30,16 @@ from tests.laws.loader_laws import assert_loader_laws, assert_resumes_exactly
 from tests.laws.loaders import ENTRIES, LENGTHS, MOST_EDGES, TOKENS, Entry, graph_of
 from tests.online.helpers import Tokens, collate, lengths_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:there are too few samples", "ignore:.*do not fit the budget even alone")
-PLACES: Any = [(1, 1, "padded", 0), (3, 2, "padded", 0), (2, 2, "packed", 0), (2, 3, "packed", 0), (2, 2, "padded", 1)]
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:there are too few samples", "ignore:.*do not fit the budget even alone"
+)
+PLACES: Any = [
+    (1, 1, "padded", 0),
+    (3, 2, "padded", 0),
+    (2, 2, "packed", 0),
+    (2, 3, "packed", 0),
+    (2, 2, "padded", 1),
+]
 LATER = [(2, 2, "padded", 0), (1, 3, "padded", 0), (2, 3, "padded", 1)]
 PLACES += [pytest.param(*place, marks=pytest.mark.slow) for place in LATER]
 LAYOUTS = ["padded", "packed"]
@@ -61,7 +76,9 @@ def facts_of(step: Any) -> list[Any]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_every_sample_once_in_equal_steps_that_add_up(entry: Entry, layout: str, ranks: int) -> None:
+def test_every_sample_once_in_equal_steps_that_add_up(
+    entry: Entry, layout: str, ranks: int
+) -> None:
     """And in steps of one kind (law 10), where kinds are told apart."""
     kinds = {name: value for name, value in entry.base.items() if name in ("kinds", "one_kind")}
     make = lambda world: entry.make(world, layout, **entry.base)  # noqa: E731
@@ -75,15 +92,25 @@ def test_batches_fit_and_come_again(entry: Entry, layout: str, ranks: int) -> No
         return list(entry.make(world, layout, **entry.base))
 
     found, again = run_ranks(ranks, run), run_ranks(ranks, run)
-    assert [[facts_of(step) for step in steps] for steps in found] == [[facts_of(s) for s in steps] for steps in again]
+    assert [[facts_of(step) for step in steps] for steps in found] == [
+        [facts_of(s) for s in steps] for steps in again
+    ]
     for step in itertools.chain.from_iterable(found):
         lengths = [LENGTHS[i] for i in step.indices]
-        assert (sum(lengths) if layout == "packed" else len(lengths) * max(lengths)) <= TOKENS or len(lengths) == 1
+        assert (
+            sum(lengths) if layout == "packed" else len(lengths) * max(lengths)
+        ) <= TOKENS or len(lengths) == 1
         edges = sum(graph_of(length)["edges"] for length in lengths)
-        assert not isinstance(entry.base.get("lengths"), dict) or edges <= MOST_EDGES or len(lengths) == 1
+        assert (
+            not isinstance(entry.base.get("lengths"), dict)
+            or edges <= MOST_EDGES
+            or len(lengths) == 1
+        )
 
 
-@pytest.mark.parametrize(("ranks", "resumed", "layout"), [(1, 3, "padded"), (3, 2, "padded"), (3, 2, "packed")])
+@pytest.mark.parametrize(
+    ("ranks", "resumed", "layout"), [(1, 3, "padded"), (3, 2, "padded"), (3, 2, "packed")]
+)
 def test_a_model_meets_few_shapes(entry: Entry, ranks: int, resumed: int, layout: str) -> None:
     """Law 11: over epochs, ranks and resumes, idle steps included."""
     if "shapes" not in entry.base:
@@ -94,7 +121,9 @@ def test_a_model_meets_few_shapes(entry: Entry, ranks: int, resumed: int, layout
         if states is not None:
             loader.load_state_dict(states)
         steps = [*islice(loader, stop), *(loader if stop is None else ())]
-        return [tuple(s.batch[name].shape) for s in steps for name in ("input_ids", "labels")], loader.state_dict()
+        return [
+            tuple(s.batch[name].shape) for s in steps for name in ("input_ids", "labels")
+        ], loader.state_dict()
 
     first = run_ranks(ranks, lambda world: run(world, 4, None))
     rest = run_ranks(resumed, lambda world: run(world, None, [state for _, state in first]))
@@ -106,7 +135,10 @@ def test_a_model_meets_few_shapes(entry: Entry, ranks: int, resumed: int, layout
 def test_gradients_are_those_of_one_batch(entry: Entry, ranks: int) -> None:
     """Law 5, exactly: the loss of a batch is a mean over its units (label tokens, or samples), so what a sample adds to the
     averaged gradient is its units times the batch's loss scale, over the batch's units and the number of ranks."""
-    units = {index: 1 if entry.make.__name__ == "sampler" else length - 1 for index, length in enumerate(LENGTHS)}
+    units = {
+        index: 1 if entry.make.__name__ == "sampler" else length - 1
+        for index, length in enumerate(LENGTHS)
+    }
 
     def run(world: Any) -> list[list[Any]]:
         return list(entry.make(world, **entry.base).updates())
@@ -120,7 +152,9 @@ def test_gradients_are_those_of_one_batch(entry: Entry, ranks: int) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "resumed", "layout", "epoch"), PLACES)
-def test_a_run_goes_on_from_every_step(entry: Entry, ranks: int, resumed: int, layout: str, epoch: int) -> None:
+def test_a_run_goes_on_from_every_step(
+    entry: Entry, ranks: int, resumed: int, layout: str, epoch: int
+) -> None:
     """On as many ranks to the last bit; on others with the samples that remained. Later, lengths are known to all."""
     if not entry.moves:
         pytest.skip("a stream is read on")
@@ -136,7 +170,9 @@ def test_a_run_goes_on_from_every_step(entry: Entry, ranks: int, resumed: int, l
 
 
 @pytest.mark.parametrize(("ranks", "resumed"), [(1, 3), (3, 2)])
-def test_an_update_begun_on_other_ranks_is_finished_as_one(entry: Entry, ranks: int, resumed: int) -> None:
+def test_an_update_begun_on_other_ranks_is_finished_as_one(
+    entry: Entry, ranks: int, resumed: int
+) -> None:
     """Its totals are those of the whole update, so that the gradients summed before and after the stop add up."""
     if "samples_per_update" not in entry.base:
         pytest.skip("updates are as they come")
@@ -149,17 +185,25 @@ def test_an_update_begun_on_other_ranks_is_finished_as_one(entry: Entry, ranks: 
 
     for stop in (1, 2, 4):
         first = run_ranks(ranks, lambda world, k=stop: some(world, k, None))
-        rest = run_ranks(resumed, lambda world, s=[state for _, state in first]: some(world, None, s))
+        rest = run_ranks(
+            resumed, lambda world, s=[state for _, state in first]: some(world, None, s)
+        )
         before = list(zip(*(steps for steps, _ in first), strict=True))
         after = list(zip(*(steps for steps, _ in rest), strict=True))
-        begun = stop - max((n for n, row in enumerate(before, start=1) if row[0].ends_update), default=0)
+        begun = stop - max(
+            (n for n, row in enumerate(before, start=1) if row[0].ends_update), default=0
+        )
         left = next(n for n, row in enumerate(after, start=1) if row[0].ends_update)
         update = [step for row in before[len(before) - begun :] + after[:left] for step in row]
         weight = sum(step.weight.local for step in update)
-        assert {step.samples.total for step in update} == {sum(step.samples.local for step in update)}
+        assert {step.samples.total for step in update} == {
+            sum(step.samples.local for step in update)
+        }
         assert {step.weight.total for step in update} == {weight}
         scales = [step.loss_scale * weight for row in after[:left] for step in row]
-        assert scales == pytest.approx([step.weight.local * resumed for row in after[:left] for step in row])
+        assert scales == pytest.approx(
+            [step.weight.local * resumed for row in after[:left] for step in row]
+        )
 
 
 def alone(entry: Entry, steps: int, **settings: Any) -> Any:
@@ -175,7 +219,9 @@ def test_a_state_of_every_other_setting_is_refused(entry: Entry) -> None:
     """And half of nothing is taken over."""
     state = json.loads(json.dumps(alone(entry, 2).state_dict()))
     for name, value in entry.others.items():
-        other = alone(entry, 1, **({name: value} if name != "sampler" else {name: value, "shuffle": False}))
+        other = alone(
+            entry, 1, **({name: value} if name != "sampler" else {name: value, "shuffle": False})
+        )
         before = copy.deepcopy(other.state_dict())
         with pytest.raises(StateError):
             other.load_state_dict(state)
@@ -198,7 +244,9 @@ def test_what_is_no_state_or_a_damaged_one_is_refused(entry: Entry) -> None:
 
 
 def loses(step):
-    return replace(step, indices=step.indices[1:], samples=Share(len(step.indices) - 1, step.samples.total))
+    return replace(
+        step, indices=step.indices[1:], samples=Share(len(step.indices) - 1, step.samples.total)
+    )
 
 
 def weighs_alike(step):
@@ -217,16 +265,21 @@ class Broken(PlannedDataLoader):
             super().load_state_dict(state_dict)
 
 
-@pytest.mark.parametrize(("fault", "message"), [
-    ({"changed": staticmethod(loses)}, "an update has [0-9]+ samples, but says 8"),
-    ({"changed": staticmethod(weighs_alike)}, "`loss_scale` 1.0 is not"),
-    ({"uneven": True}, "ranks take unequal steps in epoch 0"),
-    ({"forgets": True}, "resumed after 1 steps, the epoch gives other batches"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ({"changed": staticmethod(loses)}, "an update has [0-9]+ samples, but says 8"),
+        ({"changed": staticmethod(weighs_alike)}, "`loss_scale` 1.0 is not"),
+        ({"uneven": True}, "ranks take unequal steps in epoch 0"),
+        ({"forgets": True}, "resumed after 1 steps, the epoch gives other batches"),
+    ],
+)
 def test_broken_loaders_are_found(fault, message):
     kind, how = type("Faulty", (Broken,), fault), {"samples_per_update": 8, "collate_fn": collate}
     with pytest.raises(AssertionError, match=message):
-        assert_loader_laws(lambda world: kind(Tokens(MORE), MORE, TokenBudget(96), world=world, **how))
+        assert_loader_laws(
+            lambda world: kind(Tokens(MORE), MORE, TokenBudget(96), world=world, **how)
+        )
 
 
 DRAWN = np.random.default_rng(24).integers(1, 60, 23).tolist()
@@ -234,14 +287,34 @@ DRAWN = np.random.default_rng(24).integers(1, 60, 23).tolist()
 
 @settings(max_examples=60, deadline=None)
 @given(
-    lengths=st.lists(st.integers(1, 60), min_size=8, max_size=40), most=st.integers(1, 150),
+    lengths=st.lists(st.integers(1, 60), min_size=8, max_size=40),
+    most=st.integers(1, 150),
     kind=st.sampled_from([name for name, entry in ENTRIES.items() if entry.moves]),
-    layout=st.sampled_from(["padded", "packed"]), seed=st.integers(0, 9),
-    chain=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5), st.booleans()), min_size=3, max_size=3),
-)  # fmt: skip
-@example(lengths=DRAWN, most=1, kind="planned-free", layout="padded", seed=1, chain=[(2, 1, 0), (5, 3, 0), (1, 1, 0)])
-@example(lengths=DRAWN, most=150, kind="planned-free", layout="padded", seed=1, chain=[(2, 1, 0), (2, 3, 1), (1, 1, 1)])
-def test_a_state_is_taken_back_after_changes_of_ranks_and_of_what_was_learned(lengths, most, kind, layout, seed, chain):
+    layout=st.sampled_from(["padded", "packed"]),
+    seed=st.integers(0, 9),
+    chain=st.lists(
+        st.tuples(st.integers(1, 5), st.integers(1, 5), st.booleans()), min_size=3, max_size=3
+    ),
+)
+@example(
+    lengths=DRAWN,
+    most=1,
+    kind="planned-free",
+    layout="padded",
+    seed=1,
+    chain=[(2, 1, 0), (5, 3, 0), (1, 1, 0)],
+)
+@example(
+    lengths=DRAWN,
+    most=150,
+    kind="planned-free",
+    layout="padded",
+    seed=1,
+    chain=[(2, 1, 0), (2, 3, 1), (1, 1, 1)],
+)
+def test_a_state_is_taken_back_after_changes_of_ranks_and_of_what_was_learned(
+    lengths, most, kind, layout, seed, chain
+):
     """Repeats come beyond the epoch's samples, never instead of them. What is learned is applied when a state was loaded,
     and again while the epoch is under way."""
     emitted: Counter[int] = Counter()
@@ -253,7 +326,9 @@ def test_a_state_is_taken_back_after_changes_of_ranks_and_of_what_was_learned(le
     how |= {"kinds": loaders.kinds_of(len(lengths))} if "kinds" in how else {}
     for ranks, steps, learns in [*chain, (2, None, True)]:
 
-        def run(world: Any, states: Any = states, steps: int | None = steps, learns: Any = learns) -> tuple[Any, ...]:
+        def run(
+            world: Any, states: Any = states, steps: int | None = steps, learns: Any = learns
+        ) -> tuple[Any, ...]:
             budget = LearningBudget(TokenBudget(most, layout=layout))
 
             def learn() -> None:
@@ -261,7 +336,9 @@ def test_a_state_is_taken_back_after_changes_of_ranks_and_of_what_was_learned(le
                     budget.record_failed_cost(min(budget.limits[0], most) * 0.8)
                     budget.apply()
 
-            loader = ENTRIES[kind].make(world, layout, **{**how, "max_tokens": lambda _layout: budget})
+            loader = ENTRIES[kind].make(
+                world, layout, **{**how, "max_tokens": lambda _layout: budget}
+            )
             if states is not None:
                 loader.load_state_dict(states)
                 learn()
@@ -275,10 +352,15 @@ def test_a_state_is_taken_back_after_changes_of_ranks_and_of_what_was_learned(le
 
         if len(emitted) == len(lengths):
             break
-        found = run_ranks(min(ranks, how.get("samples_per_update", 5)) if kind.startswith("sampler") else ranks, run)
+        found = run_ranks(
+            min(ranks, how.get("samples_per_update", 5)) if kind.startswith("sampler") else ranks,
+            run,
+        )
         emitted.update(index for used, _, _ in found for index in used)
         states = [state for _, state, _ in found]
-        assert how.get("one_kind") == "batch" or len({tuple(kinds) for _, _, kinds in found}) == 1, "law 10"
+        assert (
+            how.get("one_kind") == "batch" or len({tuple(kinds) for _, _, kinds in found}) == 1
+        ), "law 10"
     assert set(emitted) == set(range(len(lengths)))
     assert kind.startswith("sampler") or emitted.total() == len(lengths)
 
@@ -291,7 +373,9 @@ def learned_at(budget: LearningBudget, cost: float) -> None:
 def test_a_sampler_follows_what_was_applied_before_and_forgets_it_with_no_other_budget() -> None:
     for ranks in (1, 2):
         budget = LearningBudget(TokenBudget(1000))
-        made = LengthAwareBatchSampler(np.full(64, 100), budget, shuffle=True, rank=0, world_size=ranks)
+        made = LengthAwareBatchSampler(
+            np.full(64, 100), budget, shuffle=True, rank=0, world_size=ranks
+        )
         assert max(map(len, made)) == 10
         learned_at(budget, 600)
         assert max(map(len, made)) == 5
@@ -303,15 +387,23 @@ def test_a_sampler_follows_what_was_applied_before_and_forgets_it_with_no_other_
     other = LengthAwareBatchSampler(range(10, 74), TokenBudget(400), rank=0, world_size=1)
     with pytest.raises(StateError, match="was saved with limits of a LearningBudget"):
         other.load_state_dict(state)
-    assert len(list(other)) == len(list(LengthAwareBatchSampler(range(10, 74), TokenBudget(400), rank=0, world_size=1)))
+    assert len(list(other)) == len(
+        list(LengthAwareBatchSampler(range(10, 74), TokenBudget(400), rank=0, world_size=1))
+    )
 
 
 @pytest.mark.parametrize("kind", ["sampler", "planned"])
 @pytest.mark.parametrize("when", ["before the state", "after it was loaded"])
 def test_an_epoch_under_way_leaves_out_what_it_left_out_or_is_refused(kind: str, when: str) -> None:
     def made(budget: LearningBudget) -> Any:
-        how: dict[str, Any] = {"lengths": list(range(10, 74)), "max_tokens": lambda _layout: budget, "oversize": "drop"}
-        return (loaders.sampler if kind == "sampler" else loaders.planned)(SingleProcess(), **how, shuffle=True)
+        how: dict[str, Any] = {
+            "lengths": list(range(10, 74)),
+            "max_tokens": lambda _layout: budget,
+            "oversize": "drop",
+        }
+        return (loaders.sampler if kind == "sampler" else loaders.planned)(
+            SingleProcess(), **how, shuffle=True
+        )
 
     budget, again = LearningBudget(TokenBudget(400)), LearningBudget(TokenBudget(400))
     loader, other = made(budget), made(again)
@@ -331,4 +423,6 @@ def test_an_epoch_under_way_leaves_out_what_it_left_out_or_is_refused(kind: str,
             list(other)
     if when == "after it was loaded" and kind == "planned":
         other.set_epoch(1)
-        assert {i for step in other for i in step.indices} == set(range(45))  # lengths up to 0.9 * 60
+        assert {i for step in other for i in step.indices} == set(
+            range(45)
+        )  # lengths up to 0.9 * 60

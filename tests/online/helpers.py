@@ -16,7 +16,11 @@ torch.set_num_threads(1)
 
 
 def lengths_of(num_samples: int, seed: int = 0, top: int = 64) -> list[int]:
-    return np.clip(np.random.default_rng(seed).lognormal(2.2, 0.9, num_samples), 1, top).astype(int).tolist()
+    return (
+        np.clip(np.random.default_rng(seed).lognormal(2.2, 0.9, num_samples), 1, top)
+        .astype(int)
+        .tolist()
+    )
 
 
 def sample_of(index, length):
@@ -82,7 +86,10 @@ class Living(Stream):
 def collate(samples):
     pad = torch.nn.utils.rnn.pad_sequence
     ids = pad([s["input_ids"] for s in samples], batch_first=True, padding_value=-1)
-    return {"input_ids": ids, "labels": pad([s["labels"] for s in samples], batch_first=True, padding_value=-100)}
+    return {
+        "input_ids": ids,
+        "labels": pad([s["labels"] for s in samples], batch_first=True, padding_value=-100),
+    }
 
 
 def collate_packed(samples):
@@ -127,14 +134,20 @@ def legs(make, plan, *, epochs, ends_known=False):
             epoch = loader.epoch
             came[epoch] = list(islice(loader, left))
             left -= len(came[epoch])
-        assert not (ends_known and states and came) or came[min(came)], "an epoch was resumed of which nothing was left"
+        assert not (ends_known and states and came) or came[min(came)], (
+            "an epoch was resumed of which nothing was left"
+        )
         return came, json.loads(json.dumps(loader.state_dict()))
 
     for size, steps in plan:
         left = sys.maxsize if steps is None else steps
-        ranks, states = zip(*run_ranks(size, lambda world, s=states, k=left: leg(world, s, k)), strict=True)
+        ranks, states = zip(
+            *run_ranks(size, lambda world, s=states, k=left: leg(world, s, k)), strict=True
+        )
         for epoch in ranks[0]:
             rows = list(zip(*(came[epoch] for came in ranks), strict=True))
-            assert all(len({(step.ends_update, step.weight.total) for step in row}) == 1 for row in rows)
+            assert all(
+                len({(step.ends_update, step.weight.total) for step in row}) == 1 for row in rows
+            )
             found.setdefault(epoch, []).extend(rows)
     return found

@@ -17,21 +17,32 @@ PAIRS = np.random.default_rng(0).lognormal(3, 0.8, (300, 2)).clip(1, 200).astype
 
 
 def samples(*lengths: int) -> list[dict[str, torch.Tensor]]:
-    return [{name: torch.ones(n, dtype=torch.int64) for name in ("input_ids", "labels")} for n in lengths]
+    return [
+        {name: torch.ones(n, dtype=torch.int64) for name in ("input_ids", "labels")}
+        for n in lengths
+    ]
 
 
-def refining(collate_fn: Any = collate, max_tokens: int = 100, length_of: Any = None, **options: Any) -> Any:
+def refining(
+    collate_fn: Any = collate, max_tokens: int = 100, length_of: Any = None, **options: Any
+) -> Any:
     layout = options.pop("layout", "padded")
-    return RefinementCollator(collate_fn, TokenBudget(max_tokens, layout=layout), length_of, **options)
+    return RefinementCollator(
+        collate_fn, TokenBudget(max_tokens, layout=layout), length_of, **options
+    )
 
 
 def padded_by(extra: int) -> Any:
-    return lambda batch: {k: torch.nn.functional.pad(v, (0, extra)) for k, v in collate(batch).items()}
+    return lambda batch: {
+        k: torch.nn.functional.pad(v, (0, extra)) for k, v in collate(batch).items()
+    }
 
 
 def longer_packed(batch: list[Any]) -> Any:
     """Packs, with two tokens more in front of every sample."""
-    return collate_packed([{name: torch.cat([ids[:2], ids]) for name, ids in sample.items()} for sample in batch])
+    return collate_packed(
+        [{name: torch.cat([ids[:2], ids]) for name, ids in sample.items()} for sample in batch]
+    )
 
 
 def test_a_window_that_is_collated_twice_is_the_one_that_came() -> None:
@@ -39,7 +50,9 @@ def test_a_window_that_is_collated_twice_is_the_one_that_came() -> None:
 
     def expanded(batch: list[Any]) -> Any:
         for sample in batch:
-            sample["input_ids"] = torch.tensor([t for i in sample["input_ids"].tolist() for t in ([9, 8] if i == 9 else [i])])
+            sample["input_ids"] = torch.tensor(
+                [t for i in sample["input_ids"].tolist() for t in ([9, 8] if i == 9 else [i])]
+            )
         return collate([{"labels": sample["input_ids"], **sample} for sample in batch])
 
     refine = refining(expanded, weigh="samples")
@@ -75,9 +88,13 @@ class Raw:
 IDS = samples(*range(1, 61))
 
 
-def test_batches_that_fit_are_left_alone_others_are_cut_and_what_does_not_fit_comes_alone_or_is_refused() -> None:
+def test_batches_that_fit_are_left_alone_others_are_cut_and_what_does_not_fit_comes_alone_or_is_refused() -> (
+    None
+):
     assert [r.indices for r in refining(max_tokens=20)(samples(4, 5, 3))] == [[0, 1, 2]]
-    assert [r.indices for r in refining(max_tokens=20)(samples(9, 5, 3))] == [[0], [1, 2]], "9 + 10 tokens, not 18 + 3"
+    assert [r.indices for r in refining(max_tokens=20)(samples(9, 5, 3))] == [[0], [1, 2]], (
+        "9 + 10 tokens, not 18 + 3"
+    )
     window = refining(max_tokens=5)(samples(3, 9, 2))
     assert [(r.indices, r.oversize) for r in window] == [([1], True), ([0], False), ([2], False)]
     with pytest.raises(BudgetError, match=r"sample 1 \(9 tokens\)"):
@@ -93,12 +110,22 @@ def test_lengths_must_be_counts_of_int32_and_padded_samples_are_measured_by_thei
     for bad in (-1, 2.5, None, True, 2**31):
         with pytest.raises(ConfigError, match=f"length_of.*{2**31 - 1}.*{bad}"):
             refining(length_of=lambda sample, bad=bad: bad)(samples(3, 4))
-    with pytest.raises(ConfigError, match="same streams for every sample, but returned {'x': 3} for sample 0, {} for"):
-        refining(length_of=lambda sample: {"x": 3} if len(sample["input_ids"]) == 3 else {})(samples(3, 4))
+    with pytest.raises(
+        ConfigError,
+        match="same streams for every sample, but returned {'x': 3} for sample 0, {} for",
+    ):
+        refining(length_of=lambda sample: {"x": 3} if len(sample["input_ids"]) == 3 else {})(
+            samples(3, 4)
+        )
     with pytest.raises(RuntimeError, match="length_of failed on sample 0.*StopIteration"):
         refining(length_of=lambda sample: next(iter(())))(samples(3, 4))
     with pytest.warns(UserWarning, match="samples are padded already"):
-        assert measure_sample({"input_ids": torch.zeros(8), "attention_mask": torch.tensor([1, 1, 1, *[0] * 5])}) == 3
+        assert (
+            measure_sample(
+                {"input_ids": torch.zeros(8), "attention_mask": torch.tensor([1, 1, 1, *[0] * 5])}
+            )
+            == 3
+        )
     with pytest.raises(ConfigError, match="length_of"):
         measure_sample({"pixels": 1})
 
@@ -112,7 +139,9 @@ def test_lengths_must_be_counts_of_int32_and_padded_samples_are_measured_by_thei
 @pytest.mark.filterwarnings("ignore:.*of the tokens are padding")
 def test_what_a_collate_function_adds_is_measured(data: Any, collate_fn: Any, layout: Any) -> None:
     """Without `length_of` every batch fits as it comes, in every epoch, also where samples have no ids before."""
-    loader = OnlineDataLoader(data, TokenBudget(600, layout=layout), collate_fn=collate_fn, window=16, shuffle=True)
+    loader = OnlineDataLoader(
+        data, TokenBudget(600, layout=layout), collate_fn=collate_fn, window=16, shuffle=True
+    )
     for _ in range(2):
         steps = list(loader)
         assert sorted(i for step in steps for i in step.indices) == list(range(60))
@@ -120,17 +149,27 @@ def test_what_a_collate_function_adds_is_measured(data: Any, collate_fn: Any, la
     assert loader.stats.padded_tokens == loader.stats.real_tokens or layout == "padded"
 
 
-def test_samples_are_collated_alone_only_where_that_changes_their_length_and_wider_batches_are_told_of() -> None:
+def test_samples_are_collated_alone_only_where_that_changes_their_length_and_wider_batches_are_told_of() -> (
+    None
+):
     asked: list[int] = []
-    loader = OnlineDataLoader(IDS, TokenBudget(600), collate_fn=lambda b: asked.append(len(b)) or collate(b), window=16)
-    assert sorted(len(step.indices) for step in loader) == sorted(asked), "each batch once, and nothing else"
+    loader = OnlineDataLoader(
+        IDS, TokenBudget(600), collate_fn=lambda b: asked.append(len(b)) or collate(b), window=16
+    )
+    assert sorted(len(step.indices) for step in loader) == sorted(asked), (
+        "each batch once, and nothing else"
+    )
     with pytest.warns(UserWarning, match="pad_to_multiple_of"):
         refining(padded_by(1), length_of=ids_of)(samples(3, 4))
     fresh: Any = type("Fresh", (Raw,), {"__getitem__": lambda self, index: samples(1 + index)[0]})()
-    one_more = lambda b: [s.update({name: torch.ones(len(s[name]) + 1) for name in s}) for s in b] and collate(b)  # noqa: E731
+    one_more = lambda b: (  # noqa: E731
+        [s.update({name: torch.ones(len(s[name]) + 1) for name in s}) for s in b] and collate(b)
+    )
     with pytest.warns(UserWarning, match="collated alone .*in about twice the time"):
         steps = list(OnlineDataLoader(fresh, TokenBudget(600), collate_fn=one_more, window=16))
-    assert sum(int((step.batch["input_ids"] >= 0).sum()) for step in steps) == sum(range(2, 62)), "changed once each"
+    assert sum(int((step.batch["input_ids"] >= 0).sum()) for step in steps) == sum(range(2, 62)), (
+        "changed once each"
+    )
 
 
 def both(pair: list[int]) -> dict[str, int]:
@@ -138,46 +177,88 @@ def both(pair: list[int]) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("mode", [{"shuffle": True, "window": 100}, {"samples_per_update": 60}])
-def test_batches_of_two_streams_fit_and_are_counted_in_both_in_every_epoch(mode: dict[str, Any]) -> None:
-    loader = OnlineDataLoader(PAIRS, TokenBudget(2000), collate_fn=list, length_of=both, weigh="samples", **mode)
+def test_batches_of_two_streams_fit_and_are_counted_in_both_in_every_epoch(
+    mode: dict[str, Any],
+) -> None:
+    loader = OnlineDataLoader(
+        PAIRS, TokenBudget(2000), collate_fn=list, length_of=both, weigh="samples", **mode
+    )
     for _ in range(2):  # the second epoch is planned from what the first has measured
         before, steps = loader.stats.copy(), list(loader)
         assert_conserves([list(step.indices) for step in steps], range(300))
         shapes = [(len(step.batch), *np.max(step.batch, axis=0)) for step in steps]
         assert all(count * (source + target) <= 2000 for count, source, target in shapes)
         stats = loader.stats - before
-        assert stats.padded_tokens == sum(count * (source + target) for count, source, target in shapes)
+        assert stats.padded_tokens == sum(
+            count * (source + target) for count, source, target in shapes
+        )
         assert (stats.real_tokens, stats.padding < 0.45) == (np.sum(PAIRS), True)
-    with pytest.raises(ConfigError, match="`shapes` are for one length, but `length_of` returns .'source', 'target'.;"):
-        list(OnlineDataLoader(PAIRS, TokenBudget(2000), length_of=both, shapes=2, length_hint=[9] * 300))
+    with pytest.raises(
+        ConfigError,
+        match="`shapes` are for one length, but `length_of` returns .'source', 'target'.;",
+    ):
+        list(
+            OnlineDataLoader(
+                PAIRS, TokenBudget(2000), length_of=both, shapes=2, length_hint=[9] * 300
+            )
+        )
 
 
 def longer_labels(batch: list[list[int]]) -> dict[str, np.ndarray]:
     source, target = np.max(batch, axis=0)
-    return {"input_ids": np.ones((len(batch), source)), "labels": np.ones((len(batch), target + 90))}
+    return {
+        "input_ids": np.ones((len(batch), source)),
+        "labels": np.ones((len(batch), target + 90)),
+    }
 
 
 IN_BOTH = {"length_of": both, "weigh": "samples"}
 
 
-@pytest.mark.parametrize(("collator", "batch", "said"), [
-    (refining(padded_by(90), length_of=ids_of), samples(3, 4), "94 tokens per row.*measured as 4"),
-    (refining(longer_packed, 24, ids_of, layout="packed"), samples(8, 8, 8), "30 tokens in total.*measured as 24"),
-    (refining(failing), samples(3, 4), r"dataset indices \[0, 1\]: ValueError: no such token"),
-    (refining(longer_labels, **IN_BOTH), [[3, 5], [4, 2]], "95 target per row.*measured as 5"),
-    (refining(list, oversize="error", **IN_BOTH), [[3, 5], [60, 50]], r"sample 1 \(60 source, 50 target\) does not"),
-])  # fmt: skip
-def test_a_batch_that_is_not_as_measured_and_does_not_fit_is_refused(collator: Any, batch: Any, said: str) -> None:
+@pytest.mark.parametrize(
+    ("collator", "batch", "said"),
+    [
+        (
+            refining(padded_by(90), length_of=ids_of),
+            samples(3, 4),
+            "94 tokens per row.*measured as 4",
+        ),
+        (
+            refining(longer_packed, 24, ids_of, layout="packed"),
+            samples(8, 8, 8),
+            "30 tokens in total.*measured as 24",
+        ),
+        (refining(failing), samples(3, 4), r"dataset indices \[0, 1\]: ValueError: no such token"),
+        (refining(longer_labels, **IN_BOTH), [[3, 5], [4, 2]], "95 target per row.*measured as 5"),
+        (
+            refining(list, oversize="error", **IN_BOTH),
+            [[3, 5], [60, 50]],
+            r"sample 1 \(60 source, 50 target\) does not",
+        ),
+    ],
+)
+def test_a_batch_that_is_not_as_measured_and_does_not_fit_is_refused(
+    collator: Any, batch: Any, said: str
+) -> None:
     with pytest.raises((BudgetError, RuntimeError), match=said):
         collator(batch)
 
 
-def test_tensors_of_any_type_and_windows_survive_packing_and_pickling(monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes = [torch.ones(3, 2), torch.zeros(0, 4), torch.tensor(1), torch.arange(16).reshape(4, 4).T]
+def test_tensors_of_any_type_and_windows_survive_packing_and_pickling(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shapes = [
+        torch.ones(3, 2),
+        torch.zeros(0, 4),
+        torch.tensor(1),
+        torch.arange(16).reshape(4, 4).T,
+    ]
     for dtype in (torch.int64, torch.bool, torch.bfloat16, torch.uint8):
         value = [tensor.to(dtype) for tensor in shapes]
         back = unpack_tensors(dict, *pack_tensors([{"x": value, "same": value[0]}]))
-        assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(back["x"], value, strict=True))
+        assert all(
+            torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(back["x"], value, strict=True)
+        )
         assert back["same"] is back["x"][0]
     monkeypatch.setattr("dynagroup.online.messages.BLOCK_BYTES", 256)
     window = refining(max_tokens=20)(samples(4, 5, 3, 19, 7, 7))

@@ -18,13 +18,26 @@ from dynagroup.lengths import Kinds
 from dynagroup.online.messages import number_of
 from dynagroup.testing import run_ranks
 from tests.laws.loader_laws import assert_loader_laws
-from tests.online.helpers import Jittered, Stream, Tokens, collate, ids_in, legs, lengths_of, make_loader
+from tests.online.helpers import (
+    Jittered,
+    Stream,
+    Tokens,
+    collate,
+    ids_in,
+    legs,
+    lengths_of,
+    make_loader,
+)
 from tests.torchrun import on_ranks
 
 EPOCHS = 3
-HOW = st.fixed_dictionaries({
-    "window": st.sampled_from([1, 5, 16, 64]), "window_bytes": st.sampled_from([1, 400, 4000, None]), "seed": st.integers(0, 9),
-})  # fmt: skip
+HOW = st.fixed_dictionaries(
+    {
+        "window": st.sampled_from([1, 5, 16, 64]),
+        "window_bytes": st.sampled_from([1, 400, 4000, None]),
+        "seed": st.integers(0, 9),
+    }
+)
 RANKS, TOKENS = st.integers(1, 4), st.integers(1, 60)
 LENGTHS = np.clip(np.random.default_rng(5).lognormal(5.5, 1.0, 3000), 1, 4096).astype(int)
 WORK = Work()
@@ -51,7 +64,9 @@ class Shard(Stream):
 class Drawn:
     """The user's order of these samples, or batches of it: other ones every epoch, of which only some come."""
 
-    def __init__(self, samples: Any, *, shares: tuple[int, ...] = (3, 3, 3), batches: bool = False) -> None:
+    def __init__(
+        self, samples: Any, *, shares: tuple[int, ...] = (3, 3, 3), batches: bool = False
+    ) -> None:
         self.samples, self.shares, self.batches, self.epoch = list(samples), shares, batches, 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -69,12 +84,20 @@ SOURCES: dict[str, Any] = {
     "in order": lambda world, lengths, order: {},
     "shuffled": lambda world, lengths, order: {"shuffle": True},
     "jittered": lambda world, lengths, order: {"shuffle": True, "dataset": Jittered},
-    "hinted": lambda world, lengths, order: {"shuffle": True, "length_hint": [1.5 * n for n in lengths]},
+    "hinted": lambda world, lengths, order: {
+        "shuffle": True,
+        "length_hint": [1.5 * n for n in lengths],
+    },
     "sampler": lambda world, lengths, order: {"sampler": order},
-    "batches": lambda world, lengths, order: {"batch_sampler": Drawn(shard(len(lengths), *world), batches=True)},
+    "batches": lambda world, lengths, order: {
+        "batch_sampler": Drawn(shard(len(lengths), *world), batches=True)
+    },
     "stream": lambda world, lengths, order: {"dataset": lambda lengths: Shard(lengths, *world)},
 }
-UPDATES = [{"samples_per_update": 12}, {"samples_per_update": lambda update, current: 3 + update % 5}]
+UPDATES = [
+    {"samples_per_update": 12},
+    {"samples_per_update": lambda update, current: 3 + update % 5},
+]
 UPDATES += [{"samples_per_update": 4, "drop_last": True}]
 
 
@@ -82,11 +105,17 @@ UPDATES += [{"samples_per_update": 4, "drop_last": True}]
 @settings(max_examples=60, deadline=None)
 @given(
     lengths=st.lists(TOKENS, min_size=1, max_size=70) | st.lists(TOKENS, min_size=40, max_size=70),
-    most=st.sampled_from([30, 128, 400]), source=st.sampled_from([*SOURCES]), accumulation=st.sampled_from([1, 3]),
-    update=st.none() | st.sampled_from(UPDATES), how=HOW, sizes=st.tuples(RANKS, RANKS, RANKS),
+    most=st.sampled_from([30, 128, 400]),
+    source=st.sampled_from([*SOURCES]),
+    accumulation=st.sampled_from([1, 3]),
+    update=st.none() | st.sampled_from(UPDATES),
+    how=HOW,
+    sizes=st.tuples(RANKS, RANKS, RANKS),
     stops=st.tuples(st.integers(0, 40), st.integers(1, 40)),
-)  # fmt: skip
-def test_whatever_the_settings_every_sample_comes_once(lengths, most, source, accumulation, update, how, sizes, stops):
+)
+def test_whatever_the_settings_every_sample_comes_once(
+    lengths, most, source, accumulation, update, how, sizes, stops
+):
     """Stopped and saved anywhere in three epochs, twice, and resumed on other ranks: what came is read from the batches."""
     if source in ("batches", "stream"):  # divided among ranks by the user
         sizes, update = sizes[:1] * 3, None
@@ -102,13 +131,19 @@ def test_whatever_the_settings_every_sample_comes_once(lengths, most, source, ac
 
     def make(world: Any) -> Any:
         given = SOURCES[source]((world.rank, world.size), lengths, order())
-        return make_loader(world, lengths, max_tokens=most, collate_fn=fitting, **how, **sized, **given)
+        return make_loader(
+            world, lengths, max_tokens=most, collate_fn=fitting, **how, **sized, **given
+        )
 
     if source != "sampler" and not dropping:
-        num_samples = None if source == "stream" else len(lengths)  # a stream's indices say how far it was read
+        num_samples = (
+            None if source == "stream" else len(lengths)
+        )  # a stream's indices say how far it was read
         assert_loader_laws(make, num_samples, world_size=sizes[0], epochs=2, resume_at=())
     if not update:
-        updates = run_ranks(sizes[0], lambda world: [len(steps) for steps in make(world).updates()])[0]
+        updates = run_ranks(
+            sizes[0], lambda world: [len(steps) for steps in make(world).updates()]
+        )[0]
         assert {*updates[:-1]} <= {accumulation}
     known = source != "stream" and len(lengths) >= 12
     rows = legs(make, zip(sizes, (*stops, None), strict=True), epochs=EPOCHS, ends_known=known)
@@ -130,7 +165,9 @@ def second_epoch(lengths, ranks=2, **options):
 def test_an_epoch_with_known_lengths_pads_like_the_offline_plan_and_ranks_take_turns_with_dearest_batches():
     lengths = lengths_of(600, seed=2)
     second = second_epoch(lengths)
-    plan = LengthAwareBatchSampler(lengths, TokenBudget(128), shuffle=True, rank=0, world_size=2).plan
+    plan = LengthAwareBatchSampler(
+        lengths, TokenBudget(128), shuffle=True, rank=0, world_size=2
+    ).plan
     assert not any(step.idle for steps in second for step in steps)
     assert len(second[0]) <= 1.02 * plan.num_steps + 1
     ranks = second_epoch(lengths_of(256, seed=5, top=60), samples_per_update=64, max_tokens=300)
@@ -141,15 +178,26 @@ def test_an_epoch_with_known_lengths_pads_like_the_offline_plan_and_ranks_take_t
 
 def time_of(step: Any, layout: str) -> float:
     lengths = LENGTHS[step.indices]
-    samples = WORK.of_lengths(lengths) if layout == "packed" else len(lengths) * WORK.of_lengths([lengths.max()])
+    samples = (
+        WORK.of_lengths(lengths)
+        if layout == "packed"
+        else len(lengths) * WORK.of_lengths([lengths.max()])
+    )
     return WORK.per_step + (0 if step.idle else float(samples.sum()))
 
 
 @pytest.mark.parametrize(
     ("layout", "hinted", "most"),
-    [("padded", False, 0.11), ("padded", True, 0.06), ("packed", False, 0.06), ("packed", True, 0.05)],
+    [
+        ("padded", False, 0.11),
+        ("padded", True, 0.06),
+        ("packed", False, 0.06),
+        ("packed", True, 0.05),
+    ],
 )
-def test_batches_of_like_work_meet_in_a_step_before_lengths_are_known(layout: Any, hinted: bool, most: float) -> None:
+def test_batches_of_like_work_meet_in_a_step_before_lengths_are_known(
+    layout: Any, hinted: bool, most: float
+) -> None:
     """Predicted time of the dearest rank of each step, over the mean rank's, all steps of a first epoch together."""
     noise = np.random.default_rng(1).lognormal(0, 0.25, len(LENGTHS))
     how: dict[str, Any] = {"length_hint": LENGTHS * noise} if hinted else {}
@@ -181,11 +229,19 @@ class Grown:
 
 
 @pytest.mark.parametrize("options", [{}, {"samples_per_update": 512}], ids=["free", "updates"])
-def test_once_a_planned_batch_is_split_batches_of_like_work_meet_again(options: dict[str, Any]) -> None:
+def test_once_a_planned_batch_is_split_batches_of_like_work_meet_again(
+    options: dict[str, Any],
+) -> None:
     """On one rank all later rows would come a step later."""
 
     def rank(world: Any) -> list[float]:
-        how: dict[str, Any] = {"collate_fn": list, "length_of": int, "weigh": "samples", "shuffle": True, "window": 128}
+        how: dict[str, Any] = {
+            "collate_fn": list,
+            "length_of": int,
+            "weigh": "samples",
+            "shuffle": True,
+            "window": 128,
+        }
         loader = OnlineDataLoader(Grown(), TokenBudget(8192), **how, world=world, **options)
         return [[WORK.per_step + len(s.batch) * max(s.batch) for s in loader] for _ in range(2)][1]
 
@@ -202,7 +258,10 @@ class Labelled(Tokens):
 
     def __getitem__(self, index):
         other = self.rng.random() < self.fickle
-        return {**super().__getitem__(index), "kind": self.labels[self.rng.integers(len(self)) if other else index]}
+        return {
+            **super().__getitem__(index),
+            "kind": self.labels[self.rng.integers(len(self)) if other else index],
+        }
 
 
 class LabelledStream(Stream):
@@ -211,7 +270,10 @@ class LabelledStream(Stream):
         self.labels = labels
 
     def __iter__(self):
-        return ({**sample, "kind": self.labels[int(sample["input_ids"][0])]} for sample in super().__iter__())
+        return (
+            {**sample, "kind": self.labels[int(sample["input_ids"][0])]}
+            for sample in super().__iter__()
+        )
 
 
 def kind_of(sample):
@@ -234,26 +296,41 @@ def checked(rows, one_kind="step"):
     rows = list(rows)
     for row in rows:
         kinds = [{*step.batch["kinds"]} for step in row]
-        assert all(found == {step.kind} for found, step in zip(kinds, row, strict=True)), "a batch of two kinds"
+        assert all(found == {step.kind} for found, step in zip(kinds, row, strict=True)), (
+            "a batch of two kinds"
+        )
         assert one_kind == "batch" or len(set.union(*kinds)) == 1, "a step of two kinds"
         assert all(step.batch["input_ids"].numel() <= 128 or len(step.indices) == 1 for step in row)
         assert all(step.loss_scale == step.weight.local == 0 for step in row if step.idle)
         assert not all(step.idle for step in row)
-    return rows, sorted(index for row in rows for step in row if not step.idle for index in step.indices)
+    return rows, sorted(
+        index for row in rows for step in row if not step.idle for index in step.indices
+    )
 
 
 @settings(max_examples=60)
 @given(
-    samples=st.lists(st.tuples(st.integers(1, 200), st.sampled_from(["text", "image", None, 3]) | LABEL), max_size=60),
-    sizes=st.tuples(st.integers(1, 4), st.integers(1, 4)), window=st.integers(1, 40), stop=st.integers(0, 60),
+    samples=st.lists(
+        st.tuples(st.integers(1, 200), st.sampled_from(["text", "image", None, 3]) | LABEL),
+        max_size=60,
+    ),
+    sizes=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    window=st.integers(1, 40),
+    stop=st.integers(0, 60),
     mode=st.sampled_from(MODES),
-    how=st.sampled_from([{}, {"known": True}, {"fickle": 0.3}, {"fickle": 0.01}, {"one_kind": "batch"}]),
-)  # fmt: skip
-def test_a_step_is_of_one_kind_whatever_is_known_or_changes(samples, sizes, window, stop, mode, how):
+    how=st.sampled_from(
+        [{}, {"known": True}, {"fickle": 0.3}, {"fickle": 0.01}, {"one_kind": "batch"}]
+    ),
+)
+def test_a_step_is_of_one_kind_whatever_is_known_or_changes(
+    samples, sizes, window, stop, mode, how
+):
     """In a first epoch and in a second, stopped within either, also inside a kind, on as many ranks or on others."""
     lengths, labels = [length for length, _ in samples], [label for _, label in samples]
     plan = [(sizes[0], stop), (sizes[0] if "stream" in mode else sizes[1], None)]
-    found = legs(lambda world: labelled(world, lengths, labels, window=window, **mode, **how), plan, epochs=2)
+    found = legs(
+        lambda world: labelled(world, lengths, labels, window=window, **mode, **how), plan, epochs=2
+    )
     for rows in found.values():
         assert checked(rows, how.get("one_kind", "step"))[1] == [*range(len(samples))]
 
@@ -265,9 +342,14 @@ def test_kinds_interleave_and_once_known_fill_their_rows():
         loader = labelled(world, lengths_of(600, seed=6), labels)
         return [list(loader) for _ in range(2)]
 
-    first, second = (checked(zip(*ranks, strict=True))[0] for ranks in zip(*run_ranks(4, rank), strict=True))
+    first, second = (
+        checked(zip(*ranks, strict=True))[0] for ranks in zip(*run_ranks(4, rank), strict=True)
+    )
     for rows in (first, second):
-        assert all(0 < fifth.mean() < 0.7 for fifth in np.array_split([row[0].kind == "image" for row in rows], 5))
+        assert all(
+            0 < fifth.mean() < 0.7
+            for fifth in np.array_split([row[0].kind == "image" for row in rows], 5)
+        )
     assert len(second) < len(first)
     assert not any(step.idle for row in second for step in row)
 
@@ -288,7 +370,9 @@ def of_two_towers():
     labels = ["image" if i % 2 == 0 and i < 40 else "text" for i in range(90)]
     dist.new_group([0])  # now the first rank is in a group more than the other
     world = DistributedWorld(dist.new_group([0, 1]))
-    return [[*labelled(world, LABELLED, labels, num_workers=2, **mode)] for mode in (MODES[2], MODES[3])]
+    return [
+        [*labelled(world, LABELLED, labels, num_workers=2, **mode)] for mode in (MODES[2], MODES[3])
+    ]
 
 
 def test_ranks_without_a_kind_idle_on_a_batch_of_it_that_another_lends():

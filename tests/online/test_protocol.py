@@ -32,7 +32,9 @@ class Explorer:
         self.size = len(windows)
         self.seen = set()
         none = (0,) * kinds
-        self.contents = [counts for counts in product(range(most + 1), repeat=kinds) if 0 < sum(counts) <= most]
+        self.contents = [
+            counts for counts in product(range(most + 1), repeat=kinds) if 0 < sum(counts) <= most
+        ]
         self.start = tuple((none, w, none, LOADING) for w in windows), extra, none, False
 
     def explore(self):
@@ -68,16 +70,26 @@ class Explorer:
 
     def exchange(self, ranks, extra, taken, forced):
         receiving = [bool(w) or (extra > 0) for _, w, _, _ in ranks]
-        offers = [offer(queued, receives) for (queued, *_), receives in zip(ranks, receiving, strict=True)]
+        offers = [
+            offer(queued, receives) for (queued, *_), receives in zip(ranks, receiving, strict=True)
+        ]
         agreement = agree([max(column) for column in zip(*offers, strict=True)])
-        open_queues = [queued for (queued, *_), receives in zip(ranks, receiving, strict=True) if receives]
+        open_queues = [
+            queued for (queued, *_), receives in zip(ranks, receiving, strict=True) if receives
+        ]
         common = [min(counts) for counts in zip(*open_queues, strict=True)]
-        assert all(sum(queued) < LOW_WATER + MOST_BATCHES for queued, *_ in ranks), "what waits is bounded"
+        assert all(sum(queued) < LOW_WATER + MOST_BATCHES for queued, *_ in ranks), (
+            "what waits is bounded"
+        )
         if not agreement.last and any(common):
-            assert agreement.steps == common, "a rank that still receives never idles in a kind that all of them have"
+            assert agreement.steps == common, (
+                "a rank that still receives never idles in a kind that all of them have"
+            )
         assert sum(agreement.steps) or agreement.last, "an exchange brings the end nearer"
         held = [max(counts) for counts in zip(*(queued for queued, *_ in ranks), strict=True)]
-        assert all(step <= most for step, most in zip(agreement.steps, held, strict=True)), "some rank has a batch"
+        assert all(step <= most for step, most in zip(agreement.steps, held, strict=True)), (
+            "some rank has a batch"
+        )
         taken = added(taken, agreement.steps)
         if agreement.last:
             self.check_end(ranks, agreement, taken, forced)
@@ -87,30 +99,40 @@ class Explorer:
             left = tuple(max(0, q - step) for q, step in zip(queued, agreement.steps, strict=True))
             after.append((left, windows, made, LOADING))
         shares = self.shares(after, extra)
-        after = tuple((q, w + share, m, p) for (q, w, m, p), share in zip(after, shares, strict=True))
+        after = tuple(
+            (q, w + share, m, p) for (q, w, m, p), share in zip(after, shares, strict=True)
+        )
         return after, extra - sum(shares), taken, forced or not any(common)
 
     def shares(self, ranks, extra):
         """One window is one sample for ``hand_out``; loads are the windows and batches that a rank holds."""
         if not extra:
             return [0] * self.size
-        grants, _ = hand_out([sum(q) + w for q, w, *_ in ranks], 0, extra, window=1, target=LOW_WATER)
+        grants, _ = hand_out(
+            [sum(q) + w for q, w, *_ in ranks], 0, extra, window=1, target=LOW_WATER
+        )
         return [sum(stop - start for start, stop in windows) for windows in grants]
 
     def check_end(self, ranks, agreement, taken, forced):
         assert not any(windows for _, windows, *_ in ranks), "nothing that was handed out is left"
         for kind, (steps, count) in enumerate(zip(agreement.steps, taken, strict=True)):
-            assert all(queued[kind] <= steps for queued, *_ in ranks), "nothing that was made is left"
+            assert all(queued[kind] <= steps for queued, *_ in ranks), (
+                "nothing that was made is left"
+            )
             made = [made[kind] for *_, made, _ in ranks]
             most = sum(made) if forced else max(made)
-            assert max(made) <= count <= most, "as many steps as the rank with most batches needs, and no more"
+            assert max(made) <= count <= most, (
+                "as many steps as the rank with most batches needs, and no more"
+            )
 
 
 def added(counts, others):
     return tuple(map(add, counts, others))
 
 
-@pytest.mark.parametrize(("size", "kinds", "most"), [(1, 1, 5), (2, 1, 5), (3, 1, 5), (1, 2, 4), (2, 2, 4), (3, 2, 2)])
+@pytest.mark.parametrize(
+    ("size", "kinds", "most"), [(1, 1, 5), (2, 1, 5), (3, 1, 5), (1, 2, 4), (2, 2, 4), (3, 2, 2)]
+)
 def test_every_order_of_loading_ends_without_deadlock(size, kinds, most):
     """Of map-style data, whose rest is known, and of streams, whose end is found by asking. Loading touches a rank's own
     state only, so of three ranks one order stands for all, as is seen for two. Where no kind is on all ranks that receive,
@@ -127,11 +149,15 @@ def test_an_epoch_is_finite():
 
     @cache
     def longest(state):
-        return 1 + max((longest(after) for after in explorer.following(state) if after is not None), default=0)
+        return 1 + max(
+            (longest(after) for after in explorer.following(state) if after is not None), default=0
+        )
 
     for windows, kinds in product(product(range(4), repeat=2), (1, 2)):
         explorer = Explorer(windows, kinds=kinds, most=MOST_BATCHES // kinds)
-        assert longest(explorer.start) <= 2 + 3 * (2 * sum(windows) + MOST_BATCHES * max(windows, default=0) + 2)
+        assert longest(explorer.start) <= 2 + 3 * (
+            2 * sum(windows) + MOST_BATCHES * max(windows, default=0) + 2
+        )
         longest.cache_clear()
 
 
@@ -152,13 +178,17 @@ def test_handing_out_over_all_small_loads():
         for amount, target in product(range(0, 100, 9), (16, 32)):
             grants, start = hand_out(loads, 0, amount, window=16, target=target)
             given = sorted(window for windows in grants for window in windows)
-            assert [position for window in given for position in range(*window)] == list(range(start))
+            assert [position for window in given for position in range(*window)] == list(
+                range(start)
+            )
             assert all(0 < stop - first <= 16 for first, stop in given)
             sums = [sum(stop - first for first, stop in windows) for windows in grants]
             raised = [load + more for load, more in zip(loads, sums, strict=True)]
             assert start == amount or min(raised) >= target
             tops = [top for top, more in zip(raised, sums, strict=True) if more]
-            assert not tops or max(tops) - min(raised) <= (16 if start < amount or amount > 16 * len(loads) else 1)
+            assert not tops or max(tops) - min(raised) <= (
+                16 if start < amount or amount > 16 * len(loads) else 1
+            )
 
 
 def test_the_model_notices_a_broken_rule(monkeypatch):

@@ -34,9 +34,15 @@ class Told(Exception):
         super().__init__(text)
 
 
-Refused.__qualname__ = "a_function.<locals>.Refused"  # as a class in a function has it: pickle does not find it
-ERRORS = {"local": Refused("broken record"), "parts": Parts(7, "broken record"), "told": Told("broken record"),
-          "plain": KeyError("broken record")}  # fmt: skip
+Refused.__qualname__ = (
+    "a_function.<locals>.Refused"  # as a class in a function has it: pickle does not find it
+)
+ERRORS = {
+    "local": Refused("broken record"),
+    "parts": Parts(7, "broken record"),
+    "told": Told("broken record"),
+    "plain": KeyError("broken record"),
+}
 FAULT = {"place": "", "error": ""}
 
 
@@ -98,7 +104,10 @@ class Tokenizer:
 
     def __call__(self, texts: list[str], **how: Any) -> Any:
         fail("tokenizer")
-        return {"input_ids": [[1] * len(text) for text in texts], "attention_mask": [[1] * len(text) for text in texts]}
+        return {
+            "input_ids": [[1] * len(text) for text in texts],
+            "attention_mask": [[1] * len(text) for text in texts],
+        }
 
 
 WORKERS: dict[str, Any] = {"num_workers": 1, "worker_init_fn": started}
@@ -107,24 +116,45 @@ FEW: dict[str, Any] = {"shapes": 2, **LOADER}
 ONLINE: dict[str, Any] = {"budget": Strict(20), "length_of": length_of, "window": 4, **LOADER}
 MAKE: dict[str, Callable[[], Any]] = {
     "planned": lambda: PlannedDataLoader(Items(LENGTHS), LENGTHS, 20, shuffle=False, **LOADER),
-    "planned updates": lambda: PlannedDataLoader(Together(LENGTHS), LENGTHS, 20, samples_per_update=4, **FEW),
+    "planned updates": lambda: PlannedDataLoader(
+        Together(LENGTHS), LENGTHS, 20, samples_per_update=4, **FEW
+    ),
     "online": lambda: OnlineDataLoader(Items(LENGTHS), **ONLINE),
     "online updates": lambda: OnlineDataLoader(Together(LENGTHS), samples_per_update=4, **ONLINE),
     "stream": lambda: OnlineDataLoader(Samples(LENGTHS), **ONLINE),
-    "texts": lambda: text_dataloader(["a" * n for n in LENGTHS], Tokenizer(), 20, lengths=LENGTHS, **WORKERS),
-    "measured": lambda: [measure_lengths(Items(LENGTHS), num_proc=2, length_of=length_of, progress=False)],
+    "texts": lambda: text_dataloader(
+        ["a" * n for n in LENGTHS], Tokenizer(), 20, lengths=LENGTHS, **WORKERS
+    ),
+    "measured": lambda: [
+        measure_lengths(Items(LENGTHS), num_proc=2, length_of=length_of, progress=False)
+    ],
 }
 INDEX = r"dataset samples \[([0-9], )*3(, [0-9])*\] failed: Refused"
 BATCH = r"on (dataset samples|the batch of dataset indices) \[[0-9, ]+\]"
 CASES: list[tuple[str, str, str, str]] = [
-    *((f"planned{s}", place, "local", said) for s in ("", " updates")
-      for place, said in (("item", INDEX), ("collate_fn", f"collate_fn failed {BATCH}: Refused"))),
+    *(
+        (f"planned{s}", place, "local", said)
+        for s in ("", " updates")
+        for place, said in (("item", INDEX), ("collate_fn", f"collate_fn failed {BATCH}: Refused"))
+    ),
     ("planned updates", "together", "local", r"dataset samples \[[0-9, ]+\] failed: Refused"),
-    *((f"online{s}", place, "local", said) for s in ("", " updates")
-      for place, said in (("item", INDEX), ("collate_fn", f"collate_fn failed {BATCH}: Refused"))),
-    *((loader, "worker_init_fn", "local", "worker_init_fn failed: Refused") for loader in [*MAKE][:-1]),
-    *((loader, "length_of", "local", "length_of failed") for loader in ("online", "stream", "measured")),
-    *((loader, "budget", "local", "making batches failed: Refused") for loader in ("online", "stream")),
+    *(
+        (f"online{s}", place, "local", said)
+        for s in ("", " updates")
+        for place, said in (("item", INDEX), ("collate_fn", f"collate_fn failed {BATCH}: Refused"))
+    ),
+    *(
+        (loader, "worker_init_fn", "local", "worker_init_fn failed: Refused")
+        for loader in [*MAKE][:-1]
+    ),
+    *(
+        (loader, "length_of", "local", "length_of failed")
+        for loader in ("online", "stream", "measured")
+    ),
+    *(
+        (loader, "budget", "local", "making batches failed: Refused")
+        for loader in ("online", "stream")
+    ),
     ("online", "set_epoch", "local", "the dataset failed: Refused"),
     ("planned", "set_epoch", "local", "the dataset's set_epoch failed: Refused"),
     ("stream", "iter", "local", "sample 0 of this worker's part failed: Refused"),
@@ -132,9 +162,17 @@ CASES: list[tuple[str, str, str, str]] = [
     ("stream", "state_dict", "local", "the dataset of worker 0 failed: Refused"),
     ("stream", "next", "told", "sample 3 of this worker's part failed: Told"),
     ("texts", "tokenizer", "local", "the tokenizer failed: Refused"),
-    *((loader, place, error, kind) for error, kind in (("parts", "Parts"), ("plain", "KeyError"))
-      for loader, place in (("planned", "item"), ("online", "item"), ("stream", "next"), ("texts", "tokenizer"))),
-]  # fmt: skip
+    *(
+        (loader, place, error, kind)
+        for error, kind in (("parts", "Parts"), ("plain", "KeyError"))
+        for loader, place in (
+            ("planned", "item"),
+            ("online", "item"),
+            ("stream", "next"),
+            ("texts", "tokenizer"),
+        )
+    ),
+]
 
 
 def outcomes() -> list[tuple[str, str]]:
@@ -143,9 +181,11 @@ def outcomes() -> list[tuple[str, str]]:
         FAULT.update(place=place, error=error)
         try:
             found.append(("nothing", str(len(list(MAKE[loader]())))))
-        except Exception as caught:  # noqa: BLE001
+        except Exception as caught:
             found.append((type(caught).__name__, str(caught)))
-            traceback.clear_frames(caught.__traceback__)  # torch's error is in a cycle: its workers would wait 5 s
+            traceback.clear_frames(
+                caught.__traceback__
+            )  # torch's error is in a cycle: its workers would wait 5 s
     return found
 
 
@@ -154,7 +194,9 @@ def test_an_error_in_a_worker_arrives_with_its_words_its_traceback_and_the_sampl
     how: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 240, "check": True}
     ran = subprocess.run([sys.executable, "-W", "ignore", "-c", code], **how)
     for case, (kind, text) in zip(CASES, json.loads(ran.stdout.splitlines()[-1]), strict=True):
-        assert kind == ("KeyError" if (case[2] == "plain" and case[0] != "online") else "RuntimeError"), (case, text)
+        assert kind == (
+            "KeyError" if (case[2] == "plain" and case[0] != "online") else "RuntimeError"
+        ), (case, text)
         assert "broken record" in text, case
         assert "in fail\n" in text, f"{case}: the traceback says where"
         assert re.search(case[3], text), (case, text)

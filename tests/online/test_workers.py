@@ -16,18 +16,45 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from dynagroup import LengthAwareBatchSampler, OnlineDataLoader, PlannedDataLoader, RefinementCollator, TokenBudget
+from dynagroup import (
+    LengthAwareBatchSampler,
+    OnlineDataLoader,
+    PlannedDataLoader,
+    RefinementCollator,
+    TokenBudget,
+)
 from dynagroup.online.datasets import IndexedDataset
 from dynagroup.online.messages import pin
 from dynagroup.testing import run_ranks
 from tests.laws.loader_laws import assert_resumes_exactly
-from tests.online.helpers import Living, Stream, Tokens, all_ids, collate, ids_in, legs, lengths_of, make_loader, sample_of, used
+from tests.online.helpers import (
+    Living,
+    Stream,
+    Tokens,
+    all_ids,
+    collate,
+    ids_in,
+    legs,
+    lengths_of,
+    make_loader,
+    sample_of,
+    used,
+)
 
 LENGTHS = lengths_of(120, seed=3)
 SPAWN = pytest.param({"multiprocessing_context": "spawn"}, marks=pytest.mark.slow)
 PARTS = {"prefetch_factor": 2, "window_bytes": 700}
-OPTIONS = [{"persistent_workers": True}, {"prefetch_factor": 4, "window": 4}, {"samples_per_update": 20}, PARTS, SPAWN]
-FEW, KIND = LENGTHS[:60], Enum("KIND", "image")  # its members hold their class, which holds its members
+OPTIONS = [
+    {"persistent_workers": True},
+    {"prefetch_factor": 4, "window": 4},
+    {"samples_per_update": 20},
+    PARTS,
+    SPAWN,
+]
+FEW, KIND = (
+    LENGTHS[:60],
+    Enum("KIND", "image"),
+)  # its members hold their class, which holds its members
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -35,7 +62,9 @@ def test_workers_give_every_sample_once(options: dict[str, Any]) -> None:
     """Also where they fetch before windows are handed out, so that blanks travel, and where they answer in parts."""
 
     def run(world: Any) -> Any:
-        return list(map(list, [make_loader(world, LENGTHS, num_workers=2, shuffle=True, **options)] * 2))
+        return list(
+            map(list, [make_loader(world, LENGTHS, num_workers=2, shuffle=True, **options)] * 2)
+        )
 
     by_rank = run_ranks(2, run)
     for epoch in range(2):
@@ -57,7 +86,11 @@ class Images(torch.utils.data.Dataset):
         return 300
 
     def __getitem__(self, index: int) -> Any:
-        return {"pixels": torch.full((3, 64, 64), float(index)), "input_ids": [index], "kind": KIND.image}
+        return {
+            "pixels": torch.full((3, 64, 64), float(index)),
+            "input_ids": [index],
+            "kind": KIND.image,
+        }
 
 
 def stack(samples: list[Any]) -> Any:
@@ -65,7 +98,9 @@ def stack(samples: list[Any]) -> Any:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_no_answer_holds_more_than_was_asked_for(num_workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_answer_holds_more_than_was_asked_for(
+    num_workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A window of 300 images is 15 MB; they come a megabyte at a time."""
     seen: list[int] = []
     inner = DataLoader.__iter__
@@ -76,8 +111,16 @@ def test_no_answer_holds_more_than_was_asked_for(num_workers: int, monkeypatch: 
             yield window
 
     monkeypatch.setattr(DataLoader, "__iter__", watched)
-    how: dict[str, Any] = {"collate_fn": stack, "window": 300, "window_bytes": 1 << 20, "weigh": "samples"}
-    steps = [step.indices for step in OnlineDataLoader(Images(), TokenBudget(8), num_workers=num_workers, **how)]
+    how: dict[str, Any] = {
+        "collate_fn": stack,
+        "window": 300,
+        "window_bytes": 1 << 20,
+        "weigh": "samples",
+    }
+    steps = [
+        step.indices
+        for step in OnlineDataLoader(Images(), TokenBudget(8), num_workers=num_workers, **how)
+    ]
     assert sorted(i for indices in steps for i in indices) == list(range(300))
     assert max(seen) <= (1 << 20) + 64 * 49152, "the first read says how large samples are"
     assert len([size for size in seen if size]) >= 4
@@ -99,10 +142,15 @@ class Counting(Tokens):
 def test_getitems_and_set_epoch_reach_persistent_workers(workers: Any) -> None:
     """Also of a planned loader, as accelerate does it for the plain Trainer; and in the epoch of a loaded state."""
     how: dict[str, Any] = {**workers, "weigh": "labels", "collate_fn": collate}
-    for make in (lambda: make_loader(None, LENGTHS, dataset=Counting, **how),
-                 lambda: PlannedDataLoader(Counting(LENGTHS), LENGTHS, 128, **how)):  # fmt: skip
+    for make in (
+        lambda: make_loader(None, LENGTHS, dataset=Counting, **how),
+        lambda: PlannedDataLoader(Counting(LENGTHS), LENGTHS, 128, **how),
+    ):
         loader = make()
-        epochs = [[int(v) for step in loader for v in step.batch["labels"].unique() if v >= 0] for _ in range(2)]
+        epochs = [
+            [int(v) for step in loader for v in step.batch["labels"].unique() if v >= 0]
+            for _ in range(2)
+        ]
         assert [set(found) for found in epochs] == [{0}, {1}]
         next(iter(loader))
         (again := make()).load_state_dict(loader.state_dict())
@@ -132,7 +180,9 @@ def test_batches_of_any_type_come_through() -> None:
 def test_a_loader_is_taken_over_with_its_samplers_order_and_not_changed() -> None:
     data = Tokens(LENGTHS)
     for sampler, kept in ((SequentialSampler(data), False), (RandomSampler(data), True)):
-        plain = DataLoader(data, batch_size=8, sampler=sampler, collate_fn=collate, num_workers=2, drop_last=kept)
+        plain = DataLoader(
+            data, batch_size=8, sampler=sampler, collate_fn=collate, num_workers=2, drop_last=kept
+        )
         before = dict(vars(plain))
         loader = OnlineDataLoader.from_dataloader(plain, TokenBudget(128), window=16)
         assert loader.config.shuffle is kept
@@ -143,25 +193,41 @@ def test_a_loader_is_taken_over_with_its_samplers_order_and_not_changed() -> Non
         RandomSampler(range(9)),
         BatchSampler(SubsetRandomSampler(range(9)), 4, False),
     ):
-        how: dict[str, Any] = {"batch_sampler" if isinstance(some, BatchSampler) else "sampler": some}
-        loader = OnlineDataLoader.from_dataloader(DataLoader(data, collate_fn=collate, **how), TokenBudget(128))
+        how: dict[str, Any] = {
+            "batch_sampler" if isinstance(some, BatchSampler) else "sampler": some
+        }
+        loader = OnlineDataLoader.from_dataloader(
+            DataLoader(data, collate_fn=collate, **how), TokenBudget(128)
+        )
         assert all_ids([list(loader)]) == list(range(9))
-    weights = WeightedRandomSampler([1.0] * 60 + [0.0] * 60, 90, generator=torch.Generator().manual_seed(1))
+    weights = WeightedRandomSampler(
+        [1.0] * 60 + [0.0] * 60, 90, generator=torch.Generator().manual_seed(1)
+    )
     plain = DataLoader(Tokens(LENGTHS), batch_size=8, sampler=weights, collate_fn=collate)
-    ids = [i for step in OnlineDataLoader.from_dataloader(plain, TokenBudget(128), window=16) for i in used(step)]
+    ids = [
+        i
+        for step in OnlineDataLoader.from_dataloader(plain, TokenBudget(128), window=16)
+        for i in used(step)
+    ]
     assert (len(ids), max(ids) < 60) == (90, True)
 
 
-def test_planned_batches_that_fit_stay_those_that_grew_are_split_and_a_plain_loader_may_do_it() -> None:
+def test_planned_batches_that_fit_stay_those_that_grew_are_split_and_a_plain_loader_may_do_it() -> (
+    None
+):
     sampler = LengthAwareBatchSampler(LENGTHS, TokenBudget(128), shuffle=True, rank=0, world_size=1)
     planned = [list(batch) for batch in sampler]
-    assert [list(step.indices) for step in make_loader(None, LENGTHS, batch_sampler=sampler)] == planned
+    assert [
+        list(step.indices) for step in make_loader(None, LENGTHS, batch_sampler=sampler)
+    ] == planned
     steps = list(make_loader(None, [2 * n for n in LENGTHS], batch_sampler=sampler))
     assert all_ids([steps]) == list(range(120))
     assert all(step.batch["input_ids"].numel() <= 128 or len(step.indices) == 1 for step in steps)
     assert len(steps) > len(planned)
     collator = RefinementCollator(collate, TokenBudget(64))
-    plain = DataLoader(IndexedDataset(Tokens(LENGTHS)), batch_sampler=sampler, collate_fn=collator, num_workers=2)
+    plain = DataLoader(
+        IndexedDataset(Tokens(LENGTHS)), batch_sampler=sampler, collate_fn=collator, num_workers=2
+    )
     refined = [r for window in plain for r in window]
     assert sorted(i for r in refined for i in r.indices) == list(range(120))
     assert all(r.batch["input_ids"][:, 0].tolist() == r.indices for r in refined)
@@ -190,7 +256,9 @@ class Pinnable:
         return "pinned"
 
 
-@pytest.mark.parametrize("holds", [lambda p: UserDict(a=[p]), lambda p: (1, p), lambda p: Pair(p, "abc")])
+@pytest.mark.parametrize(
+    "holds", [lambda p: UserDict(a=[p]), lambda p: (1, p), lambda p: Pair(p, "abc")]
+)
 def test_pinning_keeps_containers_and_changes_no_original(holds: Any) -> None:
     original = holds(Pinnable())
     before = repr(original)
@@ -235,15 +303,23 @@ def test_a_stream_that_every_worker_reads_wholly_is_told_of_without_false_alarms
 
 def test_a_stream_that_every_rank_reads_wholly_is_told_of_on_every_rank() -> None:
     messages, _ = said(lambda: run_ranks(2, lambda world: counted(Naive, world)))
-    assert len([m for m in messages if "all 2 ranks read the same samples" in m]) == len(messages) == 2
-    own = said(lambda: run_ranks(2, lambda world: counted(lambda n: Stream(n, world.rank, world.size), world)))
+    assert (
+        len([m for m in messages if "all 2 ranks read the same samples" in m]) == len(messages) == 2
+    )
+    own = said(
+        lambda: run_ranks(
+            2, lambda world: counted(lambda n: Stream(n, world.rank, world.size), world)
+        )
+    )
     assert own[0] == []
     assert [sum(epoch) for epoch in zip(*own[1], strict=True)] == [len(FEW)] * 2
 
 
 def resumed_once(make: Any, size: int) -> None:
     """Stopped after five steps, then one step later, every sample of a rank's share comes once."""
-    for rank, steps in enumerate(zip(*legs(make, [(size, 5), (size, 1), (size, None)], epochs=1)[0], strict=True)):
+    for rank, steps in enumerate(
+        zip(*legs(make, [(size, 5), (size, 1), (size, None)], epochs=1)[0], strict=True)
+    ):
         assert sorted([i for step in steps for i in ids_in(step)]) == sorted(shares_of(rank, size))
 
 
@@ -255,24 +331,38 @@ def shares_of(rank: int, size: int) -> range:
 def test_a_stream_resumes_also_while_a_rank_idles(size: int, kind: Any) -> None:
     def make(world: Any) -> Any:
         data = kind(FEW[: shares_of(world.rank, size).stop])
-        how = {"window": 4 if kind is Living else 20, "window_bytes": 900, "max_tokens": 64, "num_workers": 2}
+        how = {
+            "window": 4 if kind is Living else 20,
+            "window_bytes": 900,
+            "max_tokens": 64,
+            "num_workers": 2,
+        }
         return make_loader(world, data, dataset=lambda data: data, **how)
 
     resumed_once(make, size)
 
 
 def as_tensors(samples: Any) -> Any:
-    return collate([{name: torch.tensor(values) for name, values in sample.items()} for sample in samples])
+    return collate(
+        [{name: torch.tensor(values) for name, values in sample.items()} for sample in samples]
+    )
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_hugging_face_streams_resume_and_are_shuffled_anew_in_persistent_workers(num_workers: int) -> None:
+def test_hugging_face_streams_resume_and_are_shuffled_anew_in_persistent_workers(
+    num_workers: int,
+) -> None:
     from datasets import Dataset
 
     rows = {name: [[i] * n for i, n in enumerate(FEW)] for name in ("input_ids", "labels")}
     data = Dataset.from_dict(rows).to_iterable_dataset(num_shards=4)
-    how = {"dataset": lambda _: data, "collate_fn": as_tensors, "num_workers": num_workers, "window": 4}
+    how = {
+        "dataset": lambda _: data,
+        "collate_fn": as_tensors,
+        "num_workers": num_workers,
+        "window": 4,
+    }
     resumed_once(lambda world: make_loader(world, FEW, **how), 1)
     data = data.shuffle(seed=1, buffer_size=12)  # its state leaves out the buffer
     resumed_once(lambda world: make_loader(world, FEW, **how), 1)

@@ -9,21 +9,48 @@ import pytest
 import torch
 import transformers
 
-from dynagroup import BudgetError, ConfigError, LearningBudget, generate_with_oom_retry, run_with_oom_retry
+from dynagroup import (
+    BudgetError,
+    ConfigError,
+    LearningBudget,
+    generate_with_oom_retry,
+    run_with_oom_retry,
+)
 from tests import models
 from tests.models import Allocator
 
 VOCAB, PAD, EOS = 31, 0, 2
-SMALL: Any = {"vocab": VOCAB, "layers": 3, "inner": 16, "pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": 1}
+SMALL: Any = {
+    "vocab": VOCAB,
+    "layers": 3,
+    "inner": 16,
+    "pad_token_id": PAD,
+    "eos_token_id": EOS,
+    "bos_token_id": 1,
+}
 
 
-OWN: Any = {"max_position_embeddings": 64, "decoder_start_token_id": EOS, "forced_eos_token_id": None}
+OWN: Any = {
+    "max_position_embeddings": 64,
+    "decoder_start_token_id": EOS,
+    "forced_eos_token_id": None,
+}
 FAMILIES: dict[str, tuple[str, Any, Any, int]] = {
     "llama": ("LlamaForCausalLM", models.llama(**SMALL), lambda m: m.model.layers, 6),
-    "gpt2": ("GPT2LMHeadModel", models.gpt2(**{**SMALL, "inner": 64}, n_positions=64), lambda m: m.transformer.h, 3),
+    "gpt2": (
+        "GPT2LMHeadModel",
+        models.gpt2(**{**SMALL, "inner": 64}, n_positions=64),
+        lambda m: m.transformer.h,
+        3,
+    ),
     "t5": ("T5ForConditionalGeneration", models.t5(**SMALL), lambda m: m.encoder.block, 3),
-    "bart": ("BartForConditionalGeneration", models.bart(**SMALL, **OWN), lambda m: m.model.encoder.layers, 4),
-}  # fmt: skip
+    "bart": (
+        "BartForConditionalGeneration",
+        models.bart(**SMALL, **OWN),
+        lambda m: m.model.encoder.layers,
+        4,
+    ),
+}
 LENGTHS = [3, 11, 5, 12, 2, 7, 9]
 OF_CONFIG: Any = {"max_new_tokens": 6, "num_beams": 2, "pad_token_id": PAD, "eos_token_id": EOS}
 CONFIG = transformers.GenerationConfig(**OF_CONFIG, decoder_start_token_id=PAD)
@@ -47,7 +74,9 @@ def build(name: str = "llama") -> tuple[Any, Allocator, dict[str, torch.Tensor]]
         left = not model.config.is_encoder_decoder
         mask[row, -length:] = left
         mask[row, :length] |= not left
-    ids = torch.randint(3, VOCAB, mask.shape, generator=generator).where(mask.bool(), torch.tensor(PAD))
+    ids = torch.randint(3, VOCAB, mask.shape, generator=generator).where(
+        mask.bool(), torch.tensor(PAD)
+    )
     return model, allocator, {"input_ids": ids, "attention_mask": mask}
 
 
@@ -63,23 +92,41 @@ def with_limit(case: Any, limit: float, **kwargs: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:Using the model-agnostic default")
-@pytest.mark.parametrize(("limit", "kwargs"), [
-    (12, {"max_new_tokens": 9}), (12, {"max_new_tokens": 9, "num_beams": 3}),
-    (40, {"max_new_tokens": 9, "num_beams": 3, "num_return_sequences": 2}), (25, {"max_length": 20}),
-    (25, {"max_new_tokens": 9, "no_repeat_ngram_size": 2, "min_length": 6}), (25, {}),
-    (25, {"max_new_tokens": 30, "pad_token_id": 7}), (50, {"generation_config": CONFIG}),
-], ids=str)  # fmt: skip
-def test_the_output_is_the_unsplit_one_token_for_token(case: Any, limit: int, kwargs: dict[str, Any]) -> None:
-    rows = 1 if case[0].config.is_encoder_decoder else kwargs.get("num_beams", 1)  # encoders run before beams part
+@pytest.mark.parametrize(
+    ("limit", "kwargs"),
+    [
+        (12, {"max_new_tokens": 9}),
+        (12, {"max_new_tokens": 9, "num_beams": 3}),
+        (40, {"max_new_tokens": 9, "num_beams": 3, "num_return_sequences": 2}),
+        (25, {"max_length": 20}),
+        (25, {"max_new_tokens": 9, "no_repeat_ngram_size": 2, "min_length": 6}),
+        (25, {}),
+        (25, {"max_new_tokens": 30, "pad_token_id": 7}),
+        (50, {"generation_config": CONFIG}),
+    ],
+    ids=str,
+)
+def test_the_output_is_the_unsplit_one_token_for_token(
+    case: Any, limit: int, kwargs: dict[str, Any]
+) -> None:
+    rows = (
+        1 if case[0].config.is_encoder_decoder else kwargs.get("num_beams", 1)
+    )  # encoders run before beams part
     whole, got = with_limit(case, limit * rows, **kwargs)
     assert torch.equal(got.output, whole)
     if "pad_token_id" in kwargs:
         case[1].limit = float("inf")
-        plain = case[0].generate(**case[2], max_new_tokens=30)[:, 0 if case[0].config.is_encoder_decoder else 12 :]
-        assert len({int((row == PAD).sum()) for row in plain}) > 1, "samples end at different lengths"
+        plain = case[0].generate(**case[2], max_new_tokens=30)[
+            :, 0 if case[0].config.is_encoder_decoder else 12 :
+        ]
+        assert len({int((row == PAD).sum()) for row in plain}) > 1, (
+            "samples end at different lengths"
+        )
 
 
-def test_without_a_failure_the_output_is_generates_own_and_what_cannot_be_honoured_is_refused() -> None:
+def test_without_a_failure_the_output_is_generates_own_and_what_cannot_be_honoured_is_refused() -> (
+    None
+):
     model, allocator, batch = build()
     output, num_splits = generate_with_oom_retry(model, batch, max_new_tokens=4)
     assert num_splits == 0
@@ -88,8 +135,15 @@ def test_without_a_failure_the_output_is_generates_own_and_what_cannot_be_honour
     assert torch.equal(generate_with_oom_retry(model, batch["input_ids"], **own).output, output)
     assert not allocator.failures
     model, allocator, batch = build()
-    for name in ("streamer", "return_dict_in_generate", "past_key_values", "prefix_allowed_tokens_fn"):
-        with pytest.raises(ConfigError, match=f"`{name}` does not work when a batch may run in parts"):
+    for name in (
+        "streamer",
+        "return_dict_in_generate",
+        "past_key_values",
+        "prefix_allowed_tokens_fn",
+    ):
+        with pytest.raises(
+            ConfigError, match=f"`{name}` does not work when a batch may run in parts"
+        ):
             generate_with_oom_retry(model, batch, **{name: True})
     assert not allocator.claims
 
@@ -129,10 +183,19 @@ def test_only_the_part_that_failed_is_run_again_and_a_smaller_one_is_tried_whole
 
 
 @pytest.mark.parametrize("learned", [None, LearningBudget()], ids=["alone", "learned"])
-def test_a_part_that_waits_heeds_what_its_sibling_has_taught(learned: LearningBudget | None) -> None:
+def test_a_part_that_waits_heeds_what_its_sibling_has_taught(
+    learned: LearningBudget | None,
+) -> None:
     fn = Fn(2)
     assert run_with_oom_retry(fn, [0] * 8, learned=learned) == [[0, 0]] * 4
-    assert list(map(len, fn.calls)) == [8, 4, 2, 2, 2, 2]  # six passes: the second half of 4 is not tried whole
+    assert list(map(len, fn.calls)) == [
+        8,
+        4,
+        2,
+        2,
+        2,
+        2,
+    ]  # six passes: the second half of 4 is not tried whole
 
 
 def test_a_failed_attempts_tensors_are_gone_before_the_next_begins() -> None:
@@ -151,8 +214,12 @@ def test_a_failed_attempts_tensors_are_gone_before_the_next_begins() -> None:
         alive.append(weakref.ref(kept))
         try:
             return deep(kept).clone()
-        except torch.OutOfMemoryError as error:  # a library's own handler: its frames hang on __cause__
-            raise RuntimeError("wrapped") from (held.append(error) or error)  # kept, as by who logs it later
+        except (
+            torch.OutOfMemoryError
+        ) as error:  # a library's own handler: its frames hang on __cause__
+            raise RuntimeError("wrapped") from (
+                held.append(error) or error
+            )  # kept, as by who logs it later
 
     gc.disable()  # the retry itself must collect
     try:
@@ -168,7 +235,9 @@ def test_other_errors_pass_through_and_what_cannot_be_cut_further_is_named_with_
         if padded(part) > 6:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7 tokens")
 
-    with pytest.raises(BudgetError, match=r"sample 2 does not fit even alone \(input_ids: \(1, 8\).*7 tokens"):
+    with pytest.raises(
+        BudgetError, match=r"sample 2 does not fit even alone \(input_ids: \(1, 8\).*7 tokens"
+    ):
         run_with_oom_retry(fn, {"input_ids": mask, "attention_mask": mask})
     stubborn = Fn(0)
     with pytest.raises(BudgetError, match=r"samples 0, 1, 2, 3 do not fit together"):

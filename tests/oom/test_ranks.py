@@ -32,9 +32,11 @@ TIMEOUT_S, NEVER = 6, float("inf")
 WRAPS = DistributedDataParallel, fully_shard
 TOO_LARGE = "a batch of 23 samples of 11 tokens, which the budget allows, ran out of memory"
 CASES: list[tuple[str, bool, list[float]]] = [  # where, whether it learns, limit of each rank
-    ("forward", True, [40, 48]), ("third layer", False, [NEVER, 48]), ("backward", False, [48, NEVER]),
+    ("forward", True, [40, 48]),
+    ("third layer", False, [NEVER, 48]),
+    ("backward", False, [48, NEVER]),
     ("end of backward", False, [NEVER, 48]),
-]  # fmt: skip
+]
 
 
 def together(ranks: int, *jobs: Callable[[int, int], Any]) -> list[list[Any]]:
@@ -54,7 +56,9 @@ def several_places(rank: int, size: int) -> list[Any]:
     for place, learns, limits in CASES:
         learned = LearningBudget() if learns else loop.Forgetful()
         limit = limits[rank % len(limits)]
-        parameters, backward, failures = loop.train_with_failures(place, limit, rank=rank, size=size, learned=learned)
+        parameters, backward, failures = loop.train_with_failures(
+            place, limit, rank=rank, size=size, learned=learned
+        )
         answers.append((parameters, failures, backward.learned.limits))
     return answers
 
@@ -110,7 +114,9 @@ def buffers_and_unused_parameters(rank: int, size: int) -> tuple[list[float], li
     for _ in range(2):
         model.zero_grad()
         backward(lambda x: ddp(x).mean(), torch.ones(4, 2, dtype=torch.float64))
-    return [float(model.seen)], [None if p.grad is None else p.grad.flatten().tolist() for p in model.parameters()]
+    return [float(model.seen)], [
+        None if p.grad is None else p.grad.flatten().tolist() for p in model.parameters()
+    ]
 
 
 def gradients_from_before(rank: int, size: int) -> list[list[float]]:
@@ -138,28 +144,45 @@ def gradients_from_before(rank: int, size: int) -> list[list[float]]:
 @pytest.fixture(scope="module")
 def two_ranks() -> dict[Any, list[Any]]:
     """One start of two processes for all that is asked of them."""
-    jobs = (several_places, no_way_out, buffers_and_unused_parameters, gradients_from_before, identity_of_a_job)
-    return dict(zip((*jobs, a_rank_that_leaves), together(2, *jobs, a_rank_that_leaves), strict=True))
+    jobs = (
+        several_places,
+        no_way_out,
+        buffers_and_unused_parameters,
+        gradients_from_before,
+        identity_of_a_job,
+    )
+    return dict(
+        zip((*jobs, a_rank_that_leaves), together(2, *jobs, a_rank_that_leaves), strict=True)
+    )
 
 
 def test_parameters_are_those_of_a_run_that_never_failed(two_ranks: dict[Any, list[Any]]) -> None:
     untroubled = loop.train_plainly(2)
     for per_rank in zip(*two_ranks[several_places], strict=True):
         assert sum(failures for _, failures, _ in per_rank) > 0
-        assert len({tuple(learned) for _, _, learned in per_rank}) == 1  # so that later plans stay the same everywhere
+        assert (
+            len({tuple(learned) for _, _, learned in per_rank}) == 1
+        )  # so that later plans stay the same everywhere
         for parameters, _, _ in per_rank:
             assert (parameters - untroubled).abs().max() < 1e-8
 
 
-def test_ranks_raise_alike_and_gradients_from_before_are_kept_when_an_update_fails(two_ranks) -> None:
+def test_ranks_raise_alike_and_gradients_from_before_are_kept_when_an_update_fails(
+    two_ranks,
+) -> None:
     first, second = two_ranks[no_way_out]
     assert first == second
     assert "on rank 1 even alone" in first
     assert two_ranks[gradients_from_before] == [[[7.0], [9.0]], [[9.0], [9.0]]]
-    assert all("rank 0 of 2 lost contact with the others" in said for said in two_ranks[a_rank_that_leaves][0])
+    assert all(
+        "rank 0 of 2 lost contact with the others" in said
+        for said in two_ranks[a_rank_that_leaves][0]
+    )
 
 
-def test_buffers_follow_the_first_rank_a_parameter_used_on_one_is_averaged_and_jobs_are_the_same_everywhere(two_ranks):
+def test_buffers_follow_the_first_rank_a_parameter_used_on_one_is_averaged_and_jobs_are_the_same_everywhere(
+    two_ranks,
+):
     first, second = two_ranks[buffers_and_unused_parameters]
     assert first == second == ([2.0], [[0.5, 0.5], [0.5], [0.5, 0.5], [0.5], None, None])
     assert two_ranks[identity_of_a_job] == [identity()] * 2
@@ -170,17 +193,24 @@ def collate(rows: list[list[int]]) -> torch.Tensor:
 
 
 def compute_loss(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.cross_entropy(model(ids)[:, :-1].transpose(1, 2), ids[:, 1:], ignore_index=0)
+    return torch.nn.functional.cross_entropy(
+        model(ids)[:, :-1].transpose(1, 2), ids[:, 1:], ignore_index=0
+    )
 
 
 def loader_of(budget: Any) -> Any:
-    how: dict[str, Any] = {"samples_per_update": 32, "weigh": lambda ids: float(ids[:, 1:].ne(0).sum())}
+    how: dict[str, Any] = {
+        "samples_per_update": 32,
+        "weigh": lambda ids: float(ids[:, 1:].ne(0).sum()),
+    }
     return PlannedDataLoader(ROWS, [len(row) for row in ROWS], budget, collate_fn=collate, **how)
 
 
 def made(wrap: Any, budget: Any, held: float = ALL) -> tuple[Any, Any, Allocator]:
     torch.manual_seed(0)
-    inner = torch.nn.Sequential(torch.nn.Embedding(50, 8), torch.nn.Dropout(), torch.nn.Linear(8, 50))
+    inner = torch.nn.Sequential(
+        torch.nn.Embedding(50, 8), torch.nn.Dropout(), torch.nn.Linear(8, 50)
+    )
     allocator = Allocator(held)
     allocator.in_forward(inner[2])
     return wrap(inner.double()), loader_of(budget), allocator
@@ -196,7 +226,9 @@ def trained(wrap: Any, *, first: bool) -> torch.Tensor:
             (compute_loss(model, step.batch) * step.loss_scale).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return torch.cat([getattr(p, "full_tensor", lambda p=p: p)().detach().flatten() for p in model.parameters()])
+    return torch.cat(
+        [getattr(p, "full_tensor", lambda p=p: p)().detach().flatten() for p in model.parameters()]
+    )
 
 
 def told(wrap: Any, held: float) -> str:
@@ -210,14 +242,27 @@ def flown() -> dict[str, Any]:
     """The last case breaks the group of the model: its ranks wait in it until it times out."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
     on_last = HELD if dist.get_rank() == dist.get_world_size() - 1 else ALL
-    found = {f"{wrap.__name__} {first}": trained(wrap, first=first) for wrap in WRAPS for first in (False, True)}
-    model, loader, allocator = made(DistributedDataParallel, LearningBudget(TokenBudget(256)), on_last)
-    found["passed"], found["limits"] = preflight(model, loader, compute_loss), loader.budget.learner.limits
+    found = {
+        f"{wrap.__name__} {first}": trained(wrap, first=first)
+        for wrap in WRAPS
+        for first in (False, True)
+    }
+    model, loader, allocator = made(
+        DistributedDataParallel, LearningBudget(TokenBudget(256)), on_last
+    )
+    found["passed"], found["limits"] = (
+        preflight(model, loader, compute_loss),
+        loader.budget.learner.limits,
+    )
     allocator.failures.clear()
     for step in loader:
         model.module(step.batch)
     found["failures"] = len(allocator.failures)
-    found["messages"] = [told(DistributedDataParallel, on_last), told(fully_shard, HELD), told(fully_shard, on_last)]
+    found["messages"] = [
+        told(DistributedDataParallel, on_last),
+        told(fully_shard, HELD),
+        told(fully_shard, on_last),
+    ]
     return found
 
 
@@ -239,11 +284,21 @@ def test_ranks_agree_on_what_ran_out_of_memory_and_nothing_has_changed(ranks: in
 
 
 # DeepSpeed's ZeRO: a pre-flight changes nothing, an update is one step. Run by scripts/test_deepspeed.sh.
-needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="bash scripts/test_deepspeed.sh has it")
-FLOAT32, OFFLOADED = {"data_types": {"grad_accum_dtype": "fp32"}}, {"offload_optimizer": {"device": "cpu"}}
+needs_deepspeed = pytest.mark.skipif(
+    find_spec("deepspeed") is None, reason="bash scripts/test_deepspeed.sh has it"
+)
+FLOAT32, OFFLOADED = (
+    {"data_types": {"grad_accum_dtype": "fp32"}},
+    {"offload_optimizer": {"device": "cpu"}},
+)
 ZERO: list[tuple[int, bool, dict[str, Any]]] = [
-    (0, False, {}), (1, True, FLOAT32), (2, True, FLOAT32), (2, False, OFFLOADED), (3, False, {}), (3, False, OFFLOADED)
-]  # fmt: skip
+    (0, False, {}),
+    (1, True, FLOAT32),
+    (2, True, FLOAT32),
+    (2, False, OFFLOADED),
+    (3, False, {}),
+    (3, False, OFFLOADED),
+]
 
 
 class Zero(torch.nn.Module):
@@ -251,7 +306,11 @@ class Zero(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedded, self.head, self.other = torch.nn.Embedding(50, 8), torch.nn.Linear(8, 50), torch.nn.Linear(8, 50)
+        self.embedded, self.head, self.other = (
+            torch.nn.Embedding(50, 8),
+            torch.nn.Linear(8, 50),
+            torch.nn.Linear(8, 50),
+        )
         self.before = False
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -267,9 +326,19 @@ def engine_of(case: tuple[int, bool, dict[str, Any]], held: float = ALL) -> tupl
     model = Zero()
     Allocator(held).in_forward(model.head)
     zero = {"stage": stage, **(how if how is OFFLOADED else {})}
-    config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "zero_optimization": zero}
-    config |= {"bf16": {"enabled": low}, "zero_force_ds_cpu_optimizer": False, **(how if how is FLOAT32 else {})}
-    engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters(), 1e-2), config=config)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 2,
+        "zero_optimization": zero,
+    }
+    config |= {
+        "bf16": {"enabled": low},
+        "zero_force_ds_cpu_optimizer": False,
+        **(how if how is FLOAT32 else {}),
+    }
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=torch.optim.AdamW(model.parameters(), 1e-2), config=config
+    )
     return engine, loader_of(TokenBudget(256))
 
 
@@ -304,17 +373,29 @@ def zero_flown() -> tuple[list[bool], list[str]]:
         with pytest.raises(BudgetError) as error:
             preflight(*engine_of((stage, False, {}), HELD), compute_loss)
         said.append(str(error.value))
-    return [torch.equal(zero_trained(case, first=False), zero_trained(case, first=True)) for case in ZERO], said
+    return [
+        torch.equal(zero_trained(case, first=False), zero_trained(case, first=True))
+        for case in ZERO
+    ], said
 
 
 def run_of_trainer(stage: int | None) -> torch.Tensor:
     os.environ.pop("ACCELERATE_USE_CPU")  # with it, there is no DeepSpeed
     zero = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
-    how: dict[str, Any] = {} if stage is None else {"deepspeed": {**zero, "zero_optimization": {"stage": stage}}}
+    how: dict[str, Any] = (
+        {} if stage is None else {"deepspeed": {**zero, "zero_optimization": {"stage": stage}}}
+    )
     with tempfile.TemporaryDirectory() as folder:
         model, config = toys.causal_lm().float(), {"preflight": True}
-        how |= {"use_cpu": stage is None, "max_steps": 4, "optim": "adamw_torch", "max_grad_norm": 0.0}
-        run = toys.trainer("causal", folder, fits=stage is not None, model=model, config=config, **how)
+        how |= {
+            "use_cpu": stage is None,
+            "max_steps": 4,
+            "optim": "adamw_torch",
+            "max_grad_norm": 0.0,
+        }
+        run = toys.trainer(
+            "causal", folder, fits=stage is not None, model=model, config=config, **how
+        )
         run.train()
         assert stage is None or run.deepspeed.global_steps == 4
         return toys.parameters(run.model) if stage is None else gathered(run.deepspeed)

@@ -32,27 +32,48 @@ def test_every_usual_kind_of_batch_is_cut_and_keeps_its_kind() -> None:
     assert [len(t) for t in take([torch.zeros(3), torch.zeros(5), torch.zeros(4)], 0, 2)] == [3, 5]
     assert [part.tolist() for part in take((x, y), 1, 2)] == [[1], [[2, 3]]]
     assert take(Pair(x, y), 1, 2).y.tolist() == [[2, 3]]
-    collated = torch.utils.data.default_collate([(1, 2), (3, 4), (5, 6)])  # a list, by default_collate's convention
+    collated = torch.utils.data.default_collate(
+        [(1, 2), (3, 4), (5, 6)]
+    )  # a list, by default_collate's convention
     assert [part.tolist() for part in take(collated, 0, 2)] == [[1, 3], [2, 4]]
-    part = take({"x": torch.arange(4), "extra": {"names": ["a", "b", "c", "d"], "scale": 2.0}}, 2, 4)
+    part = take(
+        {"x": torch.arange(4), "extra": {"names": ["a", "b", "c", "d"], "scale": 2.0}}, 2, 4
+    )
     assert (part["x"].tolist(), part["extra"]) == ([2, 3], {"names": ["c", "d"], "scale": 2.0})
     fields = {"input_ids": torch.zeros(4, 4), "cache_position": torch.arange(4)}
     mapping = OrderedDict(fields, num_items_in_batch=torch.tensor(7))
     part = take(mapping, 0, 1)
     assert isinstance(part, OrderedDict)
-    assert part["cache_position"].tolist() == [0, 1, 2, 3]  # as long as the batch has samples, by accident
+    assert part["cache_position"].tolist() == [
+        0,
+        1,
+        2,
+        3,
+    ]  # as long as the batch has samples, by accident
     assert (part["num_items_in_batch"], len(mapping["input_ids"])) == (7, 4)
 
 
 @pytest.mark.parametrize(
     ("rows", "kept"),
-    [(("1100", "1110"), 3), (("0110", "0010"), 3), (("0011", "0001"), 4), (("0000", "0000"), 4), (("1000", "0100"), 2)],
+    [
+        (("1100", "1110"), 3),
+        (("0110", "0010"), 3),
+        (("0011", "0001"), 4),
+        (("0000", "0000"), 4),
+        (("1000", "0100"), 2),
+    ],
 )
 def test_a_part_is_trimmed_to_its_own_longest(rows: tuple[str, ...], kept: int) -> None:
     mask = mask_of(*rows, "1111")
-    batch = {"input_ids": torch.arange(12).reshape(3, 4), "attention_mask": mask, "labels": torch.full((3, 4), -100)}
+    batch = {
+        "input_ids": torch.arange(12).reshape(3, 4),
+        "attention_mask": mask,
+        "labels": torch.full((3, 4), -100),
+    }
     part = take(batch, 0, 2)
-    assert {key: tuple(value.shape) for key, value in part.items()} == dict.fromkeys(batch, (2, kept))
+    assert {key: tuple(value.shape) for key, value in part.items()} == dict.fromkeys(
+        batch, (2, kept)
+    )
     assert part["input_ids"].tolist() == batch["input_ids"][:2, :kept].tolist()
     assert BatchSplitter(trim=False).take(batch, 0, 2)["input_ids"].shape == (2, 4)
 
@@ -63,18 +84,29 @@ def test_what_would_lose_something_is_not_trimmed_and_position_ids_are_of_three_
     part = take({**batch, "labels": torch.tensor([[5, 6, 7, 8]] * 2)}, 0, 1)
     assert (part["labels"].tolist(), part["input_ids"].shape) == ([[5, 6, 7, 8]], (1, 4))
     assert take({**batch, "tags": torch.ones(2, 4)}, 0, 1)["input_ids"].shape == (1, 4)
-    assert take({"input_values": torch.ones(2, 5), "labels": torch.ones(2, 5)}, 0, 1)["labels"].shape == (1, 5)
+    assert take({"input_values": torch.ones(2, 5), "labels": torch.ones(2, 5)}, 0, 1)[
+        "labels"
+    ].shape == (1, 5)
     batch = {"input_ids": torch.ones(2, 4), "attention_mask": mask_of("1100", "1111")}
     mrope, own = torch.arange(24).reshape(3, 2, 4), torch.arange(8).reshape(2, 4)
-    assert take({**batch, "position_ids": mrope}, 0, 1)["position_ids"].tolist() == mrope[:, :1, :2].tolist()
-    assert take({**batch, "position_ids": torch.arange(4)[None]}, 0, 1)["position_ids"].tolist() == [[0, 1]]
+    assert (
+        take({**batch, "position_ids": mrope}, 0, 1)["position_ids"].tolist()
+        == mrope[:, :1, :2].tolist()
+    )
+    assert take({**batch, "position_ids": torch.arange(4)[None]}, 0, 1)[
+        "position_ids"
+    ].tolist() == [[0, 1]]
     assert take({**batch, "position_ids": own}, 1, 2)["position_ids"].tolist() == [[4, 5, 6, 7]]
 
 
 # Sample 0: an image of 8 patches (2 tokens); sample 1: none; sample 2: images of 4 and 12 patches (1 and 3 tokens).
 IDS = torch.tensor([[9, 9, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1], [9, 1, 9, 9, 9, 1]])
 GRID = torch.tensor([[1, 2, 4], [1, 2, 2], [1, 2, 6]])
-IMAGES = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "pixel_values": torch.arange(24)[:, None]}
+IMAGES = {
+    "input_ids": IDS,
+    "attention_mask": torch.ones_like(IDS),
+    "pixel_values": torch.arange(24)[:, None],
+}
 IMAGES["image_grid_thw"] = GRID
 
 
@@ -82,7 +114,9 @@ IMAGES["image_grid_thw"] = GRID
     ("span", "images", "patches"),
     [((0, 1), [0], (0, 8)), ((0, 2), [0], (0, 8)), ((1, 2), None, None), ((2, 3), [1, 2], (8, 24))],
 )
-def test_concatenated_images_go_with_their_samples(span: tuple[int, int], images: Any, patches: Any) -> None:
+def test_concatenated_images_go_with_their_samples(
+    span: tuple[int, int], images: Any, patches: Any
+) -> None:
     by_token = BatchSplitter(vision=VisionTokens(image_token_id=9)).take(IMAGES, *span)
     for part in (by_token, take({**IMAGES, "mm_token_type_ids": (IDS == 9).long()}, *span)):
         if images is None:
@@ -92,8 +126,12 @@ def test_concatenated_images_go_with_their_samples(span: tuple[int, int], images
             assert part["pixel_values"].flatten().tolist() == list(range(*patches))
 
 
-def test_a_batch_encoding_stays_one_and_trimmed_columns_are_in_one_piece_as_losses_that_view_them_need() -> None:
-    part = take(small_tokenizer()(["w1 w2 w1", "w2", "w1 w2"], padding=True, return_tensors="pt"), 1, 3)
+def test_a_batch_encoding_stays_one_and_trimmed_columns_are_in_one_piece_as_losses_that_view_them_need() -> (
+    None
+):
+    part = take(
+        small_tokenizer()(["w1 w2 w1", "w2", "w1 w2"], padding=True, return_tensors="pt"), 1, 3
+    )
     assert isinstance(part, BatchEncoding)
     assert part["input_ids"].tolist() == [[6, 0], [5, 6]]
     assert part.word_ids(1)[:2] == [0, 1]
@@ -107,7 +145,9 @@ def rows_of(lengths: list[int]) -> list[dict[str, Any]]:
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.data())
-def test_a_part_is_what_the_collator_makes_of_its_samples(lengths: list[int], data: st.DataObject) -> None:
+def test_a_part_is_what_the_collator_makes_of_its_samples(
+    lengths: list[int], data: st.DataObject
+) -> None:
     start = data.draw(st.integers(0, len(lengths) - 1))
     stop = data.draw(st.integers(start + 1, len(lengths)))
     batch = COLLATE(rows_of(lengths))
@@ -115,11 +155,17 @@ def test_a_part_is_what_the_collator_makes_of_its_samples(lengths: list[int], da
     part, wanted = BatchSplitter().take(batch, start, stop), COLLATE(rows_of(lengths[start:stop]))
     assert part.keys() == wanted.keys()
     for name, value in wanted.items():
-        assert torch.equal(part[name], value) if isinstance(value, torch.Tensor) else part[name] == value, name
+        assert (
+            torch.equal(part[name], value)
+            if isinstance(value, torch.Tensor)
+            else part[name] == value
+        ), name
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 3))
-def test_positions_alone_show_the_borders_wherever_they_start(lengths: list[int], first: int) -> None:
+def test_positions_alone_show_the_borders_wherever_they_start(
+    lengths: list[int], first: int
+) -> None:
     batch = DataCollatorWithFlattening(position_ids_start=first)(rows_of(lengths))
     assert packed_borders(batch) == [0, *np.cumsum(lengths).tolist()]
 
@@ -130,30 +176,47 @@ def test_a_padded_row_is_no_pack_and_a_pack_costs_the_sum_of_its_tokens() -> Non
     assert packed_borders({"input_ids": ids}) is None
     assert packed_borders({"input_ids": ids.expand(2, 5), "position_ids": ids.expand(2, 5)}) is None
     shape = shape_of(COLLATE(rows_of([3, 7, 2])), 3)
-    assert (shape.num_samples[0], shape.longest["tokens"][0], shape.total["tokens"][0]) == (3, 7, 12)
+    assert (shape.num_samples[0], shape.longest["tokens"][0], shape.total["tokens"][0]) == (
+        3,
+        7,
+        12,
+    )
 
 
 LISTED = {"input_ids": torch.ones(2, 4), "images": torch.ones(5, 3)}
 ODD = {**COLLATE(rows_of([3, 4])), "extra": torch.zeros(5)}
 
 
-@pytest.mark.parametrize(("batch", "message"), [
-    (LISTED, r"`images` \(\(5, 3\)\) has no entry per sample in a batch of 2.*rules="),
-    (ODD, r"`extra` \(5,\) has no entry for each of 7 tokens or of 2 samples"),
-    ({"input_ids": torch.ones(3, 1), "past_key_values": DynamicCache()}, r"`past_key_values` \(DynamicCache\) has no entry"),
-    ({"a": torch.ones(2), "b": torch.ones(3)}, "cannot tell how many samples a batch has"),
-    (3, "a batch of type int cannot be split"), (IMAGES, "cannot tell which images belong to which sample"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (LISTED, r"`images` \(\(5, 3\)\) has no entry per sample in a batch of 2.*rules="),
+        (ODD, r"`extra` \(5,\) has no entry for each of 7 tokens or of 2 samples"),
+        (
+            {"input_ids": torch.ones(3, 1), "past_key_values": DynamicCache()},
+            r"`past_key_values` \(DynamicCache\) has no entry",
+        ),
+        ({"a": torch.ones(2), "b": torch.ones(3)}, "cannot tell how many samples a batch has"),
+        (3, "a batch of type int cannot be split"),
+        (IMAGES, "cannot tell which images belong to which sample"),
+    ],
+)
 def test_what_fits_no_rule_is_refused_with_the_way_out(batch: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         take(batch, 0, 1)
 
 
 def test_rules_of_ones_own_decide_and_images_must_add_up() -> None:
-    of_images = BatchSplitter(rules={"images": lambda value, batch, start, stop: value[2 * start : 2 * stop]})
+    of_images = BatchSplitter(
+        rules={"images": lambda value, batch, start, stop: value[2 * start : 2 * stop]}
+    )
     assert len(of_images.take(LISTED, 0, 1)["images"]) == 2
-    assert BatchSplitter(rules={"extra": lambda value, *_: value[:1]}).take(ODD, 0, 1)["extra"].tolist() == [0]
-    with pytest.raises(ConfigError, match="2 image tokens, but another number of patches in `image_grid_thw`"):
+    assert BatchSplitter(rules={"extra": lambda value, *_: value[:1]}).take(ODD, 0, 1)[
+        "extra"
+    ].tolist() == [0]
+    with pytest.raises(
+        ConfigError, match="2 image tokens, but another number of patches in `image_grid_thw`"
+    ):
         BatchSplitter(vision=VisionTokens(image_token_id=9, merge_size=1)).take(IMAGES, 0, 1)
 
 

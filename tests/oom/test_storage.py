@@ -62,7 +62,10 @@ def test_a_disk_that_is_full_in_the_last_bytes_is_an_error(tmp_path: Path) -> No
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     try:
-        with pytest.raises(OSError, match="File too large"), (tmp_path / "x.npy").open("wb") as file:
+        with (
+            pytest.raises(OSError, match="File too large"),
+            (tmp_path / "x.npy").open("wb") as file,
+        ):
             VECTORS.write(file, np.zeros((1, 1000), np.float32))
         with pytest.raises(OSError, match="File too large") as kept:  # as a notebook keeps it
             run(tmp_path, [], ["x" * 3000] * 4)
@@ -87,20 +90,27 @@ def run(folder: Path, done: list[int], results: list[Any] = TWENTY) -> Any:
     return out.read()
 
 
-def test_what_was_written_comes_back_and_a_job_that_finished_nothing_is_in_nobodys_way(tmp_path: Path) -> None:
+def test_what_was_written_comes_back_and_a_job_that_finished_nothing_is_in_nobodys_way(
+    tmp_path: Path,
+) -> None:
     with closing(other := out_of(tmp_path, {"task": "another"})):
         other.claim()
     written(tmp_path, [3, 1])
     written(tmp_path, [0, 2])
     assert run(tmp_path, done := [], RESULTS) == RESULTS
     assert not done
-    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 4  # whatever a reader splits at
+    assert (
+        len((tmp_path / "out.jsonl").read_text().splitlines()) == 4
+    )  # whatever a reader splits at
 
 
 def test_another_jobs_journal_is_refused_with_what_differs_and_never_read(tmp_path: Path) -> None:
     written(tmp_path, [1])
     said = r"out.jsonl.job .* saved by a run with other data or settings: texts was 4 then, is 5 now.*remove"
-    with closing(other := out_of(tmp_path, {**JOB, "texts": 5})), pytest.raises(StateError, match=said):
+    with (
+        closing(other := out_of(tmp_path, {**JOB, "texts": 5})),
+        pytest.raises(StateError, match=said),
+    ):
         other.claim()
     (tmp_path / "out.jsonl.job").unlink()
     with closing(other):
@@ -125,12 +135,17 @@ def test_a_torn_record_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     assert "the last 30 of 76 bytes" in caplog.text
 
 
-def test_two_runs_of_one_job_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_runs_of_one_job_are_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also while the first publishes: its lock is given back once the output is there."""
     first, second, replace = out_of(tmp_path), out_of(tmp_path), os.replace
 
     def refused(*names: Path) -> None:
-        with closing(second), pytest.raises(ConfigError, match="out.jsonl.job is locked: another process"):
+        with (
+            closing(second),
+            pytest.raises(ConfigError, match="out.jsonl.job is locked: another process"),
+        ):
             second.claim()
         if names:
             replace(*names)
@@ -148,7 +163,11 @@ def test_two_runs_of_one_job_are_told_apart(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_worker_that_outlives_its_run_does_not_keep_the_lock(tmp_path: Path) -> None:
     """As after ``kill -9`` of a run whose worker waits for it."""
-    forks, killed, next_run = multiprocessing.get_context("fork"), out_of(tmp_path), out_of(tmp_path)
+    forks, killed, next_run = (
+        multiprocessing.get_context("fork"),
+        out_of(tmp_path),
+        out_of(tmp_path),
+    )
     runs, ended = forks.Event(), forks.Event()
     killed.claim()
     worker = forks.Process(target=lambda: (runs.set(), ended.wait(60)))
@@ -183,11 +202,15 @@ def crashing(monkeypatch: pytest.MonkeyPatch, operation: int) -> None:
         monkeypatch.setattr(owner, name, before(getattr(owner, name)))
 
 
-def test_a_crash_at_any_operation_loses_nothing_and_repeats_at_most_the_batch_it_was_in(tmp_path: Path) -> None:
+def test_a_crash_at_any_operation_loses_nothing_and_repeats_at_most_the_batch_it_was_in(
+    tmp_path: Path,
+) -> None:
     for operation in range(1, 40):
         folder, done = tmp_path / str(operation), []
         folder.mkdir()
-        for _ in range(2):  # and the run after the crash crashes at its own operation of that number
+        for _ in range(
+            2
+        ):  # and the run after the crash crashes at its own operation of that number
             with pytest.MonkeyPatch.context() as patched:
                 try:
                     crashing(patched, operation)
@@ -205,7 +228,9 @@ def test_vectors_are_kept_in_four_bytes_a_number_and_published_whole(tmp_path: P
     with closing(out := Output(tmp_path / "v.npy", JOB, 3, VECTORS)):
         out.claim()
         out.append([2, 0], rows[[2, 0]])
-        with pytest.raises(StateError, match="1 of 3 samples are missing in .*v.npy.journal; run again"):
+        with pytest.raises(
+            StateError, match="1 of 3 samples are missing in .*v.npy.journal; run again"
+        ):
             out.publish()
         out.append([1], rows[[1]])
         assert sum(p.stat().st_size for p in out.journal.iterdir()) < rows.nbytes + 200
@@ -214,12 +239,16 @@ def test_vectors_are_kept_in_four_bytes_a_number_and_published_whole(tmp_path: P
     assert out.read().dtype == np.float32
 
 
-def test_a_receipt_that_is_damaged_or_an_output_that_is_a_folder_is_an_error_that_names_it(tmp_path: Path) -> None:
+def test_a_receipt_that_is_damaged_or_an_output_that_is_a_folder_is_an_error_that_names_it(
+    tmp_path: Path,
+) -> None:
     run(tmp_path, [])
     out = Output(tmp_path / "out.jsonl", {**JOB, "texts": 20}, 20, LINES)
     for damaged in RECEIPTS:
         (tmp_path / "out.jsonl.job").write_bytes(damaged)
-        with pytest.raises(StateError, match="out.jsonl.job was written by another job: .* remove .* to start over"):
+        with pytest.raises(
+            StateError, match="out.jsonl.job was written by another job: .* remove .* to start over"
+        ):
             out.is_finished()
     (tmp_path / "out.jsonl").unlink()
     (tmp_path / "out.jsonl").mkdir()
@@ -237,7 +266,9 @@ class Processor(transformers.LogitsProcessor):
         return scores
 
 
-def identity(model=None, tokenizer=None, texts: Any = TEXTS, token: int = 3, **more: Any) -> dict[str, Any]:
+def identity(
+    model=None, tokenizer=None, texts: Any = TEXTS, token: int = 3, **more: Any
+) -> dict[str, Any]:
     arguments = {"logits_processor": transformers.LogitsProcessorList([Processor(token)]), **more}
     settings = {"task": "generate", "max_length": None, "arguments": arguments}
     return identity_of(model or small_llama(), tokenizer or small_tokenizer(), texts, settings)
@@ -253,9 +284,15 @@ def differing(first: dict[str, Any], other: dict[str, Any]) -> list[str]:
     return [name for name in first if first[name] != other[name]]
 
 
-def test_other_models_texts_arguments_or_tokenizers_are_noticed_and_use_is_no_matter(first, tmp_path) -> None:
+def test_other_models_texts_arguments_or_tokenizers_are_noticed_and_use_is_no_matter(
+    first, tmp_path
+) -> None:
     joined = [TEXTS[0] + TEXTS[1][:1], TEXTS[1][1:], *TEXTS[2:]]
-    assert differing(first, identity(texts=joined)) == differing(first, identity(texts=TEXTS[::-1])) == ["texts"]
+    assert (
+        differing(first, identity(texts=joined))
+        == differing(first, identity(texts=TEXTS[::-1]))
+        == ["texts"]
+    )
     assert identity(texts=["\ud800"]) != identity(texts=["\ud801"])
     assert differing(first, identity(token=4)) == ["arguments"]
     a, b = (identity(generation_config=transformers.GenerationConfig(num_beams=n)) for n in (2, 3))
@@ -310,7 +347,10 @@ CHANGES: dict[str, list[Callable[[Any], Any]]] = {
         lambda model: model.model.layers[1].mlp.up_proj.weight[-1, -1].mul_(1.0001),
         lambda model: model.model.register_buffer("scale", torch.ones(2), persistent=False),
     ],
-    "model's attention": [lambda model: model.set_attn_implementation("eager"), partial(own_attention, scale=1.0)],
+    "model's attention": [
+        lambda model: model.set_attn_implementation("eager"),
+        partial(own_attention, scale=1.0),
+    ],
     "model's generation_config": [lambda model: setattr(model.generation_config, "num_beams", 3)],
     "model's config": [lambda model: setattr(model.config, "rms_norm_eps", 1e-3)],
     "model's switches and adapters": [
@@ -331,23 +371,36 @@ class SteeredTwice(Steered):
         return self.layer(hidden) + 2 * self._strength * self.vector
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of torch.ao.quantization
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::UserWarning"
+)  # of torch.ao.quantization
 def test_what_layers_of_the_users_own_hold_and_quantized_weights_are_told_apart() -> None:
     """Also tensors that are no parameters, private numbers, and code."""
     plain, vector, seen = small_llama(), torch.arange(16.0), []
-    for kind, held, strength in ((Steered, vector, 5), (Steered, -vector, 5), (Steered, vector, -5), (SteeredTwice, vector, 5)):
+    for kind, held, strength in (
+        (Steered, vector, 5),
+        (Steered, -vector, 5),
+        (Steered, vector, -5),
+        (SteeredTwice, vector, 5),
+    ):
         model = copy.deepcopy(plain)
         model.model.layers[1].mlp = kind(model.model.layers[1].mlp, held, strength)
         seen += [identity(model), identity(copy.deepcopy(model))]
     model.model.layers[1].mlp._cached = vector  # what a layer computes as it runs
     assert seen[::2] == seen[1::2]
     assert seen[-1] == identity(model)
-    assert all(differing(seen[0], other) == ["model's switches and adapters"] for other in seen[2::2])
+    assert all(
+        differing(seen[0], other) == ["model's switches and adapters"] for other in seen[2::2]
+    )
     quantized = []
     for change in (0.0, 0.0, 0.5):
         model = copy.deepcopy(plain)
         model.model.layers[1].mlp.up_proj.weight.data += change
-        quantized.append(identity(torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)))
+        quantized.append(
+            identity(
+                torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+            )
+        )
     assert quantized[0] == quantized[1]
     assert differing(quantized[0], quantized[2]) == ["model"]
 
@@ -366,11 +419,18 @@ def clamped(limit: float) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 HELD: dict[str, Callable[[int], Any]] = {
-    "built in": lambda k: (torch.relu, torch.tanh)[k], "function": lambda k: (torch.nn.functional.silu, copy.copy)[k],
-    "closure": clamped, "partial": lambda k: partial(torch.clamp, max=k), "namespace": lambda k: SimpleNamespace(scale=k),
-    "object": lambda k: TokenBudget(k + 1), "complex": lambda k: complex(k), "in a dict": lambda k: {"act": clamped(k)},
-    "config": lambda k: transformers.PretrainedConfig(scale=k, name_or_path=str(np.random.default_rng().random())),
-}  # fmt: skip
+    "built in": lambda k: (torch.relu, torch.tanh)[k],
+    "function": lambda k: (torch.nn.functional.silu, copy.copy)[k],
+    "closure": clamped,
+    "partial": lambda k: partial(torch.clamp, max=k),
+    "namespace": lambda k: SimpleNamespace(scale=k),
+    "object": lambda k: TokenBudget(k + 1),
+    "complex": lambda k: complex(k),
+    "in a dict": lambda k: {"act": clamped(k)},
+    "config": lambda k: transformers.PretrainedConfig(
+        scale=k, name_or_path=str(np.random.default_rng().random())
+    ),
+}
 
 
 @pytest.mark.parametrize("held", HELD)
@@ -383,7 +443,9 @@ def test_settings_and_functions_that_layers_of_the_users_own_hold_are_told_apart
         model(torch.ones(1, 3, dtype=torch.long))
         add_hook_to_module(own, AlignDevicesHook(io_same_device=True))
         model.activation_checkpointing_enable()
-        assert identity(copy.deepcopy(model)) == seen[-1], "running a model, hooks and checkpointing change nothing"
+        assert identity(copy.deepcopy(model)) == seen[-1], (
+            "running a model, hooks and checkpointing change nothing"
+        )
     assert seen[0] == seen[1]
     assert differing(seen[0], seen[2]) == ["model's switches and adapters"]
 
@@ -395,7 +457,14 @@ def test_large_weights_are_told_apart_by_checksums_also_when_rows_change_places(
         return identity_of(model, small_tokenizer(), [], {})["model"]
 
     torch.manual_seed(0)
-    for dtype in (torch.float32, torch.bfloat16, torch.int8, torch.float64, torch.complex64, torch.bool):
+    for dtype in (
+        torch.float32,
+        torch.bfloat16,
+        torch.int8,
+        torch.float64,
+        torch.complex64,
+        torch.bool,
+    ):
         table = torch.randn(1000, 512).mul(50).clamp(min=0).to(dtype)
         changed, swapped = table.clone(), table.clone()
         changed[777, 7] = -table[777, 7] + 1 if dtype != torch.bool else ~table[777, 7]
@@ -406,7 +475,9 @@ def test_large_weights_are_told_apart_by_checksums_also_when_rows_change_places(
 
 
 def test_what_is_done_with_adapters_is_noticed() -> None:
-    lora = pytest.importorskip("peft").LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    lora = pytest.importorskip("peft").LoraConfig(
+        r=2, target_modules=["q_proj"], init_lora_weights=False
+    )
     model = adapted(small_llama(), lora, "first", "second")
     seen = [before := identity(model)]
     for adapters in ("second", ["first", "second"]):

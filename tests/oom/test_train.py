@@ -17,8 +17,15 @@ from tests.integrations.toys import parameters
 from tests.models import Allocator, fails_in_backward
 
 VOCAB = 23
-PLACES = {"forward": "transformer.h.0", "third layer": "transformer.h.2", "start of backward": "lm_head"}
-PLACES |= {"backward": "transformer.h.1", "end of backward": "transformer.wte"}  # then most buckets are sent
+PLACES = {
+    "forward": "transformer.h.0",
+    "third layer": "transformer.h.2",
+    "start of backward": "lm_head",
+}
+PLACES |= {
+    "backward": "transformer.h.1",
+    "end of backward": "transformer.wte",
+}  # then most buckets are sent
 STEPS, ACCUMULATION, SAMPLES = 6, 2, 6
 X = torch.arange(10, dtype=torch.float64).reshape(5, 2)
 
@@ -54,7 +61,9 @@ def batch_of(seed: int, num_samples: int = SAMPLES) -> dict[str, torch.Tensor]:
 def mean_loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """The mean over next-token labels, in float64 (transformers' own casts logits to float32)."""
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
+    return F.cross_entropy(
+        logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100
+    )
 
 
 def batches_of(step: int, rank: int) -> list[dict[str, torch.Tensor]]:
@@ -63,7 +72,10 @@ def batches_of(step: int, rank: int) -> list[dict[str, torch.Tensor]]:
 
 def loss_scales(step: int, size: int) -> list[list[float]]:
     """[rank][micro-batch]: so that DDP's mean over ranks is the mean over all labels of the update."""
-    counts = [[int((b["labels"][:, 1:] != -100).sum()) for b in batches_of(step, rank)] for rank in range(size)]
+    counts = [
+        [int((b["labels"][:, 1:] != -100).sum()) for b in batches_of(step, rank)]
+        for rank in range(size)
+    ]
     return [[c * size / sum(map(sum, counts)) for c in row] for row in counts]
 
 
@@ -72,7 +84,9 @@ def trained(model: Any, backward: Any, ranks: Iterable[int], size: int) -> torch
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     for step in range(STEPS):
         for rank in ranks:
-            for k, (batch, scale) in enumerate(zip(batches_of(step, rank), loss_scales(step, size)[rank], strict=True)):
+            for k, (batch, scale) in enumerate(
+                zip(batches_of(step, rank), loss_scales(step, size)[rank], strict=True)
+            ):
                 backward(batch, scale, k == ACCUMULATION - 1)
         optimizer.step()
         optimizer.zero_grad()
@@ -82,13 +96,22 @@ def trained(model: Any, backward: Any, ranks: Iterable[int], size: int) -> torch
 def train_plainly(size: int) -> torch.Tensor:
     """What all of this must come to: one process, every rank's batches, nothing fails."""
     model = small_model()
-    return trained(model, lambda b, scale, _: (mean_loss(model, b) * scale / size).backward(), range(size), size)
+    return trained(
+        model,
+        lambda b, scale, _: (mean_loss(model, b) * scale / size).backward(),
+        range(size),
+        size,
+    )
 
 
-def train_with_failures(place: str, limit: float, rank: int = 0, size: int = 1, **options: Any) -> tuple[Any, Any, int]:
+def train_with_failures(
+    place: str, limit: float, rank: int = 0, size: int = 1, **options: Any
+) -> tuple[Any, Any, int]:
     """The same training in which a batch above ``limit`` tokens fails at ``place``. Returns parameters and failures."""
     model, allocator = small_model(), Allocator(limit)
-    (allocator.in_backward if "backward" in place else allocator.in_forward)(model.get_submodule(PLACES[place]))
+    (allocator.in_backward if "backward" in place else allocator.in_forward)(
+        model.get_submodule(PLACES[place])
+    )
     wrapped = DistributedDataParallel(model) if size > 1 else model
     backward = OomSafeBackward(wrapped, **options)
 
@@ -104,7 +127,9 @@ def untroubled() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_parameters_are_those_of_a_run_that_never_failed(place: str, untroubled: torch.Tensor) -> None:
+def test_parameters_are_those_of_a_run_that_never_failed(
+    place: str, untroubled: torch.Tensor
+) -> None:
     found, backward, failures = train_with_failures(place, limit=48, learned=Forgetful())
     assert failures > 5
     assert backward.learned.report.num_ooms == failures
@@ -138,7 +163,12 @@ def test_parts_and_batches_that_wait_heed_what_failed_before_them_in_the_update(
     def rank(world: Any) -> tuple[list[int], list[float], Any]:
         model, backward = linear(limit=2, world=world)
         for ends in (False, True):
-            assert backward(lambda part: model(part).mean(), x, ends_update=ends, loss_scale=0.5).num_parts == 4
+            assert (
+                backward(
+                    lambda part: model(part).mean(), x, ends_update=ends, loss_scale=0.5
+                ).num_parts
+                == 4
+            )
         assert getattr(world, "num_exchanges", 1) == 1, "one vote an update"
         return model.allocator.claims, model.weight.grad.tolist(), backward.learned.limits
 
@@ -162,14 +192,19 @@ def test_what_has_run_before_is_repeated_as_it_was() -> None:
         drew.append((random.random(), np.random.rand()))
         return fails_in_backward(model(F.dropout(part, 0.5)).mean(), allocator, len(part))
 
-    assert [backward(loss, ten, ends_update=False).num_parts, backward(loss, eleven).num_parts] == [1, 2]
+    assert [backward(loss, ten, ends_update=False).num_parts, backward(loss, eleven).num_parts] == [
+        1,
+        2,
+    ]
     assert (model.allocator.claims, drew[0]) == ([10, 11, 10, 6, 5], drew[2])
     torch.testing.assert_close(model.weight.grad, drawn[0] / 10 + (drawn[1] + drawn[2]) / 11)
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("cleared", [True, False])
-def test_an_error_that_passes_through_ends_its_update(error: type[BaseException], cleared: bool) -> None:
+def test_an_error_that_passes_through_ends_its_update(
+    error: type[BaseException], cleared: bool
+) -> None:
     """What came before it is not run again when memory runs out later; gradients are those of a plain"""
     layers = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1)).double()
     limit = Allocator(9)
@@ -178,7 +213,9 @@ def test_an_error_that_passes_through_ends_its_update(error: type[BaseException]
     loss = lambda x: layers(x[None]).mean()  # noqa: E731
 
     def gradients_are(*batches: torch.Tensor) -> None:
-        wanted = torch.autograd.grad(torch.stack([loss(x) for x in batches]).sum(), list(layers.parameters()))
+        wanted = torch.autograd.grad(
+            torch.stack([loss(x) for x in batches]).sum(), list(layers.parameters())
+        )
         torch.testing.assert_close([p.grad for p in layers.parameters()], [*wanted])
 
     def broken(x: torch.Tensor) -> torch.Tensor:
@@ -206,7 +243,9 @@ def test_a_step_of_a_loader_an_idle_one_and_a_sample_that_does_not_fit_alone() -
     assert backward.step(lambda x: model(x).mean(), idle).num_parts == 0
     torch.testing.assert_close(model.weight.grad, 2 * X.mean(0))
     model, backward = linear(limit=0)
-    with pytest.raises(BudgetError, match=r"sample 42 \(2 tokens\) does not fit on rank 0 even alone; truncate"):
+    with pytest.raises(
+        BudgetError, match=r"sample 42 \(2 tokens\) does not fit on rank 0 even alone; truncate"
+    ):
         backward(lambda x: model(x).mean(), X[:2], indices=[42, 43])
     assert model.weight.grad is None
     model.allocator.limit = 9
@@ -215,11 +254,16 @@ def test_a_step_of_a_loader_an_idle_one_and_a_sample_that_does_not_fit_alone() -
 
 
 @pytest.mark.parametrize(("limit", "num"), [(8, 5), (5, 5), (2, 5), (1, 5), (1, 1)])
-def test_parts_of_a_batch_that_is_filled_to_a_shape_have_the_weight_of_its_samples(limit: int, num: int) -> None:
+def test_parts_of_a_batch_that_is_filled_to_a_shape_have_the_weight_of_its_samples(
+    limit: int, num: int
+) -> None:
     """The filling is left out first, so a sample that does not fit with it is run alone."""
     model, backward = linear(limit)
     share, filled = Share(num, num), torch.cat([X[:num], X[:1].expand(8 - num, 2)])
-    backward.step(lambda x: model(x)[:num].mean(), Step(filled, range(num), share, share, 1.0, True, filled=True))
+    backward.step(
+        lambda x: model(x)[:num].mean(),
+        Step(filled, range(num), share, share, 1.0, True, filled=True),
+    )
     torch.testing.assert_close(model.weight.grad, X[:num].mean(0))
 
 
@@ -228,30 +272,45 @@ def test_parts_have_at_least_min_samples() -> None:
     backward = OomSafeBackward(model, weigh="samples", min_samples=2)
     assert backward(lambda x: model(x).mean(), X[:4]).num_parts == 2
     model.allocator.limit = 1
-    with pytest.raises(BudgetError, match=r"fewer than 4 samples, from sample 7 on \(2 tokens\).*reduce `min_samples`"):
+    with pytest.raises(
+        BudgetError,
+        match=r"fewer than 4 samples, from sample 7 on \(2 tokens\).*reduce `min_samples`",
+    ):
         backward(lambda x: model(x).mean(), X[:3], indices=[7, 8, 9])
 
 
 def test_weights_come_from_the_user_the_loss_or_the_tokens_as_loaders_count_them() -> None:
     model = Linear(Allocator(2))
-    backward = OomSafeBackward(model, weigh="sum", backward=lambda loss: (8 * loss).backward())  # as scalers do
+    backward = OomSafeBackward(
+        model, weigh="sum", backward=lambda loss: (8 * loss).backward()
+    )  # as scalers do
     result = backward(lambda x: model(x).sum() / 5, X)
     torch.testing.assert_close(model.weight.grad, 8 * X.mean(0))
     assert result.num_parts == 3
     model = Linear(Allocator(1))
     backward = OomSafeBackward(model, weigh=lambda batch: float(batch["w"].sum()))
     batch = {"x": X[:2], "w": torch.tensor([1.0, 3.0])}
-    result = backward(lambda b: (model(b["x"] + 1) * b["w"]).sum() / b["w"].sum(), batch, loss_scale=0.1)
+    result = backward(
+        lambda b: (model(b["x"] + 1) * b["w"]).sum() / b["w"].sum(), batch, loss_scale=0.1
+    )
     torch.testing.assert_close(model.weight.grad, (X[0] + 1 + 3 * (X[1] + 1)) / 40)
     assert result.loss.item() == 0  # its own, without the scale
     model, batch = Linear(Allocator(1)), {"x": X[:3], "labels": torch.tensor([-100, 4, -100])}
     result = OomSafeBackward(model)(lambda b: model(b["x"])[b["labels"] != -100].mean(), batch)
-    assert (result.num_parts, model.weight.grad.tolist()) == (1, X[1].tolist()), "a part without labels adds no NaN"
-    result = OomSafeBackward(model)(lambda b: model(b["x"])[:0].mean(), {"x": X[:1], "labels": X[:1]}, loss_scale=0.0)
-    assert (result.loss.item(), model.weight.grad.tolist()) == (0.0, X[1].tolist()), "nor does a batch without labels"
+    assert (result.num_parts, model.weight.grad.tolist()) == (1, X[1].tolist()), (
+        "a part without labels adds no NaN"
+    )
+    result = OomSafeBackward(model)(
+        lambda b: model(b["x"])[:0].mean(), {"x": X[:1], "labels": X[:1]}, loss_scale=0.0
+    )
+    assert (result.loss.item(), model.weight.grad.tolist()) == (0.0, X[1].tolist()), (
+        "nor does a batch without labels"
+    )
     # The first label of a sample is not predicted: lengths 9 and 4 have 8 and 3 tokens in the mean.
     model = torch.nn.Sequential(torch.nn.Embedding(30, 6), torch.nn.Linear(6, 30)).double()
-    ids = torch.nn.utils.rnn.pad_sequence([torch.arange(1, 10), torch.arange(3, 7)], batch_first=True)
+    ids = torch.nn.utils.rnn.pad_sequence(
+        [torch.arange(1, 10), torch.arange(3, 7)], batch_first=True
+    )
     batch = {"input_ids": ids, "labels": ids.masked_fill(ids == 0, -100)}
 
     def loss_of(part: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -262,22 +321,45 @@ def test_weights_come_from_the_user_the_loss_or_the_tokens_as_loaders_count_them
     (allocator := Allocator(17)).in_forward(model)
     OomSafeBackward(model)(loss_of, batch)
     assert allocator.failures == [18]
-    torch.testing.assert_close([p.grad for p in model.parameters()], [*whole], rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(
+        [p.grad for p in model.parameters()], [*whole], rtol=1e-12, atol=1e-15
+    )
 
 
 class FSDPModule(torch.nn.Linear):
     """Named like those that share their parameters among ranks."""
 
 
-@pytest.mark.parametrize(("model", "options", "message"), [
-    (Linear(Allocator(1)), {"weigh": "bytes"}, "`weigh` must be 'tokens', 'labels', 'samples' or a function .*'bytes'"),
-    (Linear(Allocator(2)), {}, "weigh='tokens' or 'labels' needs a field 'labels' in every batch, but this Tensor has none"),
-    (Linear(Allocator(2)), {"learned": 3}, "`learned` must be a LearningBudget .* but is 3"),
-    (FSDPModule(1, 1), {}, "`model` contains FSDPModule, with which no rank can repeat a step alone"),
-    (Linear(Allocator(9), features=3), {}, "mat1 and mat2|size mismatch|inconsistent"),  # not ours: it passes through
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        (
+            Linear(Allocator(1)),
+            {"weigh": "bytes"},
+            "`weigh` must be 'tokens', 'labels', 'samples' or a function .*'bytes'",
+        ),
+        (
+            Linear(Allocator(2)),
+            {},
+            "weigh='tokens' or 'labels' needs a field 'labels' in every batch, but this Tensor has none",
+        ),
+        (Linear(Allocator(2)), {"learned": 3}, "`learned` must be a LearningBudget .* but is 3"),
+        (
+            FSDPModule(1, 1),
+            {},
+            "`model` contains FSDPModule, with which no rank can repeat a step alone",
+        ),
+        (
+            Linear(Allocator(9), features=3),
+            {},
+            "mat1 and mat2|size mismatch|inconsistent",
+        ),  # not ours: it passes through
+    ],
+)
 def test_what_cannot_be_is_refused(model: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(RuntimeError if "size" in message else ConfigError, match=message):
         OomSafeBackward(model, **options)(lambda x: model(x).mean(), X)
-    with pytest.raises(ConfigError, match=r"`compute_loss` must return a scalar, but returned shape \(5, 2\)"):
+    with pytest.raises(
+        ConfigError, match=r"`compute_loss` must return a scalar, but returned shape \(5, 2\)"
+    ):
         OomSafeBackward(Linear(Allocator(9)))(lambda x: x, X)

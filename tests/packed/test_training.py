@@ -23,7 +23,12 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWa
 
 FLAT = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
 BUDGET, LEARNING_RATE = TokenBudget(90, layout="packed"), 0.05
-CASES = [("planned", "eager", None), ("planned", "varlen", 3), ("online", "sdpa", None), ("online", "varlen", 3)]
+CASES = [
+    ("planned", "eager", None),
+    ("planned", "varlen", 3),
+    ("online", "sdpa", None),
+    ("online", "varlen", 3),
+]
 
 
 def llama(attention: str) -> Any:
@@ -56,7 +61,9 @@ def fixed(order: list[list[int]]) -> tuple[torch.Tensor, list[float]]:
     return parameters(model), losses
 
 
-def packed(kind: str, attention: str, shapes: int | None = None) -> tuple[Any, list[float], Any, float, set[Any]]:
+def packed(
+    kind: str, attention: str, shapes: int | None = None
+) -> tuple[Any, list[float], Any, float, set[Any]]:
     """A plain loop over packed steps: parameters, losses, which samples made up each update, padding as counted, and what
     a compiled model would be specialised on."""
     size = dist.get_world_size() if dist.is_initialized() else 1
@@ -65,7 +72,9 @@ def packed(kind: str, attention: str, shapes: int | None = None) -> tuple[Any, l
     how: dict[str, Any] = {"samples_per_update": 16, "shapes": shapes, "collate_fn": FLAT}
     loader: Any = PlannedDataLoader(rows, toys.lengths(rows), BUDGET, **how)
     if kind == "online":
-        loader = OnlineDataLoader(rows, BUDGET, shuffle=True, length_hint=toys.lengths(rows) if shapes else None, **how)
+        loader = OnlineDataLoader(
+            rows, BUDGET, shuffle=True, length_hint=toys.lengths(rows) if shapes else None, **how
+        )
     losses, updates, met = [], [], set()
     for update in loader.updates():
         for parameter in model.parameters():
@@ -74,7 +83,9 @@ def packed(kind: str, attention: str, shapes: int | None = None) -> tuple[Any, l
         for step in update:
             assert step.batch["input_ids"].shape[0] == 1
             assert step.batch["input_ids"].numel() <= BUDGET.max_tokens
-            met.add(tuple((name, getattr(value, "shape", value)) for name, value in step.batch.items()))
+            met.add(
+                tuple((name, getattr(value, "shape", value)) for name, value in step.batch.items())
+            )
             if step.weight.local:
                 loss = summed_loss(model, step.batch) / step.weight.local * step.loss_scale / size
                 loss.backward()
@@ -90,7 +101,9 @@ def packed(kind: str, attention: str, shapes: int | None = None) -> tuple[Any, l
 
 
 @pytest.mark.parametrize(("kind", "attention", "shapes"), CASES)
-def test_a_plain_loop_on_packed_batches_makes_the_updates_of_fixed_ones(kind, attention, shapes) -> None:
+def test_a_plain_loop_on_packed_batches_makes_the_updates_of_fixed_ones(
+    kind, attention, shapes
+) -> None:
     """With few shapes, totals, borders and the longest sample are always the same few, which is what kernels compile for."""
     ours, losses, updates, padding, met = packed(kind, attention, shapes)
     assert sorted(i for update in updates for i in update) == list(range(48))
@@ -104,11 +117,20 @@ def test_a_plain_loop_on_packed_batches_makes_the_updates_of_fixed_ones(kind, at
 def test_a_sample_beyond_every_total_comes_alone_and_as_it_is():
     """The hint of an online loader may be wrong: then nothing is lost, and no kernel is told a maximum that is too small."""
     rows = [{"input_ids": [1] * n, "labels": [1] * n} for n in [5, 9, 3, 200, 7, 8, 120, 4]]
-    how: dict[str, Any] = {"shapes": 3, "length_hint": [6] * len(rows), "collate_fn": FLAT, "window": 5}
+    how: dict[str, Any] = {
+        "shapes": 3,
+        "length_hint": [6] * len(rows),
+        "collate_fn": FLAT,
+        "window": 5,
+    }
     steps = list(OnlineDataLoader(rows, BUDGET, **how))
     assert sorted(index for step in steps for index in step.indices) == list(range(len(rows)))
-    assert {tuple(step.batch["input_ids"].shape) for step in steps if 3 in step.indices} == {(1, 200)}
-    assert all(step.batch["cu_seq_lens_q"].diff().max() <= step.batch["max_length_q"] for step in steps)
+    assert {tuple(step.batch["input_ids"].shape) for step in steps if 3 in step.indices} == {
+        (1, 200)
+    }
+    assert all(
+        step.batch["cu_seq_lens_q"].diff().max() <= step.batch["max_length_q"] for step in steps
+    )
 
 
 def test_a_cap_of_59_tokens_allows_samples_of_59_that_are_padded_to_60():
@@ -123,14 +145,26 @@ def test_an_order_that_repeats_short_samples_or_draws_empty_ones_keeps_the_numbe
     lengths = [0, 1, 1, 20, 30, 40, 50]
     rows = [{"input_ids": [1] * n, "labels": [1] * n} for n in lengths]
     order: Any = [0, *[1, 2] * 20, *range(7)]
-    how: dict[str, Any] = {"samples_per_update": 16, "sampler": order, "shapes": 2, "collate_fn": FLAT}
-    steps = list(PlannedDataLoader(rows, lengths, TokenBudget(60, layout="packed"), weigh="samples", **how))
+    how: dict[str, Any] = {
+        "samples_per_update": 16,
+        "sampler": order,
+        "shapes": 2,
+        "collate_fn": FLAT,
+    }
+    steps = list(
+        PlannedDataLoader(rows, lengths, TokenBudget(60, layout="packed"), weigh="samples", **how)
+    )
     assert sorted(index for step in steps for index in step.indices) == sorted(order)
     assert len({len(step.batch["cu_seq_lens_q"]) for step in steps}) == 1
     how |= {"sampler": None, "shapes": 1, "samples_per_update": 2, "pad": {"once": None}}
-    how["collate_fn"] = lambda of: {**FLAT(of), "once": torch.ones(len(of))}  # as long as the tokens of short samples
+    how["collate_fn"] = lambda of: {
+        **FLAT(of),
+        "once": torch.ones(len(of)),
+    }  # as long as the tokens of short samples
     few = PlannedDataLoader(rows[1:4], [1, 1, 20], TokenBudget(60, layout="packed"), **how)
-    assert all(step.batch["cu_seq_lens_q"].diff().max() <= 20 for step in few), "filled by no longer samples"
+    assert all(step.batch["cu_seq_lens_q"].diff().max() <= 20 for step in few), (
+        "filled by no longer samples"
+    )
     assert len({step.batch["input_ids"].shape for step in steps}) <= 2
 
 
@@ -146,11 +180,15 @@ def test_the_trainer_asks_a_model_before_it_trains_on_packed_samples(tmp_path) -
     run = packed_trainer(tmp_path)
     run.model.config.use_cache = True
     before = parameters(run.model)
-    with pytest.raises(ConfigError, match=r"other results for packed samples .* set model.config.use_cache = False"):
+    with pytest.raises(
+        ConfigError, match=r"other results for packed samples .* set model.config.use_cache = False"
+    ):
         run.train()
     assert run.state.global_step == 0
     assert torch.equal(parameters(run.model), before)
-    with pytest.raises(ConfigError, match=r"`collate_fn` must pack 8 tokens, .* \(2, 5\); use packing_collator"):
+    with pytest.raises(
+        ConfigError, match=r"`collate_fn` must pack 8 tokens, .* \(2, 5\); use packing_collator"
+    ):
         packed_trainer(tmp_path, toys.collate).train()
 
 
@@ -162,7 +200,13 @@ def test_rows_of_learned_epochs_are_equal_work_on_eight_ranks(options: dict[str,
     budget = TokenBudget(cap, layout="packed")
 
     def run(world: Any) -> list[list[np.ndarray]]:
-        how: dict[str, Any] = {"collate_fn": len, "shuffle": True, "window": 128, "weigh": "samples", **options}
+        how: dict[str, Any] = {
+            "collate_fn": len,
+            "shuffle": True,
+            "window": 128,
+            "weigh": "samples",
+            **options,
+        }
         loader = OnlineDataLoader(Tokens(tokens), budget, world=world, **how)
         return [[np.asarray(step.indices) for step in loader] for _ in range(2)]
 

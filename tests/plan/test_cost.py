@@ -12,9 +12,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, CLIPVisionConfig, CLIPVisionModel, GPT2Config, LlamaConfig, LlavaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    GPT2Config,
+    LlamaConfig,
+    LlavaConfig,
+)
 
-from dynagroup import AdditiveCap, ConfigError, LearningBudget, LengthAwareBatchSampler, OnlineDataLoader, TokenBudget
+from dynagroup import (
+    AdditiveCap,
+    ConfigError,
+    LearningBudget,
+    LengthAwareBatchSampler,
+    OnlineDataLoader,
+    TokenBudget,
+)
 from dynagroup.plan.batches import Batches
 from dynagroup.plan.cost import CPU_PER_STEP, Price, Work
 from dynagroup.plan.static_shapes import ShapeLadder
@@ -37,20 +51,35 @@ def test_literal_work_prices_and_where_ranks_meet() -> None:
     assert packed.tolist() == pytest.approx([11 + 3.09, 24])
     assert work.of_rows(np.array([[5.0, 7.0], [1.0, 0.0]])) == 2 * 10 + 7 + 1
     assert Work(per_step=0, crossover=math.inf).of_lengths([7]).tolist() == [7]
-    lengths = {"tokens": np.array([10, 30, 20], np.int32), "patches": np.array([0, 8, 40], np.int32)}
+    lengths = {
+        "tokens": np.array([10, 30, 20], np.int32),
+        "patches": np.array([0, 8, 40], np.int32),
+    }
     prices = {"patches": Price(unit=0.5, crossover=40)}
-    work, budget = Work(per_step=7, crossover=math.inf, streams=prices), TokenBudget(99) & AdditiveCap("patches", 99)
+    work, budget = (
+        Work(per_step=7, crossover=math.inf, streams=prices),
+        TokenBudget(99) & AdditiveCap("patches", 99),
+    )
     batches = Batches(np.array([0, 1, 2]), np.array([0, 2, 3]))
     found = work.by_stream(batches, lengths, budget)
     assert found.tolist() == [[2 * 30, 0.5 * (8 + 1.6)], [20, 0.5 * (40 + 40)]]
     assert work.of_batches(batches, lengths, budget).tolist() == pytest.approx([64.8, 60])
     assert work.of_rows(found[None]) == pytest.approx(7 + 64.8)
-    assert dataclasses.replace(work, meet="stream").of_rows(found[None]) == pytest.approx(7 + 60 + 40)
+    assert dataclasses.replace(work, meet="stream").of_rows(found[None]) == pytest.approx(
+        7 + 60 + 40
+    )
     unpriced = Work(crossover=math.inf).of_batches(batches, lengths, budget)
     assert unpriced.tolist() == [60, 20], "without a price, no time"
-    assert work.of_batches(batches, {"tokens": lengths["tokens"]}, TokenBudget(99)).tolist() == [60, 20]
-    with pytest.raises(ConfigError, match="`work` has a price for the stream 'patches', but `lengths` has"):
-        work.of_batches(batches, {"tokens": lengths["tokens"], "frames": lengths["patches"]}, TokenBudget(99))
+    assert work.of_batches(batches, {"tokens": lengths["tokens"]}, TokenBudget(99)).tolist() == [
+        60,
+        20,
+    ]
+    with pytest.raises(
+        ConfigError, match="`work` has a price for the stream 'patches', but `lengths` has"
+    ):
+        work.of_batches(
+            batches, {"tokens": lengths["tokens"], "frames": lengths["patches"]}, TokenBudget(99)
+        )
 
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
@@ -65,10 +94,14 @@ def test_the_crossover_is_what_a_traced_model_multiplies(config: object) -> None
 
     short, long = operations(128), operations(512)
     quadratic = (long / 512 - short / 128) / (512 - 128)
-    assert Work.of(config).crossover == pytest.approx((short / 128 - 128 * quadratic) / quadratic, rel=0.05)
+    assert Work.of(config).crossover == pytest.approx(
+        (short / 128 - 128 * quadratic) / quadratic, rel=0.05
+    )
 
 
-@pytest.mark.parametrize(("name", "config"), [("GPT-2", GPT2Config()), ("Llama-2-7B", LlamaConfig())])
+@pytest.mark.parametrize(
+    ("name", "config"), [("GPT-2", GPT2Config()), ("Llama-2-7B", LlamaConfig())]
+)
 def test_the_planning_page_shows_what_configs_say(name: str, config: Any) -> None:
     work = Work.of(config)
     row = f"| {name} | {config.hidden_size:,}, {config.num_hidden_layers} | {work.per_step:,.0f} | {work.crossover:,.0f} |"
@@ -79,11 +112,16 @@ def test_the_planning_page_shows_what_configs_say(name: str, config: Any) -> Non
 @given(VALUES, st.booleans(), st.integers(2, 9), st.sampled_from([1, 8]), st.integers(1, 3))
 def test_planned_batches_have_few_shapes_that_fit(values, two, most, multiple, ranks) -> None:
     """Also of samples that do not fit even alone, of which all have one shape; no other batch has it."""
-    budget, lengths = TokenBudget(400, pad_to_multiple_of=multiple), {"tokens": np.asarray(values, np.int32)}
+    budget, lengths = (
+        TokenBudget(400, pad_to_multiple_of=multiple),
+        {"tokens": np.asarray(values, np.int32)},
+    )
     lengths |= {"target": lengths["tokens"][::-1]} if two else {}
     try:
         ladder = ShapeLadder(lengths, budget, most, window=7)
-    except ConfigError:  # of two lengths as many shapes may be needed as samples are longest in none
+    except (
+        ConfigError
+    ):  # of two lengths as many shapes may be needed as samples are longest in none
         if not two:
             raise
         return
@@ -97,26 +135,40 @@ def test_planned_batches_have_few_shapes_that_fit(values, two, most, multiple, r
     for number, batch in enumerate(plan.batches):
         longest = [max(int(values[batch].max()), 1) for values in lengths.values()]
         samples, *wide = ladder.shape_for(len(batch), *longest)
-        holds = [(n, *w) for n, *w in ladder.shapes if n >= len(batch) and (np.array(longest) <= w).all()]
+        holds = [
+            (n, *w) for n, *w in ladder.shapes if n >= len(batch) and (np.array(longest) <= w).all()
+        ]
         assert (samples, *wide) in holds
         assert work[number] == pytest.approx(samples * plan.work.of_lengths(wide).sum())
         assert plan.padded[number] == samples * sum(wide)
         assert samples * sum(wide) <= 400 or bool(np.isin(plan.oversize, batch).any())
         least = min(n * sum(w) for n, *w in holds)
-        assert samples * sum(wide) <= 1.1 * least or samples * sum(wide) > 400, "the cheapest, attention counted"
+        assert samples * sum(wide) <= 1.1 * least or samples * sum(wide) > 400, (
+            "the cheapest, attention counted"
+        )
 
 
 def test_literal_ladders_and_what_was_learned_rules_rungs_out() -> None:
     lengths = [100] * 50 + [300] * 50 + [290] * 20 + [900] * 2
-    assert ShapeLadder(lengths, 1800, num_shapes=3, window=122, work=Work()).shapes == [(18, 100), (6, 300), (2, 900)]
+    assert ShapeLadder(lengths, 1800, num_shapes=3, window=122, work=Work()).shapes == [
+        (18, 100),
+        (6, 300),
+        (2, 900),
+    ]
     pairs = {"tokens": [10, 10, 50], "target": [5, 5, 40], "patches": [900, 900, 900]}
     pair, prices = {"tokens": [9, 2, 2, 9], "target": [1, 2, 2, 2]}, {"target": Price(unit=50.0)}
     for streams, shape in (({}, (1, 2, 2)), (prices, (1, 9, 1))):  # what is dear is padded least
-        found = ShapeLadder(pair, TokenBudget(40), 2, window=1, work=Work(per_step=9, streams=streams))
+        found = ShapeLadder(
+            pair, TokenBudget(40), 2, window=1, work=Work(per_step=9, streams=streams)
+        )
         assert {*found.shapes} == {shape, (1, 9, 2)}
-    ladder = ShapeLadder(pairs, TokenBudget(180) & AdditiveCap("patches", 2000), num_shapes=2, window=3, work=Work())
+    ladder = ShapeLadder(
+        pairs, TokenBudget(180) & AdditiveCap("patches", 2000), num_shapes=2, window=3, work=Work()
+    )
     assert ladder.shapes == [(3, 10, 5), (2, 50, 40)]
-    assert ladder.fits(BatchShape.of(2, {"tokens": 9, "target": 5, "patches": [900, 1100]})).tolist() == [True, False]
+    assert ladder.fits(
+        BatchShape.of(2, {"tokens": 9, "target": 5, "patches": [900, 1100]})
+    ).tolist() == [True, False]
     budget = LearningBudget(TokenBudget(1000))
     ladder = ShapeLadder([10] * 90 + [100] * 9, budget, 4, window=20, work=Work())
     before = ladder.largest(np.array([10, 100])).tolist()
@@ -136,24 +188,38 @@ def test_few_shapes_cost_little_more_than_free_ones(values: str, most: float) ->
     budget = TokenBudget(4 * int(lengths.max()))
     how = {"samples_per_update": 64, "work": Work(), "rank": 0, "world_size": 1}
     ladder = ShapeLadder(lengths, budget, 16, window=64, work=Work())
-    free, few = (LengthAwareBatchSampler(lengths, asked, **how).plan.predicted_time for asked in (budget, ladder))
+    free, few = (
+        LengthAwareBatchSampler(lengths, asked, **how).plan.predicted_time
+        for asked in (budget, ladder)
+    )
     assert few <= most * free
 
 
 @pytest.mark.parametrize(("device", "price"), [("cpu", CPU_PER_STEP), ("cuda", 1024)])
-def test_the_default_is_that_of_the_device_that_torch_has(device: str, price: float, monkeypatch) -> None:
+def test_the_default_is_that_of_the_device_that_torch_has(
+    device: str, price: float, monkeypatch
+) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: device == "cuda")
     data: list[dict] = [{"input_ids": [1, 2]}]
     found = [
         LengthAwareBatchSampler([2], 8, rank=0, world_size=1).plan.work,
-        PlannedDataLoader(data, [2], 8, work=None).plan.work, OnlineDataLoader(data, 8).config.work,
-    ]  # fmt: skip
+        PlannedDataLoader(data, [2], 8, work=None).plan.work,
+        OnlineDataLoader(data, 8).config.work,
+    ]
     assert [work.per_step for work in found] == [price] * 3
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.floats(0, 5000), st.floats(100, 1e5), st.floats(0.01, 9), st.floats(10, 1e5), st.integers(0, 99))
-def test_measured_steps_with_several_lengths_are_fitted(a: float, b: float, unit: float, c: float, seed: int) -> None:
+@given(
+    st.floats(0, 5000),
+    st.floats(100, 1e5),
+    st.floats(0.01, 9),
+    st.floats(10, 1e5),
+    st.integers(0, 99),
+)
+def test_measured_steps_with_several_lengths_are_fitted(
+    a: float, b: float, unit: float, c: float, seed: int
+) -> None:
     rng, rows = np.random.default_rng(seed), []
     work = Work(per_step=a, crossover=b, streams={"patches": Price(unit=unit, crossover=c)})
     for _ in range(30):
@@ -162,15 +228,24 @@ def test_measured_steps_with_several_lengths_are_fitted(a: float, b: float, unit
         rows.append((n, each, 1e-6 * (a + n * float(work.of_lengths(each)))))
     fitted = Work.fit(rows)
     for n, each, _ in rows:
-        predicted = (fitted.per_step + n * float(fitted.of_lengths(each))) / (a + n * float(work.of_lengths(each)))
+        predicted = (fitted.per_step + n * float(fitted.of_lengths(each))) / (
+            a + n * float(work.of_lengths(each))
+        )
         assert predicted == pytest.approx(1, rel=1e-3)
     assert fitted.streams["patches"].unit == pytest.approx(unit, rel=0.02)
 
 
 def test_a_vision_tower_is_priced_by_what_it_multiplies() -> None:
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+    }
     vision = CLIPVisionConfig(**sizes, image_size=56, patch_size=14)
-    config = LlavaConfig(vision_config=vision, text_config=models.llama(vocab=512, width=128, inner=256, heads=4))
+    config = LlavaConfig(
+        vision_config=vision, text_config=models.llama(vocab=512, width=128, inner=256, heads=4)
+    )
     price, patches = Work.of(config).streams["patches"], (56 // 14) ** 2 + 1
     with torch.device("meta"):
         tower = CLIPVisionModel(vision)
@@ -181,4 +256,6 @@ def test_a_vision_tower_is_priced_by_what_it_multiplies() -> None:
             language(torch.zeros((1, 1), dtype=torch.int64))
     conv = 2 * 64 * 3 * 14 * 14 * (patches - 1)
     of_token = read.get_total_flops() / float(Work.of(config).of_lengths([1])[0])
-    assert float(price.of(patches)) == pytest.approx((seen.get_total_flops() - conv) / of_token, rel=0.02)
+    assert float(price.of(patches)) == pytest.approx(
+        (seen.get_total_flops() - conv) / of_token, rel=0.02
+    )

@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynagroup import AdditiveCap, BatchPlan, LengthAwareBatchSampler, MemoryBudget, TokenBudget, Work
+from dynagroup import (
+    AdditiveCap,
+    BatchPlan,
+    LengthAwareBatchSampler,
+    MemoryBudget,
+    TokenBudget,
+    Work,
+)
 from dynagroup.memory.protocols import PaddedTokens
 from dynagroup.plan import plots
 from dynagroup.plan.report import compare, format_table, most_of_the_longest
@@ -20,7 +27,9 @@ LENGTHS = np.random.default_rng(0).integers(1, 200, 300)
 VARIED = np.random.default_rng(0).lognormal(4, 1, 2000).astype(int) + 1
 
 
-def plan(budget: Any = None, lengths: Any = LENGTHS, world_size: int = 2, **options: Any) -> BatchPlan:
+def plan(
+    budget: Any = None, lengths: Any = LENGTHS, world_size: int = 2, **options: Any
+) -> BatchPlan:
     budget = budget or TokenBudget(2000)
     return LengthAwareBatchSampler(lengths, budget, rank=0, world_size=world_size, **options).plan
 
@@ -33,7 +42,11 @@ def test_reports_and_plots_show_the_plans_own_figures_with_units_and_leave_pyplo
     made = plan()
     text, stats = made.report(), made.statistics
     assert text.startswith("epoch 0: 300 samples for 2 ranks, padded layout")
-    for shown in (f"{stats['real_tokens']:,}", f"{stats['padded_tokens']:,}", f"{stats['padding']:.1%}"):
+    for shown in (
+        f"{stats['real_tokens']:,}",
+        f"{stats['padded_tokens']:,}",
+        f"{stats['padding']:.1%}",
+    ):
         assert shown in text
     assert f"{made.num_steps}, {made.num_updates}" in text
     assert not any(line != line.rstrip() for line in text.splitlines())
@@ -47,12 +60,16 @@ def test_reports_and_plots_show_the_plans_own_figures_with_units_and_leave_pyplo
     assert all(axes.get_xlabel() and axes.get_ylabel() for axes in figure.axes)
     assert figure._repr_png_().startswith(b"\x89PNG")
     assert ("matplotlib.pyplot" in sys.modules) == before
-    assert plots.draw_padding([np.arange(1, 11)] * 5000).get_xlim()[1] <= 2000  # of a long run few samples
+    assert (
+        plots.draw_padding([np.arange(1, 11)] * 5000).get_xlim()[1] <= 2000
+    )  # of a long run few samples
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 @pytest.mark.filterwarnings("ignore")
-def test_every_layout_and_an_empty_dataset_have_a_report_and_a_picture(layout: Any, tmp_path: Any) -> None:
+def test_every_layout_and_an_empty_dataset_have_a_report_and_a_picture(
+    layout: Any, tmp_path: Any
+) -> None:
     assert "padding" in plan(TokenBudget(2000, layout=layout)).report()
     for lengths in ([0, 0], []):
         made = plan(TokenBudget(500, layout=layout), lengths, 1)
@@ -67,17 +84,28 @@ def test_a_plan_is_exported_by_indices(tmp_path: Any) -> None:
     made.to_parquet(tmp_path / "plan.parquet")
     table = pandas.read_parquet(tmp_path / "plan.parquet")
     batch = lambda step, rank: table[(table.step == step) & (table["rank"] == rank)]  # noqa: E731
-    steps = [[batch(step, rank) for rank in range(made.world_size)] for step in range(made.num_steps)]
+    steps = [
+        [batch(step, rank) for rank in range(made.world_size)] for step in range(made.num_steps)
+    ]
     assert [[batch["sample"].tolist() for batch in row] for row in steps] == made.rows
-    assert [[batch["loss_scale"].iloc[0] for batch in row] for row in steps] == made.loss_scale.tolist()
-    assert [row[0]["update"].iloc[0] for row in steps] == [int(made.update_ends[:s].sum()) for s in range(len(steps))]
+    assert [
+        [batch["loss_scale"].iloc[0] for batch in row] for row in steps
+    ] == made.loss_scale.tolist()
+    assert [row[0]["update"].iloc[0] for row in steps] == [
+        int(made.update_ends[:s].sum()) for s in range(len(steps))
+    ]
     assert table["sample"].is_unique
 
 
-SHAPED = [few_shapes(4, LENGTHS, TokenBudget(2000, layout=name), 64, None, None, None) for name in ("padded", "packed")]
+SHAPED = [
+    few_shapes(4, LENGTHS, TokenBudget(2000, layout=name), 64, None, None, None)
+    for name in ("padded", "packed")
+]
 
 
-@pytest.mark.parametrize("budget", [TokenBudget(2000), MemoryBudget(4, longest=200, model=PaddedTokens()), *SHAPED])
+@pytest.mark.parametrize(
+    "budget", [TokenBudget(2000), MemoryBudget(4, longest=200, model=PaddedTokens()), *SHAPED]
+)
 def test_a_plan_is_one_static_page_with_its_own_figures(budget: Any, tmp_path: Any) -> None:
     made = plan(budget, samples_per_update=64, shuffle=True)
     made.to_html(tmp_path / "plan.html")
@@ -87,26 +115,38 @@ def test_a_plan_is_one_static_page_with_its_own_figures(budget: Any, tmp_path: A
     panels = plots.plot_plan(made).axes
     assert [axes.get_title() for axes in panels][::3] == ["padding, batch by batch", "shapes"]
     by_row = made.work_by_row
-    assert [line.get_ydata().tolist() for line in panels[1].lines] == [by_row.max(1).tolist(), by_row.min(1).tolist()]
+    assert [line.get_ydata().tolist() for line in panels[1].lines] == [
+        by_row.max(1).tolist(),
+        by_row.min(1).tolist(),
+    ]
     assert sorted(zip(*(v.tolist() for v in panels[3].lines[0].get_data()), strict=True)) == sorted(
         zip(made.shapes.longest["tokens"].tolist(), made.batches.sizes.tolist(), strict=True)
     )
 
 
 def test_the_fixed_batch_that_a_plan_is_held_against_fits_at_its_hardest() -> None:
-    lengths = {"tokens": np.array([100, 10, 10, 10, 900]), "labels": np.array([10, 10, 10, 100, 900])}
+    lengths = {
+        "tokens": np.array([100, 10, 10, 10, 900]),
+        "labels": np.array([10, 10, 10, 100, 900]),
+    }
     with pytest.warns(UserWarning, match="do not fit"):
         made = plan(TokenBudget(400), lengths, 1)
-    assert most_of_the_longest(lengths, made.budget) == 2  # the longest source and the longest target may meet
+    assert (
+        most_of_the_longest(lengths, made.budget) == 2
+    )  # the longest source and the longest target may meet
     assert "(shuffled batches of 2 instead)" in made.report()
     assert "(shuffled batches of 3 instead; the longest would not fit)" in made.report(batch_size=3)
     assert row_of(made.report(), "do not fit even alone")[-1] == "1"
     budget = TokenBudget(4000) & AdditiveCap("patches", 20)
     capped = plan(budget, {"tokens": [9] * 9, "patches": [4, 4, 9, 8] + [1] * 5}, 1)
-    assert most_of_the_longest(capped.lengths, budget) == 2  # 9 + 8 patches; a third sample may have 4
+    assert (
+        most_of_the_longest(capped.lengths, budget) == 2
+    )  # 9 + 8 patches; a third sample may have 4
 
 
-def test_every_padded_stream_is_counted_and_predicted_memory_is_that_of_batches_as_padded_by_any_part() -> None:
+def test_every_padded_stream_is_counted_and_predicted_memory_is_that_of_batches_as_padded_by_any_part() -> (
+    None
+):
     lengths = {"tokens": np.array([10, 8]), "labels": np.array([1, 5]), "patches": np.array([7, 9])}
     made = plan(TokenBudget(1000) & AdditiveCap("patches", 100), lengths, 1)
     assert made.statistics["real_tokens"] == 24
@@ -122,15 +162,24 @@ def test_every_padded_stream_is_counted_and_predicted_memory_is_that_of_batches_
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=60), st.integers(1, 5), st.integers(1, 3), st.integers(1, 3))
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=60),
+    st.integers(1, 5),
+    st.integers(1, 3),
+    st.integers(1, 3),
+)
 @pytest.mark.filterwarnings("ignore")
-def test_every_way_has_every_sample_and_counts_its_padding(lengths, batch_size, world_size, accumulation):
+def test_every_way_has_every_sample_and_counts_its_padding(
+    lengths, batch_size, world_size, accumulation
+):
     found = compare(lengths, batch_size, world_size=world_size, accumulation=accumulation)
     for way in found.ways:
         assert set(way.plan.batches.order.tolist()) == set(range(len(lengths)))
         tokens = [[lengths[i] for i in batch] for batch in way.plan.batches]
         packed = way.plan.budget.layout == "packed"
-        assert int(way.plan.padded.sum()) == sum(sum(b) if packed else len(b) * max(b) for b in tokens)
+        assert int(way.plan.padded.sum()) == sum(
+            sum(b) if packed else len(b) * max(b) for b in tokens
+        )
         assert way.largest_batch <= batch_size * max(lengths)
         assert way.plan.table.shape[1] == world_size
         assert 0 <= way.waiting < 1
@@ -138,17 +187,32 @@ def test_every_way_has_every_sample_and_counts_its_padding(lengths, batch_size, 
 
 
 def test_literal_comparisons_and_fixed_batches_of_varied_lengths_are_slower_and_it_shows() -> None:
-    found = compare([4, 2, 4, 2], 2, budget=TokenBudget(8), work=Work(per_step=10, crossover=float("inf")))
+    found = compare(
+        [4, 2, 4, 2], 2, budget=TokenBudget(8), work=Work(per_step=10, crossover=float("inf"))
+    )
     ordered = found.ways[5]
-    assert (ordered.padding, ordered.plan.num_steps, ordered.plan.predicted_time) == (0, 2, 2 * 10 + 8 + 4)
+    assert (ordered.padding, ordered.plan.num_steps, ordered.plan.predicted_time) == (
+        0,
+        2,
+        2 * 10 + 8 + 4,
+    )
     assert found.figures()["ways"]["dynagroup, sorted"]["steps"] == 2
-    first = compare([8, 1, 8, 1, 8], 1, world_size=2, work=Work(per_step=0, crossover=float("inf"))).ways[0]
-    assert first.plan.predicted_time == first.plan.work_by_row.max(axis=1).sum()  # a step takes as long as its slowest rank
+    first = compare(
+        [8, 1, 8, 1, 8], 1, world_size=2, work=Work(per_step=0, crossover=float("inf"))
+    ).ways[0]
+    assert (
+        first.plan.predicted_time == first.plan.work_by_row.max(axis=1).sum()
+    )  # a step takes as long as its slowest rank
     assert first.waiting == pytest.approx(1 - 26 / (2 * first.plan.predicted_time))
     alone, many = compare(VARIED, 8), compare(VARIED, 8, world_size=4)
     today, _, same, grouping, free = many.ways[:5]
     assert free.plan.predicted_time < 0.7 * today.plan.predicted_time
-    assert free.plan.predicted_time < grouping.plan.predicted_time < same.plan.predicted_time < today.plan.predicted_time
+    assert (
+        free.plan.predicted_time
+        < grouping.plan.predicted_time
+        < same.plan.predicted_time
+        < today.plan.predicted_time
+    )
     assert free.waiting < today.waiting
     assert alone.ways[0].waiting == 0
     assert many.report().splitlines()[1].split()[-1] == "1.00"

@@ -24,20 +24,33 @@ from dynagroup.plan import epoch as epoch_module
 from dynagroup.plan import planner as planner_module
 from dynagroup.plan import sampler as sampler_module
 from dynagroup.plan.cursor import Cursor
-from dynagroup.plan.epoch import EpochOrder, GroupedOrder, Mixture, OrderSource, Windows, epoch_order
+from dynagroup.plan.epoch import (
+    EpochOrder,
+    GroupedOrder,
+    Mixture,
+    OrderSource,
+    Windows,
+    epoch_order,
+)
 from dynagroup.plan.ranks import cut_kinds
 from dynagroup.testing import assert_conserves, run_ranks
 from tests import strategies
 
 LENGTHS = np.random.default_rng(0).lognormal(4, 1, 300).astype(np.int32).clip(max=1024)
 BUDGET = TokenBudget(1024)
-MODES: list[Any] = [{}, {"shuffle": True, "window": 40, "uneven": "drop"}, {"samples_per_update": 37}]
+MODES: list[Any] = [
+    {},
+    {"shuffle": True, "window": 40, "uneven": "drop"},
+    {"samples_per_update": 37},
+]
 MODES += [{"window": 64, "round_batch": multiple_of(4)}]
 COUNT = 20
 LITERAL = [[2, 6, 0, 3, 7, 4, 5, 1], [0, 2, 1, 6, 3, 7, 5, 4]]
 
 
-def sampler(rank: int | None = 0, world_size: int | None = 1, **options: Any) -> LengthAwareBatchSampler:
+def sampler(
+    rank: int | None = 0, world_size: int | None = 1, **options: Any
+) -> LengthAwareBatchSampler:
     return LengthAwareBatchSampler(LENGTHS, BUDGET, rank=rank, world_size=world_size, **options)
 
 
@@ -50,10 +63,21 @@ def reread(state: Any) -> Any:
 
 
 @settings(max_examples=40, deadline=None)
-@given(strategies.lengths, strategies.budgets, st.sampled_from(MODES), st.integers(1, 16), st.integers(0, 2))
+@given(
+    strategies.lengths,
+    strategies.budgets,
+    st.sampled_from(MODES),
+    st.integers(1, 16),
+    st.integers(0, 2),
+)
 @pytest.mark.filterwarnings("ignore")
-def test_ranks_together_emit_the_plan(values: list[int], budget: Budget, mode: dict, ranks: int, epoch: int) -> None:
-    mine = [LengthAwareBatchSampler(values, budget, rank=r, world_size=ranks, **mode) for r in (0, ranks - 1)]
+def test_ranks_together_emit_the_plan(
+    values: list[int], budget: Budget, mode: dict, ranks: int, epoch: int
+) -> None:
+    mine = [
+        LengthAwareBatchSampler(values, budget, rank=r, world_size=ranks, **mode)
+        for r in (0, ranks - 1)
+    ]
     every = LengthAwareBatchSampler(values, budget, world_size=ranks, **mode)
     for one in (*mine, every):
         one.set_epoch(epoch)
@@ -67,11 +91,24 @@ def test_a_state_is_small_and_only_what_comes_is_planned(monkeypatch: pytest.Mon
     one, other = sampler(shuffle=True, window=40), sampler(shuffle=True, window=40)
     assert len(list(islice(one, 5))) == 5
     state = one.state_dict()
-    assert set(state) == {"kind", "version", "identity", "cursor", "learned", "left_out", "order", "seal"}
-    assert Cursor.of(reread(state["cursor"])) == Cursor(steps=5, window_size=40, segments=((1, 5, None),))
+    assert set(state) == {
+        "kind",
+        "version",
+        "identity",
+        "cursor",
+        "learned",
+        "left_out",
+        "order",
+        "seal",
+    }
+    assert Cursor.of(reread(state["cursor"])) == Cursor(
+        steps=5, window_size=40, segments=((1, 5, None),)
+    )
     other.load_state_dict(state)
     asked = []
-    monkeypatch.setattr(planner_module, "cut_kinds", lambda *args, **how: asked.append(1) or cut_kinds(*args, **how))
+    monkeypatch.setattr(
+        planner_module, "cut_kinds", lambda *args, **how: asked.append(1) or cut_kinds(*args, **how)
+    )
     next(iter(other))
     assert len(asked) == 1
 
@@ -91,7 +128,9 @@ def test_epochs_advance_by_themselves_and_by_set_epoch() -> None:
         one.set_epoch(-1)
 
 
-def test_a_state_from_the_end_of_an_epoch_continues_with_the_next_and_frameworks_may_count_from_zero() -> None:
+def test_a_state_from_the_end_of_an_epoch_continues_with_the_next_and_frameworks_may_count_from_zero() -> (
+    None
+):
     one, other = sampler(shuffle=True), sampler(shuffle=True)
     list(one)
     state = one.state_dict()
@@ -123,19 +162,27 @@ def test_after_a_resume_the_plan_is_what_is_emitted_and_len_is_the_whole_epoch(r
     plan = resumed.plan
     assert list(resumed) == [row[0] for row in plan.rows]
     assert plan.num_updates == 3  # of five
-    assert plan.report().startswith(f"epoch 0: {sum(len(batch) for row in plan.rows for batch in row)} samples ")
+    assert plan.report().startswith(
+        f"epoch 0: {sum(len(batch) for row in plan.rows for batch in row)} samples "
+    )
     assert resumed.plan_of(0).fingerprint == whole.plan.fingerprint
     assert len(resumed) == len(whole) > plan.num_steps
 
 
 def test_steps_are_counted_from_the_beginning_of_the_epoch_across_resumes() -> None:
-    everything, one, steps = list(sampler(shuffle=True, window=40)), sampler(shuffle=True, window=40), 0
+    everything, one, steps = (
+        list(sampler(shuffle=True, window=40)),
+        sampler(shuffle=True, window=40),
+        0,
+    )
     seen: list[list[int]] = []
     for more in (3, 4, 2):
         seen += list(islice(one, more + 2))[:more]  # two more were fetched ahead
         steps += more
         state = reread(one.state_dict(num_steps=steps))
-        with pytest.raises(StateError, match=f"must be from {steps - more} to {steps + 2}, .* but is {steps + 3}"):
+        with pytest.raises(
+            StateError, match=f"must be from {steps - more} to {steps + 2}, .* but is {steps + 3}"
+        ):
             one.state_dict(num_steps=steps + 3)
         one = sampler(shuffle=True, window=40)
         one.load_state_dict(state)
@@ -146,7 +193,9 @@ def test_steps_are_counted_from_the_beginning_of_the_epoch_across_resumes() -> N
 def test_given_order_is_read_once_an_epoch_and_checked() -> None:
     one, expected = sampler(order=shuffled_order(3), samples_per_update=50), list(shuffled_order(3))
     seen = [index for batch in list(one) for index in batch]
-    assert [set(seen[k : k + 50]) for k in range(0, 300, 50)] == [set(expected[k : k + 50]) for k in range(0, 300, 50)]
+    assert [set(seen[k : k + 50]) for k in range(0, 300, 50)] == [
+        set(expected[k : k + 50]) for k in range(0, 300, 50)
+    ]
     assert_conserves(sampler(order=[5, 5, 7, 9], shuffle=True), [5, 5, 7, 9])
     for order in (range(300), None):
         with pytest.raises(StateError, match="must yield the same indices in epoch 0"):
@@ -154,7 +203,9 @@ def test_given_order_is_read_once_an_epoch_and_checked() -> None:
 
 
 def test_arguments_and_samples_that_do_not_fit() -> None:
-    with pytest.warns(UserWarning, match=r"1 samples do not fit .* alone and are each a batch .* sample 1 with 99"):
+    with pytest.warns(
+        UserWarning, match=r"1 samples do not fit .* alone and are each a batch .* sample 1 with 99"
+    ):
         LengthAwareBatchSampler([3, 99], TokenBudget(10), rank=0, world_size=1)
     with pytest.warns(UserWarning, match=r"samples \[1\] are repeated"):
         list(LengthAwareBatchSampler([9, 3, 9], TokenBudget(10), rank=0, world_size=2))
@@ -177,7 +228,9 @@ def test_a_state_behind_workers_is_told_the_steps_that_training_used() -> None:
 @pytest.mark.parametrize(("num_workers", "stop"), [(0, 3), (2, 3), (2, -1)])
 def test_stateful_dataloader_resumes_exactly(num_workers: int, stop: int) -> None:
     def make() -> StatefulDataLoader:
-        return StatefulDataLoader(range(300), batch_sampler=sampler(shuffle=True), num_workers=num_workers)  # type: ignore[arg-type]
+        return StatefulDataLoader(
+            range(300), batch_sampler=sampler(shuffle=True), num_workers=num_workers
+        )  # type: ignore[arg-type]
 
     reference = sampler(shuffle=True)
     whole, following = list(reference), list(reference)
@@ -192,7 +245,9 @@ def test_stateful_dataloader_resumes_exactly(num_workers: int, stop: int) -> Non
     assert stop == len(whole) or rest[0] == whole[stop:]
 
 
-def test_an_order_that_differs_between_ranks_is_found_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_order_that_differs_between_ranks_is_found_before_the_first_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     mine = threading.local()
     monkeypatch.setattr(sampler_module, "rank_and_size", lambda: (mine.world.rank, mine.world.size))
     monkeypatch.setattr(epoch_module, "current_world", lambda: mine.world)
@@ -201,15 +256,24 @@ def test_an_order_that_differs_between_ranks_is_found_before_the_first_step(monk
         mine.world = world
         return list(sampler(None, None, order=shuffled_order(seed), samples_per_update=50))
 
-    with pytest.raises(AlignmentError, match="`order` yields different indices .* in epoch 0, .* seed it the same"):
+    with pytest.raises(
+        AlignmentError, match="`order` yields different indices .* in epoch 0, .* seed it the same"
+    ):
         run_ranks(2, lambda world: run(world, world.rank))
-    assert_conserves((batch for column in run_ranks(2, lambda world: run(world, 7)) for batch in column), range(300))
+    assert_conserves(
+        (batch for column in run_ranks(2, lambda world: run(world, 7)) for batch in column),
+        range(300),
+    )
 
 
 @pytest.mark.parametrize("settings", [{"samples_per_update": 2}, {"shuffle": True, "window": 2}])
-def test_a_last_window_that_fills_no_row_does_not_hold_an_epoch_open(settings: dict[str, Any]) -> None:
+def test_a_last_window_that_fills_no_row_does_not_hold_an_epoch_open(
+    settings: dict[str, Any],
+) -> None:
     def make() -> LengthAwareBatchSampler:
-        return LengthAwareBatchSampler([5] * 9, TokenBudget(10), uneven="drop", rank=0, world_size=2, **settings)
+        return LengthAwareBatchSampler(
+            [5] * 9, TokenBudget(10), uneven="drop", rank=0, world_size=2, **settings
+        )
 
     sampler, resumed = make(), make()
     resumed.load_state_dict(sampler.state_dict(num_steps=len(list(sampler))))
@@ -217,7 +281,9 @@ def test_a_last_window_that_fills_no_row_does_not_hold_an_epoch_open(settings: d
 
 
 @pytest.mark.parametrize("uneven", ["drop", "repeat"])
-def test_a_resume_on_more_ranks_than_an_update_has_samples_is_refused_as_a_new_epoch_is(uneven: Any) -> None:
+def test_a_resume_on_more_ranks_than_an_update_has_samples_is_refused_as_a_new_epoch_is(
+    uneven: Any,
+) -> None:
     """With "drop", the rest of the epoch was left out without a word."""
 
     def made(world_size: int) -> LengthAwareBatchSampler:
@@ -226,7 +292,9 @@ def test_a_resume_on_more_ranks_than_an_update_has_samples_is_refused_as_a_new_e
 
     begun, other = made(2), made(4)
     list(islice(begun, 10))
-    with pytest.raises(ConfigError, match=r"`samples_per_update` \(2\) must be at least the number of ranks \(4\)"):
+    with pytest.raises(
+        ConfigError, match=r"`samples_per_update` \(2\) must be at least the number of ranks \(4\)"
+    ):
         next(iter(made(4)))
     with pytest.raises(ConfigError, match="must be at least the number of ranks"):  # noqa: PT012
         other.load_state_dict(begun.state_dict())
@@ -254,16 +322,22 @@ SOURCES: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("kind", SOURCES)
 @given(asked=st.lists(st.integers(0, 6), min_size=1, max_size=8))
-def test_an_epoch_has_one_order_in_whatever_order_epochs_are_asked_for(kind: str, asked: list[int]) -> None:
+def test_an_epoch_has_one_order_in_whatever_order_epochs_are_asked_for(
+    kind: str, asked: list[int]
+) -> None:
     plain = SOURCES[kind]()
     epochs = [list(plain) for _ in range(7)]
     source = OrderSource(SOURCES[kind](), COUNT)
-    assert [source.of_epoch(epoch).tolist() for epoch in asked] == [epochs[epoch] for epoch in asked]
+    assert [source.of_epoch(epoch).tolist() for epoch in asked] == [
+        epochs[epoch] for epoch in asked
+    ]
     assert epochs[0] != epochs[1]
 
 
 def test_what_can_be_read_only_once_is_refused() -> None:
-    with pytest.raises(ConfigError, match="a list or a sampler, which can be read anew in every epoch"):
+    with pytest.raises(
+        ConfigError, match="a list or a sampler, which can be read anew in every epoch"
+    ):
         OrderSource(iter(range(3)), 3)
 
     class Hiding:
@@ -281,36 +355,50 @@ def test_what_can_be_read_only_once_is_refused() -> None:
 
 
 @given(st.integers(0, 3000), st.integers(0, 2**40), st.integers(0, 50))
-def test_is_a_permutation_that_can_be_read_anywhere(num_samples: int, seed: int, epoch: int) -> None:
+def test_is_a_permutation_that_can_be_read_anywhere(
+    num_samples: int, seed: int, epoch: int
+) -> None:
     order = epoch_order(num_samples, seed=seed, epoch=epoch)
     assert np.array_equal(np.sort(order), np.arange(num_samples))
     third = num_samples // 3
     assert np.array_equal(EpochOrder(num_samples, seed=seed, epoch=epoch)[third:], order[third:])
     for place in {0, num_samples // 2} if num_samples else ():
-        assert EpochOrder(num_samples, seed=seed, epoch=epoch).position_of(int(order[place])) == place
+        assert (
+            EpochOrder(num_samples, seed=seed, epoch=epoch).position_of(int(order[place])) == place
+        )
 
 
-def test_literal_orders_and_every_sample_equally_likely_everywhere_with_unrelated_neighbours() -> None:
+def test_literal_orders_and_every_sample_equally_likely_everywhere_with_unrelated_neighbours() -> (
+    None
+):
     assert epoch_order(8, seed=0, epoch=0).tolist() == LITERAL[0]
     assert epoch_order(8, seed=0, epoch=1).tolist() == LITERAL[1]
     counts = np.zeros((6, 6))
     for epoch in range(2000):
         counts[np.arange(6), epoch_order(6, seed=3, epoch=epoch)] += 1
-    assert ((counts - 2000 / 6) ** 2 / (2000 / 6)).sum() < 60  # chi squared, 25 degrees of freedom: 99.99th percentile
+    assert (
+        (counts - 2000 / 6) ** 2 / (2000 / 6)
+    ).sum() < 60  # chi squared, 25 degrees of freedom: 99.99th percentile
     order = epoch_order(100_000, seed=5, epoch=0)
     assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.02
     assert 0.7 < order.reshape(100, 1000).mean(axis=1).std() / (100_000 / np.sqrt(12 * 1000)) < 1.3
 
 
 @given(st.integers(0, 300), st.integers(1, 60), st.integers(0, 299))
-def test_windows_hold_every_sample_once_and_the_one_with_the_longest_comes_first(count, size, longest):
+def test_windows_hold_every_sample_once_and_the_one_with_the_longest_comes_first(
+    count, size, longest
+):
     at = min(longest, count - 1)
     windows = list(Windows(count, size, max(at, 0) // size))
-    assert sorted(place for start, stop in windows for place in range(start, stop)) == list(range(count))
+    assert sorted(place for start, stop in windows for place in range(start, stop)) == list(
+        range(count)
+    )
     held = [stop - start for start, stop in windows]
     assert held[1:] == [size] * (len(held) - 1)
     assert not count or (windows[0][0] <= at < windows[0][1] and held[0] < 2 * size)
-    assert list(Windows(count, size)) == [(start, min(start + size, count)) for start in range(0, count, size)]
+    assert list(Windows(count, size)) == [
+        (start, min(start + size, count)) for start in range(0, count, size)
+    ]
 
 
 @given(st.lists(st.booleans(), max_size=60), st.booleans(), st.data())
@@ -325,35 +413,52 @@ def test_an_order_without_samples_is_never_stored_and_is_that_of_those_kept(out,
 
 
 @given(
-    sizes=st.lists(st.integers(1, 30), min_size=1, max_size=4), num_samples=st.integers(1, 60),
-    weights=st.lists(st.integers(0, 5), min_size=12, max_size=12), seed=st.integers(0, 5),
-)  # fmt: skip
+    sizes=st.lists(st.integers(1, 30), min_size=1, max_size=4),
+    num_samples=st.integers(1, 60),
+    weights=st.lists(st.integers(0, 5), min_size=12, max_size=12),
+    seed=st.integers(0, 5),
+)
 def test_a_mixture_gives_shares_and_each_source_pass_after_pass(sizes, weights, num_samples, seed):
     starts = np.cumsum([0, *sizes])
     sources = {str(k): range(starts[k], starts[k + 1]) for k in range(len(sizes))}
-    shares = lambda epoch: {name: weights[3 * epoch % 12 + k % 3] + (k == 0) for k, name in enumerate(sources)}  # noqa: E731
+    shares = lambda epoch: {  # noqa: E731
+        name: weights[3 * epoch % 12 + k % 3] + (k == 0) for k, name in enumerate(sources)
+    }
     order, drawn = Mixture(sources, shares, num_samples=num_samples, seed=seed), []
     for epoch in range(4):
         order.set_epoch(epoch)
         found = list(order)
         assert len(found) == len(order) == num_samples
-        assert found == Mixture(sources, shares, num_samples=num_samples, seed=seed).of_epoch(epoch).tolist()
+        assert (
+            found
+            == Mixture(sources, shares, num_samples=num_samples, seed=seed).of_epoch(epoch).tolist()
+        )
         for name, members in sources.items():
             wanted = num_samples * shares(epoch)[name] / sum(shares(epoch).values())
             assert abs(sum(i in members for i in found) - wanted) < 1
         drawn += found
     for members in sources.values():
         own, size = [i for i in drawn if i in members], len(members)
-        assert all(len({*own[k : k + size]}) == len(own[k : k + size]) for k in range(0, len(own), size))
+        assert all(
+            len({*own[k : k + size]}) == len(own[k : k + size]) for k in range(0, len(own), size)
+        )
 
 
 def test_a_loader_over_a_mixture_resumes_and_keeps_the_size_of_updates():
     mixed = Mixture({"a": range(10), "b": range(10, 50)}, {"a": 1, "b": 3}, num_samples=32)
     assert [*pickle.loads(pickle.dumps(mixed))] == [*mixed]
     make = lambda: PlannedDataLoader(  # noqa: E731
-        range(50), np.arange(1, 51), TokenBudget(100), samples_per_update=8, weigh="samples",
-        sampler=Mixture({"a": range(10), "b": range(10, 50)}, lambda epoch: {"a": 1 + epoch, "b": 1}, num_samples=32),
-    )  # fmt: skip
+        range(50),
+        np.arange(1, 51),
+        TokenBudget(100),
+        samples_per_update=8,
+        weigh="samples",
+        sampler=Mixture(
+            {"a": range(10), "b": range(10, 50)},
+            lambda epoch: {"a": 1 + epoch, "b": 1},
+            num_samples=32,
+        ),
+    )
     whole = make()
     epochs = [[list(step.indices) for step in whole] for _ in range(2)]
     assert [sum(map(len, epoch)) for epoch in epochs] == [32, 32]
@@ -370,11 +475,26 @@ def test_a_loader_over_a_mixture_resumes_and_keeps_the_size_of_updates():
 GROUPED = np.random.default_rng(0).lognormal(4, 0.8, 2000).astype(np.int32) + 1
 
 
-@given(count=st.integers(0, 60), size=st.integers(1, 9), pool=st.integers(1, 5), seed=st.integers(0, 3), data=st.data())
+@given(
+    count=st.integers(0, 60),
+    size=st.integers(1, 9),
+    pool=st.integers(1, 5),
+    seed=st.integers(0, 3),
+    data=st.data(),
+)
 def test_pools_keep_their_samples_and_updates_are_neighbours(count, size, pool, seed, data):
-    lengths = np.array(data.draw(st.lists(st.integers(1, 9), min_size=count, max_size=count)), np.int32)
+    lengths = np.array(
+        data.draw(st.lists(st.integers(1, 9), min_size=count, max_size=count)), np.int32
+    )
     drawn = epoch_order(count, seed=seed, epoch=1)
-    order = GroupedOrder(EpochOrder(count, seed=seed, epoch=1), lengths.take, size=size, pool=pool, seed=seed, epoch=1)
+    order = GroupedOrder(
+        EpochOrder(count, seed=seed, epoch=1),
+        lengths.take,
+        size=size,
+        pool=pool,
+        seed=seed,
+        epoch=1,
+    )
     whole, span = order[:], size * pool
     for start in range(0, count, span):
         here = whole[start : start + span]
@@ -388,22 +508,40 @@ def test_pools_keep_their_samples_and_updates_are_neighbours(count, size, pool, 
 def test_small_updates_hardly_pad_and_are_as_many_as_before():
     padding, sizes = {}, {}
     for grouping in (None, 50):
-        how = {"samples_per_update": 8, "grouping": grouping, "collate_fn": list, "weigh": "samples"}
-        plan = PlannedDataLoader(range(len(GROUPED)), GROUPED, TokenBudget(8 * int(GROUPED.max())), **how).plan
+        how = {
+            "samples_per_update": 8,
+            "grouping": grouping,
+            "collate_fn": list,
+            "weigh": "samples",
+        }
+        plan = PlannedDataLoader(
+            range(len(GROUPED)), GROUPED, TokenBudget(8 * int(GROUPED.max())), **how
+        ).plan
         padded = sum(len(batch) * int(GROUPED[batch].max()) for batch in plan.batches)
         padding[grouping] = 1 - int(GROUPED.sum()) / padded
-        sizes[grouping] = np.add.reduceat(plan.batches.sizes, np.append(0, 1 + np.flatnonzero(plan.update_ends)[:-1]))
+        sizes[grouping] = np.add.reduceat(
+            plan.batches.sizes, np.append(0, 1 + np.flatnonzero(plan.update_ends)[:-1])
+        )
     assert sizes[None].tolist() == sizes[50].tolist() == [8] * 250
     assert padding[50] < padding[None] / 4
 
 
-@pytest.mark.parametrize(("streams", "layout", "options"), [
-    (1, "padded", {}), (1, "packed", {"shuffle": True}), (2, "padded", {"shuffle": True}),
-    (2, "packed", {"samples_per_update": 4096, "grouping": 4}),
-])  # fmt: skip
-def test_the_first_batch_of_many_samples_needs_no_memory_in_proportion_to_them(streams, layout, options):
+@pytest.mark.parametrize(
+    ("streams", "layout", "options"),
+    [
+        (1, "padded", {}),
+        (1, "packed", {"shuffle": True}),
+        (2, "padded", {"shuffle": True}),
+        (2, "packed", {"samples_per_update": 4096, "grouping": 4}),
+    ],
+)
+def test_the_first_batch_of_many_samples_needs_no_memory_in_proportion_to_them(
+    streams, layout, options
+):
     """Of 20 million lengths, which are not stored either: no array has an entry a sample, not even a byte."""
-    lengths = {name: np.broadcast_to(np.int32(9), 20_000_000) for name in ("tokens", "target")[:streams]}
+    lengths = {
+        name: np.broadcast_to(np.int32(9), 20_000_000) for name in ("tokens", "target")[:streams]
+    }
     how = {"window": None if options else 4096, "rank": 0, "world_size": 8, **options}
     tracemalloc.start()
     sampler = LengthAwareBatchSampler(lengths, TokenBudget(1024, layout=layout), **how)

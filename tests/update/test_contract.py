@@ -19,7 +19,14 @@ import pytest
 import torch
 import transformers as hf
 
-from dynagroup import ConfigError, OnlineDataLoader, PlannedDataLoader, StateError, StepLoader, TokenBudget
+from dynagroup import (
+    ConfigError,
+    OnlineDataLoader,
+    PlannedDataLoader,
+    StateError,
+    StepLoader,
+    TokenBudget,
+)
 from dynagroup.testing import assert_conserves, run_ranks
 from dynagroup.update.loss_weight import mean_items, predicts_next_token, weigher
 from dynagroup.update.schedule import linear_ramp
@@ -34,38 +41,62 @@ LENGTHS = lengths_of(37, seed=2, top=40)
 Make = Callable[..., StepLoader[Any]]
 
 
-planned, online = (partial(make, lengths=LENGTHS, max_tokens=80) for make in (loaders.planned, loaders.online))
+planned, online = (
+    partial(make, lengths=LENGTHS, max_tokens=80) for make in (loaders.planned, loaders.online)
+)
 SIZES: dict[str, dict[str, Any]] = {
-    "fixed": {"samples_per_update": 7}, "free": {"accumulation": 2},
+    "fixed": {"samples_per_update": 7},
+    "free": {"accumulation": 2},
     "ramp": {"samples_per_update": linear_ramp(3, 11, num_updates=6)},
-}  # fmt: skip
+}
 TINY = {"vocab": 16, "width": 8, "layers": 1, "heads": 1}
 WRONG = [
-    ({"num_workers": -1}, "`num_workers`"), ({"prefetch_factor": 2}, "prefetch_factor"),
-    ({"num_workers": 1, "multiprocessing_context": ""}, "multiprocessing_context"), ({"num_worker": 1}, "num_worker"),
+    ({"num_workers": -1}, "`num_workers`"),
+    ({"prefetch_factor": 2}, "prefetch_factor"),
+    ({"num_workers": 1, "multiprocessing_context": ""}, "multiprocessing_context"),
+    ({"num_worker": 1}, "num_worker"),
     ({"in_order": False}, "`in_order=False` must be left out"),
     ({"batch_size": 1}, "`batch_size` must be left out: the budget decides"),
-    ({"accumulation": 2, "samples_per_update": 8}, "`accumulation` .2. and `samples_per_update` cannot both be given"),
+    (
+        {"accumulation": 2, "samples_per_update": 8},
+        "`accumulation` .2. and `samples_per_update` cannot both be given",
+    ),
     ({"samples_per_update": 0}, "`samples_per_update` must be an int of at least 1"),
-    ({"drop_last": True}, "`drop_last` needs `samples_per_update`"), ({"seed": -1}, "`seed` must be an int of at least 0"),
+    ({"drop_last": True}, "`drop_last` needs `samples_per_update`"),
+    ({"seed": -1}, "`seed` must be an int of at least 0"),
     ({"weigh": "bytes"}, "`weigh` must be 'tokens', 'labels', 'samples' or a function"),
     ({"weigh": np.zeros((2, 2))}, "`weigh` must be 'tokens', 'labels', 'samples' or a function"),
     ({"num_workers": 2**31}, "`num_workers` must be an int of at most 4096, but is 2147483648"),
     ({"timeout": 5}, r"`timeout` \(5\) is for workers; set `num_workers`, or leave it out"),
     ({"timeout": "5", "num_workers": 1}, "`timeout` must be a number"),
-    ({"prefetch_factor": 0, "num_workers": 1}, "`prefetch_factor` must be an int of at least 1, but is 0"),
+    (
+        {"prefetch_factor": 0, "num_workers": 1},
+        "`prefetch_factor` must be an int of at least 1, but is 0",
+    ),
     ({"in_order": 0}, "`in_order` must be True or False, but is 0"),
     ({"generator": 3}, "`generator` must be a torch.Generator on the CPU, or None, but is 3"),
     ({"worker_init_fn": 3}, "`worker_init_fn` must be a function of a worker's number, but is 3"),
     ({"collate_fn": 3}, "`collate_fn` must be a function from samples to a batch, but is 3"),
     ({"pad": 3}, "`pad` must be a dict from field to padding value, or a function, but is 3"),
-    ({"samples_per_update": int}, "`samples_per_update` must be .* is <class 'int'>; or give a function"),
+    (
+        {"samples_per_update": int},
+        "`samples_per_update` must be .* is <class 'int'>; or give a function",
+    ),
     ({"kinds": np.array(3)}, r"`kinds` must be one label per sample, but is array\(3\)"),
-    ({"sampler": np.array(3), "samples_per_update": 4}, r"`order` must be a list or a sampler, .* but is array\(3\)"),
-    ({"sampler": np.zeros((37, 2), int), "samples_per_update": 4}, r"must yield integer indices, .* yields int64 \(2,\)"),
+    (
+        {"sampler": np.array(3), "samples_per_update": 4},
+        r"`order` must be a list or a sampler, .* but is array\(3\)",
+    ),
+    (
+        {"sampler": np.zeros((37, 2), int), "samples_per_update": 4},
+        r"must yield integer indices, .* yields int64 \(2,\)",
+    ),
     ({"sampler": [[1], [2, 3]], "samples_per_update": 4}, "must yield integer indices .ValueError"),
-    ({"shapes": 2**31, "length_hint": LENGTHS}, "`shapes` must be an int of at most 600, but is 2147483648"),
-]  # fmt: skip
+    (
+        {"shapes": 2**31, "length_hint": LENGTHS},
+        "`shapes` must be an int of at most 600, but is 2147483648",
+    ),
+]
 
 
 @pytest.fixture(params=[planned, online])
@@ -82,14 +113,19 @@ def epochs_of(loader: StepLoader[Any], number: int) -> list[list[list[int]]]:
     """The samples of each update; of an online loader without a set size, whose later epochs are planned by the lengths that
     it has seen by then, all that is sure: every sample."""
     learns = isinstance(loader, OnlineDataLoader) and loader.sizes is None
-    found = [[sorted(i for s in update for i in samples_of(s)) for update in loader.updates()] for _ in range(number)]
+    found = [
+        [sorted(i for s in update for i in samples_of(s)) for update in loader.updates()]
+        for _ in range(number)
+    ]
     return [[sorted(sum(epoch, []))] for epoch in found] if learns else found
 
 
 def test_epochs_differ_are_numbered_and_come_again(make, sizes):
     first, sized = epochs_of(make(**sizes), 3), "samples_per_update" in sizes
     assert (first[0] != first[1] != first[2]) == (make is planned or sized)
-    assert not sized or first == epochs_of(planned(**sizes), 3), "the same samples, whenever lengths are known"
+    assert not sized or first == epochs_of(planned(**sizes), 3), (
+        "the same samples, whenever lengths are known"
+    )
     loader = make(**sizes)
     loader.set_epoch(2)
     for step in loader:
@@ -176,8 +212,15 @@ class Interrupts:
         self.at, self.count = at, 0
 
     def __call__(self, frame: Any, event: str, arg: Any) -> Any:
-        inside = re.search(r"dynagroup/(online/(engine|feeds)|update/planned)", frame.f_code.co_filename)
-        return self.line if inside and frame.f_code.co_name not in ("_emit", "_run", "mapped", "_stop", "__iter__") else None
+        inside = re.search(
+            r"dynagroup/(online/(engine|feeds)|update/planned)", frame.f_code.co_filename
+        )
+        return (
+            self.line
+            if inside
+            and frame.f_code.co_name not in ("_emit", "_run", "mapped", "_stop", "__iter__")
+            else None
+        )
 
     def line(self, frame: Any, event: str, arg: Any) -> Any:
         self.count += event == "line"
@@ -220,9 +263,13 @@ def wide(samples: list[Any]) -> Any:
 
 
 @pytest.mark.parametrize("whole_updates", [False, True])
-@pytest.mark.parametrize("surprising", [
-    partial(planned, collate_fn=wide), partial(online, lengths=[*LENGTHS[:17], 90, *LENGTHS[18:]], seed=1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "surprising",
+    [
+        partial(planned, collate_fn=wide),
+        partial(online, lengths=[*LENGTHS[:17], 90, *LENGTHS[18:]], seed=1),
+    ],
+)
 def test_a_warning_that_is_an_error_loses_no_sample(surprising, sizes, whole_updates):
     loader, came, make = surprising(**sizes), list[int](), partial(surprising, **sizes)
     warnings.simplefilter("error")
@@ -234,8 +281,13 @@ def test_a_warning_that_is_an_error_loses_no_sample(surprising, sizes, whole_upd
 
 
 def test_a_collate_function_that_pads_under_a_packed_budget_is_told_of():
-    loader = PlannedDataLoader(Tokens(LENGTHS), LENGTHS, TokenBudget(90, layout="packed"), collate_fn=collate)
-    with pytest.warns(UserWarning, match=r"samples were padded to \d+ tokens, but planned as packed: use a packing collator"):
+    loader = PlannedDataLoader(
+        Tokens(LENGTHS), LENGTHS, TokenBudget(90, layout="packed"), collate_fn=collate
+    )
+    with pytest.warns(
+        UserWarning,
+        match=r"samples were padded to \d+ tokens, but planned as packed: use a packing collator",
+    ):
         list(loader)
 
 
@@ -247,7 +299,9 @@ def test_a_loader_is_copied_and_pickled_between_epochs_alone(make, sizes):
         assert [epochs_of(one, 1) for one in copies] == [epochs_of(loader, 1)] * 2
     next(_ := iter(loader))  # still alive
     for again in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(StateError, match="pickled or copied while it is iterated; do so between epochs"):
+        with pytest.raises(
+            StateError, match="pickled or copied while it is iterated; do so between epochs"
+        ):
             again(loader)
     del loader, copies, _
     assert set(active_children()) <= set(before)
@@ -332,9 +386,13 @@ def test_books_go_on_after_resuming_on_other_ranks(make, sizes):
         loader.load_state_dict([state])
         assert (loader.epoch, loader.cursor.epoch, loader.cursor.update) == (3, 3, cursor.update)
         assert loader.cursor.samples_seen == cursor.samples_seen
-        announced = loader.updates_in(5) if make is planned or "samples_per_update" in sizes else None
+        announced = (
+            loader.updates_in(5) if make is planned or "samples_per_update" in sizes else None
+        )
         assert announced is None or loader.samples_after(loader.updates_in(4)) == 4 * 37
-        assert announced is None or loader.samples_after(0) in (0, 3 * 37), "at the first point that is known"
+        assert announced is None or loader.samples_after(0) in (0, 3 * 37), (
+            "at the first point that is known"
+        )
         rest = [int(update[0].samples.total) for update in loader.updates()]
         assert loader.cursor.update == cursor.update + len(rest)
         assert loader.cursor.samples_seen == cursor.samples_seen + sum(rest) == 4 * 37
@@ -389,7 +447,9 @@ def test_a_sampler_draws_as_many_as_it_says_where_updates_are_counted(make, said
     loader = make(sampler=Counting(said), samples_per_update=4)
     for _ in range(epoch):
         assert len(list(loader.updates())) == loader.num_updates == 3
-    with pytest.raises(ConfigError, match=rf"`sampler` yields \d+ indices \(\d+ that fit\) in epoch {epoch}, but"):
+    with pytest.raises(
+        ConfigError, match=rf"`sampler` yields \d+ indices \(\d+ that fit\) in epoch {epoch}, but"
+    ):
         list(loader)
 
 
@@ -398,11 +458,16 @@ def test_a_dataset_that_changed_its_size_is_refused_at_the_next_epoch(make, size
     loader = make(**sizes)
     assert_conserves([samples_of(step) for step in loader], range(37))
     loader.dataset.lengths = [*loader.dataset.lengths, 5][: 37 + added]
-    with pytest.raises(ConfigError, match=f"37 entries, but the dataset has {37 + added}|has {37 + added} samples, but had 37"):
+    with pytest.raises(
+        ConfigError,
+        match=f"37 entries, but the dataset has {37 + added}|has {37 + added} samples, but had 37",
+    ):
         next(iter(loader))
 
 
-@pytest.mark.parametrize("where", ["dataset", "collate_fn", "weigh", "one sample per index", "index, in order"])
+@pytest.mark.parametrize(
+    "where", ["dataset", "collate_fn", "weigh", "one sample per index", "index, in order"]
+)
 @pytest.mark.parametrize("at", [0, 9])
 def test_a_stray_stop_iteration_does_not_end_the_epoch(make, sizes, where, at):
     """What a DataLoader takes for its end is an error while samples are left."""
@@ -425,7 +490,9 @@ def test_a_stray_stop_iteration_does_not_end_the_epoch(make, sizes, where, at):
     weigh = (lambda batch: stray("weigh")) if where == "weigh" else "samples"
     loader = make(data=Strayed(LENGTHS), max_tokens=40, collate_fn=collated, weigh=weigh, **sizes)
     with pytest.raises(RuntimeError, match=where if short else "StopIteration"):
-        assert all(len(step.batch["input_ids"]) == len(step.indices) for step in loader), "those of another batch"
+        assert all(len(step.batch["input_ids"]) == len(step.indices) for step in loader), (
+            "those of another batch"
+        )
 
 
 @pytest.mark.parametrize(("wrong", "said"), WRONG)
@@ -438,40 +505,91 @@ def test_wrong_arguments_are_refused_at_once(make, wrong, said):
 ROWS, KINDS = [[-100, 5, 6], [7, 8, -100]], (list, np.array, torch.tensor)
 
 
-@pytest.mark.parametrize(("batch", "shifted", "expected"), [
-    ({"labels": torch.tensor(ROWS), "input_ids": torch.tensor([[1, 2, 3], [7, 8, 9]])}, True, 3),
-    ({"labels": np.array(ROWS)}, False, 4), ({"labels": ROWS}, True, 3), ({"labels": torch.tensor([0, 2, 1])}, True, 3),
-    ({"shift_labels": torch.tensor(ROWS), "labels": torch.tensor(ROWS)}, True, 4),
-    ({"labels": torch.full((2, 3), -100)}, True, 0), ({"labels": torch.tensor([[0.5, -100.0], [1.0, 2.0]])}, True, 4),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("batch", "shifted", "expected"),
+    [
+        (
+            {"labels": torch.tensor(ROWS), "input_ids": torch.tensor([[1, 2, 3], [7, 8, 9]])},
+            True,
+            3,
+        ),
+        ({"labels": np.array(ROWS)}, False, 4),
+        ({"labels": ROWS}, True, 3),
+        ({"labels": torch.tensor([0, 2, 1])}, True, 3),
+        ({"shift_labels": torch.tensor(ROWS), "labels": torch.tensor(ROWS)}, True, 4),
+        ({"labels": torch.full((2, 3), -100)}, True, 0),
+        ({"labels": torch.tensor([[0.5, -100.0], [1.0, 2.0]])}, True, 4),
+    ],
+)
 def test_label_tokens_are_those_that_are_predicted(batch, shifted, expected):
-    assert weigher("tokens" if shifted else "labels")(batch, 9) == mean_items(batch, shifted=shifted) == expected
+    assert (
+        weigher("tokens" if shifted else "labels")(batch, 9)
+        == mean_items(batch, shifted=shifted)
+        == expected
+    )
 
 
 def test_a_batch_without_labels_is_a_mean_over_its_samples_and_a_function_must_give_a_number():
-    batches = {"name": "a", "input_ids": torch.ones(4, 7)}, torch.ones(3, 2), {"labels": None, "x": torch.ones(4, 7)}
+    batches = (
+        {"name": "a", "input_ids": torch.ones(4, 7)},
+        torch.ones(3, 2),
+        {"labels": None, "x": torch.ones(4, 7)},
+    )
     assert [*map(mean_items, batches)] == [4, 3, 4]
-    with pytest.raises(ConfigError, match="cannot count a batch.s samples: this dict has no tensors"):
+    with pytest.raises(
+        ConfigError, match="cannot count a batch.s samples: this dict has no tensors"
+    ):
         mean_items({"name": "a"})
-    with pytest.raises(ConfigError, match="weigh='tokens' or 'labels' needs a field 'labels' .* this dict has none"):
+    with pytest.raises(
+        ConfigError, match="weigh='tokens' or 'labels' needs a field 'labels' .* this dict has none"
+    ):
         weigher("tokens")({"input_ids": torch.ones(4, 7)}, 4)
-    for kind, (name, width) in product(KINDS, (("input_ids", 4), ("decoder_input_ids", 3), ("input_ids", 3))):
+    for kind, (name, width) in product(
+        KINDS, (("input_ids", 4), ("decoder_input_ids", 3), ("input_ids", 3))
+    ):
         said = rf"causal models, but labels \[2, 3\] are not the tokens of {name} .*; pass weigh='labels'"
         with pytest.raises(ConfigError, match=said):
-            weigher("tokens")({name: torch.ones(2, width, dtype=torch.int64), "labels": kind(ROWS)}, 2)
+            weigher("tokens")(
+                {name: torch.ones(2, width, dtype=torch.int64), "labels": kind(ROWS)}, 2
+            )
     ids, mask = torch.tensor([[1, 2, 3], [4, 5, 0]]), torch.tensor([[1, 1, 1], [1, 1, 0]])
-    assert weigher("tokens")({"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}, 2) == 3
-    with pytest.raises(ConfigError, match="labels where attention_mask is 0 must be -100, or the loss counts padding; or pass"):
+    assert (
+        weigher("tokens")(
+            {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)},
+            2,
+        )
+        == 3
+    )
+    with pytest.raises(
+        ConfigError,
+        match="labels where attention_mask is 0 must be -100, or the loss counts padding; or pass",
+    ):
         weigher("tokens")({"input_ids": ids, "attention_mask": mask, "labels": ids}, 2)
     for weight in (-1.0, float("nan"), float("inf")):
-        with pytest.raises(ConfigError, match="`weigh` must return a number from 0 to 1e\\+30, but returned"):
+        with pytest.raises(
+            ConfigError, match="`weigh` must return a number from 0 to 1e\\+30, but returned"
+        ):
             weigher(lambda batch, weight=weight: weight)(None, 1)
 
 
 def test_models_say_whether_their_loss_shifts():
     gpt2, bert = hf.GPT2LMHeadModel(models.gpt2(**TINY)), models.bert(**TINY)
-    assert all(map(predicts_next_token, [gpt2, torch.nn.DataParallel(gpt2), hf.LlamaForCausalLM(models.llama(**TINY))]))
-    others = [hf.T5ForConditionalGeneration(models.t5(**TINY)), hf.BertForMaskedLM(bert), torch.nn.Linear(2, 2)]
-    others += [hf.XLMWithLMHeadModel(hf.XLMConfig(emb_dim=16, n_layers=1, n_heads=2, vocab_size=40))]
-    others += [hf.BertForSequenceClassification(bert), hf.BartForCausalLM(hf.BartConfig(d_model=16, decoder_layers=1))]
+    assert all(
+        map(
+            predicts_next_token,
+            [gpt2, torch.nn.DataParallel(gpt2), hf.LlamaForCausalLM(models.llama(**TINY))],
+        )
+    )
+    others = [
+        hf.T5ForConditionalGeneration(models.t5(**TINY)),
+        hf.BertForMaskedLM(bert),
+        torch.nn.Linear(2, 2),
+    ]
+    others += [
+        hf.XLMWithLMHeadModel(hf.XLMConfig(emb_dim=16, n_layers=1, n_heads=2, vocab_size=40))
+    ]
+    others += [
+        hf.BertForSequenceClassification(bert),
+        hf.BartForCausalLM(hf.BartConfig(d_model=16, decoder_layers=1)),
+    ]
     assert not any(map(predicts_next_token, others))

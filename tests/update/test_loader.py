@@ -17,7 +17,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynagroup import LearningBudget, LengthAwareBatchSampler, OnlineDataLoader, PlannedDataLoader, TokenBudget
+from dynagroup import (
+    LearningBudget,
+    LengthAwareBatchSampler,
+    OnlineDataLoader,
+    PlannedDataLoader,
+    TokenBudget,
+)
 from dynagroup.errors import AlignmentError, BudgetError, ConfigError
 from dynagroup.plan.static_shapes import ShapeLadder
 from dynagroup.shapes import BatchShape
@@ -26,7 +32,12 @@ from dynagroup.update.schedule import UpdateSizes, linear_ramp, scale_learning_r
 
 LENGTHS = np.random.default_rng(0).integers(1, 40, 53).tolist()
 BUDGET, RAMP = TokenBudget(80), linear_ramp(5, 20, num_updates=4)
-MODES = [{"samples_per_update": 9}, {"samples_per_update": RAMP}, {}, {"accumulation": 3, "window": 16}]
+MODES = [
+    {"samples_per_update": 9},
+    {"samples_per_update": RAMP},
+    {},
+    {"accumulation": 3, "window": 16},
+]
 VARIED = np.random.default_rng(0).integers(5, 100, 300)
 ROWS = [{"input_ids": [1] * length} for length in VARIED]
 FAILED = BatchShape.of(9, 100)
@@ -34,16 +45,24 @@ LEARNED = 810  # 0.9 of what failed
 HOW: dict[str, Any] = {"collate_fn": list, "weigh": "samples"}
 SIZED = {**HOW, "samples_per_update": 48}
 KINDS = {
-    "sampler": lambda learning, world: LengthAwareBatchSampler(VARIED, learning, shuffle=True, rank=0, world_size=1),
-    "preserved": lambda learning, world: PlannedDataLoader(ROWS, VARIED, learning, world=world, **SIZED),
+    "sampler": lambda learning, world: LengthAwareBatchSampler(
+        VARIED, learning, shuffle=True, rank=0, world_size=1
+    ),
+    "preserved": lambda learning, world: PlannedDataLoader(
+        ROWS, VARIED, learning, world=world, **SIZED
+    ),
     "free": lambda learning, world: PlannedDataLoader(ROWS, VARIED, learning, world=world, **HOW),
-    "online": lambda learning, world: OnlineDataLoader(ROWS, learning, shuffle=True, window=64, world=world, **HOW),
+    "online": lambda learning, world: OnlineDataLoader(
+        ROWS, learning, shuffle=True, window=64, world=world, **HOW
+    ),
 }
 
 
 def loader_of(lengths=LENGTHS, budget=BUDGET, data=None, **settings):
     data = range(len(lengths)) if data is None else data
-    return PlannedDataLoader(data, lengths, budget, **{"weigh": "samples", "collate_fn": list, **settings})
+    return PlannedDataLoader(
+        data, lengths, budget, **{"weigh": "samples", "collate_fn": list, **settings}
+    )
 
 
 def samples(update):
@@ -59,7 +78,10 @@ class Noise(torch.utils.data.Dataset):
 
 
 def test_samples_too_large_even_alone_are_counted_and_mistakes_are_named():
-    with pytest.warns(UserWarning, match="1 samples do not fit the budget even alone and are each a batch of its own"):
+    with pytest.warns(
+        UserWarning,
+        match="1 samples do not fit the budget even alone and are each a batch of its own",
+    ):
         loader = loader_of([5, 90, 6], samples_per_update=3)
     list(loader)
     assert loader.stats.oversize == 1
@@ -95,7 +117,9 @@ def test_workers_process_a_resumed_run_alike():
     assert len(list(islice(first.updates(), 2))) == 2
     resumed.load_state_dict(first.state_dict())
     assert run(resumed) == whole[2:]
-    found = run_ranks(2, lambda world: [n for step in made(1, world=world) if not step.idle for n in step.batch])
+    found = run_ranks(
+        2, lambda world: [n for step in made(1, world=world) if not step.idle for n in step.batch]
+    )
     assert len({*found[0], *found[1]}) == 53, "ranks draw numbers of their own"
 
 
@@ -112,22 +136,39 @@ def parts(kind: str, rank: int, by: int) -> Any:
     """Of 40 samples of one length those of one rank, or (``by`` is 1) all of them, as one of several types."""
     data = [{"input_ids": [i] * 9} for i in range(rank % by, 40, by)]
     if kind == "subset":
-        return torch.utils.data.Subset([{"input_ids": [i] * 9} for i in range(40)], range(rank % by, 40, by))
-    timed = lambda rows: {**rows, "t": [time.time() for _ in rows["input_ids"]]}  # noqa: E731 - does not run to compare
+        return torch.utils.data.Subset(
+            [{"input_ids": [i] * 9} for i in range(40)], range(rank % by, 40, by)
+        )
+    timed = lambda rows: {**rows, "t": [time.time() for _ in rows["input_ids"]]}  # noqa: E731
     return datasets.Dataset.from_list(data).with_transform(timed) if kind == "hf" else data
 
 
-@pytest.mark.parametrize("make", [lambda data, **how: PlannedDataLoader(data, [9] * len(data), BUDGET, **how),
-                                  lambda data, **how: OnlineDataLoader(data, BUDGET, **how)])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda data, **how: PlannedDataLoader(data, [9] * len(data), BUDGET, **how),
+        lambda data, **how: OnlineDataLoader(data, BUDGET, **how),
+    ],
+)
 @pytest.mark.parametrize("kind", ["list", "subset", "hf"])
 def test_ranks_that_were_given_parts_of_the_data_are_told(make, kind):
     """Each part would be divided once more. Files may have other names on other machines, so it is no error."""
 
     def used(by):
-        return run_ranks(2, lambda world: [i for step in make(parts(kind, world.rank, by), world=world, **HOW)
-                                           if not step.idle for i in step.indices])  # fmt: skip
+        return run_ranks(
+            2,
+            lambda world: [
+                i
+                for step in make(parts(kind, world.rank, by), world=world, **HOW)
+                if not step.idle
+                for i in step.indices
+            ],
+        )
 
-    with pytest.warns(UserWarning, match="ranks have different first or last samples in their datasets: give every rank the"):
+    with pytest.warns(
+        UserWarning,
+        match="ranks have different first or last samples in their datasets: give every rank the",
+    ):
         used(2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -161,7 +202,9 @@ def test_a_rank_that_fails_ends_the_others_at_once(where, how):
 
     def one(world):
         weigh = lambda rows: len(fail("weigh", rows))  # noqa: E731
-        loader = loader_of(world=world, collate_fn=lambda rows: fail("load", rows), weigh=weigh, **how)
+        loader = loader_of(
+            world=world, collate_fn=lambda rows: fail("load", rows), weigh=weigh, **how
+        )
         with pytest.raises((OSError, AlignmentError)) as found:
             list(loader)
         return str(found.value)
@@ -188,9 +231,22 @@ class Deadly(torch.utils.data.Dataset):
 @pytest.mark.parametrize("kind", [PlannedDataLoader, OnlineDataLoader])
 def test_after_a_worker_died_all_ranks_go_on_with_new_workers(kind):
     def one(world):
-        data, how = Deadly(), {**HOW, "samples_per_update": 10, "num_workers": 1, "persistent_workers": True, "world": world}
+        data, how = (
+            Deadly(),
+            {
+                **HOW,
+                "samples_per_update": 10,
+                "num_workers": 1,
+                "persistent_workers": True,
+                "world": world,
+            },
+        )
         online = {"length_of": LENGTHS.__getitem__}
-        loader = kind(data, BUDGET, **how, **online) if kind is OnlineDataLoader else kind(data, LENGTHS, BUDGET, **how)
+        loader = (
+            kind(data, BUDGET, **how, **online)
+            if kind is OnlineDataLoader
+            else kind(data, LENGTHS, BUDGET, **how)
+        )
         with pytest.raises((RuntimeError, AlignmentError)):
             list(loader)
         data.mended = True
@@ -224,19 +280,32 @@ def test_batches_that_are_not_what_was_planned_are_noticed_once_packed_labels_by
     [text] = warned_by({"source": LENGTHS, "target": targets[::-1]}, budget, both, data)
     assert re.search(r"\d+ target tokens long, but", text)
     [text] = warned_by(LENGTHS[::-1], BUDGET, padded_to(1), LENGTHS)
-    assert re.search(r"\d+ samples were collated to \d+ tokens wide, but the longest .* planned with \d+", text)
+    assert re.search(
+        r"\d+ samples were collated to \d+ tokens wide, but the longest .* planned with \d+", text
+    )
     assert "in dataset order" in text
-    assert len(warned_by(LENGTHS, BUDGET, padded_to(8), LENGTHS)) == 1, "padded further than the budget was told"
+    assert len(warned_by(LENGTHS, BUDGET, padded_to(8), LENGTHS)) == 1, (
+        "padded further than the budget was told"
+    )
     assert warned_by(LENGTHS, TokenBudget(160, pad_to_multiple_of=8), padded_to(8), LENGTHS) == []
     ladder = ShapeLadder(LENGTHS, BUDGET, num_shapes=4, window=10)
     assert warned_by(LENGTHS, ladder, padded_to(1), LENGTHS) == [], "filled by the loader"
-    with pytest.raises(ConfigError, match="more than any of the shapes .* give `lengths` in dataset order"):
+    with pytest.raises(
+        ConfigError, match="more than any of the shapes .* give `lengths` in dataset order"
+    ):
         warned_by(LENGTHS[::-1], ladder, padded_to(1), LENGTHS)
-    assert warned_by(LENGTHS, BUDGET, torch.tensor, LENGTHS) == [], "a batch without names shows nothing"
+    assert warned_by(LENGTHS, BUDGET, torch.tensor, LENGTHS) == [], (
+        "a batch without names shows nothing"
+    )
 
 
 @settings(max_examples=40)
-@given(ranks=st.integers(1, 4), epoch=st.integers(0, 2), stop=st.integers(0, 9), how=st.sampled_from(MODES))
+@given(
+    ranks=st.integers(1, 4),
+    epoch=st.integers(0, 2),
+    stop=st.integers(0, 9),
+    how=st.sampled_from(MODES),
+)
 def test_a_plan_is_what_the_steps_are_that_remain(ranks, epoch, stop, how):
     """Of a whole epoch, and after a resume; free updates go on over the borders of windows of a few rows each."""
 
@@ -258,14 +327,22 @@ def test_a_plan_is_what_the_steps_are_that_remain(ranks, epoch, stop, how):
             if found is not None:
                 assert (found.num_steps, found.epoch) == (len(steps), epoch)
                 assert found.update_ends.tolist() == [step.ends_update for step in steps]
-                assert found.loss_scale[:, rank] == pytest.approx([step.loss_scale for step in steps])
-                rows = [list(row[rank]) for row, step in zip(found.rows, steps, strict=True) if not step.idle]
+                assert found.loss_scale[:, rank] == pytest.approx(
+                    [step.loss_scale for step in steps]
+                )
+                rows = [
+                    list(row[rank])
+                    for row, step in zip(found.rows, steps, strict=True)
+                    if not step.idle
+                ]
                 assert rows == [list(step.batch) for step in steps if not step.idle]
 
 
 def test_a_rank_may_ask_alone(monkeypatch):
     """Looking the ranks up is collective: one that prints its plan before the others iterate must not wait for them."""
-    monkeypatch.setattr("dynagroup.update.loader.current_world", lambda: pytest.fail("asked the other ranks"))
+    monkeypatch.setattr(
+        "dynagroup.update.loader.current_world", lambda: pytest.fail("asked the other ranks")
+    )
     for how in ({"samples_per_update": 10}, {}):
         loader = loader_of(**how)
         assert loader.plan.num_steps == len(loader)
@@ -282,7 +359,13 @@ def test_a_sampler_that_draws_what_is_left_out_more_often_in_some_epoch_is_refus
         def set_epoch(self, epoch):
             self[:] = [0, 1, 2, 3] if epoch == 0 else [0, 0, 1, 2]
 
-    loader = loader_of([1000, 5, 5, 5], TokenBudget(50), sampler=Other(range(4)), samples_per_update=1, oversize="drop")
+    loader = loader_of(
+        [1000, 5, 5, 5],
+        TokenBudget(50),
+        sampler=Other(range(4)),
+        samples_per_update=1,
+        oversize="drop",
+    )
     assert len(list(loader)) == 3
     with pytest.raises(ConfigError, match=r"\(2 that fit\) in epoch 1, but \d+ \(3"):
         list(loader)
@@ -290,13 +373,23 @@ def test_a_sampler_that_draws_what_is_left_out_more_often_in_some_epoch_is_refus
 
 def test_literal_rules_of_the_learning_rate_ramps_and_changes_that_hold_in_later_epochs():
     for rule, expected in (("linear", 0.4), ("sqrt", 0.2), ("none", 0.1)):
-        found = scale_learning_rate(0.1, samples_per_update=64, base_samples_per_update=16, rule=rule)
+        found = scale_learning_rate(
+            0.1, samples_per_update=64, base_samples_per_update=16, rule=rule
+        )
         assert found == pytest.approx(expected)
-    assert [linear_ramp(8, 32, num_updates=4, multiple_of=8)(u, None) for u in range(5)] == [8, 8, 16, 24, 32]
+    assert [linear_ramp(8, 32, num_updates=4, multiple_of=8)(u, None) for u in range(5)] == [
+        8,
+        8,
+        16,
+        24,
+        32,
+    ]
     assert [linear_ramp(32, 8, num_updates=3)(u, None) for u in range(5)] == [32, 24, 16, 8, 8]
     sizes = UpdateSizes(4, lambda: 10)
     assert sizes.change(next(sizes.cursors(sizes.start(0))), 5) == 1
-    assert [stop - start for epoch in (0, 1) for start, stop, _ in sizes.spans(sizes.start(epoch))] == [4, 5, 1, 5, 5]
+    assert [
+        stop - start for epoch in (0, 1) for start, stop, _ in sizes.spans(sizes.start(epoch))
+    ] == [4, 5, 1, 5, 5]
     assert UpdateSizes(8, lambda: 1000).start(10**6).update == 125 * 10**6
 
 
@@ -306,7 +399,9 @@ def make(request: pytest.FixtureRequest) -> Any:
 
 
 def batches(items: Any) -> list[list[int]]:
-    return [list(getattr(item, "indices", item)) for item in items if not getattr(item, "idle", False)]
+    return [
+        list(getattr(item, "indices", item)) for item in items if not getattr(item, "idle", False)
+    ]
 
 
 def largest(found: list[list[int]]) -> int:
@@ -332,7 +427,9 @@ def test_an_epoch_follows_what_the_one_before_taught_and_states_hold_it(make):
     assert sorted(i for batch in second + rest for i in batch) == list(range(300))
     assert batches(resumed) == rest
     if hasattr(loader, "cursor"):
-        assert resumed.cursor == loader.cursor, "the books count what was, not what the new limit would have made of it"
+        assert resumed.cursor == loader.cursor, (
+            "the books count what was, not what the new limit would have made of it"
+        )
     assert largest(batches(resumed)) <= 0.9 * 800
 
 
@@ -388,8 +485,13 @@ def test_ranks_follow_the_one_that_learned_most(kind):
 
 def test_samples_that_no_batch_may_hold_after_what_was_learned_are_told_and_counted():
     budget = LearningBudget(TokenBudget(64))
-    loader = PlannedDataLoader(range(4), [50, 40, 4, 3], budget, samples_per_update=2, oversize="drop", **HOW)
+    loader = PlannedDataLoader(
+        range(4), [50, 40, 4, 3], budget, samples_per_update=2, oversize="drop", **HOW
+    )
     assert sorted(i for step in loader for i in step.indices) == [0, 1, 2, 3]
     loader.budget.learner.record_oom(BatchShape.of(2, longest=16))
-    with pytest.warns(UserWarning, match="do not fit the budget even alone and are left out; the first is sample 0"):
+    with pytest.warns(
+        UserWarning,
+        match="do not fit the budget even alone and are left out; the first is sample 0",
+    ):
         assert sorted(i for step in loader for i in step.indices) == [2, 3]

@@ -9,22 +9,67 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode  # documented for extension authors; no public alias yet
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+)  # documented for extension authors; no public alias yet
 
 from dynagroup.memory.run import MASK_ALIGNMENT
 
 HALF = (torch.float16, torch.bfloat16)
-FLASH_HEAD_SIZE = 256  # largest head size of the flash kernel (aten/native/transformers/cuda/sdp_utils.cpp)
+FLASH_HEAD_SIZE = (
+    256  # largest head size of the flash kernel (aten/native/transformers/cuda/sdp_utils.cpp)
+)
 
 # Operators that torch.autocast runs in the lower precision (LOWER) or in float32 (HIGHER) on CUDA (autocast_mode.h).
-LOWER = {F.linear, F.conv1d, F.conv2d, F.conv3d, torch.matmul, torch.bmm, torch.mm, torch.addmm, torch.baddbmm,
-         torch.einsum, torch.Tensor.baddbmm, torch.Tensor.addmm, torch.Tensor.addbmm,
-         torch.Tensor.matmul, torch.Tensor.bmm, torch.Tensor.mm, torch.Tensor.__matmul__,
-         torch.conv1d, torch.conv2d, torch.addbmm, F.scaled_dot_product_attention}  # fmt: skip
-HIGHER = {F.softmax, F.log_softmax, F.layer_norm, F.group_norm, F.cross_entropy, F.nll_loss, torch.softmax,
-          torch.log_softmax, torch.layer_norm, torch.pow, torch.rsqrt, torch.exp, torch.log, torch.sum, torch.cumsum,
-          torch.norm, torch.prod, torch.Tensor.pow, torch.Tensor.rsqrt, torch.Tensor.exp, torch.Tensor.log,
-          torch.Tensor.sum, torch.Tensor.softmax, torch.Tensor.__pow__}  # fmt: skip
+LOWER = {
+    F.linear,
+    F.conv1d,
+    F.conv2d,
+    F.conv3d,
+    torch.matmul,
+    torch.bmm,
+    torch.mm,
+    torch.addmm,
+    torch.baddbmm,
+    torch.einsum,
+    torch.Tensor.baddbmm,
+    torch.Tensor.addmm,
+    torch.Tensor.addbmm,
+    torch.Tensor.matmul,
+    torch.Tensor.bmm,
+    torch.Tensor.mm,
+    torch.Tensor.__matmul__,
+    torch.conv1d,
+    torch.conv2d,
+    torch.addbmm,
+    F.scaled_dot_product_attention,
+}
+HIGHER = {
+    F.softmax,
+    F.log_softmax,
+    F.layer_norm,
+    F.group_norm,
+    F.cross_entropy,
+    F.nll_loss,
+    torch.softmax,
+    torch.log_softmax,
+    torch.layer_norm,
+    torch.pow,
+    torch.rsqrt,
+    torch.exp,
+    torch.log,
+    torch.sum,
+    torch.cumsum,
+    torch.norm,
+    torch.prod,
+    torch.Tensor.pow,
+    torch.Tensor.rsqrt,
+    torch.Tensor.exp,
+    torch.Tensor.log,
+    torch.Tensor.sum,
+    torch.Tensor.softmax,
+    torch.Tensor.__pow__,
+}
 
 
 class CudaKernels(TorchFunctionMode):
@@ -37,7 +82,9 @@ class CudaKernels(TorchFunctionMode):
         self.autocast = autocast
         self._cast_weights: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         cast = self._lower if func in LOWER else _higher if func in HIGHER else None
         if self.autocast is not None and cast is not None:
@@ -49,10 +96,21 @@ class CudaKernels(TorchFunctionMode):
         if func in (F.softmax, F.log_softmax, torch.softmax, torch.Tensor.softmax):
             return _softmax(func, *args, **kwargs)
         if getattr(func, "__name__", "") == "_grouped_mm" and args[0].dtype != torch.bfloat16:
-            return args[0] @ args[1][0]  # CUDA also multiplies other dtypes; the same bytes are alive
-        if func in (torch.any, torch.Tensor.any) and len(args) == 1 and not kwargs and args[0].is_meta:
+            return (
+                args[0] @ args[1][0]
+            )  # CUDA also multiplies other dtypes; the same bytes are alive
+        if (
+            func in (torch.any, torch.Tensor.any)
+            and len(args) == 1
+            and not kwargs
+            and args[0].is_meta
+        ):
             return torch.tensor(False, device="cpu")
-        return not self.padded if func is torch.Tensor.__bool__ and args[0].is_meta else func(*args, **kwargs)
+        return (
+            not self.padded
+            if func is torch.Tensor.__bool__ and args[0].is_meta
+            else func(*args, **kwargs)
+        )
 
     def end_forward(self) -> None:
         """Ends the autocast region: drops the weights that autocast has cast and cached."""
@@ -78,34 +136,62 @@ def _higher(value: Any) -> Any:
 
 
 def attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-) -> torch.Tensor:  # fmt: skip
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
     """Runs ``scaled_dot_product_attention`` as CUDA would: flash, else memory-efficient, else with all scores stored."""
     repeats = query.shape[-3] // key.shape[-3]
     if attn_mask is not None and attn_mask.dtype == torch.bool:
-        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), float("-inf"))
-    flash = attn_mask is None and query.dtype in HALF and query.shape[-1] == value.shape[-1] <= FLASH_HEAD_SIZE
-    odd = not flash and any(part.shape[-1] % (8 if part.dtype in HALF else 4) for part in (query, value))
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(
+            attn_mask.logical_not(), float("-inf")
+        )
+    flash = (
+        attn_mask is None
+        and query.dtype in HALF
+        and query.shape[-1] == value.shape[-1] <= FLASH_HEAD_SIZE
+    )
+    odd = not flash and any(
+        part.shape[-1] % (8 if part.dtype in HALF else 4) for part in (query, value)
+    )
     # sdp_utils.cpp: minimum_gemm_alignment, num_heads_dense (Falcon), last_dim_stride_equals_1_dense (T5's biases)
-    if odd or (repeats > 1 and not enable_gqa) or (attn_mask is not None and attn_mask.stride(-1) != 1):
+    if (
+        odd
+        or (repeats > 1 and not enable_gqa)
+        or (attn_mask is not None and attn_mask.stride(-1) != 1)
+    ):
         return _stored(query, key, value, attn_mask, dropout_p, scale)
     if flash:
-        return _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+        return _aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, False, scale=scale
+        )[0]
     if repeats > 1:  # the memory-efficient kernel needs as many key heads as query heads
         key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
     if attn_mask is not None:
         attn_mask = _bias(attn_mask, query, key)
     save = torch.is_grad_enabled() and query.requires_grad
-    return _aten._scaled_dot_product_efficient_attention(query, key, value, attn_mask, save, dropout_p, is_causal, scale=scale)[0]
+    return _aten._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, save, dropout_p, is_causal, scale=scale
+    )[0]
 
 
-def _stored(query: Any, key: Any, value: Any, mask: Any, dropout_p: float, scale: float | None) -> torch.Tensor:
+def _stored(
+    query: Any, key: Any, value: Any, mask: Any, dropout_p: float, scale: float | None
+) -> torch.Tensor:
     """Stores all scores, in float32 (aten/native/transformers/attention.cpp, _scaled_dot_product_attention_math)."""
     dtype, repeats = query.dtype, query.shape[-3] // key.shape[-3]
     root = math.sqrt(query.shape[-1] ** -0.5 if scale is None else scale)
-    query, key, value = (part.float() if part.dtype in HALF else part for part in (query * root, key, value))
-    key, value = (part.repeat_interleave(repeats, -3) if repeats > 1 else part for part in (key, value))
+    query, key, value = (
+        part.float() if part.dtype in HALF else part for part in (query * root, key, value)
+    )
+    key, value = (
+        part.repeat_interleave(repeats, -3) if repeats > 1 else part for part in (key, value)
+    )
     scores = query @ (key.transpose(-2, -1) * root)
     if mask is not None:
         scores.add_(mask)
@@ -120,15 +206,23 @@ def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.T
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
 
 
-def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-    return torch.ops.aten.native_dropout(input, p, True)[0] if training and p else input  # its mask: a byte per element
+def dropout(
+    input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> torch.Tensor:
+    return (
+        torch.ops.aten.native_dropout(input, p, True)[0] if training and p else input
+    )  # its mask: a byte per element
 
 
-def _softmax(func: Any, input: torch.Tensor, dim: int | None = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _softmax(
+    func: Any, input: torch.Tensor, dim: int | None = None, *args: Any, **kwargs: Any
+) -> torch.Tensor:
     if not (kwargs.get("dtype") == torch.float32 and input.dtype == torch.float16) or dim is None:
         return func(input, dim, *args, **kwargs)
     fused = torch.ops.aten._log_softmax if func is F.log_softmax else torch.ops.aten._softmax
-    return fused(input, dim, True)  # CUDA reads float16, and that only, without a copy (aten/native/SoftMax.cpp)
+    return fused(
+        input, dim, True
+    )  # CUDA reads float16, and that only, without a copy (aten/native/SoftMax.cpp)
 
 
 BLOCK = 512  # the caching allocator rounds up to multiples of this (c10/cuda/CUDACachingAllocator.h, kMinBlockSize)
@@ -140,8 +234,12 @@ BESIDE = {  # bytes that an operator holds for a moment, beside its inputs
     _aten._scaled_dot_product_flash_attention_backward.default: _of_attention,
     _aten._scaled_dot_product_efficient_attention_backward.default: _of_attention,
     # its result and the gradient times the softmax (aten/native/cuda/SoftMax.cu); its result and a byte for each -inf
-    _aten._softmax_backward_data.default: lambda grad, *others: 2 * grad.numel() * grad.element_size(),
-    _aten._safe_softmax.default: lambda scores, *others: scores.numel() * (scores.element_size() + 1),
+    _aten._softmax_backward_data.default: lambda grad, *others: (
+        2 * grad.numel() * grad.element_size()
+    ),
+    _aten._safe_softmax.default: lambda scores, *others: (
+        scores.numel() * (scores.element_size() + 1)
+    ),
 }
 
 
@@ -156,10 +254,14 @@ class LiveBytes(TorchDispatchMode):
         self.timeline: list[int] = []
         self.marks: dict[str, tuple[int, int]] = {}
         self._smooth = smooth
-        self._apart = [t.untyped_storage() for t in apart]  # kept alive, so that no new storage gets the same address
+        self._apart = [
+            t.untyped_storage() for t in apart
+        ]  # kept alive, so that no new storage gets the same address
         self._known = {storage._cdata for storage in self._apart}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         if func in BESIDE:
             self._reach(self.live + BESIDE[func](*args))
@@ -177,7 +279,9 @@ class LiveBytes(TorchDispatchMode):
         key = storage._cdata
         if key in self._known or not tensor.is_meta:
             return
-        size = storage.nbytes() + BLOCK // 2 if self._smooth else -(-storage.nbytes() // BLOCK) * BLOCK
+        size = (
+            storage.nbytes() + BLOCK // 2 if self._smooth else -(-storage.nbytes() // BLOCK) * BLOCK
+        )
         self._known.add(key)
         self.live += size
         self._reach(self.live)

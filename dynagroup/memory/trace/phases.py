@@ -14,35 +14,68 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from dynagroup.memory.run import MASK_ALIGNMENT, MONOMIALS, FloatArray, MakeInputs, Phases, Run, max_affine, monomials
+from dynagroup.memory.run import (
+    MASK_ALIGNMENT,
+    MONOMIALS,
+    FloatArray,
+    MakeInputs,
+    Phases,
+    Run,
+    max_affine,
+    monomials,
+)
 from dynagroup.memory.trace.kernels import LiveBytes
 from dynagroup.memory.trace.model import ALIKE_LAYERS, as_meta_model, stacks
 from dynagroup.memory.trace.program import as_gathered, prepare, trace
 from dynagroup.validation import warn_user
 
 Probe: TypeAlias = "tuple[int, int, int]"  # shape to trace: samples, tokens, target tokens
-Timeline: TypeAlias = "Callable[[Probe], FloatArray]"  # returns the bytes alive after each allocation
+Timeline: TypeAlias = (
+    "Callable[[Probe], FloatArray]"  # returns the bytes alive after each allocation
+)
 ALIKE = 5e-3  # largest relative error of a peak that is computed from a few layers
 EXACT = 1e-4  # largest error of a polynomial, relative to the largest value of its trace
 # CUDA kernels pad rows to multiples of 32 and masks to multiples of 16. Traced lengths are multiples of 32 plus 1, so
 # all get the most padding. A program that pads to 64 or 512 gives no polynomial at these lengths, and so is noticed.
 ALIGNMENT = 32
-PROBES = [(2, 65, 97), (3, 33, 33), (2, 257, 161), (5, 193, 97), (4, 321, 65), (3, 481, 257), (7, 97, 353), (2, 161, 481),
-          (6, 65, 257), (3, 129, 321), (6, 385, 449), (5, 449, 129), (2, 33, 33), (8, 225, 289)]  # fmt: skip
+PROBES = [
+    (2, 65, 97),
+    (3, 33, 33),
+    (2, 257, 161),
+    (5, 193, 97),
+    (4, 321, 65),
+    (3, 481, 257),
+    (7, 97, 353),
+    (2, 161, 481),
+    (6, 65, 257),
+    (3, 129, 321),
+    (6, 385, 449),
+    (5, 449, 129),
+    (2, 33, 33),
+    (8, 225, 289),
+]
 PACKED_PROBES: list[Probe] = [(1, 65, 0), (1, 513, 0), (1, 193, 0), (1, 1025, 0)]
 PROBED = 512  # about the longest length in PROBES, in tokens
-LONGEST = 4097  # tokens of the last traced shape, if the model has so many positions: checks long samples
+LONGEST = (
+    4097  # tokens of the last traced shape, if the model has so many positions: checks long samples
+)
 FEWEST_POSITIONS = 3 * ALIGNMENT + 1  # three traced lengths determine a polynomial of degree 2
 MOST_TOKENS = 131072  # in a sample or packed batch; polynomials that are the largest only above this are dropped
 
 
-def trace_phases(model_or_config: Any, workload: Run, *, inputs: MakeInputs | None = None) -> Phases:
+def trace_phases(
+    model_or_config: Any, workload: Run, *, inputs: MakeInputs | None = None
+) -> Phases:
     """Returns how a model's memory depends on the batch shape: polynomials from about eight traces of a few layers.
 
     Sliding-window attention gives two sets: for samples within the window, and for longer ones. If the model's
     operations depend on the shape, polynomials are fitted to simulated batches, with a warning. ValueError: nothing fits."""
     padded = _Traced(model_or_config, workload, inputs)
-    with torch.inference_mode(False), torch.enable_grad(), torch.compiler.set_stance("force_eager"):  # whatever the caller set
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.compiler.set_stance("force_eager"),
+    ):  # whatever the caller set
         try:
             found = _phases(padded)
         except ValueError as error:
@@ -73,13 +106,17 @@ class _Traced:
     @property
     def columns(self) -> list[int]:
         """Indices of the monomials that can occur. A packed batch is one row with all its tokens."""
-        names = ("1", "L", "L2") if self.packed else MONOMIALS if self.two_streams else MONOMIALS[:6]
+        names = (
+            ("1", "L", "L2") if self.packed else MONOMIALS if self.two_streams else MONOMIALS[:6]
+        )
         return [MONOMIALS.index(name) for name in names]
 
     @cached_property
     def config(self) -> Any:
         config: Any = getattr(as_meta_model(self.source, self.workload), "config", None)
-        return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+        return (
+            config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+        )
 
     def model(self, depths: Sequence[int] = ()) -> torch.nn.Module:
         """Returns the model, ready to trace, with all layers, or at most ``depths`` layers in each stack."""
@@ -96,9 +133,16 @@ class _Traced:
     def timeline(self, check: Probe) -> Timeline:
         """Returns a function from shapes to timelines; it traces a few layers if their peak is right for ``check``."""
         whole = self.model()
-        windows = _windows(self.config) if self.workload.mode == "generate" else []  # what a layer's cache keeps
-        layers, depths = [*map(len, stacks(whole))], [_depth(stack, windows) for stack in stacks(whole)]
-        all_layers: Timeline = lambda probe: np.array(self.run(whole, probe).timeline, dtype=np.float64)  # noqa: E731
+        windows = (
+            _windows(self.config) if self.workload.mode == "generate" else []
+        )  # what a layer's cache keeps
+        layers, depths = (
+            [*map(len, stacks(whole))],
+            [_depth(stack, windows) for stack in stacks(whole)],
+        )
+        all_layers: Timeline = lambda probe: np.array(  # noqa: E731
+            self.run(whole, probe).timeline, dtype=np.float64
+        )
 
         def few_layers(probe: Probe) -> FloatArray:
             deepen = _Deepen(shallow, layers, self.workload)
@@ -115,9 +159,20 @@ class _Traced:
 def _depth(stack: torch.nn.ModuleList, windows: Sequence[int | None]) -> int:
     """Returns how many layers to trace: all up to two of those at the end with equal shapes, settings and trained parameters."""
     known: Any = windows if len(windows) == len(stack) else [None] * len(stack)
-    kinds = [[getattr(layer, "gradient_checkpointing", None), *((p.shape, p.dtype, p.requires_grad) for p in layer.parameters()),
-              size, *(value for part in layer.modules() for name, value in vars(part).items() if name == "p" or "drop" in name)]
-             for size, layer in zip(known, stack, strict=True)]  # fmt: skip
+    kinds = [
+        [
+            getattr(layer, "gradient_checkpointing", None),
+            *((p.shape, p.dtype, p.requires_grad) for p in layer.parameters()),
+            size,
+            *(
+                value
+                for part in layer.modules()
+                for name, value in vars(part).items()
+                if name == "p" or "drop" in name
+            ),
+        ]
+        for size, layer in zip(known, stack, strict=True)
+    ]
     others = [place for place, kind in enumerate(kinds) if kind != kinds[-1]]
     return max([ALIKE_LAYERS, *(place + 3 for place in others[-1:])])
 
@@ -143,7 +198,9 @@ class _Deepen:
             handle.remove()
 
     @staticmethod
-    def _note(tracer: LiveBytes, span: dict[str, int], place: int, _: Any, args: tuple, kwargs: dict) -> None:
+    def _note(
+        tracer: LiveBytes, span: dict[str, int], place: int, _: Any, args: tuple, kwargs: dict
+    ) -> None:
         if f"live{place}" in span:
             return
         span[f"live{place}"], span[f"start{place}"] = tracer.live, len(tracer.timeline)
@@ -169,20 +226,32 @@ class _Deepen:
 
 def _cast_bytes(layer: torch.nn.Module) -> int:
     matrices = [m for m in layer.modules() if getattr(getattr(m, "weight", None), "ndim", 0) == 2]
-    cast = [p for m in matrices for p in m.parameters(recurse=False) if p.dtype == torch.float32 and p.requires_grad]
+    cast = [
+        p
+        for m in matrices
+        for p in m.parameters(recurse=False)
+        if p.dtype == torch.float32 and p.requires_grad
+    ]
     return sum(2 * p.numel() for p in cast)
 
 
 def _phases(traced: _Traced) -> Phases:
     if traced.packed:
         return _exact(traced, PACKED_PROBES)
-    workload, window = traced.workload, max((size for size in _windows(traced.config) if size), default=None)
+    workload, window = (
+        traced.workload,
+        max((size for size in _windows(traced.config) if size), default=None),
+    )
     if window is None:
         return _exact(traced, _probes(traced))
     until = window - ((workload.max_new_tokens or 1) if workload.mode == "generate" else 1)
     wide = -(-window // ALIGNMENT) * ALIGNMENT
     after = _exact(traced, [(n, length + wide, target) for n, length, target in _probes(traced)])
-    return after if until < FEWEST_POSITIONS else replace(_exact(traced, _probes(traced, until)), until=until, after=after.rows)
+    return (
+        after
+        if until < FEWEST_POSITIONS
+        else replace(_exact(traced, _probes(traced, until)), until=until, after=after.rows)
+    )
 
 
 def _probes(traced: _Traced, within: int = LONGEST) -> list[Probe]:
@@ -190,10 +259,14 @@ def _probes(traced: _Traced, within: int = LONGEST) -> list[Probe]:
     most = min(getattr(traced.config, "max_position_embeddings", None) or LONGEST, within)
     most_target = min(getattr(traced.config, "max_target_positions", None) or most, most)
 
-    def scaled_to(most: int, length: int) -> int:  # shortens lengths in proportion to the model's positions
+    def scaled_to(
+        most: int, length: int
+    ) -> int:  # shortens lengths in proportion to the model's positions
         return _aligned(length if most >= PROBED else most * length // PROBED, traced)
 
-    scaled = [(n, scaled_to(most, length), scaled_to(most_target, target)) for n, length, target in PROBES]
+    scaled = [
+        (n, scaled_to(most, length), scaled_to(most_target, target)) for n, length, target in PROBES
+    ]
     columns = traced.columns
     for count in range(len(columns) + 1, len(scaled) + 1):
         n, length, target = scaled[count - 1]
@@ -201,7 +274,9 @@ def _probes(traced: _Traced, within: int = LONGEST) -> list[Probe]:
         known = monomials(*np.array(probes).T)[:, columns]
         if np.linalg.matrix_rank(known / known.max(0)) == len(columns):
             return probes
-    raise ValueError(f"the model's {min(most, most_target)} positions are too few to find how memory grows with length")
+    raise ValueError(
+        f"the model's {min(most, most_target)} positions are too few to find how memory grows with length"
+    )
 
 
 def _aligned(length: int, traced: _Traced) -> int:
@@ -223,13 +298,21 @@ def _exact(traced: _Traced, probes: Sequence[Probe]) -> Phases:
     for probe in _shown(probes):
         lines.append(timeline(probe))
         if len(lines[0]) != len(lines[-1]):  # fails early: tracing a loop over tokens takes minutes
-            raise ValueError(f"its operations depend on the shape (allocations for {probe} and {probes[0]} differ)")
+            raise ValueError(
+                f"its operations depend on the shape (allocations for {probe} and {probes[0]} differ)"
+            )
     known, observed = monomials(*np.array(probes).T)[:, traced.columns], np.array(lines)
-    coefficients = np.linalg.lstsq(known / known.max(0), observed, rcond=None)[0] / known.max(0)[:, None]
+    coefficients = (
+        np.linalg.lstsq(known / known.max(0), observed, rcond=None)[0] / known.max(0)[:, None]
+    )
     error = (np.abs(known @ coefficients - observed).max(axis=1) / observed.max(axis=1)).max()
     if error > EXACT:
-        raise ValueError(f"its memory is no polynomial of the batch shape (relative error {error:.2e})")
-    return Phases.of(traced.columns, _binding(np.maximum(coefficients, 0.0).T, traced))  # rounding makes some negative
+        raise ValueError(
+            f"its memory is no polynomial of the batch shape (relative error {error:.2e})"
+        )
+    return Phases.of(
+        traced.columns, _binding(np.maximum(coefficients, 0.0).T, traced)
+    )  # rounding makes some negative
 
 
 def _shown(shapes: Sequence[Any]) -> Iterable[Any]:
@@ -249,14 +332,23 @@ def _binding(phases: FloatArray, traced: _Traced) -> FloatArray:
     target = drawn(1, MOST_TOKENS) if traced.two_streams else np.zeros(6000, int)
     phases = np.unique(phases.round(1), axis=0)  # most allocations return to an earlier size
     shapes = monomials(n, length, target)[:, traced.columns]
-    return phases[np.unique(np.concatenate([(part @ phases.T).argmax(axis=1) for part in np.array_split(shapes, 12)]))]
+    return phases[
+        np.unique(
+            np.concatenate(
+                [(part @ phases.T).argmax(axis=1) for part in np.array_split(shapes, 12)]
+            )
+        )
+    ]
 
 
 # A model that loops over tokens has no exact polynomials. They are fitted to its peaks instead: at each length, traces
 # of one and of two samples give every allocation as a line in n. Lengths are 1 above multiples of usual chunk sizes, so
 # they get the most padding. Then all fitted polynomials are multiplied, so that no peak is above the prediction.
 LENGTHS, SAMPLES = (1, 17, 33, 65, 129, 257, 513, 1025, 2049, 4097), (1, 2, 4, 16, 64, 256)
-LOOPS, SHORT = 4, 513  # LOOPS times the allocations of one token mean a loop, which is traced up to 2 x SHORT tokens
+LOOPS, SHORT = (
+    4,
+    513,
+)  # LOOPS times the allocations of one token mean a loop, which is traced up to 2 x SHORT tokens
 FITS = 0.5  # largest relative error of the fitted polynomials, before the factor
 FITTED = [MONOMIALS.index(name) for name in ("1", "n", "nL", "nL2")]
 
@@ -267,9 +359,18 @@ def _simulated(traced: _Traced, error: ValueError) -> Phases:
     most = min(getattr(traced.config, "max_position_embeddings", None) or LENGTHS[-1], LENGTHS[-1])
     timeline, rows = traced.timeline((2, 17, 0)), []
     one_token = len(timeline((1, 1, 0)))
-    for length in _shown(sorted({min(length, most) for length in (*LENGTHS, (most - 1) // MASK_ALIGNMENT * MASK_ALIGNMENT + 1)})):
+    for length in _shown(
+        sorted(
+            {
+                min(length, most)
+                for length in (*LENGTHS, (most - 1) // MASK_ALIGNMENT * MASK_ALIGNMENT + 1)
+            }
+        )
+    ):
         one, two = timeline((1, length, 0)), timeline((2, length, 0))
-        peaks = [one + (n - 1) * (two - one) for n in SAMPLES] if len(one) == len(two) else [one, two]
+        peaks = (
+            [one + (n - 1) * (two - one) for n in SAMPLES] if len(one) == len(two) else [one, two]
+        )
         rows += [(n, length, float(line.max())) for n, line in zip(SAMPLES, peaks, strict=False)]
         if length > SHORT and len(one) > LOOPS * one_token:
             break
@@ -278,6 +379,11 @@ def _simulated(traced: _Traced, error: ValueError) -> Phases:
     found, off = max_affine(known, size)
     if off > FITS:
         raise error
-    longest, way_out = int(lengths.max()), "for longer samples the prediction may be wrong, so measure() them"
-    warn_user(f"the memory of this model was fitted to simulations up to {longest} tokens, because {error}; {way_out}")
+    longest, way_out = (
+        int(lengths.max()),
+        "for longer samples the prediction may be wrong, so measure() them",
+    )
+    warn_user(
+        f"the memory of this model was fitted to simulations up to {longest} tokens, because {error}; {way_out}"
+    )
     return Phases.of(FITTED, found * (size / (known @ found.T).max(axis=1)).max())

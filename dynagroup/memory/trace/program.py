@@ -17,8 +17,14 @@ from dynagroup.memory.trace.kernels import BLOCK, CudaKernels, LiveBytes
 from dynagroup.memory.trace.model import checkpoint_layers, is_encoder, make_inputs, stacks
 from dynagroup.shapes import TARGET, TOKENS, primary
 
-REDUCE_BUCKET = 500_000_000  # elements in a bucket of gradients; default of DeepSpeed's `reduce_bucket_size`
-MASKED = {"full_attention", "sliding_attention", "chunked_attention"}  # values of `layer_types` with a mask of their own
+REDUCE_BUCKET = (
+    500_000_000  # elements in a bucket of gradients; default of DeepSpeed's `reduce_bucket_size`
+)
+MASKED = {
+    "full_attention",
+    "sliding_attention",
+    "chunked_attention",
+}  # values of `layer_types` with a mask of their own
 _STAGES = {None: 0, "ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
 
 
@@ -28,12 +34,19 @@ def prepare(model: Any, workload: Run) -> torch.nn.Module:
     model.train(training)
     if not training:
         return model
-    for part in (m for m in model.modules() if not workload.gradient_checkpointing and hasattr(m, "gradient_checkpointing")):
+    for part in (
+        m
+        for m in model.modules()
+        if not workload.gradient_checkpointing and hasattr(m, "gradient_checkpointing")
+    ):
         part.gradient_checkpointing = False
     if workload.gradient_checkpointing:
         checkpoint_layers(model)
         for part in (m for m in model.modules() if hasattr(m, "_gradient_checkpointing_func")):
-            settings = {"use_reentrant": True, **getattr(part._gradient_checkpointing_func, "keywords", {})}
+            settings = {
+                "use_reentrant": True,
+                **getattr(part._gradient_checkpointing_func, "keywords", {}),
+            }
             part._gradient_checkpointing_func = partial(_checkpoint, _autocast(workload), settings)
     for p in model.parameters():
         if p.requires_grad:
@@ -43,10 +56,18 @@ def prepare(model: Any, workload: Run) -> torch.nn.Module:
     return model
 
 
-def _checkpoint(autocast: torch.dtype | None, settings: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _checkpoint(
+    autocast: torch.dtype | None,
+    settings: Any,
+    function: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     calls = count()
 
-    def run(*args: Any, **kwargs: Any) -> Any:  # the autograd engine calls it a second time, outside of all function modes
+    def run(
+        *args: Any, **kwargs: Any
+    ) -> Any:  # the autograd engine calls it a second time, outside of all function modes
         with CudaKernels(autocast) if next(calls) else nullcontext():
             return function(*args, **kwargs)
 
@@ -69,14 +90,21 @@ def _shares_parameters(workload: Run) -> bool:
 
 def _autocast(workload: Run) -> torch.dtype | None:
     """Returns the dtype of autocast; None without autocast, or if sharded parameters are gathered in that dtype."""
-    return getattr(torch, workload.autocast) if workload.autocast and not _shares_parameters(workload) else None
+    return (
+        getattr(torch, workload.autocast)
+        if workload.autocast and not _shares_parameters(workload)
+        else None
+    )
 
 
 def static_bytes(model: torch.nn.Module, workload: Run) -> int:
     """Returns bytes that do not depend on the batch: parameters, buffers; for training gradients and optimizer. With
     sharding: this rank's part of these, plus what it gathers for a short time: a bucket of gradients ("zero1",
     "zero2"), or parameters outside the layers, two layers, and the gradients of one layer ("zero3", "fsdp")."""
-    kept, trained = _blocks(model.buffers()) + kept_bytes(model, workload), _trained(model, workload)
+    kept, trained = (
+        _blocks(model.buffers()) + kept_bytes(model, workload),
+        _trained(model, workload),
+    )
     gradients, stage = _blocks(trained), _STAGES[workload.sharding]
     bucket = REDUCE_BUCKET * max((p.element_size() for p in trained), default=0)
     if stage == 3:
@@ -86,9 +114,17 @@ def static_bytes(model: torch.nn.Module, workload: Run) -> int:
 
 def kept_bytes(model: torch.nn.Module, workload: Run) -> int:
     """Returns the bytes of this rank's part of the parameters and, for training, of gradients and optimizer state."""
-    trained, stage, ranks = _trained(model, workload), _STAGES[workload.sharding], workload.num_ranks or 1
+    trained, stage, ranks = (
+        _trained(model, workload),
+        _STAGES[workload.sharding],
+        workload.num_ranks or 1,
+    )
     state = sum(_block(p.numel() * workload.optimizer_bytes) for p in trained)
-    parts = [state, _blocks(trained), _blocks(model.parameters())]  # higher ZeRO stages shard more of them, in order
+    parts = [
+        state,
+        _blocks(trained),
+        _blocks(model.parameters()),
+    ]  # higher ZeRO stages shard more of them, in order
     return sum(-(-size // ranks) if place < stage else size for place, size in enumerate(parts))
 
 
@@ -116,14 +152,31 @@ def _block(size: float) -> int:
 
 
 def trace(
-    model: torch.nn.Module, workload: Run, num_samples: int, longest: Mapping[str, int], *,
-    inputs: MakeInputs | None = None, smooth: bool = False, watch: Callable[[LiveBytes], Any] | None = None,
-) -> LiveBytes:  # fmt: skip
+    model: torch.nn.Module,
+    workload: Run,
+    num_samples: int,
+    longest: Mapping[str, int],
+    *,
+    inputs: MakeInputs | None = None,
+    smooth: bool = False,
+    watch: Callable[[LiveBytes], Any] | None = None,
+) -> LiveBytes:
     """Runs one batch on the meta device; returns the bytes alive during the run, without static memory."""
-    apart = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
-    tracer, kernels = LiveBytes(apart, smooth), CudaKernels(_autocast(workload), padded=workload.attention != "flash")
+    apart = [
+        *model.parameters(),
+        *model.buffers(),
+        *(p.grad for p in model.parameters() if p.grad is not None),
+    ]
+    tracer, kernels = (
+        LiveBytes(apart, smooth),
+        CudaKernels(_autocast(workload), padded=workload.attention != "flash"),
+    )
     with torch.device("meta"), watch(tracer) if watch else nullcontext(), kernels, tracer:
-        batch, _masks = (inputs(model, num_samples, longest), ()) if inputs else _batch(model, workload, num_samples, longest)
+        batch, _masks = (
+            (inputs(model, num_samples, longest), ())
+            if inputs
+            else _batch(model, workload, num_samples, longest)
+        )
         if workload.mode == "train":
             outputs = model(**batch)
             loss = outputs["loss"]
@@ -140,34 +193,49 @@ def trace(
     return tracer
 
 
-def _batch(model: Any, workload: Run, num_samples: int, longest: Mapping[str, int]) -> tuple[dict[str, Any], list[torch.Tensor]]:
+def _batch(
+    model: Any, workload: Run, num_samples: int, longest: Mapping[str, int]
+) -> tuple[dict[str, Any], list[torch.Tensor]]:
     """Returns a batch, and further packed masks: models whose layers attend in several ways make one for each of them."""
     packed, total = workload.layout == "packed", num_samples * longest[primary(longest)]
     if workload.mode == "generate" and workload.encoder_decoder:
         longest = {**longest, TARGET: 1}
     shape = (1, {TOKENS: total}) if packed else (num_samples, longest)
     batch = make_inputs(model, *shape, with_labels=workload.mode == "train")
-    if packed and is_encoder(model.config):  # packed rows may be longer than the positions that a model has
+    if packed and is_encoder(
+        model.config
+    ):  # packed rows may be longer than the positions that a model has
         takes = {"position_ids", "token_type_ids"} & {*inspect.signature(model.forward).parameters}
         batch |= {name: torch.zeros_like(batch["input_ids"]) for name in takes}
     if packed or workload.attention == "flash":
         batch.pop("attention_mask", None)
-        for module in model.modules():  # it would look for padding among ids, and the meta device has none
+        for (
+            module
+        ) in model.modules():  # it would look for padding among ids, and the meta device has none
             vars(module)["warn_if_padding_and_no_attention_mask"] = lambda *_: None
     if packed and workload.attention != "flash":
         dtype = torch.bool if workload.attention == "sdpa" else next(model.parameters()).dtype
         source, made_by = "", type(getattr(model, "get_base_model", lambda: model)()).__module__
         with suppress(OSError, TypeError):  # some models make masks that none of their layers uses
             source = inspect.getsource(sys.modules[made_by])
-        always = re.findall(r'"(\w+_attention)": create_', source) if workload.mode == "forward" else []  # freed before backward
-        ways = MASKED & {*always, *(getattr(model.config.get_text_config(), "layer_types", None) or ())}
-        batch["attention_mask"], *others = (torch.ones(1, 1, total, total, dtype=dtype) for _ in ways or [None])
+        always = (
+            re.findall(r'"(\w+_attention)": create_', source) if workload.mode == "forward" else []
+        )  # freed before backward
+        ways = MASKED & {
+            *always,
+            *(getattr(model.config.get_text_config(), "layer_types", None) or ()),
+        }
+        batch["attention_mask"], *others = (
+            torch.ones(1, 1, total, total, dtype=dtype) for _ in ways or [None]
+        )
         return batch, others
     return batch, []
 
 
 @torch.no_grad()
-def _generate(model: Any, batch: dict[str, torch.Tensor], new_tokens: int, tracer: LiveBytes) -> None:
+def _generate(
+    model: Any, batch: dict[str, torch.Tensor], new_tokens: int, tracer: LiveBytes
+) -> None:
     """Runs prefill and the last decoding step, whose cache contains the input and all new tokens but one."""
     from transformers import DynamicCache, EncoderDecoderCache
 
@@ -176,25 +244,36 @@ def _generate(model: Any, batch: dict[str, torch.Tensor], new_tokens: int, trace
     cache: Any = EncoderDecoderCache(own, DynamicCache(config=text)) if two_stacks else own
     takes = set() if two_stacks else {*inspect.signature(model.forward).parameters}
     keep: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
-    if "position_ids" in takes and "input_ids" in batch:  # as generate() does; rotary embeddings have as many rows
+    if (
+        "position_ids" in takes and "input_ids" in batch
+    ):  # as generate() does; rotary embeddings have as many rows
         batch.setdefault("position_ids", torch.zeros_like(batch["input_ids"]))
     outputs = model(**batch, past_key_values=cache, use_cache=True, **keep)
     encoded = getattr(outputs, "encoder_last_hidden_state", None)
-    scores = outputs.logits[:, -1, :].to(copy=True, dtype=torch.float32)  # generate() keeps such a copy until the next one
+    scores = outputs.logits[:, -1, :].to(
+        copy=True, dtype=torch.float32
+    )  # generate() keeps such a copy until the next one
     del outputs
     words = scores.argmax(-1, keepdim=True)
     final = int(cache.get_seq_length()) + new_tokens - 1
     tracer.mark("prefilled")
     _stretch(own, final)
     tracer.mark("stretched")
-    held: dict[str, Any] = {"input_ids": words, **({"position_ids": torch.zeros_like(words)} if "position_ids" in takes else {})}
+    held: dict[str, Any] = {
+        "input_ids": words,
+        **({"position_ids": torch.zeros_like(words)} if "position_ids" in takes else {}),
+    }
     if two_stacks:
         held = {"encoder_outputs": (encoded,), "decoder_input_ids": words}
     if "attention_mask" in batch:
         sides = (words.shape[0], final + 1)
-        held["attention_mask"] = batch["attention_mask"] if two_stacks else torch.ones(sides, dtype=torch.long)
+        held["attention_mask"] = (
+            batch["attention_mask"] if two_stacks else torch.ones(sides, dtype=torch.long)
+        )
     outputs = model(**held, past_key_values=cache, use_cache=True, **keep)
-    scores = outputs.logits[:, -1, :].to(copy=True, dtype=torch.float32)  # beside the one before; sampling makes more copies
+    scores = outputs.logits[:, -1, :].to(
+        copy=True, dtype=torch.float32
+    )  # beside the one before; sampling makes more copies
 
 
 def _stretch(cache: Any, length: int) -> None:
