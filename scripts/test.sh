@@ -19,4 +19,6 @@ failed=0
 "$PYTHON" -m pytest -q -n auto --maxprocesses 4 --durations=15 ${selection[@]+"${selection[@]}"} "$@" || failed=$?
 wait $! || failed=$?
 cat "$types"
+# How plain the code is: figures that the formatter cannot change. They are shown, not enforced.
+"$PYTHON" scripts/plain.py dynagroup
 exit "$failed"

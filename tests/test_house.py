@@ -1,12 +1,11 @@
-"""The house stays one that a newcomer can read: no circle of files, few floors, no giant class, no page-long function."""
+"""The house stays one that a newcomer can read: no circle of files, few floors, a guide that names what is there."""
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,19 +14,14 @@ from tests.test_architecture import (
     MODULES,
     PACKAGE,
     layer_of,
-    name_of,  # isort: skip
+    name_of,
     rooms_imported_by,
     tree_of,
 )
 
-MOST_FILES, MOST_LINES = 93, 16_999
-MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_CLASS, MOST_LINES_OF_A_FUNCTION = 400, 200, 50
-FEWEST_LINES_OF_A_MODULE = 80  # of one with a single importer: a shorter one belongs into it
-MEDIAN_BODY, LONG_BODY = 6, 20  # lines of a function's body: of the middle one, and of nine in ten
-MOST_FLOORS, MOST_FILES_OF_A_SAMPLE = 9, 12
+MOST_FLOORS = 9
 # What shows a plan is asked by the plan's own methods when they are called; nothing else may point downstream.
 SHOWN_BY = {"plan/plan.py": {"plan/report.py", "plan/plots.py"}}
-FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def file_of(module: str) -> Path | None:
@@ -87,79 +81,15 @@ def test_the_guide_names_rooms_and_files_that_are_there():
     assert {layer_of(path) for path in MODULES} - {"", "__main__"} <= rooms
     for way in page.split("## The way of one sample")[1:]:
         passed = set(re.findall(r"`([a-z_]+/[a-z_/]*\.py)`", way.split("\n## ")[0]))
-        assert 5 <= len(passed) <= MOST_FILES_OF_A_SAMPLE, sorted(passed)
+        assert len(passed) >= 5, sorted(passed)
 
 
-def lines_of() -> dict[str, int]:
-    return {name_of(path): len(path.read_text(encoding="utf-8").splitlines()) for path in MODULES}
-
-
-def lonely(read_by: Mapping[str, set[str]], lines: Mapping[str, int]) -> set[str]:
-    """Modules that one file reads and that are too short to stand alone."""
-    return {
-        name
-        for name, files in read_by.items()
-        if len(files) == 1 and lines[name] < FEWEST_LINES_OF_A_MODULE
-    }
-
-
-def test_no_files_import_each_other_in_a_circle_floors_are_few_and_no_short_module_has_a_single_reader():
-    arrows = graph(faces=True)
-    read_by = {name: {reader for reader, read in arrows.items() if name in read} for name in arrows}
-    assert lonely(read_by, lines_of()) == set()
-    assert lonely({"a.py": {"b.py"}, "b.py": set()}, {"a.py": 79, "b.py": 9}) == {"a.py"}
+def test_no_files_import_each_other_in_a_circle_and_floors_are_few():
     assert floors(rooms()) <= MOST_FLOORS
     assert floors({"a": set(), "b": {"a"}, "c": {"a", "b"}}) == 3
     TopologicalSorter(graph()).prepare()
     with pytest.raises(CycleError):
         TopologicalSorter({"a.py": {"b.py"}, "b.py": {"c.py"}, "c.py": {"a.py"}}).prepare()
-
-
-def definitions(*kinds: type) -> Iterator[tuple[str, Any]]:
-    for path in MODULES:
-        nodes = (node for node in ast.walk(tree_of(path)) if isinstance(node, kinds))
-        yield from ((f"{name_of(path)}:{node.name}", node) for node in nodes)
-
-
-def lines_of_body(node: ast.FunctionDef) -> int:
-    """Without the docstring."""
-    body = node.body[ast.get_docstring(node) is not None :]
-    return (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
-
-
-def code_lines(node: Any) -> int:
-    """Lines without docstrings: explaining is no vice."""
-    explained = (
-        n
-        for n in ast.walk(node)
-        if isinstance(n, (*FUNCTIONS, ast.ClassDef)) and ast.get_docstring(n)
-    )
-    size = lambda part: (part.end_lineno or part.lineno) - part.lineno + 1  # noqa: E731
-    return size(node) - sum(size(n.body[0]) for n in explained)
-
-
-def test_the_house_its_classes_and_its_functions_are_small():
-    for kinds, most in (
-        ((ast.ClassDef,), MOST_LINES_OF_A_CLASS),
-        (FUNCTIONS, MOST_LINES_OF_A_FUNCTION),
-    ):
-        found = ((name, code_lines(node)) for name, node in definitions(*kinds))
-        assert [(name, lines) for name, lines in found if lines > most] == []
-    assert (
-        code_lines(
-            ast.parse('def f():\n    """One.\n\n    Two.\n    """\n    a = 1\n    return a\n').body[
-                0
-            ]
-        )
-        == 3
-    )
-    found = sorted(lines_of_body(node) for _, node in definitions(*FUNCTIONS))
-    assert found[len(found) // 2] <= MEDIAN_BODY
-    assert found[len(found) * 9 // 10] <= LONG_BODY
-    lines = lines_of()
-    assert len(lines) <= MOST_FILES
-    assert sum(lines.values()) <= MOST_LINES
-    assert {name: number for name, number in lines.items() if number > MOST_LINES_OF_A_FILE} == {}
 
 
 def private_names(path: Path) -> tuple[set[str], set[str]]:
