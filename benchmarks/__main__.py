@@ -44,7 +44,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str, str]]] = {
     },
     "train": {
         "rivals": ("train", "rivals", "train_rivals"),
-        "quality": ("train", "quality", "quality"),
+        "quality": ("quality", "run", "quality"),
         "trainer": ("trainer", "adapter", "trainer"),
     },
     "generate": {

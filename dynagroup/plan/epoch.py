@@ -117,54 +117,6 @@ def _hash(values: IntArray, key: np.uint32, size: int) -> IntArray:
     return ((mixed.astype(np.uint64) * np.uint64(size)) >> np.uint64(32)).astype(np.int64)
 
 
-class GroupedOrder:
-    """An order in which each update has samples of similar length: the samples of ``pool`` updates are sorted by length
-    (ties at random) and cut into updates of ``size``, which come in random order. An epoch's smaller last update stays
-    last. Reading a slice of dataset indices sorts each pool in it once; the last pool is cached.
-
-    >>> GroupedOrder(np.arange(6), np.array([5, 1, 4, 2, 9, 3]).take, size=2, pool=2, seed=0)[:].tolist()
-    [1, 3, 2, 0, 5, 4]
-    """
-
-    def __init__(
-        self,
-        order: Any,
-        lengths_of: Callable[[IntArray], NDArray],
-        *,
-        size: int,
-        pool: int,
-        seed: int,
-        epoch: int = 0,
-    ) -> None:
-        self._order, self._lengths_of, self._size, self._span = order, lengths_of, size, size * pool
-        self._seeds, self._pool, self._number = (seed, epoch), NONE, -1
-
-    def __len__(self) -> int:
-        return len(self._order)
-
-    def __getitem__(self, where: slice) -> IntArray:
-        start, stop, _ = where.indices(len(self))
-        first = start // self._span
-        pools = [self._dealt(number) for number in range(first, -(-stop // self._span))]
-        return np.concatenate([NONE, *pools])[
-            start - first * self._span : stop - first * self._span
-        ]
-
-    def _dealt(self, number: int) -> IntArray:
-        if number != self._number:
-            rng = np.random.default_rng((*self._seeds, number))
-            drawn = rng.permutation(self._order[number * self._span : (number + 1) * self._span])
-            ranked = drawn[np.argsort(self._lengths_of(drawn), kind="stable")]
-            whole, rest = divmod(len(ranked), self._size)
-            short = int(rng.integers(whole + 1)) * self._size + np.arange(rest)
-            updates = np.delete(ranked, short).reshape(whole, self._size)
-            self._number, self._pool = (
-                number,
-                np.append(updates[rng.permutation(whole)], ranked[short]),
-            )
-        return self._pool
-
-
 class Windows:
     """Computes where each window starts and stops in the epoch's order: (start, stop), in the order of use.
 

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -85,6 +85,19 @@ class BatchPlan:
     def num_steps(self) -> int:
         """Number of steps. In each, every rank runs one batch."""
         return len(self.table)
+
+    @property
+    def window_ends(self) -> list[Cursor]:
+        """The point in the epoch after each window; the last is :attr:`end`. Only an epoch's last window may leave samples
+        to the next one."""
+        steps = self.start.steps + np.cumsum(self.windows)
+        ends = []
+        for number, taken in enumerate(steps[:-1].tolist()):
+            done = self.start.windows_done + number + 1
+            ends.append(
+                replace(self.start, steps=taken, windows_done=done, segments=(), carried=())
+            )
+        return [*ends, self.end]
 
     @property
     def num_updates(self) -> int:

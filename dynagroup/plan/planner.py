@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from dynagroup.budget.base import Budget
+from dynagroup.budget.base import Budget, is_packed
 from dynagroup.budget.tokens import as_budget
 from dynagroup.distributed import World
 from dynagroup.errors import BudgetError, ConfigError, StateError
@@ -23,16 +23,18 @@ from dynagroup.lengths import Kinds, as_streams
 from dynagroup.plan.batches import Batches, RoundBatch, longest_of, oversize_of, scanned, tokens_of
 from dynagroup.plan.cost import Work, check_work
 from dynagroup.plan.cursor import Cursor
-from dynagroup.plan.epoch import NONE, EpochOrder, GroupedOrder, Windows, windows_of_kinds
+from dynagroup.plan.epoch import NONE, EpochOrder, Windows, windows_of_kinds
 from dynagroup.plan.padded import FEWEST
 from dynagroup.plan.plan import BatchPlan
 from dynagroup.plan.ranks import cut, cut_kinds, filled, prove
-from dynagroup.shapes import IntArray, Streams, primary, units_of
+from dynagroup.plan.strata import StratifiedOrder, fewest_strata
+from dynagroup.plan.update_cuts import MOST_PLACES, cut_updates
+from dynagroup.shapes import IntArray, Streams, primary, round_up, units_of
 from dynagroup.validation import check_choice, check_flag, check_function, check_int, warn_user
 
 Oversize: TypeAlias = Literal["alone", "error", "drop"]
 Uneven: TypeAlias = Literal["repeat", "drop"]
-Order: TypeAlias = "IntArray | EpochOrder | GroupedOrder"
+Order: TypeAlias = "IntArray | EpochOrder | StratifiedOrder"
 OneKind: TypeAlias = Literal["step", "batch"]
 Drawn: TypeAlias = "IntArray | None"  # dataset indices in the order of the user's sampler
 Rows: TypeAlias = tuple[
@@ -41,7 +43,10 @@ Rows: TypeAlias = tuple[
 
 LEFT_OUT = "learned limits leave out other samples than before (oversize='drop'); call set_epoch with the next epoch"
 BATCHES_PER_WINDOW = 100
+FEW_STEPS = 4  # samples of an exact update for each rank, up to which updates are cut at once
+BLOCK = 1 << 16  # samples of updates that are cut at once
 SAMPLED = 4096  # lengths from which the size of a window is estimated
+SPREAD = 1 << 14  # lengths from which the number of strata is decided
 LEAST_SHARE = (
     8  # a rare kind's windows have at least 1/8 of the usual size, so that its batches vary as well
 )
@@ -58,6 +63,7 @@ class PlanConfig:
     round_batch: RoundBatch | None = None
     samples_per_update: int | None = None
     grouping: int | None = None
+    strata: int | None = None
     work: Work = field(default_factory=check_work)
     oversize: Oversize = "alone"
     uneven: Uneven = "repeat"
@@ -65,7 +71,7 @@ class PlanConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shuffle", check_flag("shuffle", self.shuffle))
-        for name in ("window", "samples_per_update", "grouping"):
+        for name in ("window", "samples_per_update", "grouping", "strata"):
             if getattr(self, name) is not None:
                 object.__setattr__(
                     self, name, check_int(name, getattr(self, name), where=" (or None)")
@@ -75,6 +81,10 @@ class PlanConfig:
         if self.window is not None and self.samples_per_update is not None:
             raise ConfigError(
                 "pass `window` or `samples_per_update`, not both, because an update is a window"
+            )
+        if self.strata is not None and self.grouping is None:
+            raise ConfigError(
+                "`strata` needs `grouping`, the number of updates that are dealt together"
             )
         if self.grouping is not None and self.samples_per_update is None:
             raise ConfigError(
@@ -243,6 +253,15 @@ class Planner:
             len(cut(some, self.budget, work=Work(per_step=FEWEST))), 1
         )
 
+    def _fewest_strata(self, size: int) -> int:
+        """Returns the fewest strata of an update of ``size`` samples, judged by the quantiles of the lengths."""
+        drawn = np.sort(self.tokens_of(slice(None, None, max(1, self.num_samples // SPREAD))))[::-1]
+        if not len(drawn):
+            return 1
+        num_updates = self.config.grouping or 1
+        quantiles = (np.arange(num_updates * size) + 0.5) / (num_updates * size)
+        return fewest_strata(drawn[(quantiles * len(drawn)).astype(np.int64)], num_updates)
+
     def start_of(self, epoch: int, world_size: int = 1) -> Cursor:
         return Cursor(epoch=epoch, window_size=self.window_size(world_size))
 
@@ -264,10 +283,16 @@ class Planner:
             order: Any = given[~self.unfit(given)] if len(self.left_out) else given
         else:
             order = EpochOrder(self.num_planned, shuffle=shuffle, left_out=self.left_out, **how)
-        return (
-            order
-            if config.grouping is None
-            else GroupedOrder(order, self.tokens_of, size=size, pool=config.grouping, **how)
+        if config.grouping is None:
+            return order
+        return StratifiedOrder(
+            order,
+            self.tokens_of,
+            size=size,
+            pool=config.grouping,
+            strata=config.strata or self._fewest_strata(size),
+            seed=config.seed,
+            epoch=epoch,
         )
 
     def _windows(
@@ -312,12 +337,45 @@ class Planner:
         cursor = replace(cursor, window_size=cursor.window_size or size)
         ordered, windows, last = self._windows(cursor, order)
         while cursor.windows_done < len(windows):
+            if self.has_updates and not cursor.segments:
+                updates = self.update_block(ordered, cursor.windows_done * size, size, world_size)
+                if updates is not None:
+                    planned = updates.plan(slice(0, updates.num_leading), cursor)
+                    yield planned
+                    cursor = planned.end
+                    continue
             indices = ordered[slice(*windows[cursor.windows_done])]
             if cursor.carried:
                 indices = np.append(np.asarray(cursor.carried, np.int64), indices)
             planned = _Window(self, indices, cursor, last <= cursor.windows_done).rest(world_size)
             yield planned
             cursor = planned.end
+
+    def cuts_many(self, world_size: int, size: int) -> bool:
+        """Whether updates of this size can be cut many at once."""
+        config = self.config
+        one_stream = len(self.lengths) == 1 and not is_packed(self.budget, self.lengths)
+        free = config.round_batch is None and self.budget.ladder is None
+        if not (self.has_updates and one_stream and free and len(self.kinds.labels) <= 1):
+            return False
+        if config.grouping is not None:
+            return True
+        # Samples of a step differ more in exact updates: this cut is as good as the other only in few steps.
+        return size <= MOST_PLACES and (world_size == 1 or size <= FEW_STEPS * world_size)
+
+    def update_block(
+        self, order: Any, start: int, size: int, world_size: int, most: int = BLOCK
+    ) -> "UpdateBlock | None":
+        """Returns whole updates that are cut at once, from position ``start`` of the order on, of at most ``most`` samples;
+        None: the first one must be cut by itself."""
+        if not self.cuts_many(world_size, size):
+            return None
+        number = min(max(most // size, 1), (len(order) - start) // size)
+        if not number:
+            return None
+        indices = order[start : start + number * size].reshape(number, size)
+        block = UpdateBlock.of(self, indices, world_size)
+        return None if block is None or not block.num_leading else block
 
     def update_of(self, indices: IntArray, cursor: Cursor, world_size: int) -> BatchPlan:
         """Returns the plan of the rest of the update that consists of these samples."""
@@ -381,6 +439,119 @@ class Planner:
 
 
 @dataclass(frozen=True)
+class UpdateBlock:
+    """Consecutive updates of one size, cut at once.
+
+    Args:
+        indices: int64 (updates, samples), the updates' dataset indices.
+        batches: positions in all of ``indices``, update after update, step after step.
+        num_steps: int64 (updates,), steps of each update. 0: it must be cut by itself, and has no batches here.
+    """
+
+    planner: Planner
+    indices: IntArray
+    batches: Batches
+    num_steps: IntArray
+    world_size: int
+
+    @classmethod
+    def of(cls, planner: Planner, indices: IntArray, world_size: int) -> "UpdateBlock | None":
+        """Cuts these updates; None: they must be cut one by one. ``indices``: dataset indices (updates, samples)."""
+        (name,) = planner.lengths
+        tokens = planner.lengths[name][indices].astype(np.int64)
+        positions = np.arange(indices.size).reshape(indices.shape)
+        if (np.diff(tokens, axis=1) > 0).any():
+            longest_first = np.argsort(-tokens, axis=1, kind="stable")
+            positions = np.take_along_axis(positions, longest_first, axis=1)
+            tokens = np.take_along_axis(tokens, longest_first, axis=1)
+        padded = round_up(tokens, planner.budget.pad_to_multiple_of)
+        work = planner.config.work
+        cuts = cut_updates(
+            tokens, planner.budget, world_size, work.price(name).of(padded), work.per_step
+        )
+        if cuts is None:
+            return None
+        chosen = cuts.batches.order
+        num_chosen = len(chosen)
+        batches = cuts.batches.map(positions.ravel())
+        prove(
+            Batches(np.arange(num_chosen), batches.offsets),
+            num_chosen,
+            {name: tokens.ravel()[chosen]},
+            planner.budget,
+            planner.unfit(indices.ravel()[batches.order]),
+        )
+        return cls(planner, indices, batches, cuts.num_steps, world_size)
+
+    @property
+    def num_leading(self) -> int:
+        """Number of updates up to the first that must be cut by itself."""
+        uncut = np.flatnonzero(self.num_steps == 0)
+        return int(uncut[0]) if len(uncut) else len(self.num_steps)
+
+    def plan(self, numbers: slice, start: Cursor) -> BatchPlan:
+        """Returns the plan of some of the updates. ``start``: the point in the epoch before them."""
+        ranks, num_steps = self.world_size, self.num_steps[numbers]
+        first = int(self.num_steps[: numbers.start].sum()) * ranks
+        stop = first + int(num_steps.sum()) * ranks
+        offsets = self.batches.offsets[first : stop + 1]
+        positions = self.batches.order[offsets[0] : offsets[-1]]
+        batches = Batches(self.indices.ravel()[positions], offsets - offsets[0])
+        counts = batches.sizes.reshape(-1, ranks)
+        update_ends = np.zeros(len(counts), np.bool_)
+        update_ends[np.cumsum(num_steps) - 1] = True
+        end = replace(
+            start,
+            steps=start.steps + len(counts),
+            windows_done=start.windows_done + len(num_steps),
+            segments=(),
+        )
+        return self.planner.planned(
+            batches,
+            counts * ranks / self.indices.shape[1],
+            update_ends=update_ends,
+            repeated=NONE,
+            dropped=NONE,
+            start=start,
+            end=end,
+            windows=num_steps,
+        )
+
+
+class UpdatePlans:
+    """Plans the updates of an order one by one; while they keep their size, it cuts more and more of them in advance."""
+
+    def __init__(self, planner: Planner, order: Any, world_size: int) -> None:
+        self._planner = planner
+        self._order = order
+        self._world_size = world_size
+        self._block: UpdateBlock | None = None
+        self._block_start = self._block_stop = 0  # positions in the order
+        self._size = 0
+        self._num_updates = 0  # updates in the block, or that would be in it
+
+    def plan(self, start: int, stop: int, cursor: Cursor) -> BatchPlan:
+        """Returns the plan of the update from ``start`` to ``stop`` of the order; ``cursor``: the point in the epoch."""
+        if cursor.segments:
+            return self._planner.update_of(self._order[start:stop], cursor, self._world_size)
+        size = stop - start
+        if size != self._size or not self._block_start <= start < self._block_stop:
+            self._cut(start, size)
+        if self._block is None:
+            return self._planner.update_of(self._order[start:stop], cursor, self._world_size)
+        number = (start - self._block_start) // size
+        return self._block.plan(slice(number, number + 1), cursor)
+
+    def _cut(self, start: int, size: int) -> None:
+        self._num_updates = 2 * self._num_updates if size == self._size else 1
+        most = min(self._num_updates * size, BLOCK)
+        self._size = size
+        self._block = self._planner.update_block(self._order, start, size, self._world_size, most)
+        cut = 1 if self._block is None else self._block.num_leading
+        self._block_start, self._block_stop = start, start + cut * size
+
+
+@dataclass(frozen=True)
 class _Window:
     """Samples that are planned together, each kind by itself, and how far a run has come in them."""
 
@@ -414,6 +585,11 @@ class _Window:
         """Cuts the samples that are left into batches, step after step; returns positions in the window."""
         cursor, positions = self.cursor, np.flatnonzero(left)
         config, chosen = planner.config, self.indices[positions]
+        if planner.cuts_many(world_size, len(chosen)):
+            block = UpdateBlock.of(planner, chosen[None], world_size)
+            if block is not None and block.num_leading:
+                rows = block.batches.map(positions)
+                return rows, np.zeros((len(rows) // world_size, world_size), np.bool_)
         lengths = {name: values[chosen] for name, values in planner.lengths.items()}
         kinds, together = planner.kinds.codes[chosen], config.one_kind == "batch"
         how: dict[str, Any] = {

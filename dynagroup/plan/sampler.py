@@ -82,8 +82,10 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         work: predicted time of a batch, e.g. ``Work.of(model)``. None: that of a small decoder on this device.
         samples_per_update: int: each update has exactly this many samples over all ranks, the same ones as with fixed
             batches in the same order. ``plan.update_ends`` says after which steps an update ends.
-        grouping: int: the samples of this many updates are sorted by length and divided into updates of the same size.
-            Samples of one update then have similar lengths and need little padding. None: updates as drawn.
+        grouping: int: the samples of this many updates are sorted by length and dealt anew into updates of the same
+            size, each with chunks of short, middle and long samples. A batch then needs little padding, and an update
+            is like a random one (:mod:`dynagroup.plan.strata`). None: updates as drawn.
+        strata: int, chunks of each update; 1 pads as little, but updates of one length lose quality. None: 4 or more.
         kinds: label of each sample (N,), hashable, such as "image" or None.
         one_kind: with ``kinds``: "step": all batches of a step, on all ranks, have one kind; "batch": each batch has.
         order: sampler of dataset indices, read once per epoch, with the same order on every rank. None: a random order,
@@ -115,6 +117,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         work: Work | None = None,
         samples_per_update: int | None = None,
         grouping: int | None = None,
+        strata: int | None = None,
         kinds: Iterable[Any] | None = None,
         one_kind: OneKind = "step",
         order: Iterable[int] | None = None,
@@ -132,6 +135,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         how |= {
             "samples_per_update": samples_per_update,
             "grouping": grouping,
+            "strata": strata,
             "round_batch": round_batch,
         }
         config = PlanConfig(
@@ -257,7 +261,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
                 told = f"samples {planned.repeated.tolist()!s:.200} are repeated, with weight 0 in plan.loss_scale"
                 few = "there are too few samples for the same number of steps on all ranks"
                 warn_user(f"{few}, so {told}; uneven='drop' leaves samples out instead")
-            run.borders.append(planned.end)
+            run.borders += planned.window_ends
             for row in planned.table.tolist():
                 run.steps += 1
                 for number in row if rank is None else row[rank : rank + 1]:

@@ -56,6 +56,7 @@ OURS = {
     "seed",
     "samples_per_update",
     "grouping",
+    "strata",
     "uneven",
 }  # plan settings with another meaning or default
 
@@ -72,8 +73,10 @@ class PlannedDataLoader(StepLoader[B]):
         budget: limit of a batch; an int means that many tokens.
         samples_per_update: samples of each update over all ranks: int, or a schedule ``(update, current) -> int``.
             None: an update is ``accumulation`` steps, and batches are as large as the budget allows.
-        grouping: int: the samples of this many updates are sorted by length and divided into updates of the same size.
-            Samples of one update then have similar lengths and need little padding. None: updates as drawn.
+        grouping: int: the samples of this many updates are sorted by length and dealt anew into updates of the same
+            size, each with chunks of short, middle and long samples. A batch then needs little padding, and an update
+            is like a random one (:mod:`dynagroup.plan.strata`). None: updates as drawn.
+        strata: int, chunks of each update; 1 pads as little, but updates of one length lose quality. None: 4 or more.
         kinds: label of each sample (N,), hashable: all batches of a step, on all ranks, have samples of one kind,
             ``step.kind``. With ``one_kind="batch"`` only each batch has one kind.
         accumulation: int, steps per update; only without ``samples_per_update``.
@@ -111,6 +114,7 @@ class PlannedDataLoader(StepLoader[B]):
         *,
         samples_per_update: int | BatchSizeSchedule | None = None,
         grouping: int | None = None,
+        strata: int | None = None,
         kinds: Iterable[Any] | None = None,
         accumulation: int = 1,
         shuffle: bool = True,
@@ -136,6 +140,7 @@ class PlannedDataLoader(StepLoader[B]):
             "sampler": sampler is not None,
             "drop_last": drop_last,
             "grouping": grouping is not None,
+            "strata": strata is not None,
         }
         accumulation = check_updates(samples_per_update, accumulation, **of_set_sizes)
         settings = {
@@ -143,7 +148,8 @@ class PlannedDataLoader(StepLoader[B]):
             for name in ({f.name for f in fields(PlanConfig)} - OURS) & further.keys()
         }
         settings["work"] = check_work(settings.get("work"))
-        how |= {} if free else {"samples_per_update": LARGEST_UPDATE, "grouping": grouping}
+        if not free:
+            how |= {"samples_per_update": LARGEST_UPDATE, "grouping": grouping, "strata": strata}
         if shapes is not None:
             window = settings.get("window")
             budget = few_shapes(

@@ -17,7 +17,7 @@ from dynagroup.plan.batches import shapes_of
 from dynagroup.plan.cursor import Cursor
 from dynagroup.plan.epoch import OrderSource
 from dynagroup.plan.plan import BatchPlan
-from dynagroup.plan.planner import Order, Planner
+from dynagroup.plan.planner import Order, Planner, UpdatePlans
 from dynagroup.update.schedule import Sizes, UpdateSizes, Walk, begun
 
 
@@ -159,7 +159,7 @@ class PreservedUpdates(UpdateSizes, _Updates):
 
     # The epoch's first update decides how many samples are grouped, so a change of size leaves the order as it is.
     def order_of(self, epoch: int) -> Order:
-        """Returns dataset indices in the epoch's order; with ``grouping``, updates have samples of similar length."""
+        """Returns dataset indices in the epoch's order; with ``grouping``, stratified updates."""
         planner = self.planner
         drawn = None if self.order is None else self.order.counted_epoch(epoch, planner.left_out)
         first = (
@@ -176,9 +176,9 @@ class PreservedUpdates(UpdateSizes, _Updates):
 
     def _windows(self, cursor: Cursor) -> Iterator[tuple[BatchPlan, Cursor, Cursor]]:
         """Yields (remaining plan, point before, point after) of each update."""
-        ordered = self.order_of(cursor.epoch)
+        plans = UpdatePlans(self.planner, self.order_of(cursor.epoch), self._ranks)
         for start, stop, after in self.spans(cursor):
-            window = self.planner.update_of(ordered[start:stop], cursor, self._ranks)
+            window = plans.plan(start, stop, cursor)
             after = replace(after, steps=cursor.steps + len(window.table))
             yield window, cursor, after
             cursor = after

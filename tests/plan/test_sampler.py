@@ -26,7 +26,6 @@ from dynagroup.plan import sampler as sampler_module
 from dynagroup.plan.cursor import Cursor
 from dynagroup.plan.epoch import (
     EpochOrder,
-    GroupedOrder,
     Mixture,
     OrderSource,
     Windows,
@@ -470,60 +469,6 @@ def test_a_loader_over_a_mixture_resumes_and_keeps_the_size_of_updates():
     assert rest == epochs[0][len(epochs[0]) - len(rest) :]
     assert sum(map(len, rest)) == 24
     assert [list(step.indices) for step in resumed] == epochs[1]
-
-
-GROUPED = np.random.default_rng(0).lognormal(4, 0.8, 2000).astype(np.int32) + 1
-
-
-@given(
-    count=st.integers(0, 60),
-    size=st.integers(1, 9),
-    pool=st.integers(1, 5),
-    seed=st.integers(0, 3),
-    data=st.data(),
-)
-def test_pools_keep_their_samples_and_updates_are_neighbours(count, size, pool, seed, data):
-    lengths = np.array(
-        data.draw(st.lists(st.integers(1, 9), min_size=count, max_size=count)), np.int32
-    )
-    drawn = epoch_order(count, seed=seed, epoch=1)
-    order = GroupedOrder(
-        EpochOrder(count, seed=seed, epoch=1),
-        lengths.take,
-        size=size,
-        pool=pool,
-        seed=seed,
-        epoch=1,
-    )
-    whole, span = order[:], size * pool
-    for start in range(0, count, span):
-        here = whole[start : start + span]
-        assert sorted(here) == sorted(drawn[start : start + span])
-        updates = [sorted(lengths[here[at : at + size]]) for at in range(0, len(here), size)]
-        assert np.concatenate(sorted(updates)).tolist() == sorted(lengths[here])
-    start, stop = sorted(data.draw(st.tuples(st.integers(0, count), st.integers(0, count))))
-    assert order[start:stop].tolist() == whole[start:stop].tolist()
-
-
-def test_small_updates_hardly_pad_and_are_as_many_as_before():
-    padding, sizes = {}, {}
-    for grouping in (None, 50):
-        how = {
-            "samples_per_update": 8,
-            "grouping": grouping,
-            "collate_fn": list,
-            "weigh": "samples",
-        }
-        plan = PlannedDataLoader(
-            range(len(GROUPED)), GROUPED, TokenBudget(8 * int(GROUPED.max())), **how
-        ).plan
-        padded = sum(len(batch) * int(GROUPED[batch].max()) for batch in plan.batches)
-        padding[grouping] = 1 - int(GROUPED.sum()) / padded
-        sizes[grouping] = np.add.reduceat(
-            plan.batches.sizes, np.append(0, 1 + np.flatnonzero(plan.update_ends)[:-1])
-        )
-    assert sizes[None].tolist() == sizes[50].tolist() == [8] * 250
-    assert padding[50] < padding[None] / 4
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,157 @@
+"""Stratified updates: every optimizer update gets samples of all lengths, and each of its batches similar ones.
+
+The samples of a pool of updates are sorted by length and cut into *strata*, from the longest samples to the shortest. A
+stratum is cut into *chunks* of consecutive samples, and every update gets one chunk of each stratum. An update that gets
+long samples of the first stratum gets short ones of the others (antithetic stratified sampling), so updates have about
+equally many tokens. Updates come in random order. So an update has short, middle and long samples like a random one,
+but each of its chunks needs hardly any padding. With a single stratum an update is one run of neighbours: its samples
+all have about one length, and training loses quality. ``docs/benchmarks.md`` has the measurements, also of designs that
+were rejected."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynagroup.plan.batches import longest_first
+from dynagroup.plan.epoch import NONE
+from dynagroup.shapes import TOKENS, IntArray
+
+STRATA = 4  # the fewest that lost nothing where the label of a sample goes with its length
+
+
+def strata_of(num_samples: int, num_strata: int) -> list[slice]:
+    """Returns which places of an update, sorted from the longest sample, each stratum fills: equally many, or one more.
+
+    >>> strata_of(10, 4)
+    [slice(0, 2, None), slice(2, 5, None), slice(5, 7, None), slice(7, 10, None)]
+    """
+    borders = [num_samples * number // num_strata for number in range(num_strata + 1)]
+    return [slice(start, stop) for start, stop in pairwise(borders)]
+
+
+def spread_of_strata(tokens: NDArray[Any], num_updates: int, num_strata: int) -> float:
+    """Returns the variance of the tokens of an update that is dealt from these samples.
+
+    Args:
+        tokens: (N,), tokens of a pool's samples, longest first; N is a multiple of ``num_updates``.
+    """
+    first, *others = strata_of(len(tokens) // num_updates, num_strata)
+    of_updates = _chunks(tokens, first, num_updates).sum(axis=1, dtype=np.float64)
+    for places in others:
+        of_updates += _chunks(tokens, places, num_updates)[::-1].sum(axis=1, dtype=np.float64)
+    return float(of_updates.var())
+
+
+def _chunks(ranked: NDArray[Any], places: slice, num_updates: int) -> NDArray[Any]:
+    """Returns a stratum of a pool that is sorted by length, one row for each update."""
+    stratum = ranked[num_updates * places.start : num_updates * places.stop]
+    return stratum.reshape(num_updates, -1)
+
+
+def spread_at_random(tokens: NDArray[Any], num_updates: int) -> float:
+    """Returns the variance of the tokens of an update that is drawn from these samples at random.
+
+    A sum of ``n`` of ``N`` values drawn without replacement varies by ``n * variance * (N - n) / (N - 1)`` (Cochran,
+    *Sampling Techniques*, 1977).
+    """
+    num, size = len(tokens), len(tokens) // num_updates
+    return size * float(tokens.var()) * (num - size) / max(num - 1, 1)
+
+
+def fewest_strata(tokens: NDArray[Any], num_updates: int) -> int:
+    """Returns the fewest strata (4, 8, 16, ...; less in updates below 8) with which the tokens of an update vary no
+    more than those of random updates.
+
+    Args:
+        tokens: (N,), tokens of a pool's samples, or of samples like them, longest first; N is a multiple of ``num_updates``.
+    """
+    size = len(tokens) // num_updates
+    num_strata = min(STRATA, max(size // 2, 1))
+    at_random = spread_at_random(tokens, num_updates)
+    while num_strata < size and spread_of_strata(tokens, num_updates, num_strata) > at_random:
+        num_strata = min(2 * num_strata, size)
+    return num_strata
+
+
+class StratifiedOrder:
+    """An order in which consecutive samples form stratified updates of ``size``, dealt from pools of ``pool`` updates.
+
+    Each update is sorted from its longest to its shortest sample. An epoch's smaller last update stays last; it gets
+    samples evenly spaced over its pool. Each sample is in each update of its pool with the same probability. Reading a
+    slice of dataset indices deals each pool in it; the last pool is cached.
+
+    Args:
+        order: the epoch's dataset indices, to be read by slices.
+        tokens_of: function from dataset indices to the tokens of these samples.
+        size: int, samples of an update.
+        pool: int, updates that are dealt together.
+        strata: int, strata of an update, at most one a sample; see :func:`fewest_strata`.
+        seed, epoch: int; the order depends on these and the arguments above alone.
+
+    >>> lengths = np.array([5, 1, 4, 2, 9, 3, 8, 7])
+    >>> order = StratifiedOrder(np.arange(8), lengths.take, size=4, pool=2, strata=2, seed=0)
+    >>> lengths[order[:]].tolist()
+    [7, 5, 4, 3, 9, 8, 2, 1]
+    """
+
+    def __init__(
+        self,
+        order: Any,
+        tokens_of: Callable[[IntArray], NDArray[Any]],
+        *,
+        size: int,
+        pool: int,
+        strata: int,
+        seed: int = 0,
+        epoch: int = 0,
+    ) -> None:
+        self._order = order
+        self._tokens_of = tokens_of
+        self._strata = min(strata, size)
+        self._seeds = (seed, epoch)
+        self.size = size
+        self.span = size * pool
+        """Samples of a pool."""
+        self._dealt = NONE
+        self._number = -1
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __getitem__(self, where: slice) -> IntArray:
+        start, stop, _ = where.indices(len(self))
+        first = start // self.span
+        pools = [self._pool(number) for number in range(first, -(-stop // self.span))]
+        joined = np.concatenate([NONE, *pools])
+        return joined[start - first * self.span : stop - first * self.span]
+
+    def _pool(self, number: int) -> IntArray:
+        """Returns the dataset indices of a pool, update after update."""
+        if number != self._number:
+            drawn = self._order[number * self.span : (number + 1) * self.span]
+            rng = np.random.default_rng((*self._seeds, number))
+            self._dealt = self._deal(np.asarray(drawn), rng)
+            self._number = number
+        return self._dealt
+
+    def _deal(self, drawn: IntArray, rng: np.random.Generator) -> IntArray:
+        drawn = rng.permutation(drawn)  # samples of one length are dealt at random
+        by_length = longest_first({TOKENS: self._tokens_of(drawn)})
+        num_updates, rest = divmod(len(drawn), self.size)
+        # Systematic sampling: every sample is in the smaller last update with the same probability.
+        spaced = (np.arange(rest) + rng.random()) * (len(drawn) / max(rest, 1))
+        left_over = by_length[spaced.astype(np.int64)]
+        if not num_updates:
+            return drawn[left_over]
+        if rest:
+            by_length = np.delete(by_length, spaced.astype(np.int64))
+        updates = np.empty((num_updates, self.size), np.int64)
+        number = rng.permutation(num_updates)
+        for places in strata_of(self.size, self._strata):
+            is_first = places.start == 0
+            chunk = number if is_first else num_updates - 1 - number
+            updates[:, places] = _chunks(by_length, places, num_updates)[chunk]
+        return drawn[np.append(updates.ravel(), left_over)]
