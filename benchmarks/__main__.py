@@ -27,10 +27,15 @@ COMMANDS: dict[str, dict[str, tuple[str, str, str]]] = {
         "growth": ("plan", "growth", "growth"),
         "scale": ("plan", "scale", "scale"),
         "padding": ("predicted", "padding", "plan_padding"),
+        "strata": ("predicted", "strata", "plan_strata"),
         "pack": ("predicted", "packs", "pack"),
         "shards": ("predicted", "shards", "shards"),
     },
-    "shapes": {"few": ("shapes", "few", "shapes"), "compiled": ("shapes", "compiled", "compiled")},
+    "shapes": {
+        "few": ("shapes", "few", "shapes"),
+        "strata": ("shapes", "strata", "shapes_strata"),
+        "compiled": ("shapes", "compiled", "compiled"),
+    },
     "kinds": {
         "rows": ("kinds", "rows", "kinds"),
         "planning": ("kinds", "planning", "kinds_planning"),

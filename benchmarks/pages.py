@@ -91,11 +91,22 @@ def rivals_best(found: Figures) -> str:
 
 
 def quality(found: Figures) -> list[Row]:
-    return [
-        {"key": size, "way": way, **one}
-        for size, ways in found.items()
-        for way, one in ways.items()
-    ]
+    rows = []
+    for name, case in found["cases"].items():
+        for way, figures in case["found"].items():
+            fields = {key: figures.get(key, []) for key in ("held_out_loss", "accuracy")}
+            rows.append(
+                {
+                    "key": name,
+                    "way": way,
+                    **fields,
+                    "padding": figures["padding"],
+                    "in_one_batch": figures["padding_in_one_batch"],
+                    "tokens_cv": figures["tokens_cv"],
+                    "seeds": len(figures["padding"]),
+                }
+            )
+    return rows
 
 
 def recovery(update: Figures) -> list[Row]:

@@ -65,6 +65,15 @@ def speed(_machine: Machine) -> dict[str, Any]:
         "token_budget_1m_shuffled": seconds(lambda: plan(million, shuffle=True)),
         "token_budget_10m": seconds(lambda: plan(ten), repeats=3),
         "memory_budget_1m_pretrained": seconds(lambda: plan(million, MemoryBudget(32))),
+        "updates_of_256_1m": seconds(lambda: plan(million, samples_per_update=256), repeats=2),
+        "updates_of_32_1m": seconds(lambda: plan(million, samples_per_update=32), repeats=3),
+        "stratified_updates_of_256_1m": seconds(
+            lambda: plan(million, samples_per_update=256, grouping=50)
+        ),
+        "stratified_updates_of_32_1m": seconds(
+            lambda: plan(million, samples_per_update=32, grouping=50)
+        ),
+        "argsort_1m": seconds(lambda: np.argsort(million, kind="stable")),
         "two_padded_streams_1m": seconds(
             lambda: plan({"tokens": million, "target": target}), repeats=3
         ),

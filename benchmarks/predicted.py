@@ -76,6 +76,32 @@ def padding(_machine: Machine) -> dict[str, Any]:
     return figures
 
 
+STRATA: dict[str, dict[str, Any]] = {
+    "one stratum": {"strata": 1},
+    "two strata": {"strata": 2},
+    "grouping 50": {},
+}
+
+
+def strata(_machine: Machine) -> dict[str, Any]:
+    """Predicted time of updates that are dealt by strata, over that of exact updates of as many samples."""
+    figures: dict[str, Any] = {}
+    for name in FILES:
+        tokens = lengths_of(name, 8_000)
+        budget = TokenBudget(16 * int(tokens.max()))
+        figures[name] = {}
+        for size, ranks in ((8, 1), (32, 1), (32, 8), (64, 8), (256, 8)):
+            exact = planned(tokens, budget, ranks, samples_per_update=size)
+            figures[name][f"size_{size}_ranks_{ranks}"] = {
+                way: planned(
+                    tokens, budget, ranks, samples_per_update=size, grouping=50, **how
+                ).predicted_time
+                / exact.predicted_time
+                for way, how in STRATA.items()
+            }
+    return figures
+
+
 # Packed batches: what they hold and how equal their work is.
 
 

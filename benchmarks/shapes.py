@@ -54,6 +54,40 @@ def few(_machine: Machine) -> dict[str, Any]:
     return rows
 
 
+def strata(_machine: Machine) -> dict[str, Any]:
+    """Stratified updates of 32 in few shapes: predicted time over that of free shapes. The ladder is chosen for such
+    updates; fixed borders give each of as many strata one shape, as long as its longest sample."""
+    rows: dict[str, Any] = {}
+    size = 32
+    for name in FILES:
+        tokens = lengths_of(name, 8_000)
+        budget = TokenBudget(4 * int(tokens.max()))
+        how = {"samples_per_update": size, "grouping": 50}
+        free = planned(tokens, budget, **how).predicted_time
+        rows[name] = {}
+        for number in (4, 8, 16):
+            ladder = ShapeLadder(tokens, budget, number, window=size, grouping=50, work=WORK)
+            borders = fixed_borders(tokens, budget.max_tokens, number, size)
+            rows[name][f"shapes_{number}"] = {
+                "ladder": planned(tokens, ladder, **how).predicted_time / free,
+                "fixed borders": borders * len(tokens) / size / free,
+            }
+    return rows
+
+
+def fixed_borders(tokens: np.ndarray, cap: int, number: int, size: int) -> float:
+    """Predicted time of an update of which each of so many strata has one shape."""
+    longest_first = np.sort(tokens)[::-1]
+    time_taken = 0.0
+    for stratum in range(number):
+        longest = int(longest_first[len(tokens) * stratum // number])
+        samples = size * (stratum + 1) // number - size * stratum // number
+        of_batch = max(1, min(samples, cap // longest))
+        steps = -(-samples // of_batch)
+        time_taken += steps * (WORK.per_step + of_batch * float(WORK.of_lengths(longest)))
+    return time_taken
+
+
 def windows_of(plan: Any, tokens: np.ndarray, mode: str) -> list[np.ndarray]:
     """Lengths of what was cut together, the longest first."""
     if mode == "updates of 64":

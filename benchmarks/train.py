@@ -8,7 +8,7 @@ at each turn. Forming batches is not timed: see ``plan speed``.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from itertools import chain, count, product, repeat
+from itertools import chain, count, repeat
 from typing import Any
 
 import numpy as np
@@ -237,40 +237,6 @@ def rivals(machine: Machine) -> Iterator[dict[str, Any]]:
 def large(machine: Machine) -> Iterator[dict[str, Any]]:
     """The 1.5B model; and lengths of program files."""
     return _cases(machine, ("1.5B, CV 1.0", "1.5B, CV 1.3", "0.5B, python_files"))
-
-
-QUALITY = {
-    "fixed": "dynagroup",
-    "grouping 10": "dynagroup, grouping 10",
-    "grouping 50": "dynagroup, grouping 50",
-    "free": "dynagroup, free updates",
-}
-
-
-def quality(
-    machine: Machine, *, seeds: int = 5, budgets: Sequence[int] = (512, 2048)
-) -> dict[str, Any]:
-    """Held-out loss after the same samples: in updates of fixed batches, in grouped ones, and in free ones. Nothing is timed.
-
-    A fixed update has as many samples as a free one has on average, which is one batch.
-    """
-    samples, epochs, longest, texts = 2048, 3, 96, texts_of()
-    texts = [ids[:longest] for ids in texts]
-    lengths, found = np.array([len(ids) for ids in texts[:samples]], np.int32), dict[str, Any]()
-    for budget in budgets:
-        free: Any = METHODS[QUALITY["free"]].batches(Job(lengths, 1, budget), 0)
-        size = round(samples / len(free))
-        ways: dict[str, Any] = {way: {"held_out_loss": [], "padding": []} for way in QUALITY}
-        for seed, (way, name) in product(range(seeds), QUALITY.items()):
-            job = Job(lengths, size, budget, seed)
-            one = Run(
-                name, job, machine, "small", lambda i, n: texts[i], falls_over=epochs * samples
-            )
-            one.turn(samples=epochs * samples - size)
-            ways[way]["held_out_loss"].append(loss_on(one.model, texts[samples : samples + 1024]))
-            ways[way]["padding"].append(1 - one.real / one.padded)
-        found[f"updates of {size}"] = ways
-    return {"samples": samples, "epochs": epochs, "longest": longest, "ways": found}
 
 
 @torch.no_grad()

@@ -77,8 +77,16 @@ def text_dataloader(
         measure_lengths(texts, tokens, max_length=max_length) if lengths is None else lengths
     )
     window = options.get("window") or (None if shuffle else len(texts))
-    update, grouping, work = map(options.get, ("samples_per_update", "grouping", "work"))
-    budget = few_shapes(shapes, known, budget, update, window, grouping, work)
+    budget = few_shapes(
+        shapes,
+        known,
+        budget,
+        samples_per_update=options.get("samples_per_update"),
+        window=window,
+        grouping=options.get("grouping"),
+        work=options.get("work"),
+        strata=options.get("strata"),
+    )
     how = {
         name: options.pop(name)
         for name in options.keys() & inspect.signature(LengthAwareBatchSampler).parameters

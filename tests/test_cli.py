@@ -262,18 +262,20 @@ def test_doctor_says_what_is_wrong_and_what_to_change_and_advises_nothing_that_d
 ):
     lines = answer("doctor", "lengths.npy", "--batch-size", "8", "--world-size", "4").splitlines()
     found = compare(LENGTHS, 8, world_size=4)
-    assert lines[4:-2] == found.report().splitlines()
-    waste, ranks, _, change = lines = lines[:3] + lines[-1:]
-    assert [line.split()[0] for line in lines] == ["waste", "ranks", "memory", "change"]
+    assert lines[5:] == found.report().splitlines()
+    change, waste, ranks, _ = lines[:4]
+    assert [line.split()[0] for line in lines[:4]] == ["change", "waste", "ranks", "memory"]
     assert f"{found.ways[0].padding:.0%} of the tokens" in waste
     assert f"{found.ways[0].waiting:.0%} of their time" in ranks
     assert f"TokenBudget({8 * LENGTHS.max()}), samples_per_update=32" in change
     (folder / "equal.txt").write_text("64\n" * 200)
-    assert "nothing: lengths are so similar" in answer("doctor", "equal.txt", "--batch-size", "8")
-    (folder / "two.txt").write_text("10\n1000\n" * 200)
-    shown = answer("doctor", "two.txt", "--batch-size", "2")
-    assert shown.endswith("samples_per_update=2, grouping=50\n")
-    assert "2 samples per update are too few to sort" in shown
+    assert "nothing: other batches of the same updates" in answer(
+        "doctor", "equal.txt", "--batch-size", "8"
+    )
+    like_gsm8k = np.random.default_rng(0).lognormal(5, 0.35, 3200).astype(int)
+    (folder / "many.txt").write_text("".join(f"{length}\n" for length in like_gsm8k))
+    change = answer("doctor", "many.txt", "--batch-size", "32").splitlines()[0]
+    assert "samples_per_update=32, grouping=50); with the Trainer: dynagroup=Dyna" in change
     arguments = [
         "doctor",
         "lengths.npy",

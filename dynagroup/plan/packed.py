@@ -264,10 +264,14 @@ class Packing:
         if found is None:
             bins = best_fit(self._order, self._list, self._room.bin, self._room)
             rows = max(self._num_rows(len(bins)), 1)
-            found = [bin.members for bin in bins] if self._multiple == 1 else None
-        while found is None:
-            found = self.balanced(rows)
-            rows += max(rows // 100, 1)
+            found = None if self._multiple == 1 else self.balanced(rows)
+            if (
+                found is None
+            ):  # parts of equal work do not fit; those of best fit do, in as many steps
+                found = [bin.members for bin in bins]
+                free = min(rows * self._multiple - len(self._oversize), len(self._order))
+                found += [[] for _ in range(free - len(found) if self._multiple > 1 else 0)]
+                fill_empty(found)
         return [*([s] for s in self._oversize), *found]
 
     def _least_bins(self) -> int:

@@ -27,7 +27,7 @@ from dynagroup.plan.epoch import NONE, EpochOrder, Windows, windows_of_kinds
 from dynagroup.plan.padded import FEWEST
 from dynagroup.plan.plan import BatchPlan
 from dynagroup.plan.ranks import cut, cut_kinds, filled, prove
-from dynagroup.plan.strata import StratifiedOrder, fewest_strata
+from dynagroup.plan.strata import StratifiedOrder, number_of_strata
 from dynagroup.plan.update_cuts import MOST_PLACES, cut_updates
 from dynagroup.shapes import IntArray, Streams, primary, round_up, units_of
 from dynagroup.validation import check_choice, check_flag, check_function, check_int, warn_user
@@ -253,14 +253,13 @@ class Planner:
             len(cut(some, self.budget, work=Work(per_step=FEWEST))), 1
         )
 
-    def _fewest_strata(self, size: int) -> int:
-        """Returns the fewest strata of an update of ``size`` samples, judged by the quantiles of the lengths."""
-        drawn = np.sort(self.tokens_of(slice(None, None, max(1, self.num_samples // SPREAD))))[::-1]
-        if not len(drawn):
+    def _num_strata(self, size: int) -> int:
+        """Returns the strata of an update of ``size`` samples, judged by lengths spread over the data set."""
+        if not self.num_samples:
             return 1
-        num_updates = self.config.grouping or 1
-        quantiles = (np.arange(num_updates * size) + 0.5) / (num_updates * size)
-        return fewest_strata(drawn[(quantiles * len(drawn)).astype(np.int64)], num_updates)
+        config = self.config
+        tokens = self.tokens_of(slice(None, None, max(1, self.num_samples // SPREAD)))
+        return number_of_strata(config.strata, tokens, size, config.grouping or 1)
 
     def start_of(self, epoch: int, world_size: int = 1) -> Cursor:
         return Cursor(epoch=epoch, window_size=self.window_size(world_size))
@@ -290,7 +289,7 @@ class Planner:
             self.tokens_of,
             size=size,
             pool=config.grouping,
-            strata=config.strata or self._fewest_strata(size),
+            strata=self._num_strata(size),
             seed=config.seed,
             epoch=epoch,
         )

@@ -15,6 +15,7 @@ from dynagroup.plan.batches import Batches, shapes_of
 from dynagroup.plan.cost import Work, check_work
 from dynagroup.plan.packed import pack
 from dynagroup.plan.padded import OrderedWindow, in_order
+from dynagroup.plan.strata import dealt, number_of_strata
 from dynagroup.shapes import BatchShape, IntArray, Streams, largest_within, primary, round_up
 from dynagroup.validation import check_int
 
@@ -40,7 +41,8 @@ class ShapeLadder(Wrapper):
         budget: limit of a batch; an int means that many tokens. Shapes above a limit learned later are not used.
         num_shapes: int, largest number of shapes. One of them is for samples that do not fit even alone.
         window: int, samples planned together: those of an update, or a sampler's window. None: about a hundred batches.
-        grouping: int: so many windows of samples are sorted together, then divided into windows again.
+        grouping: int: so many windows of samples are sorted together, then dealt into stratified windows again.
+        strata: int, chunks of such a window, see :class:`~dynagroup.LengthAwareBatchSampler`.
         work: predicted time of a batch.
 
     Raises ConfigError if there are no lengths; or if ``num_shapes`` is 1, and some samples do not fit even alone.
@@ -62,6 +64,7 @@ class ShapeLadder(Wrapper):
         *,
         window: int | None = None,
         grouping: int = 1,
+        strata: int | None = None,
         work: Work | None = None,
     ) -> None:
         streams, num_shapes = as_streams(lengths), check_int("num_shapes", num_shapes, most=TRIED)
@@ -90,7 +93,7 @@ class ShapeLadder(Wrapper):
         )  # the shape for samples that do not fit even alone
         if fit.any():
             window = None if window is None else check_int("window", window)
-            windows = self._drawn(units[:, fit], window, grouping)
+            windows = self._drawn(units[:, fit], window, grouping, strata)
             found = self._chosen(units[:, fit], windows, num_shapes - oversize, work)
             rungs = np.append(found, rungs[:oversize], axis=0)
         rungs = rungs[
@@ -99,7 +102,9 @@ class ShapeLadder(Wrapper):
         self._samples, self._widths = rungs[:, 0], rungs[:, 1:].T
         self._work = self._time(rungs, work)
 
-    def _drawn(self, units: IntArray, window: int | None, pool: int) -> Iterator[IntArray]:
+    def _drawn(
+        self, units: IntArray, window: int | None, pool: int, strata: int | None
+    ) -> Iterator[IntArray]:
         """Yields random windows of samples, as padded lengths (streams, N), that are cut to find good shapes."""
         num = units.shape[1]
         if window is None:
@@ -108,12 +113,13 @@ class ShapeLadder(Wrapper):
             )
         window = min(window, num)
         count = max(min(SAMPLES // (window * pool), WINDOWS), 1)
-        for places in np.random.default_rng(0).integers(0, num, (count, window * pool)):
-            yield from np.split(
-                units[:, places[np.argsort(units[:, places].sum(axis=0), kind="stable")]],
-                pool,
-                axis=1,
-            )
+        tokens = units.sum(axis=0)
+        num_strata = number_of_strata(strata, tokens[:: max(num // SAMPLES, 1)], window, pool)
+        rng = np.random.default_rng(0)
+        for places in rng.integers(0, num, (count, window * pool)):
+            longest_first = places[np.argsort(-tokens[places], kind="stable")]
+            for update in dealt(longest_first, pool, num_strata, rng):
+                yield units[:, update]
 
     def _boxes(self, hardest: IntArray, most: IntArray) -> Iterator[IntArray]:
         """Yields candidate shapes (K, 1 + streams): samples ``hardest`` (streams, K), one stream as long as fits."""
@@ -436,13 +442,14 @@ def few_shapes(
     window: int | None = None,
     grouping: int | None = None,
     work: Work | None = None,
+    strata: int | None = None,
 ) -> Budget:
     """Returns the budget; or if ``shapes`` is given, one that allows at most so many batch shapes, chosen by lengths."""
     if shapes is None:
         return as_budget(budget)
     shapes = check_int("shapes", shapes, most=TRIED)
     size: Any = samples_per_update(0, None) if callable(samples_per_update) else samples_per_update
-    kind = PackedLadder if is_packed(as_budget(budget), as_streams(lengths)) else ShapeLadder
-    return kind(
-        lengths, as_budget(budget), shapes, window=size or window, grouping=grouping or 1, work=work
-    )
+    how: dict[str, Any] = {"window": size or window, "grouping": grouping or 1, "work": work}
+    if is_packed(as_budget(budget), as_streams(lengths)):
+        return PackedLadder(lengths, as_budget(budget), shapes, **how)
+    return ShapeLadder(lengths, as_budget(budget), shapes, strata=strata, **how)

@@ -76,6 +76,33 @@ def fewest_strata(tokens: NDArray[Any], num_updates: int) -> int:
     return num_strata
 
 
+def number_of_strata(strata: int | None, tokens: NDArray[Any], size: int, pool: int) -> int:
+    """Returns ``strata``, or for None the fewest that an update of ``size`` samples needs; at most one a sample.
+
+    Args:
+        tokens: (N,), tokens of some samples of the data set, in any order, at least one.
+        pool: int, updates that are dealt together.
+    """
+    if strata is not None:
+        return min(strata, size)
+    longest_first = np.sort(tokens)[::-1]
+    quantiles = (np.arange(pool * size) + 0.5) / (pool * size)
+    return fewest_strata(longest_first[(quantiles * len(tokens)).astype(np.int64)], pool)
+
+
+def dealt(
+    by_length: IntArray, num_updates: int, num_strata: int, rng: np.random.Generator
+) -> IntArray:
+    """Deals samples, given longest first, to stratified updates in random order: (updates, samples)."""
+    number = rng.permutation(num_updates)
+    updates = []
+    for places in strata_of(len(by_length) // num_updates, num_strata):
+        is_first = places.start == 0
+        chunk = number if is_first else num_updates - 1 - number
+        updates.append(_chunks(by_length, places, num_updates)[chunk])
+    return np.concatenate(updates, axis=1)
+
+
 class StratifiedOrder:
     """An order in which consecutive samples form stratified updates of ``size``, dealt from pools of ``pool`` updates.
 
@@ -148,10 +175,5 @@ class StratifiedOrder:
             return drawn[left_over]
         if rest:
             by_length = np.delete(by_length, spaced.astype(np.int64))
-        updates = np.empty((num_updates, self.size), np.int64)
-        number = rng.permutation(num_updates)
-        for places in strata_of(self.size, self._strata):
-            is_first = places.start == 0
-            chunk = number if is_first else num_updates - 1 - number
-            updates[:, places] = _chunks(by_length, places, num_updates)[chunk]
+        updates = dealt(by_length, num_updates, self._strata, rng)
         return drawn[np.append(updates.ravel(), left_over)]

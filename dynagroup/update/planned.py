@@ -153,7 +153,14 @@ class PlannedDataLoader(StepLoader[B]):
         if shapes is not None:
             window = settings.get("window")
             budget = few_shapes(
-                shapes, lengths, budget, samples_per_update, window, grouping, settings["work"]
+                shapes,
+                lengths,
+                budget,
+                samples_per_update,
+                window,
+                grouping,
+                settings["work"],
+                strata,
             )
         planner = Planner.of(lengths, budget, PlanConfig(**how, **settings), kinds)
         self._check_size(planner)
