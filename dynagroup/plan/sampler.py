@@ -36,6 +36,13 @@ class _Run:
     limit: float | None
     has_ended: bool = False
 
+    def place(self, steps: int | None = None) -> Cursor:
+        """Returns the place after this many steps of the epoch; None: after all that were yielded."""
+        steps = self.steps if steps is None else steps
+        borders = bisect_right(self.borders, steps, key=lambda cursor: cursor.steps)
+        before = self.borders[borders - 1]
+        return before.after_rows(steps - before.steps, self.ranks, self.limit)
+
 
 class _Batches(Iterator[list[int]]):
     """The iterator of a sampler. torchdata's ``StatefulDataLoader`` saves its state beside the sampler's, which is the place
@@ -211,6 +218,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         """Chooses the epoch of the next iteration. Choosing the current epoch changes nothing. After a state was loaded,
         earlier epochs do not come again: a framework that counts its epochs from 0 anew gets the next epoch."""
         epoch = check_int("epoch", epoch, least=0)
+        self._settle()
         if self._least is not None and epoch < self._least:
             epoch = self._next
         self._choose(epoch)
@@ -244,6 +252,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         rank, size = self._rank_and_size()
         if self._world_size is None:
             warn_if_launched()
+        self._settle()
         self._choose(self._next)
         order = self._order_of(self._epoch)
         if self._order is not None and self._world_size is None and size > 1:
@@ -263,6 +272,17 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
                 run.steps += 1
                 for number in row if rank is None else row[rank : rank + 1]:
                     yield planned.batches[number].tolist()
+        self._end(run)
+
+    def _settle(self) -> None:
+        """Ends the running iteration if its last batch was taken, even if nobody asked for one more."""
+        run = self._run
+        if run is not None and not run.has_ended:
+            order = self._order_of(self._epoch)
+            if self._planner.is_done(run.place(), run.ranks, order):
+                self._end(run)
+
+    def _end(self, run: _Run) -> None:
         run.has_ended = True
         if run is self._run:
             self._next = self._epoch + 1
@@ -297,8 +317,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
             raise StateError(
                 f"`num_steps` {must}; count from the epoch's beginning, with the steps before a resume"
             )
-        before = run.borders[bisect_right(run.borders, used, key=lambda cursor: cursor.steps) - 1]
-        cursor = before.after_rows(used - before.steps, run.ranks, run.limit).state()
+        cursor = run.place(used).state()
         order = None if self._order is None else self._order.checksum(self._epoch)
         fields = {
             "learned": LearningBudget.saved(self._planner.budget),

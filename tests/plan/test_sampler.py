@@ -285,6 +285,17 @@ def test_an_iterator_that_is_thrown_away_counts_as_no_epoch(workers: int) -> Non
     assert [list(loader), list(loader)] == epochs
 
 
+def test_an_epoch_ends_with_its_last_batch_or_is_begun_again() -> None:
+    reference, one = sampler(shuffle=True), sampler(shuffle=True)
+    epochs = [list(reference) for _ in range(3)]
+    assert list(islice(one, 5)) == epochs[0][:5]
+    assert list(islice(one, len(epochs[0]))) == epochs[0]  # nobody asks for one more
+    assert list(islice(one, len(epochs[1]))) == epochs[1]
+    one.set_epoch(1)
+    assert list(one) == epochs[1]
+    assert list(one) == epochs[2]
+
+
 def test_a_host_that_counts_from_zero_after_a_resume_gets_the_epochs_that_remain() -> None:
     reference = sampler(shuffle=True)
     epochs = [list(reference) for _ in range(6)]
