@@ -245,11 +245,30 @@ def test_sentence_transformers_take_batches_that_fit(monkeypatch):
     assert [*(ranks := make(data, seed=1))] == [*ranks], (
         "accelerate hides the epoch from ranks that are resumed"
     )
-    assert getattr(sampler, "batch_size", None) is None, (
+    assert (sampler.batch_size, sampler.drop_last) == (8, False), (
+        "read by sentence-transformers if there are several data sets"
+    )
+    assert getattr(ranks, "batch_size", None) is None, (
         "accelerate would take a number for a fixed size"
     )
+    with pytest.raises(AttributeError, match="takes one data set on several ranks"):
+        _ = ranks.batch_size
     with pytest.raises(ConfigError, match="must have a text column"):
         make(datasets.Dataset.from_dict({"score": [0.5]}))
+
+
+@pytest.mark.parametrize("names", [("a", "tokens"), ("tokens", "a"), ("a", "tokens", "tokens_")])
+def test_every_text_column_counts_whatever_it_is_called(names):
+    texts = [" ".join("w" * (1 + (5 * i) % 23)) for i in range(40)]
+    data = datasets.Dataset.from_dict({name: texts[k::2] * 2 for k, name in enumerate(names[:2])})
+    for name in names[2:]:
+        data = data.add_column(name, texts[: len(data)])
+    make = batches_that_fit(
+        120, lambda batch, **kwargs: {"input_ids": [text.split() for text in batch]}
+    )
+    for batch in make(data, batch_size=8):
+        longest = [max(len(data[i][column].split()) for i in batch) for column in names]
+        assert len(batch) == 1 or len(batch) * sum(longest) <= 120
 
 
 def test_a_loader_that_accelerate_prepared_cannot_be_taken_over() -> None:
