@@ -293,7 +293,7 @@ class MemoryBudget(Budget):
         return int(
             (
                 (self.most_samples(lengths) + 1)
-                * round_up(lengths + self._new_tokens, self._multiple)
+                * round_up(lengths + self.new_tokens, self._multiple)
             ).min()
             - 1
         )
@@ -307,7 +307,7 @@ class MemoryBudget(Budget):
                 f"`lengths` must be numbers of tokens of at least 1, but is {lengths!r}"
             )
         samples = self.most_samples(longest)
-        tokens = samples * (round_up(longest, self._multiple) + self._new_tokens)
+        tokens = samples * (round_up(longest, self._multiple) + self.new_tokens)
         share = np.where(
             samples, self.predicted(BatchShape.of(np.maximum(samples, 1), longest)), 0.0
         ).round(4)
@@ -317,8 +317,7 @@ class MemoryBudget(Budget):
         return {**found, "reach": reach, "max_tokens": self.max_tokens(reach) if reach else 0}
 
     @property
-    def _new_tokens(self) -> int:
-        """Tokens that are generated for each sample, besides its own."""
+    def new_tokens(self) -> int:
         workload = getattr(self.model, "workload", None)
         return workload.max_new_tokens or 0 if workload and workload.mode == "generate" else 0
 
@@ -340,7 +339,7 @@ class MemoryBudget(Budget):
         """Returns :attr:`about`, the table of :meth:`figures`, and a token budget for all lengths that fit."""
         if not self._lengths:
             return self.about
-        found, new = self.figures(), self._new_tokens
+        found, new = self.figures(), self.new_tokens
         head = f"{'prompt' if new else 'longest':>8}  {'samples':>8}  {'tokens':>10}  {'of the limit':>12}"
         row, columns = (
             "{:>8}  {:>8}  {:>10}  {:>12.1%}".format,

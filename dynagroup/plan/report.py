@@ -273,7 +273,7 @@ def compare(
         "dynagroup, shuffle=True": {"shuffle": True},
         "dynagroup, sorted": {},
     }
-    told: dict[str, Any] = {"work": check_work(work or Work())}
+    told: dict[str, Any] = {"work": check_work(work or Work(is_assumed=True))}
     planners = {
         name: Planner.of(streams, fits, PlanConfig(**told, **mode), kinds)
         for name, mode in modes.items()
