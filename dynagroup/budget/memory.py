@@ -30,14 +30,14 @@ from dynagroup.validation import check_int, check_names, check_number
 
 UNITS = {
     "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
+    "K": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+    "KI": 2**10,
+    "MI": 2**20,
+    "GI": 2**30,
+    "TI": 2**40,
 }
 LENGTHS = [
     2**k for k in range(7, 16)
@@ -46,13 +46,14 @@ WAY_OUT = "use checkpointing, a leaner optimizer, LoRA, sharding, a smaller mode
 
 
 def parsed_bytes(memory: str | float) -> int:
-    """Returns a number of bytes, from text such as "80GB" or "24 GiB", or from a number.
+    """Returns a number of bytes, from text such as "80GB", "24G" or "24 GiB", or from a number.
 
     >>> parsed_bytes("80GB"), parsed_bytes("1.5 GiB"), parsed_bytes(24e9)
     (80000000000, 1610612736, 24000000000)
     """
-    found = re.fullmatch(r"\s*(\d+\.?\d*(?:E\+?\d\d?)?)\s*([KMGT]?I?B?)\s*", str(memory).upper())
-    if found is None or found[2] not in UNITS or float(found[1]) == 0:
+    pattern = r"\s*(\d+\.?\d*(?:E\+?\d\d?)?)\s*((?:[KMGT]I?)?)B?\s*"
+    found = re.fullmatch(pattern, str(memory).upper())
+    if found is None or float(found[1]) == 0:
         raise ConfigError(
             f"`memory` must be a size such as 80GB or 24GiB, or a number of bytes, but is {memory!r}"
         )
@@ -239,8 +240,10 @@ class MemoryBudget(Budget):
         return changed
 
     def predicted(self, shape: BatchShape, /) -> FloatArray:
-        """Returns predicted memory as a share of the limit (a device's bytes, or the hardest batch): float64 (K,)."""
-        return self.cost(shape)
+        """Returns predicted memory as a share of the limit (a device's bytes, or the hardest batch): float64 (K,). A batch
+        that is known to fit, because it is no larger than the hardest one, takes at most all of it."""
+        share = self.cost(shape)
+        return np.where(self.fits(shape), np.minimum(share, 1.0), share)
 
     def cost(self, shape: BatchShape, /) -> FloatArray:
         """Returns the predicted memory that depends on the batch, as a share of the limit: float64 (K,)."""
