@@ -418,7 +418,8 @@ def count_ids(ids: Any, *, floats: bool = False) -> int | None:
         return None
     if getattr(ids, "ndim", 1) != 1:
         return None
-    ends: list[Any] = [ids[0], ids[-1]] if len(ids) and hasattr(ids, "__getitem__") else []
+    row: Any = ids
+    ends = [row[0], row[-1]] if len(row) and hasattr(row, "__getitem__") else []
     allowed = (int, float) if floats else int
     are_numbers = (isinstance(getattr(end, "item", lambda end=end: end)(), allowed) for end in ends)
     return len(ids) if all(are_numbers) else None
