@@ -16,7 +16,15 @@ from numpy.typing import NDArray
 
 from dynagroup.errors import ConfigError
 from dynagroup.fingerprint import described, hashed
-from dynagroup.lengths import LONGEST, as_streams, by_position, limit_of, measure_lengths
+from dynagroup.lengths import (
+    IDS,
+    LONGEST,
+    MASK,
+    as_streams,
+    by_position,
+    limit_of,
+    measure_lengths,
+)
 from dynagroup.oom.storage import VECTORS, Kind, Output
 from dynagroup.shapes import TOKENS, primary
 from dynagroup.validation import check_int, explained, sendable, warn_user
@@ -129,7 +137,8 @@ class _Measure:
                     f"`--column` must be one of {names} in {str(path)!r}, but is {missing[0]!r}"
                 )
             with _reading(path):
-                table = table(columns=self.columns) if callable(table) else table
+                masks = [MASK] if MASK in names and not {*IDS}.isdisjoint(self.columns) else []
+                table = table(columns=[*self.columns, *masks]) if callable(table) else table
             streams = as_streams({name: self._lengths(table, name) for name in self.columns})
             found = np.stack([streams[name] for name in self.columns])
         except ConfigError as error:
@@ -153,18 +162,18 @@ class _Measure:
                     f"column {name!r} contains texts; name the `--tokenizer` that measures them"
                 )
             return measure_lengths(by_position(table[name]), self.tokenizer, progress=False)
-        if hasattr(first, "__len__") and hasattr(
-            table, "column_names"
-        ):  # pyarrow counts ids without decoding them
+        values = by_position(table[name])
+        if not hasattr(first, "__len__"):
+            return as_streams(values)[TOKENS]
+        if hasattr(table, "column_names"):  # pyarrow counts ids without decoding them
             from datasets import Dataset
 
             return measure_lengths(Dataset(table), column=name)
-        values = by_position(table[name])
-        return (
-            measure_lengths(values, progress=False)
-            if hasattr(first, "__len__")
-            else as_streams(values)[TOKENS]
-        )
+        if name in IDS and MASK in table:
+            masks = by_position(table[MASK])
+            rows = [{name: ids, MASK: mask} for ids, mask in zip(values, masks, strict=True)]
+            return measure_lengths(rows, column=name, progress=False)
+        return measure_lengths(values, progress=False)
 
 
 # A DataLoader measures the chunks: its sampler reads files that one process must read in order (csv, jsonl), and its

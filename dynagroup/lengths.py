@@ -15,9 +15,13 @@ from numpy.typing import ArrayLike, NDArray
 
 from dynagroup.errors import ConfigError
 from dynagroup.shapes import TOKENS, Streams, check_names, primary
-from dynagroup.validation import check_function, check_int, explained, sendable
+from dynagroup.validation import check_function, check_int, explained, sendable, warn_user
 
 LONGEST = int(np.iinfo(np.int32).max)  # largest allowed length of a sample, in tokens
+IDS = ("input_ids", "input_values")  # usual names of fields with one entry per position
+MASK = "attention_mask"  # 1 for entries of these fields that count, 0 for padding
+LENGTH_OF = "for other samples give `length_of`, e.g. lambda row: len(row['audio']['array'])"
+PADDED_ROWS = 0.01  # a larger share of padding in rows is told
 CHAT = "turn a chat into a text with tokenizer.apply_chat_template(messages, tokenize=False)"
 Tokenizer: TypeAlias = Callable[..., Any]  # called like a transformers tokenizer
 TEXTS_PER_CALL = (
@@ -86,8 +90,11 @@ def _as_int32(values: ArrayLike, name: str) -> NDArray[np.int32]:
     if not legal.all():
         index = int(np.argmin(legal))
         found = array[index:].tolist()[0]
+        way_out = ""
+        if isinstance(found, float) and 0 <= found <= LONGEST:
+            way_out = "; for fractions, multiply all lengths by 100 and round up, and the budget's limit alike"
         raise ConfigError(
-            f"lengths[{name!r}][{index}] must be a whole number from 0 to {LONGEST}, but is {found!r}"
+            f"lengths[{name!r}][{index}] must be a whole number from 0 to {LONGEST}, but is {found!r}{way_out}"
         )
     return array.astype(np.int32, copy=False)
 
@@ -161,6 +168,8 @@ def measure_lengths(
 ) -> Any:
     """Measures the tokens of every sample; returns int32 (N,) in dataset order, and shows a progress bar.
 
+    Where samples have an ``attention_mask``, the tokens that it marks are counted, and a warning says how much of the rows
+    is padding. Several choices of a sample (nested ids) count as their number times the longest, as they are collated.
     ``datasets`` caches the lengths of a ``datasets.Dataset``, as it caches transforms.
 
     Args:
@@ -168,7 +177,7 @@ def measure_lengths(
             mappings that contain one), or any map-style dataset (with ``length_of``).
         tokenizer: called like a transformers tokenizer; special tokens are counted.
         column: name of the text or id field of a table, or of samples that are mappings. None: the only text column of
-            a ``datasets.Dataset`` if a tokenizer is given, else ``input_ids``.
+            a ``datasets.Dataset`` if a tokenizer is given, else ``input_ids`` or ``input_values``.
         max_length: int, tokens: texts are truncated to this many, or counted as this many (in the primary stream).
         num_proc: int, number of processes. None: only this process.
         length_of: function from a sample to its length, or to a mapping from stream names to lengths, whose primary
@@ -199,12 +208,9 @@ def measure_lengths(
             _values(data, column), tokenizer, max_length, workers, _bar(data, "texts", progress)
         )
     else:
-        field = (
-            (column or "input_ids")
-            if len(data) > 0 and isinstance(next(iter(data)), Mapping)
-            else None
-        )
-        found = _counted(_values(data, field), _id_counts, _bar(data, "samples", progress))
+        count = _Samples(data, column)
+        found = _counted(_values(data, None), count, _bar(data, "samples", progress))
+        count.tell_padding(found)
     streams = as_streams(found)
     if max_length is not None:  # the limit is for text; other streams do not count tokens
         streams = {
@@ -285,14 +291,20 @@ def _measure_hf(
         raise ConfigError(
             f"the dataset has {len(texts)} text columns ({texts}); name one with `column`"
         )
-    name = column or ("input_ids" if tokenizer is None else texts[0])
+    if tokenizer is not None:
+        name = texts[0] if column is None else column
+    else:
+        name = column or next((name for name in IDS if name in data.column_names), IDS[0])
     if name not in data.column_names:
-        raise ConfigError(f"`column` must be one of {data.column_names}, but is {name!r}")
-    return (
-        _list_lengths(data, name)
-        if tokenizer is None
-        else _map_counts(data, name, tokenizer, max_length, num_proc)
-    )
+        raise ConfigError(
+            f"`column` must be one of {data.column_names}, but is {name!r}; {LENGTH_OF}"
+        )
+    if tokenizer is not None:
+        return _map_counts(data, name, tokenizer, max_length, num_proc)
+    rows = row_lengths(data, name)
+    marked = _marked(data, name, rows)
+    tell_padding(name, int(np.nansum(rows)), int(np.nansum(marked)))
+    return marked
 
 
 def _map_counts(
@@ -315,61 +327,156 @@ def _map_counts(
     return counted.with_format("numpy")["length"][:] if len(counted) else []
 
 
-def _list_lengths(data: Any, column: str) -> NDArray[Any]:
-    import pyarrow as pa
+def row_lengths(data: Any, column: str) -> NDArray[Any]:
+    """Returns the ids of each row of a ``datasets.Dataset``, with padding: (N,). Several choices count as their number
+    times the longest."""
     import pyarrow.compute as pc
 
     counts = [np.zeros(0, np.int64)]
-    for table in (
-        data.select_columns([column]).with_format("arrow").iter(batch_size=10 * TEXTS_PER_CALL)
-    ):
-        ids = table.column(0)
-        is_list = pa.types.is_list(ids.type) or pa.types.is_large_list(ids.type)
-        if (
-            not is_list
-            or pa.types.is_nested(ids.type.value_type)
-            or pa.types.is_string(ids.type.value_type)
-        ):
-            way_out = f"give a `tokenizer` for texts; {CHAT}"
-            raise ConfigError(
-                f"column {column!r} must contain lists of token ids, but contains {ids.type}; {way_out}"
-            )
-        counts.append(
-            pc.call_function("list_value_length", [ids]).to_numpy()
+    for ids in _arrow_lists(data, column):
+        lengths = pc.call_function("list_value_length", [ids]).to_numpy(
+            zero_copy_only=False
         )  # None becomes nan, an error
+        if _is_list(ids.type.value_type):
+            choices = pc.call_function("list_flatten", [ids])
+            of_row = pc.call_function("list_parent_indices", [ids]).to_numpy(zero_copy_only=False)
+            if lengths.max(initial=0) < 2:
+                raise ConfigError(
+                    f"column {column!r} must contain lists of token ids, but contains batches of one row; "
+                    f"give the row itself; {CHAT}"
+                )
+            longest = np.zeros(len(lengths), np.int64)
+            sizes = pc.call_function("list_value_length", [choices]).to_numpy(zero_copy_only=False)
+            np.maximum.at(longest, of_row, sizes)
+            lengths = lengths * longest
+        counts.append(lengths)
     return np.concatenate(counts)
 
 
-def count_ids(ids: Any) -> int | None:
-    """Returns the number of tokens in one row of token ids; None for other data (ids with a label, a batch, texts).
+def _marked(data: Any, column: str, rows: NDArray[Any]) -> NDArray[Any]:
+    """Returns the entries of each row that the attention mask marks; without a mask of plain rows, all."""
+    import pyarrow.compute as pc
 
-    >>> count_ids([5, 6, 7]), count_ids(([5, 6, 7], 1)), count_ids(np.zeros((1, 7)))
+    if column not in IDS or MASK not in data.column_names:
+        return rows
+    sums = [np.zeros(0, np.int64)]
+    for mask in _arrow_lists(data, MASK):
+        if mask.null_count or _is_list(mask.type.value_type):
+            return rows
+        entries = pc.call_function("list_flatten", [mask]).to_numpy(zero_copy_only=False)
+        of_row = pc.call_function("list_parent_indices", [mask]).to_numpy(zero_copy_only=False)
+        sums.append(np.bincount(of_row, weights=entries, minlength=len(mask)).astype(np.int64))
+    return np.minimum(np.concatenate(sums), rows)
+
+
+def _arrow_lists(data: Any, column: str) -> Iterator[Any]:
+    """Yields a column in pyarrow arrays of lists of numbers, or of lists of such lists. ConfigError: it has others."""
+    import pyarrow as pa
+
+    table = data.select_columns([column]).with_format("arrow")
+    for part in table.iter(batch_size=10 * TEXTS_PER_CALL):
+        ids = part.column(0).combine_chunks()
+        kind = ids.type
+        for _ in range(2):
+            kind = kind.value_type if _is_list(kind) else kind
+        is_number = pa.types.is_integer(kind) or pa.types.is_null(kind) or pa.types.is_boolean(kind)
+        if column == "input_values":
+            is_number = is_number or pa.types.is_floating(kind)
+        if not _is_list(ids.type) or not is_number:
+            raise ConfigError(
+                f"column {column!r} must contain lists of token ids, but contains {ids.type}; "
+                f"give a `tokenizer` for texts; {CHAT}; {LENGTH_OF}"
+            )
+        yield ids
+
+
+def _is_list(kind: Any) -> bool:
+    import pyarrow as pa
+
+    is_fixed = pa.types.is_fixed_size_list(kind)
+    return is_fixed or pa.types.is_list(kind) or pa.types.is_large_list(kind)
+
+
+def tell_padding(column: str, entries: int, marked: int) -> None:
+    """Warns if rows are padded in advance. ``entries``: of all rows; ``marked``: those that the attention mask marks."""
+    share = (entries - marked) / max(entries, 1)
+    if share > PADDED_ROWS:
+        warn_user(
+            f"your rows are padded in advance: {share:.0%} of {column!r} is padding, by {MASK!r}; tokenize "
+            "without padding, and leave padding to the collate function, which pads to the longest of a batch"
+        )
+
+
+def count_ids(ids: Any, *, floats: bool = False) -> int | None:
+    """Returns the number of tokens in one row of token ids; None for other data (ids with a label, a batch, texts).
+    ``floats``: numbers may be samples of a waveform.
+
+    >>> count_ids([5, 6, 7]), count_ids(([5, 6, 7], 1)), count_ids(np.zeros((1, 7), int))
     (3, None, None)
     """
-    if (
-        isinstance(ids, (str, bytes, Mapping))
-        or not isinstance(ids, Sized)
-        or getattr(ids, "ndim", 1) != 1
-    ):
+    if isinstance(ids, (str, bytes, Mapping, tuple)) or not isinstance(ids, Sized):
         return None
-    ends = (ids[0], ids[-1]) if isinstance(ids, (list, tuple)) and ids else ()
-    holds_more = (
-        isinstance(end, (str, bytes, Mapping, list, tuple)) or getattr(end, "ndim", 0) > 0
-        for end in ends
-    )
-    return None if any(holds_more) else len(ids)
+    if getattr(ids, "ndim", 1) != 1:
+        return None
+    row: Any = ids
+    ends = [row[0], row[-1]] if len(row) and hasattr(row, "__getitem__") else []
+    allowed = (int, float) if floats else int
+    are_numbers = (isinstance(getattr(end, "item", lambda end=end: end)(), allowed) for end in ends)
+    return len(ids) if all(are_numbers) else None
 
 
-def _id_counts(rows: Sequence[Any], first: int) -> list[int]:
-    counts: list[Any] = list(map(count_ids, rows))
-    if None in counts:
-        bad = counts.index(None)
-        _refuse_chat(rows[bad], first + bad)
-        way = f"but is {rows[bad]!r:.200}; name its `column`, give the `tokenizer` for texts, or give `length_of`"
-        raise ConfigError(
-            f"sample {first + bad} must be one row of token ids (1-D, whole numbers), {way}"
-        )
-    return counts
+def _count_choices(ids: Any) -> int | None:
+    """Returns the number of choices times the longest; None: ``ids`` is no list of rows of token ids."""
+    if isinstance(ids, (str, bytes, Mapping, tuple)) or not isinstance(ids, Iterable):
+        return None
+    if getattr(ids, "ndim", 2) != 2:
+        return None
+    counts = [count_ids(choice) for choice in ids]
+    if len(counts) < 2 or None in counts:  # a single row is a batch of one
+        return None
+    return len(counts) * max(cast("list[int]", counts))
+
+
+class _Samples:
+    """Counts the tokens of tokenized samples: rows of ids, or mappings with such a field and perhaps a mask."""
+
+    def __init__(self, data: Any, column: str | None) -> None:
+        first = next(iter(data), None) if len(data) > 0 else None
+        self._column = column
+        if column is None and isinstance(first, Mapping):
+            self._column = next((name for name in IDS if name in first), IDS[0])
+        self._entries = 0
+
+    def __call__(self, samples: Sequence[Any], first: int) -> list[int]:
+        return [self._count(sample, index) for index, sample in enumerate(samples, first)]
+
+    def _count(self, sample: Any, index: int) -> int:
+        ids = sample
+        mask = None
+        if self._column is not None:
+            if not isinstance(sample, Mapping) or self._column not in sample:
+                fields = sorted(sample) if isinstance(sample, Mapping) else type(sample).__name__
+                raise ConfigError(
+                    f"sample {index} has no {self._column!r} (it has {fields}); name its `column`; {LENGTH_OF}"
+                )
+            ids = sample[self._column]
+            mask = sample.get(MASK) if self._column in IDS else None
+        count = count_ids(ids, floats=self._column == "input_values")
+        if count is None and self._column is not None:
+            count = _count_choices(ids)
+            mask = None
+        if count is None:
+            _refuse_chat(ids, index)
+            raise ConfigError(
+                f"sample {index} must be one row of token ids (1-D, whole numbers), but is {ids!r:.200}; name its "
+                "`column`, give the `tokenizer` for texts, or give `length_of`, for several choices a sample: "
+                "number of choices * longest"
+            )
+        self._entries += count
+        return count if mask is None else min(int(np.sum(np.asarray(mask))), count)
+
+    def tell_padding(self, counts: Sequence[int]) -> None:
+        tell_padding(str(self._column), self._entries, sum(counts))
 
 
 def _measure_with(data: Any, length_of: Callable[[Any], Any], workers: int, progress: bool) -> Any:

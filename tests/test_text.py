@@ -2,6 +2,7 @@
 
 import math
 import pickle
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from dynagroup import ConfigError, TokenBudget, text_dataloader
+from dynagroup.files import measure_files
 from dynagroup.lengths import as_streams, measure_lengths
 from dynagroup.oom.split import packed_borders
 from tests import models
@@ -387,6 +389,68 @@ def test_what_is_no_row_of_ids_is_not_counted_as_one():
                 match="sample 1 must be one row of token ids .*the `tokenizer` for texts",
             ):
                 measure_lengths(samples)
+
+
+PADDED = [[1, 1, 1, 0, 0, 0], [0, 0, 0, 0, 1, 1], [1] * 6]
+CHOICES = [[[5, 6], [7]], [[8], [9, 10, 11]]]
+
+
+@pytest.mark.parametrize("field", ["input_ids", "input_values"])
+def test_what_the_mask_marks_is_counted_and_padding_is_told(field, tmp_path):
+    """On either side of a row, in a data set, in samples and in files."""
+    kind = int if field == "input_ids" else float
+    rows = [{field: [kind(7)] * 6, "attention_mask": mask} for mask in PADDED]
+    data = Dataset.from_list(rows)
+    data.to_parquet(tmp_path / "rows.parquet")
+    data.to_json(tmp_path / "rows.jsonl")
+    tensors = [{name: torch.tensor(values) for name, values in row.items()} for row in rows]
+    files = [tmp_path / "rows.parquet", tmp_path / "rows.jsonl"]
+    for measure in (
+        partial(measure_lengths, data),
+        partial(measure_lengths, rows),
+        partial(measure_lengths, tensors),
+        *(partial(measure_files, file, column=field, num_proc=1) for file in files),
+    ):
+        with pytest.warns(UserWarning, match=f"padded in advance: 39% of '{field}' is padding"):
+            assert measure().tolist() == [3, 2, 6]
+    whole = data.map(lambda row: {"attention_mask": [1] * 6})
+    assert measure_lengths(whole).tolist() == [6, 6, 6]  # no warning
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_several_choices_count_as_they_are_collated(named):
+    column = "input_ids" if named else "mine"
+    rows = [{column: ids, "attention_mask": [[1] * len(c) for c in ids]} for ids in CHOICES]
+    for data in (Dataset.from_list(rows), rows):
+        assert measure_lengths(data, column=None if named else column).tolist() == [4, 6]
+    with pytest.raises(ConfigError, match=r"sample 0 must be .* number of choices \* longest"):
+        measure_lengths(CHOICES)
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        ((5, 6, 7), "sample 1 must be one row of token ids"),
+        ([0.5, 0.25], "sample 1 must be one row of token ids"),
+        (np.array([0.5]), "sample 1 must be one row of token ids"),
+        (
+            {"audio": {"array": [0.5]}},
+            r"sample 1 has no 'input_ids' \(it has \['audio'\]\).*length_of",
+        ),
+    ],
+)
+def test_samples_that_are_no_ids_are_named_by_their_index(bad, said):
+    is_row = isinstance(bad, dict)
+    with pytest.raises(ConfigError, match=said):
+        measure_lengths([{"input_ids": [5]}, bad] if is_row else [[5], bad])
+
+
+def test_fractions_are_refused_with_the_way_out():
+    for values in ([1, 2.5], np.array([1, 2.5], np.float32), [1, math.nan]):
+        with pytest.raises(ConfigError, match=r"lengths\['tokens'\]\[1\] must be a whole number"):
+            as_streams(values)
+    with pytest.raises(ConfigError, match="multiply all lengths by 100 and round up"):
+        as_streams([1, 2.5])
 
 
 Few = type("Few", (list,), {"__getitem__": lambda self, index: next(iter(range(index, 70)))})

@@ -54,6 +54,11 @@ class Budget(ABC):
         return 1
 
     @property
+    def new_tokens(self) -> int:
+        """Tokens that are generated for each sample, with as many steps of decoding; 0: the budget is for one pass."""
+        return 0
+
+    @property
     def learner(self) -> Any:
         """The part of the budget that learns from out-of-memory errors: a :class:`LearningBudget`, or None."""
         return None
@@ -179,6 +184,7 @@ class Wrapper(Budget):
     layout: Any = property(attrgetter("base.layout"))
     pad_to_multiple_of: Any = property(attrgetter("base.pad_to_multiple_of"))
     learner: Any = property(attrgetter("base.learner"))
+    new_tokens: Any = property(attrgetter("base.new_tokens"))
     as_run: Any = property(attrgetter("base.as_run"))
     pads: Any = property(attrgetter("base.pads"))
     cost: Any = property(attrgetter("base.cost"))
@@ -264,6 +270,10 @@ class AllOf(Budget):
     @property
     def pad_to_multiple_of(self) -> int:
         return math.lcm(*(p.pad_to_multiple_of for p in self.parts))
+
+    @property
+    def new_tokens(self) -> int:
+        return max(p.new_tokens for p in self.parts)
 
     @property
     def learner(self) -> Any:

@@ -30,14 +30,14 @@ from dynagroup.validation import check_int, check_names, check_number
 
 UNITS = {
     "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
+    "K": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+    "KI": 2**10,
+    "MI": 2**20,
+    "GI": 2**30,
+    "TI": 2**40,
 }
 LENGTHS = [
     2**k for k in range(7, 16)
@@ -46,13 +46,14 @@ WAY_OUT = "use checkpointing, a leaner optimizer, LoRA, sharding, a smaller mode
 
 
 def parsed_bytes(memory: str | float) -> int:
-    """Returns a number of bytes, from text such as "80GB" or "24 GiB", or from a number.
+    """Returns a number of bytes, from text such as "80GB", "24G" or "24 GiB", or from a number.
 
     >>> parsed_bytes("80GB"), parsed_bytes("1.5 GiB"), parsed_bytes(24e9)
     (80000000000, 1610612736, 24000000000)
     """
-    found = re.fullmatch(r"\s*(\d+\.?\d*(?:E\+?\d\d?)?)\s*([KMGT]?I?B?)\s*", str(memory).upper())
-    if found is None or found[2] not in UNITS or float(found[1]) == 0:
+    pattern = r"\s*(\d+\.?\d*(?:E\+?\d\d?)?)\s*((?:[KMGT]I?)?)B?\s*"
+    found = re.fullmatch(pattern, str(memory).upper())
+    if found is None or float(found[1]) == 0:
         raise ConfigError(
             f"`memory` must be a size such as 80GB or 24GiB, or a number of bytes, but is {memory!r}"
         )
@@ -239,8 +240,10 @@ class MemoryBudget(Budget):
         return changed
 
     def predicted(self, shape: BatchShape, /) -> FloatArray:
-        """Returns predicted memory as a share of the limit (a device's bytes, or the hardest batch): float64 (K,)."""
-        return self.cost(shape)
+        """Returns predicted memory as a share of the limit (a device's bytes, or the hardest batch): float64 (K,). A batch
+        that is known to fit, because it is no larger than the hardest one, takes at most all of it."""
+        share = self.cost(shape)
+        return np.where(self.fits(shape), np.minimum(share, 1.0), share)
 
     def cost(self, shape: BatchShape, /) -> FloatArray:
         """Returns the predicted memory that depends on the batch, as a share of the limit: float64 (K,)."""
@@ -293,7 +296,7 @@ class MemoryBudget(Budget):
         return int(
             (
                 (self.most_samples(lengths) + 1)
-                * round_up(lengths + self._new_tokens, self._multiple)
+                * round_up(lengths + self.new_tokens, self._multiple)
             ).min()
             - 1
         )
@@ -307,7 +310,7 @@ class MemoryBudget(Budget):
                 f"`lengths` must be numbers of tokens of at least 1, but is {lengths!r}"
             )
         samples = self.most_samples(longest)
-        tokens = samples * (round_up(longest, self._multiple) + self._new_tokens)
+        tokens = samples * (round_up(longest, self._multiple) + self.new_tokens)
         share = np.where(
             samples, self.predicted(BatchShape.of(np.maximum(samples, 1), longest)), 0.0
         ).round(4)
@@ -317,8 +320,7 @@ class MemoryBudget(Budget):
         return {**found, "reach": reach, "max_tokens": self.max_tokens(reach) if reach else 0}
 
     @property
-    def _new_tokens(self) -> int:
-        """Tokens that are generated for each sample, besides its own."""
+    def new_tokens(self) -> int:
         workload = getattr(self.model, "workload", None)
         return workload.max_new_tokens or 0 if workload and workload.mode == "generate" else 0
 
@@ -340,7 +342,7 @@ class MemoryBudget(Budget):
         """Returns :attr:`about`, the table of :meth:`figures`, and a token budget for all lengths that fit."""
         if not self._lengths:
             return self.about
-        found, new = self.figures(), self._new_tokens
+        found, new = self.figures(), self.new_tokens
         head = f"{'prompt' if new else 'longest':>8}  {'samples':>8}  {'tokens':>10}  {'of the limit':>12}"
         row, columns = (
             "{:>8}  {:>8}  {:>10}  {:>12.1%}".format,

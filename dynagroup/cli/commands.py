@@ -92,7 +92,7 @@ def plan(args: argparse.Namespace) -> Found:
         for name in ("shuffle", "window", "samples_per_update", "world_size")
     }
     found = LengthAwareBatchSampler(
-        lengths, budget, kinds=kinds, rank=0, work=Work(), **options
+        lengths, budget, kinds=kinds, rank=0, work=Work(is_assumed=True), **options
     ).plan
     figures = {**found.statistics, "fingerprint": found.fingerprint}
     return figures, found.report(), lambda: plot_plan(found) if args.html else found.plot()

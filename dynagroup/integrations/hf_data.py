@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler
 
 from dynagroup.distributed import World
 from dynagroup.errors import ConfigError, StateError
-from dynagroup.lengths import count_ids, measure_lengths
+from dynagroup.lengths import IDS, count_ids, measure_lengths, row_lengths
 from dynagroup.memory import MemoryRegressor
 from dynagroup.memory.run import Mode
 from dynagroup.plan.cost import Work
@@ -128,7 +128,8 @@ def sample_lengths(trainer: Any, dataset: Any, *, name: str) -> dict[str, IntArr
     columns = getattr(dataset, "column_names", None)
     columns = {*columns} if isinstance(columns, (list, tuple)) else set()
     known = trainer.args.length_column_name
-    first = (getattr(trainer.processing_class, "model_input_names", None) or ["input_ids"])[0]
+    named = getattr(trainer.processing_class, "model_input_names", None) or IDS
+    first = next((name for name in (named[0], *IDS) if name in columns), named[0])
     both = bool(getattr(getattr(trainer.model, "config", None), "is_encoder_decoder", False))
     if known in columns:
         streams: Any = {TOKENS: dataset[known][:]}
@@ -142,7 +143,8 @@ def sample_lengths(trainer: Any, dataset: Any, *, name: str) -> dict[str, IntArr
             TOKENS: 2 * np.clip(np.maximum(chosen, rejected) + prompt, None, most or 1 << 30)
         }
     elif first in columns:
-        streams = {TOKENS: measure_lengths(dataset, column=first)}
+        measure_lengths(dataset, column=first)  # tells of rows that are padded in advance,
+        streams = {TOKENS: row_lengths(dataset, first)}  # because collators keep this padding
     else:
         streams = _row_by_row(trainer, dataset, first, both, name)
     if both and "labels" in columns and len(dataset) and hasattr(dataset[0]["labels"], "__len__"):

@@ -13,13 +13,36 @@ from dynagroup.distributed import rank_and_size
 from dynagroup.errors import ConfigError
 from dynagroup.lengths import measure_lengths
 from dynagroup.plan.sampler import LengthAwareBatchSampler
+from dynagroup.shapes import TOKENS
 
 
-class _SameEveryEpoch(LengthAwareBatchSampler):
+class _Sampler(LengthAwareBatchSampler):
+    """Has the attributes that sentence-transformers reads when it trains on several data sets."""
+
+    drop_last = False
+
+    def __init__(self, lengths: Any, budget: Any, *, usual_size: int, **settings: Any) -> None:
+        super().__init__(lengths, budget, **settings)
+        self._usual_size = usual_size
+
+    @property
+    def batch_size(self) -> int:
+        """The batch size of the training arguments, which one process only shows. On several ranks accelerate must not
+        read a number, because it would take it for the size of every batch."""
+        ranks = self._rank_and_size()[1]
+        if ranks == 1:
+            return self._usual_size
+        raise AttributeError(
+            f"batches_that_fit takes one data set on several ranks ({ranks}); for several data sets "
+            "train on one rank, or leave `batch_sampler` out"
+        )
+
+
+class _SameEveryEpoch(_Sampler):
     """Has its batches in one sequence: on several ranks, accelerate hides the epoch from a sampler that is resumed."""
 
-    def set_epoch(self, epoch: int) -> None:
-        super().set_epoch(0)
+    def _choose(self, epoch: int) -> None:
+        super()._choose(0)
 
 
 def batches_that_fit(
@@ -45,11 +68,12 @@ def _sampler(
     max_length: int | None,
     settings: Mapping[str, Any],
     dataset: Any,
+    batch_size: int = 1,
     valid_label_columns: Sequence[str] | None = None,
     seed: int = 0,
     **_: Any,
 ) -> LengthAwareBatchSampler:
-    """Makes the sampler; ``**_`` are batch size, drop_last and generator, which it does not need."""
+    """Makes the sampler; ``**_`` are drop_last and generator, which it does not need."""
     kinds = {name: getattr(kind, "dtype", None) for name, kind in dataset.features.items()}
     unread = {*(valid_label_columns or ()), "dataset_name"}
     columns = [
@@ -59,12 +83,18 @@ def _sampler(
     ]
     if not columns:
         raise ConfigError(f"the dataset must have a text column, but has only {list(kinds)}")
-    # The first column is named "tokens", which every budget knows.
-    measured = (measure_lengths(dataset, tokenizer, name, max_length) for name in columns)
-    lengths = dict(zip(["tokens", *columns[1:]], measured, strict=True))
+    # The first column is named "tokens", which every budget knows; another column of that name gets another one.
+    lengths: dict[str, Any] = {}
+    for column in columns:
+        name = TOKENS if not lengths else column
+        while name in lengths:
+            name = f"{name}_"
+        lengths[name] = measure_lengths(dataset, tokenizer, column, max_length)
     # accelerate runs batch k on rank k % W, so the sampler yields the batches of all ranks. transformers asks for
     # their number only once, so every epoch has the same batches, of one random order, in another sequence.
     order = Random(seed).sample(range(len(dataset)), len(dataset))
-    how: Any = {"shuffle": True, "seed": seed, "order": order, "window": len(dataset), **settings}
-    made = _SameEveryEpoch if (ranks := rank_and_size()[1]) > 1 else LengthAwareBatchSampler
-    return made(lengths, budget, **{**how, "rank": None, "world_size": ranks})
+    ranks = rank_and_size()[1]
+    usual: Any = {"shuffle": True, "seed": seed, "order": order, "window": len(dataset)}
+    ours: Any = {"rank": None, "world_size": ranks, "usual_size": batch_size}
+    kind = _SameEveryEpoch if ranks > 1 else _Sampler
+    return kind(lengths, budget, **(usual | settings | ours))

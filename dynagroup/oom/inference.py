@@ -316,7 +316,8 @@ def _classification(model: Any) -> Task:
     return _forward(
         model,
         "logits",
-        "with a head: AutoModelForSequenceClassification",
+        "with a head for texts: AutoModelForSequenceClassification; for logits of tokens, "
+        "run the model over text_dataloader(texts, tokenizer, budget)",
         lambda rows, _: rows,
         task="classify",
     )

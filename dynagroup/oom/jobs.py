@@ -271,9 +271,12 @@ class Job:
                 bar.update(int(self.lengths[indices].sum()))
 
     def _batches(self, samples: Sequence[int]) -> list[list[int]]:
-        # A new token takes a further step. Its fixed time counts once for all copies of a text (beams, for example).
+        # Each new token takes a step. Its fixed time counts once for all copies of a text (beams, for example).
         work = Work.of_known(self.task.model, device=next(self.task.model.parameters()).device)
-        work = replace(work, per_step=work.per_step * (1 + self.task.new_tokens) / self.task.copies)
+        steps = (
+            1 if self.budget.new_tokens else max(self.task.new_tokens, 1)
+        )  # a plan knows the budget's
+        work = replace(work, per_step=work.per_step * steps / self.task.copies)
         sampler = LengthAwareBatchSampler(
             self.lengths[list(samples)], self.budget, work=work, rank=0, world_size=1
         )

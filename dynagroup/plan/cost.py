@@ -6,7 +6,7 @@ grows with the square of a sample's length, and every step has a fixed cost."""
 import math
 import sys
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, combinations
 from typing import Any, Literal, TypeAlias
 
@@ -17,7 +17,7 @@ from dynagroup.budget.base import Budget, is_packed, padded_streams
 from dynagroup.errors import ConfigError
 from dynagroup.plan.batches import Batches, shapes_of
 from dynagroup.shapes import TOKENS, Streams, primary
-from dynagroup.validation import check_choice, check_number
+from dynagroup.validation import check_choice, check_number, warn_user
 
 CPU_PER_STEP = (
     128.0  # fixed cost of a step on a CPU, in linear tokens; measured, see ``docs/benchmarks.md``
@@ -26,6 +26,14 @@ CPU_PER_STEP = (
 Meet: TypeAlias = Literal["step", "stream"]
 PATCHES = (
     "patches"  # name of the stream for which :meth:`Work.of` gives the price of a vision model
+)
+LAYER_KINDS = ("layer_types", "layers_block_type", "attention_layers")  # names in configs
+WINDOWS = (
+    "local_attention",
+    "sliding_window",
+    "attention_window",
+    "attention_chunk_size",
+    "window_size",
 )
 
 
@@ -66,8 +74,11 @@ class Work:
         per_step: float, fixed cost of a step in linear tokens, for launching kernels and reducing gradients.
         crossover: float, tokens at which attention takes as long as everything else; ``math.inf``: no attention.
         streams: prices by stream, such as ``{"patches": Price(unit=0.1)}``. ConfigError: none of several streams has that name.
+            A price of ``tokens`` is for lengths in other units than the model's positions, such as samples of a waveform.
         meet: where ranks wait for each other. "step": at the end of a step (DDP), which takes the largest work of a
             rank. "stream": in every layer (FSDP, ZeRO-3), which takes the sum over streams of the largest work.
+        is_assumed: True: the model is not known. In plans, attention then takes at most as long as everything else for a
+            sample of median length, and a warning says so.
 
     >>> Work(per_step=100, crossover=1000).of_lengths([10, 1000]).tolist()
     [10.1, 2000.0]
@@ -80,6 +91,7 @@ class Work:
     crossover: float = 12_288.0
     streams: Mapping[str, Price] = field(default_factory=dict, hash=False)
     meet: Meet = "step"
+    is_assumed: bool = False
 
     def __post_init__(self) -> None:
         check_number("per_step", self.per_step, or_zero=True)
@@ -96,7 +108,8 @@ class Work:
         """Returns the work of a ``transformers`` model from its config. Measured times are better, see :meth:`fit`.
 
         A token takes 2 operations per weight of a layer's matrices and of the output matrix; attention takes ``4 *
-        heads * head size`` per token attended to. Their ratio is the crossover; the docs derive ``per_step``.
+        heads * head size`` per token attended to. Their ratio is the crossover; the docs derive ``per_step``. Layers
+        without attention, windows, and convolutions in front of a speech model are read from the config.
 
         Args:
             model_or_config: a model, or its config.
@@ -106,33 +119,50 @@ class Work:
 
         config = getattr(model_or_config, "config", model_or_config)
         sizes = architecture(config)
-        missing = [
-            name
-            for name in ("hidden_size", "num_layers", "num_heads", "head_size")
-            if not sizes[name]
-        ]
+        layers_kinds = _Layers.of(config, two_stacks=sizes["encoder_decoder"])
+        wanted = ["hidden_size", "num_layers"]
+        if layers_kinds.attend:
+            wanted += ["num_heads", "head_size"]
+        missing = [name for name in wanted if not sizes[name]]
         if missing:
             way_out = "pass Work(per_step=..., crossover=6 * hidden size), or measure it: Work.fit"
             raise ConfigError(
                 f"the config of {type(model_or_config).__name__} has no {', '.join(missing)}; {way_out}"
             )
-        hidden, layers = sizes["hidden_size"], sizes["num_layers"] + sizes["num_encoder_layers"]
-        attention = sizes["num_heads"] * sizes["head_size"]
-        matrices = 2 * attention + 2 * sizes["num_kv_heads"] * sizes["head_size"]
-        matrices += (
-            (3 if sizes["gated_mlp"] else 2)
-            * sizes["intermediate_size"]
-            * sizes["experts_per_token"]
-        )
+        hidden = sizes["hidden_size"]
+        layers = sizes["num_layers"] + sizes["num_encoder_layers"]
+        width = hidden
+        shared_heads = 1.0
+        if layers_kinds.attend:
+            width = sizes["num_heads"] * sizes["head_size"]
+            shared_heads = sizes["num_kv_heads"] / sizes["num_heads"]
+        mlp = (3 if sizes["gated_mlp"] else 2) * sizes["intermediate_size"]
+        matrices = 2 * width * (1 + shared_heads) + mlp * sizes["experts_per_token"]
+        stride, convolutions = _front_end(config)
         linear = 2.0 * hidden * (matrices + sizes["vocabulary_size"] / layers)
+        linear += convolutions / layers
+        per_token = 4.0 * width  # operations of attention in a layer for each token attended to
+        everywhere = layers_kinds.everywhere
+        in_window = per_token * layers_kinds.windowed * layers_kinds.window
+        if in_window <= linear:
+            linear += in_window
+        else:  # samples are hardly longer than such a window
+            everywhere += layers_kinds.windowed
         # Launching a layer's kernels takes as long as 9e10 operations; moving weights and gradients, as 256 tokens.
-        per_step = (
-            CPU_PER_STEP
-            if str(device).startswith("cpu")
-            else float(np.clip(9e10 / linear, 256, 4096))
+        per_step = float(np.clip(9e10 / linear, 256, 4096))
+        if str(device).startswith("cpu"):
+            per_step = CPU_PER_STEP
+        crossover = linear / (per_token * everywhere) if everywhere else math.inf
+        streams = _vision_tower(getattr(config, "vision_config", None), linear * layers)
+        if stride > 1:
+            streams[TOKENS] = Price(unit=1.0 / stride, crossover=stride * crossover)
+        reads_waveforms = getattr(model_or_config, "main_input_name", "") == "input_values"
+        return cls(
+            per_step=per_step,
+            crossover=crossover,
+            streams=streams,
+            is_assumed=reads_waveforms and stride == 1,
         )
-        tower = _vision_tower(getattr(config, "vision_config", None), linear * layers)
-        return cls(per_step=per_step, crossover=linear / (4.0 * attention), streams=tower)
 
     @classmethod
     def of_known(cls, model: Any, *, device: Any) -> "Work":
@@ -150,7 +180,25 @@ class Work:
                 return cls.of(config, device=device)
         except ConfigError:
             pass
-        return cls(per_step=CPU_PER_STEP) if str(device).startswith("cpu") else cls()
+        per_step = CPU_PER_STEP if str(device).startswith("cpu") else 1024.0
+        return cls(per_step=per_step, is_assumed=True)
+
+    def for_plan(self, lengths: Streams, budget: Budget) -> "Work":
+        """Returns this work for a plan of these lengths. With a budget of generation, a batch takes one step for each new
+        token. If the model is not known, attention counts at most as much as everything else at the median length."""
+        work = self
+        if budget.new_tokens > 1:
+            work = replace(work, per_step=work.per_step * budget.new_tokens)
+        tokens = lengths[primary(lengths)]
+        median = float(np.median(tokens)) if self.is_assumed and len(tokens) else 0.0
+        if median > work.price(primary(lengths)).crossover:
+            warn_user(
+                f"the model is not known, and half of the samples are longer than {median:,.0f}: "
+                "attention is assumed to take as long as everything else at this length; "
+                "pass work=Work.of(model), or a measured Work.fit"
+            )
+            work = replace(work, crossover=median)
+        return work
 
     @classmethod
     def fit(cls, rows: Iterable[tuple[int, int | Mapping[str, int], float]]) -> "Work":
@@ -212,7 +260,7 @@ class Work:
 
     def priced(self, budget: Budget, names: Collection[str]) -> tuple[str, ...]:
         """Returns the streams that take time: those that count as tokens, and those that have a price."""
-        missing = [name for name in self.streams if name not in names]
+        missing = [name for name in self.streams if name not in (*names, TOKENS)]
         if missing and len(names) > 1:
             known = f"`lengths` has only {sorted(names)}; add the stream, or leave out its price"
             raise ConfigError(f"`work` has a price for the stream {missing[0]!r}, but {known}")
@@ -257,6 +305,68 @@ class Work:
         """Returns the predicted time of steps with their fixed cost; ``work`` as in :meth:`row_times`."""
         times = self.row_times(work)
         return float(self.per_step * len(times) + times.sum())
+
+
+@dataclass(frozen=True)
+class _Layers:
+    """Which share of a model's layers attends to all tokens (``everywhere``), or to a ``window`` (``windowed``)."""
+
+    everywhere: float = 1.0
+    windowed: float = 0.0
+    window: int = 0
+
+    @property
+    def attend(self) -> bool:
+        return self.everywhere + self.windowed > 0
+
+    @classmethod
+    def of(cls, config: Any, *, two_stacks: bool) -> "_Layers":
+        if two_stacks:
+            return cls()
+        text = (
+            config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+        )
+        named = (getattr(text, name, None) for name in WINDOWS)
+        windows = [size for size in named if size is not None]
+        window = int(np.max(windows[0])) if windows else 0
+        kinds = next(filter(None, (getattr(text, name, None) for name in LAYER_KINDS)), None)
+        if kinds is None:
+            return cls(everywhere=0.0, windowed=1.0, window=window) if window else cls()
+        windowed = [kind.startswith(("sliding", "chunked", "local")) for kind in kinds]
+        attends = [
+            kind in ("hybrid", "global") or ("attention" in kind and "linear" not in kind)
+            for kind in kinds
+        ]
+        everywhere = np.logical_and(attends, np.logical_not(windowed))
+        return cls(float(np.mean(everywhere)), float(np.mean(windowed)), window)
+
+
+def _front_end(config: Any) -> tuple[int, float]:
+    """Returns how many units of the input become one position of a speech model, and the operations of the convolutions
+    in front of it for each position."""
+    num_layers = getattr(config, "num_conv_layers", 0)
+    if isinstance(getattr(config, "conv_stride", None), (list, tuple)):
+        strides = config.conv_stride
+        kernels = config.conv_kernel
+        channels = list(zip([1, *config.conv_dim], config.conv_dim, strict=False))
+    elif num_layers > 0:  # Speech2Text: gated, so the next layer reads half of what a layer writes
+        strides = [2] * num_layers
+        kernels = config.conv_kernel_sizes
+        more = num_layers - 1
+        read = [config.input_feat_per_channel, *[config.conv_channels // 2] * more]
+        written = [*[config.conv_channels] * more, 2 * config.d_model]
+        channels = list(zip(read, written, strict=True))
+    else:
+        return 1, 0.0
+    positions = math.prod(strides)
+    operations = 0.0
+    for stride, kernel, (read_channels, written_channels) in zip(
+        strides, kernels, channels, strict=True
+    ):
+        positions //= stride
+        operations += 2.0 * positions * kernel * read_channels * written_channels
+    squeeze = getattr(config, "squeeze_factor", 1)
+    return math.prod(strides) * squeeze, operations * squeeze
 
 
 def _vision_tower(config: Any, of_token: float) -> dict[str, Price]:

@@ -285,9 +285,9 @@ class Mixture:
 class OrderSource:
     """Reads a user's sampler of indices once per epoch, and keeps the indices of the running epoch.
 
-    A sampler with ``set_epoch`` is given the epoch. If the sampler has a ``torch.Generator`` as ``generator``, all
-    earlier epochs are drawn first, so that an epoch always has the same order. Other samplers are just read. Raises
-    ConfigError if the sampler can be read only once, or yields a value that is no index."""
+    A sampler with ``set_epoch`` is given the epoch; others are just read, so only a list, or a sampler that begins anew,
+    has the same order when an epoch is read again. Raises ConfigError if the sampler can be read only once, or yields a
+    value that is no index."""
 
     NAME = "order"
 
@@ -301,11 +301,6 @@ class OrderSource:
             raise ConfigError(f"`{self.NAME}` must be {wanted}, but is {source!r}")
         self._source, self._num_samples = source, num_samples
         self._epoch, self._indices = -1, NONE
-        generator = getattr(source, "generator", None)
-        self._generator = generator if hasattr(generator, "get_state") else None
-        self._before = (
-            [] if self._generator is None else [self._generator.get_state()]
-        )  # states before each epoch
         self._counts: dict[
             int, int
         ] = {}  # number of samples left out -> indices in every epoch without them
@@ -356,20 +351,13 @@ class OrderSource:
     def _read(self, epoch: int) -> list[int]:
         if hasattr(self._source, "set_epoch"):
             self._source.set_epoch(epoch)  # type: ignore[attr-defined]
-        elif self._generator is not None:
-            known = min(epoch, len(self._before) - 1)
-            self._generator.set_state(self._before[known])
-            for drawn in range(known, epoch):
-                list(self._source)
-                self._before[drawn + 1 :] = [self._generator.get_state()]
-        elif not (read := list(self._source)) and len(self._indices):
+        indices = list(self._source)
+        if not indices and len(self._indices):
             name = type(self._source).__name__
             raise ConfigError(
                 f"`order` ({name}) yields nothing after its first epoch; its __iter__ must begin anew"
             )
-        else:
-            return read
-        return list(self._source)
+        return indices
 
     def _checked(self, indices: list[int]) -> IntArray:
         with explained(f"`{self.NAME}` must yield integer indices"):

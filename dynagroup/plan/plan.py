@@ -24,7 +24,7 @@ class BatchPlan:
 
     Args:
         batches: all batches of dataset indices, step after step, with one batch for each rank in a step.
-        table: int64 (num_steps, world_size), numbers of ``batches``; -1: no batch (only in plans for comparison).
+        table: int64 (num_steps, world_size), numbers of ``batches``.
         update_ends: bool (num_steps,), whether an optimizer update ends with the step.
         loss_scale: float64 (num_steps, world_size), factor for a batch's mean per-sample loss, see ``step.loss_scale``.
         repeated: dataset indices of samples that are repeated with weight 0, to fill a row.
@@ -121,8 +121,7 @@ class BatchPlan:
     @cached_property
     def _work(self) -> NDArray[np.float64]:
         """Predicted work of every batch by stream, in linear tokens: float64 (num_steps, world_size, streams)."""
-        found = self.work.by_stream(self.batches, self.lengths, self.budget)
-        return np.append(found, np.zeros((1, found.shape[1])), axis=0)[self.table]
+        return self.work.by_stream(self.batches, self.lengths, self.budget)[self.table]
 
     @property
     def work_by_row(self) -> NDArray[np.float64]:
@@ -172,7 +171,7 @@ class BatchPlan:
 
     def _imbalance(self, stream: str) -> float:
         """Returns a stream's largest sum on a rank over the mean sum of the ranks: the median over steps."""
-        by_row = np.append(self.shapes.total[stream], 0)[self.table].astype(np.float64)
+        by_row = self.shapes.total[stream][self.table].astype(np.float64)
         by_row = by_row[by_row.any(axis=1)]
         return float(np.median(by_row.max(axis=1) / by_row.mean(axis=1))) if len(by_row) else 1.0
 

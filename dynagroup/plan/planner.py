@@ -155,6 +155,7 @@ class Planner:
                 f"`one_kind` ({config.one_kind!r}) needs a label for each sample; pass `kinds`"
             )
         streams = as_streams(lengths)
+        config = replace(config, work=config.work.for_plan(streams, as_budget(budget)))
         return cls(streams, budget, config, Kinds.read(kinds, len(streams[primary(streams)])))
 
     def warn_of_oversize(self) -> None:

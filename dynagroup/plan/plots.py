@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dynagroup.budget.base import is_packed
 from dynagroup.errors import ConfigError
 from dynagroup.memory.run import needed
 
@@ -113,10 +114,12 @@ def plot_plan(plan: Any) -> Figure:
 
 
 def draw_plan(plan: Any, ax: Axes) -> None:
-    """Draws the padding of each batch of a plan, over all padded streams."""
+    """Draws the padding of each batch of a plan, over all padded streams; packed batches have none."""
     tokens = np.stack([*plan.padded_lengths.values()]).sum(axis=0, dtype=np.int64)
     widths = np.sum([plan.shapes.longest[name] for name in plan.padded_lengths], axis=0)
-    draw_padding([tokens[batch] for batch in plan.batches], widths=widths.tolist(), ax=ax)
+    batches = [tokens[batch] for batch in plan.batches]
+    packed = is_packed(plan.budget, plan.lengths)
+    draw_padding(batches, widths=widths.tolist(), ax=ax, packed=packed)
 
 
 def plot_ways(ways: Sequence[Any]) -> Figure:
@@ -133,7 +136,11 @@ def plot_ways(ways: Sequence[Any]) -> Figure:
 
 
 def draw_padding(
-    batches: Sequence[NDArray], *, widths: Sequence[int] | None = None, ax: Axes | None = None
+    batches: Sequence[NDArray],
+    *,
+    widths: Sequence[int] | None = None,
+    ax: Axes | None = None,
+    packed: bool = False,
 ) -> Axes:
     """Draws batches side by side: one column per sample, its tokens dark, its padding light and hatched.
 
@@ -141,6 +148,7 @@ def draw_padding(
         batches: tokens of the samples of each batch, int (n,). If there are too many, evenly spaced ones are drawn.
         widths: int, tokens to which each batch's samples are padded; None: the longest of the batch.
         ax: matplotlib axes of your own figure; None: new ones.
+        packed: True: samples are laid end to end, and nothing is padded.
     """
     axes = new_figure(6, 3.6).subplots() if ax is None else ax
     axes.set(xlabel="samples, batch after batch", ylabel="tokens")
@@ -155,7 +163,8 @@ def draw_padding(
     real = np.concatenate([np.sort(batch)[::-1] for batch, _ in chosen])
     padded = np.concatenate([np.full(len(batch), width) for batch, width in chosen])
     edges = np.arange(len(real) + 1)
-    axes.stairs(padded, edges, fill=True, linewidth=0, label="padding", **HATCHED)
+    if not packed:
+        axes.stairs(padded, edges, fill=True, linewidth=0, label="padding", **HATCHED)
     axes.stairs(real, edges, fill=True, color=REAL, label="tokens")
     axes.set(
         xlim=(0, len(real)), ylim=(0, max(axes.get_ylim()[1], HEADROOM * padded.max()))

@@ -123,8 +123,7 @@ class Way:
             self.plan.sample_kinds.codes,
         )
         return sum(
-            len(np.unique(codes[np.concatenate([batches[n] for n in row if n >= 0])])) > 1
-            for row in table
+            len(np.unique(codes[np.concatenate([batches[n] for n in row])])) > 1 for row in table
         )
 
     def figures(self, today: float) -> dict[str, Any]:
@@ -143,18 +142,26 @@ def fixed_batches(order: IntArray, batch_size: int) -> Batches:
 
 
 def fixed_way(name: str, batches: Batches, like: BatchPlan) -> Way:
-    """Returns a :class:`Way` of given batches, dealt to a plan's ranks in turn, and padded by a collate function."""
-    steps, none = -(-len(batches) // like.world_size), np.zeros(0, np.int64)
-    table = np.append(np.arange(len(batches)), np.full(-len(batches) % like.world_size, -1))
-    table = table.reshape(steps, like.world_size)
+    """Returns a :class:`Way` of given batches, dealt to a plan's ranks in turn, and padded by a collate function. The
+    samples of the last step are divided evenly, and repeated if they are too few, as torch's DistributedSampler does."""
+    ranks, none = like.world_size, np.zeros(0, np.int64)
+    repeated = none
+    num_left = len(batches) % ranks
+    if num_left:
+        whole = batches.take(np.arange(len(batches) - num_left))
+        left = batches.order[len(whole.order) :]
+        repeated = np.resize(batches.order, max(ranks - len(left), 0))
+        last = np.array_split(np.append(left, repeated), ranks)
+        batches = Batches.concatenate([whole, Batches.of(last)])
+    table = np.arange(len(batches)).reshape(-1, ranks)
     end_to_end = (
         AdditiveCap(name, UNLIMITED) for name in like.lengths if name not in like.padded_lengths
     )
     budget = AllOf.of(
         TokenBudget(1, pad_to_multiple_of=like.budget.pad_to_multiple_of), *end_to_end
     )
-    facts = {"budget": budget, "oversize": none, "repeated": none, "dropped": none}
-    facts |= {"update_ends": np.ones(steps, np.bool_), "loss_scale": np.zeros(table.shape)}
+    facts = {"budget": budget, "oversize": none, "repeated": repeated, "dropped": none}
+    facts |= {"update_ends": np.ones(len(table), np.bool_), "loss_scale": np.zeros(table.shape)}
     return Way(name, replace(like, batches=batches, table=table, **facts))
 
 
@@ -273,7 +280,7 @@ def compare(
         "dynagroup, shuffle=True": {"shuffle": True},
         "dynagroup, sorted": {},
     }
-    told: dict[str, Any] = {"work": check_work(work or Work())}
+    told: dict[str, Any] = {"work": check_work(work or Work(is_assumed=True))}
     planners = {
         name: Planner.of(streams, fits, PlanConfig(**told, **mode), kinds)
         for name, mode in modes.items()

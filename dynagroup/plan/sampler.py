@@ -1,11 +1,9 @@
 """The length-aware batch sampler, which gives a plan's batches to a plain ``DataLoader``."""
 
-import multiprocessing
-import sys
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from traceback import walk_stack
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,11 +26,6 @@ from dynagroup.validation import check_int, warn_user
 KIND = "LengthAwareBatchSampler"
 
 
-def _by_torchdata() -> bool:
-    """Returns whether torchdata called the calling method."""
-    return str(sys._getframe(2).f_globals.get("__name__", "")).startswith("torchdata.")
-
-
 @dataclass
 class _Run:
     """One iteration: the borders of windows that it has passed, from its start, and how many steps it has yielded."""
@@ -41,30 +34,39 @@ class _Run:
     steps: int  # steps of the epoch that were yielded, including those before a resume
     ranks: int
     limit: float | None
-    ended: bool = False
+    has_ended: bool = False
+
+    def place(self, steps: int | None = None) -> Cursor:
+        """Returns the place after this many steps of the epoch; None: after all that were yielded."""
+        steps = self.steps if steps is None else steps
+        borders = bisect_right(self.borders, steps, key=lambda cursor: cursor.steps)
+        before = self.borders[borders - 1]
+        return before.after_rows(steps - before.steps, self.ranks, self.limit)
 
 
-class EpochHandle:
-    """The object ``batch_sampler.sampler``, on which accelerate and Lightning call ``set_epoch``. After a state was
-    loaded, accelerate counts epochs from 0 again, so its first call is taken as the epoch of the state; or its last one,
-    if torchdata loads the state, because torchdata does so when accelerate has begun the epoch."""
+class _Batches(Iterator[list[int]]):
+    """The iterator of a sampler. torchdata's ``StatefulDataLoader`` saves its state beside the sampler's, which is the place
+    after the batches that were taken."""
 
     def __init__(self, sampler: "LengthAwareBatchSampler") -> None:
-        self._sampler, self._ahead = sampler, 0
-        self._expected: int | None = None  # the epoch that a loaded state resumes
-        self._called: int | None = None  # the last epoch that was set
+        self._sampler = sampler
+        self._batches = sampler._iterate()
+        self._has_begun = False
 
-    def set_epoch(self, epoch: int) -> None:
-        if self._expected is not None:
-            self._ahead, self._expected = self._expected - epoch, None
-        self._called = epoch
-        self._sampler.set_epoch(epoch + self._ahead)
+    def __next__(self) -> list[int]:
+        self._has_begun = True
+        return next(self._batches)
 
-    def resume(self, epoch: int, *, begun: bool) -> None:
-        """Notes the epoch of a loaded state; ``begun``: the host has set the number of this epoch already."""
-        self._expected = epoch
-        if begun and self._called is not None:
-            self._ahead, self._expected = epoch - self._called, None
+    def state_dict(self) -> dict[str, Any]:
+        return {"has_begun": self._has_begun}
+
+    # torchdata loads the sampler's state, makes an iterator and loads this state. At the end of an epoch it throws that
+    # iterator away, after reading it or not, and makes another one for the next epoch.
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Makes this iterator the rest of the loaded epoch, even if nothing of that epoch remained."""
+        self._has_begun = state_dict["has_begun"]
+        if self._has_begun and self._sampler._is_used_up:
+            self._batches = iter(())
 
 
 class LengthAwareBatchSampler(Sampler[list[int]]):
@@ -88,14 +90,16 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         strata: int, chunks of each update; 1 pads as little, but updates of one length lose quality. None: 4 or more.
         kinds: label of each sample (N,), hashable, such as "image" or None.
         one_kind: with ``kinds``: "step": all batches of a step, on all ranks, have one kind; "batch": each batch has.
-        order: sampler of dataset indices, read once per epoch, with the same order on every rank. None: a random order,
-            seeded by (seed, epoch). With ``order``, ``shuffle`` only shuffles steps.
+        order: dataset indices, the same on every rank: a list, or a sampler, which is read once per epoch. To resume in
+            a later epoch, it must have ``set_epoch``, or begin anew like a list. None: a random order, seeded by (seed,
+            epoch). With ``order``, ``shuffle`` only shuffles steps.
         oversize: a sample that does not fit even alone: "alone" (a batch of its own, one warning), "error", or "drop".
         uneven: if the last step has too few samples for all ranks: "repeat" the smallest (one warning), or "drop" them.
         rank, world_size: int; None: those of ``torch.distributed``, read when an epoch starts. With ``world_size``
             alone, the batches of all ranks are yielded step by step, for accelerate, which shards them.
 
-    Each new iteration is the next epoch, unless ``set_epoch`` chooses another.
+    An iteration that ended was one epoch, and the next iteration is the next epoch. An iteration that was left early
+    counts as no epoch: the next one begins the same epoch again. ``set_epoch`` chooses another epoch.
 
     Raises ConfigError if an argument is wrong; BudgetError if a sample does not fit and ``oversize="error"``.
 
@@ -155,9 +159,10 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         elif rank is not None:
             raise ConfigError(f"`rank` ({rank}) needs `world_size`; pass both, or none")
         self._rank, self._world_size = rank, world_size
-        self._epoch = 0
-        self._advance = (
-            0  # epochs to add when the next iteration begins, unless set_epoch chose one
+        self._epoch = 0  # of the running or last iteration, or of a loaded state
+        self._next = 0  # the epoch of the next iteration
+        self._least: int | None = (
+            None  # after a state was loaded: the first epoch that is not used up
         )
         self._start: Cursor | None = (
             None  # where the running or next iteration begins; None: at the epoch's beginning
@@ -167,15 +172,13 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
             tuple[int, int, Cursor | None], BatchPlan
         ] = {}  # at most two: a whole epoch, and its rest
         self._said_repeats = False
-        self.sampler = EpochHandle(
-            self
-        )  # only for frameworks that set the epoch, see :class:`EpochHandle`
+        self.sampler = SimpleNamespace(set_epoch=self.set_epoch)  # accelerate and Lightning call it
         self._planner.warn_of_oversize()
 
     @property
     def epoch(self) -> int:
         """The epoch of the running or last iteration; after a state was loaded, that of the next iteration."""
-        return self._epoch if self._run is not None else self._epoch + self._advance
+        return self._next if self._run is None else self._epoch
 
     @property
     def batch_size(self) -> int:
@@ -216,43 +219,50 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         return self._plans[key]
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the epoch of the next iteration. Choosing the current epoch changes nothing."""
+        """Chooses the epoch of the next iteration. Choosing the current epoch changes nothing. After a state was loaded,
+        earlier epochs do not come again: a framework that counts its epochs from 0 anew gets the next epoch."""
         epoch = check_int("epoch", epoch, least=0)
-        if epoch == self._epoch:
-            self._advance = 0
-            return
-        # On several ranks the user applies what was learned, because that is an exchange, see LearningBudget.
-        planner, before = self._planner.renewed(apply=self._rank_and_size()[1] == 1), self._planner
-        self._start, self._run, self._epoch, self._advance = (
-            None,
-            None,
-            epoch,
-            0,
-        )  # not before: making a planner may fail
-        if planner is not before:
-            self._replace(planner)
-            planner.warn_of_oversize()
+        self._settle()
+        if self._least is not None and epoch < self._least:
+            epoch = self._next
+        self._choose(epoch)
+
+    def _choose(self, epoch: int) -> None:
+        if epoch != self._epoch:
+            # On several ranks the user applies what was learned, because that is an exchange, see LearningBudget.
+            planner = self._planner.renewed(apply=self._rank_and_size()[1] == 1)
+            is_new = planner is not self._planner
+            self._start = None  # not before: making a planner may fail
+            self._run = None
+            self._epoch = epoch
+            if is_new:
+                self._replace(planner)
+                planner.warn_of_oversize()
+        self._next = epoch
 
     def _replace(self, planner: Planner) -> None:
         self._planner = planner
         self._plans.clear()
 
+    @property
+    def _is_used_up(self) -> bool:
+        """Whether nothing remains of the current epoch."""
+        return self._next > self._epoch
+
     def __iter__(self) -> Iterator[list[int]]:
+        return _Batches(self)
+
+    def _iterate(self) -> Iterator[list[int]]:
         rank, size = self._rank_and_size()
         if self._world_size is None:
             warn_if_launched()
-        callers = (type(frame.f_locals.get("self")).__name__ for frame, _ in walk_stack(None))
-        if rank is None and size > 1 and "DataLoaderDispatcher" in callers:  # of accelerate
-            raise ConfigError(
-                "dispatch_batches=True divides all ranks' batches anew, which would lose samples; leave it out"
-            )
-        self.set_epoch(self._epoch + self._advance)
-        self._advance = 1
+        self._settle()
+        self._choose(self._next)
         order = self._order_of(self._epoch)
         if self._order is not None and self._world_size is None and size > 1:
             check_alike(self._order, self._epoch)
-        if self._run is not None:
-            self._start = None  # a second iteration starts at the epoch's beginning
+        if self._run is not None and self._run.has_ended:
+            self._start = None  # chosen once more, an epoch starts at its beginning
         self._run, start = None, self._here()
         run = self._run = _Run([start], start.steps, size, self._planner.limit)
         for planned in self._planner.steps_from(start, size, order):
@@ -266,7 +276,21 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
                 run.steps += 1
                 for number in row if rank is None else row[rank : rank + 1]:
                     yield planned.batches[number].tolist()
-        run.ended = True
+        self._end(run)
+
+    def _settle(self) -> None:
+        """Ends the running iteration if its last batch was taken, even if nobody asked for one more."""
+        run = self._run
+        if run is not None and not run.has_ended:
+            order = self._order_of(self._epoch)
+            if self._planner.is_done(run.place(), run.ranks, order):
+                self._end(run)
+
+    def _end(self, run: _Run) -> None:
+        run.has_ended = True
+        if run is self._run:
+            self._next = self._epoch + 1
+            self._least = None if self._least is None else self._next
 
     def _here(self) -> Cursor:
         """Returns where the next iteration begins, or where the running one began."""
@@ -279,22 +303,17 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         return self._start or self._planner.start_of(self._epoch, self._rank_and_size()[1])
 
     def state_dict(self, num_steps: int | None = None) -> dict[str, Any]:
-        """Returns the point in the epoch as a few integers that JSON can store, the same on every rank.
+        """Returns the place after the batches that were taken, as integers that JSON can store, the same on every rank.
 
         Args:
-            num_steps: int, steps of the epoch that training has used, including those before a resume; needed with a
-                plain ``DataLoader`` whose workers prefetch. None: all yielded steps (right for ``StatefulDataLoader``).
+            num_steps: int, steps of the epoch that training has used, including those before a resume. None: all steps
+                that were taken from the sampler. The workers of a plain ``DataLoader`` take more than training has used;
+                ``StatefulDataLoader`` counts what was used by itself.
 
-        Raises StateError if the iteration did not yield ``num_steps`` steps, or it is missing while workers run."""
-        run, by_itself = self._run, _by_torchdata()  # torchdata counts used steps
+        Raises StateError if the iteration did not yield ``num_steps`` steps."""
+        run = self._run
         if num_steps is not None:
             num_steps = check_int("num_steps", num_steps, least=0)
-        elif run is not None and run.steps and not run.ended and not by_itself:
-            if any(child.daemon for child in multiprocessing.active_children()):
-                way_out = "call state_dict(num_steps=number of used steps)"
-                raise StateError(
-                    f"worker processes fetch batches before training uses them; {way_out}"
-                )
         run = run or _Run([here := self._here()], here.steps, 1, None)
         first, used = run.borders[0].steps, run.steps if num_steps is None else num_steps
         if not first <= used <= run.steps:
@@ -302,8 +321,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
             raise StateError(
                 f"`num_steps` {must}; count from the epoch's beginning, with the steps before a resume"
             )
-        before = run.borders[bisect_right(run.borders, used, key=lambda cursor: cursor.steps) - 1]
-        cursor = before.after_rows(used - before.steps, run.ranks, run.limit).state()
+        cursor = run.place(used).state()
         order = None if self._order is None else self._order.checksum(self._epoch)
         fields = {
             "learned": LearningBudget.saved(self._planner.budget),
@@ -320,15 +338,17 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         cursor = Cursor.of(state["cursor"])
         if state["order"] != (None if self._order is None else self._order.checksum(cursor.epoch)):
             must = f"must yield the same indices in epoch {cursor.epoch} as when the state was saved (or none, as then)"
-            raise StateError(f"`order` {must}; seed its generator the same, or give it a set_epoch")
+            raise StateError(f"`order` {must}; give a list, or a sampler that has set_epoch")
         with LearningBudget.taken_up(self._planner.budget, state):
             planner = self._planner.rebuilt()
             planner.check_left_out(state)
         done = planner.is_done(cursor, self._rank_and_size()[1], self._order_of(cursor.epoch))
         self._replace(planner)
-        self._epoch, self._run, self._advance = cursor.epoch, None, int(done)
+        self._epoch = cursor.epoch
+        self._next = cursor.epoch + 1 if done else cursor.epoch
+        self._least = cursor.epoch
+        self._run = None
         self._start = cursor if cursor.windows_done or cursor.segments else None
-        self.sampler.resume(self.epoch, begun=_by_torchdata())
 
     def _rank_and_size(self) -> tuple[int | None, int]:
         return rank_and_size() if self._world_size is None else (self._rank, self._world_size)

@@ -20,6 +20,7 @@ from dynagroup import (
     StateError,
 )
 from dynagroup.budget.base import AdditiveCap, AllOf, Budget, padded_tokens
+from dynagroup.budget.memory import parsed_bytes
 from dynagroup.budget.tokens import TokenBudget, as_budget
 from dynagroup.lengths import as_streams
 from dynagroup.memory.protocols import PaddedTokens
@@ -52,6 +53,31 @@ def test_no_budget_accepts_more_after_refusing_less(budget: Budget) -> None:
     assert_budget_law(budget, LENGTHS, num_shapes=300)
     if not isinstance(budget, MemoryBudget) and "patches" not in budget.fingerprint:
         assert_budget_law(budget, {"tokens": LENGTHS["tokens"]}, num_shapes=300)
+
+
+class Aligned(PaddedTokens):
+    """Masks are padded to a multiple of 8, so a shorter sample may need more memory."""
+
+    def relative(self, shape: BatchShape, first: BatchShape, /) -> np.ndarray:
+        ragged = shape.longest["tokens"] % 8 != 0
+        return super().relative(shape, first) * np.where(ragged, 1.1, 1.0)
+
+
+def test_a_plan_that_fits_takes_at_most_the_whole_limit() -> None:
+    budget = MemoryBudget(4, model=Aligned(), headroom=0.9)
+    plan = LengthAwareBatchSampler([64, 63, 63, 63, 63], budget, **ALONE).plan
+    assert not len(plan.oversize)
+    [line] = [line for line in plan.report().splitlines() if "share of the limit" in line]
+    assert line.split()[-1] == "100.0%"
+    assert budget.bind({"tokens": np.array([64])}).predicted(BatchShape.of(5, 64)) > 1
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("24G", 24e9), ("24 gb", 24e9), ("24Gi", 24 * 2**30), ("1.5T", 1.5e12), ("512M", 512e6)],
+)
+def test_sizes_may_leave_out_the_word_for_bytes(text: str, size: float) -> None:
+    assert parsed_bytes(text) == size
 
 
 FIRST = MemoryBudget(4, longest=100, model=PaddedTokens(), headroom=0.5)

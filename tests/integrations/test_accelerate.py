@@ -85,8 +85,11 @@ def test_a_state_saved_within_an_epoch_resumes_exactly(tmp_path, online):
     assert (parameters(model) - whole).abs().max() < 1e-12
 
 
-def test_torchdatas_loader_goes_on_with_the_next_epoch_after_a_resume(tmp_path):
-    """It loads the sampler's state late: accelerate has set the epoch by then."""
+@pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")
+@pytest.mark.parametrize("chosen", [False, True], ids=["counted", "set_epoch"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_torchdatas_loader_goes_on_with_what_remained_after_a_resume(tmp_path, workers, chosen):
+    """It loads the sampler's state late: accelerate, which counts from 0 again, has set the epoch by then."""
 
     def made():
         AcceleratorState._reset_state(True)
@@ -94,18 +97,28 @@ def test_torchdatas_loader_goes_on_with_the_next_epoch_after_a_resume(tmp_path):
             cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True)
         )
         sampler = LengthAwareBatchSampler(toys.lengths(ROWS), 160, shuffle=True, world_size=1)
-        return accelerator, prepare(
-            accelerator, DataLoader(range(48), batch_sampler=sampler, collate_fn=list)
-        )
+        how = {"batch_sampler": sampler, "collate_fn": tuple, "num_workers": workers}
+        return accelerator, prepare(accelerator, DataLoader(range(48), **how))
 
     _, whole = made()
-    epochs = [list(whole) for _ in range(3)]
-    accelerator, stopped = made()
-    assert next(iter(stopped)) == epochs[0][0]
-    accelerator.save_state(tmp_path)
-    accelerator, resumed = made()
-    accelerator.load_state(tmp_path)
-    assert [list(resumed) for _ in range(3)] == [epochs[0][1:], *epochs[1:]]
+    epochs = [list(whole) for _ in range(4)]
+    for stop in (1, len(epochs[1]), None):
+        accelerator, stopped = made()
+        list(stopped)
+        for number, batch in enumerate(stopped, start=1):
+            assert batch == epochs[1][number - 1]
+            if number == stop:
+                accelerator.save_state(tmp_path)
+                break
+        if stop is None:
+            accelerator.save_state(tmp_path)
+        accelerator, resumed = made()
+        accelerator.load_state(tmp_path)
+        comes = [epochs[1][1:], *epochs[2:]] if stop == 1 else epochs[2:]
+        for epoch, batches in enumerate(comes, start=4 - len(comes)):
+            if chosen:
+                resumed.set_epoch(epoch)
+            assert list(resumed) == batches
 
 
 def test_misuse_is_named():
@@ -232,11 +245,30 @@ def test_sentence_transformers_take_batches_that_fit(monkeypatch):
     assert [*(ranks := make(data, seed=1))] == [*ranks], (
         "accelerate hides the epoch from ranks that are resumed"
     )
-    assert getattr(sampler, "batch_size", None) is None, (
+    assert (sampler.batch_size, sampler.drop_last) == (8, False), (
+        "read by sentence-transformers if there are several data sets"
+    )
+    assert getattr(ranks, "batch_size", None) is None, (
         "accelerate would take a number for a fixed size"
     )
+    with pytest.raises(AttributeError, match="takes one data set on several ranks"):
+        _ = ranks.batch_size
     with pytest.raises(ConfigError, match="must have a text column"):
         make(datasets.Dataset.from_dict({"score": [0.5]}))
+
+
+@pytest.mark.parametrize("names", [("a", "tokens"), ("tokens", "a"), ("a", "tokens", "tokens_")])
+def test_every_text_column_counts_whatever_it_is_called(names):
+    texts = [" ".join("w" * (1 + (5 * i) % 23)) for i in range(40)]
+    data = datasets.Dataset.from_dict({name: texts[k::2] * 2 for k, name in enumerate(names[:2])})
+    for name in names[2:]:
+        data = data.add_column(name, texts[: len(data)])
+    make = batches_that_fit(
+        120, lambda batch, **kwargs: {"input_ids": [text.split() for text in batch]}
+    )
+    for batch in make(data, batch_size=8):
+        longest = [max(len(data[i][column].split()) for i in batch) for column in names]
+        assert len(batch) == 1 or len(batch) * sum(longest) <= 120
 
 
 def test_a_loader_that_accelerate_prepared_cannot_be_taken_over() -> None:

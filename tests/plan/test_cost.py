@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
     CLIPVisionConfig,
     CLIPVisionModel,
@@ -26,6 +28,7 @@ from dynagroup import (
     ConfigError,
     LearningBudget,
     LengthAwareBatchSampler,
+    MemoryBudget,
     OnlineDataLoader,
     TokenBudget,
 )
@@ -97,6 +100,148 @@ def test_the_crossover_is_what_a_traced_model_multiplies(config: object) -> None
     assert Work.of(config).crossover == pytest.approx(
         (short / 128 - 128 * quadratic) / quadratic, rel=0.05
     )
+
+
+SMALL: Any = {
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+}
+GROUPED: Any = {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4}
+SPEECH = [transformers.Wav2Vec2Config, transformers.HubertConfig, transformers.WavLMConfig]
+SPEECH += [transformers.SEWConfig, transformers.UniSpeechConfig, transformers.Data2VecAudioConfig]
+FEW_CONVOLUTIONS: Any = {"conv_dim": (32, 32), "conv_stride": (5, 4), "conv_kernel": (10, 4)}
+HYBRID = {
+    "attention in no layer": transformers.Mamba2Config(
+        vocab_size=64,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_heads=8,
+        head_dim=16,
+        state_size=16,
+        n_groups=1,
+        chunk_size=64,
+    ),
+    "in one of four": transformers.Qwen3NextConfig(
+        **SMALL,
+        vocab_size=64,
+        num_key_value_heads=2,
+        head_dim=16,
+        linear_num_value_heads=4,
+        linear_num_key_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+    ),
+    "in one of eight": transformers.BambaConfig(
+        **(SMALL | {"num_hidden_layers": 8}),
+        vocab_size=64,
+        attn_layer_indices=[4],
+        num_key_value_heads=4,
+        mamba_n_heads=8,
+        mamba_d_head=16,
+        mamba_d_state=16,
+        mamba_n_groups=1,
+        mamba_chunk_size=64,
+    ),
+}
+
+
+def grown(model: Any, field: str, shapes: list[tuple[int, ...]], kind: Any, device: str) -> float:
+    """How many times the operations of the first shape the second one takes."""
+    counts = []
+    for shape in shapes:
+        with FlopCounterMode(display=False) as counter, torch.no_grad(), torch.device(device):
+            model(**{field: torch.ones(shape, dtype=kind)})
+        counts.append(counter.get_total_flops())
+    return counts[1] / counts[0]
+
+
+@pytest.mark.parametrize("convolutions", [{}, FEW_CONVOLUTIONS], ids=["seven", "two"])
+@pytest.mark.parametrize("kind", SPEECH, ids=lambda kind: kind.__name__)
+def test_only_what_convolutions_leave_of_a_waveform_attends(kind: Any, convolutions: Any) -> None:
+    grouped = {} if kind is transformers.Data2VecAudioConfig else GROUPED
+    config = kind(**SMALL, **grouped, **convolutions)
+    with torch.device("meta"):
+        model = AutoModel.from_config(config, attn_implementation="eager").eval()
+    shapes: Any = [(1, 16_000), (1, 160_000)]
+    wanted = grown(model, "input_values", shapes, torch.float32, "meta")
+    short, long = Work.of(config).of_lengths([16_000, 160_000])
+    assert wanted / 1.5 < long / short < 1.5 * wanted
+
+
+def test_frames_of_speech_to_text_are_joined_by_its_convolutions() -> None:
+    config = transformers.Speech2TextConfig(
+        d_model=64,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=128,
+        decoder_ffn_dim=128,
+        max_source_positions=20_000,
+    )
+    with torch.device("meta"):
+        encoder = transformers.Speech2TextModel(config).eval().get_encoder()
+    shapes: Any = [(1, 1000, 80), (1, 10_000, 80)]
+    wanted = grown(encoder, "input_features", shapes, torch.float32, "meta")
+    work = Work.of(config)
+    short, long = work.of_lengths([1000, 10_000])
+    assert wanted / 1.5 < long / short < 1.5 * wanted
+    assert work.price("target").unit == 1.0
+
+
+@pytest.mark.parametrize("name", HYBRID)
+def test_attention_counts_in_the_layers_that_have_it(name: str) -> None:
+    config = HYBRID[name]
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    wanted = grown(model, "input_ids", [(1, 256), (1, 2048)], torch.int64, "cpu")
+    short, long = Work.of(config).of_lengths([256, 2048])
+    assert wanted / 1.5 < long / short < 1.5 * wanted
+
+
+def test_attention_within_a_window_grows_with_the_length_and_not_with_its_square() -> None:
+    whole = LlamaConfig(**SMALL)
+    windows = transformers.MistralConfig(**SMALL, num_key_value_heads=4, sliding_window=64)
+    mixed = transformers.GptOssConfig(
+        **SMALL, num_key_value_heads=4, head_dim=16, sliding_window=64
+    )
+    assert Work.of(windows).crossover == math.inf
+    assert 2 < Work.of(mixed).crossover / Work.of(whole).crossover
+    wide = transformers.MistralConfig(**SMALL, num_key_value_heads=4, sliding_window=100_000)
+    assert Work.of(wide).crossover < math.inf  # hardly a sample is longer
+
+
+def test_without_a_known_model_attention_takes_at_most_half_of_the_time_at_the_median() -> None:
+    with pytest.warns(UserWarning, match="half of the samples are longer than 160,000"):
+        plan = LengthAwareBatchSampler([160_000] * 9, 640_000, rank=0, world_size=1).plan
+    assert plan.work.of_lengths([160_000])[0] == 320_000
+    known = LengthAwareBatchSampler([160_000] * 9, 640_000, work=Work(), rank=0, world_size=1)
+    assert known.plan.work == Work()
+    short = LengthAwareBatchSampler([100] * 9, 640_000, rank=0, world_size=1)
+    assert short.plan.work.crossover == Work().crossover
+
+
+@pytest.mark.parametrize("wrap", [lambda b: b, lambda b: b & TokenBudget(10**6), LearningBudget])
+def test_a_step_of_generation_costs_a_forward_pass_for_each_new_token(wrap: Any) -> None:
+    lengths = np.random.default_rng(0).integers(5, 60, 300)
+    budgets = {
+        mode: wrap(MemoryBudget.from_model(LLAMA, "1GB", mode=mode, **more))
+        for mode, more in (("forward", {}), ("generate", {"max_new_tokens": 32}))
+    }
+    work = Work(per_step=100)
+    plans = {
+        mode: LengthAwareBatchSampler(lengths, budget, work=work, rank=0, world_size=1).plan
+        for mode, budget in budgets.items()
+    }
+    assert plans["forward"].work.per_step == 100
+    assert plans["generate"].work.per_step == 3200
+    assert plans["generate"].num_steps < plans["forward"].num_steps
+    assert plans["generate"].predicted_time > 3200 * plans["generate"].num_steps
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,12 @@
 
 import html
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -186,6 +188,31 @@ def test_every_way_has_every_sample_and_counts_its_padding(
     assert found.ways[0].plan.num_steps == -(-len(lengths) // (batch_size * world_size))
 
 
+VALUES = [8, 1, 8, 1, 8]
+
+
+@pytest.mark.parametrize("num_samples", [7, 33, 64])
+def test_every_way_has_each_sample_once_on_all_ranks(num_samples: int, tmp_path: Path) -> None:
+    found = compare(list(range(1, num_samples + 1)), 4, world_size=3)
+    for way in found.ways:
+        way.plan.to_parquet(tmp_path / "plan.parquet")
+        written = pq.read_table(tmp_path / "plan.parquet")["sample"].to_pylist()
+        rows = [sample for row in way.plan.rows for batch in row for sample in batch]
+        assert sorted(written) == sorted(rows)
+        assert sorted(rows) == sorted([*range(num_samples), *way.plan.repeated.tolist()])
+        assert len(way.plan.repeated) < 3
+        assert all(batch for row in way.plan.rows for batch in row)
+
+
+def test_pictures_of_packed_plans_draw_no_padding() -> None:
+    for layout, drawn in (("padded", 2), ("packed", 1)):
+        plan = LengthAwareBatchSampler(
+            [3, 9, 2, 8], TokenBudget(18, layout=layout), rank=0, world_size=1
+        ).plan
+        axes = plan.plot().axes[1]
+        assert len(axes.patches) == drawn
+
+
 def test_literal_comparisons_and_fixed_batches_of_varied_lengths_are_slower_and_it_shows() -> None:
     found = compare(
         [4, 2, 4, 2], 2, budget=TokenBudget(8), work=Work(per_step=10, crossover=float("inf"))
@@ -197,13 +224,14 @@ def test_literal_comparisons_and_fixed_batches_of_varied_lengths_are_slower_and_
         2 * 10 + 8 + 4,
     )
     assert found.figures()["ways"]["dynagroup, sorted"]["steps"] == 2
-    first = compare(
-        [8, 1, 8, 1, 8], 1, world_size=2, work=Work(per_step=0, crossover=float("inf"))
-    ).ways[0]
+    first = compare(VALUES, 1, world_size=2, work=Work(per_step=0, crossover=float("inf"))).ways[0]
     assert (
         first.plan.predicted_time == first.plan.work_by_row.max(axis=1).sum()
     )  # a step takes as long as its slowest rank
-    assert first.waiting == pytest.approx(1 - 26 / (2 * first.plan.predicted_time))
+    run = (
+        26 + VALUES[first.plan.repeated[0]]
+    )  # one sample more than there are, so that both ranks have one
+    assert first.waiting == pytest.approx(1 - run / (2 * first.plan.predicted_time))
     alone, many = compare(VARIED, 8), compare(VARIED, 8, world_size=4)
     today, _, same, grouping, free = many.ways[:5]
     assert free.plan.predicted_time < 0.7 * today.plan.predicted_time

@@ -5,7 +5,7 @@ import json
 import pickle
 import threading
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
@@ -14,10 +14,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from dynagroup import Budget, LengthAwareBatchSampler, PlannedDataLoader, TokenBudget, multiple_of
+from dynagroup import (
+    Budget,
+    LengthAwareBatchSampler,
+    PlannedDataLoader,
+    TokenBudget,
+    Work,
+    multiple_of,
+)
 from dynagroup.distributed import World
 from dynagroup.errors import AlignmentError, ConfigError, StateError
 from dynagroup.plan import epoch as epoch_module
@@ -217,31 +224,92 @@ def test_a_state_behind_workers_is_told_the_steps_that_training_used() -> None:
     one, other = sampler(shuffle=True), sampler(shuffle=True)
     batches = iter(DataLoader(range(300), batch_sampler=one, num_workers=2, prefetch_factor=4))  # type: ignore[arg-type]
     used = [next(batches).tolist() for _ in range(3)]
-    with pytest.raises(StateError, match="worker processes fetch batches before"):
-        one.state_dict()
     other.load_state_dict(one.state_dict(num_steps=3))
     assert used + list(other) == list(sampler(shuffle=True))
 
 
-@pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")  # torchdata 0.11 on torch 2.13
-@pytest.mark.parametrize(("num_workers", "stop"), [(0, 3), (2, 3), (2, -1)])
-def test_stateful_dataloader_resumes_exactly(num_workers: int, stop: int) -> None:
-    def make() -> StatefulDataLoader:
-        return StatefulDataLoader(
-            range(300), batch_sampler=sampler(shuffle=True), num_workers=num_workers
-        )  # type: ignore[arg-type]
+class Renamed(LengthAwareBatchSampler):
+    """A sampler of the user's own that passes through what torchdata asks."""
 
+    def state_dict(self, num_steps: int | None = None) -> dict[str, Any]:
+        return super().state_dict(num_steps)
+
+
+def stateful(workers: int, kind: type[LengthAwareBatchSampler], budget: int) -> Any:
+    work = Work(per_step=10_000)
+    how: dict[str, Any] = {"shuffle": True, "window": 60, "rank": 0, "world_size": 1, "work": work}
+    made = kind(LENGTHS[:60], TokenBudget(budget), **how)
+    return made, StatefulDataLoader(
+        range(60),  # type: ignore[arg-type]
+        batch_sampler=made,
+        collate_fn=tuple,
+        num_workers=workers,
+        multiprocessing_context="fork" if workers else None,
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")  # torchdata 0.11 on torch 2.13
+@pytest.mark.parametrize("chosen", [False, True], ids=["counted", "set_epoch"])
+@pytest.mark.parametrize("budget", [1024, 6000], ids=["long epochs", "short epochs"])
+@pytest.mark.parametrize(("workers", "kind"), [(0, LengthAwareBatchSampler), (3, Renamed)])
+def test_a_stateful_dataloader_resumes_with_exactly_what_remained(
+    workers: int, kind: type[LengthAwareBatchSampler], budget: int, chosen: bool
+) -> None:
+    """A short epoch has fewer batches than workers fetch ahead, also from iterators that torchdata throws away."""
+    reference, _ = stateful(0, kind, budget)
+    epochs = [[tuple(batch) for batch in reference] for _ in range(4)]
+    assert (len(epochs[1]) < 2 * 3) == (budget == 6000)  # two batches for each of three workers
+    for stop in (0, 1, len(epochs[1]) - 1, len(epochs[1]) + 1):
+        one, loader = stateful(workers, kind, budget)
+        list(loader)
+        batches = iter(loader)
+        assert list(islice(batches, stop)) == epochs[1][:stop]
+        other, resumed = stateful(workers, kind, budget)
+        resumed.load_state_dict(loader.state_dict())
+        has_ended = stop > len(epochs[1])
+        comes = [epochs[2], epochs[3]] if has_ended else [epochs[1][stop:], epochs[2], epochs[3]]
+        for epoch, batches in enumerate(comes, start=4 - len(comes)):
+            if chosen:
+                other.set_epoch(epoch)
+            assert list(resumed) == batches
+
+
+@pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_iterator_that_is_thrown_away_counts_as_no_epoch(workers: int) -> None:
+    reference, _ = stateful(0, LengthAwareBatchSampler, 1024)
+    epochs = [[tuple(batch) for batch in reference] for _ in range(2)]
+    _, loader = stateful(workers, LengthAwareBatchSampler, 1024)
+    next(iter(loader))
+    assert [list(loader), list(loader)] == epochs
+
+
+def test_an_epoch_ends_with_its_last_batch_or_is_begun_again() -> None:
+    reference, one = sampler(shuffle=True), sampler(shuffle=True)
+    epochs = [list(reference) for _ in range(3)]
+    assert list(islice(one, 5)) == epochs[0][:5]
+    assert list(islice(one, len(epochs[0]))) == epochs[0]  # nobody asks for one more
+    assert list(islice(one, len(epochs[1]))) == epochs[1]
+    one.set_epoch(1)
+    assert list(one) == epochs[1]
+    assert list(one) == epochs[2]
+
+
+def test_a_host_that_counts_from_zero_after_a_resume_gets_the_epochs_that_remain() -> None:
     reference = sampler(shuffle=True)
-    whole, following = list(reference), list(reference)
-    stop = len(whole) if stop < 0 else stop
-    loader, resumed = make(), make()
-    batches = iter(loader)
-    for _ in range(stop):
-        next(batches)
-    resumed.load_state_dict(loader.state_dict())
-    rest = [[batch.tolist() for batch in resumed] for _ in range(2)]
-    assert rest in ([whole[stop:], following], [[], following], [following, list(reference)])
-    assert stop == len(whole) or rest[0] == whole[stop:]
+    epochs = [list(reference) for _ in range(6)]
+    for stop in (5, len(epochs[2])):
+        one, other = sampler(shuffle=True), sampler(shuffle=True)
+        one.set_epoch(2)
+        assert list(islice(one, stop)) == epochs[2][:stop]
+        other.load_state_dict(one.state_dict())
+        seen = []
+        for epoch in range(3):
+            other.sampler.set_epoch(epoch)
+            other.sampler.set_epoch(epoch)
+            seen.append(list(other))
+        rest = [epochs[2][stop:]] if stop == 5 else []
+        assert seen == [*rest, *epochs[3:]][:3]
 
 
 def test_an_order_that_differs_between_ranks_is_found_before_the_first_step(
@@ -308,29 +376,38 @@ def test_no_samples_make_no_batches(how: dict[str, Any], layout: Any) -> None:
     assert (list(made), len(made), made.plan.num_steps) == ([], 0, 0)
 
 
-def seeded() -> torch.Generator:
-    return torch.Generator().manual_seed(3)
+class Drawn(list[int]):
+    """A sampler whose epochs are set."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self[:] = epoch_order(COUNT, seed=3, epoch=epoch).tolist()
 
 
-SOURCES: dict[str, Callable[[], Any]] = {
-    "torch": lambda: RandomSampler(range(COUNT), generator=seeded()),  # pyright: ignore[reportArgumentType]
-    "weighted": lambda: WeightedRandomSampler([1.0] * COUNT, COUNT, generator=seeded()),
-    "subset": lambda: SubsetRandomSampler(range(5, COUNT), generator=seeded()),
-}
-
-
-@pytest.mark.parametrize("kind", SOURCES)
 @given(asked=st.lists(st.integers(0, 6), min_size=1, max_size=8))
-def test_an_epoch_has_one_order_in_whatever_order_epochs_are_asked_for(
-    kind: str, asked: list[int]
-) -> None:
-    plain = SOURCES[kind]()
-    epochs = [list(plain) for _ in range(7)]
-    source = OrderSource(SOURCES[kind](), COUNT)
-    assert [source.of_epoch(epoch).tolist() for epoch in asked] == [
-        epochs[epoch] for epoch in asked
-    ]
-    assert epochs[0] != epochs[1]
+def test_an_epoch_has_one_order_in_whatever_order_epochs_are_asked_for(asked: list[int]) -> None:
+    for source, wanted in (
+        (Drawn(), lambda epoch: epoch_order(COUNT, seed=3, epoch=epoch).tolist()),
+        ([3, 1, 2], lambda _: [3, 1, 2]),
+    ):
+        order = OrderSource(source, COUNT)
+        assert [order.of_epoch(epoch).tolist() for epoch in asked] == [*map(wanted, asked)]
+
+
+def test_an_order_that_draws_is_read_once_an_epoch_and_another_one_is_refused_after_a_resume() -> (
+    None
+):
+    one, expected = sampler(order=shuffled_order(3)), shuffled_order(3)
+    for _ in range(2):
+        assert_conserves(one, list(expected))
+    first = sampler(order=shuffled_order(3))
+    list(islice(first, 2))
+    resumed = sampler(order=shuffled_order(3))  # the same draw comes first in both runs
+    resumed.load_state_dict(first.state_dict())
+    assert list(resumed) == list(sampler(order=shuffled_order(3)))[2:]
+    with pytest.raises(
+        StateError, match="in epoch 1 .* give a list, or a sampler that has set_epoch"
+    ):
+        sampler(order=shuffled_order(3)).load_state_dict(one.state_dict())
 
 
 def test_what_can_be_read_only_once_is_refused() -> None:
