@@ -62,8 +62,8 @@ class OnlineDataLoader(StepLoader[Any]):
         budget: limit of a batch, such as ``TokenBudget(16384)`` or just 16384. A MemoryBudget needs ``longest``.
         collate_fn: function from processed samples to a batch. None: torch's ``default_collate``.
         length_of: function from a processed sample to its tokens, or to a dict by stream. None: length of
-            ``input_ids``; if ``collate_fn`` changes these, the length after ``collate_fn`` on the sample alone
-            (``collate_fn`` may then replace a sample's fields, but not change their lists or tensors in place).
+            ``input_ids``. If ``collate_fn`` makes the tokens: ``collated_length(collate_fn)``. A collated batch that does
+            not fit is cut and collated again, so ``collate_fn`` must not change a sample's lists or tensors in place.
         batch_sampler: this rank's batches of dataset indices, which are cut to fit. The loader then forms no windows.
         sampler: dataset indices for all ranks together, the same on every rank. None: dataset order.
         shuffle: True draws samples in random order, seeded by ``seed`` and the epoch.
