@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynagroup.errors import ConfigError
-from dynagroup.fingerprint import described, hashed
+from dynagroup.fingerprint import hashed, tokenizer_text
 from dynagroup.lengths import LONGEST, as_streams, by_position, limit_of, measure_lengths
 from dynagroup.oom.storage import VECTORS, Kind, Output
 from dynagroup.shapes import TOKENS, primary
@@ -93,7 +93,9 @@ def measure_files(
         "max_length": limit,
         "rows": ROWS,
     }
-    out = Output(Path(output), {**identity, "tokenizer": described(tokenizer)}, 0, _kind(columns))
+    out = Output(
+        Path(output), {**identity, "tokenizer": tokenizer_text(tokenizer)}, 0, _kind(columns)
+    )
     if not out.is_finished():
         with closing(out):
             if (

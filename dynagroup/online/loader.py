@@ -88,6 +88,8 @@ class OnlineDataLoader(StepLoader[Any]):
         shapes: int, largest number of batch shapes (samples, tokens) that a compiled model sees; they are chosen from
             ``length_hint``, in tokens. Or pass a ``ShapeLadder`` as ``budget``. See :class:`PlannedDataLoader`.
         pad: dict from field to padding value, for fields that transformers does not have; or a function.
+        identity: a text, or another value for JSON, that a saved state must have in common with the run that loads it,
+            for example the version of your code and data. Settings and lengths are compared without it.
         world: ranks that share the data; None: all of ``torch.distributed``, if initialised.
         **dataloader_kwargs: for torch's ``DataLoader``: ``num_workers``, ``pin_memory``, ``prefetch_factor`` (windows).
 
@@ -128,10 +130,11 @@ class OnlineDataLoader(StepLoader[Any]):
         kind_of: Callable[[Any], Hashable] | None = None,
         kinds: Iterable[Hashable] | None = None,
         one_kind: OneKind = "step",
+        identity: Any = None,
         world: World | None = None,
         **dataloader_kwargs: Any,
     ) -> None:
-        super().__init__(dataset, world=world)
+        super().__init__(dataset, world=world, identity=identity)
         knobs: dict[str, Any] = {"work": work, "weigh": weigh, "one_kind": one_kind}
         how: dict[str, Any] = {
             "seed": seed,
