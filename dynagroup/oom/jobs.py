@@ -32,7 +32,7 @@ from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.plan.static_shapes import few_shapes
 from dynagroup.shapes import TOKENS
 from dynagroup.update.filling import FillingCollator
-from dynagroup.validation import check_int
+from dynagroup.validation import check_identity, check_int
 
 _log = logging.getLogger(__name__)
 _PATIENCE_S = (
@@ -89,7 +89,9 @@ class Job:
         progress: bool = True,
         learned: LearningBudget | None = None,
         shapes: int | None = None,
+        identity: Any = None,
     ) -> None:
+        self._identity = check_identity(identity)
         if getattr(budget, "layout", "padded") == "packed":
             raise ConfigError(
                 f"`budget` must have layout='padded', as these batches are padded, but is {budget!r}"
@@ -151,7 +153,10 @@ class Job:
             raise ConfigError(
                 f"all ranks must run the same job, but have different {what}; give all ranks the same"
             )
-        if not _on_all(world, out.is_finished):
+        if _on_all(world, out.is_finished):
+            if world.rank == 0 and len(self.texts):
+                out.tell_of_earlier(len(self.texts))
+        else:
             _on_all(world, self._prepare)
             with closing(out):
                 self._finish(out, world)
@@ -165,7 +170,9 @@ class Job:
                 f"{num_ranks} ranks need `output`, the path of a file that all ranks can read and write"
             )
         settings = {**self.task.settings, "max_length": self._max_length}
-        identity = identity_of(self.task.model, self.tokenizer, self.texts, settings)
+        identity = identity_of(
+            self.task.model, self.tokenizer, self.texts, settings, self._identity
+        )
         return Output(Path(output), identity, len(self.texts), self.task.kind)
 
     # Ranks wait for each other four times: until the first has locked the output; until all have read what was finished
@@ -178,6 +185,8 @@ class Job:
             return
         finished: set[int] = set()
         _on_all(world, lambda: finished.update(out.finished()))
+        if finished and world.rank == 0:
+            out.tell_of_earlier(len(finished))
         _on_all(
             world,
             lambda: any(
@@ -337,8 +346,8 @@ def identity_of(
         "model's generation_config": _said(getattr(model, "generation_config", None)),
         "tokenizer": tokenizer_text(tokenizer),
         "texts": f"{len(texts)} texts {_digest(texts)}",
-        **{name: _said(value) for name, value in settings.items()},
         "identity": identity,
+        **{name: _said(value) for name, value in settings.items()},
     }
 
 

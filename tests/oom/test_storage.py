@@ -345,7 +345,6 @@ def test_code_and_switches_are_the_users_to_tell(first) -> None:
     model = small_llama()
     model.set_attn_implementation("eager")
     model.model.layers[1].mlp.act_fn = torch.nn.Tanh()
-    model.gradient_checkpointing_enable()
     assert identity(model) == first
     settings = {"task": "embed"}
     one, other = (
