@@ -238,7 +238,9 @@ class StepLoader(ABC, Generic[B]):
         return self._walk().after(check_int("updates", updates, least=0)).samples_seen
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns this rank's state, for JSON; all yielded steps count as used. Save the states of all ranks."""
+        """Returns this rank's state, for JSON; all yielded steps count as used. Save the states of all ranks.
+
+        A state is valid between two steps. StateError: loading of an online loader failed or was interrupted."""
         learned = LearningBudget.saved(self.budget)
         return sealed(self.KIND, self._compared(), {"learned": learned, **self._state()})
 
