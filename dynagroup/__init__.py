@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from dynagroup.errors import AlignmentError, BudgetError, ConfigError, StateError
     from dynagroup.files import measure_files
     from dynagroup.lengths import measure_lengths
-    from dynagroup.online.collator import RefinementCollator
+    from dynagroup.online.collator import RefinementCollator, collated_length
     from dynagroup.online.loader import OnlineDataLoader
     from dynagroup.oom import (
         OomSafeBackward,
@@ -66,7 +66,7 @@ _NAMES = {
     "update.planned": "PlannedDataLoader",
     "update.schedule": "scale_learning_rate",
     "update.step": "Step",
-    "online.collator": "RefinementCollator",
+    "online.collator": "RefinementCollator collated_length",
     "online.loader": "OnlineDataLoader",
     "oom": "OomSafeBackward classify_dataset embed_dataset encode generate_dataset generate_with_oom_retry iter_classify "
     "iter_embed iter_generate run_with_oom_retry",

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynagroup.errors import ConfigError
-from dynagroup.fingerprint import described, hashed
+from dynagroup.fingerprint import hashed, tokenizer_text
 from dynagroup.lengths import (
     IDS,
     LONGEST,
@@ -101,7 +101,9 @@ def measure_files(
         "max_length": limit,
         "rows": ROWS,
     }
-    out = Output(Path(output), {**identity, "tokenizer": described(tokenizer)}, 0, _kind(columns))
+    out = Output(
+        Path(output), {**identity, "tokenizer": tokenizer_text(tokenizer)}, 0, _kind(columns)
+    )
     if not out.is_finished():
         with closing(out):
             if (

@@ -7,7 +7,7 @@ from typing import Any
 from dynagroup.errors import StateError
 from dynagroup.fingerprint import hashed
 
-VERSION = 4
+VERSION = 5
 
 
 def sealed(kind: str, identity: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:

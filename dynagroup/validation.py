@@ -1,10 +1,10 @@
 """Checks arguments, so that the same mistake gives the same error message everywhere."""
 
 import difflib
-import inspect
+import json
 import math
-import os
 import pickle
+import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ContextDecorator, contextmanager, suppress
@@ -16,15 +16,15 @@ import numpy as np
 from dynagroup.errors import ConfigError
 
 LARGEST = 1 << 62  # largest count that arguments accept; no real run needs more
-_NOT_THE_USER = (f"{Path(__file__).parent}{os.sep}", str(Path("torch", "utils", "data")) + os.sep)
+_PACKAGE = str(Path(__file__).parent)
 
 
 def warn_user(message: str) -> None:
-    """Warns at the user's line of code: frames of dynagroup and of torch's DataLoader are skipped."""
-    frame, level = inspect.currentframe(), 1
-    while frame is not None and any(part in frame.f_code.co_filename for part in _NOT_THE_USER):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, stacklevel=level)
+    """Warns at the line of code that called dynagroup; before Python 3.12, at the caller of the warning function."""
+    if sys.version_info >= (3, 12):
+        warnings.warn(message, skip_file_prefixes=(_PACKAGE,))
+    else:
+        warnings.warn(message, stacklevel=3)
 
 
 @contextmanager
@@ -116,6 +116,14 @@ def check_flag(name: str, value: Any) -> bool:
     if not isinstance(value, (bool, np.bool_)):
         raise ConfigError(f"`{name}` must be True or False, but is {value!r}")
     return bool(value)
+
+
+def check_identity(value: Any) -> Any:
+    """Returns the user's ``identity`` as it comes back from JSON. ConfigError: JSON cannot store it."""
+    with explained(
+        f"`identity` must be a text, or another value that JSON can store, but is {value!r:.80}"
+    ):
+        return json.loads(json.dumps(value))
 
 
 def check_function(name: str, value: Any, what: str) -> Any:

@@ -105,6 +105,8 @@ class Killed(BaseException):
 class Mortal:
     """Counts words; dies at a text, if it is told to."""
 
+    fingerprint = "words"  # what it has seen is not what it does
+
     def __init__(self) -> None:
         self.seen: list[str] = []
         self.dies_at: int | None = None
@@ -114,9 +116,6 @@ class Mortal:
             raise Killed
         self.seen += texts
         return {"input_ids": [text.split() for text in texts]}
-
-    def __reduce__(self) -> Any:  # what it has seen is not what it does
-        return Mortal, ()
 
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -1,11 +1,15 @@
-"""Settings as text, alike in every process, and otherwise wherever they act otherwise; the envelope of every saved state."""
+"""Settings as text, alike in every process, that changes with values and never with code; the envelope of every state."""
 
 import collections
+import dataclasses
+import datetime
+import enum
 import functools
 import json
 import subprocess
 import sys
 import threading
+import types
 
 import numpy as np
 import pytest
@@ -22,8 +26,10 @@ from dynagroup import (
     friendly_size,
     multiple_of,
 )
-from dynagroup.fingerprint import described
+from dynagroup.fingerprint import described, tokenizer_text
+from dynagroup.online.messages import number_of
 from dynagroup.state import agreed, listed, opened, sealed
+from tests.models import small_tokenizer
 from tests.torchrun import ROOT
 
 PROGRAM = """
@@ -42,103 +48,102 @@ json_values = st.recursive(
 )
 
 
-def make(limit, scale=1):
-    return lambda n: min(n * scale, limit)
+def make(limit):
+    return lambda n: min(n, limit)
+
+
+def double(n):
+    return 2 * n
 
 
 class Holder:
-    def __init__(self, limit, steps=0):
-        self.limit, self.steps = limit, steps
+    def __init__(self, limit):
+        self.limit = limit
+
+    @functools.cached_property
+    def table(self):
+        return list(range(self.limit))
 
     def rule(self, n):
         return n * self.limit
-
-    @property
-    def through(self):
-        return lambda n: self.rule(n)
-
-    def twice(self, n):
-        return self.through(self.through(n))
 
     def relative(self, shape, baseline):
         return self.limit * shape.num_samples / baseline.num_samples
 
 
-def own_budget(constant, kind="code"):
-    class Quadratic(Budget):
-        def fits(self, shape, /):
-            return shape.num_samples <= constant
-
-    return Quadratic()
-
-
-class Slotted:
-    __slots__ = ("limit",)
-
+class Own(Budget):
     def __init__(self, limit):
         self.limit = limit
+
+    def fits(self, shape, /):
+        return shape.num_samples <= self.limit
+
+
+class Colour(enum.Enum):
+    RED, BLUE = 1, 2
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    limit: int
 
 
 LARGE = np.arange(5000)
 OTHER = np.where(LARGE == 2500, 0, LARGE)
 DIFFERENT = {
-    "lambda": (lambda n: n * 2, lambda n: n * 3),
-    "closure": (make(3), make(4)),
-    "closure over a function": (
-        (lambda f: lambda n: f(n))(make(3)),
-        (lambda f: lambda n: f(n))(make(4)),
-    ),
-    "default": (lambda n, k=1: n, lambda n, k=2: n),
+    "a function's name": (double, make(3)),
     "a budget's number": (TokenBudget(16), TokenBudget(17)),
-    "nested code": (lambda: [x + 1 for x in ()], lambda: [x + 2 for x in ()]),
+    "a number of the user's own budget": (Own(3), Own(4)),
     "partial": (functools.partial(pow, 2), functools.partial(pow, 3)),
     "large array": (LARGE, OTHER),
+    "array of objects": (np.array([1, "a"], object), np.array([1, "b"], object)),
     "tensor": (torch.zeros(3000), torch.zeros(3000).index_fill(0, torch.tensor([1500]), 1.0)),
-    "bound method": (Holder(3).rule, Holder(4).rule),
-    "what it calls": (Holder(3).twice, Holder(4).twice),
     "array in an object": (Holder(LARGE), Holder(OTHER)),
-    "read through a closure": (
-        (lambda h: lambda n: h.limit)(Holder(3)),
-        (lambda h: lambda n: h.limit)(Holder(4)),
-    ),
     "object": (Holder(3), Holder(4)),
-    "constant outside the attributes": (own_budget(3), own_budget(4)),
+    "object in an object": (Holder(Holder(3)), Holder(Holder(4))),
     "long text": ("a" * 900, "a" * 899 + "b"),
     "name": (friendly_size, multiple_of(8)),
+    "rule": (multiple_of(16), multiple_of(8)),
     "a budget's model": tuple(
         MemoryBudget(2, longest=8, model=Holder(factor)) for factor in (1, 2)
     ),
     "set": ({1, 2}, {1, 3}),
-    "what is held by name": (torch.float32, torch.float64),
-    "arguments of a pickle": (torch.device("cpu"), torch.device("meta")),
+    "dtype": (torch.float32, torch.float64),
+    "device": (torch.device("cpu"), torch.device("meta")),
     "items of a mapping": (collections.OrderedDict(a=1), collections.OrderedDict(a=2)),
-    "class attribute": (type("Own", (), {"k": 1})(), type("Own", (), {"k": 2})()),
-    "slots": (Slotted(1), Slotted(2)),
+    "slots of a dataclass": (Slotted(1), Slotted(2)),
+    "enum": (Colour.RED, Colour.BLUE),
+    "date": (datetime.date(2020, 1, 1), datetime.date(2020, 1, 2)),
+    "module": (np, torch),
+    "class": (Holder, Own),
 }
 
 
 @pytest.mark.parametrize(("one", "other"), DIFFERENT.values(), ids=DIFFERENT)
-def test_what_acts_otherwise_is_described_otherwise(one, other):
+def test_settings_of_other_values_are_described_otherwise(one, other):
     assert described(one) != described(other)
     assert described(one) == described(one)
     assert " at 0x" not in described(one) + described(other)
 
 
+used = Holder(3)
+assert used.table
 ALIKE = {
-    "two makings of a closure": (make(3), make(np.int64(3))),
+    "code, closures and constants": (make(3), make(4)),
+    "methods": (Holder(3).rule, Holder(4).rule),
     "numpy numbers": (np.float64(0.5), 0.5),
     "a budget's numbers": tuple(
         TokenBudget(most) & AdditiveCap("patches", 4) for most in (np.int64(16), 16)
     ),
     "order of a mapping": ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
-    "state that code does not read": (Holder(3, steps=1).rule, Holder(3, steps=9).rule),
     "two copies of an array": (LARGE, LARGE.copy()),
     "list and tuple, as JSON gives them back": ((1, 2), [1, 2]),
-    "what only computing it again would cost": (own_budget(3), own_budget(3)),
+    "cached values": (used, Holder(3)),
+    "what has neither attributes nor a name": (threading.Lock(), threading.Lock()),
 }
 
 
-def test_what_acts_alike_is_described_alike_in_another_process_too():
+def test_equal_settings_are_described_alike_in_another_process_too():
     assert [
         name for name, (one, other) in ALIKE.items() if described(one) != described(other)
     ] == []
@@ -149,24 +154,31 @@ def test_what_acts_alike_is_described_alike_in_another_process_too():
     assert json.loads(done.stdout) == here
 
 
-def test_recursion_ends_what_cannot_be_seen_is_warned_of_and_an_objects_own_fingerprint_goes_first():
-    def factorial(n):
-        return 1 if n < 2 else n * factorial(n - 1)
-
+def test_objects_that_contain_themselves_end_and_an_objects_own_fingerprint_goes_first():
     ring = []
     ring.append(ring)
     circle = Holder(None)
     circle.limit = circle
-    assert described(factorial) == described(factorial)
     assert described(ring) == "(^1)"
-    assert described(circle) == described(circle)
-    with pytest.warns(UserWarning, match="thread.lock.*`fingerprint`"):
-        assert described(Holder(threading.Lock())) == described(Holder(threading.Lock()))
-    with pytest.warns(UserWarning, match="generator"):
-        described({"order": (n for n in range(3))})
-    held = Holder(threading.Lock())
-    held.fingerprint = "mine-3"
-    assert described([held]) == "(mine-3)"
+    assert described(circle) == "Holder(limit=^1)"
+    own = types.SimpleNamespace(fingerprint="mine-3", limit=4)
+    assert described([own]) == "(mine-3)"
+    assert "limit=4" in described(own, ask=False)
+
+
+def test_labels_have_one_number_each():
+    labels = ["image", None, 3, Colour.RED, Colour.BLUE, datetime.date(2020, 1, 1), ("a", 1)]
+    assert len({number_of(label) for label in labels}) == len(labels)
+    assert number_of(True) == number_of(1.0) == number_of(np.int64(1))
+
+
+def test_a_tokenizer_is_compared_by_its_file_special_tokens_and_settings():
+    used, changed, cut = small_tokenizer(), small_tokenizer(), small_tokenizer()
+    used(["a b c d"], truncation=True, max_length=2, padding=True)
+    changed.add_tokens(["w1 w2"])
+    cut.truncation_side = "left"
+    assert tokenizer_text(used) == tokenizer_text(small_tokenizer())
+    assert len({tokenizer_text(one) for one in (used, changed, cut, None, len)}) == 5
 
 
 @pytest.mark.parametrize(
@@ -176,7 +188,7 @@ def test_recursion_ends_what_cannot_be_seen_is_warned_of_and_an_objects_own_fing
         ({"more": 1}, "not match its checksum"),
         ({3: 1}, "not match its checksum"),
         ({"identity": 3}, "not match its checksum"),
-        ({"version": 1}, "has version 1, but dynagroup reads 4"),
+        ({"version": 1}, "has version 1, but dynagroup reads 5"),
         ({"kind": "Other"}, "of Loader, but got one of 'Other'"),
     ],
 )

@@ -113,7 +113,7 @@ class Budget(ABC):
 
     @property
     def fingerprint(self) -> str:
-        """Text that changes with the class, its code and its settings, but not with limits learned from failures."""
+        """Text that changes with the class's name and the settings, but not with limits learned from failures."""
         return described(self, ask=False)
 
     def __and__(self, other: "Budget") -> "Budget":

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from dynagroup.errors import ConfigError
-from dynagroup.integrations.packing import PROBES, answer, differences, packing_collator
+from dynagroup.integrations.packing import packing_collator
+from dynagroup.integrations.probe import PROBES, answer, differences
 from dynagroup.integrations.varlen import use_varlen_attention
 from dynagroup.memory.trace.model import as_config, as_random_model
 from dynagroup.memory.traced import TracedMemory

@@ -3,18 +3,21 @@ in half precision, torch 2.11 or later runs it as one call of ``torch.nn.attenti
 
 import contextlib
 import inspect
-import sys
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import eager_mask
+from transformers import AttentionInterface, AttentionMaskInterface, DataCollatorWithFlattening
 
 from dynagroup.errors import ConfigError
-from dynagroup.oom.jobs import evaluating
+from dynagroup.integrations.probe import (
+    answer,
+    answers_alone,
+    difference_beyond_rounding,
+    samples_for,
+)
 from dynagroup.validation import explained
 
 try:
@@ -30,7 +33,6 @@ NO_MATTER = frozenset(
     "output_hidden_states output_router_logits return_dict logits_to_keep".split()
 )
 """Arguments that models pass to their attention function, and that do not change its result."""
-PROBE_TOKENS = 13
 COLLATE = "collate with DataCollatorWithFlattening(return_flash_attn_kwargs=True)"
 INSTEAD = "use attn_implementation='flash_attention_2' if the model has it, or the padded layout"
 
@@ -39,14 +41,16 @@ def use_varlen_attention(model: Any) -> Any:
     """Gives a transformers model attention for packed batches; returns the model. Batches must be packed by
     ``DataCollatorWithFlattening(return_flash_attn_kwargs=True)``. Parts without tokens (vision) keep their attention.
 
-    Raises ConfigError if :func:`check_own_attention` does; later, if a batch has a mask, images, or no borders.
+    Two short samples are run packed, and each alone with the model's own attention before. Raises ConfigError, and
+    changes nothing, if results are unequal (soft caps, sinks, chunks, biases), or cannot be compared; later, if a batch
+    has a mask, images, or no borders.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> small = LlamaConfig(vocab_size=16, hidden_size=8, num_attention_heads=2, num_hidden_layers=1, intermediate_size=8)
     >>> use_varlen_attention(LlamaForCausalLM(small)).config._attn_implementation
     'dynagroup_varlen'
     """
-    asked = check_own_attention(model)
+    asked = _checked_layers(model)
     parts = [part for part in model.modules() if hasattr(part, "set_attn_implementation")]
     kept = [
         (part.config, part.config._attn_implementation)
@@ -59,34 +63,55 @@ def use_varlen_attention(model: Any) -> Any:
     return model
 
 
-# Runs a few tokens once. Each layer's attention is computed twice from equal queries, keys and values: by the model's
-# own "eager" function with its masks, and by this module. The values are large and random, not the layer's own, so that
-# soft caps and sinks show. Windows and chunks are longer; but masks are functions of two positions, far apart here.
-def check_own_attention(model: Any) -> set[Any]:
-    """Compares packed attention with the model's own, layer by layer; returns the attention modules. ConfigError:
-    results are unequal (soft caps, sinks, chunks, biases), or cannot be compared."""
-    name, asked = type(model).__name__, set()
+def _checked_layers(model: Any) -> set[Any]:
+    """Compares packed attention with the model's own on two samples; returns the layers that asked for attention."""
+    name = type(model).__name__
+    asked: set[Any] = set()
     AttentionInterface.register(NAME, _attend)
+    AttentionInterface.register(PROBE, partial(_attend_and_note, asked))
     AttentionMaskInterface.register(NAME, _no_mask)
-    AttentionInterface.register(PROBE, partial(_attend_both, asked))
-    AttentionMaskInterface.register(PROBE, _probe_mask)
-    what = f"cannot compare packed attention with {name}'s own on {PROBE_TOKENS} tokens"
+    AttentionMaskInterface.register(PROBE, _no_mask)
     with (
-        explained(what, ConfigError, way_out=f"; {INSTEAD}"),
+        explained(
+            f"cannot compare packed attention with {name}'s own on two samples",
+            ConfigError,
+            way_out=f"; {INSTEAD}",
+        ),
         settings_kept(model),
-        evaluating(model),
-        torch.no_grad(),
     ):
+        samples = samples_for(model)
+        device = next(model.parameters()).device
+        wanted = answers_alone(model, [torch.tensor([ids], device=device) for ids in samples])
         model.set_attn_implementation(PROBE)
-        model(
-            input_ids=torch.arange(PROBE_TOKENS, device=next(model.parameters()).device)[None] % 5
-            + 5
+        collate = DataCollatorWithFlattening(
+            return_flash_attn_kwargs=True, position_ids_start=first_position(model)
         )
-    if not asked:
+        found = answer(model, collate([{"input_ids": ids} for ids in samples]))
+        if not asked:
+            raise ConfigError(
+                f"{name} does not use transformers' AttentionInterface, so it cannot be packed; {INSTEAD}"
+            )
+        apart = difference_beyond_rounding(model, found, wanted)
+    if apart:
         raise ConfigError(
-            f"{name} does not use transformers' AttentionInterface, so it cannot be packed; {INSTEAD}"
+            f"{name} cannot use packed attention: its results are unequal by {apart:.1%} to those of its own "
+            f"attention (the model may add to the scores, or limit attention otherwise than by a window); {INSTEAD}"
         )
     return asked
+
+
+def first_position(model: Any) -> int:
+    """Returns the position of a sample's first token: models like RoBERTa count from one above their padding's index."""
+    for layer in model.modules():
+        padding = getattr(getattr(layer, "position_embeddings", None), "padding_idx", None)
+        if type(layer).__name__.endswith("Embeddings") and padding is not None:
+            return int(padding) + 1
+    return 0
+
+
+def _attend_and_note(asked: set[Any], module: Any, *args: Any, **kwargs: Any) -> Any:
+    asked.add(module)
+    return _attend(module, *args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -104,64 +129,6 @@ def settings_kept(model: Any) -> Iterator[None]:
         for settings, old in before:
             settings.clear()
             settings.update(old)
-
-
-def _probe_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> Any:
-    mask: Any = eager_mask(*args, **{**kwargs, "allow_is_bidirectional_skip": False})
-    mask.sees = kwargs["mask_function"], local_size
-    return mask
-
-
-def _attend_both(
-    asked: set[Any],
-    module: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    attention_mask: Any = None,
-    **options: Any,
-) -> tuple[torch.Tensor, None]:
-    own: Any = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
-    seed, wide = (
-        torch.Generator().manual_seed(len(asked)),
-        torch.promote_types(query.dtype, torch.float32),
-    )
-    q, k, v = (
-        2 * torch.randn(x.shape, generator=seed).to(x.device, wide) for x in (query, key, value)
-    )
-    wanted = own(module, q, k, v, attention_mask, **options)[0]
-    apart = float(
-        (_attend(module, q, k, v, **options)[0] - wanted).abs().max() / wanted.abs().max()
-    )
-    window = options.get("sliding_window")
-    far = _sees_as_far(attention_mask, window, _is_causal(module, options.get("is_causal")))
-    if not far or not apart < (1e-2 if wanted.is_cuda else 1e-4):
-        more = (
-            f"the model adds to the scores, or limits attention by more than a window of {window}"
-        )
-        found = f"results on {PROBE_TOKENS} tokens are unequal by {apart:.1%} ({more})"
-        raise ConfigError(
-            f"{type(module).__name__} cannot use packed attention: {found}; {INSTEAD}"
-        )
-    asked.add(module)
-    return wanted.to(query.dtype), None
-
-
-def _sees_as_far(mask: Any, window: int | None, causal: bool) -> bool:
-    """Returns whether a mask allows the same attention as a window, tested around the ends of windows and chunks."""
-    function, size = getattr(mask, "sees", (None, None))
-    if function is None:
-        return window is None
-    end = size or window or 8
-    place = torch.tensor(
-        [0, 1, end - 1, end, end + 1, 2 * end - 1, 2 * end, 2 * end + 1], device=mask.device
-    )
-    return bool(
-        (
-            function(torch.zeros_like(place[:1]), 0, place[:, None], place[None])
-            == _near(place, window, causal)
-        ).all()
-    )
 
 
 def _near(place: torch.Tensor, window: int | None, causal: bool) -> torch.Tensor:

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -19,7 +19,7 @@ from dynagroup.plan.batches import Batches, offsets_of, shapes_of
 from dynagroup.plan.cost import Work, check_work
 from dynagroup.plan.planner import OneKind
 from dynagroup.plan.ranks import cut_kinds
-from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, check_names, units_of
+from dynagroup.shapes import TOKENS, IntArray, Streams, check_names, primary, units_of
 from dynagroup.update.filling import FillingCollator, Pad
 from dynagroup.update.loss_weight import Weigh, weigher
 from dynagroup.update.step import shown, total_of
@@ -49,7 +49,8 @@ def measure_sample(sample: Any) -> int:
     if ids is None:
         found = sorted(sample) if isinstance(sample, Mapping) else type(sample).__name__
         raise ConfigError(
-            f"a sample has no 'input_ids' to measure (it has {found}); pass `length_of`, e.g. len"
+            f"a sample has no 'input_ids' to measure (it has {found}); pass `length_of`, for example "
+            "len, or dynagroup.collated_length(collate_fn) if `collate_fn` makes the tokens"
         )
     shape = getattr(ids, "shape", None)
     length = int(shape[-1]) if shape else len(ids)
@@ -75,8 +76,8 @@ class RefinementCollator:
     Args:
         collate_fn: the user's function from samples to a batch. None: ``torch.utils.data.default_collate``.
         budget: limit of a batch.
-        length_of: function from a sample to its tokens, or to a dict by stream. None: :func:`measure_sample`, or if
-            batches become longer than so measured, the length after ``collate_fn`` on each sample alone.
+        length_of: function from a sample to its tokens, or to a dict by stream. None: :func:`measure_sample`. If
+            ``collate_fn`` changes lengths: ``collated_length(collate_fn)``.
         weigh: loss weight of a batch: "tokens" (predicted labels), "labels", "samples", or a function of the batch.
         oversize: what to do with a sample that does not fit even alone: "alone" (a batch of its own) or "error".
         work: predicted time of a batch.
@@ -84,7 +85,10 @@ class RefinementCollator:
         kind_of: function from a sample to its label (or ``kinds``: labels by index): a batch has samples of one kind.
         one_kind: "step": in one step all ranks have batches of one kind; "batch": each batch may have another kind.
 
-    Raises BudgetError if a batch is longer than measured and does not fit, or a sample does not and oversize="error".
+    The collated batch is compared with the budget. If it is longer than measured and does not fit, its samples are cut by
+    their true lengths and collated again, so ``collate_fn`` must not change lists or tensors of a sample in place.
+
+    Raises BudgetError if a sample does not fit even alone, and oversize="error".
 
     >>> from dynagroup.budget.tokens import TokenBudget
     >>> collate = RefinementCollator(lambda samples: [s["input_ids"] for s in samples], TokenBudget(8), weigh="samples")
@@ -122,59 +126,39 @@ class RefinementCollator:
         self.work = check_work(self.work)
         self._weight_of = weigher(self.weigh)
         self.filling = FillingCollator(self.collate_fn, self.budget.ladder, self.pad)
-        self._warned_wide = self._collates_to_measure = self._ran = False
+        self._warned_wide = False
 
     @sendable(lambda: "making batches failed")
     def __call__(self, window: WindowSamples | Sequence[Any]) -> RefinedWindow:
         if not isinstance(window, WindowSamples):
             window = WindowSamples(Request.of(range(len(window))), list(window))
-        deep, self._ran = not self._ran, True
-        refined = self._measured_again(
-            lambda chosen: self._refine(replace(window, samples=chosen)), window.samples, deep
-        )
-        return RefinedWindow(window.request.number, refined, window.place)
-
-    def _measured_again(
-        self, make: Callable[[list[Any]], list[Refined]], samples: list[Any], deep: bool
-    ) -> list[Refined]:
-        """Makes batches of ``samples``; if their lengths were measured wrongly, once more of (``deep``) copies of them."""
-        sure = (
-            self.length_of is not None or self.collate_fn is None or self._collates_to_measure
-        )  # no second time then
-        spare = samples if sure else _copied(samples, deep=deep)
-        try:
-            return make(samples)
-        except _WiderThanMeasured as wider:
-            self._collates_to_measure = True
-            told = "`collate_fn` changes lengths, so each sample is also collated alone to measure it, in about twice the time"
-            warn_user(
-                f"{wider}: {told}; pass `length_of`, or give the budget the right `pad_to_multiple_of`"
-            )
-            return make(spare)
+        return RefinedWindow(window.request.number, self._refine(window), window.place)
 
     def split_for_ranks(self, refined: Refined, parts: int) -> list[Refined]:
         """Splits a batch into ``parts`` batches that fit as well, to give all ranks the same number of steps."""
         assert refined.samples is not None
         bounds = np.linspace(0, len(refined), parts + 1).astype(int)
         request = Request(np.asarray(refined.positions), indices=refined.indices, keep=parts)
-        groups, labels = [refined.group] * parts, [refined.label] * len(refined)
-
-        def make(samples: list[Any]) -> list[Refined]:
-            lengths = (
-                self.measure(samples, refined.indices)
-                if self._collates_to_measure
-                else refined.lengths
+        made = self._collate_all(
+            _neighbours(np.diff(bounds)),
+            groups=[refined.group] * parts,
+            lengths=refined.lengths,
+            labels=[refined.label] * len(refined),
+            window=WindowSamples(request, refined.samples),
+        )
+        if len(made) > parts:  # ranks have agreed on the number of batches
+            raise BudgetError(
+                f"a part of the batch of dataset indices {shorten(refined.indices)} does not fit, but the "
+                "whole batch does; correct the budget's `fits` (see assert_budget_law), or let the random "
+                "numbers of `collate_fn` depend on the sample alone"
             )
-            window = WindowSamples(request, samples)
-            return self._collate_all(_neighbours(np.diff(bounds)), groups, lengths, labels, window)
-
-        return self._measured_again(make, refined.samples, deep=True)
+        return made
 
     def measure(self, samples: Sequence[Any], indices: Sequence[int]) -> Streams:
         """Returns the true lengths of these samples: stream -> int32 (N,)."""
-        name, length_of = self._measure_by(samples[0])
+        length_of = self.length_of or measure_sample
         measured = [
-            _asked(name, length_of, sample, of=index)
+            _asked("length_of", length_of, sample, of=index)
             for sample, index in zip(samples, indices, strict=True)
         ]
         columns = (
@@ -185,25 +169,16 @@ class RefinementCollator:
             raise ConfigError(
                 f"`shapes` are for one length, but `length_of` returns {[*columns]}; leave `shapes` out"
             )
-        return {stream: _whole_numbers(name, values, indices) for stream, values in columns.items()}
-
-    def _measure_by(self, sample: Any) -> tuple[str, LengthOf]:
-        if self.length_of is not None:
-            return "length_of", self.length_of
-        collate = self.collate_fn
-        if collate is None or (not self._collates_to_measure and _ids_of(sample) is not None):
-            return "length_of", measure_sample
-        return "collate_fn", lambda sample: _collated_length(collate, sample)
+        return {stream: _whole_numbers(values, indices) for stream, values in columns.items()}
 
     def _refine(self, window: WindowSamples) -> list[Refined]:
         request, samples = window.request, window.samples
         if not samples:
             return []
-        lengths, labels = (
-            self.measure(samples, request.indices),
-            self._labels(samples, request.indices),
-        )
-        return self._collate_all(*self._divide(lengths, labels, request), lengths, labels, window)
+        lengths = self.measure(samples, request.indices)
+        labels = self._labels(samples, request.indices)
+        batches, groups = self._divide(lengths, labels, request)
+        return self._collate_all(batches, groups, lengths, labels, window)
 
     def _labels(self, samples: Sequence[Any], indices: Sequence[int]) -> list[Any]:
         if self.kinds is not None:
@@ -230,9 +205,8 @@ class RefinementCollator:
             if self.has_kinds
             else np.zeros(len(labels), np.int64)
         )
-        make = partial(cut_kinds, budget=self.budget, num_ranks=1, together=False, work=self.work)
         if request.groups is None:
-            batches = Batches.concatenate(make(lengths, kinds))
+            batches = self._cut(lengths, kinds)
             return batches, [*range(len(batches))]
         planned = _neighbours(np.asarray(request.groups))
         fits, parts = self.budget.fits(shapes_of(planned, lengths)), []
@@ -242,15 +216,14 @@ class RefinementCollator:
                 {name: values[members] for name, values in lengths.items()},
             )
             stays = len(members) == 1 or (fit and (own == own[0]).all())
-            made = (
-                [Batches.of([members])]
-                if stays
-                else [part.map(members) for part in make(of_own, own)]
-            )
-            parts.append(Batches.concatenate(made))
+            parts.append(Batches.of([members]) if stays else self._cut(of_own, own).map(members))
         return Batches.concatenate(parts), [
             number for number, part in enumerate(parts) for _ in part
         ]
+
+    def _cut(self, lengths: Streams, kinds: IntArray) -> Batches:
+        parts = cut_kinds(lengths, kinds, self.budget, num_ranks=1, together=False, work=self.work)
+        return Batches.concatenate(parts)
 
     def _collate_all(
         self,
@@ -260,84 +233,139 @@ class RefinementCollator:
         labels: Sequence[Any],
         window: WindowSamples,
     ) -> list[Refined]:
-        request, samples, shapes = window.request, window.samples, shapes_of(batches, lengths)
-        agrees = self.has_kinds and self.one_kind == "step"
-        columns = {"group": groups, "oversize": (~self.budget.fits(shapes)).tolist()}
-        columns["padded"] = padded_tokens(shapes, self.budget).tolist()
-        columns["work"] = self.work.of_batches(batches, lengths, self.budget).tolist()
-        columns["real"] = real_tokens(shapes, self.budget).tolist()
-        measured_by = shapes.total if is_packed(self.budget, lengths) else shapes.longest
-        widths = {name: measured_by[name].tolist() for name in padded_streams(self.budget, lengths)}
-        kept, made = set(np.argsort(-batches.sizes, kind="stable")[: request.keep].tolist()), []
+        """Collates batches, and compares them with the budget. Those that do not fit are cut again by their true lengths."""
+        request = window.request
+        largest_first = np.argsort(-batches.sizes, kind="stable")
+        kept = {*largest_first[: request.keep].tolist()}
+        true = {name: values.copy() for name, values in lengths.items()}
+        collated: list[Any] = []
         for number, members in enumerate(batches):
+            indices = [request.indices[place] for place in members.tolist()]
+            samples = [window.samples[place] for place in members.tolist()]
+            copied = _copied(samples, deep=number in kept)  # `collate_fn` may change them
+            batch = _asked("collate_fn", self.collate_fn or default_collate, copied, of=indices)
+            self._correct_lengths(true, members, batch, indices)
+            collated.append(batch)
+        shapes = shapes_of(batches, true)
+        fits = self.budget.fits(shapes).tolist()
+        padded = padded_tokens(shapes, self.budget).tolist()
+        real = real_tokens(shapes, self.budget).tolist()
+        work = self.work.of_batches(batches, true, self.budget).tolist()
+        made: list[Refined] = []
+        for number, members in enumerate(batches):
+            batch = collated[number]
+            collated[number] = None  # frees memory of batches that are cut again
+            if not fits[number] and len(members) > 1:
+                own = {name: values[members] for name, values in true.items()}
+                parts = self._cut(own, np.zeros(len(members), np.int64)).map(members)
+                parents = [groups[number]] * len(parts)
+                made += self._collate_all(parts, parents, lengths, labels, window)
+                continue
             places = members.tolist()
-            chosen, indices = [samples[p] for p in places], [request.indices[p] for p in places]
-            measured = {name: values[members] for name, values in lengths.items()}
-            facts = {name: column[number] for name, column in columns.items()}
-            facts["samples"] = _copied(chosen) if number in kept else None
-            batch = _asked("collate_fn", self.collate_fn or default_collate, chosen, of=indices)
-            if facts["oversize"] and len(indices) > 1:
-                wrong = f"the batch of dataset indices {shorten(indices)} must fit, because a larger one does"
-                raise BudgetError(f"{wrong}; correct the budget's `fits`, see assert_budget_law")
-            if facts["oversize"] and self.oversize == "error":
-                way_out = "truncate it, filter it out, raise the budget, or pass oversize='alone'"
+            indices = [request.indices[place] for place in places]
+            own = {name: values[members] for name, values in true.items()}
+            if not fits[number] and self.oversize == "error":
                 raise BudgetError(
-                    f"sample {indices[0]} ({units_of(measured, 0)}) does not fit even alone; {way_out}"
-                )
-            if not facts["oversize"]:
-                self._check_width(
-                    batch,
-                    indices,
-                    measured,
-                    {name: width[number] for name, width in widths.items()},
+                    f"sample {indices[0]} ({units_of(own, 0)}) does not fit even alone; truncate it, "
+                    "filter it out, raise the budget, or pass oversize='alone'"
                 )
             weight = _asked("weigh", self._weight_of, batch, len(places), of=indices)
-            facts |= {"label": labels[places[0]], "kind": agrees * number_of(labels[places[0]])}
-            positions = tuple(request.positions[members].tolist())
-            batch = batch if self.budget.ladder is None else self.filling.fill(batch, len(places))
-            made.append(Refined(batch, indices, positions, measured, weight, **facts))
+            if self.budget.ladder is not None:
+                batch = self.filling.fill(batch, len(places))
+            label = labels[places[0]]
+            agrees = self.has_kinds and self.one_kind == "step"
+            refined = Refined(
+                batch,
+                indices,
+                positions=tuple(request.positions[members].tolist()),
+                lengths=own,
+                weight=weight,
+                padded=padded[number],
+                work=work[number],
+                real=real[number],
+                group=groups[number],
+                oversize=not fits[number],
+                label=label,
+                kind=number_of(label) if agrees else 0,
+                samples=[window.samples[place] for place in places] if number in kept else None,
+            )
+            made.append(refined)
         return made
 
-    def _check_width(
-        self, batch: Any, indices: Sequence[int], lengths: Streams, widths: Mapping[str, int]
+    def _correct_lengths(
+        self, lengths: Streams, members: IntArray, batch: Any, indices: Sequence[int]
     ) -> None:
-        """Warns, or raises BudgetError, if a collated batch is longer than its samples were measured to be."""
-        packed, multiple = is_packed(self.budget, lengths), self.budget.pad_to_multiple_of
-        found = shown(batch, len(indices), [*widths], packed=packed).items()
-        wide = {
-            name: tokens
-            for name, tokens in found
-            if tokens > widths[name] + -widths[name] % multiple
-        }
-        if not wide:
-            return
-        came = " and ".join(f"{tokens} {name}" for name, tokens in wide.items())
-        form, whose = (
-            ("in total", "measured as")
-            if packed
-            else ("per row", "whose longest sample was measured as")
-        )
-        own = " and ".join(str(widths[name]) for name in wide)
-        told = f"`collate_fn` made a batch of {came} {form} from dataset indices {shorten(indices)}, {whose} {own}"
-        if self.length_of is None and not self._collates_to_measure:
-            raise _WiderThanMeasured(told)
-        shape, form = BatchShape.of_samples(lengths), "total" if packed else "longest"
-        true = {
-            **getattr(shape, form),
-            **{name: np.array([tokens]) for name, tokens in wide.items()},
-        }
-        way_out = (
-            "correct `length_of`, or give the budget the collate function's `pad_to_multiple_of`"
-        )
-        if not self.budget.fits(replace(shape, **{form: true}))[0]:
-            raise BudgetError(f"{told}, so the batch does not fit; {way_out}")
-        if not self._warned_wide:
-            self._warned_wide = True
-            warn_user(f"{told}; {way_out}")
+        """Writes true lengths into ``lengths`` if a collated batch is longer than its samples were measured to be."""
+        packed = is_packed(self.budget, lengths)
+        multiple = self.budget.pad_to_multiple_of
+        streams = padded_streams(self.budget, lengths)
+        for name, tokens in shown(batch, len(members), streams, packed=packed).items():
+            measured = lengths[name][members]
+            expected = int(measured.sum(dtype=np.int64) if packed else measured.max())
+            if tokens <= expected + -expected % multiple:
+                continue
+            marked = None
+            if name == primary(lengths) and not packed:
+                marked = _marked_lengths(batch, len(members))
+            lengths[name][members] = stretched(
+                measured if marked is None else marked, tokens, packed=packed
+            )
+            if not self._warned_wide:
+                self._warned_wide = True
+                form = "in total" if packed else "per row"
+                whose = "measured as" if packed else "whose longest sample was measured as"
+                warn_user(
+                    f"`collate_fn` made a batch of {tokens} {name} {form} from dataset indices "
+                    f"{shorten(indices)}, {whose} {expected}. Batches that do not fit are cut and collated "
+                    "again, which takes time; pass length_of=collated_length(collate_fn), or give the "
+                    "budget the `pad_to_multiple_of` of `collate_fn`"
+                )
 
 
-class _WiderThanMeasured(Exception):
-    """Raised internally when the collate function makes samples longer than they were measured."""
+def collated_length(collate_fn: Callable[[list[Any]], Any]) -> Callable[[Any], int]:
+    """Returns a ``length_of``: the tokens of the batch that ``collate_fn`` makes of a copy of one sample alone. For collate
+    functions that tokenize, or that run a processor. Every sample is then collated twice.
+
+    >>> length_of = collated_length(lambda samples: {"input_ids": np.ones((1, 2 + len(samples[0])))})
+    >>> length_of("text")
+    6
+    """
+    check_function("collate_fn", collate_fn, "from samples to a batch")
+    return partial(_collated_length, collate_fn)
+
+
+def _collated_length(collate_fn: Callable[[list[Any]], Any], sample: Any) -> int:
+    batch = collate_fn(_copied([sample], deep=True))
+    tokens = total_of(batch, TOKENS)
+    if tokens is None:
+        raise ConfigError(
+            "`collated_length` needs a `collate_fn` that returns `input_ids`, as an array of one row for one "
+            f"sample, but it returned {batch!r:.200}; pass another `length_of`"
+        )
+    return tokens
+
+
+def stretched(lengths: NDArray[Any], tokens: int, *, packed: bool) -> IntArray:
+    """Returns lengths in the same proportion, of which the longest (``packed``: the sum) is ``tokens``.
+
+    >>> stretched(np.array([4, 2, 1]), 9, packed=False).tolist(), stretched(np.array([4, 4]), 9, packed=True).tolist()
+    ([9, 5, 3], [5, 4])
+    """
+    known = np.maximum(lengths, 1).astype(np.int64)
+    if not packed:
+        return -(-known * tokens // known.max())
+    found = known * tokens // known.sum()
+    found[0] += tokens - found.sum()
+    return found
+
+
+def _marked_lengths(batch: Any, num_samples: int) -> NDArray[Any] | None:
+    """Returns the tokens of each row that a batch's ``attention_mask`` marks; None: it has no such mask."""
+    try:
+        mask = np.asarray(batch["attention_mask"])
+    except (TypeError, KeyError, IndexError):
+        return None
+    return mask.sum(axis=1) if mask.ndim == 2 and len(mask) == num_samples else None
 
 
 def _ids_of(sample: Any) -> Any:
@@ -347,14 +375,7 @@ def _ids_of(sample: Any) -> Any:
         return None
 
 
-def _collated_length(collate_fn: Callable[[list[Any]], Any], sample: Any) -> int:
-    """Returns the tokens of the batch that the collate function makes of a copy of this one sample."""
-    copied = _copied([sample])
-    tokens = total_of(collate_fn(copied), TOKENS)
-    return measure_sample(copied[0]) if tokens is None else tokens
-
-
-def _copied(samples: list[Any], *, deep: bool = True) -> list[Any]:
+def _copied(samples: list[Any], *, deep: bool) -> list[Any]:
     """Returns copies of samples that are collated twice, as ``collate_fn`` may change them; or these if they cannot be
     copied. ``deep=False`` copies only their fields, which costs little."""
     with suppress(Exception):
@@ -371,7 +392,7 @@ def _asked(name: str, function: Callable[..., Any], *args: Any, of: int | list[i
         return function(*args)
 
 
-def _whole_numbers(name: str, values: list[Any], indices: Sequence[int]) -> NDArray[np.int32]:
+def _whole_numbers(values: list[Any], indices: Sequence[int]) -> NDArray[np.int32]:
     try:
         array = np.asarray(values)
     except ValueError:  # values of unequal shape
@@ -384,7 +405,7 @@ def _whole_numbers(name: str, values: list[Any], indices: Sequence[int]) -> NDAr
     ):
         found = f"{shorten(values)} for the samples {shorten(indices)}"
         raise ConfigError(
-            f"`{name}` must return whole numbers from 0 to {LONGEST}, but returned {found}"
+            f"`length_of` must return whole numbers from 0 to {LONGEST}, but returned {found}"
         )
     return array.astype(np.int32)
 

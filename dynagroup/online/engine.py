@@ -4,12 +4,11 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from dynagroup.errors import AlignmentError
+from dynagroup.errors import AlignmentError, StateError
 from dynagroup.online.feeds import IterableFeed, MapFeed, Workers
 from dynagroup.online.messages import Refined, RefinedWindow, by_kind, number_of
 from dynagroup.online.plans import Source, behind, handed_out
@@ -77,6 +76,7 @@ class Runner(ABC):
         ] = []  # agreed steps that wait for the rest of their update; empty batches are idle
         self.due: deque[Take] = deque()  # steps of updates whose totals are known
         self.ended = False  # True: the agreed steps are the epoch's last
+        self._is_whole = True  # False: between two steps, or stopped there
         self._failure: Exception | None = None  # of a split, not told to the other ranks yet
         self.split: bool = (
             place is not None and place["split"]
@@ -99,7 +99,13 @@ class Runner(ABC):
         return handed_out(self.stands, self.under_way, self.source.sizes)
 
     def state(self) -> dict[str, Any] | None:
-        """Returns the point from which this rank can resume, as JSON values; None after the end of the epoch."""
+        """Returns the point from which this rank can resume, as JSON values; None after the end of the epoch. StateError:
+        loading was interrupted between two steps."""
+        if not self._is_whole:
+            raise StateError(
+                "loading failed or was interrupted between two steps, so the loader has no state to save; "
+                "resume from a state that was saved after a step"
+            )
         if self.over:
             return None
         front = [*(take.batch for take in self.due), *self.agreed]
@@ -149,19 +155,10 @@ class Runner(ABC):
             if self.due:
                 yield self._emit()
                 continue
-            held = lambda value: copy(value) if isinstance(value, (list, deque)) else value  # noqa: E731
-            before = [
-                (part, {name: held(value) for name, value in vars(part).items()})
-                for part in (self, self.feed)
-            ]
-            try:
-                self._more()
-                self._tell_of_oversize()
-            except BaseException:  # also an interrupt, at any place: the state is that of before
-                for part, values in before:
-                    vars(part).update(values)
-                raise
-            del before  # it would keep batches alive that were used
+            self._is_whole = False
+            self._more()
+            self._tell_of_oversize()
+            self._is_whole = True
 
     def _even_out(self, batches: Sequence[Refined], steps: int) -> list[Refined]:
         """Splits batches whose samples were kept, until there are ``steps`` batches or none can be split. If that fails,

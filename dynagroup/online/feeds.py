@@ -298,10 +298,7 @@ class IterableFeed:
         self.opening = self.opening or opening
         if opening and self._openings.setdefault(opening, worker) != worker:
             self._workers.tell_of_sharing(f"workers {self._openings[opening]} and {worker}")
-        self._opened = {
-            **self._opened,
-            worker: deque([*self._opened.get(worker, ()), window.place]),
-        }
+        self._opened.setdefault(worker, deque()).append(window.place)
         return window.batches
 
     def close(self) -> None:

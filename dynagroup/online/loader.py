@@ -62,8 +62,8 @@ class OnlineDataLoader(StepLoader[Any]):
         budget: limit of a batch, such as ``TokenBudget(16384)`` or just 16384. A MemoryBudget needs ``longest``.
         collate_fn: function from processed samples to a batch. None: torch's ``default_collate``.
         length_of: function from a processed sample to its tokens, or to a dict by stream. None: length of
-            ``input_ids``; if ``collate_fn`` changes these, the length after ``collate_fn`` on the sample alone
-            (``collate_fn`` may then replace a sample's fields, but not change their lists or tensors in place).
+            ``input_ids``. If ``collate_fn`` makes the tokens: ``collated_length(collate_fn)``. A collated batch that does
+            not fit is cut and collated again, so ``collate_fn`` must not change a sample's lists or tensors in place.
         batch_sampler: this rank's batches of dataset indices, which are cut to fit. The loader then forms no windows.
         sampler: dataset indices for all ranks together, the same on every rank. None: dataset order.
         shuffle: True draws samples in random order, seeded by ``seed`` and the epoch.
@@ -88,6 +88,8 @@ class OnlineDataLoader(StepLoader[Any]):
         shapes: int, largest number of batch shapes (samples, tokens) that a compiled model sees; they are chosen from
             ``length_hint``, in tokens. Or pass a ``ShapeLadder`` as ``budget``. See :class:`PlannedDataLoader`.
         pad: dict from field to padding value, for fields that transformers does not have; or a function.
+        identity: a text, or another value for JSON, that a saved state must have in common with the run that loads it,
+            for example the version of your code and data. Settings and lengths are compared without it.
         world: ranks that share the data; None: all of ``torch.distributed``, if initialised.
         **dataloader_kwargs: for torch's ``DataLoader``: ``num_workers``, ``pin_memory``, ``prefetch_factor`` (windows).
 
@@ -128,10 +130,11 @@ class OnlineDataLoader(StepLoader[Any]):
         kind_of: Callable[[Any], Hashable] | None = None,
         kinds: Iterable[Hashable] | None = None,
         one_kind: OneKind = "step",
+        identity: Any = None,
         world: World | None = None,
         **dataloader_kwargs: Any,
     ) -> None:
-        super().__init__(dataset, world=world)
+        super().__init__(dataset, world=world, identity=identity)
         knobs: dict[str, Any] = {"work": work, "weigh": weigh, "one_kind": one_kind}
         how: dict[str, Any] = {
             "seed": seed,

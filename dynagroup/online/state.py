@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from dynagroup.distributed import World
 from dynagroup.errors import StateError
-from dynagroup.fingerprint import hashed
 from dynagroup.shapes import IntArray, Streams
 
 
@@ -53,28 +52,19 @@ def together(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> list[
         )
     places = {standing(state) for state in ordered}
     if len(places) > 1:
-        told = f"(ranks, epoch, step, samples, changes, what they had agreed) are {sorted(places)}"
         raise StateError(
-            f"the ranks saved their states after different steps: {told}; load states of one step"
+            "the ranks saved their states after different steps: (ranks, epoch, step, samples, changes) are "
+            f"{sorted(places)}; load states of one step"
         )
     return [ordered[rank]] if len(ordered) == size else ordered
 
 
 def standing(state: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Returns what the states of all ranks have in common if they saved them after the same exchange."""
-    cursor, running = (
-        state["cursor"],
-        state["running"] or {},
-    )  # the end of an epoch is the beginning of the next one
-    feed = running.get("feed", {})
-    agreed = [running.get("ended"), running.get("kinds"), feed.get("start"), feed.get("kinds")]
-    place = (
-        state["world_size"],
-        state["epoch"],
-        cursor["steps"] * bool(running),
-        cursor["samples_seen"],
-    )
-    return *place, str(state["changes"]), hashed(str(agreed), 4)
+    """Returns what the states of all ranks have in common if they saved them after the same step."""
+    cursor = state["cursor"]
+    # the end of an epoch is the beginning of the next one
+    steps = cursor["steps"] if state["running"] else 0
+    return state["world_size"], state["epoch"], steps, cursor["samples_seen"], str(state["changes"])
 
 
 KINDS = "(kinds)"  # name of the kinds among the streams of lengths

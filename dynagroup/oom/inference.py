@@ -31,7 +31,7 @@ _POOLINGS = {
     "mean": "mean",
 }
 _NEW_TOKENS = 128
-_OF_A_JOB = {"batch_size", "budget", "max_length", "progress", "learned"}
+_OF_A_JOB = {"batch_size", "budget", "max_length", "progress", "learned", "identity"}
 
 
 def generate_dataset(
@@ -57,7 +57,8 @@ def generate_dataset(
         world: ranks that share the work. None: all of ``torch.distributed``.
         options: ``batch_size`` (default 16: this many of the longest texts fit the device) or ``budget``;
             ``max_length`` (tokens to which texts are truncated, without new ones, unlike in ``generate``); ``progress``
-            (default True); ``learned`` (a :class:`~dynagroup.LearningBudget`); what ``generate`` takes for all samples.
+            (default True); ``learned`` (a :class:`~dynagroup.LearningBudget`); ``identity`` (a text or another value for
+            JSON, compared with that of earlier results in ``output``); what ``generate`` takes for all samples.
 
     Raises ConfigError if arguments contradict each other, or a text has more tokens than the model has positions;
     StateError if ``output`` or its journal is damaged or was made with other arguments; BudgetError if a text does not

@@ -1,13 +1,10 @@
 """Runs a model over many texts in planned batches, on several ranks; recovers from memory errors and crashes."""
 
 import hashlib
-import json
 import logging
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from enum import Enum
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -24,7 +21,7 @@ from dynagroup.budget.memory import MemoryBudget
 from dynagroup.budget.tokens import as_budget
 from dynagroup.distributed import World, current_world
 from dynagroup.errors import ConfigError
-from dynagroup.fingerprint import described, hashed, is_own
+from dynagroup.fingerprint import described, hashed, tokenizer_text
 from dynagroup.lengths import begun_once, by_position, limit_of, measure_lengths, padded
 from dynagroup.memory import MemoryRegressor
 from dynagroup.memory.protocols import PaddedTokens
@@ -35,7 +32,7 @@ from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.plan.static_shapes import few_shapes
 from dynagroup.shapes import TOKENS
 from dynagroup.update.filling import FillingCollator
-from dynagroup.validation import check_int
+from dynagroup.validation import check_identity, check_int
 
 _log = logging.getLogger(__name__)
 _PATIENCE_S = (
@@ -58,31 +55,6 @@ _HOW = {
     "torch_dtype",
     "architectures",
 }
-_CHANGES = {
-    "gradient_checkpointing",
-    "is_gradient_checkpointing",
-    "name_or_path",
-    "warnings_issued",
-    "hf_device_map",
-}
-_CHANGES |= {
-    "max_seq_len_cached",
-    *vars(torch.nn.Module()),
-}  # these change when a model runs or moves, or has hooks
-_CHANGES |= {
-    "forward",
-    "_old_forward",
-    "_hf_hook",
-    "_compiled_call_impl",
-    "_gradient_checkpointing_func",
-}
-_PLAIN = (type(None), int, float, str, Enum, np.generic, np.ndarray, torch.dtype)
-_OF_TOKENIZER = "pad_token_id eos_token_id bos_token truncation_side clean_up_tokenization_spaces split_special_tokens".split()
-_PROBES = [
-    "A quick brown fox.",
-    "Ein süßer Käse, 1,024 €",
-    "\u4f60\u597d, def f(x): return x ** 2\n",
-]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +89,9 @@ class Job:
         progress: bool = True,
         learned: LearningBudget | None = None,
         shapes: int | None = None,
+        identity: Any = None,
     ) -> None:
+        self._identity = check_identity(identity)
         if getattr(budget, "layout", "padded") == "packed":
             raise ConfigError(
                 f"`budget` must have layout='padded', as these batches are padded, but is {budget!r}"
@@ -179,7 +153,10 @@ class Job:
             raise ConfigError(
                 f"all ranks must run the same job, but have different {what}; give all ranks the same"
             )
-        if not _on_all(world, out.is_finished):
+        if _on_all(world, out.is_finished):
+            if world.rank == 0 and len(self.texts):
+                out.tell_of_earlier(len(self.texts))
+        else:
             _on_all(world, self._prepare)
             with closing(out):
                 self._finish(out, world)
@@ -193,7 +170,9 @@ class Job:
                 f"{num_ranks} ranks need `output`, the path of a file that all ranks can read and write"
             )
         settings = {**self.task.settings, "max_length": self._max_length}
-        identity = identity_of(self.task.model, self.tokenizer, self.texts, settings)
+        identity = identity_of(
+            self.task.model, self.tokenizer, self.texts, settings, self._identity
+        )
         return Output(Path(output), identity, len(self.texts), self.task.kind)
 
     # Ranks wait for each other four times: until the first has locked the output; until all have read what was finished
@@ -206,6 +185,8 @@ class Job:
             return
         finished: set[int] = set()
         _on_all(world, lambda: finished.update(out.finished()))
+        if finished and world.rank == 0:
+            out.tell_of_earlier(len(finished))
         _on_all(
             world,
             lambda: any(
@@ -354,40 +335,21 @@ def _positions(model: Any) -> tuple[int | None, int | None]:
 
 
 def identity_of(
-    model: Any, tokenizer: Any, texts: Iterable[str], settings: Mapping[str, Any]
+    model: Any,
+    tokenizer: Any,
+    texts: Iterable[str],
+    settings: Mapping[str, Any],
+    identity: Any = None,
 ) -> dict[str, Any]:
-    """Returns all that results depend on, as text for JSON; equal in every process, wherever the model was loaded."""
-    names = sorted(
-        {
-            str(getattr(getattr(part, "config", None), "_attn_implementation", ""))
-            for part in model.modules()
-        }
-        - {""}
-    )
-    places = (
-        ("modeling", "ATTENTION"),
-        ("masking", "MASK_ATTENTION"),
-    )  # where functions of one's own are registered
-    tables = [
-        getattr(sys.modules.get(f"transformers.{where}_utils"), f"ALL_{what}_FUNCTIONS", {})
-        for where, what in places
-    ]
-    own = [
-        described(f)
-        for table in tables
-        for name in names
-        if is_own(getattr(f := table.get(name), "func", f))
-    ]
+    """Returns what results are compared by, as text for JSON; equal in every process, wherever the model was loaded."""
+    texts = list(texts)
     return {
         "model": f"{type(model).__name__} {_digest(_weights(model))}",
-        "model's attention": ", ".join([*names, *own]),
-        "model's switches and adapters": _digest(_switches(model)),
-        "tokenizer": _tokenizer(tokenizer),
-        **{
-            f"model's {name}": _said(getattr(model, name, None))
-            for name in ("config", "generation_config")
-        },
-        "texts": f"{len(texts := list(texts))} texts {_digest(texts)}",
+        "model's config": _said(getattr(model, "config", None)),
+        "model's generation_config": _said(getattr(model, "generation_config", None)),
+        "tokenizer": tokenizer_text(tokenizer),
+        "texts": f"{len(texts)} texts {_digest(texts)}",
+        "identity": identity,
         **{name: _said(value) for name, value in settings.items()},
     }
 
@@ -408,41 +370,6 @@ def _said(value: Any) -> str | int | None:
             if v is not None and k not in _WHERE_FROM | _HOW
         }
     return value if value is None or type(value) in (int, str) else described(value)
-
-
-def _tokenizer(tokenizer: Any) -> str:
-    """Returns a hash of a tokenizer: its rules or vocabulary, its special tokens, and the ids of some words."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    rules = tokenizer.get_vocab() if backend is None else json.loads(backend.to_str())
-    rules = sorted(
-        (k, v) for k, v in rules.items() if k not in ("truncation", "padding")
-    )  # every call changes these
-    special = [getattr(tokenizer, name, None) for name in _OF_TOKENIZER]
-    return f"{type(tokenizer).__name__} #{hashed(repr((rules, special, tokenizer(_PROBES)['input_ids'])))}"
-
-
-# Weights do not show which adapter is active or merged, or its scaling: plain attributes of modules. Private ones are the
-# framework's and left out, except in layers of peft and the user's own, of which all counts (settings, a steering vector).
-def _switches(model: Any) -> Iterator[str]:
-    for name, module in model.named_modules():
-        yield f"{name} {described(kind := type(module))}"  # an activation function has no weights
-        for key, value in sorted(vars(module).items()):
-            own = is_own(kind) and "cache" not in key  # what a layer computes as it runs
-            private = own and not hasattr(kind, "from_pretrained")
-            public = (
-                private or not key.startswith("_") or kind.__module__.partition(".")[0] == "peft"
-            )
-            if key not in _CHANGES and public and _counts(value, own):
-                yield f"{name}.{key}={_said(value)}"
-
-
-def _counts(value: Any, own: bool) -> bool:
-    """Returns whether a module's attribute counts; ``own``: in modules of the user's own, all but other modules do."""
-    inner = [*value, *value.values()] if isinstance(value, dict) else value
-    if isinstance(inner, (list, tuple, set, frozenset)):
-        return all(_counts(part, own) for part in inner)
-    plain = isinstance(value, _PLAIN) or (torch.is_tensor(value) and value.numel() == 1)
-    return not isinstance(value, torch.nn.Module) if own else plain
 
 
 def _weights(model: Any) -> Iterator[str]:

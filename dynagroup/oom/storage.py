@@ -6,6 +6,7 @@ import mmap
 import os
 import re
 import struct
+import time
 import uuid
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -112,6 +113,22 @@ class Output:
             )
         self._said(_sum(self._path))
         return True
+
+    def tell_of_earlier(self, num_finished: int) -> None:
+        """Logs from when the results are that this run continues or returns, and how to start anew."""
+        files = [self._path] if self._path.exists() else self._own_files("journal")
+        begun = time.localtime(min(path.stat().st_mtime for path in files))
+        _log.warning(
+            "%s: %d of %d results are from %s, by a job of the same texts, arguments, tokenizer, config, weights and "
+            "`identity`; code is not compared. To start anew, remove %s, %s and %s, or name another `output`",
+            self._path,
+            num_finished,
+            self.num_samples,
+            time.strftime("%Y-%m-%d %H:%M:%S", begun),
+            self._path.name,
+            self._receipt.name,
+            self.journal.name,
+        )
 
     def claim(self) -> bool:
         """Locks the output for this run until :meth:`close`; returns True if another process has finished the job in

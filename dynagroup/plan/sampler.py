@@ -21,7 +21,7 @@ from dynagroup.plan.plan import BatchPlan
 from dynagroup.plan.planner import OneKind, Oversize, PlanConfig, Planner, Uneven
 from dynagroup.shapes import IntArray
 from dynagroup.state import agreed, listed, opened, sealed
-from dynagroup.validation import check_int, warn_user
+from dynagroup.validation import check_identity, check_int, warn_user
 
 KIND = "LengthAwareBatchSampler"
 
@@ -95,6 +95,8 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
             epoch). With ``order``, ``shuffle`` only shuffles steps.
         oversize: a sample that does not fit even alone: "alone" (a batch of its own, one warning), "error", or "drop".
         uneven: if the last step has too few samples for all ranks: "repeat" the smallest (one warning), or "drop" them.
+        identity: a text, or another value for JSON, that a saved state must have in common with the run that loads it,
+            for example the version of your code and data. Settings and lengths are compared without it.
         rank, world_size: int; None: those of ``torch.distributed``, read when an epoch starts. With ``world_size``
             alone, the batches of all ranks are yielded step by step, for accelerate, which shards them.
 
@@ -127,6 +129,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         order: Iterable[int] | None = None,
         oversize: Oversize = "alone",
         uneven: Uneven = "repeat",
+        identity: Any = None,
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
@@ -146,6 +149,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
             **how, work=check_work(work), oversize=oversize, uneven=uneven, one_kind=one_kind
         )
         self._planner = Planner.of(lengths, budget, config, kinds)
+        self._identity_given = check_identity(identity)
         self._order = None if order is None else OrderSource(order, self._planner.num_samples)
         if world_size is not None:
             world_size = check_int("world_size", world_size, most=MOST_RANKS)
@@ -327,14 +331,17 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
             "learned": LearningBudget.saved(self._planner.budget),
             "left_out": self._planner.left_print,
         }
-        return sealed(KIND, self._planner.identity, {"cursor": cursor, "order": order, **fields})
+        return sealed(KIND, self._compared(), {"cursor": cursor, "order": order, **fields})
+
+    def _compared(self) -> dict[str, Any]:
+        return {**self._planner.identity, "identity": self._identity_given}
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Resumes from a saved state, on any number of ranks: the rest of its epoch comes next, or if nothing remained, the next
         epoch. The state of one rank is enough; if those of all ranks are given, they must be equal. On the same number of ranks
         the remaining batches are the same. On another number, the remaining samples of the current window are cut into new
         batches. Raises StateError if the state is damaged, or was saved with other lengths, another budget or other settings."""
-        state = agreed(opened(listed(state_dict), KIND, self._planner.identity))
+        state = agreed(opened(listed(state_dict), KIND, self._compared()))
         cursor = Cursor.of(state["cursor"])
         if state["order"] != (None if self._order is None else self._order.checksum(cursor.epoch)):
             must = f"must yield the same indices in epoch {cursor.epoch} as when the state was saved (or none, as then)"

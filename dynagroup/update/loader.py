@@ -25,6 +25,7 @@ from dynagroup.update.step import B, LoaderStats, Step
 from dynagroup.validation import (
     check_flag,
     check_function,
+    check_identity,
     check_int,
     check_number,
     explained,
@@ -46,8 +47,9 @@ class StepLoader(ABC, Generic[B]):
     KIND: ClassVar[str]  # the class's name in saved states
     sizes: UpdateSizes | None = None  # sizes of all updates, if `samples_per_update` is set
 
-    def __init__(self, dataset: Any, *, world: World | None) -> None:
+    def __init__(self, dataset: Any, *, world: World | None, identity: Any = None) -> None:
         self.dataset = dataset
+        self._identity_given = check_identity(identity)
         if world is not None and not all(
             hasattr(world, name) for name in ("rank", "size", "all_max", "all_sum")
         ):
@@ -236,12 +238,15 @@ class StepLoader(ABC, Generic[B]):
         return self._walk().after(check_int("updates", updates, least=0)).samples_seen
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns this rank's state, for JSON; all yielded steps count as used. Save the states of all ranks."""
-        return sealed(
-            self.KIND,
-            self._identity(),
-            {"learned": LearningBudget.saved(self.budget), **self._state()},
-        )
+        """Returns this rank's state, for JSON; all yielded steps count as used. Save the states of all ranks.
+
+        A state is valid between two steps. StateError: loading of an online loader failed or was interrupted."""
+        learned = LearningBudget.saved(self.budget)
+        return sealed(self.KIND, self._compared(), {"learned": learned, **self._state()})
+
+    def _compared(self) -> dict[str, Any]:
+        """Returns all that a saved state and the run that loads it must have in common."""
+        return {**self._identity(), "identity": self._identity_given}
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Resumes from saved states, on any number of ranks: the next iteration gives exactly the steps that remained.
@@ -251,7 +256,7 @@ class StepLoader(ABC, Generic[B]):
 
         Raises StateError if a state is damaged, from other data or settings, or missing; then nothing is changed."""
         states, (rank, size) = listed(state_dict), self._rank_and_size()
-        found = self._checked(opened(states, self.KIND, self._identity()))
+        found = self._checked(opened(states, self.KIND, self._compared()))
         with LearningBudget.taken_up(self.budget, states[rank if len(states) == size else 0]):
             self._stop()
             self._restore(found)

@@ -89,6 +89,8 @@ class PlannedDataLoader(StepLoader[B]):
         shapes: int, largest number of batch shapes (samples, tokens) that a compiled model sees: batches are padded to
             a shape of a :class:`~dynagroup.ShapeLadder`, also with rows of weight 0, which means over rows must leave out.
         pad: dict from field to padding value, for fields that transformers does not have; see :class:`FillingCollator`.
+        identity: a text, or another value for JSON, that a saved state must have in common with the run that loads it,
+            for example the version of your code and data. Settings and lengths are compared without it.
         world: ranks that share the data; None: all of ``torch.distributed``.
         further: ``window``, ``hardest_first``, ``round_batch``, ``work``, ``oversize`` and ``one_kind``, as in
             :class:`~dynagroup.LengthAwareBatchSampler`; and arguments of ``DataLoader`` (``collate_fn``, ...).
@@ -124,10 +126,11 @@ class PlannedDataLoader(StepLoader[B]):
         drop_last: bool = False,
         shapes: int | None = None,
         pad: Pad | None = None,
+        identity: Any = None,
         world: World | None = None,
         **further: Any,
     ) -> None:
-        super().__init__(dataset, world=world)
+        super().__init__(dataset, world=world, identity=identity)
         if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
             found = f"is a {type(dataset).__name__}; for a stream use OnlineDataLoader"
             raise ConfigError(f"`dataset` must have __getitem__ and __len__, but {found}")

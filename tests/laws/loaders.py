@@ -161,7 +161,7 @@ class Entry:
     moves: bool = True
 
 
-DATA = {"lengths": LENGTHS[:-1], "max_tokens": TOKENS + 1, "layout": "packed"}
+DATA = {"lengths": LENGTHS[:-1], "max_tokens": TOKENS + 1, "layout": "packed", "identity": ["v2"]}
 BOTH = {**DATA, "seed": 1, "weigh": "samples", "work": Work(per_step=9)}
 SIZED = {
     **BOTH,
@@ -260,10 +260,10 @@ ENTRIES: dict[str, Entry] = {
         {"max_tokens": TOKENS + 1},
     ),
     "online-set-kinds": Entry(
-        labelled, {"samples_per_update": 7, "kinds": KINDS}, {"kinds": KINDS[::-1]}
+        labelled, {"samples_per_update": 7, "kinds": KINDS}, {"seed": 1, "identity": "v2"}
     ),
     "online-free-kinds": Entry(
-        labelled, {"accumulation": 2, "kinds": KINDS}, {"kinds": [1] * 19, "one_kind": "batch"}
+        labelled, {"accumulation": 2, "kinds": KINDS}, {"window": 7, "one_kind": "batch"}
     ),
     "online-known-kinds": Entry(
         online, {"kinds": KINDS}, {"kinds": KINDS[::-1], "one_kind": "batch", "window": 7}

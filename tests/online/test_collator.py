@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from dynagroup import BudgetError, ConfigError, OnlineDataLoader, RefinementCollator, TokenBudget
+from dynagroup import (
+    BudgetError,
+    ConfigError,
+    OnlineDataLoader,
+    RefinementCollator,
+    TokenBudget,
+    collated_length,
+)
 from dynagroup.online.collator import measure_sample
 from dynagroup.online.messages import pack_tensors, unpack_tensors
 from dynagroup.testing import assert_conserves
@@ -45,8 +52,8 @@ def longer_packed(batch: list[Any]) -> Any:
     )
 
 
-def test_a_window_that_is_collated_twice_is_the_one_that_came() -> None:
-    """Also a later one: the collate function puts 9, 8 for each 9, and gives its samples the new ids."""
+def test_a_batch_that_is_collated_twice_is_made_of_the_samples_that_came() -> None:
+    """Also where the collate function puts 9, 8 for each 9, and gives its samples the new ids."""
 
     def expanded(batch: list[Any]) -> Any:
         for sample in batch:
@@ -55,11 +62,13 @@ def test_a_window_that_is_collated_twice_is_the_one_that_came() -> None:
             )
         return collate([{"labels": sample["input_ids"], **sample} for sample in batch])
 
-    refine = refining(expanded, weigh="samples")
-    list(refine([{"input_ids": torch.tensor([1, 2, 3])}]))
-    with pytest.warns(UserWarning, match="`collate_fn` changes lengths"):
-        [batch] = refine([{"input_ids": torch.tensor([1, 9, 3])}])
-    assert batch.batch["input_ids"].tolist() == [[1, 9, 8, 3]]
+    refine = refining(expanded, max_tokens=8, weigh="samples")
+    window = [{"input_ids": torch.tensor(ids)} for ids in ([1, 9, 9], [4, 5])]
+    with pytest.warns(UserWarning, match="5 tokens per row.*collated_length"):
+        batches = list(refine(window))
+    assert [batch.batch["input_ids"].tolist() for batch in batches] == [[[1, 9, 8, 9, 8]], [[4, 5]]]
+    assert [batch.lengths["tokens"].tolist() for batch in batches] == [[5], [2]]
+    assert window[0]["input_ids"].tolist() == [1, 9, 9]
 
 
 def from_text(batch: list[Any]) -> Any:
@@ -131,45 +140,77 @@ def test_lengths_must_be_counts_of_int32_and_padded_samples_are_measured_by_thei
 
 
 @pytest.mark.parametrize(
-    ("data", "collate_fn", "layout"),
-    [(Raw(), from_text, "padded"), (IDS, padded_by(90), "padded"), (IDS, longer_packed, "packed")],
-    ids=["text", "wider", "packed"],
+    ("data", "collate_fn", "layout", "length_of"),
+    [
+        (Raw(), from_text, "padded", collated_length(from_text)),
+        (IDS, padded_by(90), "padded", None),
+        (IDS, padded_by(90), "padded", ids_of),
+        (IDS, padded_by(90), "padded", collated_length(padded_by(90))),
+        (IDS, longer_packed, "packed", None),
+        (IDS, longer_packed, "packed", collated_length(longer_packed)),
+    ],
 )
+@pytest.mark.parametrize("mode", [{"window": 16, "shuffle": True}, {"samples_per_update": 16}])
 @pytest.mark.filterwarnings("ignore:`collate_fn` made a batch")
 @pytest.mark.filterwarnings("ignore:.*of the tokens are padding")
-def test_what_a_collate_function_adds_is_measured(data: Any, collate_fn: Any, layout: Any) -> None:
-    """Without `length_of` every batch fits as it comes, in every epoch, also where samples have no ids before."""
-    loader = OnlineDataLoader(
-        data, TokenBudget(600, layout=layout), collate_fn=collate_fn, window=16, shuffle=True
-    )
+def test_collated_batches_fit_whatever_the_collate_function_adds(
+    data: Any, collate_fn: Any, layout: Any, length_of: Any, mode: Any
+) -> None:
+    budget = TokenBudget(600, layout=layout)
+    loader = OnlineDataLoader(data, budget, collate_fn=collate_fn, length_of=length_of, **mode)
     for _ in range(2):
-        steps = list(loader)
+        before, steps = loader.stats.copy(), list(loader)
         assert sorted(i for step in steps for i in step.indices) == list(range(60))
         assert all(step.batch["input_ids"].numel() <= 600 for step in steps)
-    assert loader.stats.padded_tokens == loader.stats.real_tokens or layout == "padded"
+        counted = (loader.stats - before).padded_tokens
+        assert counted == sum(step.batch["input_ids"].numel() for step in steps)
 
 
-def test_samples_are_collated_alone_only_where_that_changes_their_length_and_wider_batches_are_told_of() -> (
+def test_true_lengths_are_read_from_the_mask_and_a_sample_that_is_too_long_alone_is_oversize() -> (
     None
 ):
+    """One of the images becomes ninety tokens."""
+
+    def with_images(batch: list[Any]) -> Any:
+        found = [torch.ones(90 if len(s["input_ids"]) == 3 else len(s["input_ids"])) for s in batch]
+        pad = torch.nn.utils.rnn.pad_sequence
+        ids = pad(found, batch_first=True)
+        return {"input_ids": ids, "attention_mask": ids, "labels": ids}
+
+    refine = refining(with_images, max_tokens=100)
+    with pytest.warns(UserWarning, match="90 tokens per row .*longest sample was measured as 5"):
+        batches = list(refine(samples(5, 3, 4, 2)))
+    assert [(b.indices, b.lengths["tokens"].tolist()) for b in batches] == [
+        ([1], [90]),
+        ([0, 2, 3], [5, 4, 2]),
+    ]
+    with pytest.warns(UserWarning, match="90 tokens per row"):
+        batches = list(refining(with_images, max_tokens=80)(samples(5, 3, 4)))
+    assert [(b.indices, b.oversize) for b in batches] == [([1], True), ([0, 2], False)]
+    with (
+        pytest.raises(BudgetError, match=r"sample 1 \(90 tokens\) does not fit even alone"),
+        pytest.warns(UserWarning, match="90 tokens"),
+    ):
+        refining(with_images, max_tokens=80, oversize="error")(samples(5, 3, 4))
+
+
+def test_every_batch_is_collated_once_if_its_length_is_as_measured() -> None:
     asked: list[int] = []
     loader = OnlineDataLoader(
         IDS, TokenBudget(600), collate_fn=lambda b: asked.append(len(b)) or collate(b), window=16
     )
-    assert sorted(len(step.indices) for step in loader) == sorted(asked), (
-        "each batch once, and nothing else"
-    )
+    assert sorted(len(step.indices) for step in loader) == sorted(asked)
     with pytest.warns(UserWarning, match="pad_to_multiple_of"):
         refining(padded_by(1), length_of=ids_of)(samples(3, 4))
-    fresh: Any = type("Fresh", (Raw,), {"__getitem__": lambda self, index: samples(1 + index)[0]})()
-    one_more = lambda b: (  # noqa: E731
-        [s.update({name: torch.ones(len(s[name]) + 1) for name in s}) for s in b] and collate(b)
-    )
-    with pytest.warns(UserWarning, match="collated alone .*in about twice the time"):
-        steps = list(OnlineDataLoader(fresh, TokenBudget(600), collate_fn=one_more, window=16))
-    assert sum(int((step.batch["input_ids"] >= 0).sum()) for step in steps) == sum(range(2, 62)), (
-        "changed once each"
-    )
+
+
+def test_samples_without_ids_need_a_length_of_and_collated_length_needs_ids() -> None:
+    with pytest.raises(ConfigError, match=r"no 'input_ids'.*collated_length\(collate_fn\)"):
+        list(OnlineDataLoader(Raw(), TokenBudget(600), collate_fn=from_text))
+    with pytest.raises(ConfigError, match="`collated_length` needs a `collate_fn` that returns"):
+        collated_length(list)([3])
+    with pytest.raises(ConfigError, match="`collate_fn` must be a function"):
+        collated_length(3)  # pyright: ignore[reportArgumentType]
 
 
 def both(pair: list[int]) -> dict[str, int]:
@@ -212,24 +253,22 @@ def longer_labels(batch: list[list[int]]) -> dict[str, np.ndarray]:
     }
 
 
+def test_the_second_stream_is_corrected_as_the_first_is() -> None:
+    with pytest.warns(UserWarning, match="95 target per row.*measured as 5"):
+        batches = list(refining(longer_labels, 110, **IN_BOTH)([[3, 5], [4, 2]]))
+    assert [(b.indices, b.padded, b.oversize) for b in batches] == [
+        ([0], 98, False),
+        ([1], 96, False),
+    ]
+
+
 IN_BOTH = {"length_of": both, "weigh": "samples"}
 
 
 @pytest.mark.parametrize(
     ("collator", "batch", "said"),
     [
-        (
-            refining(padded_by(90), length_of=ids_of),
-            samples(3, 4),
-            "94 tokens per row.*measured as 4",
-        ),
-        (
-            refining(longer_packed, 24, ids_of, layout="packed"),
-            samples(8, 8, 8),
-            "30 tokens in total.*measured as 24",
-        ),
         (refining(failing), samples(3, 4), r"dataset indices \[0, 1\]: ValueError: no such token"),
-        (refining(longer_labels, **IN_BOTH), [[3, 5], [4, 2]], "95 target per row.*measured as 5"),
         (
             refining(list, oversize="error", **IN_BOTH),
             [[3, 5], [60, 50]],
@@ -237,7 +276,7 @@ IN_BOTH = {"length_of": both, "weigh": "samples"}
         ),
     ],
 )
-def test_a_batch_that_is_not_as_measured_and_does_not_fit_is_refused(
+def test_what_fails_or_is_asked_to_be_refused_is_named(
     collator: Any, batch: Any, said: str
 ) -> None:
     with pytest.raises((BudgetError, RuntimeError), match=said):

@@ -160,7 +160,7 @@ def test_running_out_of_memory_changes_nothing_and_teaches_the_plan(model, token
 
 
 def test_a_finished_job_called_again_gives_its_results_back(
-    model, tokenizer, expected, tmp_path, monkeypatch
+    model, tokenizer, expected, tmp_path, monkeypatch, caplog
 ):
     path = tmp_path / "out.jsonl"
     call = lambda texts=TEXTS, **more: generate_dataset(  # noqa: E731
@@ -171,8 +171,15 @@ def test_a_finished_job_called_again_gives_its_results_back(
         path.name,
         f"{path.name}.job",
     ]  # the journal is gone
+    assert not caplog.text
     monkeypatch.setattr(type(model), "generate", nothing_runs)
     assert call() == expected
+    assert "out.jsonl: 40 of 40 results are from 2" in caplog.text
+    assert "To start anew, remove out.jsonl, out.jsonl.job and out.jsonl.journal" in caplog.text
+    with pytest.raises(StateError, match="settings: identity was None then, is 'v2' now"):
+        call(identity="v2")
+    with pytest.raises(ConfigError, match="`identity` must be a text, or another value that JSON"):
+        call(identity={1, 2})
     with pytest.raises(
         StateError, match=r"settings: texts was '40 texts #\w+' then, is '39 .*remove out.jsonl.job"
     ):
@@ -384,7 +391,7 @@ def test_an_error_on_one_rank_ends_all_and_other_jobs_are_noticed(
 
 
 def test_ranks_with_other_budgets_share_what_a_crash_has_left(
-    tokenizer, expected, tmp_path, monkeypatch
+    tokenizer, expected, tmp_path, monkeypatch, caplog
 ):
     """Of one process, on two ranks: every text once, and what was finished not again."""
     own, append, left, done = [small_llama(), small_llama()], Output.append, iter(range(3)), []
@@ -413,6 +420,7 @@ def test_ranks_with_other_budgets_share_what_a_crash_has_left(
     monkeypatch.setattr(Output, "append", noting)
     assert run_ranks(2, rank) == [expected] * 2
     assert sorted(done) == [*range(40)]
+    assert "of 40 results are from 2" in caplog.text
 
 
 @pytest.mark.parametrize("pooling", ["mean", "first", "last"])

@@ -187,7 +187,7 @@ def test_the_trainer_asks_a_model_before_it_trains_on_packed_samples(tmp_path) -
     assert run.state.global_step == 0
     assert torch.equal(parameters(run.model), before)
     with pytest.raises(
-        ConfigError, match=r"`collate_fn` must pack 8 tokens, .* \(2, 5\); use packing_collator"
+        ConfigError, match=r"`collate_fn` must pack 138 tokens, .* \(2, 131\); use packing_collator"
     ):
         packed_trainer(tmp_path, toys.collate).train()
 
