@@ -22,7 +22,7 @@ from dynagroup.errors import ConfigError, StateError
 from dynagroup.integrations import hf_data
 from dynagroup.integrations.config import DynagroupConfig, refuse_unsupported
 from dynagroup.integrations.hf_evaluate import Evaluator
-from dynagroup.integrations.hf_step import DynagroupCallback
+from dynagroup.integrations.hf_step import DynagroupCallback, TrainerSteps
 from dynagroup.integrations.packing import check_packed_training
 from dynagroup.online.datasets import is_stream
 from dynagroup.online.loader import OnlineDataLoader
@@ -36,6 +36,8 @@ __all__ = [
     "attach",
     "dynagroup_trainer",
 ]
+OURS = ("training_step", "get_batch_samples", "prediction_step", "get_train_dataloader")
+"""Methods that a class derived from dynagroup's must not replace, because they form and weigh batches."""
 Settings: TypeAlias = Budget | int | DynagroupConfig
 
 
@@ -63,6 +65,7 @@ class DynagroupTrainerMixin(Evaluator):
         evaluation = (
             dynagroup_eval if isinstance(dynagroup_eval, bool) else as_budget(dynagroup_eval)
         )
+        self._refuse_overridden(config)
         refuse_unsupported(self, config)
         config = replace(
             config, budget=config.budget.with_memory(partial(hf_data.memory_of, self, "train"))
@@ -73,10 +76,27 @@ class DynagroupTrainerMixin(Evaluator):
             config = replace(config, budget=LearningBudget(config.budget))
         self.dynagroup, self.dynagroup_eval = config, evaluation
         self.update_loader, self.guard, self._planned_rows = None, None, {}
-        self.accumulation = int(self.args.gradient_accumulation_steps)
         self.args = copy.copy(self.args)
+        self.args.average_tokens_across_devices = True  # batches of ranks have different sizes
+        self.accumulation = int(self.args.gradient_accumulation_steps)
         self.args.gradient_accumulation_steps = 1
         self.callback_handler.callbacks.insert(0, DynagroupCallback(self))
+
+    def _refuse_overridden(self, config: DynagroupConfig) -> None:
+        for name in OURS:
+            if getattr(type(self), name) is getattr(DynagroupTrainerMixin, name):
+                continue
+            raise ConfigError(
+                f"{name} of {type(self).__name__} must not replace dynagroup's: define it in a class "
+                "without dynagroup, and pass that to dynagroup_trainer"
+            )
+        step = super(TrainerSteps, self).training_step
+        if config.out_of_memory is not None and step.__func__ is not Trainer.training_step:
+            raise ConfigError(
+                f"out_of_memory='retry' with a training_step of {type(self).__name__} cannot be "
+                "combined with dynagroup: a batch that runs in parts would not pass through it; "
+                "leave one of them out"
+            )
 
     def get_total_train_batch_size(self, args: Any) -> int:
         return self.samples_per_update

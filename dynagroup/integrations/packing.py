@@ -17,7 +17,7 @@ from transformers import DataCollatorWithFlattening
 from dynagroup.errors import ConfigError
 from dynagroup.integrations.varlen import NAME, check_own_attention
 from dynagroup.oom.jobs import evaluating
-from dynagroup.update.loss_weight import predicts_next_token
+from dynagroup.update.split_test import skips_first_label
 from dynagroup.validation import explained, warn_user
 
 LINEAR = (
@@ -72,9 +72,7 @@ class _Flattening(DataCollatorWithFlattening):
             model.get_base_model() if hasattr(model, "get_base_model") else model
         )  # without adapters
         self.read = {*inspect.signature(own.forward).parameters} - {"input_ids", "position_ids"}
-        self.shifts = predicts_next_token(
-            model, unknown=True
-        )  # then the loss never reads a first label
+        self.shifts = skips_first_label(model)  # then the loss never reads a first label
 
     def __call__(
         self, features: Any, return_tensors: Any = None, separator_id: Any = None

@@ -201,11 +201,11 @@ class RefinementCollator:
             return []
         lengths, labels = (
             self.measure(samples, request.indices),
-            self._labels(samples, request.indices),
+            self.labels(samples, request.indices),
         )
         return self._collate_all(*self._divide(lengths, labels, request), lengths, labels, window)
 
-    def _labels(self, samples: Sequence[Any], indices: Sequence[int]) -> list[Any]:
+    def labels(self, samples: Sequence[Any], indices: Sequence[int]) -> list[Any]:
         if self.kinds is not None:
             return [self.kinds.labels[code] for code in self.kinds.codes[indices].tolist()]
         if self.kind_of is None:
