@@ -43,7 +43,8 @@ Settings: TypeAlias = Budget | int | DynagroupConfig
 
 class DynagroupTrainerMixin(Evaluator):
     """Gives a Trainer class batches that fit: ``class MyTrainer(DynagroupTrainerMixin, Seq2SeqTrainer): ...``.
-    Arguments: those of :func:`dynagroup_trainer`. ``trainer.args`` is a copy with ``gradient_accumulation_steps=1``."""
+    Arguments: those of :func:`dynagroup_trainer`. While it trains, its copy of the arguments has
+    ``gradient_accumulation_steps=1``."""
 
     def __init__(
         self,
@@ -76,10 +77,9 @@ class DynagroupTrainerMixin(Evaluator):
             config = replace(config, budget=LearningBudget(config.budget))
         self.dynagroup, self.dynagroup_eval = config, evaluation
         self.update_loader, self.guard, self._planned_rows = None, None, {}
+        self.ratios = {}
         self.args = copy.copy(self.args)
         self.args.average_tokens_across_devices = True  # batches of ranks have different sizes
-        self.accumulation = int(self.args.gradient_accumulation_steps)
-        self.args.gradient_accumulation_steps = 1
         self.callback_handler.callbacks.insert(0, DynagroupCallback(self))
 
     def _refuse_overridden(self, config: DynagroupConfig) -> None:
@@ -103,16 +103,21 @@ class DynagroupTrainerMixin(Evaluator):
 
     def get_train_dataloader(self) -> Any:
         """Returns dynagroup's loader, for the dataset and the order of samples of the Trainer's own loader."""
-        if (steps := self.args.gradient_accumulation_steps) != 1:
-            raise ConfigError(
-                f"`gradient_accumulation_steps` was set to {steps} too late; make a new Trainer with it"
-            )
-        self.args.gradient_accumulation_steps = self.accumulation
+        args, before, steps = self.args, self.args.gradient_accumulation_steps, self.accumulation
+        args.gradient_accumulation_steps, self.accumulation = before * steps, 1
         try:
-            host = super().get_train_dataloader()
+            return hf_data.UpdateItems(self._loader_of(super().get_train_dataloader()))
         finally:
-            self.args.gradient_accumulation_steps = 1
-        return hf_data.UpdateItems(self._loader_of(host))
+            args.gradient_accumulation_steps, self.accumulation = before, steps
+
+    # A search for hyperparameters, or the user, may change the arguments until training begins.
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self.accumulation = int(self.args.gradient_accumulation_steps)
+        self.args.gradient_accumulation_steps = 1  # one item of the loader is one update
+        try:
+            return super()._inner_training_loop(*args, **kwargs)
+        finally:
+            self.args.gradient_accumulation_steps, self.accumulation = self.accumulation, 1
 
     def _loader_of(self, host: Any) -> StepLoader[Any]:
         config, args, dataset = self.dynagroup, self.args, host.dataset
@@ -145,7 +150,7 @@ class DynagroupTrainerMixin(Evaluator):
             None if free else config.samples_per_update or self.samples_per_update
         )
         settings |= {
-            "accumulation": self.accumulation if free else 1,
+            "accumulation": args.gradient_accumulation_steps if free else 1,
             "drop_last": args.dataloader_drop_last and not free,
         }
         settings["seed"] = args.data_seed if args.data_seed is not None else args.seed

@@ -13,14 +13,14 @@ from torch.utils.data import BatchSampler
 
 from dynagroup.distributed import World
 from dynagroup.errors import ConfigError, StateError
-from dynagroup.lengths import count_ids, measure_lengths
+from dynagroup.lengths import as_streams, count_ids, measure_lengths
 from dynagroup.memory import MemoryRegressor
 from dynagroup.memory.run import Mode
 from dynagroup.plan.cost import Work
 from dynagroup.shapes import TARGET, TOKENS, IntArray
 from dynagroup.update.loader import StepLoader
-from dynagroup.update.step import Step
-from dynagroup.validation import explained
+from dynagroup.update.step import Step, width_of
+from dynagroup.validation import explained, warn_user
 
 KEPT = "collate_fn num_workers persistent_workers prefetch_factor multiprocessing_context worker_init_fn timeout"
 STATES, SHUFFLES = (
@@ -142,12 +142,34 @@ def sample_lengths(trainer: Any, dataset: Any, *, name: str) -> dict[str, IntArr
             TOKENS: 2 * np.clip(np.maximum(chosen, rejected) + prompt, None, most or 1 << 30)
         }
     elif first in columns:
-        streams = {TOKENS: measure_lengths(dataset, column=first)}
+        streams = {TOKENS: _real_lengths(trainer, dataset, first, columns)}
     else:
         streams = _row_by_row(trainer, dataset, first, both, name)
     if both and "labels" in columns and len(dataset) and hasattr(dataset[0]["labels"], "__len__"):
         streams[TARGET] = measure_lengths(dataset, column="labels")
-    return {stream: np.asarray(values, np.int64) for stream, values in streams.items()}
+    with explained(
+        f"the lengths of {name} must be whole numbers", way_out="; multiply by 100 and round up"
+    ):
+        return {stream: values.astype(np.int64) for stream, values in as_streams(streams).items()}
+
+
+def _real_lengths(trainer: Any, dataset: Any, column: str, columns: set[str]) -> IntArray:
+    """Returns the lengths of rows without the padding that their attention masks show, if the collator removes it."""
+    widths = measure_lengths(dataset, column=column)
+    some = dataset.select(range(min(len(dataset), 64))) if "attention_mask" in columns else []
+    if all(all(row["attention_mask"]) for row in some):
+        return widths
+    used = measure_lengths(dataset, length_of=lambda row: int(np.sum(row["attention_mask"])))
+    place = int(np.argmin(used))
+    kept = width_of(trainer.data_collator([dataset[place]]), 1, TOKENS)
+    if kept is None or kept <= used[place]:
+        return used
+    share = 1.0 - used.sum() / max(widths.sum(), 1)
+    warn_user(
+        f"your rows are padded in advance: {share:.0%} of their tokens are padding, which the "
+        "collator keeps; leave padding to the collator (no padding='max_length' before)"
+    )
+    return widths
 
 
 def sample_kinds(dataset: Any, kinds: Any, *, name: str = "train_dataset") -> Any:

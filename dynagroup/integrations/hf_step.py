@@ -7,7 +7,8 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import permutations
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,6 +54,8 @@ def trl_figures(trainer: Any, *, idle: bool = False, probe: bool = False) -> Ite
         yield
         return
     accelerator, counts = trainer.accelerator, [1]
+    sums: list[float] = []  # of single numbers, in the order in which TRL gathers them
+    means: list[float] = []  # of numbers of samples
     counted = {
         name: n for name, n in vars(trainer).items() if name == "_total_train_tokens" and probe
     }
@@ -64,7 +67,12 @@ def trl_figures(trainer: Any, *, idle: bool = False, probe: bool = False) -> Ite
 
     def gather(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         own = [] if idle else tensor.flatten().tolist()
-        counts.append(len(found := own if probe else gather_object(own)))
+        found = own if probe else gather_object(own)
+        counts.append(len(found))
+        if tensor.ndim == 0:
+            sums.append(float(sum(found)))
+        elif found:
+            means.append(math.fsum(found) / len(found))
         return tensor.new_tensor(found)
 
     accelerator.gather = accelerator.gather_for_metrics = gather
@@ -76,9 +84,46 @@ def trl_figures(trainer: Any, *, idle: bool = False, probe: bool = False) -> Ite
     for mode, figures in kept.items():
         for key, values in [*figures.items()]:
             before = noted.get((mode, key), 0)
-            values[before:] = [] if probe else values[before:] * max(counts)
+            if probe:
+                values[before:] = []
+            elif values[before:]:
+                ratio = trainer.ratios.setdefault((mode, key), Ratio())
+                ratio.find(values[before:], sums, means)
+                values[:] = ratio.added(values, before, sums, max(counts))
             if not values:
                 del figures[key]
+
+
+@dataclass
+class Ratio:
+    """A figure that TRL computes as one sum of a batch divided by another, such as the accuracy of tokens. TRL logs the mean
+    of all batches' figures; here it is the ratio of the sums of all batches, however they are cut."""
+
+    pair: tuple[int, int] | None = None  # places of the two sums among those that TRL gathers
+    above: float = 0.0
+    below: float = 0.0
+
+    def find(self, new: list[Any], sums: list[float], means: list[float]) -> None:
+        """Finds the two sums whose ratio is the new figure, unless it is a mean over samples."""
+        if self.pair is not None or len(new) != 1 or not new[0]:
+            return
+        if any(math.isclose(mean, new[0], rel_tol=1e-5) for mean in means):
+            return
+        for above, below in permutations(range(len(sums)), 2):
+            if sums[below] and math.isclose(sums[above] / sums[below], new[0], rel_tol=1e-6):
+                self.pair = above, below
+                return
+
+    def added(self, values: list[Any], before: int, sums: list[float], count: int) -> list[Any]:
+        """Returns the values to log, the last of which are new; ``count``: figures of a batch that is no ratio."""
+        new = values[before:]
+        if before == 0:
+            self.above = self.below = 0.0  # the earlier ones were logged
+        if self.pair is None:
+            return values[:before] + new * count
+        self.above += sums[self.pair[0]]
+        self.below += sums[self.pair[1]]
+        return [self.above / self.below if self.below else 0.0]
 
 
 class TrainerSteps(Trainer if TYPE_CHECKING else object):
@@ -88,7 +133,7 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
     dynagroup: DynagroupConfig
     update_loader: Any  # the running training's StepLoader; None before training
     guard: OomSafeBackward | None
-    accumulation: int  # as the arguments say; those of the running Trainer say 1
+    accumulation = 1  # while it trains, the arguments say 1, and this is what they said before
     just_resumed, changes_known = False, 0
     _begun, _before = (
         0,
@@ -101,6 +146,7 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
     _num_tests = 0  # split tests whose samples could not show it
     _scale: Any = None  # factor of the running step's loss, a dict for several losses
     _loss: Any = None  # of the running step, before this factor
+    ratios: dict[tuple[str, str], Ratio]  # TRL's figures of this run
     _compute: Any = None  # with several losses, the function that returns them
     _num_unchecked = 4  # weighed steps whose `training_step` is still checked
 
@@ -117,7 +163,7 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
             how = "must return what super().get_train_dataloader() returns; choose samples in _get_train_sampler or train_dataset"
             raise ConfigError(f"get_train_dataloader of {type(self).__name__} {how}")
         self.update_loader = loader = dataloader.loader
-        self.guard = None  # a new one, because the model may be new
+        self.guard, self._rule = None, None  # anew, because the model may be new
         self._stats_logged, self.changes_known = loader.stats.copy(), loader.num_changes
         self._logged_at, self._num_epochs, self._begun = time.perf_counter(), 0, 0
         if loader.num_samples is None or not has_length(dataloader):

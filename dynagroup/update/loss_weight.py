@@ -75,7 +75,7 @@ def weigher(weigh: Weigh) -> Callable[[Any, int], float]:
             f"`weigh` must be the weight of one loss, but is the dict {weigh!r}; a loop with several "
             "losses passes it to loss_scales(update, weigh), and the Trainer to DynagroupConfig"
         )
-    if not callable(weigh) and weigh not in NAMED:
+    if not callable(weigh) and not (isinstance(weigh, str) and weigh in NAMED):
         raise ConfigError(
             f"`weigh` must be 'tokens', 'labels', 'samples' or a function of a batch, but is {weigh!r}"
         )

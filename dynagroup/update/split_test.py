@@ -519,8 +519,10 @@ def _different(batches: list[Any], share: float = 1.0) -> list[int]:
     labelled.sort(key=counts.__getitem__)
     chosen = [labelled[0], labelled[-1]]
     classes = {_class_of(batches[number]) for number in chosen}
-    for number in labelled:
+    for place, number in enumerate(labelled):
         kind = _class_of(batches[number])
+        if least == 1:
+            kind = (*kind, place // NUM_TOGETHER)  # no label tokens: some of each length
         if kind not in classes and len(chosen) < NUM_TOGETHER:
             classes.add(kind)
             chosen.append(number)
