@@ -136,6 +136,12 @@ def refuse_unsupported(trainer: Any, config: DynagroupConfig) -> None:
             "it forms batches without a limit; set it to 'random', because dynagroup balances ranks as well",
         ),
     }
+    losses = getattr(args, "loss_type", None) or ()
+    losses = [losses] if isinstance(losses, str) else losses
+    refused["DPO with loss_type='aot'"] = (
+        any(name in ("aot", "aot_unpaired") for name in losses),
+        "it sorts the pairs of a batch against each other; choose a loss of single pairs, e.g. 'sigmoid'",
+    )
     for what, (is_set, instead) in refused.items():
         if is_set:
             raise ConfigError(f"{what} cannot be combined with dynagroup: {instead}")

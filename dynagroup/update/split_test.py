@@ -158,28 +158,43 @@ def check_loss(
     >>> check_loss(layer, lambda step: layer(step.batch).sum() / step.samples.total, rows)
     'sum'
     """
-    loader = samples if isinstance(samples, StepLoader) else None
     is_said = not _is(weigh, "auto")
-    if loader is not None:
-        weigh = weigh if is_said else loader.weigh
-        is_said = is_said or not _is(weigh, "tokens")  # the default of loaders
-    own: tuple[str, ...] = ("sum", "weigh") if is_said else ("sum", *MEANS)
-    if isinstance(weigh, Mapping):
-        own = ("weigh",)
-    if loader is None:
-        pieces = pieces_of(samples.__getitem__, range(len(samples)), collate_fn or default_collate)
-    else:
-        pieces = pieces_of_loader(loader)
-        world = loader.world
-    way = Way(loss_of=loss_of, rules=own)
+    if isinstance(samples, StepLoader):
+        return check_loader(model, loss_of, samples, weigh if is_said else None)
+    pieces = pieces_of(samples.__getitem__, range(len(samples)), collate_fn or default_collate)
+    way = _way(loss_of, weigh, is_said=is_said)
     finding = split_test(model, [way], pieces, weigh, world=world or SingleProcess())
+    return finding.weigh(weigh, is_said=is_said)
+
+
+def check_loader(
+    model: torch.nn.Module,
+    loss_of: LossOf,
+    loader: StepLoader[Any],
+    weigh: Any = None,
+    *,
+    pieces: Pieces | None = None,
+    is_half: bool = False,
+) -> Any:
+    """Like :func:`check_loss`, for the weights of a loader. ``pieces``: the samples to run, if it reads a stream."""
+    weigh = loader.weigh if weigh is None else weigh
+    is_said = not _is(weigh, "tokens")  # the default of loaders
+    way = _way(loss_of, weigh, is_said=is_said)
+    pieces = pieces_of_loader(loader) if pieces is None else pieces
+    finding = split_test(model, [way], pieces, weigh, world=loader.world, is_half=is_half)
     found = finding.weigh(weigh, is_said=is_said)
-    if loader is not None and not is_said and found in ("labels", "samples"):
+    if not is_said and found in ("labels", "samples"):
         raise ConfigError(
             "the loader has weigh='tokens', but losses of batches add up as "
             f"{SAID[found]}; make the loader with weigh={found!r}"
         )
     return found
+
+
+def _way(loss_of: LossOf, weigh: Any, *, is_said: bool) -> Way:
+    if isinstance(weigh, Mapping):
+        return Way(loss_of=loss_of, rules=("weigh",))
+    return Way(loss_of=loss_of, rules=("sum", "weigh") if is_said else ("sum", *MEANS))
 
 
 def split_test(
