@@ -297,7 +297,8 @@ class Evaluator(TrainerSteps):
 
     def _find_evaluation_rule(self, rows: EvaluationRows, samples: Any) -> None:
         """Tests how losses of one's own add up, if no training has done so. Warns if they do not."""
-        trained = any(parameter.requires_grad for parameter in self.model.parameters())
+        model: Any = self.model
+        trained = any(parameter.requires_grad for parameter in model.parameters())
         if self._rule is not None or not self._has_own_loss or not trained:
             return
         largest = max(rows.rows, key=len)[:, 0].tolist()
@@ -339,7 +340,7 @@ class Evaluator(TrainerSteps):
             found = super().prediction_step(model, filled, *args, **kwargs)
         self.args.average_tokens_across_devices = False
         told = is_sum and self._items is not None
-        weight = float(items) if is_sum else self._weight_of(inputs, count)
+        weight = float(items or 0) if is_sum else self._weight_of(inputs, count)
         scale = (
             float(self._items or 0) / max(weight, 1.0) / self.accelerator.num_processes
             if told and own

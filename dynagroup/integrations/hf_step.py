@@ -313,7 +313,8 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
         loader = self.update_loader
         self._num_tests += 1
         weigh = self.dynagroup.weigh
-        if self.is_deepspeed_enabled and self.accelerator.state.deepspeed_plugin.zero_stage == 3:
+        plugin: Any = getattr(self.accelerator.state, "deepspeed_plugin", None)
+        if plugin is not None and plugin.zero_stage == 3:
             finding = Finding(failure="DeepSpeed ZeRO-3 gives no gradients of single batches")
             return finding.weigh(weigh, is_said=self._is_weigh_said)
         if is_stream(loader.dataset):
@@ -380,7 +381,8 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
         compute = self._compute or self.compute_loss
         _, outputs = compute(model, {**inputs}, return_outputs=True, num_items_in_batch=items)
         losses = outputs.get("losses") if isinstance(outputs, Mapping) else None
-        check_losses(losses, self.dynagroup.weigh)
+        weigh: Any = self.dynagroup.weigh
+        check_losses(losses, weigh)
         return losses
 
     @contextlib.contextmanager
@@ -412,7 +414,7 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
         def compute_loss(model: Any, inputs: Any, *_: Any, num_items_in_batch: Any = None) -> Any:
             return sum_of(self._losses_of(model, inputs, num_items_in_batch), self._scale)
 
-        self.compute_loss = compute_loss
+        vars(self)["compute_loss"] = compute_loss
         try:
             yield
         finally:

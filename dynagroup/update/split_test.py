@@ -223,23 +223,14 @@ def split_test(
     return finding
 
 
+@dataclass(frozen=True, slots=True)
 class _SplitTest:
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        tensors: list[torch.nn.Parameter],
-        pieces: Pieces,
-        weigh: Any,
-        world: World,
-        limit: float,
-    ) -> None:
-        self.model = model
-        self.tensors = tensors
-        self.pieces = pieces
-        self.weigh = weigh
-        self.world = world
-        self.limit = limit
-        self.is_sharded = _is_sharded(model)
+    model: torch.nn.Module
+    tensors: list[torch.nn.Parameter]  # whose gradients are compared
+    pieces: Pieces
+    weigh: Any
+    world: World
+    limit: float  # largest relative difference of a rule that holds
 
     def run(self, ways: Sequence[Way]) -> Finding:
         """Tests all ways, and on all ranks returns the same; also if the user's code fails on one of them."""
@@ -334,18 +325,16 @@ class _SplitTest:
         step = Step(batch, range(count), samples, self._share(place, samples), 1.0, True)
         with _random_numbers(seed), torch.enable_grad(), _no_sync(self.model):
             loss = self._summed(way.loss_of(step), place)
-            if self.is_sharded:
+            if _is_sharded(self.model):
                 return _elements(self.tensors, _by_backward(self.model, self.tensors, loss))
             gradients = torch.autograd.grad(loss, self.tensors, allow_unused=True)
         return _elements(self.tensors, gradients)
 
     def _share(self, place: int | None, samples: Share) -> Share:
-        weigh = "tokens" if _is(self.weigh, "auto") else self.weigh
-        if isinstance(weigh, Mapping):
-            return samples
-        try:
-            weights = _counted(weigh, self.pieces.plain)
-        except ConfigError:
+        """Returns a step's weight, for losses that divide by it."""
+        named = self.weigh if isinstance(self.weigh, str) else "weigh"
+        weights = self._weights("tokens" if named == "auto" else named)
+        if weights is None or isinstance(self.weigh, Mapping):
             return samples
         return Share(sum(weights) if place is None else weights[place], sum(weights))
 
@@ -498,14 +487,15 @@ def pieces_of_batch(batch: Any, num_samples: int, *, everything: bool = False) -
     if sizes != {num_samples}:
         return None
 
-    mask = batch.get("attention_mask")
+    mask: Any = batch.get("attention_mask")
+    wide = getattr(mask, "shape", ())[:2]
 
     def rows(numbers: list[int]) -> dict[str, Any]:
         taken = {}
         used = None if mask is None else int(mask[numbers].any(0).nonzero().max()) + 1
         for name, value in batch.items():
             taken[name] = value[numbers] if getattr(value, "ndim", 0) else value
-            if used is not None and getattr(value, "shape", ())[:2] == mask.shape[:2]:
+            if used is not None and getattr(value, "shape", ())[:2] == wide:
                 taken[name] = taken[name][:, :used].contiguous()
         return taken
 
