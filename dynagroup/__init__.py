@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from dynagroup.update.loss_weight import Share
     from dynagroup.update.planned import PlannedDataLoader
     from dynagroup.update.schedule import scale_learning_rate
-    from dynagroup.update.step import Step
+    from dynagroup.update.split_test import check_loss
+    from dynagroup.update.step import Step, loss_scales
 
 __version__ = "0.1.0"
 
@@ -65,7 +66,8 @@ _NAMES = {
     "update.loss_weight": "Share",
     "update.planned": "PlannedDataLoader",
     "update.schedule": "scale_learning_rate",
-    "update.step": "Step",
+    "update.split_test": "check_loss",
+    "update.step": "Step loss_scales",
     "online.collator": "RefinementCollator collated_length",
     "online.loader": "OnlineDataLoader",
     "oom": "OomSafeBackward classify_dataset embed_dataset encode generate_dataset generate_with_oom_retry iter_classify "

@@ -11,6 +11,7 @@ from accelerate.utils import gather_object, send_to_device
 from dynagroup.errors import ConfigError
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.update.loader import StepLoader
+from dynagroup.update.split_test import LossOf, check_loader
 from dynagroup.update.step import Step
 
 
@@ -49,12 +50,17 @@ class AcceleratedSteps:
         self.loader.load_state_dict(state_dict["ranks"])
 
 
-def prepare(accelerator: Accelerator, loader: Any) -> Any:
+def prepare(
+    accelerator: Accelerator, loader: Any, model: Any = None, loss_of: LossOf | None = None
+) -> Any:
     """Prepares a loader for your own training loop with Accelerate. A loader of dynagroup becomes
     :class:`AcceleratedSteps`, which ``accelerator.save_state`` saves. A ``DataLoader`` with a
     :class:`LengthAwareBatchSampler` is passed to ``accelerator.prepare``, after a check that no sample would be lost.
 
-    Raises ConfigError if the accelerator or the sampler is set to shard, split or scale, which dynagroup does already."""
+    With ``model`` (as prepared) and ``loss_of``, the function from a step to its loss, it is tested how losses add up, see
+    :func:`~dynagroup.check_loss`.
+
+    Raises ConfigError if the loss does not add up, or the accelerator or sampler shards, splits or scales, too."""
     if accelerator.gradient_accumulation_steps != 1:
         raise ConfigError(
             "Accelerator's `gradient_accumulation_steps` must be 1, because `loss_scale` weighs losses"
@@ -62,6 +68,10 @@ def prepare(accelerator: Accelerator, loader: Any) -> Any:
     if isinstance(loader, StepLoader):
         steps = AcceleratedSteps(accelerator, loader)
         accelerator.register_for_checkpointing(steps)
+        if loss_of is not None:
+            send = partial(send_to_device, device=accelerator.device)
+            is_half = accelerator.mixed_precision != "no"
+            check_loader(model, lambda step: loss_of(step.map(send)), loader, is_half=is_half)
         return steps
     sampler = getattr(loader, "batch_sampler", None)
     if not isinstance(sampler, LengthAwareBatchSampler):

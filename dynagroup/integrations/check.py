@@ -16,8 +16,7 @@ from dynagroup.integrations.varlen import use_varlen_attention
 from dynagroup.memory.trace.model import as_config, as_random_model
 from dynagroup.memory.traced import TracedMemory
 from dynagroup.memory.workload import Workload
-from dynagroup.oom.jobs import evaluating
-from dynagroup.update.loss_weight import predicts_next_token
+from dynagroup.update.split_test import check_loss
 
 NARROW = {
     "hidden_size": 64,
@@ -187,33 +186,24 @@ def _padding(model: Any) -> str:
 
 
 def _loss(model: Any) -> str:
-    """Returns whether the loss of two samples is the mean over their labels (the first token has no label)."""
-    ids = torch.tensor([PROBES[0], PROBES[0][::-1]])
-    labels, counts = ids.clone(), (4, 2)
-    for row, count in zip(labels, counts, strict=True):
-        row[0] = row[count + 1 :] = -100
-    with evaluating(model), torch.no_grad():
-        rows = (slice(1), slice(1, 2), slice(2))
-        first, second, both = (
-            float(model(input_ids=ids[part], labels=labels[part]).loss) for part in rows
-        )
-    mean = (first * counts[0] + second * counts[1]) / sum(counts)
-    of = (
-        "the mean over label tokens"
-        if predicts_next_token(model)
-        else "the mean over all labels: weigh='labels'"
-    )
-    balanced = getattr(model.config.get_text_config(), "output_router_logits", False)
-    more = (
-        " (and output_router_logits adds a loss that balances experts: each batch's own)"
-        if balanced
-        else ""
-    )
-    return (
-        of + more
-        if abs(both - mean) < CLOSE * abs(mean)
-        else f"not the mean over label tokens: pass weigh={more}"
-    )
+    """Returns how the model's own loss adds up over batches, by the split test."""
+    rows = []
+    for ids, count in ((PROBES[0], 4), (PROBES[0][::-1], 2)):
+        labels = [*ids[: count + 1], *[-100] * (len(ids) - count - 1)]
+        rows.append({"input_ids": torch.tensor(ids), "labels": torch.tensor(labels)})
+    try:
+        found = check_loss(model, lambda step: model(**step.batch).loss, rows)
+    except ConfigError:
+        return "not the mean over label tokens: pass weigh="
+    return LOSSES.get(found, "not known: no gradient")
+
+
+LOSSES = {
+    "tokens": "the mean over label tokens",
+    "labels": "the mean over all labels: weigh='labels'",
+    "samples": "the mean over samples: weigh='samples'",
+    "sum": "a sum over the batch: divide it by step.weight.total",
+}
 
 
 def _memory(model: Any) -> str:

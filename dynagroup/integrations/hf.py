@@ -22,7 +22,7 @@ from dynagroup.errors import ConfigError, StateError
 from dynagroup.integrations import hf_data
 from dynagroup.integrations.config import DynagroupConfig, refuse_unsupported
 from dynagroup.integrations.hf_evaluate import Evaluator
-from dynagroup.integrations.hf_step import DynagroupCallback
+from dynagroup.integrations.hf_step import DynagroupCallback, TrainerSteps
 from dynagroup.integrations.packing import check_packed_training
 from dynagroup.online.datasets import is_stream
 from dynagroup.online.loader import OnlineDataLoader
@@ -36,12 +36,15 @@ __all__ = [
     "attach",
     "dynagroup_trainer",
 ]
+OURS = ("training_step", "get_batch_samples", "prediction_step", "get_train_dataloader")
+"""Methods that a class derived from dynagroup's must not replace, because they form and weigh batches."""
 Settings: TypeAlias = Budget | int | DynagroupConfig
 
 
 class DynagroupTrainerMixin(Evaluator):
     """Gives a Trainer class batches that fit: ``class MyTrainer(DynagroupTrainerMixin, Seq2SeqTrainer): ...``.
-    Arguments: those of :func:`dynagroup_trainer`. ``trainer.args`` is a copy with ``gradient_accumulation_steps=1``."""
+    Arguments: those of :func:`dynagroup_trainer`. While it trains, its copy of the arguments has
+    ``gradient_accumulation_steps=1``."""
 
     def __init__(
         self,
@@ -63,6 +66,7 @@ class DynagroupTrainerMixin(Evaluator):
         evaluation = (
             dynagroup_eval if isinstance(dynagroup_eval, bool) else as_budget(dynagroup_eval)
         )
+        self._refuse_overridden(config)
         refuse_unsupported(self, config)
         config = replace(
             config, budget=config.budget.with_memory(partial(hf_data.memory_of, self, "train"))
@@ -73,26 +77,47 @@ class DynagroupTrainerMixin(Evaluator):
             config = replace(config, budget=LearningBudget(config.budget))
         self.dynagroup, self.dynagroup_eval = config, evaluation
         self.update_loader, self.guard, self._planned_rows = None, None, {}
-        self.accumulation = int(self.args.gradient_accumulation_steps)
+        self.ratios = {}
         self.args = copy.copy(self.args)
-        self.args.gradient_accumulation_steps = 1
+        self.args.average_tokens_across_devices = True  # batches of ranks have different sizes
         self.callback_handler.callbacks.insert(0, DynagroupCallback(self))
+
+    def _refuse_overridden(self, config: DynagroupConfig) -> None:
+        for name in OURS:
+            if getattr(type(self), name) is getattr(DynagroupTrainerMixin, name):
+                continue
+            raise ConfigError(
+                f"{name} of {type(self).__name__} must not replace dynagroup's: define it in a class "
+                "without dynagroup, and pass that to dynagroup_trainer"
+            )
+        step = super(TrainerSteps, self).training_step
+        if config.out_of_memory is not None and step.__func__ is not Trainer.training_step:
+            raise ConfigError(
+                f"out_of_memory='retry' with a training_step of {type(self).__name__} cannot be "
+                "combined with dynagroup: a batch that runs in parts would not pass through it; "
+                "leave one of them out"
+            )
 
     def get_total_train_batch_size(self, args: Any) -> int:
         return self.samples_per_update
 
     def get_train_dataloader(self) -> Any:
         """Returns dynagroup's loader, for the dataset and the order of samples of the Trainer's own loader."""
-        if (steps := self.args.gradient_accumulation_steps) != 1:
-            raise ConfigError(
-                f"`gradient_accumulation_steps` was set to {steps} too late; make a new Trainer with it"
-            )
-        self.args.gradient_accumulation_steps = self.accumulation
+        args, before, steps = self.args, self.args.gradient_accumulation_steps, self.accumulation
+        args.gradient_accumulation_steps, self.accumulation = before * steps, 1
         try:
-            host = super().get_train_dataloader()
+            return hf_data.UpdateItems(self._loader_of(super().get_train_dataloader()))
         finally:
-            self.args.gradient_accumulation_steps = 1
-        return hf_data.UpdateItems(self._loader_of(host))
+            args.gradient_accumulation_steps, self.accumulation = before, steps
+
+    # A search for hyperparameters, or the user, may change the arguments until training begins.
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self.accumulation = int(self.args.gradient_accumulation_steps)
+        self.args.gradient_accumulation_steps = 1  # one item of the loader is one update
+        try:
+            return super()._inner_training_loop(*args, **kwargs)
+        finally:
+            self.args.gradient_accumulation_steps, self.accumulation = self.accumulation, 1
 
     def _loader_of(self, host: Any) -> StepLoader[Any]:
         config, args, dataset = self.dynagroup, self.args, host.dataset
@@ -125,7 +150,7 @@ class DynagroupTrainerMixin(Evaluator):
             None if free else config.samples_per_update or self.samples_per_update
         )
         settings |= {
-            "accumulation": self.accumulation if free else 1,
+            "accumulation": args.gradient_accumulation_steps if free else 1,
             "drop_last": args.dataloader_drop_last and not free,
         }
         settings["seed"] = args.data_seed if args.data_seed is not None else args.seed

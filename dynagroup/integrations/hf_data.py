@@ -13,13 +13,13 @@ from torch.utils.data import BatchSampler
 
 from dynagroup.distributed import World
 from dynagroup.errors import ConfigError, StateError
-from dynagroup.lengths import IDS, count_ids, measure_lengths, row_lengths
+from dynagroup.lengths import IDS, as_streams, count_ids, measure_lengths, row_lengths
 from dynagroup.memory import MemoryRegressor
 from dynagroup.memory.run import Mode
 from dynagroup.plan.cost import Work
 from dynagroup.shapes import TARGET, TOKENS, IntArray
 from dynagroup.update.loader import StepLoader
-from dynagroup.update.step import Step
+from dynagroup.update.step import Step, width_of
 from dynagroup.validation import explained
 
 KEPT = "collate_fn num_workers persistent_workers prefetch_factor multiprocessing_context worker_init_fn timeout"
@@ -143,13 +143,27 @@ def sample_lengths(trainer: Any, dataset: Any, *, name: str) -> dict[str, IntArr
             TOKENS: 2 * np.clip(np.maximum(chosen, rejected) + prompt, None, most or 1 << 30)
         }
     elif first in columns:
-        measure_lengths(dataset, column=first)  # tells of rows that are padded in advance,
-        streams = {TOKENS: row_lengths(dataset, first)}  # because collators keep this padding
+        streams = {TOKENS: _real_lengths(trainer, dataset, first)}
     else:
         streams = _row_by_row(trainer, dataset, first, both, name)
     if both and "labels" in columns and len(dataset) and hasattr(dataset[0]["labels"], "__len__"):
         streams[TARGET] = measure_lengths(dataset, column="labels")
-    return {stream: np.asarray(values, np.int64) for stream, values in streams.items()}
+    with explained(
+        f"the lengths of {name} must be whole numbers", way_out="; multiply by 100 and round up"
+    ):
+        return {stream: values.astype(np.int64) for stream, values in as_streams(streams).items()}
+
+
+def _real_lengths(trainer: Any, dataset: Any, column: str) -> IntArray:
+    """Returns the lengths of rows, without padding that their attention masks show if the collator removes it."""
+    real = measure_lengths(dataset, column=column)  # tells of rows that are padded in advance
+    widths = row_lengths(dataset, column)
+    if np.array_equal(real, widths):
+        return real
+    place = int(np.argmin(real))
+    kept = width_of(trainer.data_collator([dataset[place]]), 1, TOKENS)
+    removes_padding = kept is None or kept <= real[place]
+    return real if removes_padding else widths
 
 
 def sample_kinds(dataset: Any, kinds: Any, *, name: str = "train_dataset") -> Any:

@@ -1,10 +1,9 @@
 """Evaluates and predicts with batches that fit: planned once, with equally many samples on every rank, results in
 dataset order, and a loss that does not depend on the batches."""
 
-import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
-from itertools import takewhile
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,8 @@ from dynagroup.plan.cost import DEFAULT_WORK, Work
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.shapes import BatchShape, IntArray, primary
 from dynagroup.update.filling import LABELS, FillingCollator
-from dynagroup.update.loss_weight import weigher
+from dynagroup.update.loss_weight import count_label_tokens, weigher
+from dynagroup.update.split_test import pieces_of
 from dynagroup.validation import warn_user
 
 
@@ -157,20 +157,6 @@ class _Pass:
         )
 
 
-def _bypassed(trainer: Any) -> bool:
-    """Returns whether the trainer, or a class derived from dynagroup's, evaluates in its own way, without calling super()."""
-    derived = takewhile(lambda c: not c.__module__.startswith("dynagroup."), type(trainer).__mro__)
-    own = (
-        (name, vars(part).get(name))
-        for part in (trainer, *derived)
-        for name in ("evaluation_loop", "prediction_step")
-    )
-    return any(
-        f and name not in getattr(inspect.unwrap(f), "__code__", _bypassed.__code__).co_names
-        for name, f in own
-    )
-
-
 def _mapped(fn: Callable[[Any], Any], values: Any) -> Any:
     return recursively_apply(fn, values, test_type=lambda value: hasattr(value, "ndim"))
 
@@ -206,14 +192,12 @@ class Evaluator(TrainerSteps):
             or self.args.eval_use_gather_object
             or "loss" in self.args.include_for_metrics
         )
-        if (
-            odd
-            or _bypassed(self)
-            or self.get_tp_size() * self.get_cp_size() * self.get_sp_size() > 1
-        ):
-            needs = "include_for_metrics=['loss'], eval_do_concat_batches=False, eval_use_gather_object, samples shared by ranks"
-            told = f"evaluation uses the Trainer's own batches, which {needs} or a prediction_step without super() need"
-            warn_user(f"{told}; dynagroup_eval=False: no warning")
+        if odd or self.get_tp_size() * self.get_cp_size() * self.get_sp_size() > 1:
+            warn_user(
+                "evaluation uses the Trainer's own batches, which include_for_metrics=['loss'], "
+                "eval_do_concat_batches=False, eval_use_gather_object or samples shared by ranks "
+                "need; dynagroup_eval=False: no warning"
+            )
             return host
         budget = (
             (self.update_loader or self.dynagroup).budget
@@ -272,6 +256,7 @@ class Evaluator(TrainerSteps):
         if not isinstance(rows, EvaluationRows):
             return super().evaluation_loop(dataloader, description, *args, **kwargs)
         compute, before = self.compute_metrics, self.args.average_tokens_across_devices
+        self._find_evaluation_rule(rows, dataloader.dataset)
         run = self._evaluation = _Pass(rows, self.accelerator)
         self.gather_function, self.args.average_tokens_across_devices = run.gather, False
         if compute is not None and not self.args.batch_eval_metrics:
@@ -301,6 +286,30 @@ class Evaluator(TrainerSteps):
         self._items: Any = super()._get_num_items_in_batch(batch_samples, device)
         return self._items
 
+    def _weight_of(self, inputs: Any, num_samples: int) -> float:
+        """Returns the weight of an evaluated batch whose loss is a mean."""
+        rule = self.dynagroup.weigh if self._rule is None else self._rule
+        if rule in ("auto", "sum") or isinstance(rule, Mapping):
+            with suppress(ConfigError):  # without labels, samples count
+                return float(count_label_tokens(inputs, shifted=self._loss_shifts_labels))
+            return float(num_samples)
+        return weigher(rule)(inputs, num_samples)
+
+    def _find_evaluation_rule(self, rows: EvaluationRows, samples: Any) -> None:
+        """Tests how losses of one's own add up, if no training has done so. Warns if they do not."""
+        model: Any = self.model
+        trained = any(parameter.requires_grad for parameter in model.parameters())
+        if self._rule is not None or not self._has_own_loss or not trained:
+            return
+        largest = max(rows.rows, key=len)[:, 0].tolist()
+        finding = self._tested(
+            self.model, pieces_of(samples.__getitem__, largest, self.data_collator)
+        )
+        try:
+            self._rule = finding.weigh(self.dynagroup.weigh, is_said=self._is_weigh_said)
+        except ConfigError as error:
+            warn_user(f"the loss of an evaluation depends on its batches, because {error}")
+
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         run = self._evaluation
         if run is None:
@@ -310,22 +319,18 @@ class Evaluator(TrainerSteps):
             self.accelerator.process_index >= run.rows.num_real[run.row],
             len(run.rows.rows[run.row]),
         )
-        own = self._has_own_loss  # might count added rows
+        own = self._has_own_loss
         items: Any = self._get_num_items_in_batch([inputs], self.args.device)
-        mean = (
-            items is None or self.loss_is_scaled_for_ga is False or bool(self._found_mean.get(True))
-        )
-        if own or self.dynagroup.weigh not in ("auto", "tokens"):
-            mean = self._loss_is_a_mean(model, [inputs], items, training=False)
+        is_sum = items is not None and self._rule in ("sum", None)
         # A loss of one's own may be divided by the items of all ranks; other losses are of a rank's batch alone.
         self.args.average_tokens_across_devices, self._items, filled = (
-            own and not mean,
+            own and is_sum,
             None,
             inputs,
         )
         if (
             run.rows.shapes
-            and (self._filling_tried or not own)
+            and (self._rule is not None or not own)
             and {*self.label_names} & {*inputs} <= LABELS
         ):
             filled = FillingCollator(None, run.rows.ladder, self._pad).fill(
@@ -334,10 +339,8 @@ class Evaluator(TrainerSteps):
         with trl_figures(self, idle=repeats):
             found = super().prediction_step(model, filled, *args, **kwargs)
         self.args.average_tokens_across_devices = False
-        told = (
-            not mean and self._items is not None
-        )  # in evaluation, TRL's SFT is told no items: its loss is a mean
-        weight = float(items or 0) if told else weigher(self._weigh)(inputs, count)
+        told = is_sum and self._items is not None
+        weight = float(items or 0) if is_sum else self._weight_of(inputs, count)
         scale = (
             float(self._items or 0) / max(weight, 1.0) / self.accelerator.num_processes
             if told and own

@@ -7,8 +7,8 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from itertools import permutations
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,19 +17,27 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import has_length
 
-from dynagroup.device import is_out_of_memory
 from dynagroup.distributed import World, current_world
 from dynagroup.errors import ConfigError
-from dynagroup.integrations.config import DynagroupConfig, trl_classes
+from dynagroup.integrations.config import DynagroupConfig
 from dynagroup.integrations.hf_data import UpdateItems
-from dynagroup.oom.jobs import evaluating
+from dynagroup.online.datasets import is_stream
 from dynagroup.oom.preflight import preflight
-from dynagroup.oom.split import BatchSplitter
 from dynagroup.oom.train import OomSafeBackward
-from dynagroup.update.filling import LABELS
 from dynagroup.update.loader import StepLoader
-from dynagroup.update.loss_weight import IGNORED, mean_items, predicts_next_token, weigher
-from dynagroup.update.step import LoaderStats, Step
+from dynagroup.update.loss_weight import weigher
+from dynagroup.update.split_test import (
+    MEANS,
+    Finding,
+    Pieces,
+    Way,
+    check_losses,
+    pieces_of_batch,
+    pieces_of_loader,
+    split_test,
+    sum_of,
+)
+from dynagroup.update.step import LoaderStats, Step, loss_scales
 
 
 # While TRL computes a loss, it gathers figures of all ranks' batches as tensors of one shape, appends their mean to
@@ -42,10 +50,12 @@ def trl_figures(trainer: Any, *, idle: bool = False, probe: bool = False) -> Ite
         (vars(trainer)[name] for name in ("_metrics", "_stored_metrics") if name in vars(trainer)),
         None,
     )
-    if kept is None or not trl_classes(trainer):
+    if kept is None:
         yield
         return
     accelerator, counts = trainer.accelerator, [1]
+    sums: list[float] = []  # of single numbers, in the order in which TRL gathers them
+    means: list[float] = []  # of numbers of samples
     counted = {
         name: n for name, n in vars(trainer).items() if name == "_total_train_tokens" and probe
     }
@@ -57,7 +67,12 @@ def trl_figures(trainer: Any, *, idle: bool = False, probe: bool = False) -> Ite
 
     def gather(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         own = [] if idle else tensor.flatten().tolist()
-        counts.append(len(found := own if probe else gather_object(own)))
+        found = own if probe else gather_object(own)
+        counts.append(len(found))
+        if tensor.ndim == 0:
+            sums.append(float(sum(found)))
+        elif found:
+            means.append(math.fsum(found) / len(found))
         return tensor.new_tensor(found)
 
     accelerator.gather = accelerator.gather_for_metrics = gather
@@ -69,9 +84,46 @@ def trl_figures(trainer: Any, *, idle: bool = False, probe: bool = False) -> Ite
     for mode, figures in kept.items():
         for key, values in [*figures.items()]:
             before = noted.get((mode, key), 0)
-            values[before:] = [] if probe else values[before:] * max(counts)
+            if probe:
+                values[before:] = []
+            elif values[before:]:
+                ratio = trainer.ratios.setdefault((mode, key), Ratio())
+                ratio.find(values[before:], sums, means)
+                values[:] = ratio.added(values, before, sums, max(counts))
             if not values:
                 del figures[key]
+
+
+@dataclass
+class Ratio:
+    """A figure that TRL computes as one sum of a batch divided by another, such as the accuracy of tokens. TRL logs the mean
+    of all batches' figures; here it is the ratio of the sums of all batches, however they are cut."""
+
+    pair: tuple[int, int] | None = None  # places of the two sums among those that TRL gathers
+    above: float = 0.0
+    below: float = 0.0
+
+    def find(self, new: list[Any], sums: list[float], means: list[float]) -> None:
+        """Finds the two sums whose ratio is the new figure, unless it is a mean over samples."""
+        if self.pair is not None or len(new) != 1 or not new[0]:
+            return
+        if any(math.isclose(mean, new[0], rel_tol=1e-5) for mean in means):
+            return
+        for above, below in permutations(range(len(sums)), 2):
+            if sums[below] and math.isclose(sums[above] / sums[below], new[0], rel_tol=1e-6):
+                self.pair = above, below
+                return
+
+    def added(self, values: list[Any], before: int, sums: list[float], count: int) -> list[Any]:
+        """Returns the values to log, the last of which are new; ``count``: figures of a batch that is no ratio."""
+        new = values[before:]
+        if before == 0:
+            self.above = self.below = 0.0  # the earlier ones were logged
+        if self.pair is None:
+            return values[:before] + new * count
+        self.above += sums[self.pair[0]]
+        self.below += sums[self.pair[1]]
+        return [self.above / self.below if self.below else 0.0]
 
 
 class TrainerSteps(Trainer if TYPE_CHECKING else object):
@@ -81,7 +133,7 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
     dynagroup: DynagroupConfig
     update_loader: Any  # the running training's StepLoader; None before training
     guard: OomSafeBackward | None
-    accumulation: int  # as the arguments say; those of the running Trainer say 1
+    accumulation = 1  # while it trains, the arguments say 1, and this is what they said before
     just_resumed, changes_known = False, 0
     _begun, _before = (
         0,
@@ -89,10 +141,14 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
     )  # number of the last update that began, from 1; with JIT checkpoints, the state before it
     _num_epochs, _logged_at = 0, 0.0  # number of epochs in the run, as known at its start
     _stats_logged: LoaderStats
-    _ooms_logged, _idle_step, _filling_tried = 0, False, False
-    _found_mean: Mapping[
-        bool, bool | None
-    ] = {}  # whether the loss is a mean, as far as tested: {training: it is}
+    _ooms_logged = 0
+    _rule: Any = None  # how losses of batches add up: "sum", or a `weigh`; None: not known yet
+    _num_tests = 0  # split tests whose samples could not show it
+    _scale: Any = None  # factor of the running step's loss, a dict for several losses
+    _loss: Any = None  # of the running step, before this factor
+    ratios: dict[tuple[str, str], Ratio]  # TRL's figures of this run
+    _compute: Any = None  # with several losses, the function that returns them
+    _num_unchecked = 4  # weighed steps whose `training_step` is still checked
 
     @property
     def samples_per_update(self) -> int:
@@ -107,7 +163,7 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
             how = "must return what super().get_train_dataloader() returns; choose samples in _get_train_sampler or train_dataset"
             raise ConfigError(f"get_train_dataloader of {type(self).__name__} {how}")
         self.update_loader = loader = dataloader.loader
-        self.guard = None  # a new one, because the model may be new
+        self.guard, self._rule = None, None  # anew, because the model may be new
         self._stats_logged, self.changes_known = loader.stats.copy(), loader.num_changes
         self._logged_at, self._num_epochs, self._begun = time.perf_counter(), 0, 0
         if loader.num_samples is None or not has_length(dataloader):
@@ -159,12 +215,9 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
 
     @property
     def _weigh(self) -> Any:
-        """The weight of a batch whose loss is a mean: with "auto" its predicted labels, else its samples."""
-        shifted, weigh = (
-            predicts_next_token(self.accelerator.unwrap_model(self.model)),
-            self.dynagroup.weigh,
-        )
-        return partial(mean_items, shifted=shifted) if weigh in ("auto", "tokens") else weigh
+        """The weight of a batch by which the loader weighs losses; where it cannot be known yet, samples."""
+        weigh = self.dynagroup.weigh
+        return "samples" if isinstance(weigh, Mapping) or weigh == "auto" else weigh
 
     @property
     def _has_own_loss(self) -> bool:
@@ -195,9 +248,9 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
             self.control.should_epoch_stop = True  # also where a finished run is resumed
             return [], None
         self.just_resumed, self._begun = False, self.state.global_step + 1
-        items = self._get_num_items_in_batch(
-            _counted(update), device
-        )  # 0 would make the gradients of idle steps nan
+        batches = _counted(update)
+        _, items = super().get_batch_samples(iter(batches), len(batches), device)
+        # 0 would make the gradients of idle steps nan
         return [update], items if items is None else torch.as_tensor(items).clamp(min=1)
 
     def training_step(
@@ -205,107 +258,170 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
     ) -> torch.Tensor:
         if not isinstance(inputs, list):
             return super().training_step(model, inputs, num_items_in_batch)
+        if self._rule is None:
+            self._rule = self._find_rule(model, inputs, num_items_in_batch)
+        rule = self._unknown_rule(num_items_in_batch) if self._rule is None else self._rule
+        scales = self._scales(inputs, rule)
+        items = num_items_in_batch if rule == "sum" else None
         total: Any = 0.0
-        mean = self._loss_is_a_mean(model, [step.batch for step in inputs], num_items_in_batch)
-        if inputs[0].filled and not LABELS & {*inputs[0].batch}:
-            raise ConfigError(
-                "`shapes` adds rows whose labels are -100, but these batches have no `labels`; leave `shapes` out"
-            )
-        if inputs[0].filled and not self._filling_tried:
-            counts = self._has_own_loss and mean and self.update_loader.budget.layout != "packed"
-            self._filling_tried = not counts or self._filling_is_ignored(model, inputs[0].batch)
-        items = None if mean else num_items_in_batch
         for number, step in enumerate(inputs):
             if number:
                 self.control = self.callback_handler.on_substep_end(
                     self.args, self.state, self.control
                 )
             if self.dynagroup.out_of_memory is not None:
-                total = total + self._run_protected(model, step, mean, items)
+                total = total + self._run_protected(model, step, rule, scales[number], items)
                 continue
-            weighed, figures = (
-                self._weighed(step, mean, len(inputs)),
-                trl_figures(self, idle=step.idle),
-            )
+            weighed = self._weighed(step, scales[number], len(inputs))
+            figures = trl_figures(self, idle=step.idle)
             with self._local_gradients(model, step), weighed, figures:
-                total = total + super().training_step(model, step.batch, items)
+                loss = super().training_step(model, step.batch, items)
+                self._check_step(loss, scales[number])
+                total = total + loss
         return total
 
-    def _loss_is_a_mean(
-        self, model: Any, batches: list[Any], num_items_in_batch: Any, training: bool = True
-    ) -> bool:
-        """Returns whether the loss is a mean over its batch, and not a sum divided by the items of the whole update."""
-        if self.loss_is_scaled_for_ga is not None:
-            return not self.loss_is_scaled_for_ga
-        if num_items_in_batch is None:
-            return True
-        if not self._has_own_loss:
-            if self.label_smoother is not None:
-                return False
-            config = getattr(self.accelerator.unwrap_model(self.model), "config", None)
-            if getattr(
-                getattr(config, "get_text_config", lambda: config)(), "output_router_logits", False
-            ):
-                return True  # without a count of items, both the loss and the balancing loss of experts are means
-        for batch in batches:
-            if self._found_mean.get(training) is None:
-                found = is_a_mean(
-                    self,
-                    model,
-                    self._probe(batch),
-                    self.dynagroup.world or current_world(),
-                    training,
-                )
-                self._found_mean = {**self._found_mean, training: found}
-        return self._found_mean.get(training) is not False
-
-    def _probe(self, batch: Any) -> Any:
-        """Returns the batch for tests of the loss: with retries its sample of most labels, which needs less memory."""
-        if self.dynagroup.out_of_memory is None:
-            return batch
-        splitter, weigh = self.dynagroup.splitter or BatchSplitter(), weigher(self._weigh)
-        return max(
-            (splitter.take(batch, k, k + 1) for k in range(splitter.num_samples(batch))),
-            key=lambda one: weigh(one, 1),
-        )
-
-    def _filling_is_ignored(self, model: Any, batch: Any) -> bool:
-        """Tests that rows of weight 0 leave a mean loss as it is. False: this batch cannot show. All ranks must call it."""
-        twice = {
-            n: value[[0, 0]]
-            for n, value in batch.items()
-            if isinstance(value, torch.Tensor) and value.ndim
-        }
-        ignored = {
-            n: torch.cat([twice[n][:1], torch.full_like(twice[n][:1], IGNORED)])
-            for n in LABELS & twice.keys()
-        }
-        with evaluating(model), trl_figures(self, probe=True):
-            model.training = self.accelerator.unwrap_model(model).training = True
-            both = {**batch, **twice}, {**batch, **twice, **ignored}
-            same, filled = (_loss(self, model, self._prepare_inputs(rows), 1) for rows in both)
-        counts = not math.isnan(same) and not math.isclose(same, filled, rel_tol=0.1)
-        shows, counts = map(bool, self.update_loader.world.all_max([not math.isnan(same), counts]))
-        if counts:
-            way_out = (
-                "average it over the rows that have a label other than -100, or leave `shapes` out"
+    def _check_step(self, loss: torch.Tensor, scale: Any) -> None:
+        """Checks that the ``training_step`` of the Trainer's class weighs the loss, as transformers' does."""
+        if self._loss is None or not isinstance(scale, float) or math.isclose(scale, 1.0):
+            return
+        self._num_unchecked -= 1
+        if not math.isclose(float(loss), self._loss * scale, rel_tol=1e-2, abs_tol=1e-6):
+            raise ConfigError(
+                f"training_step of {type(self).__name__} must weigh the loss: call "
+                "super().training_step, or divide it by self.current_gradient_accumulation_steps"
             )
-            raise ConfigError(f"the loss counts the rows of weight 0 that `shapes` adds; {way_out}")
-        return shows
+
+    def _scales(self, update: list[Step[Any]], rule: Any) -> list[Any]:
+        """Returns the factor of each step's loss; None: losses are added as they are."""
+        if rule == "sum":
+            return [None] * len(update)
+        if isinstance(rule, Mapping):
+            return loss_scales(update, rule, self.update_loader.world)
+        if rule is self._weigh or rule == self._weigh:
+            return [step.loss_scale for step in update]
+        found = loss_scales(update, {"loss": rule}, self.update_loader.world)
+        return [scale["loss"] for scale in found]
+
+    def _unknown_rule(self, items: Any) -> Any:
+        """Returns how losses are weighed as long as no sample has shown it."""
+        if self.dynagroup.weigh != "auto":
+            return self.dynagroup.weigh
+        return "samples" if items is None else "sum"
+
+    def _find_rule(self, model: Any, update: list[Step[Any]], items: Any) -> Any:
+        """Tests how the loss adds up, on a few samples of the training data. None: they cannot show it."""
+        loader = self.update_loader
+        self._num_tests += 1
+        weigh = self.dynagroup.weigh
+        plugin: Any = getattr(self.accelerator.state, "deepspeed_plugin", None)
+        if plugin is not None and plugin.zero_stage == 3:
+            finding = Finding(failure="DeepSpeed ZeRO-3 gives no gradients of single batches")
+            return finding.weigh(weigh, is_said=self._is_weigh_said)
+        if is_stream(loader.dataset):
+            [first, *_] = sorted(update, key=lambda step: -len(step.indices))
+            finding = self._tested(model, pieces_of_batch(first.batch, len(first.indices)))
+            return finding.weigh(weigh, is_said=self._is_weigh_said)
+        finding = Finding()
+        for share in (1.0, 0.5, 0.2, 0.0):  # shorter samples, as long as memory runs out
+            pieces = pieces_of_loader(loader, skip=self._num_tests - 1, share=share)
+            finding = self._tested(model, pieces)
+            if not finding.ran_out:
+                break
+        return finding.weigh(weigh, is_said=self._is_weigh_said)
+
+    @property
+    def _is_weigh_said(self) -> bool:
+        return isinstance(self.dynagroup.weigh, Mapping) or self.dynagroup.weigh != "auto"
+
+    def _tested(self, model: Any, pieces: Pieces | None) -> Finding:
+        """Runs the split test on the Trainer's own loss."""
+        args, weigh = self.args, self.dynagroup.weigh
+        average = args.average_tokens_across_devices
+        args.average_tokens_across_devices = False  # each rank counts its own items
+        self.current_gradient_accumulation_steps = 1
+        means = ("weigh",) if self._is_weigh_said else MEANS
+
+        def way(items: Any, *rules: str) -> Way:
+            def loss_of(step: Step[Any]) -> Any:
+                inputs = self._prepare_inputs(step.batch)
+                with self.compute_loss_context_manager():
+                    if isinstance(weigh, Mapping):
+                        return self._losses_of(model, inputs, items)
+                    return self.compute_loss(model, {**inputs}, num_items_in_batch=items)
+
+            return Way(loss_of=loss_of, rules=rules)
+
+        try:
+            items = None
+            if pieces is not None:
+                batches = iter([pieces.together])
+                _, items = super().get_batch_samples(batches, 1, args.device)
+            ways = [way(None, "sum", *means)]
+            if isinstance(weigh, Mapping):
+                ways = [way(None, "weigh")]
+            elif items is not None:
+                items = torch.as_tensor(items).clamp(min=1)
+                ways = [way(items, "sum"), way(None, *means)]
+            is_half = args.bf16 or args.fp16
+            with trl_figures(self, probe=True):
+                return split_test(
+                    model, ways, pieces, weigh, world=self._data_world, is_half=is_half
+                )
+        finally:
+            args.average_tokens_across_devices = average
+
+    @property
+    def _data_world(self) -> World:
+        if self.update_loader is not None:
+            return self.update_loader.world
+        return self.dynagroup.world or current_world()
+
+    def _losses_of(self, model: Any, inputs: Any, items: Any) -> Any:
+        """Returns the losses that the model, or the Trainer's ``compute_loss``, returns as ``losses``."""
+        compute = self._compute or self.compute_loss
+        _, outputs = compute(model, {**inputs}, return_outputs=True, num_items_in_batch=items)
+        losses = outputs.get("losses") if isinstance(outputs, Mapping) else None
+        weigh: Any = self.dynagroup.weigh
+        check_losses(losses, weigh)
+        return losses
 
     @contextlib.contextmanager
-    def _weighed(self, step: Step[Any], mean: bool, num_steps: int) -> Iterator[None]:
+    def _weighed(self, step: Step[Any], scale: Any, num_steps: int) -> Iterator[None]:
         """Weighs a mean loss. The Trainer divides losses by a number of batches, so that number is set to 1 / scale."""
-        stated, scale = self.loss_is_scaled_for_ga, step.loss_scale if mean else 1.0
-        self._idle_step = nothing = step.idle or scale == 0.0
-        self.loss_is_scaled_for_ga = not mean and not nothing
-        self.current_gradient_accumulation_steps = (
-            math.inf if nothing else 1.0 / scale if mean else num_steps
-        )
+        stated = self.loss_is_scaled_for_ga
+        self._scale, self._loss = (0.0 if step.idle else scale), None
+        is_nothing = self._scale == 0.0
+        is_mean = isinstance(scale, float) and not is_nothing
+        self.loss_is_scaled_for_ga = not is_mean and not is_nothing
+        self.current_gradient_accumulation_steps = num_steps
+        if is_mean:
+            self.current_gradient_accumulation_steps = 1.0 / scale
+        elif is_nothing:
+            self.current_gradient_accumulation_steps = math.inf
+        with contextlib.ExitStack() as stack:
+            stack.callback(setattr, self, "loss_is_scaled_for_ga", stated)
+            stack.callback(setattr, self, "_scale", None)
+            if isinstance(self._scale, Mapping):
+                stack.enter_context(self._several_losses())
+            yield
+
+    @contextlib.contextmanager
+    def _several_losses(self) -> Iterator[None]:
+        """Computes the sum of several losses, each with its own scale, instead of the loss."""
+        own = vars(self).get("compute_loss")
+        self._compute = self.compute_loss
+
+        def compute_loss(model: Any, inputs: Any, *_: Any, num_items_in_batch: Any = None) -> Any:
+            return sum_of(self._losses_of(model, inputs, num_items_in_batch), self._scale)
+
+        vars(self)["compute_loss"] = compute_loss
         try:
             yield
         finally:
-            self._idle_step, self.loss_is_scaled_for_ga = False, stated
+            self._compute = None
+            del self.compute_loss
+            if own is not None:
+                self.compute_loss = own
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None
@@ -313,15 +429,19 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
         found: Any = super().compute_loss(
             model, inputs, return_outputs, num_items_in_batch=num_items_in_batch
         )
-        if not self._idle_step:
+        if self._scale is None:
             return found
-        loss = found[0] if return_outputs else found
-        nothing = (
-            loss.nan_to_num(0.0, 0.0, 0.0) * 0.0
-        )  # keeps the graph, whose backward pass runs collectives
-        return (nothing, found[1]) if return_outputs else nothing
+        loss, outputs = found if return_outputs else (found, None)
+        is_last = type(self).compute_loss is TrainerSteps.compute_loss
+        if self._scale == 0.0:
+            loss = loss.nan_to_num(0.0, 0.0, 0.0) * 0.0  # keeps the graph, for collectives
+        elif is_last and self._num_unchecked:
+            self._loss = float(loss.detach())
+        return (loss, outputs) if return_outputs else loss
 
-    def _run_protected(self, model: Any, step: Step[Any], mean: bool, items: Any) -> torch.Tensor:
+    def _run_protected(
+        self, model: Any, step: Step[Any], rule: Any, scale: Any, items: Any
+    ) -> torch.Tensor:
         config, loader = self.dynagroup, self.update_loader
         if self.guard is None:
             if defines_compute_loss(type(self)) and loader.world.size > 1:
@@ -329,29 +449,24 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
                 raise ConfigError(
                     f"{alone}, and {type(self).__name__}'s compute_loss may exchange data with others"
                 )
-            how: Any = {
-                "splitter": config.splitter,
-                "min_samples": config.min_samples,
-                "world": loader.world,
-            }
-            how |= {
-                "learned": loader.budget.learner,
-                "backward": self.accelerator.backward,
-                "weigh": "sum",
-            }
-            self.guard = OomSafeBackward(model, **how)
+            self.guard = OomSafeBackward(
+                model,
+                splitter=config.splitter,
+                min_samples=config.min_samples,
+                world=loader.world,
+                learned=loader.budget.learner,
+                backward=self.accelerator.backward,
+                weigh="sum",
+            )
             self._ooms_logged = self.guard.learned.report.num_ooms
-        if mean != (
-            self.guard.weigh is not None
-        ):  # a test of the loss can show it later than the first batch
-            self.guard.weigh = weigher(self._weigh) if mean else None
+        self.guard.weigh = None if rule == "sum" else weigher(rule)
         model.train()
 
         def loss_of(batch: Any) -> torch.Tensor:
             with self.compute_loss_context_manager(), trl_figures(self):
                 return self.compute_loss(model, {**batch}, num_items_in_batch=items)
 
-        own = replace(step.map(self._prepare_inputs), loss_scale=step.loss_scale if mean else 1.0)
+        own = replace(step.map(self._prepare_inputs), loss_scale=1.0 if scale is None else scale)
         return self.guard.step(loss_of, own).loss * own.loss_scale
 
     def _local_gradients(self, model: Any, step: Step[Any]) -> Any:
@@ -454,55 +569,3 @@ def defines_compute_loss(trainer_class: type) -> bool:
         "compute_loss" in vars(c) and c not in (TrainerSteps, Trainer)
         for c in trainer_class.__mro__
     )
-
-
-# Computes the loss with an item count of one and of two, on one batch, without gradients, dropout or randomness. A sum
-# divided by the count is halved, a mean is not; auxiliary terms are small beside a sum divided by one. The Trainer
-# cannot tell them apart: to it, heads that ignore the count (transformers#47688, open) and subclasses whose
-# ``compute_loss`` returns a mean look like sums, so their losses would be added up. Cost: two forward passes, once per
-# run. All ranks must call it; all return the same result, or all raise.
-def is_a_mean(
-    trainer: Any, model: Any, batch: Any, world: World, training: bool = True
-) -> bool | None:
-    """Returns whether the loss is a mean over its batch, whatever item count it gets; None: this batch cannot show."""
-    error, ratio = None, math.nan
-    try:
-        with evaluating(model), trl_figures(trainer, probe=True):
-            model.training = trainer.model.training = (
-                training  # all that a loss may ask; no part drops anything out
-            )
-            one, two = (
-                _loss(trainer, model, trainer._prepare_inputs(batch), count) for count in (1, 2)
-            )
-        ratio = one / two if two and weigher(trainer._weigh)(batch, 1) else math.nan
-    except Exception as caught:
-        error = caught
-    here = 1.5 < ratio < math.inf, abs(ratio - 1.0) < 0.1
-    neither = not any(here) and 0 < abs(ratio) < math.inf
-    halves, stays, neither, failed = map(bool, world.all_max([*here, neither, error is not None]))
-    if error is not None and is_out_of_memory(error):
-        raise error
-    if failed or (neither and not halves):
-        fails = f"fails in a test of its loss ({error or 'on another rank'})"
-        unclear = (
-            fails
-            if failed
-            else "returns a loss that is neither a mean nor a sum (by a test with twice the items)"
-        )
-        way_out = "`loss_is_scaled_for_ga` to False (a mean over its batch) or True (divided by num_items_in_batch)"
-        raise ConfigError(
-            f"{type(trainer).__name__} {unclear}; {'correct it, or ' * failed}set {way_out}"
-        ) from error
-    return not halves if halves or stays else None
-
-
-def _loss(trainer: Any, model: Any, inputs: Any, count: int) -> float:
-    # Both losses use the same random numbers, and training later continues with its own.
-    device = trainer.args.device
-    same_numbers = torch.random.fork_rng([device] if device.type == "cuda" else [])
-    with same_numbers, torch.no_grad(), trainer.compute_loss_context_manager():
-        return float(
-            trainer.compute_loss(
-                model, {**inputs}, num_items_in_batch=torch.tensor(count, device=device)
-            )
-        )

@@ -12,7 +12,10 @@ from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 
 from dynagroup.distributed import rank_and_size
 from dynagroup.errors import ConfigError, StateError
+from dynagroup.online.datasets import is_stream
 from dynagroup.update.loader import StepLoader
+from dynagroup.update.split_test import check_loader, pieces_of_batch
+from dynagroup.update.step import Step
 
 NEVER = (
     1 << 20
@@ -56,6 +59,7 @@ class LightningSteps(Callback):
         """Epochs that follow the loader's in the epoch that Lightning counts; 1 if Lightning ended one early (max_steps)."""
         self._restored: Sequence[Mapping[str, Any]] | None = None
         self._inside, self._listens, self._first = False, False, True
+        self._is_tested = False  # whether the module's loss is known to add up
 
     # Lightning reads from a run's first epoch before it calls set_epoch, and may pass a wrong number after a resume.
     def _set_epoch(self, epoch: int) -> None:
@@ -152,6 +156,7 @@ class LightningSteps(Callback):
                 self.load_state_dict(left)
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        self._is_tested = False
         limit, schedules = trainer.limit_train_batches, trainer.lr_scheduler_configs
         if any(schedule.interval == "step" and schedule.frequency > 1 for schedule in schedules):
             raise ConfigError(
@@ -174,12 +179,39 @@ class LightningSteps(Callback):
     ) -> None:
         if not pl_module.automatic_optimization:
             return
+        if not self._is_tested:
+            self._is_tested = True
+            self._check_loss(trainer, pl_module, batch)
         # Lightning runs optimizers when (batch_idx + 1) % n == 0, and clears gradients when batch_idx % n == 0.
         trainer.accumulate_grad_batches = (
             (1 if self._first else batch_idx + 1) if batch.ends_update else NEVER
         )
         for optimizer in trainer.optimizers if self._first else ():
             optimizer.zero_grad()
+
+    def _check_loss(self, trainer: Any, module: Any, first: LightningStep) -> None:
+        """Tests how the loss of ``training_step`` adds up, before the first update; nothing is logged."""
+        precision = trainer.strategy.precision_plugin
+        pieces = None
+        if is_stream(self.loader.dataset):
+            pieces = pieces_of_batch(first.batch, first.num_samples)
+            if pieces is None:
+                return
+
+        def loss_of(step: Step[Any]) -> Any:
+            batch = trainer.strategy.batch_to_device(step.batch)
+            alone = LightningStep(batch, [], int(step.samples.local), 1.0, True, False, None)
+            with precision.train_step_context():
+                found = module.training_step(alone, 0)
+            return found["loss"] if isinstance(found, Mapping) else found
+
+        trainer.accumulate_grad_batches = 1
+        module.log = lambda *args, **kwargs: None
+        try:
+            is_half = "16" in str(trainer.precision)
+            check_loader(trainer.model, loss_of, self.loader, pieces=pieces, is_half=is_half)
+        finally:
+            del module.log
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int

@@ -5,7 +5,6 @@ positions, while the loss looks normal. So the model itself is tested, on two sa
 
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -14,14 +13,13 @@ from transformers import DataCollatorWithFlattening
 
 from dynagroup.errors import ConfigError
 from dynagroup.integrations.probe import (
-    PROBES,
     answer,
     answers_alone,
     difference_beyond_rounding,
     samples_for,
 )
 from dynagroup.integrations.varlen import NAME, first_position
-from dynagroup.oom.jobs import evaluating
+from dynagroup.update.split_test import skips_first_label
 from dynagroup.validation import explained, warn_user
 
 LINEAR = (
@@ -63,7 +61,7 @@ class _Flattening(DataCollatorWithFlattening):
             model.get_base_model() if hasattr(model, "get_base_model") else model
         )  # without adapters
         self.read = {*inspect.signature(own.forward).parameters} - {"input_ids", "position_ids"}
-        self.shifts = not reads_first_label(model)
+        self.shifts = skips_first_label(model)  # then the loss never reads a first label
 
     def __call__(
         self, features: Any, return_tensors: Any = None, separator_id: Any = None
@@ -154,16 +152,6 @@ def check_packed_training(trainer: Any) -> None:
             why = str(error)
     way_out = "call dynagroup.integrations.packing.check_packing(model, collate_fn) yourself"
     warn_user(f"cannot test whether the model keeps packed samples apart; {way_out} ({why})")
-
-
-def reads_first_label(model: Any) -> bool:
-    """Returns whether a model's loss counts the label of a sample's first token. A causal loss does not."""
-    ids = torch.tensor([PROBES[0]], device=next(model.parameters()).device)
-    labels = torch.full_like(ids, -100)
-    labels[0, 0] = 0
-    with suppress(Exception), evaluating(model), torch.no_grad():  # it may have no such loss
-        return bool(model(input_ids=ids, labels=labels).loss > 0)
-    return False
 
 
 def _is_linear(model: Any) -> bool:

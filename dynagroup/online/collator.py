@@ -176,11 +176,11 @@ class RefinementCollator:
         if not samples:
             return []
         lengths = self.measure(samples, request.indices)
-        labels = self._labels(samples, request.indices)
+        labels = self.labels(samples, request.indices)
         batches, groups = self._divide(lengths, labels, request)
         return self._collate_all(batches, groups, lengths, labels, window)
 
-    def _labels(self, samples: Sequence[Any], indices: Sequence[int]) -> list[Any]:
+    def labels(self, samples: Sequence[Any], indices: Sequence[int]) -> list[Any]:
         if self.kinds is not None:
             return [self.kinds.labels[code] for code in self.kinds.codes[indices].tolist()]
         if self.kind_of is None:

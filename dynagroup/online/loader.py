@@ -148,6 +148,7 @@ class OnlineDataLoader(StepLoader[Any]):
             "accumulation": accumulation,
         }
         self.config = config = OnlineConfig(**knobs, **how)
+        self.weigh = weigh
         self._orders = orders = EpochOrders(
             dataset, config, batch_sampler, sampler, length_hint, kinds
         )
@@ -216,9 +217,7 @@ class OnlineDataLoader(StepLoader[Any]):
             raise ConfigError(
                 "preflight cannot try an iterable dataset, which gives a sample only once; leave it out"
             )
-        places = np.unique(
-            np.linspace(0, len(self.dataset) - 1, EXAMPLES).astype(np.int64)
-        ).tolist()
+        places = self._example_places()
         samples, collator = [self.dataset[place] for place in places], self._workers.collator
         measured = collator.measure(
             samples, places
@@ -228,6 +227,13 @@ class OnlineDataLoader(StepLoader[Any]):
             for name, units in measured
         }
         return lengths, samples.__getitem__, collator.filling
+
+    def _example_places(self) -> list[int]:
+        return np.unique(np.linspace(0, len(self.dataset) - 1, EXAMPLES).astype(np.int64)).tolist()
+
+    def kind_of_example(self, number: int, sample: Any) -> Any:
+        place = self._example_places()[number]
+        return self._workers.collator.labels([sample], [place])[0]
 
     def _identity(self) -> dict[str, Any]:
         return {**self.config.identity(), **self._orders.identity, **self._workers.identity}

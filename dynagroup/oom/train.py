@@ -23,7 +23,7 @@ from dynagroup.errors import AlignmentError, BudgetError, ConfigError
 from dynagroup.oom.retry import attempt, halves
 from dynagroup.oom.split import BatchSplitter, Splitter, longest_of, shape_of
 from dynagroup.shapes import BatchShape
-from dynagroup.update.loss_weight import Weigh, predicts_next_token, weigher
+from dynagroup.update.loss_weight import Weigh, weigher
 from dynagroup.update.step import Step
 from dynagroup.validation import check_int
 
@@ -170,11 +170,7 @@ class OomSafeBackward:
                 SingleProcess() if self._ddp is None else DistributedWorld(self._ddp.process_group)
             )
         self._world = world
-        self.weigh = (
-            None
-            if weigh == "sum"
-            else weigher(weigh, shifted=predicts_next_token(model, unknown=None))
-        )
+        self.weigh = None if weigh == "sum" else weigher(weigh)
         """The weight of a batch as a function, None for sums; may be set between updates."""
         self._splitter = splitter if splitter is not None else BatchSplitter()
         self._smallest = 2 * check_int("min_samples", min_samples)  # a part that may be split

@@ -20,6 +20,7 @@ from dynagroup.errors import ConfigError, StateError
 from dynagroup.plan.cursor import Cursor
 from dynagroup.shapes import Streams
 from dynagroup.state import listed, opened, sealed
+from dynagroup.update.loss_weight import Weigh
 from dynagroup.update.schedule import UpdateSizes, Walk
 from dynagroup.update.step import B, LoaderStats, Step
 from dynagroup.validation import (
@@ -46,6 +47,7 @@ class StepLoader(ABC, Generic[B]):
 
     KIND: ClassVar[str]  # the class's name in saved states
     sizes: UpdateSizes | None = None  # sizes of all updates, if `samples_per_update` is set
+    weigh: Weigh  # the weight of a batch, as given
 
     def __init__(self, dataset: Any, *, world: World | None, identity: Any = None) -> None:
         self.dataset = dataset
@@ -83,6 +85,10 @@ class StepLoader(ABC, Generic[B]):
     def examples(self) -> tuple[Streams, Callable[[int], Any], Callable[..., Any]]:
         """Returns what is needed to try batches: lengths of some samples; a function that reads the sample with a
         number in these lengths; and a function from samples (and optionally a shape to pad to) to a batch."""
+
+    def kind_of_example(self, number: int, sample: Any) -> Any:
+        """Returns the label of a sample of :meth:`examples`; samples with different labels share no batch."""
+        return None
 
     @abstractmethod
     def _run(self, send: Callable[[B], Any] | None) -> Iterator[Step[Any]]:

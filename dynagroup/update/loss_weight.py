@@ -1,8 +1,7 @@
 """Computes the weight of each batch's loss, and the factor that makes accumulated gradients exact."""
 
-import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -15,13 +14,7 @@ from dynagroup.errors import ConfigError
 Weigh: TypeAlias = Literal["tokens", "labels", "samples"] | Callable[[Any], float]
 IGNORED = -100  # the label that torch.nn.functional.cross_entropy ignores by default
 MOST = 1e30  # largest weight, so that sums over ranks and steps are finite
-CAUSAL = ("input_ids", "inputs_embeds")  # inputs of causal models, whose labels have the same width
-INPUTS = ("decoder_input_ids", *CAUSAL, "input_features", "input_values", "pixel_values")
-SHIFTING_LOSSES = (
-    "ForCausalLM",
-    "ForConditionalGeneration",
-    "CsmForConditionalGeneration",
-)  # skip the first label
+NAMED = ("tokens", "labels", "samples")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,107 +63,32 @@ def count_label_tokens(batch: Any, *, shifted: bool = True) -> int:
     )  # five times faster than torch's sum of booleans
 
 
-def mean_items(batch: Any, *, shifted: bool = True) -> float:
-    """Returns the number of items whose losses a usual model averages: predicted labels; without labels, samples."""
-    if _label_name(batch) is not None:
-        return float(count_label_tokens(batch, shifted=shifted))
-    values = (
-        batch.values()
-        if hasattr(batch, "keys")
-        else batch
-        if isinstance(batch, (list, tuple))
-        else [batch]
-    )
-    sized = [value for value in values if getattr(value, "ndim", 0) > 0]
-    if not sized:
-        raise ConfigError(
-            f"cannot count a batch's samples: this {type(batch).__name__} has no tensors; pass `weigh`"
-        )
-    return float(len(sized[0]))
-
-
 def _label_name(batch: Any) -> str | None:
     names = ("shift_labels", "labels") if hasattr(batch, "keys") else ()
     return next((name for name in names if name in batch and batch[name] is not None), None)
 
 
-def predicts_next_token(model: Any, *, unknown: Any = False) -> Any:
-    """Returns whether a model's own loss skips the first label of each sample, judged by its ``loss_type``, or without
-    that by its class (inside DDP and PEFT wrappers). ``unknown``: the result for a model without ``loss_type``."""
-    model = getattr(model, "module", model)
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        return False
-    forward = inspect.unwrap(getattr(type(model), "forward", weigher))
-    if (
-        str(forward.__module__).startswith("transformers.models.")
-        and "CrossEntropyLoss" in forward.__code__.co_names
-    ):
-        return (
-            "shift_logits" in forward.__code__.co_varnames
-        )  # False for Bart's decoder, whatever its `loss_type`
-    named = getattr(model, "loss_type", "")
-    if named is not None:
-        return unknown if named == "" else named in SHIFTING_LOSSES
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as causal
-
-    return bool(
-        {c.__name__ for c in type(model).__mro__} & set(causal.values()) - {"XLMWithLMHeadModel"}
-    )
-
-
-def weigher(weigh: Weigh, *, shifted: bool | None = None) -> Callable[[Any, int], float]:
-    """Returns the function (batch, samples) -> weight. ``shifted``: first labels do not count; None: checks labels too."""
-    if not (
-        callable(weigh) or (isinstance(weigh, str) and weigh in ("tokens", "labels", "samples"))
-    ):
+def weigher(weigh: Weigh) -> Callable[[Any, int], float]:
+    """Returns the function (batch, samples) -> weight."""
+    if isinstance(weigh, Mapping):
+        raise ConfigError(
+            f"`weigh` must be the weight of one loss, but is the dict {weigh!r}; a loop with several "
+            "losses passes it to loss_scales(update, weigh), and the Trainer to DynagroupConfig"
+        )
+    if not callable(weigh) and not (isinstance(weigh, str) and weigh in NAMED):
         raise ConfigError(
             f"`weigh` must be 'tokens', 'labels', 'samples' or a function of a batch, but is {weigh!r}"
         )
-    return partial(_weight, weigh, shifted)
+    return partial(_weight, weigh)
 
 
-def _check_causal(batch: Any) -> None:
-    """Raises a ConfigError if labels do not lie beside tokens, or a sample has a first label, and labels unlike its tokens."""
-    given: Any = batch["labels"] if _label_name(batch) == "labels" else 0
-    labels: Any = given if hasattr(given, "ndim") else np.asarray(given)
-    if labels.ndim < 2 or "float" in str(labels.dtype):
-        return
-    of, ids = next(
-        ((k, batch[k]) for k in INPUTS if k in batch and hasattr(batch[k], "shape")),
-        ("labels", labels),
-    )
-    causal = of in ("labels", *CAUSAL) and ids.shape[:2] == labels.shape[:2]
-    if causal and ids.shape == labels.shape:
-        ids, labels = (
-            (ids, labels)
-            if type(ids) is type(labels)
-            else map(np.array, (ids.tolist(), labels.tolist()))
-        )
-        causal = not ((labels != ids) & (labels != IGNORED) & (labels[:, :1] != IGNORED)).any()
-    mask: Any = batch["attention_mask"] if "attention_mask" in batch else None
-    if (
-        type(mask) is type(labels)
-        and mask.shape == labels.shape
-        and ((mask == 0) & (labels != IGNORED))[:, 1:].any()
-    ):
-        raise ConfigError(
-            "labels where attention_mask is 0 must be -100, or the loss counts padding; or pass a `weigh` function"
-        )
-    if not causal:
-        told = f"weigh='tokens' is for causal models, but labels {[*labels.shape]} are not the tokens of {of} {[*ids.shape]}"
-        raise ConfigError(
-            f"{told}; pass weigh='labels' (encoder-decoders), 'samples' (classes, CTC) or a function"
-        )
-
-
-def _weight(weigh: Weigh, shifted: bool | None, batch: Any, samples: int) -> float:
-    if shifted is None and weigh == "tokens":
-        _check_causal(batch)
+def _weight(weigh: Weigh, batch: Any, samples: int) -> float:
     if not callable(weigh):
-        shifted = shifted is not False and weigh == "tokens"
-        return float(samples if weigh == "samples" else count_label_tokens(batch, shifted=shifted))
-    given, weight = weigh(batch), math.nan
+        if weigh == "samples":
+            return float(samples)
+        return float(count_label_tokens(batch, shifted=weigh == "tokens"))
+    given = weigh(batch)
+    weight = math.nan
     with suppress(TypeError, ValueError, RuntimeError, OverflowError):  # not a number, or several
         weight = float(given)
     if not 0 <= weight <= MOST:

@@ -134,11 +134,8 @@ class PlannedDataLoader(StepLoader[B]):
         if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
             found = f"is a {type(dataset).__name__}; for a stream use OnlineDataLoader"
             raise ConfigError(f"`dataset` must have __getitem__ and __len__, but {found}")
-        free, how, self._weigh = (
-            samples_per_update is None,
-            {"seed": seed, "shuffle": shuffle},
-            weigh,
-        )
+        free, how = samples_per_update is None, {"seed": seed, "shuffle": shuffle}
+        self.weigh = weigh
         of_set_sizes = {
             "sampler": sampler is not None,
             "drop_last": drop_last,
@@ -244,6 +241,9 @@ class PlannedDataLoader(StepLoader[B]):
     def examples(self) -> tuple[Streams, Callable[[int], Any], Callable[..., Any]]:
         return self._plan.planner.lengths, self.dataset.__getitem__, self._feed.dataset.filling
 
+    def kind_of_example(self, number: int, sample: Any) -> Any:
+        return int(self._plan.planner.kinds.codes[number])
+
     def _forget(self) -> None:
         self._plan.on_ranks(self._rank_and_size()[1])
         self._stand(self._plan.start_of(self._next, self._place))
@@ -310,7 +310,7 @@ class PlannedDataLoader(StepLoader[B]):
         return {
             **self._plan.identity,
             "budget": self.budget.fingerprint,
-            "weigh": described(self._weigh),
+            "weigh": described(self.weigh),
         }
 
     def _state(self) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from dynagroup.budget.base import Budget, is_packed, padded_streams
-from dynagroup.distributed import World
+from dynagroup.distributed import SingleProcess, World
 from dynagroup.shapes import TOKENS, BatchShape, primary, round_up
-from dynagroup.update.loss_weight import Share
+from dynagroup.update.loss_weight import Share, Weigh, loss_scale, weigher
 
 B = TypeVar("B")
 SHOWN_IN = {
@@ -56,6 +56,33 @@ class Step(Generic[B]):
     def map(self, fn: Callable[[B], Any]) -> "Step[Any]":
         """Returns this step with ``fn`` applied to its batch, e.g. to move the batch to a device."""
         return replace(self, batch=fn(self.batch))
+
+
+def loss_scales(
+    update: Sequence[Step[Any]], weigh: Mapping[str, Weigh], world: World | None = None
+) -> list[dict[str, float]]:
+    """Returns factors for several mean losses, each with a weight of its own, for each step of an update. Call it on all
+    ranks, once an update: ``for update in loader.updates()``.
+
+    Args:
+        update: all steps of one update on this rank.
+        weigh: dict from the name of a loss to the weight of a batch: "tokens", "labels", "samples" or a function.
+        world: ranks that share the data, ``loader.world``; None: this process alone.
+
+    >>> batches = [{"labels": np.array([[-100, 1, 2]])}, {"labels": np.array([[-100, 3, -100]])}]
+    >>> update = [Step(batch, [0], Share(1, 2), Share(1, 2), 0.5, True) for batch in batches]
+    >>> loss_scales(update, {"intent": "samples", "slots": "labels"})[0]["intent"]
+    0.5
+    """
+    world = SingleProcess() if world is None else world
+    scales: list[dict[str, float]] = [{} for _ in update]
+    for name, weight in weigh.items():
+        weight_of = weigher(weight)
+        weights = [0.0 if s.idle else weight_of(s.batch, len(s.indices)) for s in update]
+        [total] = world.all_sum([sum(weights)])
+        for scale, own in zip(scales, weights, strict=True):
+            scale[name] = loss_scale(Share(own, total), world.size)
+    return scales
 
 
 def width_of(

@@ -18,10 +18,9 @@ from transformers import (
 )
 
 from dynagroup import ConfigError, ShapeLadder, TokenBudget
-from dynagroup.distributed import SingleProcess
 from dynagroup.integrations.hf import DynagroupTrainer, DynagroupTrainerMixin, dynagroup_trainer
 from dynagroup.integrations.hf_evaluate import EvaluationRows
-from dynagroup.integrations.hf_step import defines_compute_loss, is_a_mean
+from dynagroup.integrations.hf_step import defines_compute_loss
 from tests import models
 from tests.integrations import toys
 from tests.integrations.toys import arguments, parameters, trainer
@@ -135,61 +134,47 @@ def test_the_balancing_loss_of_experts_counts_once_an_update(tmp_path, monkeypat
         model = OlmoeForCausalLM(
             models.config(OlmoeConfig, vocab=toys.VOCAB, pad_token_id=0, **how)
         )
-        return trained(cls, tmp_path, monkeypatch, model=model, max_steps=1).state.log_history[-1][
-            "train_loss"
-        ]
+        given = {"config": {"weigh": "tokens"}} if cls is DynagroupTrainer else {}
+        run = trained(cls, tmp_path, monkeypatch, model=model, max_steps=1, **given)
+        return run.state.log_history[-1]["train_loss"]
 
     plain, ours = (loss(cls, 0.5) - loss(cls, 0.0) for cls in (Trainer, DynagroupTrainer))
     assert 0.1 < plain == pytest.approx(ours, rel=0.05)
 
 
-class Failing(MeanLoss):
+class Differentiating(MeanLoss):
+    """A loss that needs gradients itself, as gradient penalties do."""
+
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         loss = super().compute_loss(model, inputs)
         torch.autograd.grad(loss, next(model.parameters()), create_graph=True)
         return loss
 
 
-def test_a_loss_that_cannot_be_asked_is_refused_with_the_way_out(tmp_path, monkeypatch):
+def test_a_loss_that_needs_gradients_is_tested_and_filled_rows_must_not_count(
+    tmp_path, monkeypatch
+):
     assert [defines_compute_loss(kind) for kind in (DynagroupTrainer, PlainMean, OursMean)] == [
         False,
         True,
         True,
     ]
     with pytest.raises(
-        ConfigError, match="in a test.*does not require grad.*`loss_is_scaled_for_ga` to False"
-    ):
-        trained(type("Mine", (Failing, DynagroupTrainer), {}), tmp_path, monkeypatch)
-    with pytest.raises(
         ConfigError, match="the loss counts the rows of weight 0 that `shapes` adds"
     ):
+        trained(CountedRows, tmp_path, monkeypatch, config={"shapes": 3})
+    with pytest.warns(match="the loss counts the rows of weight 0 that `shapes` adds"):
         trained(CountedRows, tmp_path, monkeypatch, config={"shapes": 3, "weigh": "samples"})
-    told = type("Mine", (Failing, DynagroupTrainer), {"loss_is_scaled_for_ga": False})
-    plain, ours = trained(PlainMean, tmp_path, monkeypatch), trained(told, tmp_path, monkeypatch)
+    own = type("Mine", (Differentiating, DynagroupTrainer), {})
+    plain, ours = trained(PlainMean, tmp_path, monkeypatch), trained(own, tmp_path, monkeypatch)
     assert (parameters(plain.model) - parameters(ours.model)).abs().max() < 1e-8
 
 
-def test_asking_leaves_no_trace_and_a_batch_without_labels_does_not_decide(tmp_path):
-    """Random numbers and training modes stay. The first batch has nothing to predict, so its loss, 0 / 0, says nothing."""
-
-    class Blank(MeanOurs):
-        def compute_loss(self, *args, **kwargs):
-            assert args[0].training, "as in training, but nothing is dropped out"
-            return super().compute_loss(*args, **kwargs) * (torch.nan if self.asked <= 2 else 1.0)
-
-    run = trainer("causal", tmp_path, fits=True, model=toys.with_dropout(toys.causal_lm()), **ONCE)
-    run.__class__ = Blank
-    run.model.train()
-    run.model.transformer.h[0].eval()
-    run.model.register_forward_hook(lambda *_: (torch.rand(1), None)[1])
-    before, modes = torch.get_rng_state(), [m.training for m in run.model.modules()]
+def test_an_idle_rank_does_not_divide_by_no_items(tmp_path):
+    run = trainer("causal", tmp_path, fits=True, **ONCE)
     batch = toys.collate(toys.samples("causal", 2))
-    assert is_a_mean(run, run.model, batch, SingleProcess()) is None
-    assert is_a_mean(run, run.model, batch, SingleProcess()) is True
-    assert torch.equal(before, torch.get_rng_state())
-    assert modes == [m.training for m in run.model.modules()]
     blank = {**batch, "labels": torch.full_like(batch["labels"], -100)}
-    assert run.get_batch_samples(iter([blank]), 1, "cpu")[1] == 1, "an idle rank would divide by 0"
+    assert run.get_batch_samples(iter([blank]), 1, "cpu")[1] == 1
 
 
 def with_and_without_failures(
@@ -304,9 +289,9 @@ def test_each_training_guards_the_model_that_it_trains(tmp_path):
         found.model_init = new_model
         for limit.limit in (10**6, 120 if config else 10**6):
             found.train()
-        found.args.gradient_accumulation_steps = 3
-        with pytest.raises(ConfigError, match="was set to 3 too late; make a new Trainer"):
-            found.train()
+        found.args.gradient_accumulation_steps = 3  # as a search for hyperparameters sets it
+        found.train()
+        assert found.update_loader.stats.update_samples == 2 * 12
         return parameters(found.model)
 
     whole, split = twice("whole", {}), twice("split", {"out_of_memory": "retry"})
@@ -496,26 +481,15 @@ def test_a_class_that_chooses_its_samples_keeps_them_and_a_step_of_its_own_is_no
         trainer("causal", tmp_path, fits=True, config={"out_of_memory": "retry"})
 
 
-def test_a_derived_class_with_a_prediction_step_of_its_own_evaluates_the_trainers_batches(
-    tmp_path, monkeypatch
-):
-    def prediction_step(self, model, inputs, *args, **kwargs):
-        with torch.no_grad():
-            out = model(**inputs)
-        return out.loss, out.logits, inputs["labels"]
-
-    own = type("Own", (toys.DynagroupTrainer,), {"prediction_step": prediction_step})
+@pytest.mark.parametrize(
+    "name", ["training_step", "get_batch_samples", "prediction_step", "get_train_dataloader"]
+)
+def test_methods_that_form_and_weigh_batches_cannot_be_replaced(name, tmp_path, monkeypatch):
+    own = type("Own", (toys.DynagroupTrainer,), {name: lambda self, *args, **kwargs: None})
     for cls in (own, type("Derived", (own,), {})):
         monkeypatch.setattr(toys, "DynagroupTrainer", cls)
-        run = evaluated("classifier", tmp_path, fits=True)
-        seen = models.shapes_seen(run.model)
-        with pytest.warns(
-            UserWarning,
-            match="a prediction_step without super.. need; dynagroup_eval=False: no warning",
-        ):
-            found = run.predict(run.eval_dataset)
-        assert [n for n, _ in seen] == [5] * 7 + [2]
-        assert found.label_ids.tolist() == [row["labels"] for row in run.eval_dataset]
+        with pytest.raises(ConfigError, match=f"{name} of {cls.__name__} must not replace dynagr"):
+            trainer("classifier", tmp_path, fits=True)
 
 
 def test_rows_are_not_added_to_batches_whose_targets_are_no_labels(tmp_path):
@@ -545,19 +519,9 @@ def test_rows_are_not_added_to_batches_whose_targets_are_no_labels(tmp_path):
         found.append(run.evaluate()["eval_loss"])
     assert found == pytest.approx([found[0]] * 3, abs=1e-7)
     with pytest.raises(
-        ConfigError,
-        match="`shapes` adds rows whose labels are -100, but these batches have no `labels`",
+        ConfigError, match="the loss counts the rows of weight 0 that `shapes` adds"
     ):
         run.train()
-
-
-def test_heads_whose_softmax_is_over_padding_are_named(tmp_path):
-    model = BertForQuestionAnswering(models.bert(vocab=toys.VOCAB, layers=1))
-    with pytest.warns(
-        UserWarning,
-        match="softmax in the loss of BertForQuestionAnswering is over padding, too, so",
-    ):
-        trainer("classifier", tmp_path, fits=True, model=model)
 
 
 @pytest.mark.filterwarnings("error::UserWarning")

@@ -48,7 +48,8 @@ class Module(lightning.LightningModule):
     def training_step(self, step, batch_idx):
         self.kinds.add(step.kind)
         assert step.kind is None or {LABELS[i] for i in step.indices} == {step.kind}
-        self.seen.append((self.current_epoch, [] if step.idle else sorted(step.indices)))
+        if step.idle or step.indices:  # not in the split test
+            self.seen.append((self.current_epoch, [] if step.idle else sorted(step.indices)))
         outputs = self.model(step.batch["input_ids"], attention_mask=step.batch["attention_mask"])
         loss = toys.float64_causal_loss(outputs, step.batch["labels"], max(tokens(step.batch), 1))
         if self.automatic_optimization:

@@ -14,11 +14,10 @@ from peft import LoraConfig  # noqa: E402
 from transformers import GPT2ForSequenceClassification  # noqa: E402
 
 from dynagroup import ConfigError, MemoryBudget, TokenBudget  # noqa: E402
-from dynagroup.integrations.config import COUPLED  # noqa: E402
 from dynagroup.integrations.hf import DynagroupConfig, attach, dynagroup_trainer  # noqa: E402
 from dynagroup.integrations.hf_data import sample_lengths  # noqa: E402
 from tests.integrations import toys  # noqa: E402
-from tests.integrations.toys import parameters, trainer  # noqa: E402
+from tests.integrations.toys import parameters  # noqa: E402
 from tests.models import gpt2, small_llama  # noqa: E402
 from tests.torchrun import on_ranks  # noqa: E402
 
@@ -206,28 +205,27 @@ def test_preferences_are_measured_and_evaluated_within_the_budget(tmp_path) -> N
     assert sample_lengths(cut, cut.train_dataset, name="pairs")["tokens"].max() == 2 * 12
 
 
-def test_losses_and_trainers_that_need_their_own_batches_are_refused(tmp_path) -> None:
+def test_losses_that_need_their_own_batches_are_refused(tmp_path) -> None:
+    """By their gradients: sorted pairs, and a mean over pairs beside a mean over tokens."""
+    with pytest.raises(ConfigError, match="the loss depends on how an update is cut: .* off"):
+        dpo(tmp_path, PADDED, loss_type=["sigmoid", "sft"]).train()
     for loss_type in ("aot", ["sigmoid", "aot_unpaired"]):
         with pytest.raises(ConfigError, match="loss_type='aot.*it sorts the pairs of a batch"):
             dpo(tmp_path, PADDED, loss_type=loss_type)
-    with pytest.warns(
-        match="adds a mean over pairs and a mean over tokens; dynagroup weighs both by pairs"
-    ):
-        dpo(tmp_path, PADDED, loss_type=["sigmoid", "sft"])
-    run, triples = (trainer("causal", tmp_path, fits=False) for _ in range(2))
-    triples.__class__ = type("TPOTrainer", (type(run),), {"__module__": "trl.x"})
-    for pairs in (dpo(tmp_path), triples):
-        with pytest.raises(
-            ConfigError, match="out_of_memory='retry' for pairs .*pass a `splitter` that keeps"
-        ):
-            attach(pairs, DynagroupConfig(budget=PADDED, out_of_memory="retry"))
-    unknown = type("New", (trl.SFTTrainer,), {"__module__": "trl.x"})
-    for original in (unknown, *(getattr(trl, name) for name in COUPLED if hasattr(trl, name))):
-        run.__class__ = type("Mine", (original,), {})
-        with pytest.raises(
-            ConfigError, match=f"TRL's {original.__name__} cannot be combined with dynagroup"
-        ):
-            attach(run, 100)
+    with pytest.raises(ConfigError, match="with a training_step of DynagroupDPOTrainer cannot be"):
+        attach(dpo(tmp_path), DynagroupConfig(budget=PADDED, out_of_memory="retry"))
+
+
+def test_figures_that_are_ratios_are_those_of_all_samples(tmp_path) -> None:
+    """TRL's own are means of batches' ratios, so that they depend on the batches."""
+    found = []
+    for size, budget in ((len(TEXTS), None), (4, TokenBudget(160)), (4, TokenBudget(300))):
+        run = sft(tmp_path, budget, per_device_eval_batch_size=size)
+        run.compute_loss_func = None
+        figures = run.evaluate(run.train_dataset)
+        found.append([figures[f"eval_{name}"] for name in ("mean_token_accuracy", "entropy")])
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    assert found[2] == pytest.approx(found[0], rel=1e-5)
 
 
 @pytest.mark.parametrize("lora", [None, 4])

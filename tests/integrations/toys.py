@@ -181,7 +181,7 @@ def trained_on(run: Trainer, rows: list[dict[str, Any]]) -> dict[int, list[int]]
     seen: dict[int, list[int]] = defaultdict(list)
 
     def note(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and next(module.children()).training:  # not in the split test
             seen[run.state.global_step] += [
                 index_of[tuple(ids[ids != 0].tolist())] for ids in kwargs["input_ids"]
             ]

@@ -1,0 +1,239 @@
+"""The split test: losses of a user's own train as in one batch, or are refused before the first update."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy, kl_div, log_softmax, softmax
+from transformers import BertConfig, BertModel, Trainer, TrainingArguments
+
+from dynagroup import ConfigError, PlannedDataLoader, TokenBudget, check_loss, loss_scales
+from dynagroup.integrations.hf import DynagroupConfig, DynagroupTrainer
+from tests.integrations import toys
+from tests.packed.test_training import llama
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+ROWS = [
+    {"input_ids": [3 + (i * j) % 50 for j in range(2 + 7 * i % 40)], "intent": int(i % 8 == 0)}
+    for i in range(64)
+]
+WEIGHTS = torch.tensor([1.0, 7.0], dtype=torch.float64)
+BUDGET = TokenBudget(160)
+
+
+def collate(rows: list[dict]) -> dict[str, torch.Tensor]:
+    ids = [torch.tensor(row["input_ids"]) for row in rows]
+    ids = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
+    intent = torch.tensor([row["intent"] for row in rows])
+    slots = (ids % 5).masked_fill(ids == 0, -100)
+    mask = (ids > 0).long()
+    return {"input_ids": ids, "attention_mask": mask, "intent": intent, "labels": slots}
+
+
+class Tagger(torch.nn.Module):
+    """Tags each token and the whole sentence; ``loss_of`` (logits of slots, of intent, batch) is the user's."""
+
+    def __init__(self, loss_of: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        config = BertConfig(vocab_size=64, intermediate_size=32, **sizes)
+        self.encoder = BertModel(config)
+        self.intent, self.slots = torch.nn.Linear(16, 2), torch.nn.Linear(16, 5)
+        self.loss_of = loss_of
+        for module in self.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+
+    def forward(self, **batch: torch.Tensor) -> dict[str, Any]:
+        ids, mask = batch["input_ids"], batch["attention_mask"]
+        hidden = self.encoder(ids, attention_mask=mask).last_hidden_state
+        found = self.loss_of(self.slots(hidden), self.intent(hidden[:, 0]), batch)
+        if isinstance(found, dict):
+            return {"loss": sum(found.values()), "losses": found}
+        return {"loss": found}
+
+
+def by_tokens(slots, intent, batch):
+    return cross_entropy(slots.flatten(0, 1), batch["labels"].flatten())
+
+
+def smoothed(slots, intent, batch):
+    return cross_entropy(slots.flatten(0, 1), batch["labels"].flatten(), label_smoothing=0.1)
+
+
+def class_weights(slots, intent, batch):
+    return cross_entropy(intent, batch["intent"], weight=WEIGHTS)
+
+
+def two_losses(slots, intent, batch):
+    return by_tokens(slots, intent, batch) + cross_entropy(intent, batch["intent"])
+
+
+def named_losses(slots, intent, batch):
+    sentence = cross_entropy(intent, batch["intent"], weight=WEIGHTS)
+    return {"intent": sentence, "slots": by_tokens(slots, intent, batch)}
+
+
+def focal(slots, intent, batch):
+    loss = cross_entropy(intent, batch["intent"], reduction="none")
+    return ((1 - torch.exp(-loss)) ** 2 * loss).mean()
+
+
+def mean_of_samples(slots, intent, batch):
+    loss = cross_entropy(slots.transpose(1, 2), batch["labels"], reduction="none")
+    return (loss.sum(1) / (batch["labels"] != -100).sum(1)).mean()
+
+
+def distilled(slots, intent, batch):
+    teacher = softmax(torch.cos(batch["input_ids"])[..., None] * torch.arange(5), -1)
+    mask = batch["attention_mask"][..., None]
+    apart = kl_div(log_softmax(slots, -1), teacher, reduction="none")
+    return (apart * mask).sum() / mask.sum()
+
+
+def ctc(slots, intent, batch):
+    lengths = batch["attention_mask"].sum(1)
+    targets = 1 + batch["input_ids"][:, :1] % 4
+    logits = log_softmax(slots, -1).transpose(0, 1)
+    ones = torch.ones(len(lengths), dtype=torch.long)
+    return torch.nn.functional.ctc_loss(logits, targets, lengths, ones, reduction="sum")
+
+
+def contrastive(slots, intent, batch):
+    return cross_entropy(intent @ intent.T, torch.arange(len(intent)))
+
+
+def class_weight(batch: Any) -> float:
+    return float(WEIGHTS[batch["intent"]].sum())
+
+
+EXACT = {
+    "tokens": (by_tokens, "auto"),
+    "smoothed": (smoothed, "auto"),
+    "focal": (focal, "auto"),
+    "samples": (mean_of_samples, "auto"),
+    "distilled": (distilled, "auto"),
+    "ctc": (ctc, "auto"),
+    "class weights": (class_weights, class_weight),
+    "two losses": (named_losses, {"intent": class_weight, "slots": "labels"}),
+}
+
+
+def trained(cls: type, loss_of: Any, folder: Any, size: int, **more: Any) -> torch.Tensor:
+    model = Tagger(loss_of).double()
+    args = TrainingArguments(
+        str(folder),
+        per_device_train_batch_size=size,
+        gradient_accumulation_steps=16 // size,
+        max_steps=4,
+        learning_rate=0.1,
+        lr_scheduler_type="constant",
+        optim="sgd",
+        max_grad_norm=0.0,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+    )
+    cls(model, args, train_dataset=copy.deepcopy(ROWS), data_collator=collate, **more).train()
+    return toys.parameters(model)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_the_right_values_are_those_of_one_batch(name, tmp_path):
+    loss_of, weigh = EXACT[name]
+    config = DynagroupConfig(budget=BUDGET, weigh=weigh)
+    one = trained(Trainer, loss_of, tmp_path, 16)
+    ours = trained(DynagroupTrainer, loss_of, tmp_path, 4, dynagroup=config)
+    assert (one - ours).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("loss_of", [class_weights, two_losses, contrastive])
+def test_a_loss_that_does_not_add_up_is_refused_or_warned_of(loss_of, tmp_path):
+    with pytest.raises(ConfigError, match=r"how an update is cut: .* % off|% off.*pass `weigh`"):
+        trained(DynagroupTrainer, loss_of, tmp_path, 4, dynagroup=BUDGET)
+    config = DynagroupConfig(budget=BUDGET, weigh="samples")
+    with pytest.warns(UserWarning, match=r"`weigh` does not fit the loss.*the given .* off"):
+        trained(DynagroupTrainer, loss_of, tmp_path, 4, dynagroup=config)
+
+
+class Penalized(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        return loss + 0.05 * sum((p - 0.1).pow(2).sum() for p in model.parameters())
+
+
+def test_a_penalty_beside_the_loss_counts_once_an_update(tmp_path):
+    found = [
+        toys.trainer("causal", tmp_path, fits=fits, max_steps=4, model=llama("sdpa"))
+        for fits in (False, True)
+    ]
+    for run, kinds in zip(found, ((Penalized,), (DynagroupTrainer, Penalized)), strict=True):
+        run.__class__ = type("Run", kinds, {})
+        run.args.max_grad_norm = 0.0
+    found[0].args.gradient_accumulation_steps, found[0]._train_batch_size = 1, 16
+    for run in found:
+        run.train()
+    apart = toys.parameters(found[0].model) - toys.parameters(found[1].model)
+    assert apart.abs().max() < 1e-5, "the library's loss is of float32"
+
+
+def loader_of(weigh: Any) -> PlannedDataLoader[Any]:
+    lengths = [len(row["input_ids"]) for row in ROWS]
+    how = {"samples_per_update": 16, "collate_fn": collate, "shuffle": False}
+    return PlannedDataLoader(ROWS, lengths, BUDGET, weigh=weigh, **how)
+
+
+def test_the_public_test_names_what_fits_and_leaves_no_trace():
+    model = Tagger(by_tokens).double()
+    torch.nn.modules.module.Module.train(model)
+    model.encoder.eval()
+
+    def loss_of(step):
+        torch.rand(1)
+        return model(**step.batch)["loss"]
+
+    modes, numbers = [m.training for m in model.modules()], torch.get_rng_state()
+    loader = loader_of("labels")
+    assert check_loss(model, loss_of, loader) == "labels"
+    assert check_loss(model, loss_of, ROWS, collate_fn=collate) == "labels"
+    assert [m.training for m in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), numbers)
+    assert all(p.grad is None for p in model.parameters())
+    assert loader.stats.steps == 0
+    with pytest.raises(ConfigError, match="make the loader with weigh='labels'"):
+        check_loss(model, loss_of, loader_of("tokens"))
+    blank = [{**row, "input_ids": [0] * len(row["input_ids"])} for row in ROWS]
+    assert check_loss(model, loss_of, blank, collate_fn=collate) is None
+    noisy = Tagger(lambda slots, intent, batch: (slots * torch.rand_like(slots)).mean())
+    with pytest.raises(ConfigError, match="draws random numbers"):
+        check_loss(noisy, lambda step: noisy(**step.batch)["loss"], ROWS, collate_fn=collate)
+
+
+def test_several_losses_have_weights_of_their_own_in_a_loop():
+    model = Tagger(named_losses).double()
+    weigh = {"intent": class_weight, "slots": "labels"}
+
+    def losses_of(step):
+        return model(**step.batch)["losses"]
+
+    loader = loader_of("samples")
+    assert check_loss(model, losses_of, loader, weigh) == weigh
+    wrong = {"intent": "samples", "slots": "samples"}
+    with pytest.warns(UserWarning, match="`weigh` does not fit the loss"):
+        check_loss(model, losses_of, loader, wrong)
+    with pytest.raises(ConfigError, match="`weigh` is a dict for the losses"):
+        check_loss(model, losses_of, loader, {"intent": "samples"})
+    update = next(loader.updates())
+    assert len(update) > 1
+    for step, scales in zip(update, loss_scales(update, weigh, loader.world), strict=True):
+        losses = losses_of(step)
+        sum(losses[name] * scale for name, scale in scales.items()).backward()
+    found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    model(**collate([ROWS[i] for step in update for i in step.indices]))["loss"].backward()
+    whole = [p.grad for p in model.parameters() if p.grad is not None]
+    assert all((a - b).abs().max() < 1e-12 for a, b in zip(found, whole, strict=True))
