@@ -19,15 +19,16 @@ class DynagroupConfig:
     """Settings for how a Trainer forms its batches.
 
     Args:
-        budget: limit of a batch: tokens with padding (int, or ``TokenBudget(16_384)``), or any other budget.
+        budget: limit of a batch: tokens with padding (int, or ``TokenBudget(16_384)``), or any other budget; "auto": as
+            many tokens as per_device_train_batch_size of the longest samples have, which is what must fit today.
         mode: "offline": lengths are known before training. "online": workers measure samples after processing, so
             ``lengths`` may be approximate, and data may be random or streamed.
         updates: "preserved": every update has the samples that fixed batches would have, in the order of the Trainer's
             sampler. "free": an update is gradient_accumulation_steps steps, with batches as large as fit.
         samples_per_update: samples of each update over all ranks: int, or a schedule ``(update, current) -> int``.
             None: per_device_train_batch_size x gradient_accumulation_steps x data-parallel ranks.
-        grouping: int: the samples of this many updates are sorted by length and divided into updates of the same size,
-            so that small updates need little padding. Only with mode="offline" and updates="preserved".
+        grouping: int: the samples of this many updates are dealt anew to stratified updates of the same size, so that
+            small updates need little padding. Only with mode="offline" and updates="preserved".
         kinds: name of a column of labels, used in evaluation as well; or a label for each training sample.
         kind_of: function from a processed sample to its label, instead of ``kinds``, with mode="online".
         one_kind: with labels: "step": all batches of a step, on all ranks, have one kind; "batch": each batch has.
@@ -56,7 +57,7 @@ class DynagroupConfig:
     'preserved'
     """
 
-    budget: Budget
+    budget: Budget | Literal["auto"]
     mode: Literal["offline", "online"] = "offline"
     updates: Literal["preserved", "free"] = "preserved"
     samples_per_update: int | BatchSizeSchedule | None = None
@@ -76,7 +77,12 @@ class DynagroupConfig:
     world: World | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "budget", as_budget(self.budget))
+        if self.budget != "auto":
+            object.__setattr__(self, "budget", as_budget(self.budget))
+        elif self.mode == "online":
+            raise ConfigError(
+                "`budget='auto'` needs mode='offline', which knows lengths; give tokens"
+            )
         check_choice("mode", self.mode, ("offline", "online"))
         check_choice("updates", self.updates, ("preserved", "free"))
         check_choice("out_of_memory", self.out_of_memory, ("retry", None))

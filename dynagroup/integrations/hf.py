@@ -4,7 +4,7 @@ so the loader's length, ``max_steps``, schedulers, logs and checkpoints stay exa
 import copy
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 try:
     from accelerate.data_loader import IterableDatasetShard
@@ -38,7 +38,7 @@ __all__ = [
 ]
 OURS = ("training_step", "get_batch_samples", "prediction_step", "get_train_dataloader")
 """Methods that a class derived from dynagroup's must not replace, because they form and weigh batches."""
-Settings: TypeAlias = Budget | int | DynagroupConfig
+Settings: TypeAlias = Budget | int | Literal["auto"] | DynagroupConfig
 
 
 class DynagroupTrainerMixin(Evaluator):
@@ -61,15 +61,17 @@ class DynagroupTrainerMixin(Evaluator):
         config = (
             dynagroup
             if isinstance(dynagroup, DynagroupConfig)
-            else DynagroupConfig(budget=as_budget(dynagroup))
+            else DynagroupConfig(budget=dynagroup)  # type: ignore[arg-type] - an int becomes a TokenBudget
         )
         evaluation = (
             dynagroup_eval if isinstance(dynagroup_eval, bool) else as_budget(dynagroup_eval)
         )
         self._refuse_overridden(config)
         refuse_unsupported(self, config)
+        config = hf_data.with_budget(self, config)
+        budget: Any = config.budget
         config = replace(
-            config, budget=config.budget.with_memory(partial(hf_data.memory_of, self, "train"))
+            config, budget=budget.with_memory(partial(hf_data.memory_of, self, "train"))
         )
         if isinstance(evaluation, Budget):
             evaluation = evaluation.with_memory(partial(hf_data.memory_of, self, "forward"))

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,17 @@ import torch
 from accelerate.utils import gather_object
 from torch.utils.data import BatchSampler
 
+from dynagroup.budget.base import is_packed
+from dynagroup.budget.tokens import TokenBudget
 from dynagroup.distributed import World
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.lengths import IDS, as_streams, count_ids, measure_lengths, row_lengths
 from dynagroup.memory import MemoryRegressor
 from dynagroup.memory.run import Mode
+from dynagroup.online.datasets import is_stream
 from dynagroup.plan.cost import Work
-from dynagroup.shapes import TARGET, TOKENS, IntArray
+from dynagroup.plan.report import compare
+from dynagroup.shapes import TARGET, TOKENS, IntArray, round_up
 from dynagroup.update.loader import StepLoader
 from dynagroup.update.step import Step, width_of
 from dynagroup.validation import explained
@@ -152,6 +157,54 @@ def sample_lengths(trainer: Any, dataset: Any, *, name: str) -> dict[str, IntArr
         f"the lengths of {name} must be whole numbers", way_out="; multiply by 100 and round up"
     ):
         return {stream: values.astype(np.int64) for stream, values in as_streams(streams).items()}
+
+
+def with_budget(trainer: Any, config: Any) -> Any:
+    """Returns the config with the budget that "auto" stands for, and with the lengths that decide it."""
+    if config.budget != "auto":
+        return config
+    dataset = trainer.train_dataset
+    if dataset is None or is_stream(dataset):
+        raise ConfigError(
+            "`budget='auto'` needs a train_dataset of known lengths; give tokens: TokenBudget(16_384)"
+        )
+    lengths = config.lengths
+    if lengths is None:
+        lengths = sample_lengths(trainer, dataset, name="train_dataset")
+    multiple = getattr(trainer.data_collator, "pad_to_multiple_of", None) or 1
+    longest = sum(round_up(int(of.max(initial=1)), multiple) for of in as_streams(lengths).values())
+    budget = TokenBudget(
+        trainer.args.per_device_train_batch_size * longest, pad_to_multiple_of=multiple
+    )
+    return replace(config, budget=budget, lengths=lengths)
+
+
+def banner(trainer: Any, loader: StepLoader[Any]) -> list[str]:
+    """Returns what exact updates cost beside fixed batches, and what stratified ones would, from at most 4,096 samples.
+
+    No lines: updates are stratified already, are of no set size, or are not padded.
+    """
+    config = trainer.dynagroup
+    lengths, *_ = loader.examples()
+    is_exact = config.updates == "preserved" and config.mode == "offline"
+    if not is_exact or config.grouping is not None or is_packed(loader.budget, lengths):
+        return []
+    found = compare(
+        {name: values[:: max(1, len(values) // 4096)] for name, values in lengths.items()},
+        trainer.args.per_device_train_batch_size,
+        world_size=loader.world.size,
+        accumulation=trainer.accumulation,
+        budget=loader.budget,
+        work=work_of(trainer),
+    )
+    fixed, _, exact, stratified = found.ways[:4]
+    lines = []
+    for name, way in (("exact updates", exact), ("grouping=50", stratified)):
+        faster = fixed.plan.predicted_time / way.plan.predicted_time
+        lines.append(f"{name}: padding {way.padding:.0%}, predicted {faster:.1f}x of fixed batches")
+    lines[0] += f" (their padding: {fixed.padding:.0%})"
+    lines[1] += "; the same loss in our measurements"
+    return lines
 
 
 def _real_lengths(trainer: Any, dataset: Any, column: str) -> IntArray:

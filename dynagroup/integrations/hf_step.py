@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import sys
 import time
@@ -20,7 +21,7 @@ from transformers.trainer_utils import has_length
 from dynagroup.distributed import World, current_world
 from dynagroup.errors import ConfigError
 from dynagroup.integrations.config import DynagroupConfig
-from dynagroup.integrations.hf_data import UpdateItems
+from dynagroup.integrations.hf_data import UpdateItems, banner
 from dynagroup.online.datasets import is_stream
 from dynagroup.oom.preflight import preflight
 from dynagroup.oom.train import OomSafeBackward
@@ -38,6 +39,8 @@ from dynagroup.update.split_test import (
     sum_of,
 )
 from dynagroup.update.step import LoaderStats, Step, loss_scales
+
+_log = logging.getLogger(__name__)
 
 
 # While TRL computes a loss, it gathers figures of all ranks' batches as tensors of one shape, appends their mean to
@@ -514,6 +517,9 @@ class DynagroupCallback(TrainerCallback):
             raise ConfigError(
                 f"ranks would train apart: {why}; call train() first, or use eval_on_start=True"
             )
+        if state.is_world_process_zero:
+            for line in banner(trainer, trainer.update_loader):
+                _log.warning("dynagroup: %s", line)
         if not trainer.dynagroup.preflight:
             return
 

@@ -7,9 +7,16 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler, WeightedRandomSampler
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
+from transformers import (
+    DataCollatorForLanguageModeling,
+    EarlyStoppingCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from dynagroup import ConfigError, MemoryBudget, StateError, TokenBudget
+from dynagroup.demo import train_tokenizer
 from dynagroup.distributed import SingleProcess
 from dynagroup.integrations.config import DynagroupConfig
 from dynagroup.integrations.hf import DynagroupTrainer, attach, dynagroup_trainer
@@ -557,3 +564,38 @@ def test_attaching_makes_the_trainer_that_the_class_makes_and_too_late_twice_or_
     for make, *given in ((attach, taken, 160), (attach, "x", 160), (dynagroup_trainer, int)):
         with pytest.raises(ConfigError, match="must be a Trainer without dynagroup"):
             make(*given)
+
+
+@pytest.mark.parametrize("multiple", [1, 8])
+def test_an_automatic_budget_is_the_batch_that_must_fit_today(tmp_path, multiple):
+    lengths = np.array([9, 30, 17, 3, 22, 5, 8, 12] * 4)
+    rows = [{"input_ids": [3] * n} for n in lengths.tolist()]
+    data = datasets.Dataset.from_list(rows)
+    collator = DataCollatorForLanguageModeling(
+        train_tokenizer(["a word or two"], vocabulary=32), mlm=False, pad_to_multiple_of=multiple
+    )
+    args = TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=4, max_steps=2, report_to=[], use_cpu=True
+    )
+    model = MODELS["causal"]()
+    how = {"train_dataset": data, "data_collator": collator}
+    run = DynagroupTrainer(model, args, dynagroup="auto", **how)
+    assert run.dynagroup.budget == TokenBudget(
+        4 * -(-30 // multiple) * multiple, pad_to_multiple_of=multiple
+    )
+    run.train()
+    assert run.update_loader.num_updates == 8
+    with pytest.raises(ConfigError, match="`budget='auto'` needs a train_dataset"):
+        DynagroupTrainer(model, args, dynagroup="auto", data_collator=collator)
+    with pytest.raises(ConfigError, match="`budget='auto'` needs mode='offline'"):
+        DynagroupConfig(budget="auto", mode="online")
+
+
+def test_a_run_says_what_exact_updates_cost(tmp_path, caplog):
+    trainer("causal", tmp_path, fits=True, max_steps=1).train()
+    exact, stratified = [one.message for one in caplog.records if "fixed batches" in one.message]
+    assert exact.startswith("dynagroup: exact updates: padding ")
+    assert stratified.startswith("dynagroup: grouping=50: padding ")
+    caplog.clear()
+    trainer("causal", tmp_path, fits=True, max_steps=1, config={"grouping": 50}).train()
+    assert "fixed batches" not in caplog.text
