@@ -49,8 +49,10 @@ COMMANDS: dict[str, dict[str, tuple[str, str, str]]] = {
     },
     "train": {
         "rivals": ("train", "rivals", "train_rivals"),
+        "small": ("train", "small", "train_small"),
         "quality": ("quality", "run", "quality"),
         "trainer": ("trainer", "adapter", "trainer"),
+        "recipe": ("trainer", "recipe", "trainer_recipe"),
     },
     "generate": {
         "work": ("recovery", "work", "oom_work"),

@@ -72,6 +72,29 @@ def rivals(same: bool) -> Callable[[Figures], list[str]]:
     return lines
 
 
+def small_updates(size: int) -> Callable[[Figures], list[str]]:
+    """A method a row, a set of lengths a column: real tokens a second over fixed batches', and padding."""
+
+    def lines(found: Figures) -> list[str]:
+        ending = f", updates of {size}"
+        runs = {
+            name.removesuffix(ending): one["methods"]
+            for name, one in found.items()
+            if name.endswith(ending)
+        }
+        head = " | ".join(["real tokens a second over fixed, padding", *runs])
+        made = [f"| {head} |", "|---" * (len(runs) + 1) + "|"]
+        for name in next(iter(runs.values())):
+            cells = []
+            for methods in runs.values():
+                speed = methods[name]["real_tokens_per_s"] / methods["fixed"]["real_tokens_per_s"]
+                cells.append(f"{speed:.2f}x, {methods[name]['padding']:.0%}")
+            made.append(f"| {' | '.join([name, *cells])} |")
+        return made
+
+    return lines
+
+
 def rivals_best(found: Figures) -> str:
     """Ours beside the best rival that keeps the updates, on each set."""
     sentences = []
@@ -191,6 +214,8 @@ ROWS = {
 WIDE = {
     "rivals_same": rivals(True),
     "rivals_other": rivals(False),
+    "rivals_of_8": small_updates(8),
+    "rivals_of_32": small_updates(32),
     "gpu_memory": gpu_peaks,
     "gpu_packed": gpu_peaks,
     "gpu_fits": gpu_peaks,

@@ -8,7 +8,7 @@ at each turn. Forming batches is not timed: see ``plan speed``.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from itertools import chain, count, repeat
+from itertools import chain, count, product, repeat
 from typing import Any
 
 import numpy as np
@@ -163,8 +163,10 @@ def texts_of(count: int = 8000) -> list[np.ndarray]:
     ]
 
 
-def compared(machine: Machine, job: Job) -> dict[str, Run]:
-    """Runs of all methods on the CPU, in turns over slices of real text; each with the setting that was fastest over some
+def compared(
+    machine: Machine, job: Job, names: Sequence[str] = tuple(METHODS), updates: int = UPDATES
+) -> dict[str, Run]:
+    """Runs of these methods on the CPU, in turns over slices of real text; each with the setting that was fastest over some
     updates of its own. AssertionError: methods that should keep the updates made others."""
     text = np.concatenate(texts_of()[HELD_OUT:])
     starts = np.random.default_rng(1).integers(0, len(text) - SHORT, len(job.lengths))
@@ -185,12 +187,8 @@ def compared(machine: Machine, job: Job) -> dict[str, Run]:
             tried.sort(key=lambda one: -one.figures()["real_tokens_per_s"])
         return tried[0].setting
 
-    runs = {
-        name: start(name, setting=best(name))
-        for name, method in METHODS.items()
-        if method.available
-    }
-    turns(list(runs.values()), UPDATES)
+    runs = {name: start(name, setting=best(name)) for name in names if METHODS[name].available}
+    turns(list(runs.values()), updates)
     same = [one.seen for one in runs.values() if one.method.same_updates]
     assert all(seen == same[0][: len(seen)] for seen in same), "not the same updates"
     return runs
@@ -218,12 +216,7 @@ def rivals(machine: Machine) -> Iterator[dict[str, Any]]:
         [ids[:SHORT] for ids in texts_of()[:HELD_OUT]],
     )
     for name in SETS:
-        drawn = (
-            lognormal(SAMPLES, cv=float(name[3:]))
-            if name.startswith("CV")
-            else lengths_of(name, SAMPLES)
-        )
-        lengths = (drawn * (MEAN / drawn.mean())).round().clip(4, SHORT).astype(np.int32)
+        lengths = scaled(name)
         job = Job(lengths, PER_UPDATE, FIXED * int(lengths.max()), work=work)
         runs = compared(machine, job).items()
         methods = {
@@ -232,6 +225,44 @@ def rivals(machine: Machine) -> Iterator[dict[str, Any]]:
         }
         found[name] = {**_about(job), "updates": UPDATES, "methods": methods}
         yield found
+
+
+SMALL = (
+    "fixed",
+    "sorted inside the update",
+    "TRL padding-free",
+    "transformers group_by_length",
+    "TRL packing (bfd)",
+    "dynabatch",
+    "lhotse DynamicBucketingSampler",
+    "dynagroup",
+    "dynagroup, packed",
+    "dynagroup, grouping 50",
+)
+SMALL_SAMPLES = 512
+"""Samples of each method, after its first update."""
+
+
+def small(machine: Machine) -> Iterator[dict[str, Any]]:
+    """Updates of 8 and of 32 samples, over the lengths of :func:`rivals`; a batch holds 8 of the longest samples."""
+    found: dict[str, Any] = {}
+    work = measured_work(machine)
+    for size, name in product((8, 32), SETS):
+        lengths = scaled(name)
+        job = Job(lengths, size, FIXED * int(lengths.max()), work=work)
+        runs = compared(machine, job, SMALL, SMALL_SAMPLES // size)
+        methods = {way: one.figures() for way, one in runs.items()}
+        found[f"{name}, updates of {size}"] = {**_about(job), "methods": methods}
+        yield found
+
+
+def scaled(name: str) -> np.ndarray:
+    """Lengths of a file, or drawn ones, scaled to a mean of 40 tokens."""
+    if name.startswith("CV"):
+        drawn = lognormal(SAMPLES, cv=float(name[3:]))
+    else:
+        drawn = lengths_of(name, SAMPLES)
+    return (drawn * (MEAN / drawn.mean())).round().clip(4, SHORT).astype(np.int32)
 
 
 def large(machine: Machine) -> Iterator[dict[str, Any]]:

@@ -250,8 +250,10 @@ def _divide(
     best, _ = within(np.full(len(firsts), np.inf))
     starts = firsts[:, None] + np.cumsum(best, axis=1) - best
     high = (best * loads[starts]).max(axis=1)
-    sums = np.append(0.0, np.cumsum(work))
-    low = np.maximum(work[firsts], (sums[ends] - sums[firsts]) / num_ranks)
+    # Each step is summed by itself: rounding must not depend on which updates are cut at once.
+    borders = np.stack([firsts, ends], axis=1).ravel()
+    sums = np.add.reduceat(np.append(work, 0.0), borders)[::2]
+    low = np.maximum(work[firsts], sums / num_ranks)
     tried = low * (1 + 1 / 64)  # often nearly equal parts are possible
     for _ in range(BISECTIONS):
         sizes, suffices = within(tried)
