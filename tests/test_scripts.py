@@ -58,7 +58,8 @@ def test_what_is_needed_is_installed_once_and_tests_are_linted_typed_and_run_in_
         if "pip" not in call
     ]
     assert [call.split()[1] for call in calls[:2]] == ["ruff", "ruff"]
-    types, tests = sorted(calls[2:])  # at the same time
+    assert calls[-1].split()[0] == "scripts/plain.py"
+    types, tests = sorted(calls[2:-1])  # at the same time
     assert ("-m basedpyright" in types, tests.split()[1], tests.endswith("-m not slow -k x")) == (
         True,
         "pytest",

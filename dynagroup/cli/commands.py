@@ -137,7 +137,9 @@ def _change(found: Comparison, layout: str, safe: int | None) -> str:
     """Returns what to change: the fastest way that keeps the quality of training, as code."""
     today, _, exact, stratified = found.ways[:4]
     limit = WORTH * today.plan.predicted_time
-    if min(way.plan.predicted_time for way in (exact, stratified)) > limit:
+    saves_time = min(way.plan.predicted_time for way in (exact, stratified)) <= limit
+    does_not_fit = safe is not None and safe < today.largest_batch
+    if not saves_time and not does_not_fit:
         return "nothing: other batches of the same updates would save little time here"
     most = getattr(found.budget, "max_tokens", today.largest_batch)
     most = most if safe is None else min(most, max(safe, 1))

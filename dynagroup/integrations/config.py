@@ -87,11 +87,11 @@ class DynagroupConfig:
         check_choice("updates", self.updates, ("preserved", "free"))
         check_choice("out_of_memory", self.out_of_memory, ("retry", None))
         check_flag("preflight", self.preflight)
-        weights = self.weigh.values() if isinstance(self.weigh, Mapping) else [self.weigh]
+        weigh: Any = self.weigh
+        weights = weigh.values() if isinstance(weigh, Mapping) else [weigh]
         for weight in weights:
-            if weight is self.weigh and weight == "auto":
-                continue
-            weigher(weight)
+            if isinstance(weigh, Mapping) or weight != "auto":
+                weigher(weight)
         if isinstance(self.weigh, Mapping) and self.out_of_memory is not None:
             raise ConfigError("`weigh` for several losses needs out_of_memory=None; set it to None")
         check_int("min_samples", self.min_samples)

@@ -19,6 +19,7 @@ from dynagroup.plan.batches import Batches, shapes_of
 from dynagroup.shapes import TOKENS, Streams, primary
 from dynagroup.validation import check_choice, check_number, warn_user
 
+SAMPLED = 1 << 14  # lengths from which the median is estimated
 CPU_PER_STEP = (
     128.0  # fixed cost of a step on a CPU, in linear tokens; measured, see ``docs/benchmarks.md``
 )
@@ -190,7 +191,8 @@ class Work:
         if budget.new_tokens > 1:
             work = replace(work, per_step=work.per_step * budget.new_tokens)
         tokens = lengths[primary(lengths)]
-        median = float(np.median(tokens)) if self.is_assumed and len(tokens) else 0.0
+        some = tokens[:: max(1, len(tokens) // SAMPLED)]  # a memory map may have a billion
+        median = float(np.median(some)) if self.is_assumed and len(some) else 0.0
         if median > work.price(primary(lengths)).crossover:
             warn_user(
                 f"the model is not known, and half of the samples are longer than {median:,.0f}: "

@@ -477,7 +477,7 @@ class UpdateBlock:
         prove(
             Batches(np.arange(num_chosen), batches.offsets),
             num_chosen,
-            {name: tokens.ravel()[chosen]},
+            {name: tokens.ravel()[chosen].astype(np.int32)},
             planner.budget,
             planner.unfit(indices.ravel()[batches.order]),
         )

@@ -353,7 +353,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         self._replace(planner)
         self._epoch = cursor.epoch
         self._next = cursor.epoch + 1 if done else cursor.epoch
-        self._least = cursor.epoch
+        self._least = self._next
         self._run = None
         self._start = cursor if cursor.windows_done or cursor.segments else None
 
