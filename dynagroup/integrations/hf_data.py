@@ -185,14 +185,15 @@ def banner(trainer: Any, loader: StepLoader[Any]) -> list[str]:
     No lines: updates are stratified already, are of no set size, or are not padded.
     """
     config = trainer.dynagroup
+    if config.updates != "preserved" or config.mode != "offline" or config.grouping is not None:
+        return []
     lengths, *_ = loader.examples()
-    is_exact = config.updates == "preserved" and config.mode == "offline"
-    if not is_exact or config.grouping is not None or is_packed(loader.budget, lengths):
+    if is_packed(loader.budget, lengths):
         return []
     found = compare(
         {name: values[:: max(1, len(values) // 4096)] for name, values in lengths.items()},
         trainer.args.per_device_train_batch_size,
-        world_size=loader.world.size,
+        world_size=trainer.args.world_size,  # one rank asks, so nothing here may exchange with others
         accumulation=trainer.accumulation,
         budget=loader.budget,
         work=work_of(trainer),
