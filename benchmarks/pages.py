@@ -132,6 +132,17 @@ def quality(found: Figures) -> list[Row]:
     return rows
 
 
+def recipe_speed(found: Figures) -> str:
+    """README's first recipe beside the plain Trainer."""
+    plain, ours = found["ways"]["plain"], found["ways"]["README"]
+    speed = sum(plain["seconds"]) / sum(ours["seconds"])
+    losses = [
+        f"{min(one['held_out_loss']):.3f} to {max(one['held_out_loss']):.3f}"
+        for one in (ours, plain)
+    ]
+    return f"{speed:.2f} times as fast; held-out loss {losses[0]}, plain {losses[1]}"
+
+
 def recovery(update: Figures) -> list[Row]:
     work, about = read("oom_work"), f"{update['parameters'] / 1e6:.0f} million parameters"
     left = f"{work['batches_that_do_not_fit']:.0%} of {work['planned_batches']} planned batches do not fit"
@@ -222,6 +233,7 @@ WIDE = {
 }
 """Tables whose columns depend on their file."""
 SENTENCES: dict[str, tuple[str, str | Callable[[Any], str]]] = {
+    "recipe_speed": ("trainer_recipe", recipe_speed),
     "planning_memory": ("plan_speed", "{token_budget_1m_peak_mb_over_input:.0f} MB"),
     "demo_speed": (
         "demo_cpu",
