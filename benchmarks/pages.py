@@ -82,6 +82,8 @@ def small_updates(size: int) -> Callable[[Figures], list[str]]:
             for name, one in found.items()
             if name.endswith(ending)
         }
+        if not runs:
+            return [TO_RECORD]
         head = " | ".join(["real tokens a second over fixed, padding", *runs])
         made = [f"| {head} |", "|---" * (len(runs) + 1) + "|"]
         for name in next(iter(runs.values())):

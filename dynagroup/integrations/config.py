@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from dynagroup.budget.base import Budget
 from dynagroup.budget.tokens import as_budget
 from dynagroup.distributed import World
 from dynagroup.errors import ConfigError
@@ -57,7 +56,7 @@ class DynagroupConfig:
     'preserved'
     """
 
-    budget: Budget | Literal["auto"]
+    budget: Any  # a Budget, an int or "auto"; a Budget once a Trainer has it
     mode: Literal["offline", "online"] = "offline"
     updates: Literal["preserved", "free"] = "preserved"
     samples_per_update: int | BatchSizeSchedule | None = None

@@ -172,7 +172,8 @@ def with_budget(trainer: Any, config: Any) -> Any:
     if lengths is None:
         lengths = sample_lengths(trainer, dataset, name="train_dataset")
     multiple = getattr(trainer.data_collator, "pad_to_multiple_of", None) or 1
-    longest = sum(round_up(int(of.max(initial=1)), multiple) for of in as_streams(lengths).values())
+    greatest = np.array([max(int(of.max(initial=0)), 1) for of in as_streams(lengths).values()])
+    longest = int(round_up(greatest, multiple).sum())
     budget = TokenBudget(
         trainer.args.per_device_train_batch_size * longest, pad_to_multiple_of=multiple
     )

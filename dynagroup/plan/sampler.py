@@ -176,7 +176,9 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
             tuple[int, int, Cursor | None], BatchPlan
         ] = {}  # at most two: a whole epoch, and its rest
         self._said_repeats = False
-        self.sampler = SimpleNamespace(set_epoch=self.set_epoch)  # accelerate and Lightning call it
+        self.sampler = SimpleNamespace(
+            set_epoch=self._host_sets_epoch
+        )  # accelerate and Lightning call it
         self._planner.warn_of_oversize()
 
     @property
@@ -230,6 +232,14 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         if self._least is not None and epoch < self._least:
             epoch = self._next
         self._choose(epoch)
+
+    def _host_sets_epoch(self, epoch: int) -> None:
+        """Chooses the epoch for a framework. After a restart frameworks count from 0 and iterate at once, so an epoch of
+        which nothing remains is the next one; a loop of the user's own passes over it."""
+        self._settle()
+        if self._least is not None:
+            epoch = max(epoch, self._next)
+        self.set_epoch(epoch)
 
     def _choose(self, epoch: int) -> None:
         if epoch != self._epoch:
@@ -353,7 +363,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         self._replace(planner)
         self._epoch = cursor.epoch
         self._next = cursor.epoch + 1 if done else cursor.epoch
-        self._least = self._next
+        self._least = cursor.epoch
         self._run = None
         self._start = cursor if cursor.windows_done or cursor.segments else None
 
