@@ -28,6 +28,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str, str]]] = {
         "scale": ("plan", "scale", "scale"),
         "padding": ("predicted", "padding", "plan_padding"),
         "strata": ("predicted", "strata", "plan_strata"),
+        "updates": ("plan", "updates", "plan_updates"),
         "pack": ("predicted", "packs", "pack"),
         "shards": ("predicted", "shards", "shards"),
     },
