@@ -22,7 +22,7 @@ from benchmarks.predicted import PACKED
 from benchmarks.shapes import WORK, cost_of, rivals, windows_of
 from dynagroup import MemoryBudget, ShapeLadder, TokenBudget
 from dynagroup.memory import MemoryRegressor, Workload
-from dynagroup.plan import packed, padded, ranks
+from dynagroup.plan import cut, packed, padded
 from dynagroup.plan.batches import longest_first
 from dynagroup.testing import run_ranks
 
@@ -37,7 +37,7 @@ UPDATES: dict[str, dict[str, Any]] = {
 
 def without_rows(window: Any, num_ranks: int, price: float) -> Any:
     """One rank's cut, its dearest batches divided until they fill rows."""
-    return ranks._filled(window, window.least_time(price), num_ranks)
+    return cut._filled(window, window.least_time(price), num_ranks)
 
 
 def without_order(units: Any) -> Any:
@@ -46,8 +46,8 @@ def without_order(units: Any) -> Any:
 
 
 MECHANISMS: dict[str, tuple[str, Any, str, Any]] = {
-    "rows by dynamic programming (ranks)": ("padded", ranks, "_cheapest", without_rows),
-    "uneven rows cut again (ranks)": ("padded", ranks, "_levelled", lambda row, *_: row),
+    "rows by dynamic programming (ranks)": ("padded", cut, "_cheapest", without_rows),
+    "uneven rows cut again (ranks)": ("padded", cut, "_levelled", lambda row, *_: row),
     "the exact cut by a convex hull trick (padded)": (
         "padded",
         padded,
@@ -56,7 +56,7 @@ MECHANISMS: dict[str, tuple[str, Any, str, Any]] = {
     ),
     "greedy runs in large windows (padded)": ("large", padded, "one_by_one", padded.by_queue),
     "an order alike in all streams (multistream)": ("pairs", padded, "alike_order", without_order),
-    "rows by dynamic programming, two streams (ranks)": ("pairs", ranks, "_cheapest", without_rows),
+    "rows by dynamic programming, two streams (ranks)": ("pairs", cut, "_cheapest", without_rows),
     "rows filled up to their longest sample (packed)": (
         "packed",
         packed,
@@ -213,9 +213,9 @@ def tracing() -> dict[str, Any]:
 
 
 MEASURED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
-    "shapes chosen for least work": ("plan/static_shapes update/filling", few_shapes),
+    "shapes chosen for least work": ("plan/few_shapes update/filling", few_shapes),
     "pre-flight": ("oom/preflight", preflight),
-    "plans from lengths that were learned": ("online/plans", learned_plans),
+    "plans from lengths that were learned": ("online/requests", learned_plans),
     "a model's program is traced": ("memory/trace/* memory/traced", tracing),
 }
 """What it is -> its files, and what is counted with it and without."""

@@ -12,7 +12,7 @@ from benchmarks.data import lognormal
 from benchmarks.machine import Machine
 from benchmarks.methods import planned
 from dynagroup import AdditiveCap, TokenBudget
-from dynagroup.plan import ranks as rows_of_ranks
+from dynagroup.plan import cut as rows_of_ranks
 from dynagroup.shapes import Streams
 
 SHARES = (0.5, 0.2, 0.05)  # of samples that have images

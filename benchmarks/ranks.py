@@ -19,7 +19,7 @@ from benchmarks.methods import in_fixed
 from benchmarks.train import FIXED, HELD_OUT, SHORT, loss_on, texts_of
 from dynagroup import OnlineDataLoader, TokenBudget
 from dynagroup.online.protocol import WIDTH, agree, hand_out, offer
-from dynagroup.plan.ranks import cut
+from dynagroup.plan.cut import cut
 
 Row = dict[str, torch.Tensor]
 DEPTH, LOW_WATER = 2, 32  # windows fetched ahead; batches below which a rank loads more

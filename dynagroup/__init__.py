@@ -12,29 +12,27 @@ if TYPE_CHECKING:
     from dynagroup.budget.tokens import TokenBudget
     from dynagroup.errors import AlignmentError, BudgetError, ConfigError, StateError
     from dynagroup.files import measure_files
-    from dynagroup.lengths import measure_lengths
-    from dynagroup.online.collator import RefinementCollator, collated_length
-    from dynagroup.online.loader import OnlineDataLoader
-    from dynagroup.oom import (
-        OomSafeBackward,
+    from dynagroup.jobs import (
         classify_dataset,
         embed_dataset,
         encode,
-        generate_dataset,  # isort: skip
-        generate_with_oom_retry,
+        generate_dataset,
         iter_classify,
         iter_embed,
         iter_generate,
-        run_with_oom_retry,
     )
+    from dynagroup.lengths import measure_lengths
+    from dynagroup.online.collator import RefinementCollator, collated_length
+    from dynagroup.online.loader import OnlineDataLoader
+    from dynagroup.oom import OomSafeBackward, generate_with_oom_retry, run_with_oom_retry
     from dynagroup.oom.preflight import preflight
     from dynagroup.plan.batches import friendly_size, multiple_of
     from dynagroup.plan.cost import Price, Work
     from dynagroup.plan.epoch import Mixture
-    from dynagroup.plan.partition import balanced_partitions, shard_micro_batches
+    from dynagroup.plan.few_shapes import ShapeLadder
+    from dynagroup.plan.micro_batches import balanced_partitions, shard_micro_batches
     from dynagroup.plan.plan import BatchPlan
     from dynagroup.plan.sampler import LengthAwareBatchSampler
-    from dynagroup.plan.static_shapes import ShapeLadder
     from dynagroup.text import text_dataloader
     from dynagroup.update.loader import StepLoader
     from dynagroup.update.loss_weight import Share
@@ -57,10 +55,10 @@ _NAMES = {
     "plan.batches": "friendly_size multiple_of",
     "plan.cost": "Price Work",
     "plan.epoch": "Mixture",
-    "plan.partition": "balanced_partitions shard_micro_batches",
+    "plan.micro_batches": "balanced_partitions shard_micro_batches",
     "plan.plan": "BatchPlan",
     "plan.sampler": "LengthAwareBatchSampler",
-    "plan.static_shapes": "ShapeLadder",
+    "plan.few_shapes": "ShapeLadder",
     "oom.preflight": "preflight",
     "update.loader": "StepLoader",
     "update.loss_weight": "Share",
@@ -70,11 +68,11 @@ _NAMES = {
     "update.step": "Step loss_scales",
     "online.collator": "RefinementCollator collated_length",
     "online.loader": "OnlineDataLoader",
-    "oom": "OomSafeBackward classify_dataset embed_dataset encode generate_dataset generate_with_oom_retry iter_classify "
-    "iter_embed iter_generate run_with_oom_retry",
+    "oom": "OomSafeBackward generate_with_oom_retry run_with_oom_retry",
+    "jobs": "classify_dataset embed_dataset encode generate_dataset iter_classify iter_embed iter_generate",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
-_ROOMS = ("integrations", "memory", "oom", "testing")
+_ROOMS = ("integrations", "jobs", "memory", "oom", "testing")
 """Subpackages that ``import dynagroup`` alone makes available, for example as ``dynagroup.memory``."""
 
 __all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from dynagroup.errors import ConfigError
 from dynagroup.fingerprint import hashed, tokenizer_text
+from dynagroup.jobs.storage import VECTORS, Kind, Output
 from dynagroup.lengths import (
     IDS,
     LONGEST,
@@ -25,7 +26,6 @@ from dynagroup.lengths import (
     limit_of,
     measure_lengths,
 )
-from dynagroup.oom.storage import VECTORS, Kind, Output
 from dynagroup.shapes import TOKENS, primary
 from dynagroup.validation import check_int, explained, sendable, warn_user
 

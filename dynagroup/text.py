@@ -22,8 +22,8 @@ from dynagroup.lengths import (
     padded,
     shortened,
 )
+from dynagroup.plan.few_shapes import few_shapes
 from dynagroup.plan.sampler import LengthAwareBatchSampler
-from dynagroup.plan.static_shapes import few_shapes
 from dynagroup.update.filling import FillingCollator
 from dynagroup.update.loader import checked_kwargs
 from dynagroup.validation import sendable

@@ -1,8 +1,9 @@
-"""Simulates the training set of the pretrained regressor: ``python -m regressor.generate``. About half an hour.
+"""Simulates the training set of the pretrained regressor: ``python -m regressor.generate``. About half
+an hour.
 
-A row of ``data/simulated.parquet`` is one workload: its fields, and its phases (see dynagroup/memory/trace/phases.py), from which
-the memory of any batch shape follows. Finished workloads are kept in a JSON-lines file beside it, so that a stopped run goes
-on where it was.
+A row of ``data/simulated.parquet`` is one workload: its fields, and its phases (see
+dynagroup/memory/trace/polynomials.py), from which the memory of any batch shape follows. Finished
+workloads are kept in a JSON-lines file beside it, so that a stopped run goes on where it was.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ import numpy as np
 import torch
 import transformers
 
-from dynagroup.memory.run import MONOMIALS
+from dynagroup.memory.phases import MONOMIALS
 from dynagroup.memory.trace.model import as_meta_model
-from dynagroup.memory.trace.phases import trace_phases
+from dynagroup.memory.trace.polynomials import trace_phases
 from dynagroup.memory.trace.program import prepare, static_bytes, trace
 from dynagroup.memory.workload import Workload
 from regressor.families import FAMILIES, Family, Sizes, VisionLanguage, random_sizes

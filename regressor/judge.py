@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dynagroup.memory.phases import Phases
 from dynagroup.memory.protocols import PaddedTokens
 from dynagroup.memory.regressor import LIKE, MemoryRegressor
-from dynagroup.memory.run import Phases
 from dynagroup.memory.workload import Workload
 from dynagroup.shapes import BatchShape
 from regressor import rival

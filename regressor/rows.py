@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynagroup.memory.measurements import Measurement, Measurements
-from dynagroup.memory.run import monomials
+from dynagroup.memory.phases import monomials
 from dynagroup.memory.workload import Workload
 from dynagroup.shapes import BatchShape
 

@@ -25,6 +25,7 @@ import xgboost
 
 from dynagroup.memory.formula import ClosedForm
 from dynagroup.memory.measurements import Measurements
+from dynagroup.memory.phases import MONOMIALS
 from dynagroup.memory.regressor import (
     LIKE,
     NEAR,
@@ -36,7 +37,6 @@ from dynagroup.memory.regressor import (
     train_booster,
 )
 from dynagroup.memory.regressor import pairs_of as measured_pairs
-from dynagroup.memory.run import MONOMIALS
 from dynagroup.memory.workload import Workload
 from regressor import report
 from regressor.calibrate import calibrate

@@ -22,4 +22,4 @@ if [ ! -x "$env/bin/python" ]; then
 fi
 echo "$bounds"
 OMP_NUM_THREADS=1 PYTHONPATH=$root "$env/bin/python" -m pytest -q -p no:cacheprovider -m "not slow" -k "not drawn" \
-  tests/budget tests/laws tests/plan tests/online tests/update tests/oom/test_storage.py tests/test_{arguments,distributed,device,text,fingerprint}.py
+  tests/budget tests/laws tests/plan tests/online tests/update tests/jobs/test_storage.py tests/test_{arguments,distributed,device,text,fingerprint}.py

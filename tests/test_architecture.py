@@ -17,7 +17,18 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # The rooms in reading order: a module imports only from its own room and those before it. See docs/architecture.md.
 GROUND = ["errors", "shapes", "fingerprint", "validation", "distributed", "state", "device"]
-ROOMS = [*GROUND, "lengths", "memory", "budget", "plan", "update", "online", "oom", "integrations"]
+ROOMS = [
+    *GROUND,
+    "lengths",
+    "memory",
+    "budget",
+    "plan",
+    "update",
+    "online",
+    "oom",
+    "jobs",
+    "integrations",
+]
 ROOMS += ["text", "files", "testing", "demo", "cli", "__main__"]
 HEAVY = {"torch", "xgboost", "transformers", "datasets", "matplotlib", "accelerate", "lightning"}
 PRIVATE_LOADER_NAMES = {
@@ -144,6 +155,7 @@ def test_public_names_are_sorted_real_and_seen_by_type_checkers():
     assert set(dir(dynagroup)) - set(dynagroup.__all__) == {
         "__version__",
         "integrations",
+        "jobs",
         "memory",
         "oom",
         "testing",

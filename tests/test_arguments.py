@@ -21,9 +21,9 @@ from dynagroup.budget.learning import LearningBudget
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.plan.cost import Work
 from dynagroup.plan.epoch import Mixture
-from dynagroup.plan.partition import balanced_partitions, shard_micro_batches
+from dynagroup.plan.few_shapes import ShapeLadder
+from dynagroup.plan.micro_batches import balanced_partitions, shard_micro_batches
 from dynagroup.plan.planner import PlanConfig
-from dynagroup.plan.static_shapes import ShapeLadder
 from tests.online.helpers import Tokens, collate
 
 pytestmark = pytest.mark.filterwarnings("ignore")

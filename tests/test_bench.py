@@ -19,7 +19,7 @@ from benchmarks.faults.case import Case
 from benchmarks.faults.oracle import Seen, judged, over_budget, value_of
 from benchmarks.methods import METHODS, Job
 from benchmarks.ranks import simulated
-from dynagroup.oom.storage import Output
+from dynagroup.jobs.storage import Output
 from dynagroup.oom.train import Update
 from tests.torchrun import ROOT
 

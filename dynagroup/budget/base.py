@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from dynagroup.errors import ConfigError
 from dynagroup.fingerprint import described
-from dynagroup.memory.run import Layout
+from dynagroup.memory.phases import Layout
 from dynagroup.shapes import BatchShape, IntArray, Streams, primary, round_up
 from dynagroup.validation import check_int
 

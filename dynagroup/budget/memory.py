@@ -12,9 +12,9 @@ from dynagroup.budget.base import BoolArray, Budget, FloatArray
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.fingerprint import described
 from dynagroup.memory.measurements import Measurements
+from dynagroup.memory.phases import MASK_ALIGNMENT, Attention, Layout, MakeInputs, Mode, Sharding
 from dynagroup.memory.protocols import BytesMemoryModel, LargestTable, MemoryModel, PaddedTokens
 from dynagroup.memory.regressor import MemoryRegressor
-from dynagroup.memory.run import MASK_ALIGNMENT, Attention, Layout, MakeInputs, Mode, Sharding
 from dynagroup.memory.traced import TracedMemory
 from dynagroup.memory.workload import Workload
 from dynagroup.shapes import (

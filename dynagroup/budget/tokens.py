@@ -7,7 +7,7 @@ import numpy as np
 
 from dynagroup.budget.base import UNLIMITED, BoolArray, Budget, FloatArray
 from dynagroup.errors import ConfigError
-from dynagroup.memory.run import Layout
+from dynagroup.memory.phases import Layout
 from dynagroup.shapes import BatchShape, IntArray, round_up
 from dynagroup.validation import check_choice, check_int
 

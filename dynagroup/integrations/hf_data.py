@@ -18,7 +18,7 @@ from dynagroup.distributed import World
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.lengths import IDS, as_streams, count_ids, measure_lengths, row_lengths
 from dynagroup.memory import MemoryRegressor
-from dynagroup.memory.run import Mode
+from dynagroup.memory.phases import Mode
 from dynagroup.online.datasets import is_stream
 from dynagroup.plan.cost import Work
 from dynagroup.plan.report import compare

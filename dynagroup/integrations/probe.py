@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from dynagroup.oom.jobs import evaluating
+from dynagroup.jobs.job import evaluating
 
 PROBES = ((7, 5, 6, 9, 8), (6, 8, 5))
 LONGEST = 131  # tokens: more than layers that compress blocks have in a block (DeepSeek-V4: 128)

@@ -13,7 +13,14 @@ import numpy as np
 
 from dynagroup.errors import ConfigError
 from dynagroup.memory.measurements import Measurements
-from dynagroup.memory.run import ELEMENT_BYTES, MONOMIALS, FloatArray, Phases, columns, max_affine
+from dynagroup.memory.phases import (
+    ELEMENT_BYTES,
+    MONOMIALS,
+    FloatArray,
+    Phases,
+    columns,
+    max_affine,
+)
 from dynagroup.memory.workload import Workload
 from dynagroup.shapes import TOKENS, BatchShape, primary
 from dynagroup.validation import warn_user

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from dynagroup.errors import ConfigError, StateError
-from dynagroup.memory.run import FloatArray, MakeInputs
+from dynagroup.memory.phases import FloatArray, MakeInputs
 from dynagroup.memory.workload import Workload
 from dynagroup.shapes import TOKENS, BatchShape
 from dynagroup.validation import check_int, explained

@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from dynagroup.memory.run import FloatArray
+from dynagroup.memory.phases import FloatArray
 from dynagroup.shapes import BatchShape, IntArray, largest_within, primary
 
 

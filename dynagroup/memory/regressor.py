@@ -16,7 +16,15 @@ import numpy as np
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.memory.formula import COMPONENTS, ClosedForm, ProfiledMemory
 from dynagroup.memory.measurements import Measurements
-from dynagroup.memory.run import ELEMENT_BYTES, MONOMIALS, FloatArray, Mode, Phases, columns, needed
+from dynagroup.memory.phases import (
+    ELEMENT_BYTES,
+    MONOMIALS,
+    FloatArray,
+    Mode,
+    Phases,
+    columns,
+    needed,
+)
 from dynagroup.memory.workload import Workload, assumed
 from dynagroup.shapes import BatchShape, primary, target_tokens
 from dynagroup.state import seal_of

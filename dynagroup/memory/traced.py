@@ -10,7 +10,7 @@ import numpy as np
 
 from dynagroup.errors import ConfigError
 from dynagroup.memory.measurements import Measurements
-from dynagroup.memory.run import ELEMENT_BYTES, FloatArray, MakeInputs, Mode, Phases
+from dynagroup.memory.phases import ELEMENT_BYTES, FloatArray, MakeInputs, Mode, Phases
 from dynagroup.memory.workload import Workload, assumed
 from dynagroup.shapes import TOKENS, BatchShape, primary
 

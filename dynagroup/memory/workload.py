@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, get_args
 
 from dynagroup.errors import ConfigError
-from dynagroup.memory.run import Attention, Dtype, Layout, MakeInputs, Mode, Phases, Sharding
+from dynagroup.memory.phases import Attention, Dtype, Layout, MakeInputs, Mode, Phases, Sharding
 from dynagroup.validation import check_flag, check_int, explained, warn_user
 
 _CHOICES = {
@@ -143,7 +143,7 @@ class Workload:
 
     def traced(self, model_or_config: Any, inputs: MakeInputs | None = None) -> Workload:
         """Returns this workload with traced memory. ConfigError: the model can neither be traced nor simulated."""
-        from dynagroup.memory.trace.phases import trace_phases
+        from dynagroup.memory.trace.polynomials import trace_phases
 
         way_out = "MemoryBudget.from_bytes(limit, model=ProfiledMemory.fit(measure(...))), or of simulate(...)"
         told = (

@@ -17,8 +17,8 @@ from dynagroup.lengths import LONGEST, Kinds, by_stream
 from dynagroup.online.messages import Refined, RefinedWindow, Request, WindowSamples, number_of
 from dynagroup.plan.batches import Batches, offsets_of, shapes_of
 from dynagroup.plan.cost import Work, check_work
+from dynagroup.plan.cut import cut_kinds
 from dynagroup.plan.planner import OneKind
-from dynagroup.plan.ranks import cut_kinds
 from dynagroup.shapes import TOKENS, IntArray, Streams, check_names, primary, units_of
 from dynagroup.update.filling import FillingCollator, Pad
 from dynagroup.update.loss_weight import Weigh, weigher

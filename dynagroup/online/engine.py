@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from dynagroup.errors import AlignmentError, StateError
 from dynagroup.online.feeds import IterableFeed, MapFeed, Workers
 from dynagroup.online.messages import Refined, RefinedWindow, by_kind, number_of
-from dynagroup.online.plans import Source, behind, handed_out
 from dynagroup.online.protocol import (
     Agreement,
     Exchange,
@@ -22,6 +21,7 @@ from dynagroup.online.protocol import (
     quantiles,
     spread,
 )
+from dynagroup.online.requests import Source, behind, handed_out
 from dynagroup.online.state import LearnedLengths, pack, unpack
 from dynagroup.plan.cursor import Cursor
 from dynagroup.shapes import units_of

@@ -15,8 +15,8 @@ from dynagroup.fingerprint import described
 from dynagroup.online.collator import RefinementCollator
 from dynagroup.online.datasets import IndexedDataset, IterableWindows, begin_at, is_stream
 from dynagroup.online.messages import Refined, RefinedWindow, Request
-from dynagroup.online.plans import EpochOrders, OnlineConfig, Order, Source, handed_out
 from dynagroup.online.protocol import hand_out, print_of
+from dynagroup.online.requests import EpochOrders, OnlineConfig, Order, Source, handed_out
 from dynagroup.online.state import LearnedLengths, pack, pack_groups, unpack, unpack_groups
 from dynagroup.plan.cursor import Cursor
 from dynagroup.shapes import IntArray

@@ -22,13 +22,13 @@ from dynagroup.lengths import LONGEST
 from dynagroup.online.collator import LengthOf, Oversize, RefinementCollator
 from dynagroup.online.engine import FreeRunner, Runner, UpdateRunner
 from dynagroup.online.feeds import Workers, resumed
-from dynagroup.online.plans import WINDOW_BYTES, EpochOrders, OnlineConfig, Source, handed_out
 from dynagroup.online.protocol import Exchange, print_of
+from dynagroup.online.requests import WINDOW_BYTES, EpochOrders, OnlineConfig, Source, handed_out
 from dynagroup.online.state import LearnedLengths, standing, together
 from dynagroup.plan.cost import Work
 from dynagroup.plan.cursor import Cursor
+from dynagroup.plan.few_shapes import few_shapes
 from dynagroup.plan.planner import OneKind
-from dynagroup.plan.static_shapes import few_shapes
 from dynagroup.shapes import TOKENS, BatchShape, Streams, largest_within
 from dynagroup.update.filling import Pad
 from dynagroup.update.loader import StepLoader

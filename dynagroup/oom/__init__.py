@@ -3,15 +3,6 @@
 from dynagroup.budget.learning import LearningBudget, OomReport
 from dynagroup.device import is_out_of_memory
 from dynagroup.oom.generate import Generated, generate_with_oom_retry
-from dynagroup.oom.inference import (
-    classify_dataset,
-    embed_dataset,
-    encode,
-    generate_dataset,
-    iter_classify,  # isort: skip
-    iter_embed,
-    iter_generate,
-)
 from dynagroup.oom.retry import run_with_oom_retry
 from dynagroup.oom.split import BatchSplitter, Splitter, VisionTokens
 from dynagroup.oom.train import BackwardResult, OomSafeBackward
@@ -25,14 +16,7 @@ __all__ = [
     "OomSafeBackward",
     "Splitter",
     "VisionTokens",
-    "classify_dataset",
-    "embed_dataset",
-    "encode",
-    "generate_dataset",
     "generate_with_oom_retry",
     "is_out_of_memory",
-    "iter_classify",
-    "iter_embed",
-    "iter_generate",
     "run_with_oom_retry",
 ]

@@ -23,10 +23,10 @@ from dynagroup.lengths import Kinds, as_streams
 from dynagroup.plan.batches import Batches, RoundBatch, longest_of, oversize_of, scanned, tokens_of
 from dynagroup.plan.cost import Work, check_work
 from dynagroup.plan.cursor import Cursor
+from dynagroup.plan.cut import cut, cut_kinds, filled, prove
 from dynagroup.plan.epoch import NONE, EpochOrder, Windows, windows_of_kinds
 from dynagroup.plan.padded import FEWEST
 from dynagroup.plan.plan import BatchPlan
-from dynagroup.plan.ranks import cut, cut_kinds, filled, prove
 from dynagroup.plan.strata import StratifiedOrder, number_of_strata
 from dynagroup.plan.update_cuts import MOST_PLACES, cut_updates
 from dynagroup.shapes import IntArray, Streams, primary, round_up, units_of

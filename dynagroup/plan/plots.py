@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from dynagroup.budget.base import is_packed
 from dynagroup.errors import ConfigError
-from dynagroup.memory.run import needed
+from dynagroup.memory.phases import needed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

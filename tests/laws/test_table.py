@@ -23,7 +23,7 @@ from dynagroup import (
     TokenBudget,
 )
 from dynagroup.distributed import SingleProcess
-from dynagroup.plan import static_shapes
+from dynagroup.plan import few_shapes
 from dynagroup.testing import ThreadWorld, run_ranks
 from tests.laws import loaders
 from tests.laws.loader_laws import assert_loader_laws, assert_resumes_exactly
@@ -50,8 +50,8 @@ CHOSEN: dict[str, Any] = {}
 @pytest.fixture(autouse=True)
 def shapes_are_chosen_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by each of thousands of loaders; those of budgets that learn are chosen anew."""
-    for kind in (static_shapes.PackedLadder, static_shapes.ShapeLadder):
-        monkeypatch.setattr(static_shapes, kind.__name__, partial(chosen, kind))
+    for kind in (few_shapes.PackedLadder, few_shapes.ShapeLadder):
+        monkeypatch.setattr(few_shapes, kind.__name__, partial(chosen, kind))
 
 
 def chosen(kind: Any, lengths: Any, budget: Any, *args: Any, **how: Any) -> Any:

@@ -22,7 +22,7 @@ from transformers.integrations import sdpa_attention
 from dynagroup import ConfigError, MemoryBudget, StateError
 from dynagroup.memory import ClosedForm, MemoryRegressor, ProfiledMemory, TracedMemory, Workload
 from dynagroup.memory.measurements import Measurement, Measurements, measure, simulate
-from dynagroup.memory.run import Phases
+from dynagroup.memory.phases import Phases
 from dynagroup.shapes import BatchShape
 from dynagroup.state import seal_of
 from regressor import measure_gpu, report

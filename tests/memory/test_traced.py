@@ -29,7 +29,7 @@ from dynagroup.memory import (
     Workload,
     simulate,
 )
-from dynagroup.memory.run import Phases
+from dynagroup.memory.phases import Phases
 from dynagroup.memory.trace.model import as_meta_model, checkpoint_layers
 from dynagroup.memory.trace.program import REDUCE_BUCKET, kept_bytes, static_bytes
 from dynagroup.memory.traced import line_above, optimizer_bytes

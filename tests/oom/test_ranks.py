@@ -20,10 +20,10 @@ from dynagroup.distributed import DistributedWorld
 from dynagroup.errors import AlignmentError
 from dynagroup.oom import OomSafeBackward, train
 from tests.integrations import toys
+from tests.jobs.test_storage import identity
 from tests.models import Allocator
 from tests.online.helpers import make_loader
 from tests.oom import test_train as loop
-from tests.oom.test_storage import identity
 from tests.torchrun import on_ranks
 
 ROWS = [[1 + (i + k) % 49 for k in range(2 + (7 * i) % 40)] for i in range(128)]

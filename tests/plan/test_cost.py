@@ -34,7 +34,7 @@ from dynagroup import (
 )
 from dynagroup.plan.batches import Batches
 from dynagroup.plan.cost import CPU_PER_STEP, Price, Work
-from dynagroup.plan.static_shapes import ShapeLadder
+from dynagroup.plan.few_shapes import ShapeLadder
 from dynagroup.shapes import BatchShape
 from dynagroup.testing import assert_budget_law
 from dynagroup.update.planned import PlannedDataLoader

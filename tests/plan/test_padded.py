@@ -15,8 +15,8 @@ from benchmarks.data import FILES, LENGTHS, pairs_of
 from dynagroup import LengthAwareBatchSampler, Price, ShapeLadder, TokenBudget, Work
 from dynagroup.budget.base import AdditiveCap, Budget, padded_tokens
 from dynagroup.plan.batches import Batches, friendly_size, multiple_of, shapes_of
+from dynagroup.plan.cut import cut, prove, time_of_rows
 from dynagroup.plan.padded import FEWEST, in_order
-from dynagroup.plan.ranks import cut, prove, time_of_rows
 from dynagroup.shapes import IntArray, Streams
 from tests import strategies
 

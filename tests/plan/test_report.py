@@ -22,8 +22,8 @@ from dynagroup import (
 )
 from dynagroup.memory.protocols import PaddedTokens
 from dynagroup.plan import plots
+from dynagroup.plan.few_shapes import few_shapes
 from dynagroup.plan.report import compare, format_table, most_of_the_longest
-from dynagroup.plan.static_shapes import few_shapes
 
 LENGTHS = np.random.default_rng(0).integers(1, 200, 300)
 VARIED = np.random.default_rng(0).lognormal(4, 1, 2000).astype(int) + 1

@@ -31,6 +31,7 @@ from dynagroup.plan import epoch as epoch_module
 from dynagroup.plan import planner as planner_module
 from dynagroup.plan import sampler as sampler_module
 from dynagroup.plan.cursor import Cursor
+from dynagroup.plan.cut import cut_kinds
 from dynagroup.plan.epoch import (
     EpochOrder,
     Mixture,
@@ -38,7 +39,6 @@ from dynagroup.plan.epoch import (
     Windows,
     epoch_order,
 )
-from dynagroup.plan.ranks import cut_kinds
 from dynagroup.testing import assert_conserves, run_ranks
 from tests import strategies
 

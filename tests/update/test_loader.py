@@ -25,7 +25,7 @@ from dynagroup import (
     TokenBudget,
 )
 from dynagroup.errors import AlignmentError, BudgetError, ConfigError
-from dynagroup.plan.static_shapes import ShapeLadder
+from dynagroup.plan.few_shapes import ShapeLadder
 from dynagroup.shapes import BatchShape
 from dynagroup.testing import run_ranks
 from dynagroup.update.schedule import UpdateSizes, linear_ramp, scale_learning_rate

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import (
     TorchDispatchMode,
 )  # documented for extension authors; no public alias yet
 
-from dynagroup.memory.run import MASK_ALIGNMENT
+from dynagroup.memory.phases import MASK_ALIGNMENT
 
 HALF = (torch.float16, torch.bfloat16)
 FLASH_HEAD_SIZE = (

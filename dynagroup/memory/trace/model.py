@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dynagroup.errors import ConfigError
-from dynagroup.memory.run import ELEMENT_BYTES, Attention, Run, needed
+from dynagroup.memory.phases import ELEMENT_BYTES, Attention, Run, needed
 from dynagroup.shapes import primary
 from dynagroup.validation import explained, warn_user
 

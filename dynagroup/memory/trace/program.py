@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from dynagroup.memory.run import ELEMENT_BYTES, MakeInputs, Run
+from dynagroup.memory.phases import ELEMENT_BYTES, MakeInputs, Run
 from dynagroup.memory.trace.kernels import BLOCK, CudaKernels, LiveBytes
 from dynagroup.memory.trace.model import checkpoint_layers, is_encoder, make_inputs, stacks
 from dynagroup.shapes import TARGET, TOKENS, primary

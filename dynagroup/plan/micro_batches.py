@@ -12,9 +12,9 @@ from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.lengths import as_streams
 from dynagroup.plan.cost import Work, check_work
 from dynagroup.plan.cursor import MOST_RANKS
+from dynagroup.plan.cut import cut
 from dynagroup.plan.packed import Room, best_fit, fill_empty, least_loaded
 from dynagroup.plan.planner import Oversize, PlanConfig, Planner
-from dynagroup.plan.ranks import cut
 from dynagroup.validation import check_flag, check_int, check_number, explained
 
 

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from dynagroup.memory.run import (
+from dynagroup.memory.phases import (
     MASK_ALIGNMENT,
     MONOMIALS,
     FloatArray,

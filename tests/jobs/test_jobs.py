@@ -24,15 +24,15 @@ from dynagroup import (
 from dynagroup.budget.learning import LearningBudget
 from dynagroup.demo import train_tokenizer
 from dynagroup.distributed import SingleProcess
-from dynagroup.memory import MemoryRegressor
-from dynagroup.oom import (
+from dynagroup.jobs import (
     classify_dataset,
     embed_dataset,
     generate_dataset,
     iter_classify,
     iter_generate,
 )
-from dynagroup.oom.storage import Output
+from dynagroup.jobs.storage import Output
+from dynagroup.memory import MemoryRegressor
 from dynagroup.testing import run_ranks
 from tests import models
 from tests.models import TEXTS, Allocator, adapted, save_encoder, small_llama, small_tokenizer

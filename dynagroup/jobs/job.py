@@ -22,14 +22,14 @@ from dynagroup.budget.tokens import as_budget
 from dynagroup.distributed import World, current_world
 from dynagroup.errors import ConfigError
 from dynagroup.fingerprint import described, hashed, tokenizer_text
+from dynagroup.jobs.storage import VECTORS, Kind, Output
 from dynagroup.lengths import begun_once, by_position, limit_of, measure_lengths, padded
 from dynagroup.memory import MemoryRegressor
+from dynagroup.memory.phases import Mode
 from dynagroup.memory.protocols import PaddedTokens
-from dynagroup.memory.run import Mode
-from dynagroup.oom.storage import VECTORS, Kind, Output
 from dynagroup.plan.cost import Work
+from dynagroup.plan.few_shapes import few_shapes
 from dynagroup.plan.sampler import LengthAwareBatchSampler
-from dynagroup.plan.static_shapes import few_shapes
 from dynagroup.shapes import TOKENS
 from dynagroup.update.filling import FillingCollator
 from dynagroup.validation import check_identity, check_int

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynagroup.errors import ConfigError, StateError
-from dynagroup.oom.jobs import identity_of
-from dynagroup.oom.storage import TEXTS as LINES
-from dynagroup.oom.storage import VECTORS, Output
+from dynagroup.jobs.job import identity_of
+from dynagroup.jobs.storage import TEXTS as LINES
+from dynagroup.jobs.storage import VECTORS, Output
 from tests.models import TEXTS, adapted, small_llama, small_tokenizer
 
 JOB = {"task": "test", "texts": 4}

@@ -13,11 +13,11 @@ import torch
 
 from dynagroup.distributed import World
 from dynagroup.errors import ConfigError
+from dynagroup.jobs.job import Job, Task
+from dynagroup.jobs.storage import TEXTS
 from dynagroup.oom.generate import check_options, generated, generation_option, is_data
-from dynagroup.oom.jobs import Job, Task
 from dynagroup.oom.retry import run_with_oom_retry
 from dynagroup.oom.split import BatchSplitter
-from dynagroup.oom.storage import TEXTS
 from dynagroup.validation import check_choice, check_int
 
 Pooling: TypeAlias = Literal["mean", "first", "last"]
