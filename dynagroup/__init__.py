@@ -21,7 +21,6 @@ if TYPE_CHECKING:
         iter_embed,
         iter_generate,
     )
-    from dynagroup.lengths import measure_lengths
     from dynagroup.online.collator import RefinementCollator, collated_length
     from dynagroup.online.loader import OnlineDataLoader
     from dynagroup.oom import OomSafeBackward, generate_with_oom_retry, run_with_oom_retry
@@ -33,7 +32,8 @@ if TYPE_CHECKING:
     from dynagroup.plan.micro_batches import balanced_partitions, shard_micro_batches
     from dynagroup.plan.plan import BatchPlan
     from dynagroup.plan.sampler import LengthAwareBatchSampler
-    from dynagroup.text import text_dataloader
+    from dynagroup.text.loader import text_dataloader
+    from dynagroup.text.measure import measure_lengths
     from dynagroup.update.loader import StepLoader
     from dynagroup.update.loss_weight import Share
     from dynagroup.update.planned import PlannedDataLoader
@@ -46,8 +46,8 @@ __version__ = "0.1.0"
 _NAMES = {
     "errors": "AlignmentError BudgetError ConfigError StateError",
     "files": "measure_files",
-    "lengths": "measure_lengths",
-    "text": "text_dataloader",
+    "text.loader": "text_dataloader",
+    "text.measure": "measure_lengths",
     "budget.base": "AdditiveCap Budget",
     "budget.learning": "LearningBudget",
     "budget.memory": "MemoryBudget",

@@ -16,11 +16,11 @@ from tqdm.auto import tqdm
 
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.errors import ConfigError
-from dynagroup.lengths import measure_lengths
 from dynagroup.plan.cost import Work
 from dynagroup.plan.report import format_table
 from dynagroup.plan.sampler import LengthAwareBatchSampler
-from dynagroup.text import IGNORED, TokenizingCollator
+from dynagroup.text.loader import IGNORED, TokenizingCollator
+from dynagroup.text.measure import measure_lengths
 from dynagroup.validation import check_int
 
 HELD_OUT = 256  # texts that are only evaluated

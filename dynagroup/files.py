@@ -17,16 +17,9 @@ from numpy.typing import NDArray
 from dynagroup.errors import ConfigError
 from dynagroup.fingerprint import hashed, tokenizer_text
 from dynagroup.jobs.storage import VECTORS, Kind, Output
-from dynagroup.lengths import (
-    IDS,
-    LONGEST,
-    MASK,
-    as_streams,
-    by_position,
-    limit_of,
-    measure_lengths,
-)
+from dynagroup.lengths import LONGEST, as_streams, limit_of
 from dynagroup.shapes import TOKENS, primary
+from dynagroup.text.measure import IDS, MASK, by_position, measure_lengths
 from dynagroup.validation import check_int, explained, sendable, warn_user
 
 KINDS = "npy, npz, txt, csv, tsv, jsonl, json, parquet, or a folder of them, of a Hub dataset or saved by datasets"

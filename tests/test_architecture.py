@@ -26,10 +26,11 @@ ROOMS = [
     "update",
     "online",
     "oom",
+    "text",
     "jobs",
     "integrations",
 ]
-ROOMS += ["text", "files", "testing", "demo", "cli", "__main__"]
+ROOMS += ["files", "testing", "demo", "cli", "__main__"]
 HEAVY = {"torch", "xgboost", "transformers", "datasets", "matplotlib", "accelerate", "lightning"}
 PRIVATE_LOADER_NAMES = {
     *(

@@ -18,9 +18,9 @@ from tokenizers.models import WordLevel
 from tokenizers.processors import TemplateProcessing
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from dynagroup import ConfigError, TokenBudget, text_dataloader
+from dynagroup import ConfigError, TokenBudget, measure_lengths, text_dataloader
 from dynagroup.files import measure_files
-from dynagroup.lengths import as_streams, measure_lengths
+from dynagroup.lengths import as_streams
 from dynagroup.oom.split import packed_borders
 from tests import models
 
@@ -169,28 +169,6 @@ def test_labels_leave_out_padding_and_nothing_else_and_a_model_runs_on_texts_wit
         assert model(**batch).logits.shape[:2] == batch["input_ids"].shape
 
 
-@pytest.mark.parametrize("layout", ["padded", "packed"])
-def test_texts_that_bring_the_first_token_get_no_second_one(layout):
-    tokenizer = words(begin=True, pad_token="[PAD]", bos_token="[BOS]")
-    loader = text_dataloader(
-        ["[BOS] 1 2", "[BOS] 1", "[BOS] 2 2"], tokenizer, TokenBudget(100, layout=layout)
-    )
-    [batch] = list(loader)
-    assert sorted(i for i in batch["input_ids"].flatten().tolist() if i) == [
-        3,
-        3,
-        4,
-        4,
-        4,
-        62,
-        62,
-        62,
-    ]
-    assert pickle.loads(pickle.dumps(loader.collate_fn))(["[BOS] 1"])["input_ids"].tolist() == [
-        [62, 3]
-    ]
-
-
 @pytest.mark.parametrize(
     ("texts", "options", "message"),
     [
@@ -200,7 +178,6 @@ def test_texts_that_bring_the_first_token_get_no_second_one(layout):
             {},
             "must be a list or one column, but is a whole Dataset",
         ),
-        (["1", "2", None], {"lengths": [1, 1, 2]}, "text 2 must be a string, but is None"),
     ],
 )
 def test_mistakes_are_named(tokenizer, texts, options, message):
@@ -361,12 +338,8 @@ def test_any_map_style_dataset_with_a_length_function_that_may_name_several_stre
     [
         (None, "text 1005 must be a string, but is None"),
         (
-            "one \ud800 two",
-            r"text 1005 has a lone surrogate at character 4; .*encode\('utf-8', 'replace'\)",
-        ),
-        (
             CHAT,
-            r"sample 1005 must be .*is a chat .*turn a chat into a text with .*apply_chat_template\(messages, tokenize=False\)",
+            r"text 1005 must be .*turn a chat into a text with .*apply_chat_template\(messages, tokenize=False\)",
         ),
     ],
 )
@@ -392,7 +365,6 @@ def test_what_is_no_row_of_ids_is_not_counted_as_one():
 
 
 PADDED = [[1, 1, 1, 0, 0, 0], [0, 0, 0, 0, 1, 1], [1] * 6]
-CHOICES = [[[5, 6], [7]], [[8], [9, 10, 11]]]
 
 
 @pytest.mark.parametrize("field", ["input_ids", "input_values"])
@@ -417,22 +389,10 @@ def test_what_the_mask_marks_is_counted_and_padding_is_told(field, tmp_path):
     assert measure_lengths(whole).tolist() == [6, 6, 6]  # no warning
 
 
-@pytest.mark.parametrize("named", [True, False])
-def test_several_choices_count_as_they_are_collated(named):
-    column = "input_ids" if named else "mine"
-    rows = [{column: ids, "attention_mask": [[1] * len(c) for c in ids]} for ids in CHOICES]
-    for data in (Dataset.from_list(rows), rows):
-        assert measure_lengths(data, column=None if named else column).tolist() == [4, 6]
-    with pytest.raises(ConfigError, match=r"sample 0 must be .* number of choices \* longest"):
-        measure_lengths(CHOICES)
-
-
 @pytest.mark.parametrize(
     ("bad", "said"),
     [
         ((5, 6, 7), "sample 1 must be one row of token ids"),
-        ([0.5, 0.25], "sample 1 must be one row of token ids"),
-        (np.array([0.5]), "sample 1 must be one row of token ids"),
         (
             {"audio": {"array": [0.5]}},
             r"sample 1 has no 'input_ids' \(it has \['audio'\]\).*length_of",
@@ -451,9 +411,6 @@ def test_fractions_are_refused_with_the_way_out():
             as_streams(values)
     with pytest.raises(ConfigError, match="multiply all lengths by 100 and round up"):
         as_streams([1, 2.5])
-
-
-Few = type("Few", (list,), {"__getitem__": lambda self, index: next(iter(range(index, 70)))})
 
 
 @pytest.mark.parametrize(
@@ -486,7 +443,7 @@ Few = type("Few", (list,), {"__getitem__": lambda self, index: next(iter(range(i
             )
             for values in NO_IDS
         ),
-        (lambda t: measure_lengths([CHAT]), "sample 0 must be .* is a chat .*apply_chat_template"),
+        (lambda t: measure_lengths([CHAT]), "sample 0 must be .*apply_chat_template"),
         (
             lambda t: measure_lengths("one text", t),
             "must be a list or one column, but is a whole str",
@@ -505,10 +462,6 @@ Few = type("Few", (list,), {"__getitem__": lambda self, index: next(iter(range(i
         (
             lambda t: measure_lengths(["tokens", "x"], length_of=lambda name: {name: 1}),
             "for sample 1",
-        ),
-        (
-            lambda t: measure_lengths(Few(range(100)), length_of=int),
-            "64 of 100 samples were measured",
         ),
     ],
 )

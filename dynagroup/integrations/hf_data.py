@@ -16,13 +16,14 @@ from dynagroup.budget.base import is_packed
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.distributed import World
 from dynagroup.errors import ConfigError, StateError
-from dynagroup.lengths import IDS, as_streams, count_ids, measure_lengths, row_lengths
+from dynagroup.lengths import as_streams
 from dynagroup.memory import MemoryRegressor
 from dynagroup.memory.phases import Mode
 from dynagroup.online.datasets import is_stream
 from dynagroup.plan.cost import Work
 from dynagroup.plan.report import compare
 from dynagroup.shapes import TARGET, TOKENS, IntArray, round_up
+from dynagroup.text.measure import IDS, count_ids, measure_lengths, row_lengths
 from dynagroup.update.loader import StepLoader
 from dynagroup.update.step import Step, width_of
 from dynagroup.validation import explained

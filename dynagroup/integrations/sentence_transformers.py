@@ -11,9 +11,9 @@ from typing import Any
 from dynagroup.budget.base import Budget
 from dynagroup.distributed import rank_and_size
 from dynagroup.errors import ConfigError
-from dynagroup.lengths import measure_lengths
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.shapes import TOKENS
+from dynagroup.text.measure import measure_lengths
 
 
 class _Sampler(LengthAwareBatchSampler):

@@ -23,7 +23,7 @@ from dynagroup.distributed import World, current_world
 from dynagroup.errors import ConfigError
 from dynagroup.fingerprint import described, hashed, tokenizer_text
 from dynagroup.jobs.storage import VECTORS, Kind, Output
-from dynagroup.lengths import begun_once, by_position, limit_of, measure_lengths, padded
+from dynagroup.lengths import limit_of
 from dynagroup.memory import MemoryRegressor
 from dynagroup.memory.phases import Mode
 from dynagroup.memory.protocols import PaddedTokens
@@ -31,6 +31,8 @@ from dynagroup.plan.cost import Work
 from dynagroup.plan.few_shapes import few_shapes
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.shapes import TOKENS
+from dynagroup.text.loader import pad_texts
+from dynagroup.text.measure import by_position, measure_lengths
 from dynagroup.update.filling import FillingCollator
 from dynagroup.validation import check_identity, check_int
 
@@ -106,11 +108,8 @@ class Job:
             by_position(texts),
             shapes,
         )
-        self._tokens, self._given_budget, self._progress = (
-            begun_once(tokenizer, self.texts),
-            budget,
-            progress,
-        )
+        self._given_budget = budget
+        self._progress = progress
         self._batch_size = check_int("batch_size", 16 if batch_size is None else batch_size)
         self.learned = learned if learned is not None else LearningBudget()
         self._says_limit = max_length is None and task.mode == "forward"
@@ -199,7 +198,7 @@ class Job:
     def lengths(self) -> NDArray[np.int32]:
         """Tokens of every text, after truncation: int32 (N,)."""
         return measure_lengths(
-            self.texts, self._tokens, max_length=self._max_length, progress=self._progress
+            self.texts, self.tokenizer, max_length=self._max_length, progress=self._progress
         )
 
     @cached_property
@@ -264,11 +263,13 @@ class Job:
         return [[samples[i] for i in batch] for batch in sampler]
 
     def _encode(self, indices: list[int]) -> dict[str, Any]:
-        how = {
-            "padding_side": self.task.padding_side,
-            "pad_to_multiple_of": self.budget.pad_to_multiple_of,
-        }
-        batch = padded(self._tokens, [self.texts[i] for i in indices], self._max_length, **how)
+        batch = pad_texts(
+            self.tokenizer,
+            [self.texts[index] for index in indices],
+            self._max_length,
+            padding_side=self.task.padding_side,
+            pad_to_multiple_of=self.budget.pad_to_multiple_of,
+        )
         if self.budget.ladder is not None:
             pad = {"input_ids": self.tokenizer.pad_token_id}
             batch = FillingCollator(None, self.budget.ladder, pad).fill(batch, len(indices))

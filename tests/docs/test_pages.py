@@ -33,7 +33,7 @@ from dynagroup import (
 from dynagroup.cli import main
 from dynagroup.demo import docstrings, train_tokenizer
 from dynagroup.integrations.config import DynagroupConfig
-from dynagroup.text import TokenizingCollator
+from dynagroup.text.loader import TokenizingCollator
 from tests import models
 from tests.models import TEXTS, save_encoder, small_llama, small_tokenizer
 from tests.torchrun import ROOT

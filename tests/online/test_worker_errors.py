@@ -11,8 +11,13 @@ from typing import Any
 import pytest
 from torch.utils.data import get_worker_info
 
-from dynagroup import OnlineDataLoader, PlannedDataLoader, TokenBudget, text_dataloader
-from dynagroup.lengths import measure_lengths
+from dynagroup import (
+    OnlineDataLoader,
+    PlannedDataLoader,
+    TokenBudget,
+    measure_lengths,
+    text_dataloader,
+)
 from tests.online.helpers import Stream, Tokens, collate
 
 Refused, LENGTHS = type("Refused", (Exception,), {}), [5, 2, 9, 4, 7, 1, 3, 8]

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from numpy.typing import ArrayLike
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from dynagroup.budget.base import Budget
 from dynagroup.budget.tokens import as_budget
 from dynagroup.errors import ConfigError
-from dynagroup.lengths import (
-    begun_once,
-    by_position,
-    check_text,
-    limit_of,
-    measure_lengths,
-    padded,
-    shortened,
-)
+from dynagroup.lengths import limit_of
 from dynagroup.plan.few_shapes import few_shapes
 from dynagroup.plan.sampler import LengthAwareBatchSampler
+from dynagroup.text.measure import by_position, measure_lengths, tokenized
 from dynagroup.update.filling import FillingCollator
 from dynagroup.update.loader import checked_kwargs
 from dynagroup.validation import sendable
@@ -33,7 +27,7 @@ IGNORED = -100  # the label that torch.nn.functional.cross_entropy ignores by de
 
 def text_dataloader(
     texts: Sequence[str],
-    tokenizer: Callable[..., Any],
+    tokenizer: Any,
     budget: Budget | int,
     *,
     max_length: int | None = None,
@@ -47,8 +41,8 @@ def text_dataloader(
 
     Args:
         texts: sequence of str; for a ``datasets.Dataset``, its text column (``dataset["text"]``).
-        tokenizer: a transformers tokenizer that has a padding token. If every text starts with the tokenizer's BOS
-            token, as texts from a chat template do, the tokenizer adds no special tokens.
+        tokenizer: a transformers tokenizer that has a padding token. It adds its special tokens to every text; chat
+            templates write the first (BOS) already: ``text.removeprefix(tokenizer.bos_token)``.
         budget: limit of a batch, e.g. ``TokenBudget(16384)``. Lengths are padded to the budget's
             ``pad_to_multiple_of``. With ``layout="packed"`` a batch is one row without padding, made by transformers'
             ``DataCollatorWithFlattening`` (with ``position_ids`` and ``cu_seq_lens_q``). Only some models then keep the
@@ -66,20 +60,21 @@ def text_dataloader(
 
     >>> loader = text_dataloader(texts, tokenizer, TokenBudget(16384), max_length=512)  # doctest: +SKIP
     """
-    budget, pad_id = as_budget(budget), getattr(tokenizer, "pad_token_id", None)
-    if pad_id is None:
+    budget = as_budget(budget)
+    if getattr(tokenizer, "pad_token_id", None) is None:
         raise ConfigError(
             "`tokenizer` has no padding token; set one, e.g. tokenizer.pad_token = tokenizer.eos_token"
         )
-    texts, max_length = by_position(texts), limit_of(max_length)
-    tokens = begun_once(tokenizer, texts)
-    known: Any = (
-        measure_lengths(texts, tokens, max_length=max_length) if lengths is None else lengths
-    )
-    window = options.get("window") or (None if shuffle else len(texts))
+    texts = by_position(texts)
+    max_length = limit_of(max_length)
+    if lengths is None:
+        lengths = measure_lengths(texts, tokenizer, max_length=max_length)
+    window = options.get("window")
+    if window is None and not shuffle:
+        window = len(texts)
     budget = few_shapes(
         shapes,
-        known,
+        lengths,
         budget,
         samples_per_update=options.get("samples_per_update"),
         window=window,
@@ -87,71 +82,84 @@ def text_dataloader(
         work=options.get("work"),
         strata=options.get("strata"),
     )
-    how = {
-        name: options.pop(name)
-        for name in options.keys() & inspect.signature(LengthAwareBatchSampler).parameters
-    }
-    sampler = LengthAwareBatchSampler(known, budget, shuffle=shuffle, **how)
-    kind = PackingCollator if budget.layout == "packed" else TokenizingCollator
-    made = kind(tokens, max_length, budget.pad_to_multiple_of, labels)
-    collate: Any = (
-        made
-        if budget.ladder is None
-        else FillingCollator(made, budget.ladder, {"input_ids": pad_id})
-    )
-    ours: dict[str, Any] = {"batch_sampler": sampler, "collate_fn": collate}
-    return DataLoader(_Texts(texts), **ours, **checked_kwargs(options, **ours))
+    of_sampler = inspect.signature(LengthAwareBatchSampler).parameters
+    sampler_options = {name: options.pop(name) for name in [*options] if name in of_sampler}
+    sampler = LengthAwareBatchSampler(lengths, budget, shuffle=shuffle, **sampler_options)
+
+    collator = PackingCollator if budget.layout == "packed" else TokenizingCollator
+    collate: Any = collator(tokenizer, max_length, budget.pad_to_multiple_of, labels)
+    if budget.ladder is not None:
+        padding = {"input_ids": tokenizer.pad_token_id}
+        collate = FillingCollator(collate, budget.ladder, padding)
+    options = checked_kwargs(options, batch_sampler=sampler, collate_fn=collate)
+    return DataLoader(texts, batch_sampler=sampler, collate_fn=collate, **options)
 
 
+@dataclass(frozen=True)
 class TokenizingCollator:
-    """Collates texts to padded ``input_ids``, ``attention_mask`` (and ``labels``), int64 (num_samples, longest)."""
+    """Collates texts to padded ``input_ids``, ``attention_mask`` (and ``labels``), int64 (num_samples, longest).
 
-    def __init__(
-        self, tokens: Callable[..., Any], max_length: int | None, multiple: int, labels: bool
-    ) -> None:
-        self._tokens, self._max_length, self._multiple, self._labels = (
-            tokens,
-            max_length,
-            multiple,
-            labels,
-        )
+    Args:
+        tokenizer: a transformers tokenizer that has a padding token.
+        max_length: int, tokens: longer texts are truncated. None: no limit.
+        pad_to_multiple_of: int, tokens: ``longest`` is rounded up to a multiple of it.
+        labels: True adds ``labels``: the ids, with -100 on padding.
+    """
+
+    tokenizer: Any
+    max_length: int | None = None
+    pad_to_multiple_of: int = 1
+    labels: bool = False
 
     @sendable(lambda: "the tokenizer failed")
     def __call__(self, texts: Sequence[str]) -> dict[str, torch.Tensor]:
-        batch = padded(self._tokens, texts, self._max_length, pad_to_multiple_of=self._multiple)
-        if self._labels:
+        batch = pad_texts(
+            self.tokenizer, texts, self.max_length, pad_to_multiple_of=self.pad_to_multiple_of
+        )
+        if self.labels:
             batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORED)
         return batch
 
 
 class PackingCollator(TokenizingCollator):
     """Collates texts to one unpadded row of ``input_ids`` (and ``labels``), ``position_ids`` and the texts' borders.
-    Texts without tokens are left out; if no text has tokens, the row is one padding token."""
+
+    Texts without tokens are left out; if no text has tokens, the row is one padding token.
+    """
 
     @sendable(lambda: "the tokenizer failed")
     def __call__(self, texts: Sequence[str]) -> dict[str, torch.Tensor]:
         from transformers import DataCollatorWithFlattening
 
-        tokenizer: Any = getattr(self._tokens, "func", self._tokens)
-        encoded = self._tokens(list(texts), **shortened(self._max_length))["input_ids"]
-        rows = [{"input_ids": ids} for ids in encoded if ids] or [
-            {"input_ids": [tokenizer.pad_token_id]}
-        ]
+        encoded = tokenized(self.tokenizer, texts, self.max_length)
+        rows = [{"input_ids": ids} for ids in encoded["input_ids"] if ids]
+        if not rows:
+            rows.append({"input_ids": [self.tokenizer.pad_token_id]})
         batch: dict[str, Any] = DataCollatorWithFlattening(return_flash_attn_kwargs=True)(rows)
-        if not self._labels:
+        if not self.labels:
             del batch["labels"]
         return batch
 
 
-class _Texts(Dataset[str]):
-    def __init__(self, texts: Sequence[str]) -> None:
-        self._texts = texts
-
-    def __len__(self) -> int:
-        return len(self._texts)
-
-    def __getitem__(self, index: int) -> str:
-        with sendable(
-            lambda: f"text {index} failed"
-        ):  # measure_lengths checks texts, but `lengths` may be the user's
-            return check_text(self._texts[index], index)
+def pad_texts(
+    tokenizer: Any,
+    texts: Sequence[str],
+    max_length: int | None,
+    *,
+    pad_to_multiple_of: int = 1,
+    padding_side: str | None = None,
+) -> dict[str, torch.Tensor]:
+    """Returns padded ``input_ids`` and ``attention_mask``, int64 (num_samples, longest)."""
+    encoded = tokenized(tokenizer, texts, max_length)
+    # Texts without any token are padded to one position, because an embedding refuses the dtype of an empty tensor.
+    has_tokens = any(encoded["input_ids"])
+    return dict(
+        tokenizer.pad(
+            {name: encoded[name] for name in ("input_ids", "attention_mask")},
+            padding="longest" if has_tokens else "max_length",
+            max_length=None if has_tokens else 1,
+            pad_to_multiple_of=pad_to_multiple_of,
+            padding_side=padding_side,
+            return_tensors="pt",
+        )
+    )

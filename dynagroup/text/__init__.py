@@ -1,0 +1,1 @@
+"""Measures the lengths of samples, and makes batches of texts."""

@@ -1,0 +1,335 @@
+"""Measures the lengths of samples: texts with a tokenizer, rows of token ids, or anything with a length function."""
+
+import sys
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynagroup.errors import ConfigError
+from dynagroup.lengths import as_streams, by_stream, limit_of
+from dynagroup.shapes import TOKENS, primary
+from dynagroup.validation import check_function, check_int, fetch, sendable, warn_user
+
+IDS = ("input_ids", "input_values")  # usual names of fields with one entry per position
+MASK = "attention_mask"  # 1 for entries of these fields that count, 0 for padding
+LENGTH_OF = "for other samples give `length_of`, e.g. lambda row: len(row['audio']['array'])"
+CHAT = "turn a chat into a text with tokenizer.apply_chat_template(messages, tokenize=False)"
+PADDED_ROWS = 0.01  # a larger share of padding in rows is told
+TEXTS_PER_CALL = 1000  # as in datasets.map; a fast tokenizer works in parallel within one call
+SAMPLES_PER_CALL = 64  # samples for `length_of` may be large, such as audio
+Tokenizer: TypeAlias = Callable[..., Any]  # called like a transformers tokenizer
+
+
+def measure_lengths(
+    data: Any,
+    tokenizer: Tokenizer | None = None,
+    column: str | None = None,
+    max_length: int | None = None,
+    num_proc: int | None = None,
+    *,
+    length_of: Callable[[Any], Any] | None = None,
+    progress: bool = True,
+) -> Any:
+    """Measures the tokens of every sample; returns int32 (N,) in dataset order, and shows a progress bar.
+
+    Where samples have an ``attention_mask``, the tokens that it marks are counted, and a warning says how much of the
+    rows is padding. ``datasets`` caches the lengths of a ``datasets.Dataset``'s texts, as it caches transforms.
+
+    Args:
+        data: texts (with a ``tokenizer``), a ``datasets.Dataset``, tokenized samples (sequences of token ids, or
+            mappings that contain one), or any map-style dataset (with ``length_of``).
+        tokenizer: called like a transformers tokenizer; special tokens are counted.
+        column: name of the text or id field of a table, or of samples that are mappings. None: the only text column of
+            a ``datasets.Dataset`` if a tokenizer is given, else ``input_ids`` or ``input_values``.
+        max_length: int, tokens: texts are truncated to this many, or counted as this many (in the primary stream).
+        num_proc: int, number of processes. None: only this process.
+        length_of: function from a sample to its length, or to a mapping from stream names to lengths, whose primary
+            stream is ``tokens`` or the first. With mappings the result is a dict of arrays.
+        progress: True shows the bar on a terminal.
+
+    Raises ConfigError if a text is not a string, a length is not an integer (the message names the sample and its
+    value), or both ``tokenizer`` and ``length_of`` are given.
+
+    >>> measure_lengths([[5, 6, 7], [], [8]]).tolist()
+    [3, 0, 1]
+    >>> measure_lengths(["a b", "c"], length_of=lambda text: len(text.split())).tolist()
+    [2, 1]
+    """
+    if length_of is not None and tokenizer is not None:
+        raise ConfigError("`tokenizer` and `length_of` both measure samples; pass only one of them")
+    check_function("length_of", length_of, "from a sample to its length")
+    if num_proc is not None:
+        check_int("num_proc", num_proc)
+    max_length = limit_of(max_length)
+    if _is_table(data) and column is not None:
+        data = data[column]
+        column = None
+    if not _is_hf_dataset(data):
+        data = by_position(data, "data")
+
+    if length_of is not None:
+        chunks = _Chunks(data, partial(_apply, length_of), SAMPLES_PER_CALL)
+        lengths = by_stream(chunks.measured(num_proc, progress), range(len(data)))
+    elif tokenizer is not None and _is_hf_dataset(data):
+        lengths = _map_texts(data, tokenizer, column, max_length, num_proc)
+    elif tokenizer is not None:
+        count = partial(_count_texts, tokenizer, column, max_length)
+        lengths = _Chunks(data, count, TEXTS_PER_CALL).measured(num_proc, progress)
+    else:
+        lengths = _ids_of_rows(data, column, num_proc, progress)
+
+    streams = as_streams(lengths)
+    if max_length is not None:  # the limit is for text; other streams do not count tokens
+        text = primary(streams)
+        streams = {**streams, text: np.minimum(streams[text], np.int32(max_length))}
+    return dict(streams) if isinstance(lengths, Mapping) else streams[TOKENS]
+
+
+@dataclass(frozen=True)
+class _Chunks:
+    """Chunks of a map-style dataset, measured: the dataset of a ``DataLoader`` whose workers measure in parallel.
+
+    ``measure`` gets the samples of a chunk and the index of the first; it returns one value per sample.
+    """
+
+    data: Any
+    measure: Callable[[Sequence[Any], int], list[Any]]
+    size: int
+
+    def __len__(self) -> int:
+        return -(-len(self.data) // self.size)
+
+    def __getitem__(self, chunk: int) -> list[Any]:
+        first = chunk * self.size
+        indices = range(first, min(first + self.size, len(self.data)))
+        return self.measure(fetch(self.data, indices), first)
+
+    def measured(self, num_proc: int | None, progress: bool) -> list[Any]:
+        from torch.utils.data import DataLoader
+        from tqdm.auto import tqdm
+
+        num_workers = 0 if num_proc in (None, 1) else num_proc
+        loader = DataLoader(self, batch_size=None, num_workers=num_workers, collate_fn=list)  # type: ignore[arg-type]
+        values: list[Any] = []
+        disable = None if progress else True  # None hides the bar where output is not a terminal
+        with tqdm(total=len(self.data), desc="measuring lengths", disable=disable) as bar:
+            for chunk in loader:
+                values += chunk
+                bar.update(len(chunk))
+        return values
+
+
+@sendable(lambda: "length_of failed")
+def _apply(length_of: Callable[[Any], Any], samples: Sequence[Any], first: int) -> list[Any]:
+    return [length_of(sample) for sample in samples]
+
+
+def _count_texts(
+    tokenizer: Tokenizer,
+    column: str | None,
+    max_length: int | None,
+    samples: Sequence[Any],
+    first: int,
+) -> list[int]:
+    texts = samples if column is None else [sample[column] for sample in samples]
+    for index, text in enumerate(texts, first):
+        if not isinstance(text, str):
+            raise ConfigError(
+                f"text {index} must be a string, but is {text!r:.200}; "
+                f"correct or filter out that sample; {CHAT}"
+            )
+    if not texts:  # some tokenizers refuse an empty list
+        return []
+    return list(map(len, tokenized(tokenizer, texts, max_length)["input_ids"]))
+
+
+def tokenized(tokenizer: Tokenizer, texts: Sequence[str], max_length: int | None) -> Any:
+    """Returns what the tokenizer returns for texts that are truncated to ``max_length`` tokens; None: no limit."""
+    if max_length is None:
+        return tokenizer(list(texts))
+    return tokenizer(list(texts), truncation=True, max_length=max_length)
+
+
+def _map_texts(
+    data: Any,
+    tokenizer: Tokenizer,
+    column: str | None,
+    max_length: int | None,
+    num_proc: int | None,
+) -> Any:
+    """Tokenizes a column of a ``datasets.Dataset`` by ``map``, which caches the lengths."""
+    if column is None:
+        column = _only_text_column(data)
+    _check_column(data, column)
+
+    def count(texts: Sequence[Any], indices: Sequence[int]) -> dict[str, list[int]]:
+        return {"length": _count_texts(tokenizer, None, max_length, texts, indices[0])}
+
+    # A fast tokenizer's first call changes it: call it before `datasets` takes the fingerprint by which it finds caches.
+    _count_texts(tokenizer, None, max_length, ["a"], 0)
+    lengths = data.select_columns([column]).map(
+        count,
+        batched=True,
+        with_indices=True,
+        input_columns=[column],
+        remove_columns=[column],
+        num_proc=num_proc,
+        desc="measuring lengths",
+    )
+    return lengths.with_format("numpy")["length"][:] if len(lengths) else []
+
+
+def _only_text_column(data: Any) -> str:
+    texts = []
+    for name, kind in data.features.items():
+        if getattr(kind, "dtype", None) in ("string", "large_string"):
+            texts.append(name)
+    if len(texts) != 1:
+        raise ConfigError(
+            f"the dataset has {len(texts)} text columns ({texts}); name one with `column`"
+        )
+    return texts[0]
+
+
+def _check_column(data: Any, column: str) -> None:
+    if column not in data.column_names:
+        raise ConfigError(
+            f"`column` must be one of {data.column_names}, but is {column!r}; {LENGTH_OF}"
+        )
+
+
+def _ids_of_rows(data: Any, column: str | None, num_proc: int | None, progress: bool) -> Any:
+    """Counts the ids of each row, with an attention mask those that it marks; warns of padding."""
+    if _is_hf_dataset(data):
+        if column is None:
+            column = _id_field(data.column_names)
+        _check_column(data, column)
+        rows = row_lengths(data, column)
+        marked = _marked_lengths(data, rows) if column in IDS else rows
+    else:
+        if column is None and len(data) > 0 and isinstance(data[0], Mapping):
+            column = _id_field(data[0])
+        chunks = _Chunks(data, partial(_count_rows, column), TEXTS_PER_CALL)
+        counts = np.array(chunks.measured(num_proc, progress), np.int64).reshape(-1, 2)
+        rows, marked = counts.T
+
+    num_ids = max(np.nansum(rows), 1)
+    padding = 1 - np.nansum(marked) / num_ids
+    if len(rows) and padding > PADDED_ROWS:
+        warn_user(
+            f"your rows are padded in advance: {padding:.0%} of {column!r} is padding, by {MASK!r}; tokenize "
+            "without padding, and leave padding to the collate function, which pads to the longest of a batch"
+        )
+    return marked
+
+
+def _id_field(names: Container[str]) -> str:
+    for name in IDS:
+        if name in names:
+            return name
+    return IDS[0]
+
+
+def row_lengths(data: Any, column: str) -> NDArray[Any]:
+    """Returns the ids of each row of a ``datasets.Dataset``, padding included: (N,); nan where a row is None.
+
+    ConfigError: the rows are no lists of numbers.
+    """
+    import pyarrow.compute as pc
+
+    if len(data) > 0 and count_ids(data[0][column]) is None:
+        raise ConfigError(
+            f"column {column!r} must contain lists of token ids, but contains {data[0][column]!r:.200}; "
+            f"give a `tokenizer` for texts; {CHAT}; {LENGTH_OF}"
+        )
+    lengths = [np.zeros(0, np.int64)]
+    for rows in _arrow_chunks(data, column):
+        lengths.append(pc.call_function("list_value_length", [rows]).to_numpy(zero_copy_only=False))
+    return np.concatenate(lengths)
+
+
+def _marked_lengths(data: Any, rows: NDArray[Any]) -> NDArray[Any]:
+    """Returns the entries of each row that the attention mask marks; without a mask of plain rows, all."""
+    import pyarrow.compute as pc
+
+    if MASK not in data.column_names or not len(data) or count_ids(data[0][MASK]) is None:
+        return rows
+    marked = []
+    for masks in _arrow_chunks(data, MASK):
+        entries = pc.call_function("list_flatten", [masks]).to_numpy(zero_copy_only=False)
+        row_of_entry = pc.call_function("list_parent_indices", [masks]).to_numpy()
+        marked.append(np.bincount(row_of_entry, weights=entries, minlength=len(masks)))
+    return np.concatenate(marked)
+
+
+def _arrow_chunks(data: Any, column: str) -> Iterator[Any]:
+    table = data.select_columns([column]).with_format("arrow")
+    for chunk in table.iter(batch_size=10_000):
+        yield chunk.column(0).combine_chunks()
+
+
+def _count_rows(column: str | None, samples: Sequence[Any], first: int) -> list[tuple[int, int]]:
+    """Counts the ids of each row, and those that the row's attention mask marks."""
+    return [_count_row(column, sample, index) for index, sample in enumerate(samples, first)]
+
+
+def _count_row(column: str | None, sample: Any, index: int) -> tuple[int, int]:
+    row = sample
+    mask = None
+    if column is not None:
+        if not isinstance(sample, Mapping) or column not in sample:
+            fields = sorted(sample) if isinstance(sample, Mapping) else type(sample).__name__
+            raise ConfigError(
+                f"sample {index} has no {column!r} (it has {fields}); name its `column`; {LENGTH_OF}"
+            )
+        row = sample[column]
+        if column in IDS:
+            mask = sample.get(MASK)
+    num_ids = count_ids(row)
+    if num_ids is None:
+        raise ConfigError(
+            f"sample {index} must be one row of token ids (1-D, numbers), but is {row!r:.200}; name its `column`, "
+            f"give the `tokenizer` for texts, or give `length_of`; {CHAT}"
+        )
+    return num_ids, num_ids if mask is None else int(np.sum(np.asarray(mask)))
+
+
+def count_ids(row: Any) -> int | None:
+    """Returns the length of a row of numbers: a list, or an array or tensor of one dimension; None for other data.
+
+    >>> count_ids([5, 6, 7]), count_ids(([5, 6, 7], 1)), count_ids(np.zeros((1, 7), int))
+    (3, None, None)
+    """
+    if isinstance(row, (str, bytes, tuple, Mapping)) or not hasattr(row, "__getitem__"):
+        return None
+    start = np.asarray(row[:1])
+    is_row = start.ndim == 1 and start.dtype.kind in "biuf"
+    return len(row) if is_row else None
+
+
+def by_position(values: Any, name: str = "texts") -> Sequence[Any]:
+    """Returns ``values`` as a sequence that is indexed by position (a pandas Series is indexed by its labels)."""
+    is_whole = isinstance(values, (str, bytes, Mapping)) or _is_table(values)
+    if is_whole or _is_hf_dataset(values) or not hasattr(values, "__len__"):
+        raise ConfigError(
+            f"`{name}` must be a list or one column, but is a whole {type(values).__name__}; "
+            "for a stream use OnlineDataLoader"
+        )
+    if hasattr(values, "to_pylist"):  # a pyarrow column
+        return values.to_pylist()
+    if hasattr(values, "iloc") or not hasattr(values, "__getitem__"):
+        return list(values)
+    return values
+
+
+def _is_table(data: Any) -> bool:
+    return hasattr(data, "columns") and hasattr(data, "shape")  # of pandas, polars or pyarrow
+
+
+def _is_hf_dataset(data: Any) -> bool:
+    datasets = sys.modules.get("datasets")  # whoever has a Dataset has imported datasets
+    return datasets is not None and isinstance(data, datasets.Dataset)
