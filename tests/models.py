@@ -73,24 +73,24 @@ def config(
 ) -> Any:
     """A configuration of ``kind``; ``inner`` is a layer's width inside, by default twice its ``width``. ``more`` are its own."""
     names = {**USUAL, **NAMES.get(kind, {})}
-    words = {
+    values = {
         "vocab": vocab,
         "width": width,
         "layers": layers,
         "heads": heads,
-        "inner": inner or 2 * width,
+        "inner": 2 * width if inner is None else inner,
+        "dropout": dropout,
     }
-    said = {
-        name: value for word, value in {**words, "dropout": dropout}.items() for name in names[word]
-    }
-    return kind(**said, **more)
+    settings = {}
+    for word, value in values.items():
+        settings.update(dict.fromkeys(names[word], value))
+    return kind(**settings, **more)
 
 
 llama = partial(config, LlamaConfig)
 bert = partial(config, BertConfig)
-gpt2 = partial(
-    config, GPT2Config, bos_token_id=0, eos_token_id=0
-)  # its layer norms and softmax stay in float64
+# its layer norms and softmax stay in float64
+gpt2 = partial(config, GPT2Config, bos_token_id=0, eos_token_id=0)
 t5 = partial(config, T5Config, d_kv=8, decoder_start_token_id=0)
 bart = partial(config, BartConfig)
 
@@ -98,7 +98,8 @@ bart = partial(config, BartConfig)
 def sharp(model: Any) -> Any:
     """So that greedy choices have no ties and differ between samples."""
     for parameter in model.parameters():
-        parameter.data *= 8 if parameter.ndim > 1 else 1
+        if parameter.ndim > 1:
+            parameter.data *= 8
     return model
 
 
@@ -120,9 +121,8 @@ def word_tokenizer(words: list[str], pad: str, bos: str, eos: str, unk: str) -> 
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
 
-    raw = Tokenizer(
-        WordLevel({word: i for i, word in enumerate([pad, bos, eos, unk, *words])}, unk_token=unk)
-    )
+    vocabulary = {word: i for i, word in enumerate([pad, bos, eos, unk, *words])}
+    raw = Tokenizer(WordLevel(vocabulary, unk_token=unk))
     raw.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(
         tokenizer_object=raw, pad_token=pad, bos_token=bos, eos_token=eos, unk_token=unk
@@ -152,13 +152,16 @@ def save_encoder(
         {"type": f"sentence_transformers.models.{kind}", "path": path}
         for kind, path in kinds.items()
     ]
-    (folder / "modules.json").write_text(json.dumps(modules))
-    (folder / "sentence_bert_config.json").write_text(
-        json.dumps({"max_seq_length": max_seq_length})
-    )
     (folder / "1_Pooling").mkdir()
-    said = {"word_embedding_dimension": 16, "pooling_mode_cls_token": False, pooling: True}
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps(said))
+    pooling_config = {"word_embedding_dimension": 16, "pooling_mode_cls_token": False}
+    pooling_config[pooling] = True
+    files = {
+        "modules.json": modules,
+        "sentence_bert_config.json": {"max_seq_length": max_seq_length},
+        "1_Pooling/config.json": pooling_config,
+    }
+    for name, value in files.items():
+        (folder / name).write_text(json.dumps(value))
     return model
 
 
@@ -166,20 +169,21 @@ def adapted(model: Any, config: Any, *names: str) -> Any:
     """The model with adapters of this kind; the first is active."""
     import peft
 
-    with warnings.catch_warnings(
-        action="ignore", category=FutureWarning
-    ):  # peft asks transformers by an old name
-        model = peft.get_peft_model(model, config, adapter_name=(names or ("default",))[0])
-        for name in names[1:]:
+    first, *others = names or ["default"]
+    # peft asks transformers by an old name
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):
+        model = peft.get_peft_model(model, config, adapter_name=first)
+        for name in others:
             model.add_adapter(name, config)
-        model.set_adapter((names or ("default",))[0])
+        model.set_adapter(first)
     return model.eval()
 
 
 class _FailInBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, allocator: Allocator, size: int) -> torch.Tensor:
-        ctx.allocator, ctx.size = allocator, size
+        ctx.allocator = allocator
+        ctx.size = size
         return x.view_as(x)
 
     @staticmethod
@@ -197,11 +201,16 @@ class Allocator(testing.Allocator):
     def in_backward(self, module: torch.nn.Module) -> Callable[[], None]:
         """Fail when the gradient of ``module``'s output arrives: later layers have theirs already."""
 
+        def marked(hidden: torch.Tensor) -> torch.Tensor:
+            size = hidden.shape[0] * hidden.shape[1]
+            return fails_in_backward(hidden, self, size)
+
         def hook(_module: torch.nn.Module, _args: Any, output: Any) -> Any:
             if not torch.is_grad_enabled():
                 return output
-            hidden = output[0] if isinstance(output, tuple) else output
-            marked = fails_in_backward(hidden, self, hidden.shape[0] * hidden.shape[1])
-            return (marked, *output[1:]) if isinstance(output, tuple) else marked
+            if isinstance(output, tuple):
+                hidden, *others = output
+                return (marked(hidden), *others)
+            return marked(output)
 
         return module.register_forward_hook(hook).remove

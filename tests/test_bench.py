@@ -6,8 +6,9 @@ import subprocess
 import sys
 from collections import Counter
 from importlib import import_module
-from itertools import islice
+from itertools import chain, islice
 
+import numpy as np
 import pytest
 
 from benchmarks.__main__ import COMMANDS, collected, main
@@ -31,13 +32,14 @@ BROKEN = [
 
 
 def test_every_part_is_there_and_writes_a_result_of_its_own_and_others_are_refused(capsys):
-    parts = [part for parts in COMMANDS.values() for part in parts.values()]
-    assert all(
-        callable(getattr(import_module(f"benchmarks.{module}"), function))
-        for module, function, _ in parts
-    )
-    assert len({name for _, _, name in parts}) == len(parts)
-    assert all(hasattr(module, called) for _, module, called, _ in MECHANISMS.values())
+    files = set()
+    for parts in COMMANDS.values():
+        for module, function, file in parts.values():
+            assert callable(getattr(import_module(f"benchmarks.{module}"), function))
+            assert file not in files
+            files.add(file)
+    for _, module, name, _ in MECHANISMS.values():
+        assert hasattr(module, name)
     assert simulated(2, samples=64, window=16)["steps"] > 0
     for line in ("plan no_such_part", "no_such_command", "gpu --dry", "plan speed --device cuda"):
         with pytest.raises(SystemExit):
@@ -65,49 +67,46 @@ def python(*words: str) -> str:
 @pytest.mark.slow
 def test_the_gpu_campaign_runs_dry_and_says_so(tmp_path):
     python("-c", BARE, str(tmp_path))
-    said = collected(tmp_path)
-    assert (
-        said.count("DRY")
-        == sum(f"{part}: " in said for part in COMMANDS["gpu"])
-        == len(COMMANDS["gpu"])
-    )
-    for part in COMMANDS["gpu"]:
-        found = json.loads((tmp_path / f"gpu_{part}.json").read_text())["figures"]
-        cases = [found, *(case for case in found.values() if isinstance(case, dict))]
-        assert [
-            case["failed"]
-            for case in cases
-            if case.get("failed") and "dynabatch" not in case["failed"]
-        ] == []
+    parts = COMMANDS["gpu"]
+    summary = collected(tmp_path)
+    assert summary.count("DRY") == len(parts)
+    assert [part for part in parts if f"{part}: " not in summary] == []
+    for part in parts:
+        figures = json.loads((tmp_path / f"gpu_{part}.json").read_text())["figures"]
+        cases = [case for case in figures.values() if isinstance(case, dict)]
+        failures = [case["failed"] for case in [figures, *cases] if case.get("failed")]
+        assert [failure for failure in failures if "dynabatch" not in failure] == []
 
 
 @pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.available])
 def test_every_method_keeps_to_its_memory_and_uses_no_sample_twice(name):
-    method, job = (
-        METHODS[name],
-        Job(lognormal(400, mean=33, cv=1.3, longest=100), per_update=32, tokens=400),
-    )
-    updates = list(method.updates(job, 0, method.tried(job)[0]))
-    sizes = [job.lengths[batch] for update in updates for batch in update]
-    assert not method.capped or all(
-        (n.sum() if method.packed else len(n) * n.max()) <= job.tokens for n in sizes
-    )
-    drawn = [[i for batch in update for i in batch] for update in updates]
+    method = METHODS[name]
+    job = Job(lognormal(400, mean=33, cv=1.3, longest=100), per_update=32, tokens=400)
+    setting = method.tried(job)[0]
+    updates = list(method.updates(job, 0, setting))
+    if method.capped:
+        for batch in chain.from_iterable(updates):
+            lengths = job.lengths[batch]
+            tokens = lengths.sum() if method.packed else len(batch) * lengths.max()
+            assert tokens <= job.tokens
+    samples = [list(chain.from_iterable(update)) for update in updates]
     if method.same_updates:
-        assert [set(update) for update in drawn[:12]] == [
-            set(part) for part in job.order(0)[:384].reshape(12, 32)
-        ]
-    assert len(set(sum(drawn, []))) == sum(map(len, drawn)) >= 384
+        drawn = job.order(0)[:384].reshape(12, 32)
+        assert [set(update) for update in samples[:12]] == [set(update) for update in drawn]
+    used = Counter(chain.from_iterable(samples))
+    assert set(used.values()) == {1}
+    assert len(used) >= 384
 
 
 def step(samples, *, scale=1.0, ends=True):
-    weight = sum(LENGTHS[i] - 1 for i in samples)
-    mean = sum((LENGTHS[i] - 1) * value_of(i) for i in samples) / weight if weight else 0.0
-    return Seen(list(samples), scale * mean, ends)
+    weights = [LENGTHS[i] - 1 for i in samples]
+    values = [value_of(i) for i in samples]
+    mean = np.average(values, weights=weights) if samples else 0.0
+    return Seen(list(samples), scale * float(mean), ends)
 
 
 def test_every_violation_is_found():
-    sound, everything = [[step([0, 1, 2])]], Counter(range(3))
+    everything = Counter(range(3))
     violations = {
         "1 samples lost": [[step([0, 1])]],
         "1 samples repeated": [[step([0, 1, 2]), step([1])]],
@@ -115,36 +114,42 @@ def test_every_violation_is_found():
         "gradient": [[step([0, 1, 2], scale=0.5)]],
         "end at different steps": [[step([0])], [step([1, 2], ends=False)]],
     }
-    for said, ranks in violations.items():
-        assert any(said in fault for fault in judged(LENGTHS, ranks, everything)), said
-    packed = (
-        over_budget(LENGTHS, sound, 10, packed=True),
-        over_budget(LENGTHS, sound, 9, packed=True),
-    )
-    assert judged(LENGTHS, sound, everything) == over_budget(LENGTHS, sound, 15) == packed[0] == []
+    for message, ranks in violations.items():
+        faults = judged(LENGTHS, ranks, everything)
+        assert any(message in fault for fault in faults), message
+
+
+def test_a_sound_run_has_no_fault_and_its_batches_are_measured():
+    sound = [[step([0, 1, 2])]]
+    assert judged(LENGTHS, sound, Counter(range(3))) == []
+    assert over_budget(LENGTHS, sound, 15) == []
     assert over_budget(LENGTHS, sound, 14) == ["a batch of 3 samples holds 15 tokens, 14 fit"]
-    assert packed[1] == ["a batch of 3 samples holds 10 tokens, 9 fit"]
-    (case := Case(1, "none")).lengths = [
-        3
-    ]  # one sample, two predicted tokens: every sum is one term
+    assert over_budget(LENGTHS, sound, 10, packed=True) == []
+    faults = over_budget(LENGTHS, sound, 9, packed=True)
+    assert faults == ["a batch of 3 samples holds 10 tokens, 9 fit"]
+
+
+def test_the_expected_gradient_of_a_mean_does_not_grow_with_its_samples():
+    case = Case(1, "none")
+    case.lengths = [3]  # one sample, two predicted tokens: every sum is one term
     weight, scale, bias = memory.gradient_of(case, [0])
     assert weight == pytest.approx(0.7 * bias)
-    assert memory.gradient_of(case, [0, 0]).tolist() == [weight, scale, bias], (
-        "a mean does not grow with its samples"
-    )
+    assert memory.gradient_of(case, [0, 0]).tolist() == [weight, scale, bias]
 
 
 @pytest.mark.parametrize(("fault", "first", "owner", "name"), BROKEN)
 def test_a_broken_library_is_found(fault, first, owner, name, monkeypatch):
     monkeypatch.setattr(owner, name, lambda *args: 0)
-    found = (wrong for seed in range(first, 40) for wrong in run_case(Case(seed, fault)))
-    assert any(re.search("gradient of update|wrong results", wrong) for wrong in found)
+    cases = (Case(seed, fault) for seed in range(first, 40))
+    faults = chain.from_iterable(map(run_case, cases))
+    assert any(re.search("gradient of update|wrong results", fault) for fault in faults)
 
 
 @pytest.mark.parametrize("fault", [*loaders.FAULTS, *memory.FAULTS])
 def test_no_case_of_a_short_campaign_is_wrong(fault):
-    seeds = [seed for seed, drawn in islice(draws(), 70) if drawn == fault]
-    assert {seed: found for seed in seeds if (found := run_case(Case(seed, fault)))} == {}
+    for seed, drawn in islice(draws(), 70):
+        if drawn == fault:
+            assert run_case(Case(seed, fault)) == [], seed
 
 
 @pytest.mark.parametrize(
@@ -152,8 +157,7 @@ def test_no_case_of_a_short_campaign_is_wrong(fault):
 )
 def test_no_case_with_processes_of_its_own_is_wrong(first, cases):
     """In a fresh interpreter, since they fork: what kills processes, or every fault."""
-    run = json.loads(
-        python("-m", "benchmarks.faults", "--first", str(first), "--cases", str(cases))
-    )
+    printed = python("-m", "benchmarks.faults", "--first", str(first), "--cases", str(cases))
+    run = json.loads(printed)
     assert [*run["by_fault"]] == [*FAULTS][first : first + cases]
     assert "rank killed, others resume" in run["by_fault"]

@@ -39,9 +39,7 @@ OUT_OF_MEMORY = [
     torch.OutOfMemoryError("any text"),
     MemoryError(),
     OSError(errno.ENOMEM, "Cannot allocate memory"),
-    accelerator_error(
-        "CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions."
-    ),
+    accelerator_error("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA` to ..."),
 ]
 SAID_OF_OTHERS = [
     "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input.",
@@ -73,25 +71,25 @@ def test_out_of_memory_is_told_from_what_looks_alike(error: BaseException) -> No
 def raised(
     error: BaseException, cause: BaseException | None, context: BaseException | None = None
 ) -> BaseException:
-    error.__cause__, error.__context__ = cause, context or cause
+    error.__cause__ = cause
+    error.__context__ = context or cause
     return error
 
 
-def test_a_stated_cause_counts_dynagroups_own_verdict_is_final_and_real_allocations_fail_as_told() -> (
-    None
-):
+def test_a_stated_cause_counts_and_dynagroups_own_verdict_is_final() -> None:
     reason = torch.OutOfMemoryError("x")
     assert is_out_of_memory(raised(RuntimeError("worker failed"), reason))
     verdict = raised(BudgetError("sample 0 does not fit"), reason)
     assert not is_out_of_memory(verdict)
     assert not is_out_of_memory(raised(RuntimeError("outer"), verdict))
-    for clumsy in (
-        KeyError("clean-up is broken"),
-        RuntimeError("clean-up is broken"),
-    ):  # while handling one
-        assert not is_out_of_memory(raised(clumsy, None, reason))
+    while_handling = raised(RuntimeError("clean-up is broken"), None, context=reason)
+    assert not is_out_of_memory(while_handling)
     circle = RuntimeError("a")
-    assert not is_out_of_memory(raised(circle, raised(RuntimeError("b"), circle)))
+    circle = raised(circle, raised(RuntimeError("b"), circle))
+    assert not is_out_of_memory(circle)
+
+
+def test_a_real_allocation_fails_as_told() -> None:
     with pytest.raises((RuntimeError, MemoryError)) as caught:
         torch.empty(2**55, dtype=torch.uint8)
     assert is_out_of_memory(caught.value)
@@ -118,7 +116,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def test_a_new_peak_and_what_is_free_or_held_say_what_a_process_can_have(
     cuda: SimpleNamespace,
 ) -> None:
-    assert free_bytes() == free_bytes("cuda") == free_bytes(1) == 1000
+    for device in (None, "cuda", 1):
+        assert free_bytes(device) == 1000
     cuda.share = 0.25  # set_per_process_memory_fraction
     assert free_bytes() == 500
     cuda.share = 0.5
@@ -126,13 +125,13 @@ def test_a_new_peak_and_what_is_free_or_held_say_what_a_process_can_have(
     assert watch.new_peak() == (None, None)
     cuda.peak = 700
     assert watch.new_peak() == (700, 1000)
-    assert watch.new_peak() == PeakWatch(torch.device("cpu")).new_peak() == (None, None)
+    assert watch.new_peak() == (None, None)
+    assert PeakWatch(torch.device("cpu")).new_peak() == (None, None)
 
 
 def test_without_an_accelerator_the_memory_must_be_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(
-        ConfigError, match="device 'cpu' does not report its memory; .* e.g. memory='24GB'"
-    ):
+    message = "device 'cpu' does not report its memory; .* e.g. memory='24GB'"
+    with pytest.raises(ConfigError, match=message):
         free_bytes("cpu")
     for name in ("cuda", "xpu", "mps"):
         monkeypatch.setattr(getattr(torch, name), "is_available", lambda: False)

@@ -44,17 +44,21 @@ def test_all_worlds_of_a_job_share_one_group_that_is_closed_with_it():
     counts = []
     for _ in range(4):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        sub = dist.new_group([0])
-        assert DistributedWorld(sub).all_max([3]) == DistributedWorld().all_max([3]) == [3]
-        first = opened()
-        assert [DistributedWorld().all_sum([1]) for _ in range(20)] == [[1.0]] * 20
-        assert all(now <= then for now, then in zip(opened(), first, strict=True)), (
-            "twenty cost a hundred files, once"
-        )
-        del sub
+        subgroup = dist.new_group([0])
+        assert DistributedWorld(subgroup).all_max([3]) == [3]
+        assert DistributedWorld().all_max([3]) == [3]
+        files, threads = opened()
+        for _ in range(20):
+            assert DistributedWorld().all_sum([1]) == [1.0]
+        files_of_many, threads_of_many = opened()
+        assert files_of_many <= files
+        assert threads_of_many <= threads
+        del subgroup
         dist.destroy_process_group()
         counts.append(opened())
-    assert all(last <= first for first, last in zip(counts[0], counts[-1], strict=True)), counts
+    files_of_jobs, threads_of_jobs = zip(*counts, strict=True)
+    assert files_of_jobs[-1] <= files_of_jobs[0]
+    assert threads_of_jobs[-1] <= threads_of_jobs[0]
 
 
 def test_a_group_that_does_not_connect_is_given_up_long_before_its_own_timeout(gloo, monkeypatch):
@@ -70,11 +74,9 @@ def test_a_group_that_does_not_connect_is_given_up_long_before_its_own_timeout(g
 @pytest.mark.skipif(not hasattr(os, "waitid"), reason="waits for a process as POSIX does")
 def test_a_worker_that_dies_inside_an_exchange_does_not_end_it(gloo, monkeypatch):
     """torch's handler raises wherever the main thread is; the other ranks would wait for the rest of the exchanges."""
-    world, batches, reduce = (
-        DistributedWorld(),
-        iter(DataLoader(range(8), num_workers=1)),
-        dist.all_reduce,
-    )
+    world = DistributedWorld()
+    batches = iter(DataLoader(range(8), num_workers=1))
+    reduce = dist.all_reduce
     next(batches)
     [worker] = multiprocessing.active_children()
 
@@ -93,19 +95,21 @@ def test_a_worker_that_dies_inside_an_exchange_does_not_end_it(gloo, monkeypatch
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_what_was_exchanged_is_held_by_more_than_its_python_object(gloo, monkeypatch, mode):
     """Else gloo's thread takes a lock of Python as it lets go of it, and a worker that is forked then never starts."""
-    given, reduce = [], dist.all_reduce
-    monkeypatch.setattr(
-        dist,
-        "all_reduce",
-        lambda vector, **how: given.append(weakref.ref(vector)) or reduce(vector, **how),
-    )
+    sent = []
+    reduce = dist.all_reduce
+
+    def noted(vector, **options):
+        sent.append(weakref.ref(vector))
+        return reduce(vector, **options)
+
+    monkeypatch.setattr(dist, "all_reduce", noted)
     with mode():
         DistributedWorld().all_sum([1.5])
     gc.collect()
-    assert any(
-        isinstance(found, torch.Tensor) and found._base is given[0]() is not None
-        for found in gc.get_objects()
-    )
+    vector = sent[0]()
+    assert vector is not None
+    tensors = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
+    assert any(tensor._base is vector for tensor in tensors)
 
 
 def test_without_a_group_there_is_one_process(gloo):
@@ -115,36 +119,41 @@ def test_without_a_group_there_is_one_process(gloo):
     assert isinstance(current_world(), SingleProcess)
 
 
-@pytest.mark.parametrize(
-    "first_batch",
-    [
-        lambda: next(iter(LengthAwareBatchSampler([1, 2], 10))),
-        lambda: next(iter(PlannedDataLoader(range(2), [1, 2], 10, weigh="samples"))),
-        lambda: next(
-            iter(OnlineDataLoader([[1], [2]], 10, length_of=len, collate_fn=list, weigh="samples"))
-        ),
-    ],
-)
-def test_ranks_of_torchrun_that_nobody_has_joined_are_told(first_batch, monkeypatch, request):
+def sampler():
+    return LengthAwareBatchSampler([1, 2], 10)
+
+
+def planned():
+    return PlannedDataLoader(range(2), [1, 2], 10, weigh="samples")
+
+
+def online():
+    return OnlineDataLoader([[1], [2]], 10, length_of=len, collate_fn=list, weigh="samples")
+
+
+@pytest.mark.parametrize("make", [sampler, planned, online])
+def test_ranks_of_torchrun_that_nobody_has_joined_are_told(make, monkeypatch, request):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "0")
-    with pytest.warns(
-        UserWarning, match=r"started this process, but torch.distributed is not initialised"
-    ):
-        first_batch()
+    message = "started this process, but torch.distributed is not initialised"
+    with pytest.warns(UserWarning, match=message):
+        next(iter(make()))
     request.getfixturevalue("gloo")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        first_batch()
+        next(iter(make()))
 
 
 def test_what_does_not_fit_overflows_alike_everywhere_and_other_lengths_are_told(gloo):
     def largest(world):
         assert world.all_max([2**63 - 1, -(2**63)]) == [2**63 - 1, -(2**63)]
         assert world.all_sum([2**70, 0.1]) == [2.0**70 * world.size, 0.1 * world.size]
-        assert world.all_max([]) == world.all_sum([]) == []
-        for wrong, error in ((2**63, OverflowError), (2**70, OverflowError), (1.5, TypeError)):
-            with pytest.raises(error):
-                world.all_max([wrong])
+        assert world.all_max([]) == []
+        assert world.all_sum([]) == []
+        for too_large in (2**63, 2**70):
+            with pytest.raises(OverflowError):
+                world.all_max([too_large])
+        with pytest.raises(TypeError):
+            world.all_max([1.5])
 
     largest(SingleProcess())
     largest(DistributedWorld())

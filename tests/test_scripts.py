@@ -30,64 +30,70 @@ def checkout(tmp_path: Path) -> Path:
 
 def run(checkout: Path, *arguments: str, status: int | None = None) -> list[str]:
     """Run a script, which ends with this status; what its interpreter was asked."""
-    (calls := checkout / "calls").write_text("")
-    done = subprocess.run(
-        ["bash", *arguments], cwd=checkout.parent, check=False, capture_output=True
-    )
+    calls = checkout / "calls"
+    calls.write_text("")
+    command = ["bash", *arguments]
+    done = subprocess.run(command, cwd=checkout.parent, check=False, capture_output=True)
     assert status in (None, done.returncode)
     return calls.read_text().splitlines()
 
 
-def test_what_is_needed_is_installed_once_and_tests_are_linted_typed_and_run_in_this_order(
-    checkout,
-):
+INSTALL = "-m pip install --quiet --disable-pip-version-check -c constraints.txt -e .[dev]"
+
+
+def test_what_is_needed_is_installed_once_and_again_when_the_pins_change(checkout):
     demo = str(checkout / "scripts" / "demo.sh")
     (checkout / "broken").touch()
-    assert not any("dynagroup demo" in call for call in run(checkout, demo))
+    calls = run(checkout, demo)
+    assert not any("dynagroup demo" in call for call in calls)
     (checkout / "broken").unlink()
-    install = "-m pip install --quiet --disable-pip-version-check -c constraints.txt -e .[dev]"
-    assert run(checkout, demo, "--samples", "9")[-2:] == [install, "-m dynagroup demo --samples 9"]
+    calls = run(checkout, demo, "--samples", "9")
+    assert calls[-2:] == [INSTALL, "-m dynagroup demo --samples 9"]
     for changed in ("pyproject.toml", "constraints.txt"):
         assert run(checkout, demo) == ["-m dynagroup demo"]
         with (checkout / changed).open("a") as file:
             file.write("# changed\n")
-        assert run(checkout, demo)[-2:] == [install, "-m dynagroup demo"]
-    calls = [
-        call
-        for call in run(checkout, str(checkout / "scripts" / "test.sh"), "-k", "x")
-        if "pip" not in call
-    ]
-    assert [call.split()[1] for call in calls[:2]] == ["ruff", "ruff"]
-    assert calls[-1].split()[0] == "scripts/plain.py"
-    types, tests = sorted(calls[2:-1])  # at the same time
-    assert ("-m basedpyright" in types, tests.split()[1], tests.endswith("-m not slow -k x")) == (
-        True,
-        "pytest",
-        True,
-    )
-    assert not any(
-        "not slow" in call for call in run(checkout, str(checkout / "scripts" / "test.sh"), "--all")
-    )
+        calls = run(checkout, demo)
+        assert calls[-2:] == [INSTALL, "-m dynagroup demo"]
+
+
+def test_the_test_script_lints_checks_types_tests_and_tells_how_plain_the_code_is(checkout):
+    script = str(checkout / "scripts" / "test.sh")
+    calls = [call for call in run(checkout, script, "-k", "x") if "pip" not in call]
+    check, form, *types_and_tests, plain = calls
+    assert check == "-m ruff check ."
+    assert form == "-m ruff format --check ."
+    assert plain.startswith("scripts/plain.py")
+    types, tests = sorted(types_and_tests)  # they run at the same time
+    assert types.startswith("-m basedpyright")
+    assert tests.startswith("-m pytest")
+    assert tests.endswith("-m not slow -k x")
+    calls = run(checkout, script, "--all")
+    assert not any("not slow" in call for call in calls)
     (checkout / "broken").write_text("basedpyright")
-    assert run(checkout, str(checkout / "scripts" / "test.sh"), status=1)
-    assert "bash scripts/test.sh" in (ROOT / ".ci" / "run").read_text(), (
-        "every change is checked by it"
-    )
+    assert run(checkout, script, status=1)
+    assert "bash scripts/test.sh" in (ROOT / ".ci" / "run").read_text()
 
 
-def test_every_dependency_is_pinned_and_scripts_name_no_host_and_no_machine():
+def packages_in(path: Path) -> str:
+    """A file of requirements, with names as pip compares them."""
+    return path.read_text().lower().replace("_", "-")
+
+
+def test_every_dependency_is_pinned():
     tomllib = pytest.importorskip("tomllib", reason="Python 3.11")
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text().lower().replace("_", "-"))[
-        "project"
-    ]
-    project["optional-dependencies"].pop("bench")
-    wanted = sum(project["optional-dependencies"].values(), project["dependencies"])
+    project = tomllib.loads(packages_in(ROOT / "pyproject.toml"))["project"]
+    extras = project["optional-dependencies"]
+    del extras["bench"]
+    wanted = sum(extras.values(), project["dependencies"])
     names = {re.split(r"[\[<>=!;~ ]", dependency)[0] for dependency in wanted}
-    pinned = re.findall(
-        r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text().lower().replace("_", "-"), re.M
-    )
+    pinned = re.findall(r"^([\w.-]+)==", packages_in(ROOT / "constraints.txt"), re.M)
     assert names - {"dynagroup"} <= set(pinned)
-    for path in [ROOT / "constraints.txt", *(ROOT / "scripts").glob("*.sh"), ROOT / ".ci" / "run"]:
+
+
+def test_scripts_name_no_host_and_no_machine():
+    scripts = (ROOT / "scripts").glob("*.sh")
+    for path in [ROOT / "constraints.txt", *scripts, ROOT / ".ci" / "run"]:
         text = path.read_text()
         assert "://" not in text, path
         assert not re.search(r"(?<![\w.])/(home|root|work|opt|tmp)/", text), path

@@ -25,19 +25,29 @@ def on_ranks(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
 
 def started(script: str | Path, *args: str, ranks: int) -> str:
     """What ``ranks`` processes of the script print to stdout, one after the other; asserts that all end well."""
-    quiet = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    on_cpu = {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
-    environment = {**os.environ, **quiet, **on_cpu, "PYTHONPATH": str(ROOT)}
-    with (
-        tempfile.TemporaryDirectory() as logs
-    ):  # a file a rank: lines of ranks that share a pipe may mix
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "CUDA_VISIBLE_DEVICES": "",
+        "ACCELERATE_USE_CPU": "true",
+        "PYTHONPATH": str(ROOT),
+    }
+    rank = str(ROOT / "tests" / "ranks" / "__main__.py")
+    # Each rank prints to a file: lines of ranks that share a pipe may mix.
+    with tempfile.TemporaryDirectory() as logs:
         launch = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        command = [sys.executable, "-m", *launch, "--redirects", "1", "--log-dir", logs]
-        command += [str(ROOT / "tests" / "ranks" / "__main__.py"), str(script), *args]
+        options = ["--redirects", "1", "--log-dir", logs]
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=HANG_S, env=environment, cwd=ROOT
+            [sys.executable, "-m", *launch, *options, rank, str(script), *args],
+            capture_output=True,
+            text=True,
+            timeout=HANG_S,
+            env=environment,
+            cwd=ROOT,
         )
-        printed = "\n".join(log.read_text() for log in sorted(Path(logs).glob("**/stdout.log")))
+        files = sorted(Path(logs).glob("**/stdout.log"))
+        printed = "\n".join(file.read_text() for file in files)
     assert done.returncode == 0, (
         f"{script} on {ranks} ranks failed:\n{printed[-3000:]}\n{done.stderr[-20000:]}"
     )
