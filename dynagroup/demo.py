@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.errors import ConfigError
 from dynagroup.plan.cost import Work
-from dynagroup.plan.report import format_table
+from dynagroup.plan.plan import format_table
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.text.loader import IGNORED, TokenizingCollator
 from dynagroup.text.measure import measure_lengths

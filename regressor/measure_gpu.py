@@ -33,7 +33,7 @@ from benchmarks.record import environment
 from dynagroup.device import CudaDevice, Device
 from dynagroup.memory import Measurement, Workload, measure, simulate
 from dynagroup.memory.trace.model import as_random_model
-from dynagroup.plan.report import format_table
+from dynagroup.plan.plan import format_table
 from regressor.families import FAMILIES, Sizes
 
 __all__ = ["Plan", "main", "rows_of", "save"]

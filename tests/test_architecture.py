@@ -115,7 +115,7 @@ def test_importing_is_light_and_importing_everything_changes_nothing():
         if not name.startswith("dynagroup.integrations.")
     ]
     code = (
-        "import sys, dynagroup, dynagroup.plan.planner, dynagroup.plan.report, dynagroup.cli\n"
+        "import sys, dynagroup, dynagroup.plan.planner, dynagroup.plan.compare, dynagroup.cli\n"
         f"print(sorted({HEAVY!r} & set(sys.modules)))\n"
         "print(dynagroup.memory.Workload.__name__, dynagroup.testing.run_ranks.__name__)\n"
         "import os, threading, torch, transformers, accelerate\n"

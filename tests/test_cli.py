@@ -17,7 +17,7 @@ import dynagroup
 from dynagroup import BatchPlan, LengthAwareBatchSampler, MemoryBudget, TokenBudget, Work
 from dynagroup.cli import main
 from dynagroup.demo import train_tokenizer
-from dynagroup.plan.report import compare
+from dynagroup.plan.compare import compare
 from dynagroup.shapes import BatchShape
 from tests import models
 
@@ -245,9 +245,6 @@ def test_plan_says_what_the_plan_says(folder):
 def test_compare_says_what_compare_says(folder):
     picture = folder / "new" / "compare.png"
     arguments = ["compare", "lengths.npy", "--batch-size", "8", "--world-size", "2"]
-    page = folder / "compare.html"
-    assert "group_by_length 8" in answer(*arguments, "--html", str(page))
-    assert "group_by_length 8" in page.read_text(encoding="utf-8")
     said = f"{compare(LENGTHS, 8, world_size=2).report()}\npicture: {picture}\n"
     assert answer(*arguments, "--picture", str(picture)) == said
     work = Work.of(AutoConfig.from_pretrained(folder / "model"))
@@ -269,9 +266,10 @@ def test_doctor_says_what_is_wrong_and_what_to_change_and_advises_nothing_that_d
     assert f"{found.ways[0].waiting:.0%} of their time" in ranks
     assert f"TokenBudget({8 * LENGTHS.max()}), samples_per_update=32" in change
     (folder / "equal.txt").write_text("64\n" * 200)
-    assert "nothing: other batches of the same updates" in answer(
-        "doctor", "equal.txt", "--batch-size", "8"
-    )
+    page = folder / "doctor.html"
+    arguments = ["doctor", "equal.txt", "--batch-size", "8", "--html", str(page)]
+    assert "nothing: other batches of the same updates" in answer(*arguments)
+    assert "group_by_length 8" in page.read_text(encoding="utf-8")
     like_gsm8k = np.random.default_rng(0).lognormal(5, 0.35, 3200).astype(int)
     (folder / "many.txt").write_text("".join(f"{length}\n" for length in like_gsm8k))
     change = answer("doctor", "many.txt", "--batch-size", "32").splitlines()[0]

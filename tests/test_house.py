@@ -20,8 +20,6 @@ from tests.test_architecture import (
 )
 
 MOST_FLOORS = 10
-# What shows a plan is asked by the plan's own methods when they are called; nothing else may point downstream.
-SHOWN_BY = {"plan/plan.py": {"plan/report.py", "plan/plots.py"}}
 
 
 def file_of(module: str) -> Path | None:
@@ -41,9 +39,7 @@ def graph(*, faces: bool = False) -> dict[str, set[str]]:
             nodes = (node for node in ast.walk(tree_of(path)) if isinstance(node, ast.ImportFrom))
             names = (f"{node.module}.{alias.name}" for node in nodes for alias in node.names)
             read = {file_of(name) for name in names if name.startswith("dynagroup.")} - {None, path}
-            arrows[name_of(path)] = {name_of(file) for file in read if file} - SHOWN_BY.get(
-                name_of(path), set()
-            )
+            arrows[name_of(path)] = {name_of(file) for file in read if file}
     return arrows
 
 

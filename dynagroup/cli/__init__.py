@@ -63,7 +63,7 @@ def tokens(text: str) -> int:
 DATA = "data --column --kinds --tokenizer --max-length --world-size --layout --pad-to-multiple-of --json"
 TODAY = f"{DATA} --batch-size! --max-tokens --accumulation --model"
 MEASURE = "data --column --tokenizer --max-length --output! --processes --json"
-PLAN = f"{DATA} --max-tokens! --shuffle --window --samples-per-update --picture --html"
+PLAN = f"{DATA} --max-tokens! --shuffle --window --samples-per-update --picture"
 DOCTOR = f"{TODAY} --gpu-memory --dtype --gradient-checkpointing --html"
 DEMO = "--texts --tokenizer --model --device --budget --max-length --samples --seconds"
 FOR = "verl|trl|llamafactory|nemo|megatron"
@@ -77,7 +77,7 @@ COMMANDS = {  # command -> what it does, and its options; those with ! are requi
     "plan": ("plan the batches of an epoch and show a table", PLAN),
     "compare": (
         "compare fixed batches, group_by_length and dynagroup on your lengths",
-        f"{TODAY} --picture --html",
+        f"{TODAY} --picture",
     ),
     "doctor": ("show what your batches waste and what to change", DOCTOR),
     "fit": ("show which batches of a model fit a device, and the code for that budget", FIT),

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping
+from html import escape
 from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -18,10 +19,10 @@ from dynagroup.files import measure_files, read_column
 from dynagroup.lengths import as_streams, limit_of
 from dynagroup.memory import ProfiledMemory, Workload, measure
 from dynagroup.memory.trace.model import as_config, as_random_model
+from dynagroup.plan.compare import MEGA_BATCHES, Comparison, most_units
+from dynagroup.plan.compare import compare as compared
 from dynagroup.plan.cost import Work
-from dynagroup.plan.plots import new_figure, page, plot_plan, save_picture
-from dynagroup.plan.report import MEGA_BATCHES, Comparison, most_units
-from dynagroup.plan.report import compare as compared
+from dynagroup.plan.plots import drawn, new_figure, save_picture
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.shapes import Streams
 
@@ -47,6 +48,23 @@ def run(args: argparse.Namespace) -> None:
         Path(args.html).write_text(
             page(f"dynagroup {args.command}", str(text), draw()), encoding="utf-8"
         )
+
+
+STYLE = (
+    "body{font:15px sans-serif;margin:2em;max-width:75em}"
+    "pre{font-size:13px}svg{max-width:100%;height:auto}"
+)
+
+
+def page(title: str, text: str, figure: Figure) -> str:
+    """Returns a static HTML page with a report and a figure as SVG, in one file without scripts."""
+    svg = drawn(figure, "svg").decode()
+    svg = svg[svg.index("<svg") :]
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n"
+        f"<body><h1>{escape(title)}</h1>\n<pre>{escape(text)}</pre>\n{svg}</body></html>\n"
+    )
 
 
 def lengths(args: argparse.Namespace) -> Found:
@@ -95,7 +113,7 @@ def plan(args: argparse.Namespace) -> Found:
         lengths, budget, kinds=kinds, rank=0, work=Work(is_assumed=True), **options
     ).plan
     figures = {**found.statistics, "fingerprint": found.fingerprint}
-    return figures, found.report(), lambda: plot_plan(found) if args.html else found.plot()
+    return figures, found.report(), found.plot
 
 
 def compare(args: argparse.Namespace) -> Found:

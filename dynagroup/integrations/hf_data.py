@@ -20,8 +20,8 @@ from dynagroup.lengths import as_streams
 from dynagroup.memory import MemoryRegressor
 from dynagroup.memory.phases import Mode
 from dynagroup.online.datasets import is_stream
+from dynagroup.plan.compare import compare
 from dynagroup.plan.cost import Work
-from dynagroup.plan.report import compare
 from dynagroup.shapes import TARGET, TOKENS, IntArray, round_up
 from dynagroup.text.measure import IDS, count_ids, measure_lengths, row_lengths
 from dynagroup.update.loader import StepLoader

@@ -22,11 +22,11 @@ from dynagroup import (
 )
 from dynagroup.plan import batches as blocks
 from dynagroup.plan.batches import Batches, longest_of, maxima_of, oversize_of, scanned
+from dynagroup.plan.compare import compare
 from dynagroup.plan.cursor import Cursor
 from dynagroup.plan.cut import prove
 from dynagroup.plan.epoch import epoch_order
 from dynagroup.plan.planner import PlanConfig, Planner
-from dynagroup.plan.report import compare
 from dynagroup.shapes import BatchShape
 from dynagroup.testing import assert_conserves, run_ranks
 from tests import strategies

@@ -1,6 +1,5 @@
 """Reports say what plans say, comparisons count padding as by hand, and pictures show the plan's own figures."""
 
-import html
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,8 @@ from dynagroup import (
 )
 from dynagroup.memory.protocols import PaddedTokens
 from dynagroup.plan import plots
-from dynagroup.plan.few_shapes import few_shapes
-from dynagroup.plan.report import compare, format_table, most_of_the_longest
+from dynagroup.plan.compare import compare
+from dynagroup.plan.plan import format_table, most_of_the_longest
 
 LENGTHS = np.random.default_rng(0).integers(1, 200, 300)
 VARIED = np.random.default_rng(0).lognormal(4, 1, 2000).astype(int) + 1
@@ -97,33 +96,6 @@ def test_a_plan_is_exported_by_indices(tmp_path: Any) -> None:
         int(made.update_ends[:s].sum()) for s in range(len(steps))
     ]
     assert table["sample"].is_unique
-
-
-SHAPED = [
-    few_shapes(4, LENGTHS, TokenBudget(2000, layout=name), 64, None, None, None)
-    for name in ("padded", "packed")
-]
-
-
-@pytest.mark.parametrize(
-    "budget", [TokenBudget(2000), MemoryBudget(4, longest=200, model=PaddedTokens()), *SHAPED]
-)
-def test_a_plan_is_one_static_page_with_its_own_figures(budget: Any, tmp_path: Any) -> None:
-    made = plan(budget, samples_per_update=64, shuffle=True)
-    made.to_html(tmp_path / "plan.html")
-    text = (tmp_path / "plan.html").read_text(encoding="utf-8")
-    assert html.unescape(text.split("<pre>")[1].split("</pre>")[0]) == made.report()
-    assert "<script" not in text
-    panels = plots.plot_plan(made).axes
-    assert [axes.get_title() for axes in panels][::3] == ["padding, batch by batch", "shapes"]
-    by_row = made.work_by_row
-    assert [line.get_ydata().tolist() for line in panels[1].lines] == [
-        by_row.max(1).tolist(),
-        by_row.min(1).tolist(),
-    ]
-    assert sorted(zip(*(v.tolist() for v in panels[3].lines[0].get_data()), strict=True)) == sorted(
-        zip(made.shapes.longest["tokens"].tolist(), made.batches.sizes.tolist(), strict=True)
-    )
 
 
 def test_the_fixed_batch_that_a_plan_is_held_against_fits_at_its_hardest() -> None:
