@@ -4,8 +4,8 @@ If a model cannot process packed batches, transformers raises no error: samples 
 positions, while the loss looks normal. So the model itself is tested, on two samples."""
 
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -13,20 +13,19 @@ from transformers import DataCollatorWithFlattening
 
 from dynagroup.errors import ConfigError
 from dynagroup.integrations.probe import (
+    Model,
     answer,
     answers_alone,
     difference_beyond_rounding,
     samples_for,
 )
-from dynagroup.integrations.varlen import NAME, first_position
+from dynagroup.integrations.varlen import NAME, attention_of, first_position
 from dynagroup.update.split_test import skips_first_label
 from dynagroup.validation import explained, warn_user
 
-LINEAR = (
-    "flash_attention",
-    "flex_attention",
-    NAME,
-)  # kinds of attention that keep samples apart without a mask
+LINEAR = ("flash_attention", "flex_attention", NAME)
+"""Kinds of attention that keep samples apart without a mask."""
+Sample: TypeAlias = Mapping[str, Any]
 Collate: TypeAlias = Callable[[Sequence[Any]], dict[str, Any]]
 WAYS_OUT = (
     "set model.config.use_cache = False (with a cache, transformers makes no mask between packed samples), "
@@ -34,7 +33,7 @@ WAYS_OUT = (
 )
 
 
-def packing_collator(model: Any, **options: Any) -> Collate:
+def packing_collator(model: Model, **options: Any) -> Collate:
     """Returns a ``transformers.DataCollatorWithFlattening`` for this model, after a test that its packed batches work.
     It also packs other values per token that the model reads (``token_type_ids``), and keeps the first label of each
     sample if the model's loss reads it, as that of an encoder does. Called with other fields or padding: ConfigError.
@@ -45,70 +44,95 @@ def packing_collator(model: Any, **options: Any) -> Collate:
     """
     if not hasattr(model, "config") or not isinstance(model, torch.nn.Module):
         raise ConfigError(f"`model` must be a model of transformers, but is {model!r:.80}")
-    first = first_position(model)
-    borders: Any = {"return_flash_attn_kwargs": _is_linear(model)}
-    if first:
-        borders["position_ids_start"] = first
+    borders = {
+        "return_flash_attn_kwargs": needs_no_mask(model),
+        "position_ids_start": first_position(model),
+    }
     collate = _Flattening(model, {**borders, **options})
     check_packing(model, collate)
     return collate
 
 
+def needs_no_mask(model: Model) -> bool:
+    """Returns whether a model's attention keeps packed samples apart without a mask over the square of their tokens."""
+    attention = attention_of(model)
+    return any(kind in attention for kind in LINEAR)
+
+
 class _Flattening(DataCollatorWithFlattening):
-    def __init__(self, model: Any, options: dict[str, Any]) -> None:
+    """Lays samples end to end; each has one value per token in all fields that the model reads."""
+
+    def __init__(self, model: Any, options: Mapping[str, Any]) -> None:
         super().__init__(**options)
-        own = (
-            model.get_base_model() if hasattr(model, "get_base_model") else model
-        )  # without adapters
-        self.read = {*inspect.signature(own.forward).parameters} - {"input_ids", "position_ids"}
-        self.shifts = skips_first_label(model)  # then the loss never reads a first label
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model  # of adapters
+        self.fields = {*inspect.signature(base.forward).parameters} - {"input_ids", "position_ids"}
+        self.skips_first_label = skips_first_label(model)
 
     def __call__(
-        self, features: Any, return_tensors: Any = None, separator_id: Any = None
+        self, features: Any, return_tensors: str | None = None, separator_id: int | None = None
     ) -> dict[str, Any]:
-        sizes, given = (
-            [len(f["input_ids"]) for f in features],
-            {name for f in features for name in f},
-        )
-        rows = {
-            name: [np.asarray(sample.get(name)) for sample in features]
-            for name in given & self.read
-        }
-        for name, values in sorted(rows.items()):
-            alike = [row.shape for row in values] == [(n,) for n in sizes]
-            if not alike or (name == "attention_mask" and not np.hstack(values).all()):
-                way_out = (
-                    "give every sample one value per token and no padding, or use the padded layout"
-                )
+        sizes = [len(sample["input_ids"]) for sample in features]
+        rows = self._rows(features, sizes)
+        batch: dict[str, Any] = super().__call__(features, return_tensors, separator_id)
+        if self.skips_first_label:
+            rows.pop("labels", None)  # transformers' collator leaves out the first ones, too
+            # It also gives a label to each sample without tokens.
+            is_token = np.repeat(np.array(sizes) > 0, np.maximum(sizes, 1))
+            batch["labels"] = batch["labels"][:, is_token.tolist()]
+        else:
+            del batch["labels"]
+        for name, values in rows.items():
+            packed = np.concatenate([row for row in values if len(row)])[None]
+            is_torch = isinstance(batch["input_ids"], torch.Tensor)
+            batch[name] = torch.as_tensor(packed) if is_torch else packed
+        return batch
+
+    def _rows(self, features: Sequence[Sample], sizes: list[int]) -> dict[str, list[np.ndarray]]:
+        """Returns the values per token of each sample, by field. ConfigError: a field has others, or padding."""
+        rows = {}
+        for name in sorted(self.fields.intersection(set().union(*features))):
+            values = [np.asarray(sample.get(name)) for sample in features]
+            is_per_token = [row.shape for row in values] == [(size,) for size in sizes]
+            has_padding = name == "attention_mask" and not np.hstack(values).all()
+            if not is_per_token or has_padding:
                 raise ConfigError(
-                    f"cannot pack the field {name!r}, which the model reads; {way_out}"
+                    f"cannot pack the field {name!r}, which the model reads; give every sample one value per "
+                    "token and no padding, or use the padded layout"
                 )
-        made: Any = super().__call__(features, return_tensors, separator_id)
-        made["labels"] = made["labels"][
-            :, [n > 0 for n in sizes for _ in range(max(n, 1))]
-        ]  # samples without tokens
-        for name in rows.keys() - {"attention_mask", *(["labels"] if self.shifts else [])}:
-            packed = np.concatenate(
-                [np.zeros(0, np.int64), *(row for row in rows[name] if len(row))]
-            )[None]
-            made[name] = (
-                torch.as_tensor(packed) if isinstance(made["input_ids"], torch.Tensor) else packed
-            )
-        if not self.shifts and "labels" not in given:
-            del made["labels"]  # would be the ids
-        return made
+            if name != "attention_mask":
+                rows[name] = values
+        return rows
+
+
+class SampleBySample:
+    """Packs what a collate function makes of each sample alone, without the padding that its attention mask shows."""
+
+    def __init__(self, collate_fn: Collate, pack: Collate) -> None:
+        self.collate_fn = collate_fn
+        self.pack = pack
+
+    def __call__(self, samples: Sequence[Any]) -> dict[str, Any]:
+        rows = []
+        for sample in samples:
+            batch = self.collate_fn([sample])
+            is_token = batch["attention_mask"][0].bool()
+            row = {}
+            for name, values in batch.items():
+                if name != "attention_mask":
+                    row[name] = values[0][is_token].numpy()
+            rows.append(row)
+        return self.pack(rows)
 
 
 class NotAskedError(ConfigError):
     """Raised when a model or collator cannot be tested, because it needs more than rows of tokens."""
 
 
-def check_packing(model: Any, collate_fn: Collate) -> None:
+def check_packing(model: Model, collate_fn: Collate) -> None:
     """Runs two short samples packed and one by one, and checks that the model gives equal results. The model is not
     changed. Raises ConfigError if the model cannot run these samples, or its attention, its cache, its positions or
     layers along the row mix them."""
     name = type(model).__name__
-    attention = getattr(model.config, "_attn_implementation", None) or "eager"
     with explained(
         f"{name} cannot run two packed samples of `input_ids`",
         ConfigError,
@@ -118,7 +142,7 @@ def check_packing(model: Any, collate_fn: Collate) -> None:
         samples = samples_for(model)
         sizes = [len(ids) for ids in samples]
         batch = collate_fn([{"input_ids": list(ids), "labels": list(ids)} for ids in samples])
-        shape = (*batch["input_ids"].shape,)
+        shape = tuple(batch["input_ids"].shape)
         if shape != (1, sum(sizes)):
             raise ConfigError(
                 f"`collate_fn` must pack {sum(sizes)} tokens, but made {shape}; use packing_collator(model)"
@@ -130,29 +154,40 @@ def check_packing(model: Any, collate_fn: Collate) -> None:
             raise ConfigError(
                 f"{name} has no output per token and cannot be packed; use padded layout"
             )
-        apart = difference_beyond_rounding(model, together, alone)
-    if apart:
-        why = f"its attention {attention!r} mixes them"
-        if _is_linear(model):
-            why = "its positions, or layers that run along the row, do not restart at each sample"
+        difference = difference_beyond_rounding(model, together, alone)
+    if difference:
+        reason = f"its attention {attention_of(model)!r} mixes them"
+        if needs_no_mask(model):
+            reason = (
+                "its positions, or layers that run along the row, do not restart at each sample"
+            )
         raise ConfigError(
-            f"{name} gives other results for packed samples than for each alone (by {apart:.1%}), because "
-            f"{why}; {WAYS_OUT}"
+            f"{name} gives other results for packed samples than for each alone (by {difference:.1%}), "
+            f"because {reason}; {WAYS_OUT}"
         )
 
 
-def check_packed_training(trainer: Any) -> None:
+class PackedTrainer(Protocol):
+    """What :func:`check_packed_training` reads of a Trainer."""
+
+    is_fsdp_enabled: bool
+    is_deepspeed_enabled: bool
+    accelerator: Any
+    model: Any
+    data_collator: Any
+
+
+def check_packed_training(trainer: PackedTrainer) -> None:
     """Runs :func:`check_packing` on what a Trainer will train; warns if a model or collator cannot be tested."""
-    why = "the model is sharded, or not on its device yet"
+    reason = "the model is sharded, or not on its device yet"
     if not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
         try:
             with trainer.accelerator.autocast():
-                return check_packing(trainer.model, trainer.data_collator)
+                check_packing(trainer.model, trainer.data_collator)
+            return
         except NotAskedError as error:
-            why = str(error)
-    way_out = "call dynagroup.integrations.packing.check_packing(model, collate_fn) yourself"
-    warn_user(f"cannot test whether the model keeps packed samples apart; {way_out} ({why})")
-
-
-def _is_linear(model: Any) -> bool:
-    return any(name in str(getattr(model.config, "_attn_implementation", None)) for name in LINEAR)
+            reason = str(error)
+    warn_user(
+        "cannot test whether the model keeps packed samples apart; call "
+        f"dynagroup.integrations.packing.check_packing(model, collate_fn) yourself ({reason})"
+    )

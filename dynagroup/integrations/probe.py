@@ -1,72 +1,100 @@
 """Compares two samples packed in one row with the same samples alone, on the user's own model and weights."""
 
 import math
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import torch
+from transformers import PretrainedConfig
 
 from dynagroup.jobs.job import evaluating
 
 PROBES = ((7, 5, 6, 9, 8), (6, 8, 5))
 LONGEST = 131  # tokens: more than layers that compress blocks have in a block (DeepSeek-V4: 128)
 SHORT = 7  # tokens of the second sample: the fewer they are, the more they change if they see the first sample
+# The largest difference that rounding causes, relative to all values: in float32, with TF32, and in half precision.
+EXACT = 5e-5
+TF32 = 1e-2
+HALF = 2.5e-2
+Batch: TypeAlias = Mapping[str, Any]
 
 
-def samples_for(model: Any) -> list[list[int]]:
+class Model(Protocol):
+    """What is used of a transformers model, also of one with adapters."""
+
+    config: PretrainedConfig
+
+    def __call__(self, **inputs: object) -> Any: ...
+    def modules(self) -> Any: ...
+    def parameters(self) -> Any: ...
+
+
+def samples_for(model: Model) -> list[list[int]]:
     """Returns a long and a short sample of token ids. The model has positions for them, and their border is in no block."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or LONGEST
+    text = model.config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None) or LONGEST
     longest = min(LONGEST, positions // 2)
-    longest -= (longest + 1) % 2
-    sizes = (longest, min(SHORT, longest))
-    return [list(probe * size)[:size] for probe, size in zip(PROBES, sizes, strict=True)]
+    if longest % 2 == 0:
+        longest -= 1
+    samples = []
+    for words, size in zip(PROBES, (longest, min(SHORT, longest)), strict=True):
+        samples.append(list(words * size)[:size])
+    return samples
 
 
-def answer(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+def answer(model: Model, batch: Batch) -> torch.Tensor:
     """Returns a model's logits, or without logits its first output."""
+    output = run(model, {name: value for name, value in batch.items() if name != "labels"})
+    logits = getattr(output, "logits", None)
+    return output[0] if logits is None else logits
+
+
+def run(model: Model, batch: Batch) -> Any:
+    """Returns a model's output without dropout and gradients. The batch may be on another device."""
     device = next(model.parameters()).device
-    inputs = {
-        name: value.to(device) if isinstance(value, torch.Tensor) else value
-        for name, value in batch.items()
-        if name != "labels"
-    }
+    inputs = {}
+    for name, value in batch.items():
+        inputs[name] = value.to(device) if isinstance(value, torch.Tensor) else value
     with evaluating(model), torch.no_grad():
-        output = model(**inputs)
-    return output.logits if getattr(output, "logits", None) is not None else output[0]
+        return model(**inputs)
 
 
-def answers_alone(model: Any, rows: Any) -> list[torch.Tensor]:
+def answers_alone(model: Model, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Returns the answers for samples of shape (1, tokens), each run alone. ValueError: they are NaN."""
-    found = [answer(model, {"input_ids": row}) for row in rows]
-    if any(bool(one.isnan().any()) for one in found):
+    answers = [answer(model, {"input_ids": row}) for row in rows]
+    if any(bool(one.isnan().any()) for one in answers):
         raise ValueError("its results are not numbers (NaN)")
-    return found
+    return answers
 
 
-def differences(found: torch.Tensor, wanted: torch.Tensor) -> tuple[float, float]:
-    """Returns the largest difference and that of all values, relative; without words that no token predicts (Chameleon)."""
-    told = (wanted != wanted[..., :1, :]).flatten(0, -2).any(0)
-    gap, wanted = (found - wanted)[..., told].float(), wanted[..., told].float()
-    return float(gap.abs().max() / wanted.abs().max()), float(gap.norm() / wanted.norm())
+def relative_difference(values: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Returns the norm of the difference, relative to the wanted values'; without words that no token predicts (Chameleon)."""
+    varies = (wanted != wanted[..., :1, :]).flatten(0, -2).any(0)
+    wanted = wanted[..., varies].float()
+    return float((values[..., varies].float() - wanted).norm() / wanted.norm())
 
 
 def difference_beyond_rounding(
-    model: Any, packed: torch.Tensor, alone: list[torch.Tensor]
+    model: Model, packed: torch.Tensor, alone: Sequence[torch.Tensor]
 ) -> float:
     """Returns the largest relative difference of a sample's answer; 0 if rounding may have caused it."""
-    dtype, device = alone[0].dtype, alone[0].device
-    limit = 5e-5
-    if min(dtype.itemsize, next(model.parameters()).dtype.itemsize) < 4:
-        limit = 5e-2
-    elif torch.is_autocast_enabled(device.type):
-        limit = 5e-2
-    elif device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
-        limit = 5e-3
-    found = 0.0
-    for mine, wanted in zip(
-        packed.split([len(one[0]) for one in alone], dim=1), alone, strict=True
-    ):
-        largest, in_all = differences(mine, wanted)
-        # in half precision, rounding is at most 0.02 in both
-        if not (largest <= limit and in_all <= max(limit / 2, 1e-2)):
-            found = max(found, math.inf if math.isnan(largest) else largest)
-    return found
+    parts = packed.split([one.shape[1] for one in alone], dim=1)
+    largest = 0.0
+    for part, wanted in zip(parts, alone, strict=True):
+        difference = relative_difference(part, wanted)
+        if math.isnan(difference):
+            return math.inf
+        if difference > rounding_of(model, wanted):
+            largest = max(largest, difference)
+    return largest
+
+
+def rounding_of(model: Model, values: torch.Tensor) -> float:
+    """Returns the relative difference that rounding may cause in results of a model."""
+    device = values.device.type
+    parameter = next(model.parameters())
+    if min(values.itemsize, parameter.itemsize) < 4 or torch.is_autocast_enabled(device):
+        return HALF
+    if device == "cuda" and torch.get_float32_matmul_precision() != "highest":
+        return TF32
+    return EXACT
