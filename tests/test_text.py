@@ -365,6 +365,7 @@ def test_what_is_no_row_of_ids_is_not_counted_as_one():
 
 
 PADDED = [[1, 1, 1, 0, 0, 0], [0, 0, 0, 0, 1, 1], [1] * 6]
+CHOICES = [[[5, 6], [7]], [[8], [9, 10, 11]]]
 
 
 @pytest.mark.parametrize("field", ["input_ids", "input_values"])
@@ -389,10 +390,28 @@ def test_what_the_mask_marks_is_counted_and_padding_is_told(field, tmp_path):
     assert measure_lengths(whole).tolist() == [6, 6, 6]  # no warning
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_several_choices_count_as_they_are_collated(named):
+    column = "input_ids" if named else "mine"
+    rows = []
+    for choices in CHOICES:
+        masks = [[1] * len(ids) for ids in choices]
+        rows.append({column: choices, "attention_mask": masks})
+    for data in (Dataset.from_list(rows), rows):
+        assert measure_lengths(data, column=None if named else column).tolist() == [4, 6]
+
+
+def test_choices_without_a_name_are_refused_with_the_way_out():
+    with pytest.raises(ConfigError, match=r"sample 0 must be .* number of choices \* longest"):
+        measure_lengths(CHOICES)
+
+
 @pytest.mark.parametrize(
     ("bad", "said"),
     [
         ((5, 6, 7), "sample 1 must be one row of token ids"),
+        ([0.5, 0.25], "sample 1 must be one row of token ids"),
+        (np.array([0.5]), "sample 1 must be one row of token ids"),
         (
             {"audio": {"array": [0.5]}},
             r"sample 1 has no 'input_ids' \(it has \['audio'\]\).*length_of",

@@ -14,7 +14,8 @@ from dynagroup.lengths import as_streams, by_stream, limit_of
 from dynagroup.shapes import TOKENS, primary
 from dynagroup.validation import check_function, check_int, fetch, sendable, warn_user
 
-IDS = ("input_ids", "input_values")  # usual names of fields with one entry per position
+VALUES = "input_values"  # field of speech models: fractions
+IDS = ("input_ids", VALUES)  # usual names of fields with one entry per position
 MASK = "attention_mask"  # 1 for entries of these fields that count, 0 for padding
 LENGTH_OF = "for other samples give `length_of`, e.g. lambda row: len(row['audio']['array'])"
 CHAT = "turn a chat into a text with tokenizer.apply_chat_template(messages, tokenize=False)"
@@ -37,7 +38,8 @@ def measure_lengths(
     """Measures the tokens of every sample; returns int32 (N,) in dataset order, and shows a progress bar.
 
     Where samples have an ``attention_mask``, the tokens that it marks are counted, and a warning says how much of the
-    rows is padding. ``datasets`` caches the lengths of a ``datasets.Dataset``'s texts, as it caches transforms.
+    rows is padding. Several choices of a sample (a list of rows) count as they are collated: their number times the
+    longest. ``datasets`` caches the lengths of a ``datasets.Dataset``'s texts, as it caches transforms.
 
     Args:
         data: texts (with a ``tokenizer``), a ``datasets.Dataset``, tokenized samples (sequences of token ids, or
@@ -241,7 +243,10 @@ def row_lengths(data: Any, column: str) -> NDArray[Any]:
     """
     import pyarrow.compute as pc
 
-    if len(data) > 0 and count_ids(data[0][column]) is None:
+    if len(data) > 0 and count_choices(data[0][column]) is not None:
+        choices = (count_choices(row[column]) for row in data.select_columns([column]))
+        return np.fromiter(choices, np.int64, count=len(data))
+    if len(data) > 0 and count_ids(data[0][column], values=column == VALUES) is None:
         raise ConfigError(
             f"column {column!r} must contain lists of token ids, but contains {data[0][column]!r:.200}; "
             f"give a `tokenizer` for texts; {CHAT}; {LENGTH_OF}"
@@ -289,26 +294,54 @@ def _count_row(column: str | None, sample: Any, index: int) -> tuple[int, int]:
         row = sample[column]
         if column in IDS:
             mask = sample.get(MASK)
-    num_ids = count_ids(row)
+    num_ids = count_ids(row, values=column == VALUES)
+    if num_ids is None and column is not None:
+        num_ids = count_choices(row)
+        mask = None
     if num_ids is None:
         raise ConfigError(
-            f"sample {index} must be one row of token ids (1-D, numbers), but is {row!r:.200}; name its `column`, "
-            f"give the `tokenizer` for texts, or give `length_of`; {CHAT}"
+            f"sample {index} must be one row of token ids (1-D, whole numbers), but is {row!r:.200}; name its "
+            "`column`, give the `tokenizer` for texts, or give `length_of`, for several choices a sample: number of "
+            f"choices * longest; {CHAT}"
         )
     return num_ids, num_ids if mask is None else int(np.sum(np.asarray(mask)))
 
 
-def count_ids(row: Any) -> int | None:
-    """Returns the length of a row of numbers: a list, or an array or tensor of one dimension; None for other data.
+def count_ids(row: Any, *, values: bool = False) -> int | None:
+    """Returns the length of a row of token ids: a list, or an array or tensor of one dimension; None for other data.
+
+    With ``values`` the entries may be fractions, as those of sound are.
 
     >>> count_ids([5, 6, 7]), count_ids(([5, 6, 7], 1)), count_ids(np.zeros((1, 7), int))
     (3, None, None)
+    >>> count_ids([0.5, 0.25]), count_ids([0.5, 0.25], values=True)
+    (None, 2)
     """
     if isinstance(row, (str, bytes, tuple, Mapping)) or not hasattr(row, "__getitem__"):
         return None
+    if len(row) == 0:
+        return 0
     start = np.asarray(row[:1])
-    is_row = start.ndim == 1 and start.dtype.kind in "biuf"
+    kinds = "biuf" if values else "biu"
+    is_row = start.ndim == 1 and start.dtype.kind in kinds
     return len(row) if is_row else None
+
+
+def count_choices(rows: Any) -> int | None:
+    """Returns the number of choices times the longest, for at least two rows of token ids; None for other data.
+
+    >>> count_choices([[5, 6], [7]]), count_choices([[5, 6]]), count_choices([5, 6])
+    (4, None, None)
+    """
+    if not isinstance(rows, list) or len(rows) < 2:  # one row in a list is a batch of one
+        return None
+    longest = 0
+    for row in rows:
+        num_ids = count_ids(row)
+        if num_ids is None:
+            return None
+        longest = max(longest, num_ids)
+    return len(rows) * longest
 
 
 def by_position(values: Any, name: str = "texts") -> Sequence[Any]:
