@@ -134,31 +134,3 @@ class CudaDevice:
             "cuda": torch.version.cuda or "",
             "torch": torch.__version__,
         }
-
-
-def watch_of(model: Any) -> "PeakWatch | None":
-    """Returns a ``PeakWatch`` for the model's device, or None if CUDA is not in use."""
-    return PeakWatch(next(model.parameters()).device) if torch.cuda.is_initialized() else None
-
-
-class PeakWatch:
-    """Reads the allocator's peak memory without resetting the user's statistics. A peak is reported only when it
-    exceeds all earlier ones, because an older peak belongs to an earlier batch."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._highest = self._peak()
-
-    def new_peak(self) -> tuple[int | None, int | None]:
-        """Returns (peak bytes since the process started, bytes of the device) after a new peak, else (None, None)."""
-        peak = self._peak()
-        if peak <= self._highest:
-            return None, None
-        self._highest = peak
-        return peak, int(
-            torch.cuda.get_device_properties(self._device).total_memory
-            * _allowed_share(self._device)
-        )
-
-    def _peak(self) -> int:
-        return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else 0

@@ -95,7 +95,7 @@ def main(folder: Path, pretended: float = float("inf")) -> dict[str, Any]:
                     file.write("".join(f"{index}\n" for index in seen))
                 seen.clear()
     weights = torch.cat([parameter.full_tensor().flatten() for parameter in model.parameters()])
-    return {"weights": weights.detach().cpu(), "limit": budget.limits[0]}
+    return {"weights": weights.detach().cpu(), "limit": budget.limit}
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from dynagroup.device import CudaDevice, PeakWatch, free_bytes
+from dynagroup.device import CudaDevice, free_bytes
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.oom import is_out_of_memory
 
@@ -113,20 +113,13 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return counters
 
 
-def test_a_new_peak_and_what_is_free_or_held_say_what_a_process_can_have(
+def test_what_is_free_or_held_says_what_a_process_can_have(
     cuda: SimpleNamespace,
 ) -> None:
     for device in (None, "cuda", 1):
         assert free_bytes(device) == 1000
     cuda.share = 0.25  # set_per_process_memory_fraction
     assert free_bytes() == 500
-    cuda.share = 0.5
-    watch = PeakWatch(torch.device("cuda"))
-    assert watch.new_peak() == (None, None)
-    cuda.peak = 700
-    assert watch.new_peak() == (700, 1000)
-    assert watch.new_peak() == (None, None)
-    assert PeakWatch(torch.device("cpu")).new_peak() == (None, None)
 
 
 def test_without_an_accelerator_the_memory_must_be_said(monkeypatch: pytest.MonkeyPatch) -> None:

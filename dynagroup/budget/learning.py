@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, MutableSequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -18,12 +18,7 @@ from dynagroup.state import opened, sealed
 
 COST_UNIT = 2**20  # ranks exchange costs as integers, in units of 1 / COST_UNIT
 NO_COST = 2**62
-BACKOFF = 0.9  # after a failure, the limit is this share of the failed cost
-GROWTH = (
-    1.01  # factor that raises the limit after PATIENCE batches near the limit have passed in a row
-)
-PATIENCE = 32
-FULL = 0.95  # a measured peak above this share of the device's memory counts as full
+BACKOFF = 0.9  # costs are predictions: after a failure, the limit is this share of the failed cost
 
 
 @dataclass(slots=True)
@@ -42,14 +37,11 @@ class OomReport:
 class _Lessons:
     """What was learned, shared by a budget and its copies for certain lengths."""
 
-    numbers: MutableSequence[float] = field(default_factory=lambda: [math.inf] * 3)
-    """Largest allowed cost; smallest cost that failed; limit in current plans. inf: none."""
-    calm: int = 0  # batches near the limit that have passed since the limit last changed
+    limits: MutableSequence[float] = field(default_factory=lambda: [math.inf, math.inf])
+    """Largest allowed cost: for steps from now on, and for plans since ``apply``; inf: any."""
     report: OomReport = field(default_factory=OomReport)
 
 
-# A batch whose cost is at least that of one that failed is never tried again. Costs are only predictions, so a failure
-# lowers the limit further, to a share of the failed cost. If many batches near the limit pass, it rises in small steps.
 class LearningBudget(Wrapper):
     """Wraps a budget and refuses batches as large as one that ran out of memory. Without ``budget`` all others fit.
 
@@ -67,16 +59,14 @@ class LearningBudget(Wrapper):
     [True, False, False]
     """
 
-    counts_every_stream: ClassVar[bool] = True
-    learner: Any = property(lambda self: self)
-
     def __init__(self, budget: Budget | int | None = None) -> None:
         self.base = TokenBudget(UNLIMITED) if budget is None else as_budget(budget)
         if self.base.ladder is not None:
-            way_out = "ShapeLadder(lengths, LearningBudget(budget))"
-            raise ConfigError(f"a LearningBudget cannot contain a ShapeLadder; write {way_out}")
+            raise ConfigError(
+                "a LearningBudget cannot contain a ShapeLadder; write ShapeLadder(lengths, LearningBudget(budget))"
+            )
         self._lessons = _Lessons()
-        self._held: float | None = None
+        self._held_limit: float | None = None
 
     def bind(self, lengths: Streams, /) -> "LearningBudget":
         """Returns a budget for these lengths; the old and the new budget share what they learn."""
@@ -86,91 +76,74 @@ class LearningBudget(Wrapper):
         return self.around(self.base.with_memory(known))
 
     @property
-    def limits(self) -> tuple[float, float]:
-        """The largest allowed cost, and the smallest cost that has failed; inf: none was learned."""
-        return float(self._lessons.numbers[0]), float(self._lessons.numbers[1])
+    def learner(self) -> "LearningBudget":
+        return self
 
     @property
-    def _followed(self) -> float:
-        return float(self._lessons.numbers[2] if self._held is None else self._held)
-
-    def held(self, limit: float | None, /) -> "LearningBudget":
-        other = copy.copy(self)
-        other._held = math.inf if limit is None else limit
-        return other
-
-    @property
-    def applied(self) -> float | None:
-        return None if math.isinf(limit := float(self._lessons.numbers[2])) else limit
+    def limit(self) -> float:
+        """The largest allowed cost; inf: none was learned."""
+        return float(self._lessons.limits[0])
 
     @property
     def has_learned(self) -> bool:
         """Whether a limit was learned."""
-        return not math.isinf(self.limits[0])
+        return math.isfinite(self.limit)
+
+    @property
+    def applied(self) -> float | None:
+        limit = float(self._lessons.limits[1])
+        return limit if math.isfinite(limit) else None
+
+    def held(self, limit: float | None, /) -> "LearningBudget":
+        other = copy.copy(self)
+        other._held_limit = math.inf if limit is None else limit
+        return other
+
+    @property
+    def _limit_of_plans(self) -> float:
+        return float(self._lessons.limits[1]) if self._held_limit is None else self._held_limit
 
     def fits(self, shape: BatchShape, /) -> BoolArray:
-        return fits_of(self.base, shape) & self._within(self._followed, shape)
+        return fits_of(self.base, shape) & self._within(self._limit_of_plans, shape)
 
     def allows(self, shape: BatchShape, /) -> BoolArray:
         """Returns whether the learned limit allows each of K shapes, whatever ``budget`` decides: bool (K,)."""
-        return self._within(self.limits[0], shape)
+        return self._within(self.limit, shape)
 
     def _within(self, limit: float, shape: BatchShape) -> BoolArray:
         return np.ones(len(shape), np.bool_) if math.isinf(limit) else self.cost(shape) <= limit
 
     def largest(self, longest: IntArray, /) -> IntArray | None:
-        most, followed = largest_of(self.base, longest), self._followed
-        if most is None or math.isinf(followed):
+        limit = self._limit_of_plans
+        most = largest_of(self.base, longest)
+        if most is None or math.isinf(limit):
             return most
         return largest_within(
-            lambda n: self._within(followed, BatchShape.of(n, longest)), len(longest), most
+            lambda count: self._within(limit, BatchShape.of(count, longest)), len(longest), most
         )
 
     def apply(self, world: World | None = None) -> None:
-        """Makes ``fits`` use what was learned, the lowest limits of all ranks; call it between epochs, on all ranks."""
-        numbers = self._lessons.numbers
+        """Makes ``fits`` use what was learned, the lowest limit of all ranks; call it between epochs, on all ranks."""
+        limits = self._lessons.limits
         if world is not None and world.size > 1:
-            lowest = world.all_max([-int(min(limit * COST_UNIT, NO_COST)) for limit in self.limits])
-            numbers[0], numbers[1] = (math.inf if n == -NO_COST else -n / COST_UNIT for n in lowest)
-        numbers[2] = numbers[0]
+            [lowest] = world.all_max([-int(min(self.limit * COST_UNIT, NO_COST))])
+            limits[0] = math.inf if lowest == -NO_COST else -lowest / COST_UNIT
+        limits[1] = limits[0]
 
     def record_oom(self, shape: BatchShape, *, wasted_s: float = 0.0, num_retries: int = 2) -> None:
         """Records that a batch of this shape (K = 1) ran out of memory and was run again in ``num_retries`` parts."""
         self.record_failed_cost(float(self.cost(shape)[0]))
-        self.record_waste(num_ooms=1, wasted_s=wasted_s, num_retries=num_retries)
+        self.record_waste(wasted_s=wasted_s, num_retries=num_retries)
 
     def record_failed_cost(self, cost: float) -> None:
         """Records the cost of a batch that ran out of memory; all ranks must pass the same cost."""
-        limit, wall = self.limits
-        self._move(min(limit, BACKOFF * cost), min(wall, cost))
+        self._lessons.limits[0] = min(self.limit, BACKOFF * cost)
 
-    def record_waste(self, **more: float) -> None:
-        """Adds to the report: ``num_ooms``, ``num_retries``, ``wasted_s``."""
-        for name, value in more.items():
-            setattr(self._lessons.report, name, getattr(self._lessons.report, name) + value)
-
-    def record_pass(
-        self, shape: BatchShape, *, peak_bytes: int | None = None, device_bytes: int | None = None
-    ) -> None:
-        """Records that a batch of this shape (K = 1) succeeded; ``peak_bytes``: its measured peak, if known."""
-        share = 0.0 if peak_bytes is None or not device_bytes else peak_bytes / device_bytes
-        limit, wall = self.limits
-        if share <= FULL and math.isinf(limit):
-            return
-        cost = float(self.cost(shape)[0])
-        if share > FULL:
-            self._move(min(cost, limit), wall)
-        elif cost >= BACKOFF * limit:
-            self._lessons.calm += 1
-            if self._lessons.calm == PATIENCE:
-                self._move(
-                    GROWTH * limit if GROWTH * limit < wall and share * GROWTH <= FULL else limit,
-                    wall,
-                )
-
-    def _move(self, limit: float, wall: float) -> None:
-        self._lessons.numbers[0], self._lessons.numbers[1] = limit, wall
-        self._lessons.calm = 0
+    def record_waste(self, *, wasted_s: float, num_retries: int = 2) -> None:
+        """Counts an attempt that ran out of memory after ``wasted_s`` and is run again in ``num_retries`` parts."""
+        self.report.num_ooms += 1
+        self.report.num_retries += num_retries
+        self.report.wasted_s += wasted_s
 
     @property
     def report(self) -> OomReport:
@@ -180,55 +153,54 @@ class LearningBudget(Wrapper):
         """Puts what is learned into shared memory, so that worker processes started from now on use it at once."""
         import torch
 
-        if isinstance(self._lessons.numbers, list):
-            shared: Any = torch.tensor(self._lessons.numbers, dtype=torch.float64).share_memory_()
-            self._lessons.numbers = shared
+        if isinstance(self._lessons.limits, list):
+            limits: Any = torch.tensor(self._lessons.limits, dtype=torch.float64)
+            self._lessons.limits = limits.share_memory_()
         return self
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what was learned, to save in a checkpoint."""
-        numbers = [
-            None if math.isinf(n) else float(n) for n in self._lessons.numbers
-        ]  # JSON has no infinity
+        limits = [float(limit) for limit in self._lessons.limits]
         fields = {
-            "numbers": numbers,
-            "calm": self._lessons.calm,
-            "report": asdict(self._lessons.report),
+            "limits": [
+                limit if math.isfinite(limit) else None for limit in limits
+            ],  # as JSON has no infinity
+            "report": asdict(self.report),
         }
         return sealed("LearningBudget", {"budget": self.base.fingerprint}, fields)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads what a run with the same budget learned. Raises StateError, and changes nothing, for another budget."""
-        [found], lessons = (
-            opened(state, "LearningBudget", {"budget": self.base.fingerprint}),
-            self._lessons,
-        )
-        for place, number in enumerate(
-            found["numbers"]
-        ):  # changed in place: the numbers may be in shared memory
-            lessons.numbers[place] = math.inf if number is None else number
-        lessons.calm, lessons.report = found["calm"], OomReport(**found["report"])
-
-    @staticmethod
-    @contextmanager
-    def taken_up(budget: Budget, state: Mapping[str, Any]) -> Iterator[None]:
-        """Context manager: a budget loads what :meth:`saved` put into a loader's state, and undoes that on an error."""
-        learner, learned = budget.learner, state["learned"]
-        before = None if learner is None else learner.state_dict()
-        if learner is None and learned is not None and learned["numbers"][2] is not None:
-            raise StateError(
-                "the state was saved with limits of a LearningBudget; give this loader a LearningBudget"
-            )
-        try:
-            if learner is not None and learned is not None:
-                learner.load_state_dict(learned)
-            yield
-        except BaseException:
-            if learner is not None:
-                learner.load_state_dict(before)
-            raise
+        [saved] = opened(state, "LearningBudget", {"budget": self.base.fingerprint})
+        for place, limit in enumerate(
+            saved["limits"]
+        ):  # changed in place: they may be in shared memory
+            self._lessons.limits[place] = math.inf if limit is None else limit
+        self._lessons.report = OomReport(**saved["report"])
 
     @staticmethod
     def saved(budget: Budget) -> dict[str, Any] | None:
         """Returns the state of a budget's learning part, for a loader's checkpoint; None: the budget does not learn."""
         return None if budget.learner is None else budget.learner.state_dict()
+
+    @staticmethod
+    @contextmanager
+    def taken_up(budget: Budget, state: Mapping[str, Any]) -> Iterator[None]:
+        """Context manager: a budget loads what :meth:`saved` put into a loader's state, and undoes that on an error."""
+        learner = budget.learner
+        learned = state["learned"]
+        if learner is None:
+            if learned is not None and learned["limits"][1] is not None:
+                raise StateError(
+                    "the state was saved with limits of a LearningBudget; give this loader a LearningBudget"
+                )
+            yield
+            return
+        before = learner.state_dict()
+        try:
+            if learned is not None:
+                learner.load_state_dict(learned)
+            yield
+        except BaseException:
+            learner.load_state_dict(before)
+            raise

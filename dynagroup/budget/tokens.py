@@ -1,11 +1,10 @@
 """Budgets that count tokens."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import numpy as np
 
-from dynagroup.budget.base import UNLIMITED, BoolArray, Budget, FloatArray
+from dynagroup.budget.base import BoolArray, Budget, FloatArray
 from dynagroup.errors import ConfigError
 from dynagroup.memory.phases import Layout
 from dynagroup.shapes import BatchShape, IntArray, round_up
@@ -30,63 +29,59 @@ class TokenBudget(Budget):
     [True, False]
     """
 
-    counts_every_stream: ClassVar[bool] = True
-
     max_tokens: int
     max_samples: int | None = field(default=None, kw_only=True)
     pad_to_multiple_of: int = field(default=1, kw_only=True)  # type: ignore[assignment]
     layout: Layout = field(default="padded", kw_only=True)  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        for name in (
-            "max_tokens",
-            "pad_to_multiple_of",
-            *(() if self.max_samples is None else ("max_samples",)),
-        ):
-            check_int(name, getattr(self, name))
+        check_int("max_tokens", self.max_tokens)
+        check_int("pad_to_multiple_of", self.pad_to_multiple_of)
+        if self.max_samples is not None:
+            check_int("max_samples", self.max_samples)
         check_choice("layout", self.layout, ("padded", "packed"))
 
     @classmethod
     def from_sequence_length(cls, sequence_length: int, micro_batch_size: int) -> "TokenBudget":
         """Returns a budget of ``sequence_length * 2 * micro_batch_size`` tokens: the rule of thumb of
         online-dynamic-batching, by which half of a batch of fixed size is padding."""
-        return cls(
-            check_int("sequence_length", sequence_length)
-            * 2
-            * check_int("micro_batch_size", micro_batch_size)
-        )
+        check_int("sequence_length", sequence_length)
+        check_int("micro_batch_size", micro_batch_size)
+        return cls(sequence_length * 2 * micro_batch_size)
 
     def fits(self, shape: BatchShape, /) -> BoolArray:
-        ok = shape.num_samples <= min(self.max_tokens, self.max_samples or UNLIMITED)
         if self.layout == "packed":
-            return ok & (self._counted(shape) <= self.max_tokens)
-        return ok & (
-            self._widths(shape) <= self.max_tokens // np.maximum(shape.num_samples, 1)
-        )  # a product overflows
-
-    def cost(self, shape: BatchShape, /) -> FloatArray:
-        return self._counted(shape).astype(np.float64)
+            tokens_fit = self._packed(shape) <= self.max_tokens
+        else:  # a product with num_samples may exceed 64 bits
+            most_tokens = self.max_tokens // np.maximum(shape.num_samples, 1)
+            tokens_fit = self._padded_sample(shape) <= most_tokens
+        return tokens_fit & (shape.num_samples <= self._most_samples)
 
     def largest(self, longest: IntArray, /) -> IntArray | None:
         if self.layout == "packed":
             return None
-        most = self.max_tokens // round_up(np.maximum(longest, 1), self.pad_to_multiple_of)
-        return most if self.max_samples is None else np.minimum(most, self.max_samples)
+        padded = round_up(np.maximum(longest, 1), self.pad_to_multiple_of)
+        return np.minimum(self.max_tokens // padded, self._most_samples)
 
-    def _counted(self, shape: BatchShape) -> IntArray:
-        if self.layout == "padded":
-            return shape.num_samples * self._widths(shape)
-        return round_up(np.sum(list(shape.total.values()), axis=0), self.pad_to_multiple_of)
+    def cost(self, shape: BatchShape, /) -> FloatArray:
+        if self.layout == "packed":
+            return self._packed(shape).astype(np.float64)
+        return (shape.num_samples * self._padded_sample(shape)).astype(np.float64)
 
-    def _widths(self, shape: BatchShape) -> IntArray:
-        """Returns the padded tokens of one sample, over all streams."""
-        padded = np.sum(
-            [round_up(longest, self.pad_to_multiple_of) for longest in shape.longest.values()],
-            axis=0,
+    @property
+    def _most_samples(self) -> int:
+        return (
+            self.max_tokens if self.max_samples is None else min(self.max_tokens, self.max_samples)
         )
-        return np.maximum(
-            padded, self.pad_to_multiple_of
-        )  # batches of empty samples are padded as well
+
+    def _packed(self, shape: BatchShape) -> IntArray:
+        tokens = np.sum(list(shape.total.values()), axis=0)
+        return round_up(tokens, self.pad_to_multiple_of)
+
+    def _padded_sample(self, shape: BatchShape) -> IntArray:
+        """Returns the tokens of one sample with its padding, over all streams; an empty sample is padded as well."""
+        padded = [round_up(longest, self.pad_to_multiple_of) for longest in shape.longest.values()]
+        return np.maximum(np.sum(padded, axis=0), self.pad_to_multiple_of)
 
 
 def as_budget(budget: Budget | int) -> Budget:
@@ -94,6 +89,8 @@ def as_budget(budget: Budget | int) -> Budget:
     if isinstance(budget, (int, np.integer)) and not isinstance(budget, bool):
         return TokenBudget(int(budget))
     if not isinstance(budget, Budget):
-        wanted = "a budget such as TokenBudget(4096), or an int (tokens per batch)"
-        raise ConfigError(f"`budget` must be {wanted}, but is {budget!r}")
+        raise ConfigError(
+            "`budget` must be a budget such as TokenBudget(4096), or an int (tokens per batch), "
+            f"but is {budget!r}"
+        )
     return budget

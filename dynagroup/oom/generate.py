@@ -8,7 +8,6 @@ from weakref import WeakKeyDictionary
 import torch
 
 from dynagroup.budget.learning import LearningBudget
-from dynagroup.device import watch_of
 from dynagroup.errors import ConfigError
 from dynagroup.oom.retry import run_parts
 from dynagroup.oom.split import BatchSplitter, VisionTokens, longest_of
@@ -89,7 +88,6 @@ def generated(
         "min_samples": min_samples,
         "indices": indices,
         "shape": shape,
-        "watch": watch_of(model),
     }
     rows = run_parts(run, batch, splitter, learned, **how)
     if len(rows) == 1:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from dynagroup.budget.learning import LearningBudget
-from dynagroup.device import PeakWatch, is_out_of_memory
+from dynagroup.device import is_out_of_memory
 from dynagroup.errors import BudgetError
 from dynagroup.oom.split import B, BatchSplitter, Splitter, describe, shape_of
 from dynagroup.shapes import BatchShape
@@ -24,33 +24,24 @@ _BACKENDS = ("cuda", "xpu", "mps", "npu")
 
 
 def attempt(
-    run: Callable[[Any], T],
-    part: Any,
-    shape: Callable[[], BatchShape],
-    learned: LearningBudget,
-    watch: PeakWatch | None,
+    run: Callable[[Any], T], part: Any, learned: LearningBudget
 ) -> tuple[T | None, str | None]:
     """Returns (``run(part)``, None), or (None, message) if it ran out of memory, with none of its tensors alive. Other
-    errors are raised. ``learned`` records successes and wasted time, but not that this ``shape`` failed.
+    errors are raised. ``learned`` records wasted time, but not the cost that failed.
 
     A failed attempt's tensors are kept alive by its frames, these by the traceback, and that by the handled exception.
     So frames are cleared, and the ``except`` block is left, before memory is collected."""
     started = time.perf_counter()
     try:
-        value = run(part)
+        return run(part), None
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         message, seconds = f"{type(error).__name__}: {error}", time.perf_counter() - started
         clear_frames(error, set())
-    else:
-        peak, size = (None, None) if watch is None else watch.new_peak()
-        if learned.has_learned or peak is not None:
-            learned.record_pass(shape(), peak_bytes=peak, device_bytes=size)
-        return value, None
     free_memory()
     _log.warning("out of memory with %s; running it in parts. %s", describe(part), message)
-    learned.record_waste(num_ooms=1, num_retries=2, wasted_s=seconds)
+    learned.record_waste(wasted_s=seconds)
     return None, message
 
 
@@ -125,7 +116,6 @@ def run_parts(
     min_samples: int = 1,
     indices: Sequence[int] = (),
     shape: Callable[[Any, int], BatchShape] = shape_of,
-    watch: PeakWatch | None = None,
 ) -> list[Any]:
     """Works like :func:`run_with_oom_retry`; ``shape(part, number of samples)`` is the shape that decides its memory."""
     num_samples, smallest = splitter.num_samples(batch), 2 * check_int("min_samples", min_samples)
@@ -135,7 +125,7 @@ def run_parts(
         part = batch if stop - start == num_samples else splitter.take(batch, start, stop)
         size, is_smallest = partial(shape, part, stop - start), stop - start < smallest
         if is_smallest or not learned.has_learned or learned.allows(size())[0]:
-            value, error = attempt(fn, part, size, learned, watch)
+            value, error = attempt(fn, part, learned)
             if error is None:
                 done.append(value)
                 continue

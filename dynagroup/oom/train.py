@@ -17,7 +17,7 @@ from torch.nn import SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from dynagroup.budget.learning import COST_UNIT, NO_COST, LearningBudget
-from dynagroup.device import PeakWatch, is_out_of_memory
+from dynagroup.device import is_out_of_memory
 from dynagroup.distributed import DistributedWorld, SingleProcess, World
 from dynagroup.errors import AlignmentError, BudgetError, ConfigError
 from dynagroup.oom.retry import attempt, halves
@@ -176,7 +176,6 @@ class OomSafeBackward:
         self._smallest = 2 * check_int("min_samples", min_samples)  # a part that may be split
         self._backward = backward if backward is not None else lambda loss: loss.backward()
         self._device = next(model.parameters()).device
-        self._peak = PeakWatch(self._device)
         self._began = False  # True: the latest attempt began its backward pass, which may have added to gradients
         self._update: Update | None = None
         if learned is not None and not isinstance(learned, LearningBudget):
@@ -296,9 +295,7 @@ class OomSafeBackward:
             restore(state)
         self._began = False
         samples, shape = part.samples(self._splitter), partial(part.shape, self._splitter)
-        part.loss, error = attempt(
-            partial(self._run, part), samples, shape, self.learned, self._peak
-        )
+        part.loss, error = attempt(partial(self._run, part), samples, self.learned)
         if (
             error is not None
         ):  # recorded when the update ends, on all ranks alike, so that plans stay equal

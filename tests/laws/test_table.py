@@ -333,7 +333,7 @@ def test_a_state_is_taken_back_after_changes_of_ranks_and_of_what_was_learned(
 
             def learn() -> None:
                 if learns:
-                    budget.record_failed_cost(min(budget.limits[0], most) * 0.8)
+                    budget.record_failed_cost(min(budget.limit, most) * 0.8)
                     budget.apply()
 
             loader = ENTRIES[kind].make(

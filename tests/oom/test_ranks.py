@@ -59,7 +59,7 @@ def several_places(rank: int, size: int) -> list[Any]:
         parameters, backward, failures = loop.train_with_failures(
             place, limit, rank=rank, size=size, learned=learned
         )
-        answers.append((parameters, failures, backward.learned.limits))
+        answers.append((parameters, failures, backward.learned.limit))
     return answers
 
 
@@ -252,7 +252,7 @@ def flown() -> dict[str, Any]:
     )
     found["passed"], found["limits"] = (
         preflight(model, loader, compute_loss),
-        loader.budget.learner.limits,
+        loader.budget.learner.limit,
     )
     allocator.failures.clear()
     for step in loader:

@@ -170,7 +170,7 @@ def test_parts_and_batches_that_wait_heed_what_failed_before_them_in_the_update(
                 == 4
             )
         assert getattr(world, "num_exchanges", 1) == 1, "one vote an update"
-        return model.allocator.claims, model.weight.grad.tolist(), backward.learned.limits
+        return model.allocator.claims, model.weight.grad.tolist(), backward.learned.limit
 
     found = run_ranks(size, rank)
     assert found == [found[0]] * size
