@@ -51,11 +51,9 @@ def without_parts(differing: list[str]) -> list[str]:
 def as_int64(values: Sequence[int]) -> NDArray[np.int64]:
     """Returns ``values`` as int64. OverflowError: a value is too large for int64; TypeError: a value is no integer."""
     array = np.asarray(values)
-    return (
-        array.astype(np.int64)
-        if array.dtype.kind in "bi"
-        else np.array([index(v) for v in values], np.int64)
-    )
+    if array.dtype.kind in "bi":
+        return array.astype(np.int64)
+    return np.array([index(value) for value in values], np.int64)
 
 
 class SingleProcess:
@@ -89,29 +87,24 @@ class DistributedWorld:
 
         if not dist.is_initialized():
             raise ConfigError("torch.distributed is not initialised; call init_process_group first")
-        timeout_s, parent = (
-            check_number("timeout_s", timeout_s),
-            group if group is not None else dist.group.WORLD,
-        )
+        timeout_s = check_number("timeout_s", timeout_s)
+        parent = group if group is not None else dist.group.WORLD
         ranks = dist.get_process_group_ranks(parent)
         if dist.get_rank() not in ranks:
             raise ConfigError(
                 f"`group` must include this process (rank {dist.get_rank()}), but has the ranks {ranks}"
             )
-        self.rank, self.size = dist.get_rank(parent), len(ranks)
-        lost = f"rank {self.rank} of {self.size} lost contact with the others: one was killed, failed, left its loop early, or"
-        self._lost = f"{lost} did not answer within {timeout_s:,.10g} s; see the other ranks' logs"
-        beside = _BESIDE.setdefault(parent, {})
-        if timeout_s not in beside:
-            part = (
-                len(ranks) < dist.get_world_size()
-            )  # connects only if its ranks are in equally many groups
-            how: Any = {"timeout": timedelta(seconds=timeout_s), "use_local_synchronization": part}
-            with explained(self._lost, kind=AlignmentError), ThreadPool(1) as pool:
-                beside[timeout_s] = pool.apply_async(
-                    dist.new_group, (ranks,), {"backend": "gloo", **how}
-                ).get(CONNECTS_S)
-        self._group = beside[timeout_s]
+        self.rank = dist.get_rank(parent)
+        self.size = len(ranks)
+        self._lost = (
+            f"rank {self.rank} of {self.size} lost contact with the others: one was killed, failed, left its loop "
+            f"early, or did not answer within {timeout_s:,.10g} s; see the other ranks' logs"
+        )
+        groups = _GROUPS_BESIDE.setdefault(parent, {})
+        if timeout_s not in groups:
+            with explained(self._lost, kind=AlignmentError):
+                groups[timeout_s] = _new_gloo_group(ranks, timeout_s)
+        self._group = groups[timeout_s]
 
     def all_max(self, values: Sequence[int], /) -> list[int]:
         return self._reduce(as_int64(values), "MAX")
@@ -124,7 +117,7 @@ class DistributedWorld:
 
         with torch.inference_mode(False):  # in which a view does not hold its tensor
             vector = torch.tensor(values)
-            _HELD.append((vector, vector.view(-1)))
+            _RECENT_VECTORS.append((vector, vector.view(-1)))
         with _despite_dead_workers(), explained(self._lost, kind=AlignmentError):
             torch.distributed.all_reduce(
                 vector, op=getattr(torch.distributed.ReduceOp, op), group=self._group
@@ -134,45 +127,58 @@ class DistributedWorld:
 
 # A thread of gloo lets go of a vector some time after the exchange. If only Python holds it then, the thread takes a lock of the
 # interpreter, and a worker that is forked at this moment waits for that lock for ever. So a view holds the vector, too.
-_HELD: deque[Any] = deque(maxlen=64)
+_RECENT_VECTORS: deque[Any] = deque(maxlen=64)
+
+
+def _new_gloo_group(ranks: list[int], timeout_s: float) -> dist.ProcessGroup:
+    import torch.distributed as dist
+
+    is_part = len(ranks) < dist.get_world_size()
+    options = {
+        "ranks": ranks,
+        "timeout": timedelta(seconds=timeout_s),
+        "backend": "gloo",
+        # connects only the ranks of a part, which works if they are in equally many groups
+        "use_local_synchronization": is_part,
+    }
+    with ThreadPool(1) as pool:  # in a thread, whose end can be waited for until a deadline
+        return pool.apply_async(dist.new_group, kwds=options).get(CONNECTS_S)
 
 
 @contextmanager
 def _despite_dead_workers() -> Iterator[None]:
     """When a DataLoader's worker dies, torch's signal handler raises an error wherever the main thread is. Inside a
     collective, the other ranks would not learn of it; but the next load fails as well, and tells them."""
-    number, is_main = (
-        getattr(signal, "SIGCHLD", 0),
-        threading.current_thread() is threading.main_thread(),
-    )  # not on Windows
-    handler: Any = signal.getsignal(number) if number and is_main else None
+    is_main = threading.current_thread() is threading.main_thread()
+    handler: Any = None
+    if is_main and hasattr(signal, "SIGCHLD"):  # not on Windows
+        handler = signal.getsignal(signal.SIGCHLD)
+    if not callable(handler):
+        yield
+        return
 
-    def later(*arguments: Any) -> None:
+    def handle_silently(*arguments: Any) -> None:
         with suppress(RuntimeError):
             handler(*arguments)
 
-    if callable(handler):
-        signal.signal(number, later)
+    signal.signal(signal.SIGCHLD, handle_silently)
     try:
         yield
     finally:
-        if callable(handler):
-            signal.signal(number, handler)
+        signal.signal(signal.SIGCHLD, handler)
 
 
 # A gloo group takes five file descriptors and three threads: each process group gets one per timeout, freed with it.
-_BESIDE: WeakKeyDictionary[Any, dict[float, Any]] = WeakKeyDictionary()
+_GROUPS_BESIDE: WeakKeyDictionary[Any, dict[float, Any]] = WeakKeyDictionary()
 
 
 def rank_and_size() -> tuple[int, int]:
     """Returns this process's rank and the number of ranks from ``torch.distributed``; (0, 1) without it."""
     import torch.distributed as dist
 
-    return (
-        (dist.get_rank(), dist.get_world_size())
-        if dist.is_available() and dist.is_initialized()
-        else (0, 1)
-    )
+    if not dist.is_available() or not dist.is_initialized():
+        return 0, 1
+    return dist.get_rank(), dist.get_world_size()
 
 
 def current_world(*, timeout_s: float = 600.0) -> World:
@@ -188,7 +194,7 @@ def warn_if_launched() -> None:
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_torchelastic_launched() and not dist.is_initialized():
-        told = "torchrun started this process, but torch.distributed is not initialised, so every rank uses all samples"
         warn_user(
-            f"{told}; call torch.distributed.init_process_group() before the first batch is taken"
+            "torchrun started this process, but torch.distributed is not initialised, so every rank uses all "
+            "samples; call torch.distributed.init_process_group() before the first batch is taken"
         )

@@ -19,6 +19,7 @@ import numpy as np
 
 LONGEST = 240  # characters of a description; a hash of the whole replaces the end of a longer one
 CHANGED_BY_CALLS = ("truncation", "padding")  # parts of a tokenizer's file
+TOKENIZER_SETTINGS = ("truncation_side", "clean_up_tokenization_spaces", "split_special_tokens")
 PLAIN = (type(None), type(...), bool, int, float, complex, str, bytes)
 
 
@@ -44,25 +45,33 @@ def hashed(text: str | bytes, digits: int = 16) -> str:
 
 def ends_of(dataset: Any) -> str:
     """Returns text for the first and last sample of a list, an array or one of ``datasets``, read without the user's code."""
-    data = dataset.indices if type(dataset).__name__ == "Subset" else dataset
-    raw = data.with_format("arrow") if hasattr(data, "with_format") else data
-    if not len(raw) or not (raw is not data or isinstance(raw, (list, tuple, range, np.ndarray))):
+    if type(dataset).__name__ == "Subset":
+        dataset = dataset.indices
+    if hasattr(dataset, "with_format"):  # of datasets
+        rows = dataset.with_format("arrow")
+        return (
+            described([rows[place].to_pydict() for place in (0, len(rows) - 1)])
+            if len(rows)
+            else ""
+        )
+    if not isinstance(dataset, (list, tuple, range, np.ndarray)) or not len(dataset):
         return ""
-    ends: Any = (raw[0], raw[len(raw) - 1])
-    return described([end.to_pydict() if raw is not data else end for end in ends])
+    return described([dataset[0], dataset[len(dataset) - 1]])
 
 
 def tokenizer_text(tokenizer: Any) -> str:
     """Returns a checksum of a tokenizer's file, its special tokens and settings; other objects are :func:`described`."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None and not hasattr(tokenizer, "get_vocab"):
+    if backend is not None:
+        content = json.loads(backend.to_str())
+    elif hasattr(tokenizer, "get_vocab"):
+        content = tokenizer.get_vocab()
+    else:
         return described(tokenizer)
-    rules = tokenizer.get_vocab() if backend is None else json.loads(backend.to_str())
-    lasting = sorted(item for item in rules.items() if item[0] not in CHANGED_BY_CALLS)
-    names = ("truncation_side", "clean_up_tokenization_spaces", "split_special_tokens")
-    options = [getattr(tokenizer, name, None) for name in names]
-    content = repr((lasting, sorted(tokenizer.special_tokens_map.items()), options))
-    return f"{type(tokenizer).__name__} #{hashed(content)}"
+    lasting = sorted(item for item in content.items() if item[0] not in CHANGED_BY_CALLS)
+    special_tokens = sorted(tokenizer.special_tokens_map.items())
+    settings = [getattr(tokenizer, name, None) for name in TOKENIZER_SETTINGS]
+    return f"{type(tokenizer).__name__} #{hashed(repr((lasting, special_tokens, settings)))}"
 
 
 def _text(value: Any, above: tuple[int, ...], *, ask: bool = True) -> str:
@@ -73,54 +82,62 @@ def _text(value: Any, above: tuple[int, ...], *, ask: bool = True) -> str:
         return _short(repr(value))
     if id(value) in above:
         return f"^{len(above) - above.index(id(value))}"
-    return _short(_compound(value, (*above, id(value)), ask=ask))
-
-
-def _compound(value: Any, above: tuple[int, ...], *, ask: bool) -> str:
-    kind = type(value)
+    above = (*above, id(value))
     if isinstance(value, types.ModuleType):
-        return value.__name__
+        return _short(value.__name__)
     if hasattr(value, "__qualname__"):  # functions, methods and classes
-        return value.__qualname__
-    if ask and isinstance(fingerprint := getattr(value, "fingerprint", None), str):
-        return fingerprint
-    name = "" if kind in (dict, frozenset, tuple, list) else kind.__qualname__
+        return _short(value.__qualname__)
+    fingerprint = getattr(value, "fingerprint", None) if ask else None
+    if isinstance(fingerprint, str):
+        return _short(fingerprint)
+    if isinstance(value, (Mapping, set, frozenset, list, tuple)):
+        return _short(_text_of_collection(value, above))
+    if isinstance(value, np.ndarray) or _is_tensor(value):
+        return _short(_text_of_array(value))
+    return _short(_text_of_object(value, above))
+
+
+def _text_of_collection(value: Any, above: tuple[int, ...]) -> str:
+    name = "" if type(value) in (dict, frozenset, tuple, list) else type(value).__qualname__
     if isinstance(value, Mapping):
         items = sorted(f"{_text(key, above)}: {_text(item, above)}" for key, item in value.items())
         return f"{name}{{{', '.join(items)}}}"
+    items = [_text(item, above) for item in value]
     if isinstance(value, (set, frozenset)):
-        return f"{name}{{{', '.join(sorted(_text(item, above) for item in value))}}}"
-    if isinstance(value, (list, tuple)):
-        return f"{name}({', '.join(_text(item, above) for item in value)})"
+        return f"{name}{{{', '.join(sorted(items))}}}"
+    return f"{name}({', '.join(items)})"
+
+
+def _text_of_array(value: Any) -> str:
+    content = value
+    if _is_tensor(value):
+        numbers = value.detach().cpu().contiguous().reshape(-1)
+        content = numbers.view(sys.modules["torch"].uint8).numpy()
+    has_objects = content.dtype.hasobject
+    checksum = hashed(repr(content.tolist()) if has_objects else content.tobytes())
+    return f"{value.dtype}{list(value.shape)}#{checksum}"
+
+
+def _text_of_object(value: Any, above: tuple[int, ...]) -> str:
+    name = type(value).__qualname__
     if isinstance(value, Enum):
         return f"{name}.{value.name}"
     if isinstance(value, partial):
         return f"partial{_text((value.func, value.args, value.keywords), above)}"
-    if _is_tensor(value):
-        numbers = value.detach().cpu().contiguous().reshape(-1).view(sys.modules["torch"].uint8)
-        return f"{value.dtype}{list(value.shape)}#{hashed(numbers.numpy().tobytes())}"
-    if isinstance(value, np.ndarray):
-        content = repr(value.tolist()) if value.dtype.hasobject else value.tobytes()
-        return f"{value.dtype}{list(value.shape)}#{hashed(content)}"
-    attributes = _attributes(value)
-    if attributes is None:
-        shown = repr(value)
-        return name if " at 0x" in shown else f"{name} {shown}"
-    parts = (f"{key}={_text(item, above)}" for key, item in sorted(attributes.items()))
-    return f"{name}({', '.join(parts)})"
-
-
-def _attributes(value: Any) -> dict[str, Any] | None:
-    """Returns a dataclass's fields, or an object's attributes without cached values; None: it has none."""
     if is_dataclass(value):
-        return {field.name: getattr(value, field.name) for field in fields(value)}
-    if not hasattr(value, "__dict__"):
-        return None
-    found = dict(vars(value))
-    for name in vars(value):
-        if isinstance(getattr(type(value), name, None), cached_property):
-            del found[name]
-    return found
+        names = [field.name for field in fields(value)]
+    elif hasattr(value, "__dict__"):
+        kind = type(value)
+        names = [
+            name
+            for name in vars(value)
+            if not isinstance(getattr(kind, name, None), cached_property)
+        ]
+    else:
+        text = repr(value)
+        return name if " at 0x" in text else f"{name} {text}"
+    attributes = (f"{key}={_text(getattr(value, key), above)}" for key in sorted(names))
+    return f"{name}({', '.join(attributes)})"
 
 
 def _short(text: str) -> str:

@@ -28,7 +28,8 @@ __all__ = [
     "units_of",
 ]
 
-TOKENS, TARGET = "tokens", "target"
+TOKENS = "tokens"
+TARGET = "target"
 
 
 def primary(streams: Iterable[str]) -> str:
@@ -42,7 +43,8 @@ def primary(streams: Iterable[str]) -> str:
 
 def check_names(named: Mapping[str, Any]) -> None:
     """Raises ConfigError unless ``named`` maps stream names (str) to lengths."""
-    if not named or not all(isinstance(name, str) for name in named):
+    are_names = all(isinstance(name, str) for name in named)
+    if not named or not are_names:
         raise ConfigError(
             f"`lengths` must be one number per sample, or a dict by stream name, but has {list(named)}"
         )
@@ -73,17 +75,19 @@ def largest_within(
 ) -> IntArray:
     """Returns the largest count (up to ``most``) that fits, for each of ``size`` questions: int64 (size,). 0: none.
 
-    Bisects ``fits``, a monotone function of one count per question, with at most 41 calls.
+    Bisection of ``fits``, which allows every count below one that it allows: at most 41 calls, of all questions at once.
 
     >>> largest_within(lambda count: count * np.array([10, 50]) <= 100, 2).tolist()
     [10, 2]
     """
-    low, high = np.zeros(size, np.int64), np.full(size, most) + 1
-    while (high - low > 1).any():
-        middle = np.maximum((low + high) // 2, 1)
-        ok = fits(middle) & (middle < high)
-        low, high = np.where(ok, middle, low), np.where(ok, high, np.minimum(middle, high))
-    return low
+    fitting = np.zeros(size, np.int64)
+    too_large = np.full(size, most) + 1
+    while (too_large - fitting > 1).any():
+        middle = np.maximum((fitting + too_large) // 2, 1)
+        middle_fits = fits(middle) & (middle < too_large)
+        fitting = np.where(middle_fits, middle, fitting)
+        too_large = np.where(middle_fits, too_large, np.minimum(middle, too_large))
+    return fitting
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,33 +112,38 @@ class BatchShape:
     def of(cls, num_samples: ArrayLike, longest: Units, total: Units | None = None) -> BatchShape:
         """Makes shapes from numbers or arrays, which are broadcast; those without a name are the stream ``tokens``.
         Without ``total``, every sample of a batch counts as long as the longest."""
-        count, longest_by = np.asarray(num_samples, dtype=np.int64), _by_stream(longest)
-        total_by = (
-            {k: count * v for k, v in longest_by.items()} if total is None else _by_stream(total)
+        count = np.asarray(num_samples, dtype=np.int64)
+        longest = _by_stream(longest)
+        if total is None:
+            total = {name: count * values for name, values in longest.items()}
+        size = np.broadcast_shapes((1,), count.shape, *map(np.shape, longest.values()))
+        return cls(
+            np.broadcast_to(count, size),
+            _broadcast(longest, size),
+            _broadcast(_by_stream(total), size),
         )
-        size = np.broadcast_shapes((1,), np.shape(count), *map(np.shape, longest_by.values()))
-        spread = lambda streams: {name: np.broadcast_to(v, size) for name, v in streams.items()}  # noqa: E731
-        return cls(np.broadcast_to(count, size), spread(longest_by), spread(total_by))
 
     @classmethod
     def of_samples(cls, lengths: Streams) -> BatchShape:
         """Returns the shape (K = 1) of the batch that consists of exactly these samples."""
-        count = len(next(iter(lengths.values())))
+        num_samples = len(next(iter(lengths.values())))
         longest = {name: int(values.max(initial=0)) for name, values in lengths.items()}
-        return cls.of(
-            count,
-            longest,
-            {name: int(values.sum(dtype=np.int64)) for name, values in lengths.items()},
-        )
+        total = {name: int(values.sum(dtype=np.int64)) for name, values in lengths.items()}
+        return cls.of(num_samples, longest, total)
 
     def __len__(self) -> int:
         return len(self.num_samples)
 
     def without(self, streams: Collection[str]) -> BatchShape:
         """Returns the same shapes without the given streams; the primary stream is always kept."""
-        apart = set(streams) - {primary(self.longest)}
-        longest = {name: values for name, values in self.longest.items() if name not in apart}
-        return BatchShape(self.num_samples, longest, {name: self.total[name] for name in longest})
+        kept = [
+            name for name in self.longest if name not in streams or name == primary(self.longest)
+        ]
+        return BatchShape(
+            self.num_samples,
+            {name: self.longest[name] for name in kept},
+            {name: self.total[name] for name in kept},
+        )
 
 
 def target_tokens(shape: BatchShape) -> IntArray:
@@ -144,15 +153,17 @@ def target_tokens(shape: BatchShape) -> IntArray:
     >>> target_tokens(BatchShape.of(2, {"tokens": 9, "labels": 4})).tolist()
     [4]
     """
+    if TARGET in shape.longest:
+        return shape.longest[TARGET]
     first = primary(shape.longest)
     others = [values for name, values in shape.longest.items() if name != first]
-    return (
-        shape.longest.get(TARGET, shape.longest[first])
-        if TARGET in shape.longest or not others
-        else np.sum(others, axis=0)
-    )
+    return np.sum(others, axis=0) if others else shape.longest[first]
 
 
 def _by_stream(value: Units) -> dict[str, IntArray]:
     named = value if isinstance(value, Mapping) else {TOKENS: value}
     return {name: np.asarray(values, np.int64) for name, values in named.items()}
+
+
+def _broadcast(streams: Mapping[str, IntArray], size: tuple[int, ...]) -> dict[str, IntArray]:
+    return {name: np.broadcast_to(values, size) for name, values in streams.items()}

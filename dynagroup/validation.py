@@ -31,7 +31,7 @@ def warn_user(message: str) -> None:
 def explained(
     what: str, *passed: type[BaseException], way_out: str = "", kind: Any = ConfigError
 ) -> Iterator[None]:
-    """Context manager that turns errors into ``kind`` with the text ``what``, except errors of the types ``passed``."""
+    """Turns errors into ``kind`` with the text ``what``, except errors of the types ``passed``: a context manager."""
     try:
         yield
     except passed:
@@ -42,12 +42,15 @@ def explained(
 
 
 class sendable(ContextDecorator):
-    """Context manager for the user's code in a worker. Errors that torch cannot send to the main process, which would
-    wait for them without end, or takes for the end of the data (StopIteration), become RuntimeErrors that begin with
-    ``what()``; ``always``: all but ConfigErrors do."""
+    """Context manager for the user's code in a worker: turns some errors into RuntimeErrors that begin with ``what()``.
+
+    These are errors that torch cannot send to the main process, which would wait for them without end, and StopIteration,
+    which torch takes for the end of the data; with ``always`` all errors but ConfigErrors.
+    """
 
     def __init__(self, what: Callable[[], str], *, always: bool = False) -> None:
-        self._what, self._always = what, always
+        self._what = what
+        self._always = always
 
     def __enter__(self) -> None: ...
 
@@ -56,10 +59,11 @@ class sendable(ContextDecorator):
             return
         from torch.utils.data import get_worker_info  # heavy
 
-        renamed = isinstance(error, StopIteration) or (
-            self._always and not isinstance(error, ConfigError)
-        )
-        if renamed or not (get_worker_info() is None or _arrives(type(error))):
+        if self._always:
+            is_turned = not isinstance(error, ConfigError)
+        else:
+            is_turned = get_worker_info() is not None and not _arrives(type(error))
+        if is_turned or isinstance(error, StopIteration):
             raise RuntimeError(f"{self._what()}: {type(error).__name__}: {error}") from error
 
 
@@ -73,30 +77,33 @@ def _arrives(kind: Any) -> bool:
 def fetch(dataset: Any, indices: Sequence[int], *, always: bool = False) -> Any:
     """Returns samples, read together if the dataset can. Errors name their indices, as :func:`sendable` says. RuntimeError:
     the dataset returned too few or too many. ``always``: also reads samples that are not in a list."""
-    together, asked = getattr(dataset, "__getitems__", None), [*indices]
-    with sendable(lambda: f"dataset samples {shorten(asked)} failed", always=always):
-        samples = (
-            together(asked)
-            if together is not None
-            else [dataset[(asked := [index])[0]] for index in indices]
+    if not hasattr(dataset, "__getitems__"):
+        return [_fetch_one(dataset, index, always=always) for index in indices]
+    with sendable(lambda: f"dataset samples {shorten(indices)} failed", always=always):
+        samples = dataset.__getitems__(list(indices))
+        if always or isinstance(samples, Iterator):
+            samples = list(samples)
+    has_columns = hasattr(samples, "keys")
+    if hasattr(samples, "__len__") and not has_columns and len(samples) != len(indices):
+        raise RuntimeError(
+            f"the dataset's __getitems__ returned {len(samples)} samples for the indices {shorten(indices)}; "
+            "it must return one sample per index, in order"
         )
-        samples = [*samples] if always or isinstance(samples, Iterator) else samples
-    if (
-        hasattr(samples, "__len__")
-        and not hasattr(samples, "keys")
-        and len(samples) != len(indices)
-    ):  # keys: of columns
-        found = f"the dataset's __getitems__ returned {len(samples)} samples for the indices {shorten(indices)}"
-        raise RuntimeError(f"{found}; it must return one sample per index, in order")
     return samples
 
 
+def _fetch_one(dataset: Any, index: int, *, always: bool) -> Any:
+    with sendable(lambda: f"dataset samples [{index}] failed", always=always):
+        return dataset[index]
+
+
 def set_epoch(holder: Any, epoch: int) -> None:
-    getattr(holder, "set_epoch", lambda _: None)(epoch)
+    if hasattr(holder, "set_epoch"):
+        holder.set_epoch(epoch)
 
 
 def shorten(indices: Sequence[int], most: int = 16) -> str:
-    shown = ", ".join(str(i) for i in list(indices)[:most])
+    shown = ", ".join(map(str, indices[:most]))
     return f"[{shown}]" if len(indices) <= most else f"[{shown}, ... {len(indices)} in all]"
 
 
@@ -105,9 +112,10 @@ def check_int(
 ) -> int:
     """Returns ``value`` as a Python int, which JSON can save. ConfigError: not an int from ``least`` to ``most``."""
     is_int = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    if not is_int or not least <= value <= most:
-        bound = f"at most {most}" if is_int and value > most else f"at least {least}"
-        raise ConfigError(f"`{name}` must be an int of {bound}, but is {value!r}{where}")
+    if is_int and value > most:
+        raise ConfigError(f"`{name}` must be an int of at most {most}, but is {value!r}{where}")
+    if not is_int or value < least:
+        raise ConfigError(f"`{name}` must be an int of at least {least}, but is {value!r}{where}")
     return int(value)
 
 
@@ -147,11 +155,12 @@ def check_number(
 ) -> float:
     """Returns ``value`` as a float greater than 0 and at most ``most``. ``or_zero``: 0 is allowed too; ``finite``: False
     allows infinity. ConfigError: ``value`` is no such number."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+    is_number = isinstance(value, (int, float, np.integer, np.floating))
+    if isinstance(value, bool) or not is_number:
         raise ConfigError(f"`{name}` must be a number greater than 0, but is {value!r}")
     if or_zero and value == 0:
         return 0.0
-    if not (0 < value <= most) or (finite and math.isinf(value)):
+    if not 0 < value <= most or (finite and math.isinf(value)):
         upper = "finite" if math.isinf(most) else f"at most {most:g}"
         raise ConfigError(f"`{name}` must be greater than 0 and {upper}, but is {value!r}")
     return float(value)
@@ -161,18 +170,14 @@ def check_names(where: str, given: Iterable[str], known: Collection[str]) -> Non
     """Raises ConfigError if a name is not in ``known``, and suggests the most similar known name."""
     for name in given:
         if name not in known:
-            close = [
-                f"; did you mean `{other}`?" for other in difflib.get_close_matches(name, known, 1)
-            ]
-            raise ConfigError("".join([f"{where} has no option `{name}`", *close]))
+            similar = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean `{similar[0]}`?" if similar else ""
+            raise ConfigError(f"{where} has no option `{name}`{hint}")
 
 
 def check_choice(name: str, value: Any, choices: Sequence[Any]) -> Any:
     """Returns ``value`` if it equals one of ``choices`` and has the same type, else raises ConfigError."""
-    if not any(
-        value is choice or (type(value) is type(choice) and value == choice) for choice in choices
-    ):
-        raise ConfigError(
-            f"`{name}` must be one of {', '.join(map(repr, choices))}, but is {value!r}"
-        )
-    return value
+    for choice in choices:
+        if type(value) is type(choice) and value == choice:
+            return value
+    raise ConfigError(f"`{name}` must be one of {', '.join(map(repr, choices))}, but is {value!r}")
