@@ -5,17 +5,24 @@ usage: python examples/train_plain.py        or: torchrun --nproc-per-node 2 exa
 
 from __future__ import annotations
 
-import contextlib
 import os
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from dynagroup import TokenBudget
-from dynagroup.update.planned import PlannedDataLoader
+from dynagroup import PlannedDataLoader, Step, TokenBudget
 
 VOCAB = 50
+
+
+def make_rows() -> list[list[int]]:
+    rows = []
+    for number in range(128):
+        length = 2 + (7 * number) % 40
+        rows.append([1 + (number + place) % (VOCAB - 1) for place in range(length)])
+    return rows
 
 
 def collate(rows: list[list[int]]) -> torch.Tensor:
@@ -28,12 +35,28 @@ def loss_of(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
 
 
 def predicted_tokens(ids: torch.Tensor) -> float:
+    """The weight of a batch: its loss is a mean over so many tokens."""
     return float(ids[:, 1:].ne(0).sum())
 
 
-def train() -> list[float]:
+def gradient_sync(model: torch.nn.Module, step: Step) -> AbstractContextManager[None]:
+    """Ranks average their gradients once an update, in its last step."""
+    if isinstance(model, DistributedDataParallel) and not step.ends_update:
+        return model.no_sync()
+    return nullcontext()
+
+
+def mean_of_ranks(total: torch.Tensor) -> float:
+    if not dist.is_initialized():
+        return float(total)
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()
+
+
+def train(epochs: int = 3) -> list[float]:
+    """Returns the loss of each update."""
     torch.manual_seed(0)
-    rows = [[1 + (i + k) % (VOCAB - 1) for k in range(2 + (7 * i) % 40)] for i in range(128)]
+    rows = make_rows()
     loader = PlannedDataLoader(
         rows,
         [len(row) for row in rows],
@@ -42,35 +65,30 @@ def train() -> list[float]:
         collate_fn=collate,
         weigh=predicted_tokens,
     )
-    model: torch.nn.Module = torch.nn.Sequential(
-        torch.nn.Embedding(VOCAB, 16), torch.nn.Linear(16, VOCAB)
-    )
-    model = DistributedDataParallel(model) if dist.is_initialized() else model
+    embedding = torch.nn.Embedding(VOCAB, 16)
+    model: torch.nn.Module = torch.nn.Sequential(embedding, torch.nn.Linear(16, VOCAB))
+    if dist.is_initialized():
+        model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
     losses = []
-    for epoch in range(3):
+    for epoch in range(epochs):
         loader.set_epoch(epoch)
         for update in loader.updates():
             total = torch.zeros(())
             for step in update:
-                local = getattr(model, "no_sync", contextlib.nullcontext)
-                with contextlib.nullcontext() if step.ends_update else local():
+                with gradient_sync(model, step):
                     loss = loss_of(model, step.batch) * step.loss_scale
                     loss.backward()
                 total += loss.detach()
             optimizer.step()
             optimizer.zero_grad()
-            if dist.is_initialized():
-                dist.all_reduce(
-                    total, dist.ReduceOp.AVG if dist.get_backend() == "nccl" else dist.ReduceOp.SUM
-                )
-                total /= 1 if dist.get_backend() == "nccl" else dist.get_world_size()
-            losses.append(float(total))
+            losses.append(mean_of_ranks(total))
     return losses
 
 
 def main() -> list[float]:
-    if "RANK" in os.environ:
+    if "RANK" in os.environ:  # started by torchrun
         dist.init_process_group("gloo")
     losses = train()  # a model in DistributedDataParallel has to go before its process group
     if not dist.is_initialized() or dist.get_rank() == 0:

@@ -188,7 +188,7 @@ def test_a_tokenizer_is_compared_by_its_file_special_tokens_and_settings():
         ({"more": 1}, "not match its checksum"),
         ({3: 1}, "not match its checksum"),
         ({"identity": 3}, "not match its checksum"),
-        ({"version": 1}, "has version 1, but dynagroup reads 5"),
+        ({"version": 1}, "has version 1, but dynagroup reads 6"),
         ({"kind": "Other"}, "of Loader, but got one of 'Other'"),
     ],
 )
