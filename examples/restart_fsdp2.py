@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 from dynagroup import LearningBudget, PlannedDataLoader, TokenBudget
 from dynagroup.shapes import BatchShape
@@ -54,7 +54,7 @@ class Run:
     """What is saved together after an update, and the folder of the checkpoints and of what failed."""
 
     folder: Path
-    model: FSDPModule
+    model: Any  # an FSDPModule
     optimizer: torch.optim.Optimizer
     loader: PlannedDataLoader
     budget: LearningBudget

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -81,7 +82,8 @@ class TwoTowers(nn.Module):
 
 
 def new_mesh() -> DeviceMesh:
-    return DeviceMesh.from_group(dist.new_group(timeout=PATIENCE), "cpu")
+    group: Any = dist.new_group(timeout=PATIENCE)
+    return DeviceMesh.from_group(group, "cpu")
 
 
 def shard(model: TwoTowers) -> None:
@@ -109,7 +111,7 @@ def train(ignore_kinds: bool = False) -> tuple[list[float], dict[str, torch.Tens
         weigh=predicted_tokens,
     )
     torch.manual_seed(0)
-    model = TwoTowers()
+    model: Any = TwoTowers()
     shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 

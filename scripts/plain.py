@@ -192,7 +192,7 @@ class Measured:
     def _add_node(self, node: ast.AST, path: Path) -> None:
         for form in forms_of(node):
             self.forms[form] += 1
-            self.places.append((form, f"{path}:{node.lineno}"))
+            self.places.append((form, f"{path}:{getattr(node, 'lineno', 0)}"))
         if is_call_of(node, "getattr", "hasattr"):
             self.forms["getattr, hasattr"] += 1
         if isinstance(node, ast.Name) and node.id == "Any":
@@ -233,7 +233,7 @@ def print_figures(path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description="How plain Python is.")
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH")
     parser.add_argument("--list", metavar="FORM")
     parser.add_argument("--worst", type=int, metavar="N")

@@ -337,6 +337,7 @@ def test_any_map_style_dataset_with_a_length_function_that_may_name_several_stre
     ("bad", "said"),
     [
         (None, "text 1005 must be a string, but is None"),
+        ("one \ud800 two", r"one of the texts 1000 to 1006 .*encode\('utf-8', 'replace'\)"),
         (
             CHAT,
             r"text 1005 must be .*turn a chat into a text with .*apply_chat_template\(messages, tokenize=False\)",

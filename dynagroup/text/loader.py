@@ -65,16 +65,17 @@ def text_dataloader(
         raise ConfigError(
             "`tokenizer` has no padding token; set one, e.g. tokenizer.pad_token = tokenizer.eos_token"
         )
-    texts = by_position(texts)
+    dataset: Any = by_position(texts)
     max_length = limit_of(max_length)
-    if lengths is None:
-        lengths = measure_lengths(texts, tokenizer, max_length=max_length)
+    known: Any = lengths
+    if known is None:
+        known = measure_lengths(dataset, tokenizer, max_length=max_length)
     window = options.get("window")
     if window is None and not shuffle:
-        window = len(texts)
+        window = len(dataset)
     budget = few_shapes(
         shapes,
-        lengths,
+        known,
         budget,
         samples_per_update=options.get("samples_per_update"),
         window=window,
@@ -84,7 +85,7 @@ def text_dataloader(
     )
     of_sampler = inspect.signature(LengthAwareBatchSampler).parameters
     sampler_options = {name: options.pop(name) for name in [*options] if name in of_sampler}
-    sampler = LengthAwareBatchSampler(lengths, budget, shuffle=shuffle, **sampler_options)
+    sampler = LengthAwareBatchSampler(known, budget, shuffle=shuffle, **sampler_options)
 
     collator = PackingCollator if budget.layout == "packed" else TokenizingCollator
     collate: Any = collator(tokenizer, max_length, budget.pad_to_multiple_of, labels)
@@ -92,7 +93,7 @@ def text_dataloader(
         padding = {"input_ids": tokenizer.pad_token_id}
         collate = FillingCollator(collate, budget.ladder, padding)
     options = checked_kwargs(options, batch_sampler=sampler, collate_fn=collate)
-    return DataLoader(texts, batch_sampler=sampler, collate_fn=collate, **options)
+    return DataLoader(dataset, batch_sampler=sampler, collate_fn=collate, **options)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from dynagroup.errors import ConfigError
 from dynagroup.lengths import as_streams, by_stream, limit_of
 from dynagroup.shapes import TOKENS, primary
-from dynagroup.validation import check_function, check_int, fetch, sendable, warn_user
+from dynagroup.validation import check_function, check_int, explained, fetch, sendable, warn_user
 
 VALUES = "input_values"  # field of speech models: fractions
 IDS = ("input_ids", VALUES)  # usual names of fields with one entry per position
@@ -146,7 +146,11 @@ def _count_texts(
             )
     if not texts:  # some tokenizers refuse an empty list
         return []
-    return list(map(len, tokenized(tokenizer, texts, max_length)["input_ids"]))
+    with explained(
+        f"the tokenizer failed on one of the texts {first} to {first + len(texts) - 1}",
+        way_out="; for lone surrogates, text.encode('utf-8', 'replace').decode() helps",
+    ):
+        return list(map(len, tokenized(tokenizer, texts, max_length)["input_ids"]))
 
 
 def tokenized(tokenizer: Tokenizer, texts: Sequence[str], max_length: int | None) -> Any:
@@ -346,8 +350,7 @@ def count_choices(rows: Any) -> int | None:
 
 def by_position(values: Any, name: str = "texts") -> Sequence[Any]:
     """Returns ``values`` as a sequence that is indexed by position (a pandas Series is indexed by its labels)."""
-    is_whole = isinstance(values, (str, bytes, Mapping)) or _is_table(values)
-    if is_whole or _is_hf_dataset(values) or not hasattr(values, "__len__"):
+    if not _is_sequence(values):
         raise ConfigError(
             f"`{name}` must be a list or one column, but is a whole {type(values).__name__}; "
             "for a stream use OnlineDataLoader"
@@ -357,6 +360,12 @@ def by_position(values: Any, name: str = "texts") -> Sequence[Any]:
     if hasattr(values, "iloc") or not hasattr(values, "__getitem__"):
         return list(values)
     return values
+
+
+def _is_sequence(values: Any) -> bool:
+    if isinstance(values, (str, bytes, Mapping)) or _is_table(values) or _is_hf_dataset(values):
+        return False
+    return hasattr(values, "__len__")
 
 
 def _is_table(data: Any) -> bool:
