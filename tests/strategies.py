@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from dynagroup import AdditiveCap, Budget, MemoryBudget, TokenBudget
 from dynagroup.memory.protocols import PaddedTokens
 from dynagroup.plan.batches import RoundBatch, allowed_sizes, friendly_size, multiple_of
-from dynagroup.plan.planner import PlanConfig
+from dynagroup.plan.inputs import PlanConfig
 
 ROUNDINGS = st.sampled_from([None, multiple_of(2), multiple_of(8), friendly_size])
 

@@ -22,8 +22,8 @@ from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.plan.cost import Work
 from dynagroup.plan.epoch import Mixture
 from dynagroup.plan.few_shapes import ShapeLadder
+from dynagroup.plan.inputs import PlanConfig
 from dynagroup.plan.micro_batches import balanced_partitions, shard_micro_batches
-from dynagroup.plan.planner import PlanConfig
 from tests.online.helpers import Tokens, collate
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -146,8 +146,12 @@ WRONG: list[tuple[Any, str]] = [
     (lambda: ShapeLadder([5], PACKED), "needs a padded budget"),
     (lambda: ShapeLadder([], 100), "needs at least one length"),
     (
+        lambda: ShapeLadder({"tokens": [5], "target": [3]}, 100),
+        r"lengths in one stream, but `lengths` has .'tokens', 'target'.; leave `shapes` out, or",
+    ),
+    (
         lambda: ShapeLadder([5], 100).shape_for(2, 9),
-        r"2 samples of \(9,\) tokens is larger than all shapes",
+        r"2 samples of 9 tokens is larger than all shapes",
     ),
     (
         lambda: ShapeLadder([5, 200], 100, 1),

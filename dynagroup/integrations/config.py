@@ -32,7 +32,7 @@ class DynagroupConfig:
         kind_of: function from a processed sample to its label, instead of ``kinds``, with mode="online".
         one_kind: with labels: "step": all batches of a step, on all ranks, have one kind; "batch": each batch has.
         shapes: int, largest number of batch shapes (samples, tokens) that a compiled model sees: batches of training and
-            padded batches of evaluation are filled to these, also with rows of weight 0. Needs ``lengths``.
+            padded batches of evaluation are filled to these, also with rows of weight 0. Needs one stream of ``lengths``.
         lengths: tokens of each training sample, int (num_samples,), or a dict by stream, such as
             ``{"tokens": ..., "target": ...}``. None: from the length column, else counted from the model's first input
             (with ``target`` from the labels of encoder-decoder models).

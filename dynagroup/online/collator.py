@@ -18,7 +18,7 @@ from dynagroup.online.messages import Refined, RefinedWindow, Request, WindowSam
 from dynagroup.plan.batches import Batches, offsets_of, shapes_of
 from dynagroup.plan.cost import Work, check_work
 from dynagroup.plan.cut import cut_kinds
-from dynagroup.plan.planner import OneKind
+from dynagroup.plan.inputs import OneKind
 from dynagroup.shapes import TOKENS, IntArray, Streams, check_names, primary, units_of
 from dynagroup.update.filling import FillingCollator, Pad
 from dynagroup.update.loss_weight import Weigh, weigher

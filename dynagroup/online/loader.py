@@ -28,7 +28,7 @@ from dynagroup.online.state import LearnedLengths, standing, together
 from dynagroup.plan.cost import Work
 from dynagroup.plan.cursor import Cursor
 from dynagroup.plan.few_shapes import few_shapes
-from dynagroup.plan.planner import OneKind
+from dynagroup.plan.inputs import OneKind
 from dynagroup.shapes import TOKENS, BatchShape, Streams, largest_within
 from dynagroup.update.filling import Pad
 from dynagroup.update.loader import StepLoader

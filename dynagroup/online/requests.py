@@ -22,8 +22,10 @@ from dynagroup.online.state import KINDS, LearnedLengths
 from dynagroup.plan.cost import Work, check_work
 from dynagroup.plan.cursor import Cursor
 from dynagroup.plan.epoch import EpochOrder, OrderSource
+from dynagroup.plan.inputs import OneKind, PlanConfig
 from dynagroup.plan.plan import BatchPlan
-from dynagroup.plan.planner import OneKind, PlanConfig, Planner
+from dynagroup.plan.planner import Planner
+from dynagroup.plan.window import plan_update
 from dynagroup.shapes import IntArray, Streams, primary
 from dynagroup.update.loader import check_updates
 from dynagroup.update.loss_weight import Weigh
@@ -286,7 +288,7 @@ def _planner(source: Source, lengths: Streams) -> Planner:
         kinds = Kinds(codes.astype(np.int32), tuple(labels.tolist()))
     return Planner(
         lengths, source.budget, PlanConfig(samples_per_update=size, hardest_first=0, **how), kinds
-    ).by(source.limit)
+    ).with_limit(source.limit)
 
 
 def _own(window: BatchPlan, rank: int) -> list[IntArray]:
@@ -336,8 +338,11 @@ def _updates(
         groups = None
         if planner is not None:
             mine = _own(
-                planner.update_of(
-                    np.arange(first, end), Cursor(mark.epoch, update=mark.update), size
+                plan_update(
+                    planner,
+                    np.arange(first, end),
+                    Cursor(mark.epoch, update=mark.update),
+                    size,
                 ),
                 rank,
             )

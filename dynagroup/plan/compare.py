@@ -13,8 +13,9 @@ from dynagroup.lengths import as_streams
 from dynagroup.plan.batches import Batches
 from dynagroup.plan.cost import Work
 from dynagroup.plan.epoch import NONE, epoch_order
+from dynagroup.plan.inputs import PlanConfig
 from dynagroup.plan.plan import BatchPlan, fixed_batches, format_table
-from dynagroup.plan.planner import PlanConfig, Planner
+from dynagroup.plan.planner import Planner
 from dynagroup.plan.plots import draw_panels
 from dynagroup.shapes import Streams, primary
 from dynagroup.validation import check_int

@@ -1,4 +1,4 @@
-"""A point in a run, stored as a few integers, from which the run can resume. ``planner._Window.rest`` plans the rest of
+"""A point in a run, stored as a few integers, from which the run can resume. ``window.Window.rest`` plans the rest of
 a window after it; ``online/feeds.resumed`` continues an epoch of the online loader."""
 
 from collections.abc import Mapping, Sequence

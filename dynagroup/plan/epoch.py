@@ -4,7 +4,7 @@ is computed, not stored: reading a part of it takes time proportional to that pa
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from typing import Any
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,8 @@ from dynagroup.errors import AlignmentError, ConfigError
 from dynagroup.shapes import IntArray
 from dynagroup.validation import check_int, explained
 
-ROUNDS, NONE = 8, np.zeros(0, np.int64)
+ROUNDS = 8
+NONE = np.zeros(0, np.int64)
 BLOCK = 1 << 14  # least number of indices that are computed at once
 
 
@@ -129,10 +130,16 @@ class Windows:
     """
 
     def __init__(self, count: int, size: int, first: int | None = None) -> None:
-        self._count, self._size = count, size
-        self._number = -(-count // size) if first is None else max(count // size, min(count, 1))
-        self._first = min(first or 0, self._number - 1)
-        self._rest = 0 if first is None else count - self._number * size
+        self._count = count
+        self._size = size
+        if first is None:
+            self._number = -(-count // size)
+            self._first = min(0, self._number - 1)
+            self._rest = 0
+        else:
+            self._number = max(count // size, min(count, 1))
+            self._first = min(first, self._number - 1)
+            self._rest = count - self._number * size  # samples that are left over
 
     def __len__(self) -> int:
         return self._number
@@ -140,18 +147,25 @@ class Windows:
     def __getitem__(self, number: int) -> tuple[int, int]:
         if not 0 <= number < self._number:
             raise IndexError(number)
-        place = number if number > self._first else (number - 1) % (self._first + 1)
-        start = place * self._size + self._rest * (place > self._first)
-        return start, min(start + self._size + self._rest * (place == self._first), self._count)
+        place = number  # of the window in the epoch's order
+        if number <= self._first:
+            place = (number - 1) % (self._first + 1)
+        start = place * self._size
+        stop = start + self._size
+        if place > self._first:
+            start += self._rest
+        if place >= self._first:
+            stop += self._rest
+        return start, min(stop, self._count)
 
 
 def windows_of_kinds(
     order: IntArray,
-    kinds: NDArray,
+    kinds: NDArray[np.integer],
     size: int,
     *,
     least: int,
-    rng: Any = None,
+    rng: np.random.Generator | None = None,
     tokens: IntArray | None = None,
 ) -> tuple[IntArray, list[tuple[int, int]], IntArray]:
     """Returns dataset indices in windows; (start, stop) of each, in order of use; the number of each kind's last window.
@@ -163,33 +177,34 @@ def windows_of_kinds(
     >>> windows_of_kinds(np.arange(6), np.array([0, 1, 0, 0, 1, 0]), 2, least=2)[:2]
     (array([0, 2, 3, 5, 1, 4]), [(0, 2), (2, 6)])
     """
-    own = kinds[order]
-    counts = np.bincount(own, minlength=1)
-    sizes = np.clip(counts // 2, least, size)
-    parts = np.maximum(counts // sizes, 1)
-    number, shift = (
-        int(parts.max()),
-        np.full(len(counts), 0.5) if rng is None else rng.random(len(counts)),
-    )
-    by_kind = np.argsort(
-        own.astype(np.uint16) if len(counts) < 1 << 16 else own, kind="stable"
-    )  # 16 bits: radix sort
-    own, within = own[by_kind], np.arange(len(own)) - np.repeat(np.cumsum(counts) - counts, counts)
-    part = np.minimum(within // sizes[own], parts[own] - 1)
-    window = np.minimum(((part + shift[own]) * (number / parts[own])).astype(np.int64), number - 1)
-    order, stops = (
-        order[by_kind[np.argsort(window, kind="stable")]],
-        np.cumsum(np.bincount(window, minlength=number)),
-    )
-    found = list(zip([0, *stops.tolist()], stops.tolist(), strict=False))
+    counts = np.bincount(kinds[order], minlength=1)
+    part_sizes = np.clip(counts // 2, least, size)
+    num_parts = np.maximum(counts // part_sizes, 1)
+    num_windows = int(num_parts.max())
+    shift = np.full(len(counts), 0.5) if rng is None else rng.random(len(counts))
+    # The samples of each kind are divided into parts; the parts of a kind are evenly spaced over the windows.
+    codes = kinds[order]
+    if len(counts) < 1 << 16:
+        codes = codes.astype(np.uint16)  # numpy sorts 16-bit keys by radix sort
+    by_kind = np.argsort(codes, kind="stable")
+    kind = codes[by_kind].astype(np.int64)
+    first_of_kind = np.cumsum(counts) - counts
+    place_in_kind = np.arange(len(kind)) - first_of_kind[kind]
+    part = np.minimum(place_in_kind // part_sizes[kind], num_parts[kind] - 1)
+    window = (part + shift[kind]) * (num_windows / num_parts[kind])
+    window = np.minimum(window.astype(np.int64), num_windows - 1)
+    by_window = by_kind[np.argsort(window, kind="stable")]
+    in_windows = order[by_window]
+    stops = np.cumsum(np.bincount(window, minlength=num_windows))
+    spans = list(pairwise([0, *stops.tolist()]))
     if tokens is not None and len(order):
-        found.insert(
-            0, found.pop(int(np.searchsorted(stops, np.argmax(tokens[order]), side="right")))
-        )
+        hardest = int(np.argmax(tokens[in_windows]))
+        number = int(np.searchsorted(stops, hardest, side="right"))
+        spans.insert(0, spans.pop(number))
     last = np.zeros(int(kinds.max(initial=0)) + 1, np.int64)
-    for place, (start, stop) in enumerate(found):
-        last[kinds[order[start:stop]]] = place
-    return order, found, last
+    for number, (start, stop) in enumerate(spans):
+        last[kinds[in_windows[start:stop]]] = number
+    return in_windows, spans, last
 
 
 class Mixture:
@@ -216,22 +231,20 @@ class Mixture:
         num_samples: int | None = None,
         seed: int = 0,
     ) -> None:
-        with explained(
-            f"`sources` must map names to dataset indices, at least one each, but is {sources!r:.200}"
-        ):
+        must = "`sources` must map names to dataset indices, at least one each"
+        with explained(f"{must}, but is {sources!r:.200}"):
             self._sources = {name: np.asarray(indices) for name, indices in sources.items()}
-            if any(
-                i.ndim != 1 or not i.size or i.dtype.kind not in "iu"
-                for i in self._sources.values()
-            ):
-                raise ValueError(
-                    "dataset indices are integers; for a boolean mask give np.flatnonzero(mask)"
-                )
+            for indices in self._sources.values():
+                if indices.ndim != 1 or not indices.size or indices.dtype.kind not in "iu":
+                    raise ValueError(
+                        "dataset indices are integers; for a boolean mask give np.flatnonzero(mask)"
+                    )
+        if num_samples is None:
+            num_samples = sum(len(indices) for indices in self._sources.values())
+        self._size = check_int("num_samples", num_samples)
+        self._seed = check_int("seed", seed, least=0)
+        self._epoch = 0
         self._shares = shares
-        self._size = check_int(
-            "num_samples", sum(map(len, sources.values())) if num_samples is None else num_samples
-        )
-        self._seed, self._epoch = check_int("seed", seed, least=0), 0
         self.counts(0)  # raises if shares are wrong
 
     def __len__(self) -> int:
@@ -245,41 +258,43 @@ class Mixture:
 
     def counts(self, epoch: int) -> dict[str, int]:
         """Returns how many samples each source gives in an epoch, by the largest remainder method."""
-        wanted = f"`shares` must have a weight of at least 0 (not all 0) for each of {list(self._sources)}"
-        with explained(
-            f"{wanted}, but in epoch {epoch} is {(given := of(epoch) if callable(of := self._shares) else of)!r}"
-        ):
-            shares = np.array([given[name] for name in self._sources], np.float64)
-            if len(given) > len(shares) or not (
-                np.isfinite(shares).all() and shares.min() >= 0 < shares.sum()
-            ):
+        weights = self._shares(epoch) if callable(self._shares) else self._shares
+        must = f"must have a weight of at least 0 (not all 0) for each of {list(self._sources)}"
+        with explained(f"`shares` {must}, but in epoch {epoch} is {weights!r}"):
+            shares = np.array([weights[name] for name in self._sources], np.float64)
+            has_others = len(weights) > len(shares)
+            if has_others or not np.isfinite(shares).all() or shares.min() < 0 or not shares.any():
                 raise ValueError("a weight is missing, negative, or has no source")
         exact = self._size * shares / shares.sum()
         counts = np.floor(exact).astype(np.int64)
-        counts[np.argsort(counts - exact, kind="stable")[: self._size - counts.sum()]] += 1
+        largest_remainders = np.argsort(counts - exact, kind="stable")
+        counts[largest_remainders[: self._size - counts.sum()]] += 1
         return dict(zip(self._sources, counts.tolist(), strict=True))
 
     def of_epoch(self, epoch: int) -> IntArray:
         """Returns the dataset indices of an epoch, in order: int64 (num_samples,)."""
-        counted, parts = [self.counts(number) for number in range(epoch + 1)], [NONE]
-        for place, (name, indices) in enumerate(self._sources.items()):
-            stop = sum(counts[name] for counts in counted)
-            start, size = stop - counted[-1][name], len(indices)
-            first, seed = start // size, self._seed + place
-            passes = [
-                epoch_order(size, seed=seed, epoch=number)
-                for number in range(first, -(-stop // size))
-            ]
-            parts.append(
-                indices[np.concatenate([NONE, *passes])[start - first * size : stop - first * size]]
-            )
-        shuffled = epoch_order(self._size, seed=self._seed, epoch=epoch)
-        of_source = np.repeat(np.arange(len(parts)), [*map(len, parts)])[shuffled]
-        mixed = np.empty_like(shuffled)
-        mixed[np.argsort(of_source, kind="stable")] = np.concatenate(
-            parts
-        )  # in the order of each source
+        counts = [self.counts(number) for number in range(epoch + 1)]
+        parts = [NONE]
+        for place, name in enumerate(self._sources):
+            stop = sum(of_epoch[name] for of_epoch in counts)
+            start = stop - counts[epoch][name]
+            parts.append(self._read(place, name, start, stop))
+        order = epoch_order(self._size, seed=self._seed, epoch=epoch)
+        source = np.repeat(np.arange(len(parts)), [len(part) for part in parts])[order]
+        mixed = np.empty_like(order)
+        mixed[np.argsort(source, kind="stable")] = np.concatenate(parts)  # in each source's order
         return mixed
+
+    def _read(self, place: int, name: str, start: int, stop: int) -> IntArray:
+        """Returns the indices from ``start`` to ``stop`` of a source's shuffled passes, laid end to end."""
+        indices = self._sources[name]
+        size = len(indices)
+        first_pass = start // size
+        passes = [NONE]
+        for number in range(first_pass, -(-stop // size)):
+            passes.append(epoch_order(size, seed=self._seed + place, epoch=number))
+        skipped = first_pass * size
+        return indices[np.concatenate(passes)[start - skipped : stop - skipped]]
 
 
 class OrderSource:
@@ -292,26 +307,28 @@ class OrderSource:
     NAME = "order"
 
     def __init__(self, source: Iterable[int], num_samples: int) -> None:
-        if (
-            not isinstance(source, Iterable)
-            or isinstance(source, Iterator)
-            or not getattr(source, "ndim", 1)
-        ):
-            wanted = "a list or a sampler, which can be read anew in every epoch"
-            raise ConfigError(f"`{self.NAME}` must be {wanted}, but is {source!r}")
-        self._source, self._num_samples = source, num_samples
-        self._epoch, self._indices = -1, NONE
-        self._counts: dict[
-            int, int
-        ] = {}  # number of samples left out -> indices in every epoch without them
+        is_iterable = isinstance(source, Iterable) and not isinstance(source, Iterator)
+        is_scalar = getattr(source, "ndim", 1) == 0
+        if not is_iterable or is_scalar:
+            raise ConfigError(
+                f"`{self.NAME}` must be a list or a sampler, which can be read anew in every epoch, "
+                f"but is {source!r}"
+            )
+        self._source = source
+        self._num_samples = num_samples
+        self._epoch = -1
+        self._indices = NONE
+        self._counts: dict[int, int] = {}  # samples left out -> indices in every epoch without them
 
     def __len__(self) -> int:
         """Returns the number of indices in an epoch, by the sampler's own ``len()`` if it has one."""
-        return (
-            len(self._source)
-            if isinstance(self._source, Sized)
-            else len(self.of_epoch(max(self._epoch, 0)))
-        )
+        if isinstance(self._source, Sized):
+            return len(self._source)
+        return len(self._known_epoch())
+
+    def _known_epoch(self) -> IntArray:
+        """Returns the indices of the epoch that was read last, or of the first."""
+        return self.of_epoch(max(self._epoch, 0))
 
     def counted(self, left_out: IntArray = NONE) -> int:
         """Returns the number of indices in every epoch, without those left out."""
@@ -320,29 +337,32 @@ class OrderSource:
                 "oversize='drop' would leave out more of a Mixture in some epochs; filter its `sources`"
             )
         if len(left_out) not in self._counts:
-            out = (
-                np.isin(self.of_epoch(max(self._epoch, 0)), left_out).sum() if len(left_out) else 0
-            )
-            self._counts[len(left_out)] = len(self) - int(out)
+            num_out = 0
+            if len(left_out):
+                num_out = int(np.isin(self._known_epoch(), left_out).sum())
+            self._counts[len(left_out)] = len(self) - num_out
         return self._counts[len(left_out)]
 
     def counted_epoch(self, epoch: int, left_out: IntArray = NONE) -> IntArray:
         """Returns the indices of an epoch, without those left out. ConfigError: other epochs have another number."""
-        drawn, wanted, indices = self.counted(), self.counted(left_out), self.of_epoch(epoch)
-        kept = indices[~np.isin(indices, left_out)] if len(left_out) else indices
-        if (len(indices), len(kept)) != (drawn, wanted):
-            said = (
-                f"`sampler` yields {len(indices)} indices ({len(kept)} that fit) in epoch {epoch}"
-            )
-            way_out = "yield each sample once in every epoch, and correct __len__"
+        num_wanted = self.counted()
+        num_fitting = self.counted(left_out)
+        indices = self.of_epoch(epoch)
+        fitting = indices
+        if len(left_out):
+            fitting = indices[~np.isin(indices, left_out)]
+        if len(indices) != num_wanted or len(fitting) != num_fitting:
             raise ConfigError(
-                f"{said}, but {drawn} ({wanted} that fit) by its len() or in the epoch before; {way_out}"
+                f"`sampler` yields {len(indices)} indices ({len(fitting)} that fit) in epoch {epoch}, "
+                f"but {num_wanted} ({num_fitting} that fit) by its len() or in the epoch before; "
+                "yield each sample once in every epoch, and correct __len__"
             )
-        return kept
+        return fitting
 
     def of_epoch(self, epoch: int) -> IntArray:
         if epoch != self._epoch:
-            self._indices, self._epoch = self._checked(self._read(epoch)), epoch
+            self._indices = self._checked(self._read(epoch))
+            self._epoch = epoch
         return self._indices
 
     def checksum(self, epoch: int) -> int:
@@ -368,9 +388,9 @@ class OrderSource:
             )
         outside = np.flatnonzero((array < 0) | (array >= self._num_samples))
         if len(outside):
-            given = array[outside[0]]
             raise ConfigError(
-                f"`{self.NAME}` yields index {given}, but there are only {self._num_samples} samples"
+                f"`{self.NAME}` yields index {array[outside[0]]}, but there are only "
+                f"{self._num_samples} samples"
             )
         return array.astype(np.int64)
 
@@ -380,6 +400,8 @@ def check_alike(order: OrderSource, epoch: int) -> None:
     crc = order.checksum(epoch)
     highest, lowest = current_world().all_max([crc, -crc])
     if highest != -lowest:
-        seed = "seed it the same on all ranks, e.g. RandomSampler(data, generator=torch.Generator().manual_seed(0))"
-        lost = f"in epoch {epoch}, so samples would be lost and repeated"
-        raise AlignmentError(f"`order` yields different indices on different ranks {lost}; {seed}")
+        raise AlignmentError(
+            f"`order` yields different indices on different ranks in epoch {epoch}, so samples would be "
+            "lost and repeated; seed it the same on all ranks, e.g. "
+            "RandomSampler(data, generator=torch.Generator().manual_seed(0))"
+        )

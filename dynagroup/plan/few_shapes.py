@@ -6,30 +6,41 @@ from typing import Any
 
 import numpy as np
 
-from dynagroup.budget.base import BoolArray, Budget, FloatArray, Wrapper, is_packed, padded_streams
+from dynagroup.budget.base import BoolArray, Budget, FloatArray, Wrapper, is_packed
 from dynagroup.budget.tokens import as_budget
 from dynagroup.errors import ConfigError
 from dynagroup.fingerprint import described
 from dynagroup.lengths import as_streams
+from dynagroup.memory.phases import Layout
 from dynagroup.plan.batches import Batches, shapes_of
 from dynagroup.plan.cost import Work, check_work
-from dynagroup.plan.packed import pack
 from dynagroup.plan.padded import OrderedWindow, in_order
 from dynagroup.plan.strata import dealt, number_of_strata
-from dynagroup.shapes import BatchShape, IntArray, Streams, largest_within, primary, round_up
+from dynagroup.shapes import BatchShape, IntArray, Streams, largest_within, round_up
 from dynagroup.validation import check_int
 
 BATCHES_OF_A_WINDOW = 100
-SAMPLES, WINDOWS, TRIED = (
-    4096,
-    256,
-    600,
-)  # most samples and windows to draw, most distinct batches to choose from
+MOST_SAMPLES = 4096  # drawn to choose shapes for
+MOST_WINDOWS = 256  # drawn to choose shapes for
+MOST_CANDIDATES = 600  # distinct batches to choose shapes from
 ROUNDS = 3  # passes of the search: the first adds shapes, each later one chooses every shape again
-AGAIN, NOT_HELD = (
-    4,
-    1e30,
-)  # time of a batch larger than all shapes: a factor if it can be cut again, else this much
+CUT_AGAIN = 4.0  # factor of the time of a batch that is larger than all shapes, but can be cut
+NOT_HELD = 1e30  # time of a sample that is longer than all shapes
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowSettings:
+    """The windows of samples that a plan cuts, for which shapes are chosen.
+
+    Args:
+        size: int, samples planned together; None: about a hundred batches.
+        grouping: int, windows that are sorted together, then dealt into stratified windows again.
+        strata: int, chunks of such a window; None: chosen by the lengths.
+    """
+
+    size: int | None
+    grouping: int
+    strata: int | None
 
 
 class ShapeLadder(Wrapper):
@@ -37,7 +48,7 @@ class ShapeLadder(Wrapper):
     A batch fits if one of the shapes is large enough. Loaders pad it to the cheapest such shape; added rows weigh 0.
 
     Args:
-        lengths: int (N,), tokens of each sample, or a dict by stream.
+        lengths: int (N,), tokens of each sample, or a dict with one stream.
         budget: limit of a batch; an int means that many tokens. Shapes above a limit learned later are not used.
         num_shapes: int, largest number of shapes. One of them is for samples that do not fit even alone.
         window: int, samples planned together: those of an update, or a sampler's window. None: about a hundred batches.
@@ -45,7 +56,8 @@ class ShapeLadder(Wrapper):
         strata: int, chunks of such a window, see :class:`~dynagroup.LengthAwareBatchSampler`.
         work: predicted time of a batch.
 
-    Raises ConfigError if there are no lengths; or if ``num_shapes`` is 1, and some samples do not fit even alone.
+    Raises ConfigError if there are no lengths or several streams; or if ``num_shapes`` is 1, and some samples do not
+    fit even alone.
 
     >>> ladder = ShapeLadder([10, 11, 12, 50, 100], 200, num_shapes=2, work=Work())
     >>> ladder.shapes
@@ -53,8 +65,6 @@ class ShapeLadder(Wrapper):
     >>> ladder.shape_for(2, 40)
     (4, 50)
     """
-
-    ladder: Any = property(lambda self: self)
 
     def __init__(
         self,
@@ -67,158 +77,134 @@ class ShapeLadder(Wrapper):
         strata: int | None = None,
         work: Work | None = None,
     ) -> None:
-        streams, num_shapes = as_streams(lengths), check_int("num_shapes", num_shapes, most=TRIED)
+        num_shapes = check_int("num_shapes", num_shapes, most=MOST_CANDIDATES)
         grouping = check_int("grouping", grouping)
-        self.base, work = as_budget(budget).bind(streams), check_work(work)
-        if not len(streams[primary(streams)]):
-            raise ConfigError(
-                "a ShapeLadder needs at least one length, to choose shapes for, but `lengths` is empty"
-            )
+        if window is not None:
+            window = check_int("window", window)
+        work = check_work(work)
+        streams = as_streams(lengths)
+        self.stream = _only_stream(streams)
+        self.base = as_budget(budget).bind(streams)
         if is_packed(self.base, streams):
-            way_out = "for packed batches pass `shapes` to a loader"
             raise ConfigError(
-                f"a ShapeLadder needs a padded budget, but got {self.base.fingerprint}; {way_out}"
+                f"a ShapeLadder needs a padded budget, but got {self.base.fingerprint}; "
+                "for packed batches pass `shapes` to a loader"
             )
-        self._names, self._capped = padded_streams(self.base, streams), [*streams]
-        units = np.stack([streams[name].astype(np.int64) for name in self._names])
-        units = np.maximum(round_up(units, self.pad_to_multiple_of), 1)
-        fit = self._most(units) > 0
-        oversize = int(not fit.all())
-        if num_shapes == oversize and fit.any():
-            raise ConfigError(
-                "`shapes` (`num_shapes`) must be at least 2: samples that do not fit even alone need one"
-            )
-        rungs = np.array(
-            [[1, *units.max(axis=1)]]
-        )  # the shape for samples that do not fit even alone
-        if fit.any():
-            window = None if window is None else check_int("window", window)
-            windows = self._drawn(units[:, fit], window, grouping, strata)
-            found = self._chosen(units[:, fit], windows, num_shapes - oversize, work)
-            rungs = np.append(found, rungs[:oversize], axis=0)
-        rungs = rungs[
-            np.lexsort([self._time(rungs, work), np.arange(len(rungs)) >= len(rungs) - oversize])
-        ]
-        self._samples, self._widths = rungs[:, 0], rungs[:, 1:].T
-        self._work = self._time(rungs, work)
+        tokens = streams[self.stream].astype(np.int64)
+        padded = np.maximum(round_up(tokens, self.pad_to_multiple_of), 1)
+        fitting = padded[self._most_samples(padded) > 0]
+        num_reserved = _num_reserved(num_shapes, len(fitting), len(padded))
+        shapes = np.zeros((0, 2), np.int64)
+        if len(fitting):
+            windows = WindowSettings(size=window, grouping=grouping, strata=strata)
+            drawn = self._drawn(fitting, windows)
+            shapes = self._chosen(fitting, drawn, num_shapes - num_reserved, work)
+            shapes = shapes[np.argsort(self._time(shapes, work), kind="stable")]
+        if num_reserved:
+            shapes = np.append(shapes, [[1, padded.max()]], axis=0)
+        # The shapes, by predicted time; the one for samples that do not fit even alone is last.
+        self._samples = shapes[:, 0]
+        self._tokens = shapes[:, 1]
+        self._work = self._time(shapes, work)
 
-    def _drawn(
-        self, units: IntArray, window: int | None, pool: int, strata: int | None
-    ) -> Iterator[IntArray]:
-        """Yields random windows of samples, as padded lengths (streams, N), that are cut to find good shapes."""
-        num = units.shape[1]
-        if window is None:
-            window = int(
-                BATCHES_OF_A_WINDOW / (1.0 / self._most(units[:, :: max(num // SAMPLES, 1)])).mean()
-            )
-        window = min(window, num)
-        count = max(min(SAMPLES // (window * pool), WINDOWS), 1)
-        tokens = units.sum(axis=0)
-        num_strata = number_of_strata(strata, tokens[:: max(num // SAMPLES, 1)], window, pool)
+    @property
+    def ladder(self) -> "ShapeLadder":
+        return self
+
+    @property
+    def streams(self) -> tuple[str]:
+        """The name of the padded stream."""
+        return (self.stream,)
+
+    def _drawn(self, tokens: IntArray, windows: WindowSettings) -> Iterator[IntArray]:
+        """Yields the padded lengths of random windows, which are cut to find good shapes."""
+        num = len(tokens)
+        some = tokens[:: max(num // MOST_SAMPLES, 1)]
+        size = windows.size
+        if size is None:
+            share_of_a_batch = 1.0 / self._most_samples(some)
+            size = int(BATCHES_OF_A_WINDOW / share_of_a_batch.mean())
+        size = min(size, num)
+        pool = size * windows.grouping
+        num_pools = max(min(MOST_SAMPLES // pool, MOST_WINDOWS), 1)
+        strata = number_of_strata(windows.strata, some, size, windows.grouping)
         rng = np.random.default_rng(0)
-        for places in rng.integers(0, num, (count, window * pool)):
+        for places in rng.integers(0, num, (num_pools, pool)):
             longest_first = places[np.argsort(-tokens[places], kind="stable")]
-            for update in dealt(longest_first, pool, num_strata, rng):
-                yield units[:, update]
-
-    def _boxes(self, hardest: IntArray, most: IntArray) -> Iterator[IntArray]:
-        """Yields candidate shapes (K, 1 + streams): samples ``hardest`` (streams, K), one stream as long as fits."""
-        one, num = np.ones_like(hardest[0]), hardest.shape[1]
-        for stream, longest in enumerate(most):
-            grown = lambda width, n=stream: np.insert(  # noqa: E731
-                np.delete(hardest, n, axis=0), n, width, axis=0
-            )
-            wide = grown(
-                largest_within(
-                    lambda width, g=grown: self.base.fits(self._of(one, g(width))), num, longest
-                )
-            )
-            yield np.stack([self._most(wide), *wide], axis=1)
+            for window in dealt(longest_first, windows.grouping, strata, rng):
+                yield tokens[window]
 
     # Greedy facility location (Cornuejols, Fisher and Nemhauser 1977), improved by exchange. Drawn windows are cut as
     # if all shapes were allowed; the shapes of their batches are candidates. The one that reduces total time most is
-    # added next. A batch with more samples than a shape counts as several. O(num * batches**2) for up to TRIED batches.
+    # added next. A batch with more samples than a shape counts as several. O(num * batches**2).
     def _chosen(
-        self, units: IntArray, windows: Iterator[IntArray], num: int, work: Work
+        self, tokens: IntArray, windows: Iterator[IntArray], num_shapes: int, work: Work
     ) -> IntArray:
-        """Returns chosen shapes (K, 1 + streams), samples first. ``units``: padded lengths (streams, N) that fit."""
-        hardest = _exceeded_by_none(units)
+        """Returns chosen shapes (samples, tokens): int64 (K, 2). ``tokens``: padded lengths of samples that fit."""
+        longest = int(tokens.max())
         cuts = np.concatenate([self._cut(window, work) for window in windows])
-        cut, counts = (
-            found[:: -(-len(found) // TRIED)]
-            for found in np.unique(cuts, axis=0, return_counts=True)
-        )
-        cut = np.append(
-            np.insert(hardest, 0, 1, axis=0).T, cut, axis=0
-        )  # each of these needs a shape to hold it
-        counts = np.append(np.ones(hardest.shape[1]), counts)
-        tried = np.concatenate([cut, *self._boxes(hardest, units.max(axis=1))])
-        held = (cut[:, None, 1:] <= tried[:, 1:]).all(axis=2)
-        parts = np.maximum(cut[:, :1] / tried[:, 0], 1.0) * counts[:, None]
-        missed = np.where(
-            cut[:, 0] > 1, AGAIN * (self._time(cut, work) + work.per_step) * counts, NOT_HELD
-        )
-        time = np.where(held, parts * (self._time(tried, work) + work.per_step), missed[:, None])
+        batches, counts = np.unique(cuts, axis=0, return_counts=True)
+        every = -(-len(batches) // MOST_CANDIDATES)
+        # Some shape must be large enough for the longest sample.
+        batches = np.concatenate([np.array([[1, longest]]), batches[::every]])
+        counts = np.append(1.0, counts[::every])
+        most = self._most_samples(np.array([longest]))
+        candidates = np.append(batches, [[most[0], longest]], axis=0)
+        time = self._times(batches, candidates, work) * counts[:, None]
         chosen: list[int] = []
-        for turn in range(ROUNDS * num):
-            del chosen[: turn >= num]
+        for turn in range(ROUNDS * num_shapes):
+            if turn >= num_shapes:
+                del chosen[0]
             least = time[:, chosen].min(axis=1, initial=np.inf, keepdims=True)
-            chosen.append(int(np.minimum(time, least).sum(axis=0).argmin()))
-        rungs = np.unique(tried[chosen], axis=0)
-        if not (hardest.T[:, None] <= rungs[:, 1:]).all(axis=2).any(axis=1).all():
-            raise ConfigError(
-                f"`shapes` (`num_shapes`) is too small: {num} cannot hold all samples that fit; raise it"
-            )
-        return rungs
+            total = np.minimum(time, least).sum(axis=0)
+            chosen.append(int(total.argmin()))
+        return np.unique(candidates[chosen], axis=0)
 
-    def _cut(self, units: IntArray, work: Work) -> IntArray:
-        """Cuts a window as if all shapes were allowed; returns its batches' shapes (B, 1 + streams), samples first."""
-        lengths = {
-            **dict.fromkeys(self._capped, np.zeros_like(units[0])),
-            **dict(zip(self._names, units, strict=True)),
-        }
+    def _times(self, batches: IntArray, candidates: IntArray, work: Work) -> FloatArray:
+        """Returns the predicted time of each batch if it is padded to each candidate: float64 (batches, candidates)."""
+        num_parts = np.maximum(batches[:, :1] / candidates[:, 0], 1.0)
+        padded = num_parts * (self._time(candidates, work) + work.per_step)
+        cut_again = CUT_AGAIN * (self._time(batches, work) + work.per_step)
+        missed = np.where(batches[:, 0] > 1, cut_again, NOT_HELD)
+        is_held = batches[:, 1:] <= candidates[:, 1]
+        return np.where(is_held, padded, missed[:, None])
+
+    def _cut(self, tokens: IntArray, work: Work) -> IntArray:
+        """Cuts a window as if all shapes were allowed; returns its batches' shapes (samples, tokens): int64 (B, 2)."""
+        lengths: Any = {self.stream: tokens}
         order, window = in_order(lengths, self.base, work, None)
         shape = shapes_of(Batches(order, window.least_time(work.per_step)), lengths)
-        return np.stack([shape.num_samples, *(shape.longest[name] for name in self._names)], axis=1)
+        return np.stack([shape.num_samples, shape.longest[self.stream]], axis=1)
 
-    def _time(self, rungs: IntArray, work: Work) -> FloatArray:
-        return rungs[:, 0] * work.of_lengths(dict(zip(self._names, rungs[:, 1:].T, strict=True)))
+    def _time(self, shapes: IntArray, work: Work) -> FloatArray:
+        return shapes[:, 0] * work.price(self.stream).of(shapes[:, 1])
 
-    @property
-    def streams(self) -> tuple[str, ...]:
-        """Names of the padded streams, in the order of the numbers in a shape."""
-        return self._names
+    def _shape_of(self, samples: IntArray, tokens: IntArray) -> BatchShape:
+        return BatchShape.of(samples, {self.stream: tokens})
 
-    def _of(self, samples: IntArray, widths: IntArray) -> BatchShape:
-        return BatchShape.of(
-            samples,
-            {**dict.fromkeys(self._capped, 0), **dict(zip(self._names, widths, strict=True))},
-        )
-
-    def _most(self, widths: IntArray) -> IntArray:
+    def _most_samples(self, tokens: IntArray) -> IntArray:
+        """Returns how many samples of each length fit a batch; 0: not even one."""
         return largest_within(
-            lambda count: self.base.fits(self._of(count, widths)), widths.shape[1]
+            lambda count: self.base.fits(self._shape_of(count, tokens)), len(tokens)
         )
 
     @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        """The shapes, shortest first: (samples, tokens), with one number of tokens for each padded stream."""
-        return sorted(
-            zip(self._samples.tolist(), *self._widths.tolist(), strict=True),
-            key=lambda rung: (*rung[1:], rung[0]),
-        )
+    def shapes(self) -> list[tuple[int, int]]:
+        """The shapes (samples, tokens), shortest first."""
+        shapes = zip(self._samples.tolist(), self._tokens.tolist(), strict=True)
+        return sorted(shapes, key=lambda shape: (shape[1], shape[0]))
 
-    def shape_for(self, num_samples: int, *longest: int) -> tuple[int, ...]:
+    def shape_for(self, num_samples: int, longest: int) -> tuple[int, int]:
         """Returns the shape to which a batch of ``num_samples`` samples is padded. ``longest``: tokens of its longest
-        sample, one number per padded stream. ConfigError: no shape is large enough."""
-        asked = BatchShape.of(num_samples, dict(zip(self._names, longest, strict=True)))
-        if not self.holds(asked).any():
-            told = f"a batch of {num_samples} samples of {longest} tokens is larger than all shapes"
+        sample. ConfigError: no shape is large enough."""
+        batch = BatchShape.of(num_samples, {self.stream: longest})
+        if not self.holds(batch).any():
             raise ConfigError(
-                f"{told}, which are {self.shapes} (samples, tokens); use others or smaller batches"
+                f"a batch of {num_samples} samples of {longest} tokens is larger than all shapes, "
+                f"which are {self.shapes} (samples, tokens); use others or smaller batches"
             )
-        run = self.as_run(asked)
-        return (int(run.num_samples[0]), *(int(run.longest[name][0]) for name in self._names))
+        run = self.as_run(batch)
+        return int(run.num_samples[0]), int(run.longest[self.stream][0])
 
     @property
     def fingerprint(self) -> str:
@@ -229,85 +215,81 @@ class ShapeLadder(Wrapper):
 
     def holds(self, shape: BatchShape) -> BoolArray:
         """Returns which shapes are large enough for each batch: bool (batches, shapes)."""
-        wide = [
-            shape.longest[name][:, None] <= widths
-            for name, widths in zip(self._names, self._widths, strict=True)
-        ]
-        return np.logical_and.reduce([shape.num_samples[:, None] <= self._samples, *wide])
+        has_rows = shape.num_samples[:, None] <= self._samples
+        is_wide = shape.longest[self.stream][:, None] <= self._tokens
+        return has_rows & is_wide
 
     def as_run(self, shape: BatchShape, /) -> BatchShape:
         holds = self.holds(shape)
-        at, held = holds.argmax(axis=1), holds.any(axis=1)
-        wide = {
-            n: np.where(held, w[at], shape.longest[n])
-            for n, w in zip(self._names, self._widths, strict=True)
-        }
-        return BatchShape(
-            np.where(held, self._samples[at], shape.num_samples),
-            {**shape.longest, **wide},
-            shape.total,
-        )
+        is_held = holds.any(axis=1)
+        cheapest = holds.argmax(axis=1)
+        longest = shape.longest[self.stream]
+        padded = np.where(is_held, self._tokens[cheapest], longest)
+        samples = np.where(is_held, self._samples[cheapest], shape.num_samples)
+        return BatchShape(samples, {**shape.longest, self.stream: padded}, shape.total)
 
     @property
     def _fitting(self) -> BoolArray:
-        return self.base.fits(self._of(self._samples, self._widths))
+        """Which shapes fit the budget itself, with its learned limit: bool (shapes,)."""
+        return self.base.fits(self._shape_of(self._samples, self._tokens))
 
     def fits(self, shape: BatchShape, /) -> BoolArray:
         return (self.holds(shape) & self._fitting).any(axis=1) & self.base.fits(shape)
 
-    def largest(self, longest: IntArray, /) -> IntArray | None:
-        if len(self._capped) > 1:
-            return None
-        return np.where(
-            (longest[:, None] <= self._widths[0]) & self._fitting, self._samples, 0
-        ).max(axis=1)
+    def largest(self, longest: IntArray, /) -> IntArray:
+        usable = (longest[:, None] <= self._tokens) & self._fitting
+        return np.where(usable, self._samples, 0).max(axis=1)
 
     def window(self, lengths: Streams, work: FloatArray, most: IntArray) -> OrderedWindow:
         """Returns a sorted window in which a batch costs as much as the shape to which it is padded. ``work``:
         predicted time of each sample; ``most``: largest batch size from each position."""
-        wide = zip(self._names, self._widths, strict=True)
-        holds = np.logical_and.reduce([lengths[name][:, None] <= widths for name, widths in wide])
-        places = np.arange(len(work))[:, None]
-        beyond = np.where(holds, len(work), places)[::-1]
-        held = np.minimum.accumulate(beyond, axis=0)[
-            ::-1
-        ]  # first later sample that is too long for the shape
-        reach = np.minimum(held - places, np.minimum(self._samples, most[:, None]))
+        num = len(work)
+        positions = np.arange(num)[:, None]
+        is_held = lengths[self.stream][:, None] <= self._tokens
+        # Of each position and shape: the first later sample that is too long for the shape.
+        too_long = np.where(is_held, num, positions)
+        too_long = np.minimum.accumulate(too_long[::-1], axis=0)[::-1]
+        reach = np.minimum(too_long - positions, self._samples)
+        reach = np.minimum(reach, most[:, None])
+        # A shape that does not fit the budget is only for samples that no fitting shape holds.
         fitting = self._fitting
-        reach[:, ~fitting] *= ~(reach[:, fitting] > 0).any(axis=1, keepdims=True)
+        has_fitting = (reach[:, fitting] > 0).any(axis=1, keepdims=True)
+        reach[:, ~fitting] = np.where(has_fitting, 0, reach[:, ~fitting])
         order = np.argsort(self._work, kind="stable")
         reach = np.maximum.accumulate(reach[:, order], axis=1)
-        reach = np.append(
-            reach, np.maximum(reach[:, -1:], 1), axis=1
-        )  # a sample too long for all shapes: alone
+        # A sample that is too long for all shapes is a batch of its own.
+        alone = np.maximum(reach[:, -1:], 1)
+        reach = np.append(reach, alone, axis=1)
         costs = np.append(self._work[order], self._work.max() + work.max())
-        return RungWindow(work, np.maximum(reach[:, -1], 1), reach=reach, limits=costs)
+        return ShapeWindow(work, reach[:, -1], reach=reach, limits=costs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RungWindow(OrderedWindow):
-    """A sorted window whose batches are padded to shapes: each has the work of the cheapest shape that is large enough."""
+class ShapeWindow(OrderedWindow):
+    """A sorted window whose batches are padded to shapes: each has the work of the cheapest shape that is large enough.
+    ``limits``: the work of each shape, ascending."""
 
     reach: IntArray  # int64 (N, shapes), most samples from each position in this or a cheaper shape
 
     def work_of(self, starts: IntArray | int, sizes: IntArray | int) -> FloatArray:
-        return self.limits[(self.reach[starts] >= np.asarray(sizes)[..., None]).argmax(axis=-1)]
+        is_held = self.reach[starts] >= np.asarray(sizes)[..., None]
+        return self.limits[is_held.argmax(axis=-1)]
 
     def sizes_under(self, limits: FloatArray) -> IntArray:
-        under = np.append(np.ones((len(self), 1), np.int64), self.reach, axis=1)
-        return np.maximum(under[:, self.limits.searchsorted(limits, side="right")], 1)
+        alone = np.ones((len(self), 1), np.int64)
+        reach = np.append(alone, self.reach, axis=1)
+        num_allowed = self.limits.searchsorted(limits, side="right")
+        return np.maximum(reach[:, num_allowed], 1)
 
     def greedy(self, start: int, stop: int, most_runs: int) -> Callable[[float], list[int]]:
         def under(limit: float) -> list[int]:
-            rung, offsets = int(self.limits.searchsorted(limit, side="right")) - 1, [start]
+            num_allowed = int(self.limits.searchsorted(limit, side="right"))
+            offsets = [start]
             while offsets[-1] < stop and len(offsets) <= most_runs:
-                offsets.append(
-                    min(
-                        offsets[-1]
-                        + max(int(self.reach[offsets[-1], rung]) if rung >= 0 else 1, 1),
-                        stop,
-                    )
-                )
+                size = 1
+                if num_allowed:
+                    size = max(int(self.reach[offsets[-1], num_allowed - 1]), 1)
+                offsets.append(min(offsets[-1] + size, stop))
             return offsets
 
         return under
@@ -315,89 +297,85 @@ class RungWindow(OrderedWindow):
     # Dynamic programming from the last position to the first. Each batch is as large as its shape allows, because a
     # later start of the next batch never costs more. O(positions * shapes).
     def least_time(self, price: float) -> IntArray:
-        num, best = len(self), np.full(len(self) + 1, np.inf)
-        stops, came_to, best[num] = self.reach + np.arange(num)[:, None], [0] * num, 0.0
-        for place in range(num - 1, -1, -1):
-            time = self.limits + best[stops[place]]
-            rung = int(time.argmin())
-            best[place], came_to[place] = time[rung] + price, int(stops[place, rung])
+        num = len(self)
+        stops = self.reach + np.arange(num)[:, None]
+        best = np.full(num + 1, np.inf)  # so that an empty batch is never chosen
+        best[num] = 0.0
+        next_start = [0] * num
+        for start in range(num - 1, -1, -1):
+            time = self.limits + best[stops[start]]
+            shape = int(time.argmin())
+            best[start] = time[shape] + price
+            next_start[start] = int(stops[start, shape])
         offsets = [0]
         while offsets[-1] < num:
-            offsets.append(came_to[offsets[-1]])
+            offsets.append(next_start[offsets[-1]])
         return np.asarray(offsets, np.int64)
 
 
-def _exceeded_by_none(units: IntArray) -> IntArray:
-    """Returns the Pareto front of samples (streams, K), which no other exceeds: shapes that hold them hold all samples."""
-    found = []
-    while units.size:
-        found.append(units[:, [units.sum(axis=0).argmax()]])
-        units = units[:, (units > found[-1]).any(axis=0)]
-    return np.concatenate(found, axis=1)
-
-
-class PackedLadder(Wrapper):
-    """A budget for packed batches, which are filled up to one of a few numbers of tokens: quantiles of usual batches.
+class PackedTotals(Wrapper):
+    """A budget for packed batches, which are filled up to one of a few totals of tokens: multiples of the largest
+    total that fits.
 
     All batches also have the same number of samples and the same longest sample, because attention kernels are compiled
-    for both. The filling is samples of weight 0, then samples without tokens. Arguments and errors are those of
-    :class:`ShapeLadder`, but only one stream is allowed.
+    for both. The filling is samples of weight 0, then samples without tokens.
+
+    Args:
+        lengths: int (N,), tokens of each sample, or a dict with one stream.
+        budget: limit of a batch.
+        num_shapes: int, number of totals. One of them is for samples that do not fit even alone.
+
+    Raises ConfigError as :class:`ShapeLadder` does.
 
     >>> from dynagroup.budget.tokens import TokenBudget
-    >>> ladder = PackedLadder([3, 4, 5, 6, 7, 8], TokenBudget(12, layout="packed"), 2, window=3, grouping=1, work=None)
+    >>> ladder = PackedTotals([3, 4, 5, 6, 7, 8], TokenBudget(12, layout="packed"), 2)
     >>> ladder.shapes, ladder.shape_for(2, 9)
-    ([(4, 8), (4, 12)], (4, 12))
+    ([(4, 6), (4, 12)], (4, 12))
     """
 
-    layout: Any = "packed"
-    ladder: Any = property(lambda self: self)
-
-    def __init__(
-        self,
-        lengths: Any,
-        budget: Budget,
-        num_shapes: int,
-        *,
-        window: int | None,
-        grouping: int,
-        work: Work | None,
-    ) -> None:
+    def __init__(self, lengths: Any, budget: Budget, num_shapes: int) -> None:
         streams = as_streams(lengths)
-        (name, given), *others = streams.items()
-        if others or not len(given):
-            has = f"{len(given)} lengths in the streams {[*streams]}"
-            raise ConfigError(
-                f"few shapes for packed batches need lengths in one stream, but got {has}"
-            )
-        self.base, self.streams = budget.bind(streams), (name,)
-        tokens, multiple, rng = (
-            np.maximum(given.astype(np.int64), 1),
-            self.pad_to_multiple_of,
-            np.random.default_rng(0),
-        )
-        self.longest, fit = int(tokens.max()), self.base.fits(BatchShape.of(1, {name: tokens}))
-        beyond, rest = int(not fit.all()), tokens[fit]
-        number = (
-            check_int("num_shapes", num_shapes, least=1 + (beyond and len(rest) > 0)) - beyond
-            if len(rest)
-            else 0
-        )
-        found, size = [int(rest.max(initial=0))], min((window or SAMPLES) * grouping, len(rest))
-        for _ in range(max(SAMPLES // size, 1) if size else 0):
-            drawn = {name: rng.choice(rest, size)}
-            found += (
-                shapes_of(pack(drawn, self.base, work=check_work(work)), drawn).total[name].tolist()
-            )
-        quantiles = np.quantile(found, np.arange(1, number + 1) / max(number, 1), method="higher")
-        self._full = np.unique(np.append(quantiles, [self.longest] * beyond)).astype(
-            np.int64
-        )  # tokens of samples
-        self._totals = round_up(self._full, multiple)
-        self._most = int(self._totals[-1 - beyond]) if len(rest) else 0
-        self._room = int(np.searchsorted(np.cumsum(np.sort(given)), self._totals[-1], side="right"))
-        self.num_samples = self._room + -(
-            -int(np.diff(self._totals, prepend=0).max()) // self.longest
-        )  # longest tail
+        self.stream = _only_stream(streams)
+        self.base = budget.bind(streams)
+        tokens = np.maximum(streams[self.stream].astype(np.int64), 1)
+        self.longest = int(tokens.max())
+        fitting = tokens[self.base.fits(BatchShape.of(1, {self.stream: tokens}))]
+        num_reserved = _num_reserved(num_shapes, len(fitting), len(tokens))
+        self._most = self._largest_total(fitting)
+        numbers = np.arange(1, num_shapes - num_reserved + 1)
+        totals = -(-self._most * numbers // (num_shapes - num_reserved or 1))
+        if num_reserved:
+            totals = np.append(totals, self.longest)
+        self._totals = np.unique(round_up(totals, self.pad_to_multiple_of))
+        tokens_of_shortest = np.cumsum(np.sort(streams[self.stream], kind="stable"), dtype=np.int64)
+        self._room = int(np.searchsorted(tokens_of_shortest, self._totals[-1], side="right"))
+        largest_gap = int(np.diff(self._totals, prepend=0).max())
+        self.num_samples = self._room + -(-largest_gap // self.longest)
+
+    def _largest_total(self, tokens: IntArray) -> int:
+        """Returns the largest total of a batch that fits, beside the longest of these samples; 0: there are none."""
+        if not len(tokens):
+            return 0
+        longest = int(tokens.max())
+
+        def fits(total: IntArray) -> BoolArray:
+            shape = BatchShape.of(1, {self.stream: longest}, {self.stream: total})
+            return self.base.fits(shape)
+
+        return max(int(largest_within(fits, 1, int(tokens.sum()))[0]), longest)
+
+    @property
+    def layout(self) -> Layout:
+        return "packed"
+
+    @property
+    def ladder(self) -> "PackedTotals":
+        return self
+
+    @property
+    def streams(self) -> tuple[str]:
+        """The name of the only stream."""
+        return (self.stream,)
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
@@ -415,23 +393,52 @@ class PackedLadder(Wrapper):
 
     @property
     def fingerprint(self) -> str:
-        return f"PackedLadder({described(self.shapes)}, {self.base.fingerprint})"
+        return f"PackedTotals({described(self.shapes)}, {self.base.fingerprint})"
 
     def as_run(self, shape: BatchShape, /) -> BatchShape:
-        return self._filled(shape, self._totals)
-
-    def _filled(self, shape: BatchShape, totals: IntArray) -> BatchShape:
-        total = shape.total[self.streams[0]]
-        place = np.searchsorted(self._totals, total).clip(max=len(totals) - 1)
-        return BatchShape(
-            shape.num_samples, shape.longest, {self.streams[0]: np.maximum(totals[place], total)}
-        )
+        total = shape.total[self.stream]
+        return self._with_total(shape, np.maximum(self._filled(total), total))
 
     def fits(self, shape: BatchShape, /) -> BoolArray:
-        known = (shape.total[self.streams[0]] <= self._most) & (shape.num_samples <= self._room)
-        return known & self.base.fits(
-            self._filled(shape, self._full)
-        )  # the budget itself rounds up, or does not
+        total = shape.total[self.stream]
+        is_held = (total <= self._most) & (shape.num_samples <= self._room)
+        # The largest total is asked about as it is, because the budget itself rounds up, or does not.
+        filled = np.maximum(np.minimum(self._filled(total), self._most), total)
+        return is_held & self.base.fits(self._with_total(shape, filled))
+
+    def _filled(self, total: IntArray) -> IntArray:
+        """Returns the total to which batches of these totals are filled; the largest, if none is large enough."""
+        place = np.searchsorted(self._totals, total)
+        return self._totals[np.minimum(place, len(self._totals) - 1)]
+
+    def _with_total(self, shape: BatchShape, total: IntArray) -> BatchShape:
+        return BatchShape(shape.num_samples, shape.longest, {self.stream: total})
+
+
+def _only_stream(lengths: Streams) -> str:
+    """Returns the name of the stream. ConfigError: there are several, or no lengths."""
+    if len(lengths) > 1:
+        raise ConfigError(
+            f"few shapes need lengths in one stream, but `lengths` has {[*lengths]}; leave `shapes` "
+            "out, or give one of them and let `collate_fn` pad the others to a fixed length"
+        )
+    (name,) = lengths
+    if not len(lengths[name]):
+        raise ConfigError(
+            "a ShapeLadder needs at least one length, to choose shapes for, but `lengths` is empty"
+        )
+    return name
+
+
+def _num_reserved(num_shapes: int, num_fitting: int, num_samples: int) -> int:
+    """Returns how many shapes are for samples that do not fit even alone: 1 or 0. ConfigError: none is left for others."""
+    if num_fitting == num_samples:
+        return 0
+    if num_fitting and num_shapes == 1:
+        raise ConfigError(
+            "`shapes` (`num_shapes`) must be at least 2: samples that do not fit even alone need one"
+        )
+    return 1
 
 
 def few_shapes(
@@ -445,11 +452,21 @@ def few_shapes(
     strata: int | None = None,
 ) -> Budget:
     """Returns the budget; or if ``shapes`` is given, one that allows at most so many batch shapes, chosen by lengths."""
+    budget = as_budget(budget)
     if shapes is None:
-        return as_budget(budget)
-    shapes = check_int("shapes", shapes, most=TRIED)
-    size: Any = samples_per_update(0, None) if callable(samples_per_update) else samples_per_update
-    how: dict[str, Any] = {"window": size or window, "grouping": grouping or 1, "work": work}
-    if is_packed(as_budget(budget), as_streams(lengths)):
-        return PackedLadder(lengths, as_budget(budget), shapes, **how)
-    return ShapeLadder(lengths, as_budget(budget), shapes, strata=strata, **how)
+        return budget
+    shapes = check_int("shapes", shapes, most=MOST_CANDIDATES)
+    if is_packed(budget, as_streams(lengths)):
+        return PackedTotals(lengths, budget, shapes)
+    size: Any = samples_per_update
+    if callable(samples_per_update):  # a schedule
+        size = samples_per_update(0, None)
+    return ShapeLadder(
+        lengths,
+        budget,
+        shapes,
+        window=size or window,
+        grouping=grouping or 1,
+        strata=strata,
+        work=work,
+    )

@@ -13,8 +13,8 @@ from dynagroup.lengths import as_streams
 from dynagroup.plan.cost import Work, check_work
 from dynagroup.plan.cursor import MOST_RANKS
 from dynagroup.plan.cut import cut
+from dynagroup.plan.inputs import Oversize, PlanConfig, PlanInputs
 from dynagroup.plan.packed import Room, best_fit, fill_empty, least_loaded
-from dynagroup.plan.planner import Oversize, PlanConfig, Planner
 from dynagroup.validation import check_flag, check_int, check_number, explained
 
 
@@ -154,7 +154,7 @@ def shard_micro_batches(
     """
     num_ranks = check_int("num_ranks", num_ranks, most=MOST_RANKS)
     every = num_ranks * check_int("multiple_of", multiple_of, most=MOST_RANKS)
-    planner = Planner(
+    planner = PlanInputs(
         as_streams(lengths), budget, PlanConfig(work=check_work(work or Work()), oversize=oversize)
     )
     planner.warn_of_oversize()

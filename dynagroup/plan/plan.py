@@ -27,6 +27,8 @@ from dynagroup.lengths import Kinds
 from dynagroup.plan.batches import Batches, maxima_of, oversize_of, shapes_of
 from dynagroup.plan.cost import Work
 from dynagroup.plan.cursor import Cursor
+from dynagroup.plan.epoch import NONE
+from dynagroup.plan.inputs import PlanInputs
 from dynagroup.plan.plots import Panel, draw_panels
 from dynagroup.shapes import BatchShape, IntArray, Streams, largest_within, primary
 from dynagroup.validation import check_int
@@ -36,7 +38,6 @@ if TYPE_CHECKING:
 
 MOST_KINDS = 8  # largest number of kinds that a report lists
 ROWS_PER_GROUP = 4096  # steps that are written to a parquet file at a time
-NONE = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,6 @@ class BatchPlan:
 
     Args:
         batches: all batches of dataset indices, step after step, with one batch for each rank in a step.
-        table: int64 (num_steps, world_size), numbers of ``batches``.
         update_ends: bool (num_steps,), whether an optimizer update ends with the step.
         loss_scale: float64 (num_steps, world_size), factor for a batch's mean per-sample loss, see ``step.loss_scale``.
         repeated: dataset indices of samples that are repeated with weight 0, to fill a row.
@@ -65,7 +65,6 @@ class BatchPlan:
     """
 
     batches: Batches
-    table: IntArray
     update_ends: NDArray[np.bool_]
     loss_scale: NDArray[np.float64]
     repeated: IntArray
@@ -79,13 +78,49 @@ class BatchPlan:
     oversize: IntArray
     work: Work = field(default=Work(), repr=False)
 
+    @classmethod
+    def of(
+        cls,
+        inputs: PlanInputs,
+        batches: Batches,
+        *,
+        loss_scale: NDArray[np.float64],
+        update_ends: NDArray[np.bool_],
+        start: Cursor,
+        end: Cursor,
+        windows: IntArray,
+        repeated: IntArray = NONE,
+        dropped: IntArray = NONE,
+    ) -> "BatchPlan":
+        """Returns a plan of these batches, which must be given step after step."""
+        return cls(
+            batches,
+            update_ends=update_ends,
+            loss_scale=loss_scale,
+            repeated=repeated,
+            dropped=dropped,
+            start=start,
+            end=end,
+            windows=windows,
+            lengths=inputs.lengths,
+            sample_kinds=inputs.kinds,
+            budget=inputs.budget,
+            oversize=inputs.oversize,
+            work=inputs.config.work,
+        )
+
     @property
     def epoch(self) -> int:
         return self.start.epoch
 
     @property
     def world_size(self) -> int:
-        return self.table.shape[1]
+        return self.loss_scale.shape[1]
+
+    @cached_property
+    def table(self) -> IntArray:
+        """Numbers of :attr:`batches`, by step and rank: int64 (num_steps, world_size)."""
+        return np.arange(len(self.batches)).reshape(self.loss_scale.shape)
 
     @cached_property
     def rows(self) -> list[list[list[int]]]:
@@ -104,7 +139,7 @@ class BatchPlan:
     @property
     def num_steps(self) -> int:
         """Number of steps. In each, every rank runs one batch."""
-        return len(self.table)
+        return len(self.loss_scale)
 
     @property
     def window_ends(self) -> list[Cursor]:
@@ -225,7 +260,7 @@ class BatchPlan:
             repeated = np.resize(batches.order, max(ranks - len(left), 0))
             last = np.array_split(np.append(left, repeated), ranks)
             batches = Batches.concatenate([whole, Batches.of(last)])
-        table = np.arange(len(batches)).reshape(-1, ranks)
+        num_steps = len(batches) // ranks
         budget: Budget = TokenBudget(1, pad_to_multiple_of=self.budget.pad_to_multiple_of)
         for name in self.lengths:
             if name not in self.padded_lengths:
@@ -233,9 +268,8 @@ class BatchPlan:
         return replace(
             self,
             batches=batches,
-            table=table,
-            update_ends=np.ones(len(table), np.bool_),
-            loss_scale=np.zeros(table.shape),
+            update_ends=np.ones(num_steps, np.bool_),
+            loss_scale=np.zeros((num_steps, ranks)),
             repeated=repeated,
             dropped=NONE,
             budget=budget,
@@ -275,7 +309,7 @@ class BatchPlan:
     def panel(self, name: str) -> Panel:
         """Returns what a picture of the padding in each batch needs, over all padded streams."""
         streams = self.padded_lengths
-        tokens = np.sum([*streams.values()], axis=0, dtype=np.int64)
+        tokens = np.stack([*streams.values()]).sum(axis=0, dtype=np.int64)
         widths = np.sum([self.shapes.longest[stream] for stream in streams], axis=0)
         padding = self.statistics["padding"]
         return Panel(

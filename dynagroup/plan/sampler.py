@@ -4,7 +4,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from torch.utils.data import Sampler
@@ -17,13 +17,15 @@ from dynagroup.plan.batches import RoundBatch
 from dynagroup.plan.cost import Work, check_work
 from dynagroup.plan.cursor import MOST_RANKS, Cursor
 from dynagroup.plan.epoch import OrderSource, check_alike
+from dynagroup.plan.inputs import OneKind, Oversize, PlanConfig, Uneven
 from dynagroup.plan.plan import BatchPlan
-from dynagroup.plan.planner import OneKind, Oversize, PlanConfig, Planner, Uneven
+from dynagroup.plan.planner import Planner
 from dynagroup.shapes import IntArray
 from dynagroup.state import agreed, listed, opened, sealed
 from dynagroup.validation import check_identity, check_int, warn_user
 
 KIND = "LengthAwareBatchSampler"
+PlanKey: TypeAlias = "tuple[int, int, Cursor | None]"  # epoch, ranks, where the plan begins
 
 
 @dataclass
@@ -36,9 +38,8 @@ class _Run:
     limit: float | None
     has_ended: bool = False
 
-    def place(self, steps: int | None = None) -> Cursor:
-        """Returns the place after this many steps of the epoch; None: after all that were yielded."""
-        steps = self.steps if steps is None else steps
+    def place(self, steps: int) -> Cursor:
+        """Returns the place after this many steps of the epoch."""
         borders = bisect_right(self.borders, steps, key=lambda cursor: cursor.steps)
         before = self.borders[borders - 1]
         return before.after_rows(steps - before.steps, self.ranks, self.limit)
@@ -133,52 +134,46 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        how: dict[str, Any] = {
-            "shuffle": shuffle,
-            "window": window,
-            "seed": seed,
-            "hardest_first": hardest_first,
-        }
-        how |= {
-            "samples_per_update": samples_per_update,
-            "grouping": grouping,
-            "strata": strata,
-            "round_batch": round_batch,
-        }
         config = PlanConfig(
-            **how, work=check_work(work), oversize=oversize, uneven=uneven, one_kind=one_kind
+            shuffle=shuffle,
+            window=window,
+            seed=seed,
+            hardest_first=hardest_first,
+            round_batch=round_batch,
+            work=check_work(work),
+            samples_per_update=samples_per_update,
+            grouping=grouping,
+            strata=strata,
+            oversize=oversize,
+            uneven=uneven,
+            one_kind=one_kind,
         )
         self._planner = Planner.of(lengths, budget, config, kinds)
         self._identity_given = check_identity(identity)
-        self._order = None if order is None else OrderSource(order, self._planner.num_samples)
+        self._order = None
+        if order is not None:
+            self._order = OrderSource(order, self._planner.num_samples)
         if world_size is not None:
             world_size = check_int("world_size", world_size, most=MOST_RANKS)
-            rank = (
-                None
-                if rank is None
-                else check_int(
-                    "rank", rank, least=0, most=world_size - 1, where=" (of `world_size`)"
-                )
-            )
         elif rank is not None:
             raise ConfigError(f"`rank` ({rank}) needs `world_size`; pass both, or none")
-        self._rank, self._world_size = rank, world_size
-        self._epoch = 0  # of the running or last iteration, or of a loaded state
-        self._next = 0  # the epoch of the next iteration
-        self._least: int | None = (
-            None  # after a state was loaded: the first epoch that is not used up
-        )
-        self._start: Cursor | None = (
-            None  # where the running or next iteration begins; None: at the epoch's beginning
-        )
+        if rank is not None and world_size is not None:
+            last = world_size - 1
+            rank = check_int("rank", rank, least=0, most=last, where=" (of `world_size`)")
+        self._rank = rank
+        self._world_size = world_size
+        # The epoch of the running or last iteration, or of a loaded state; and that of the next iteration.
+        self._epoch = 0
+        self._next = 0
+        # After a state was loaded: the first epoch that is not used up.
+        self._least: int | None = None
+        # Where the running or next iteration begins; None: at the epoch's beginning.
+        self._start: Cursor | None = None
         self._run: _Run | None = None  # the latest iteration of this epoch
-        self._plans: dict[
-            tuple[int, int, Cursor | None], BatchPlan
-        ] = {}  # at most two: a whole epoch, and its rest
+        self._plans: dict[PlanKey, BatchPlan] = {}  # at most two: a whole epoch, and its rest
         self._said_repeats = False
-        self.sampler = SimpleNamespace(
-            set_epoch=self._host_sets_epoch
-        )  # accelerate and Lightning call it
+        # Accelerate and Lightning call `batch_sampler.sampler.set_epoch`.
+        self.sampler = SimpleNamespace(set_epoch=self._host_sets_epoch)
         self._planner.warn_of_oversize()
 
     @property
@@ -193,19 +188,18 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         rank, size = self._rank_and_size()
         if rank is None or size == 1:
             raise AttributeError("batches of LengthAwareBatchSampler have no fixed size")
-        away = "keep the loader away from accelerator.prepare (Lightning: use_distributed_sampler=False)"
-        again = (
-            f"sharding them again would lose samples; make it with world_size={size} and rank=None"
-        )
         raise ConfigError(
-            f"this sampler yields only the batches of rank {rank} of {size}, and {again}, or {away}"
+            f"this sampler yields only the batches of rank {rank} of {size}, and sharding them again "
+            f"would lose samples; make it with world_size={size} and rank=None, or keep the loader away "
+            "from accelerator.prepare (Lightning: use_distributed_sampler=False)"
         )
 
     @property
     def plan(self) -> BatchPlan:
         """The steps of :attr:`epoch` on all ranks; after resuming, the steps that remained."""
         self._here()
-        return self._planned(self.epoch, self._start if self.epoch == self._epoch else None)
+        start = self._start if self.epoch == self._epoch else None
+        return self._planned(self.epoch, start)
 
     def plan_of(self, epoch: int) -> BatchPlan:
         """Returns the plan of a whole epoch, even if a part of it was used."""
@@ -215,13 +209,17 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         """Returns the number of batches in the whole :attr:`epoch`, on this rank (or on all, if it yields all). A resume
         does not change it, because trainers skip by themselves. The first call plans the epoch."""
         rank, size = self._rank_and_size()
-        return self.plan_of(self.epoch).num_steps * (1 if rank is not None else size)
+        num_steps = self.plan_of(self.epoch).num_steps
+        return num_steps * size if rank is None else num_steps
 
     def _planned(self, epoch: int, start: Cursor | None) -> BatchPlan:
-        key = (epoch, self._rank_and_size()[1], start)
+        world_size = self._rank_and_size()[1]
+        key = (epoch, world_size, start)
         if key not in self._plans:
-            self._plans = dict([*self._plans.items()][-1:])
-            self._plans[key] = self._planner.plan(epoch, key[1], start, self._order_of(epoch))
+            plan = self._planner.plan(epoch, world_size, start, self._order_of(epoch))
+            latest = list(self._plans.items())[-1:]
+            self._plans = dict(latest)
+            self._plans[key] = plan
         return self._plans[key]
 
     def set_epoch(self, epoch: int) -> None:
@@ -244,12 +242,12 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
     def _choose(self, epoch: int) -> None:
         if epoch != self._epoch:
             # On several ranks the user applies what was learned, because that is an exchange, see LearningBudget.
-            planner = self._planner.renewed(apply=self._rank_and_size()[1] == 1)
-            is_new = planner is not self._planner
+            is_alone = self._rank_and_size()[1] == 1
+            planner = self._planner.renewed(apply=is_alone)
             self._start = None  # not before: making a planner may fail
             self._run = None
             self._epoch = epoch
-            if is_new:
+            if planner is not self._planner:
                 self._replace(planner)
                 planner.warn_of_oversize()
         self._next = epoch
@@ -277,44 +275,55 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
             check_alike(self._order, self._epoch)
         if self._run is not None and self._run.has_ended:
             self._start = None  # chosen once more, an epoch starts at its beginning
-        self._run, start = None, self._here()
-        run = self._run = _Run([start], start.steps, size, self._planner.limit)
+        self._run = None
+        start = self._here()
+        run = _Run([start], start.steps, size, self._planner.limit)
+        self._run = run
         for planned in self._planner.steps_from(start, size, order):
-            if len(planned.repeated) and not self._said_repeats:
-                self._said_repeats = True
-                told = f"samples {planned.repeated.tolist()!s:.200} are repeated, with weight 0 in plan.loss_scale"
-                few = "there are too few samples for the same number of steps on all ranks"
-                warn_user(f"{few}, so {told}; uneven='drop' leaves samples out instead")
+            self._warn_of_repeats(planned)
             run.borders += planned.window_ends
             for row in planned.table.tolist():
                 run.steps += 1
-                for number in row if rank is None else row[rank : rank + 1]:
+                numbers = row if rank is None else [row[rank]]
+                for number in numbers:
                     yield planned.batches[number].tolist()
         self._end(run)
+
+    def _warn_of_repeats(self, planned: BatchPlan) -> None:
+        if not len(planned.repeated) or self._said_repeats:
+            return
+        self._said_repeats = True
+        warn_user(
+            "there are too few samples for the same number of steps on all ranks, so samples "
+            f"{planned.repeated.tolist()!s:.200} are repeated, with weight 0 in plan.loss_scale; "
+            "uneven='drop' leaves samples out instead"
+        )
 
     def _settle(self) -> None:
         """Ends the running iteration if its last batch was taken, even if nobody asked for one more."""
         run = self._run
-        if run is not None and not run.has_ended:
-            order = self._order_of(self._epoch)
-            if self._planner.is_done(run.place(), run.ranks, order):
-                self._end(run)
+        if run is None or run.has_ended:
+            return
+        order = self._order_of(self._epoch)
+        if self._planner.is_done(run.place(run.steps), run.ranks, order):
+            self._end(run)
 
     def _end(self, run: _Run) -> None:
         run.has_ended = True
         if run is self._run:
             self._next = self._epoch + 1
-            self._least = None if self._least is None else self._next
+            if self._least is not None:
+                self._least = self._next
 
     def _here(self) -> Cursor:
         """Returns where the next iteration begins, or where the running one began."""
-        if (
-            self._start
-            and self._run is None
-            and (planner := self._planner.in_mid_epoch()) is not self._planner
-        ):
-            self._replace(planner)
-        return self._start or self._planner.start_of(self._epoch, self._rank_and_size()[1])
+        if self._start is None:
+            return self._planner.start_of(self._epoch, self._rank_and_size()[1])
+        if self._run is None:
+            planner = self._planner.in_mid_epoch()
+            if planner is not self._planner:
+                self._replace(planner)
+        return self._start
 
     def state_dict(self, num_steps: int | None = None) -> dict[str, Any]:
         """Returns the place after the batches that were taken, as integers that JSON can store, the same on every rank.
@@ -326,22 +335,25 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
 
         Raises StateError if the iteration did not yield ``num_steps`` steps."""
         run = self._run
-        if num_steps is not None:
-            num_steps = check_int("num_steps", num_steps, least=0)
-        run = run or _Run([here := self._here()], here.steps, 1, None)
-        first, used = run.borders[0].steps, run.steps if num_steps is None else num_steps
-        if not first <= used <= run.steps:
-            must = f"must be from {first} to {run.steps}, the steps of this epoch that were yielded, but is {used}"
+        if run is None:
+            here = self._here()
+            run = _Run([here], here.steps, 1, None)
+        if num_steps is None:
+            num_steps = run.steps
+        num_steps = check_int("num_steps", num_steps, least=0)
+        first = run.borders[0].steps
+        if not first <= num_steps <= run.steps:
             raise StateError(
-                f"`num_steps` {must}; count from the epoch's beginning, with the steps before a resume"
+                f"`num_steps` must be from {first} to {run.steps}, the steps of this epoch that were "
+                f"yielded, but is {num_steps}; count from the epoch's beginning, with the steps before a resume"
             )
-        cursor = run.place(used).state()
-        order = None if self._order is None else self._order.checksum(self._epoch)
-        fields = {
+        state = {
+            "cursor": run.place(num_steps).state(),
+            "order": self._order_print(self._epoch),
             "learned": LearningBudget.saved(self._planner.budget),
             "left_out": self._planner.left_print,
         }
-        return sealed(KIND, self._compared(), {"cursor": cursor, "order": order, **fields})
+        return sealed(KIND, self._compared(), state)
 
     def _compared(self) -> dict[str, Any]:
         return {**self._planner.identity, "identity": self._identity_given}
@@ -353,9 +365,11 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         batches. Raises StateError if the state is damaged, or was saved with other lengths, another budget or other settings."""
         state = agreed(opened(listed(state_dict), KIND, self._compared()))
         cursor = Cursor.of(state["cursor"])
-        if state["order"] != (None if self._order is None else self._order.checksum(cursor.epoch)):
-            must = f"must yield the same indices in epoch {cursor.epoch} as when the state was saved (or none, as then)"
-            raise StateError(f"`order` {must}; give a list, or a sampler that has set_epoch")
+        if state["order"] != self._order_print(cursor.epoch):
+            raise StateError(
+                f"`order` must yield the same indices in epoch {cursor.epoch} as when the state was saved "
+                "(or none, as then); give a list, or a sampler that has set_epoch"
+            )
         with LearningBudget.taken_up(self._planner.budget, state):
             planner = self._planner.rebuilt()
             planner.check_left_out(state)
@@ -368,7 +382,14 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         self._start = cursor if cursor.windows_done or cursor.segments else None
 
     def _rank_and_size(self) -> tuple[int | None, int]:
-        return rank_and_size() if self._world_size is None else (self._rank, self._world_size)
+        if self._world_size is None:
+            return rank_and_size()
+        return self._rank, self._world_size
 
     def _order_of(self, epoch: int) -> IntArray | None:
+        """Returns the indices of the user's sampler in an epoch; None: there is no sampler."""
         return None if self._order is None else self._order.of_epoch(epoch)
+
+    def _order_print(self, epoch: int) -> int | None:
+        """Returns a checksum of :meth:`_order_of`."""
+        return None if self._order is None else self._order.checksum(epoch)

@@ -25,8 +25,9 @@ from dynagroup.plan.cost import check_work
 from dynagroup.plan.cursor import Cursor
 from dynagroup.plan.epoch import OrderSource
 from dynagroup.plan.few_shapes import few_shapes
+from dynagroup.plan.inputs import PlanConfig
 from dynagroup.plan.plan import BatchPlan
-from dynagroup.plan.planner import PlanConfig, Planner
+from dynagroup.plan.planner import Planner
 from dynagroup.shapes import Streams
 from dynagroup.state import agreed
 from dynagroup.update.filling import FillingCollator, Pad

@@ -50,7 +50,7 @@ CHOSEN: dict[str, Any] = {}
 @pytest.fixture(autouse=True)
 def shapes_are_chosen_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by each of thousands of loaders; those of budgets that learn are chosen anew."""
-    for kind in (few_shapes.PackedLadder, few_shapes.ShapeLadder):
+    for kind in (few_shapes.PackedTotals, few_shapes.ShapeLadder):
         monkeypatch.setattr(few_shapes, kind.__name__, partial(chosen, kind))
 
 

@@ -16,11 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
-    CLIPVisionConfig,
-    CLIPVisionModel,
     GPT2Config,
     LlamaConfig,
-    LlavaConfig,
 )
 
 from dynagroup import (
@@ -35,7 +32,6 @@ from dynagroup import (
 from dynagroup.plan.batches import Batches
 from dynagroup.plan.cost import CPU_PER_STEP, Price, Work
 from dynagroup.plan.few_shapes import ShapeLadder
-from dynagroup.shapes import BatchShape
 from dynagroup.testing import assert_budget_law
 from dynagroup.update.planned import PlannedDataLoader
 from tests import models
@@ -254,22 +250,14 @@ def test_the_planning_page_shows_what_configs_say(name: str, config: Any) -> Non
 
 
 @settings(max_examples=60, deadline=None)
-@given(VALUES, st.booleans(), st.integers(2, 9), st.sampled_from([1, 8]), st.integers(1, 3))
-def test_planned_batches_have_few_shapes_that_fit(values, two, most, multiple, ranks) -> None:
+@given(VALUES, st.integers(2, 9), st.sampled_from([1, 8]), st.integers(1, 3))
+def test_planned_batches_have_few_shapes_that_fit(values, most, multiple, ranks) -> None:
     """Also of samples that do not fit even alone, of which all have one shape; no other batch has it."""
     budget, lengths = (
         TokenBudget(400, pad_to_multiple_of=multiple),
         {"tokens": np.asarray(values, np.int32)},
     )
-    lengths |= {"target": lengths["tokens"][::-1]} if two else {}
-    try:
-        ladder = ShapeLadder(lengths, budget, most, window=7)
-    except (
-        ConfigError
-    ):  # of two lengths as many shapes may be needed as samples are longest in none
-        if not two:
-            raise
-        return
+    ladder = ShapeLadder(lengths, budget, most, window=7)
     assert len(ladder.shapes) <= most
     assert sum(samples * sum(longest) > 400 for samples, *longest in ladder.shapes) <= 1
     assert_budget_law(ladder, lengths)
@@ -300,20 +288,6 @@ def test_literal_ladders_and_what_was_learned_rules_rungs_out() -> None:
         (6, 300),
         (2, 900),
     ]
-    pairs = {"tokens": [10, 10, 50], "target": [5, 5, 40], "patches": [900, 900, 900]}
-    pair, prices = {"tokens": [9, 2, 2, 9], "target": [1, 2, 2, 2]}, {"target": Price(unit=50.0)}
-    for streams, shape in (({}, (1, 2, 2)), (prices, (1, 9, 1))):  # what is dear is padded least
-        found = ShapeLadder(
-            pair, TokenBudget(40), 2, window=1, work=Work(per_step=9, streams=streams)
-        )
-        assert {*found.shapes} == {shape, (1, 9, 2)}
-    ladder = ShapeLadder(
-        pairs, TokenBudget(180) & AdditiveCap("patches", 2000), num_shapes=2, window=3, work=Work()
-    )
-    assert ladder.shapes == [(3, 10, 5), (2, 50, 40)]
-    assert ladder.fits(
-        BatchShape.of(2, {"tokens": 9, "target": 5, "patches": [900, 1100]})
-    ).tolist() == [True, False]
     budget = LearningBudget(TokenBudget(1000))
     ladder = ShapeLadder([10] * 90 + [100] * 9, budget, 4, window=20, work=Work())
     before = ladder.largest(np.array([10, 100])).tolist()
@@ -378,29 +352,3 @@ def test_measured_steps_with_several_lengths_are_fitted(
         )
         assert predicted == pytest.approx(1, rel=1e-3)
     assert fitted.streams["patches"].unit == pytest.approx(unit, rel=0.02)
-
-
-def test_a_vision_tower_is_priced_by_what_it_multiplies() -> None:
-    sizes = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-    }
-    vision = CLIPVisionConfig(**sizes, image_size=56, patch_size=14)
-    config = LlavaConfig(
-        vision_config=vision, text_config=models.llama(vocab=512, width=128, inner=256, heads=4)
-    )
-    price, patches = Work.of(config).streams["patches"], (56 // 14) ** 2 + 1
-    with torch.device("meta"):
-        tower = CLIPVisionModel(vision)
-        language = AutoModelForCausalLM.from_config(config.text_config, attn_implementation="eager")
-        with FlopCounterMode(display=False) as seen:
-            tower(torch.zeros(1, 3, 56, 56), interpolate_pos_encoding=False)
-        with FlopCounterMode(display=False) as read:
-            language(torch.zeros((1, 1), dtype=torch.int64))
-    conv = 2 * 64 * 3 * 14 * 14 * (patches - 1)
-    of_token = read.get_total_flops() / float(Work.of(config).of_lengths([1])[0])
-    assert float(price.of(patches)) == pytest.approx(
-        (seen.get_total_flops() - conv) / of_token, rel=0.02
-    )

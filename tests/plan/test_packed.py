@@ -19,8 +19,9 @@ from dynagroup import (
     shard_micro_batches,
 )
 from dynagroup.plan.batches import shapes_of
+from dynagroup.plan.inputs import PlanConfig
 from dynagroup.plan.packed import pack
-from dynagroup.plan.planner import PlanConfig, Planner
+from dynagroup.plan.planner import Planner
 from dynagroup.shapes import BatchShape
 from tests.plan.test_padded import streams
 

@@ -98,7 +98,7 @@ def test_no_cut_into_runs_takes_less_time(
     """Nor one into batches of few shapes."""
     budget = (TokenBudget if table else WithoutTable)(most)
     lengths = streams(values, **({"labels": sorted(values)} if two else {}))
-    if few_shapes:
+    if few_shapes and not two:
         budget, rounding = ShapeLadder(lengths, TokenBudget(90), 3, window=3, work=work), None
     found = list(cuts(in_order(lengths, budget, work, None)[0], lengths, budget, rounding))
     best = min(time_of(batches, lengths, budget, work) for batches in found)

@@ -26,7 +26,8 @@ from dynagroup.plan.compare import compare
 from dynagroup.plan.cursor import Cursor
 from dynagroup.plan.cut import prove
 from dynagroup.plan.epoch import epoch_order
-from dynagroup.plan.planner import PlanConfig, Planner
+from dynagroup.plan.inputs import PlanConfig
+from dynagroup.plan.planner import Planner
 from dynagroup.shapes import BatchShape
 from dynagroup.testing import assert_conserves, run_ranks
 from tests import strategies

@@ -28,8 +28,8 @@ from dynagroup import (
 from dynagroup.distributed import World
 from dynagroup.errors import AlignmentError, ConfigError, StateError
 from dynagroup.plan import epoch as epoch_module
-from dynagroup.plan import planner as planner_module
 from dynagroup.plan import sampler as sampler_module
+from dynagroup.plan import window as window_module
 from dynagroup.plan.cursor import Cursor
 from dynagroup.plan.cut import cut_kinds
 from dynagroup.plan.epoch import (
@@ -113,7 +113,7 @@ def test_a_state_is_small_and_only_what_comes_is_planned(monkeypatch: pytest.Mon
     other.load_state_dict(state)
     asked = []
     monkeypatch.setattr(
-        planner_module, "cut_kinds", lambda *args, **how: asked.append(1) or cut_kinds(*args, **how)
+        window_module, "cut_kinds", lambda *args, **how: asked.append(1) or cut_kinds(*args, **how)
     )
     next(iter(other))
     assert len(asked) == 1
