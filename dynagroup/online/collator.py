@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -15,7 +15,8 @@ from dynagroup.budget.base import Budget, is_packed, padded_streams, padded_toke
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.lengths import LONGEST, Kinds, by_stream
 from dynagroup.online.messages import Refined, RefinedWindow, Request, WindowSamples, number_of
-from dynagroup.plan.batches import Batches, offsets_of, shapes_of
+from dynagroup.online.pools import deal_updates
+from dynagroup.plan.batches import Batches, offsets_of, shapes_of, tokens_of
 from dynagroup.plan.cost import Work, check_work
 from dynagroup.plan.cut import cut_kinds
 from dynagroup.plan.inputs import OneKind
@@ -45,11 +46,11 @@ def measure_sample(sample: Any) -> int:
     >>> measure_sample({"input_ids": [5, 6, 7]})
     3
     """
-    ids = _ids_of(sample)
+    ids = _field(sample, "input_ids")
     if ids is None:
-        found = sorted(sample) if isinstance(sample, Mapping) else type(sample).__name__
+        fields = sorted(sample) if isinstance(sample, Mapping) else type(sample).__name__
         raise ConfigError(
-            f"a sample has no 'input_ids' to measure (it has {found}); pass `length_of`, for example "
+            f"a sample has no 'input_ids' to measure (it has {fields}); pass `length_of`, for example "
             "len, or dynagroup.collated_length(collate_fn) if `collate_fn` makes the tokens"
         )
     shape = getattr(ids, "shape", None)
@@ -57,7 +58,8 @@ def measure_sample(sample: Any) -> int:
     mask = sample.get("attention_mask") if isinstance(sample, Mapping) else None
     if mask is None or not length:
         return length
-    mask = mask[0] if getattr(mask, "ndim", 1) > 1 else mask
+    if getattr(mask, "ndim", 1) > 1:
+        mask = mask[0]
     if mask[0] and mask[-1]:
         return length
     warn_user(
@@ -115,10 +117,8 @@ class RefinementCollator:
         self.has_kinds = self.kind_of is not None or self.kinds is not None
         if self.kinds is not None and self.kind_of is not None:
             raise ConfigError("`kinds` and `kind_of` both label the samples; pass only one of them")
-        if (
-            check_choice("one_kind", self.one_kind, ("step", "batch")) == "batch"
-            and not self.has_kinds
-        ):
+        check_choice("one_kind", self.one_kind, ("step", "batch"))
+        if self.one_kind == "batch" and not self.has_kinds:
             raise ConfigError(
                 "`one_kind` ('batch') needs a label for each sample; pass `kind_of` or `kinds`"
             )
@@ -134,163 +134,181 @@ class RefinementCollator:
             window = WindowSamples(Request.of(range(len(window))), list(window))
         return RefinedWindow(window.request.number, self._refine(window), window.place)
 
-    def split_for_ranks(self, refined: Refined, parts: int) -> list[Refined]:
-        """Splits a batch into ``parts`` batches that fit as well, to give all ranks the same number of steps."""
+    def split_for_ranks(self, refined: Refined, num_parts: int) -> list[Refined]:
+        """Splits a batch into batches that fit as well, to give all ranks the same number of steps."""
         assert refined.samples is not None
-        bounds = np.linspace(0, len(refined), parts + 1).astype(int)
-        request = Request(np.asarray(refined.positions), indices=refined.indices, keep=parts)
-        made = self._collate_all(
-            _neighbours(np.diff(bounds)),
-            groups=[refined.group] * parts,
-            lengths=refined.lengths,
+        bounds = np.linspace(0, len(refined), num_parts + 1).astype(int)
+        request = Request(np.asarray(refined.positions), indices=refined.indices, keep=num_parts)
+        measured = _Measured(
+            request,
+            refined.samples,
+            refined.lengths,
             labels=[refined.label] * len(refined),
-            window=WindowSamples(request, refined.samples),
+            kinds=np.zeros(len(refined), np.int64),
         )
-        if len(made) > parts:  # ranks have agreed on the number of batches
+        groups = [refined.group] * num_parts
+        parts = self._collate_all(_neighbours(np.diff(bounds)), groups, measured)
+        if len(parts) > num_parts:  # ranks have agreed on the number of batches
             raise BudgetError(
                 f"a part of the batch of dataset indices {shorten(refined.indices)} does not fit, but the "
                 "whole batch does; correct the budget's `fits` (see assert_budget_law), or let the random "
                 "numbers of `collate_fn` depend on the sample alone"
             )
-        return made
+        return parts
 
     def measure(self, samples: Sequence[Any], indices: Sequence[int]) -> Streams:
         """Returns the true lengths of these samples: stream -> int32 (N,)."""
         length_of = self.length_of or measure_sample
         measured = [
-            _asked("length_of", length_of, sample, of=index)
+            _called("length_of", length_of, sample, of=index)
             for sample, index in zip(samples, indices, strict=True)
         ]
-        columns = (
-            by_stream(measured, indices) if isinstance(measured[0], Mapping) else {TOKENS: measured}
-        )
+        if isinstance(measured[0], Mapping):
+            columns = by_stream(measured, indices)
+        else:
+            columns = {TOKENS: measured}
         check_names(columns)
-        if self.budget.ladder is not None and len(columns) > len(self.budget.ladder.streams):
+        ladder = self.budget.ladder
+        if ladder is not None and len(columns) > len(ladder.streams):
             raise ConfigError(
                 f"`shapes` are for one length, but `length_of` returns {[*columns]}; leave `shapes` out"
             )
         return {stream: _whole_numbers(values, indices) for stream, values in columns.items()}
-
-    def _refine(self, window: WindowSamples) -> list[Refined]:
-        request, samples = window.request, window.samples
-        if not samples:
-            return []
-        lengths = self.measure(samples, request.indices)
-        labels = self.labels(samples, request.indices)
-        batches, groups = self._divide(lengths, labels, request)
-        return self._collate_all(batches, groups, lengths, labels, window)
 
     def labels(self, samples: Sequence[Any], indices: Sequence[int]) -> list[Any]:
         if self.kinds is not None:
             return [self.kinds.labels[code] for code in self.kinds.codes[indices].tolist()]
         if self.kind_of is None:
             return [None] * len(samples)
-        return [self._label(sample, index) for sample, index in zip(samples, indices, strict=True)]
-
-    def _label(self, sample: Any, index: int) -> Any:
-        label = _asked("kind_of", self.kind_of or number_of, sample, of=index)
-        what = (
-            f"`kind_of` must return a hashable label, but returned {label!r:.80} for sample {index}"
-        )
-        with explained(what, way_out="; return a text, or a tuple"):
-            number_of(label)
-        return label
-
-    def _divide(
-        self, lengths: Streams, labels: Sequence[Any], request: Request
-    ) -> tuple[Batches, list[int]]:
-        """Returns batches: planned ones that still fit, others cut anew; and the number of each one's planned batch."""
-        kinds = (
-            np.array([number_of(label) for label in labels])
-            if self.has_kinds
-            else np.zeros(len(labels), np.int64)
-        )
-        if request.groups is None:
-            batches = self._cut(lengths, kinds)
-            return batches, [*range(len(batches))]
-        planned = _neighbours(np.asarray(request.groups))
-        fits, parts = self.budget.fits(shapes_of(planned, lengths)), []
-        for members, fit in zip(planned, fits.tolist(), strict=True):
-            own, of_own = (
-                kinds[members],
-                {name: values[members] for name, values in lengths.items()},
-            )
-            stays = len(members) == 1 or (fit and (own == own[0]).all())
-            parts.append(Batches.of([members]) if stays else self._cut(of_own, own).map(members))
-        return Batches.concatenate(parts), [
-            number for number, part in enumerate(parts) for _ in part
+        return [
+            _label(self.kind_of, sample, index)
+            for sample, index in zip(samples, indices, strict=True)
         ]
 
-    def _cut(self, lengths: Streams, kinds: IntArray) -> Batches:
-        parts = cut_kinds(lengths, kinds, self.budget, num_ranks=1, together=False, work=self.work)
-        return Batches.concatenate(parts)
+    def _refine(self, window: WindowSamples) -> list[Refined]:
+        request = window.request
+        if not window.samples:
+            return []
+        lengths = self.measure(window.samples, request.indices)
+        labels = self.labels(window.samples, request.indices)
+        kinds = np.zeros(len(labels), np.int64)
+        if self.has_kinds:
+            kinds = np.array([number_of(label) for label in labels])
+        measured = _Measured(request, window.samples, lengths, labels=labels, kinds=kinds)
+        if request.groups is not None:
+            batches, groups = self._divide(_neighbours(np.asarray(request.groups)), measured)
+            return self._collate_all(batches, groups, measured)
+        if request.pool is None:
+            batches = self._cut(np.arange(len(labels)), measured)
+            return self._collate_all(batches, range(len(batches)), measured)
+        refined: list[Refined] = []
+        updates = deal_updates(request.pool, tokens_of(lengths, self.budget))
+        for number, update in enumerate(updates):
+            if len(update):
+                batches = self._cut(update, measured)
+                collated = self._collate_all(batches, range(len(batches)), measured)
+                refined += [replace(batch, update=number) for batch in collated]
+        return refined
+
+    def _divide(self, planned: Batches, measured: "_Measured") -> tuple[Batches, list[int]]:
+        """Returns batches: planned ones that still fit, others cut anew; and the number of each one's planned batch."""
+        fits = self.budget.fits(shapes_of(planned, measured.lengths)).tolist()
+        parts: list[Batches] = []
+        numbers: list[int] = []
+        for number, members in enumerate(planned):
+            kinds = measured.kinds[members]
+            is_of_one_kind = bool((kinds == kinds[0]).all())
+            part = Batches.of([members])
+            if len(members) > 1 and not (fits[number] and is_of_one_kind):
+                part = self._cut(members, measured)
+            parts.append(part)
+            numbers += [number] * len(part)
+        return Batches.concatenate(parts), numbers
+
+    def _cut(self, members: IntArray, measured: "_Measured") -> Batches:
+        """Cuts these samples (their places in the window) into batches that fit and have one kind."""
+        parts = cut_kinds(
+            measured.lengths_of(members),
+            measured.kinds[members],
+            self.budget,
+            num_ranks=1,
+            together=False,
+            work=self.work,
+        )
+        return Batches.concatenate(parts).map(members)
 
     def _collate_all(
-        self,
-        batches: Batches,
-        groups: Sequence[int],
-        lengths: Streams,
-        labels: Sequence[Any],
-        window: WindowSamples,
+        self, batches: Batches, groups: Sequence[int], measured: "_Measured"
     ) -> list[Refined]:
         """Collates batches, and compares them with the budget. Those that do not fit are cut again by their true lengths."""
-        request = window.request
         largest_first = np.argsort(-batches.sizes, kind="stable")
-        kept = {*largest_first[: request.keep].tolist()}
-        true = {name: values.copy() for name, values in lengths.items()}
+        kept = set(largest_first[: measured.request.keep].tolist())
+        true = {name: values.copy() for name, values in measured.lengths.items()}
         collated: list[Any] = []
         for number, members in enumerate(batches):
-            indices = [request.indices[place] for place in members.tolist()]
-            samples = [window.samples[place] for place in members.tolist()]
-            copied = _copied(samples, deep=number in kept)  # `collate_fn` may change them
-            batch = _asked("collate_fn", self.collate_fn or default_collate, copied, of=indices)
+            indices = measured.indices_of(members)
+            samples = _copied(measured.samples_of(members), deep=number in kept)
+            batch = _called("collate_fn", self.collate_fn or default_collate, samples, of=indices)
             self._correct_lengths(true, members, batch, indices)
             collated.append(batch)
-        shapes = shapes_of(batches, true)
-        fits = self.budget.fits(shapes).tolist()
-        padded = padded_tokens(shapes, self.budget).tolist()
-        real = real_tokens(shapes, self.budget).tolist()
-        work = self.work.of_batches(batches, true, self.budget).tolist()
-        made: list[Refined] = []
+        corrected = replace(measured, lengths=true)
+        facts = self._facts(batches, true)
+        refined: list[Refined] = []
         for number, members in enumerate(batches):
             batch = collated[number]
             collated[number] = None  # frees memory of batches that are cut again
-            if not fits[number] and len(members) > 1:
-                own = {name: values[members] for name, values in true.items()}
-                parts = self._cut(own, np.zeros(len(members), np.int64)).map(members)
-                parents = [groups[number]] * len(parts)
-                made += self._collate_all(parts, parents, lengths, labels, window)
+            if facts.fits[number] or len(members) == 1:
+                result = self._refined(number, members, batch, facts, corrected)
+                samples = measured.samples_of(members) if number in kept else None
+                refined.append(replace(result, group=groups[number], samples=samples))
                 continue
-            places = members.tolist()
-            indices = [request.indices[place] for place in places]
-            own = {name: values[members] for name, values in true.items()}
-            if not fits[number] and self.oversize == "error":
-                raise BudgetError(
-                    f"sample {indices[0]} ({units_of(own, 0)}) does not fit even alone; truncate it, "
-                    "filter it out, raise the budget, or pass oversize='alone'"
-                )
-            weight = _asked("weigh", self._weight_of, batch, len(places), of=indices)
-            if self.budget.ladder is not None:
-                batch = self.filling.fill(batch, len(places))
-            label = labels[places[0]]
-            agrees = self.has_kinds and self.one_kind == "step"
-            refined = Refined(
-                batch,
-                indices,
-                positions=tuple(request.positions[members].tolist()),
-                lengths=own,
-                weight=weight,
-                padded=padded[number],
-                work=work[number],
-                real=real[number],
-                group=groups[number],
-                oversize=not fits[number],
-                label=label,
-                kind=number_of(label) if agrees else 0,
-                samples=[window.samples[place] for place in places] if number in kept else None,
+            parts = self._cut(members, corrected)
+            refined += self._collate_all(parts, [groups[number]] * len(parts), measured)
+        return refined
+
+    def _facts(self, batches: Batches, lengths: Streams) -> "_BatchFacts":
+        shapes = shapes_of(batches, lengths)
+        return _BatchFacts(
+            fits=self.budget.fits(shapes).tolist(),
+            padded=padded_tokens(shapes, self.budget).tolist(),
+            real=real_tokens(shapes, self.budget).tolist(),
+            work=self.work.of_batches(batches, lengths, self.budget).tolist(),
+        )
+
+    def _refined(
+        self,
+        number: int,
+        members: IntArray,
+        batch: Any,
+        facts: "_BatchFacts",
+        measured: "_Measured",
+    ) -> Refined:
+        indices = measured.indices_of(members)
+        lengths = measured.lengths_of(members)
+        is_oversize = not facts.fits[number]
+        if is_oversize and self.oversize == "error":
+            raise BudgetError(
+                f"sample {indices[0]} ({units_of(lengths, 0)}) does not fit even alone; truncate it, "
+                "filter it out, raise the budget, or pass oversize='alone'"
             )
-            made.append(refined)
-        return made
+        weight = _called("weigh", self._weight_of, batch, len(indices), of=indices)
+        if self.budget.ladder is not None:
+            batch = self.filling.fill(batch, len(indices))
+        label = measured.labels[members[0]]
+        is_agreed = self.has_kinds and self.one_kind == "step"
+        return Refined(
+            batch,
+            indices,
+            positions=tuple(measured.request.positions[members].tolist()),
+            lengths=lengths,
+            weight=weight,
+            padded=facts.padded[number],
+            work=facts.work[number],
+            real=facts.real[number],
+            oversize=is_oversize,
+            label=label,
+            kind=number_of(label) if is_agreed else 0,
+        )
 
     def _correct_lengths(
         self, lengths: Streams, members: IntArray, batch: Any, indices: Sequence[int]
@@ -302,24 +320,67 @@ class RefinementCollator:
         for name, tokens in shown(batch, len(members), streams, packed=packed).items():
             measured = lengths[name][members]
             expected = int(measured.sum(dtype=np.int64) if packed else measured.max())
-            if tokens <= expected + -expected % multiple:
+            if tokens <= -(-expected // multiple) * multiple:
                 continue
             marked = None
             if name == primary(lengths) and not packed:
                 marked = _marked_lengths(batch, len(members))
-            lengths[name][members] = stretched(
-                measured if marked is None else marked, tokens, packed=packed
-            )
+            known = measured if marked is None else marked
+            lengths[name][members] = stretched(known, tokens, packed=packed)
             if not self._warned_wide:
                 self._warned_wide = True
-                form = "in total" if packed else "per row"
-                whose = "measured as" if packed else "whose longest sample was measured as"
-                warn_user(
-                    f"`collate_fn` made a batch of {tokens} {name} {form} from dataset indices "
-                    f"{shorten(indices)}, {whose} {expected}. Batches that do not fit are cut and collated "
-                    "again, which takes time; pass length_of=collated_length(collate_fn), or give the "
-                    "budget the `pad_to_multiple_of` of `collate_fn`"
-                )
+                _warn_of_width(f"{tokens} {name}", expected, indices, packed=packed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """The samples of a window, and what was measured of them."""
+
+    request: Request
+    samples: list[Any]
+    lengths: Streams
+    labels: Sequence[Any]
+    kinds: IntArray  # numbers of the labels
+
+    def indices_of(self, members: IntArray) -> list[int]:
+        return [self.request.indices[place] for place in members.tolist()]
+
+    def samples_of(self, members: IntArray) -> list[Any]:
+        return [self.samples[place] for place in members.tolist()]
+
+    def lengths_of(self, members: IntArray) -> Streams:
+        return {name: values[members] for name, values in self.lengths.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _BatchFacts:
+    """What is known of each batch of a window: one entry per batch."""
+
+    fits: list[bool]
+    padded: list[int]
+    real: list[int]
+    work: list[float]
+
+
+def _label(kind_of: Callable[[Any], Hashable], sample: Any, index: int) -> Any:
+    label = _called("kind_of", kind_of, sample, of=index)
+    with explained(
+        f"`kind_of` must return a hashable label, but returned {label!r:.80} for sample {index}",
+        way_out="; return a text, or a tuple",
+    ):
+        number_of(label)
+    return label
+
+
+def _warn_of_width(width: str, expected: int, indices: Sequence[int], *, packed: bool) -> None:
+    form = "in total" if packed else "per row"
+    whose = "measured as" if packed else "whose longest sample was measured as"
+    warn_user(
+        f"`collate_fn` made a batch of {width} {form} from dataset indices {shorten(indices)}, {whose} "
+        f"{expected}. Batches that do not fit are cut and collated again, which takes time; pass "
+        "length_of=collated_length(collate_fn), or give the budget the `pad_to_multiple_of` of "
+        "`collate_fn`"
+    )
 
 
 def collated_length(collate_fn: Callable[[list[Any]], Any]) -> Callable[[Any], int]:
@@ -354,23 +415,22 @@ def stretched(lengths: NDArray[Any], tokens: int, *, packed: bool) -> IntArray:
     known = np.maximum(lengths, 1).astype(np.int64)
     if not packed:
         return -(-known * tokens // known.max())
-    found = known * tokens // known.sum()
-    found[0] += tokens - found.sum()
-    return found
+    shares = known * tokens // known.sum()
+    shares[0] += tokens - shares.sum()
+    return shares
 
 
 def _marked_lengths(batch: Any, num_samples: int) -> NDArray[Any] | None:
     """Returns the tokens of each row that a batch's ``attention_mask`` marks; None: it has no such mask."""
-    try:
-        mask = np.asarray(batch["attention_mask"])
-    except (TypeError, KeyError, IndexError):
+    mask = _field(batch, "attention_mask")
+    if mask is None or np.ndim(mask) != 2 or len(mask) != num_samples:
         return None
-    return mask.sum(axis=1) if mask.ndim == 2 and len(mask) == num_samples else None
+    return np.asarray(mask).sum(axis=1)
 
 
-def _ids_of(sample: Any) -> Any:
+def _field(holder: Any, name: str) -> Any:
     try:
-        return sample["input_ids"]
+        return holder[name]
     except (TypeError, KeyError, IndexError):
         return None
 
@@ -379,16 +439,19 @@ def _copied(samples: list[Any], *, deep: bool) -> list[Any]:
     """Returns copies of samples that are collated twice, as ``collate_fn`` may change them; or these if they cannot be
     copied. ``deep=False`` copies only their fields, which costs little."""
     with suppress(Exception):
-        samples = copy.deepcopy(samples) if deep else [*map(copy.copy, samples)]
+        return copy.deepcopy(samples) if deep else list(map(copy.copy, samples))
     return samples
 
 
-def _asked(name: str, function: Callable[..., Any], *args: Any, of: int | list[int]) -> Any:
+def _called(name: str, function: Callable[..., Any], *args: Any, of: int | list[int]) -> Any:
     """Calls the user's function; errors name it and its samples."""
-    asked = lambda: (  # noqa: E731
-        f"the batch of dataset indices {shorten(of)}" if isinstance(of, list) else f"sample {of}"
-    )
-    with sendable(lambda: f"{name} failed on {asked()}", always=True):
+
+    def what() -> str:
+        if isinstance(of, list):
+            return f"{name} failed on the batch of dataset indices {shorten(of)}"
+        return f"{name} failed on sample {of}"
+
+    with sendable(what, always=True):
         return function(*args)
 
 
@@ -397,15 +460,11 @@ def _whole_numbers(values: list[Any], indices: Sequence[int]) -> NDArray[np.int3
         array = np.asarray(values)
     except ValueError:  # values of unequal shape
         array = np.empty(0)
-    if (
-        array.ndim != 1
-        or array.dtype.kind not in "iu"
-        or array.min(initial=0) < 0
-        or array.max(initial=0) > LONGEST
-    ):
-        found = f"{shorten(values)} for the samples {shorten(indices)}"
+    is_whole = array.ndim == 1 and array.dtype.kind in "iu"
+    if not is_whole or array.min(initial=0) < 0 or array.max(initial=0) > LONGEST:
         raise ConfigError(
-            f"`length_of` must return whole numbers from 0 to {LONGEST}, but returned {found}"
+            f"`length_of` must return whole numbers from 0 to {LONGEST}, but returned "
+            f"{shorten(values)} for the samples {shorten(indices)}"
         )
     return array.astype(np.int32)
 

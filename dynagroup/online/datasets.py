@@ -1,6 +1,7 @@
 """Reads datasets in the workers, one window of samples at a time."""
 
 import inspect
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
@@ -15,7 +16,7 @@ from dynagroup.online.messages import Request, WindowSamples
 from dynagroup.validation import fetch, sendable, set_epoch
 
 OPENING = 16  # first samples that are compared between workers and ranks; ignored if most are equal
-FETCHED_AT_ONCE = 64  # samples that are read before their bytes are counted for the first time
+FETCHED_AT_ONCE = 64  # samples that are read before their bytes are counted
 
 
 def is_stream(dataset: Any) -> bool:
@@ -32,25 +33,23 @@ def is_stream(dataset: Any) -> bool:
 
 def sample_bytes(sample: Any, seen: dict[int, Any] | None = None) -> int:
     """Returns the approximate bytes of a processed sample. ``seen``: objects, by id, that are counted (a node's parent)."""
-    seen = {} if seen is None else seen
-    if type(sample) is dict or hasattr(
-        sample, "items"
-    ):  # dicts first, because the check runs once per sample
+    if seen is None:
+        seen = {}
+    if type(sample) is dict or hasattr(sample, "items"):  # dicts first: the check runs per sample
         return sum([sample_bytes(value, seen) for value in sample.values()])
     if isinstance(sample, (torch.Tensor, np.ndarray)):
         return sample.nbytes
     if isinstance(sample, (list, tuple)):
-        plain = not sample or isinstance(sample[0], (int, float))
-        return 8 * len(sample) if plain else sum([sample_bytes(value, seen) for value in sample])
+        if not sample or isinstance(sample[0], (int, float)):
+            return 8 * len(sample)
+        return sum([sample_bytes(value, seen) for value in sample])
     if isinstance(sample, (str, bytes)):
         return len(sample)
-    held = (
-        ()
-        if isinstance(sample, type) or id(sample) in seen
-        else getattr(sample, "__dict__", {}).values()
-    )
+    if isinstance(sample, type) or id(sample) in seen:
+        return 8
     seen[id(sample)] = sample
-    return sum([sample_bytes(value, seen) for value in held]) or 8
+    values = getattr(sample, "__dict__", {}).values()
+    return sum([sample_bytes(value, seen) for value in values]) or 8
 
 
 def opening_of(samples: Sequence[Any]) -> int:
@@ -59,7 +58,9 @@ def opening_of(samples: Sequence[Any]) -> int:
         shown = [repr(sample) for sample in samples[:OPENING]]
     except Exception:
         return 0
-    return int(hashed("\n".join(shown)), 16) >> 1 if len(set(shown)) >= OPENING // 4 else 0
+    if len(set(shown)) < OPENING // 4:
+        return 0
+    return int(hashed("\n".join(shown)), 16) >> 1
 
 
 class _Forwarding:
@@ -102,48 +103,51 @@ class IndexedDataset(_Forwarding):
         if self._epoch != request.epoch:
             self._epoch = request.epoch
             set_epoch(self.dataset, request.epoch)
+        if not len(request):
+            return WindowSamples(request, [])
         if request.max_bytes is None:
-            return WindowSamples(
-                request, fetch(self.dataset, request.indices, always=True) if len(request) else []
-            )
+            return WindowSamples(request, fetch(self.dataset, request.indices, always=True))
         samples = self._fetch_bounded(request, request.max_bytes)
         return WindowSamples(request.part(0, len(samples)), samples)
 
     def _fetch_bounded(self, request: Request, max_bytes: int) -> list[Any]:
-        """Reads about ``max_bytes`` of samples: whole planned batches, and at least one. A first read shows how large
-        samples are; if they are small, a second read adds the rest."""
-        ends = (
-            np.cumsum(request.groups)
-            if request.groups is not None
-            else np.arange(1, len(request) + 1)
-        )
+        """Reads whole planned batches, at least one, until they have about ``max_bytes``."""
+        if request.groups is None:
+            ends = np.arange(1, len(request) + 1)
+        else:
+            ends = np.cumsum(request.groups)
         samples: list[Any] = []
-        size, wanted = 0, FETCHED_AT_ONCE
-        while len(samples) < len(request) and (not samples or size < max_bytes):
-            stop = int(ends[min(np.searchsorted(ends, min(wanted, len(request))), len(ends) - 1)])
+        num_bytes = 0
+        while len(samples) < len(request) and (not samples or num_bytes < max_bytes):
+            wanted = min(len(samples) + FETCHED_AT_ONCE, len(request))
+            stop = int(ends[np.searchsorted(ends, wanted)])
             fetched = fetch(self.dataset, request.indices[len(samples) : stop], always=True)
             samples += fetched
-            size += sum(map(sample_bytes, fetched))
-            wanted = max(int(max_bytes * len(samples) / max(size, 1)), len(samples) + 1)
+            num_bytes += sum(map(sample_bytes, fetched))
         return samples
 
 
 def _resumes(dataset: Any) -> bool:
-    """Returns whether a stream can resume by its own state: that of ``datasets`` (5.2) leaves out the samples that
-    ``shuffle`` buffers, and those of LitData and MosaicML need arguments. Streams that cannot are read again."""
-    parts = [dataset]
-    for part in parts:
-        held = [
-            value for name, value in getattr(part, "__dict__", {}).items() if "ex_iterable" in name
-        ]
-        parts += [one for value in held for one in (value if isinstance(value, list) else [value])]
+    """Returns whether a stream can resume by its own state. Those of LitData and MosaicML cannot, because theirs needs
+    arguments; nor can one of ``datasets`` (5.2) that is shuffled, because its state leaves out the buffered samples.
+    Streams that cannot are read again."""
     try:
         inspect.signature(getattr(dataset, "state_dict", None)).bind()  # type: ignore[arg-type]
     except (TypeError, ValueError):
         return False
-    return hasattr(dataset, "load_state_dict") and not any(
-        "BufferShuffled" in type(part).__name__ for part in parts
-    )
+    return hasattr(dataset, "load_state_dict") and not _has_shuffle_buffer(dataset)
+
+
+def _has_shuffle_buffer(dataset: Any) -> bool:
+    """Returns whether a stream of ``datasets`` is shuffled, at any of its stages."""
+    if "BufferShuffled" in type(dataset).__name__:
+        return True
+    for name, value in getattr(dataset, "__dict__", {}).items():
+        if "ex_iterable" in name:
+            stages = value if isinstance(value, list) else [value]
+            if any(map(_has_shuffle_buffer, stages)):
+                return True
+    return False
 
 
 FRESH: Mapping[str, Any] = {"read": 0, "until": 0, "keep": (), "state": None}
@@ -155,29 +159,34 @@ class IterableWindows(_Forwarding, IterableDataset):
     its first window that has unused samples, and leaves out the used ones."""
 
     def __init__(
-        self, dataset: Any, **how: int | None
-    ) -> None:  # _window, _max_bytes, _rank, _size
-        epoch = torch.zeros(
-            (), dtype=torch.int64
-        ).share_memory_()  # so that persistent workers see changes
-        super().__init__(dataset=dataset, _epoch=epoch, _resume=(0, {}), **how)
+        self, dataset: Any, *, _window: int, _max_bytes: int | None, _rank: int, _size: int
+    ) -> None:
+        super().__init__(
+            dataset=dataset,
+            _epoch=torch.zeros((), dtype=torch.int64).share_memory_(),  # for persistent workers
+            _resume=(0, {}),
+            _window=_window,
+            _max_bytes=_max_bytes,
+            _rank=_rank,
+            _size=_size,
+        )
 
     def __iter__(self) -> Iterator[WindowSamples]:
         info = get_worker_info()
-        worker, workers = (info.id, info.num_workers) if info else (0, 1)
-        epoch, (resumed, spots) = int(self._epoch), self._resume
-        spot = spots.get(str(worker), FRESH) if resumed == epoch else FRESH
+        worker = 0 if info is None else info.id
+        num_workers = 1 if info is None else info.num_workers
+        epoch = int(self._epoch)
+        resumed_epoch, spots = self._resume
+        spot = spots.get(str(worker), FRESH) if resumed_epoch == epoch else FRESH
         with sendable(lambda: f"the dataset of worker {worker} failed"):
             set_epoch(self.dataset, epoch)
-            for place, chosen in self._windows(self._read(spot), spot):
-                arrivals = [
-                    (number * workers + worker) * self._size + self._rank
-                    for number in place["numbers"]
-                ]
+            for place, samples in self._windows(self._read(spot), spot):
+                numbers = np.asarray(place["numbers"])
+                arrivals = (numbers * num_workers + worker) * self._size + self._rank
                 request = Request(
-                    np.asarray(arrivals), number=place["read"], indices=arrivals, epoch=epoch
+                    arrivals, number=place["read"], indices=arrivals.tolist(), epoch=epoch
                 )
-                yield WindowSamples(request, chosen, {**place, "worker": worker})
+                yield WindowSamples(request, samples, {**place, "worker": worker})
 
     def _read(self, spot: Mapping[str, Any]) -> Iterator[Any]:
         """Yields the dataset's samples from a resume point on."""
@@ -194,37 +203,42 @@ class IterableWindows(_Forwarding, IterableDataset):
         self, samples: Iterator[Any], spot: Mapping[str, Any]
     ) -> Iterator[tuple[dict[str, Any], list[Any]]]:
         """Yields windows: resume point (with the dataset's state before the window) and samples."""
-        read, until, keep, state = spot["read"], spot["until"], set(spot["keep"]), spot["state"]
+        read = spot["read"]
+        until = spot["until"]
+        keep = set(spot["keep"])
+        state = spot["state"]
         keeps_state = _resumes(self.dataset)
         while True:
-            first, chosen, numbers, size = read, [], [], 0
+            first = read
+            window: list[Any] = []
+            numbers: list[int] = []
+            num_bytes = 0
             for sample in samples:
                 if read >= until or read in keep:
-                    chosen.append(sample)
+                    window.append(sample)
                     numbers.append(read)
-                    size += 0 if self._max_bytes is None else sample_bytes(sample)
+                    num_bytes += self._counted_bytes(sample)
                 read += 1
-                if len(chosen) >= self._window or (
-                    self._max_bytes is not None and size >= self._max_bytes
-                ):
+                if len(window) >= self._window or num_bytes >= (self._max_bytes or math.inf):
                     break
-            if not chosen:
+            if not window:
                 return
-            opening = 0 if first else opening_of(chosen)
-            yield (
-                {
-                    "read": first,
-                    "until": read,
-                    "state": state,
-                    "numbers": numbers,
-                    "opening": opening,
-                },
-                chosen,
-            )
-            # Asked for after the first read: before that, a dataset may report the state of an earlier run.
-            state = (
-                deepcopy(self.dataset.state_dict()) if keeps_state else None
-            )  # may be its living one
+            place = {
+                "read": first,
+                "until": read,
+                "state": state,
+                "numbers": numbers,
+                "opening": 0 if first else opening_of(window),
+            }
+            yield place, window
+            if keeps_state:
+                # Asked for after the first read: before that, a dataset may report the state of an earlier run.
+                state = deepcopy(self.dataset.state_dict())  # may be its living one
+            else:
+                state = None
+
+    def _counted_bytes(self, sample: Any) -> int:
+        return 0 if self._max_bytes is None else sample_bytes(sample)
 
 
 def begin_at(windows: IterableWindows, epoch: int, spots: Mapping[str, Any]) -> None:

@@ -21,11 +21,11 @@ from dynagroup.fingerprint import described, ends_of
 from dynagroup.lengths import LONGEST
 from dynagroup.online.collator import LengthOf, Oversize, RefinementCollator
 from dynagroup.online.engine import FreeRunner, Runner, UpdateRunner
-from dynagroup.online.feeds import Workers, resumed
+from dynagroup.online.feeds import Workers, joined, resumed
 from dynagroup.online.protocol import Exchange, print_of
 from dynagroup.online.requests import WINDOW_BYTES, EpochOrders, OnlineConfig, Source, handed_out
 from dynagroup.online.state import LearnedLengths, standing, together
-from dynagroup.plan.cost import Work
+from dynagroup.plan.cost import Work, check_work
 from dynagroup.plan.cursor import Cursor
 from dynagroup.plan.few_shapes import few_shapes
 from dynagroup.plan.inputs import OneKind
@@ -73,6 +73,10 @@ class OnlineDataLoader(StepLoader[Any]):
             ``samples_per_update`` the window is this rank's part of an update.
         samples_per_update: samples of each update over all ranks: int, or a schedule ``(update, current) -> int``, see
             :mod:`dynagroup.update.schedule`. A rank that gets no samples of an update is idle in it.
+        grouping: int: each rank requests its part of this many updates together. A worker sorts it by true length and
+            deals it anew into updates of the same size, each with chunks of short, middle and long samples, so that
+            batches need little padding (:mod:`dynagroup.plan.strata`). A worker then has ``grouping`` windows in memory.
+        strata: int, chunks of each update; None: 4 or more. Only with ``grouping``.
         drop_last: True leaves out an epoch's last update if it is too small.
         accumulation: int, steps per update, if ``samples_per_update`` is None.
         seed: int of at least 0, for the order and for random numbers in workers.
@@ -119,6 +123,8 @@ class OnlineDataLoader(StepLoader[Any]):
         window: int = 1024,
         window_bytes: int | None = WINDOW_BYTES,
         samples_per_update: int | BatchSizeSchedule | None = None,
+        grouping: int | None = None,
+        strata: int | None = None,
         drop_last: bool = False,
         accumulation: int = 1,
         seed: int = 0,
@@ -135,39 +141,45 @@ class OnlineDataLoader(StepLoader[Any]):
         **dataloader_kwargs: Any,
     ) -> None:
         super().__init__(dataset, world=world, identity=identity)
-        knobs: dict[str, Any] = {"work": work, "weigh": weigh, "one_kind": one_kind}
-        how: dict[str, Any] = {
-            "seed": seed,
-            "shuffle": shuffle,
-            "window": window,
-            "window_bytes": window_bytes,
-        }
-        how |= {
-            "samples_per_update": samples_per_update,
-            "drop_last": drop_last,
-            "accumulation": accumulation,
-        }
-        self.config = config = OnlineConfig(**knobs, **how)
+        self.config = config = OnlineConfig(
+            window=window,
+            samples_per_update=samples_per_update,
+            grouping=grouping,
+            strata=strata,
+            drop_last=drop_last,
+            accumulation=accumulation,
+            seed=seed,
+            shuffle=shuffle,
+            weigh=weigh,
+            window_bytes=window_bytes,
+            work=check_work(work),
+            one_kind=one_kind,
+        )
         self.weigh = weigh
-        self._orders = orders = EpochOrders(
-            dataset, config, batch_sampler, sampler, length_hint, kinds
+        self._orders = EpochOrders(dataset, config, batch_sampler, sampler, length_hint, kinds)
+        self.sizes = self._orders.sizes
+        collator = RefinementCollator(
+            collate_fn,
+            _bound(shapes, as_budget(budget), self._orders.hint, config),
+            length_of,
+            weigh=weigh,
+            oversize=oversize,
+            work=config.work,
+            pad=pad,
+            kind_of=kind_of,
+            kinds=self._orders.kinds,
+            one_kind=one_kind,
         )
-        self.sizes, budget = orders.sizes, _bound(shapes, as_budget(budget), orders.hint, config)
-        knobs |= {"oversize": oversize, "pad": pad, "kind_of": kind_of, "kinds": orders.kinds}
-        collator = RefinementCollator(collate_fn, budget, length_of, **knobs)
         self._workers = Workers(dataset, collator, config, dataloader_kwargs)
-        self._learned = (
-            LearnedLengths(len(dataset))
-            if batch_sampler is None and not self._workers.iterable
-            else None
-        )
-        self._run_of: Runner | None = (
-            None  # runner of the epoch that began last, unless another epoch was chosen since
-        )
-        self._resume: (
-            list[Mapping[str, Any]] | None
-        ) = []  # loaded states, until used; None: their epoch is used up
-        self._cursor = Cursor()  # the point where the last epoch ended, or the loaded resume point
+        self._learned: LearnedLengths | None = None
+        if batch_sampler is None and not self._workers.iterable:
+            self._learned = LearnedLengths(len(dataset))
+        # Runner of the epoch that began last, unless another epoch was chosen since.
+        self._run_of: Runner | None = None
+        # Loaded states, until used; None: their epoch is used up.
+        self._resume: list[Mapping[str, Any]] | None = []
+        # The point where the last epoch ended, or the loaded resume point.
+        self._cursor = Cursor()
         learner = collator.budget.learner
         if learner is not None and self._workers.persistent:
             learner.share_memory()
@@ -182,18 +194,8 @@ class OnlineDataLoader(StepLoader[Any]):
             raise ConfigError(
                 "`loader` was prepared by accelerate, which divides its batches; give the one before prepare()"
             )
-        taken, batches = {name: getattr(loader, name) for name in CARRIED}, loader.batch_sampler
-        sampler: Any = batches.sampler if type(batches) is BatchSampler else loader.sampler
-        every = lambda: len(sampler) == len(sampler.data_source) == len(loader.dataset)  # type: ignore[arg-type]  # noqa: E731
-        if type(batches) not in (BatchSampler, type(None)):
-            taken["batch_sampler"] = batches
-        elif type(sampler) is RandomSampler and not sampler.replacement and every():
-            taken["shuffle"] = True
-        elif not isinstance(loader.dataset, IterableDataset) and not (
-            type(sampler) is SequentialSampler and every()
-        ):
-            taken["sampler"] = sampler
-        return cls(**{**taken, **options, "budget": budget})
+        settings = {name: getattr(loader, name) for name in CARRIED} | _order_of(loader)
+        return cls(**(settings | options), budget=budget)
 
     @property
     def budget(self) -> Budget:
@@ -209,8 +211,13 @@ class OnlineDataLoader(StepLoader[Any]):
 
     def _asked(self) -> Cursor:
         """Returns the point in the run after the updates that workers prefetch."""
-        ahead = 0 if self._run_of is None else self._workers.depth
-        return [self.cursor, *islice(self._walk().cursors(self.cursor), ahead)][-1]
+        ahead = 0
+        if self._run_of is not None:
+            ahead = (self._workers.depth + 1) * self.config.pooled_updates - 1
+        asked = self.cursor
+        for cursor in islice(self._walk().cursors(self.cursor), ahead):
+            asked = cursor
+        return asked
 
     def examples(self) -> tuple[Streams, Callable[[int], Any], Callable[..., Any]]:
         if self._workers.iterable:
@@ -218,18 +225,18 @@ class OnlineDataLoader(StepLoader[Any]):
                 "preflight cannot try an iterable dataset, which gives a sample only once; leave it out"
             )
         places = self._example_places()
-        samples, collator = [self.dataset[place] for place in places], self._workers.collator
-        measured = collator.measure(
-            samples, places
-        ).items()  # compared over ranks, because processing may be random
+        samples = [self.dataset[place] for place in places]
+        collator = self._workers.collator
         lengths = {
+            # Ranks take the largest, because processing may be random.
             name: np.asarray(self.world.all_max(units.tolist()), np.int32)
-            for name, units in measured
+            for name, units in collator.measure(samples, places).items()
         }
         return lengths, samples.__getitem__, collator.filling
 
     def _example_places(self) -> list[int]:
-        return np.unique(np.linspace(0, len(self.dataset) - 1, EXAMPLES).astype(np.int64)).tolist()
+        places = np.linspace(0, len(self.dataset) - 1, EXAMPLES).astype(np.int64)
+        return np.unique(places).tolist()
 
     def kind_of_example(self, number: int, sample: Any) -> Any:
         place = self._example_places()[number]
@@ -246,22 +253,19 @@ class OnlineDataLoader(StepLoader[Any]):
                     "a state was just loaded on another number of ranks; run one step before saving again"
                 )
             return {**self._resume[0], "changes": self._changes}
-        run, learned = self._run_of, self._learned
+        run = self._run_of
         running = None if run is None else run.state()
         if running is not None:
             running["order"] = self._orders.fingerprint(self._epoch)
-        used_up = self._resume is None if run is None else running is None
-        place = {
+        is_used_up = self._resume is None if run is None else running is None
+        return {
             "world_size": size,
             "rank": rank,
-            "epoch": self._epoch + used_up,
+            "epoch": self._epoch + is_used_up,
             "running": running,
-        }
-        place["cursor"] = (self._cursor if run is None else run.stands).state()
-        return {
-            **place,
+            "cursor": (self._cursor if run is None else run.stands).state(),
             "changes": self._changes,
-            "lengths": None if learned is None else learned.state(),
+            "lengths": None if self._learned is None else self._learned.state(),
         }
 
     @property
@@ -272,32 +276,42 @@ class OnlineDataLoader(StepLoader[Any]):
         self, states: list[Mapping[str, Any]]
     ) -> tuple[list[Mapping[str, Any]], LearnedLengths | None]:
         needed = together(states, *self._rank_and_size())
-        running, epoch, learned = needed[0]["running"], needed[0]["epoch"], self._learned
+        running = needed[0]["running"]
+        epoch = needed[0]["epoch"]
         if running is not None and running["order"] != self._orders.fingerprint(epoch):
-            must = f"must give the same indices in epoch {epoch} as in the saved run"
             raise StateError(
-                f"`{self._orders.decided_by}` {must}; seed its generator the same, or give it a set_epoch"
+                f"`{self._orders.decided_by}` must give the same indices in epoch {epoch} as in the saved "
+                "run; seed its generator the same, or give it a set_epoch"
             )
-        return needed, None if learned is None else learned.restored(
-            [state["lengths"] for state in needed]
-        )
+        if self._learned is None:
+            return needed, None
+        return needed, self._learned.restored([state["lengths"] for state in needed])
 
     def _restore(self, found: tuple[list[Mapping[str, Any]], LearnedLengths | None]) -> None:
-        needed, self._learned = found
-        own = needed[0]
+        states, self._learned = found
+        state = states[0]
+        running = state["running"]
         if self.sizes is not None:
-            self.sizes.restore(own["changes"])
-        cursor, running, self._run_of = Cursor.of(own["cursor"]), own["running"], None
-        self._epoch, self._next = cursor.epoch, own["epoch"]
-        self._resume = needed if running else [] if cursor.epoch == own["epoch"] else None
-        self._cursor = handed_out(cursor, running["under_way"], self.sizes) if running else cursor
+            self.sizes.restore(state["changes"])
+        cursor = Cursor.of(state["cursor"])
+        self._run_of = None
+        self._epoch = cursor.epoch
+        self._next = state["epoch"]
         self._workers.loader = None
+        if running:
+            self._resume = states
+            self._cursor = handed_out(cursor, running["under_way"], self.sizes)
+        else:
+            self._resume = [] if cursor.epoch == state["epoch"] else None
+            self._cursor = cursor
 
     def _start(self, done: Cursor) -> Cursor:
         return begun(self._next, done) if self.sizes is None else self.sizes.start(self._next)
 
     def _forget(self) -> None:
-        self._cursor, self._run_of, self._resume = self._start(self.cursor), None, []
+        self._cursor = self._start(self.cursor)
+        self._run_of = None
+        self._resume = []
 
     def _walk(self) -> Walk:
         if self.sizes is None:
@@ -312,12 +326,12 @@ class OnlineDataLoader(StepLoader[Any]):
         run = self._begin(send)
         try:
             for step in run:
-                self._run_of, self._resume = (
-                    run,
-                    [],
-                )  # not before: until then, a state is that of before the epoch
+                # Not before: until then, a state is that of before the epoch.
+                self._run_of = run
+                self._resume = []
                 yield step
-            self._run_of, self._resume = run, []
+            self._run_of = run
+            self._resume = []
         except Exception:
             self._workers.loader = None  # its workers may be dead
             raise
@@ -325,94 +339,119 @@ class OnlineDataLoader(StepLoader[Any]):
             run.close()
 
     def _begin(self, send: Callable[[Any], Any] | None) -> Runner:
-        world, epoch, workers = self.world, self._epoch, self._workers
-        if (size := self._orders.size) is not None and size != len(self.dataset):
+        world = self.world
+        epoch = self._epoch
+        workers = self._workers
+        size = self._orders.size
+        if size is not None and size != len(self.dataset):
             raise ConfigError(
                 f"the dataset has {len(self.dataset)} samples, but had {size} before; make a new loader"
             )
-        states = (
-            together(self._resume, world.rank, world.size) if self._resume else []
-        )  # loaded by one rank
-        cursor, self._resume = Cursor.of(states[0]["cursor"]) if states else self._cursor, states
-        learner = None if states else self.budget.learner
-        learned = self._learned if cursor.samples_seen and not states else None
-        if learned is not None or learner is not None:
-            Exchange(world, epoch).highest([])  # raises if ranks are at different points of the run
-        if learned is not None:
-            learned.merge(world)
-        if learner is not None:
-            learner.apply(world)
+        states = self._resume or []
+        if states:  # they may be those that one rank loaded for all
+            states = together(states, world.rank, world.size)
+        self._resume = states
+        cursor = joined(states, world.rank, world.size) if states else self._cursor
+        if not states:
+            self._learn(cursor)
         workers.seed(self.config.seed, epoch, world.rank, cursor.steps)
-        order, groups = self._orders.of_epoch(epoch), self._orders.groups(epoch)
-        # Plans use one limit for a whole epoch; workers split batches that later turn out not to fit.
-        limit, under_way = (
-            map(states[0]["running"].get, ("limit", "under_way"))
-            if states
-            else (self.budget.applied, 0)
-        )
+        running = states[0]["running"] if states else {"limit": self.budget.applied, "under_way": 0}
         source = Source(
-            world,
-            self.config,
-            self.budget,
-            workers.iterable,
-            cursor,
-            order,
-            self.sizes,
-            groups,
-            limit,
+            world=world,
+            config=self.config,
+            budget=self.budget,
+            iterable=workers.iterable,
+            epoch=epoch,
+            order=self._orders.of_epoch(epoch),
+            sizes=self.sizes,
+            groups=self._orders.groups(epoch),
+            # Plans use one limit for a whole epoch; workers split batches that later turn out not to fit.
+            limit=running["limit"],
         )
-        source, place, joined = resumed(source, states, self._learned, self._orders)
-        stands = [joined.steps, *(standing(state) for state in states[:1])]
-        identity = (
-            {**self._of_ranks(source), "point of the saved states": stands}
-            if world.size > 1
-            else {}
-        )
+        source, place = resumed(source, states, self._learned, self._orders)
+        identity: dict[str, Any] = {}
+        if world.size > 1:
+            saved = [standing(state) for state in states[:1]]
+            identity = self._of_ranks(source)
+            identity["point of the saved states"] = [cursor.steps, *saved]
         make = FreeRunner if self.sizes is None else UpdateRunner
         return make(
-            source, workers, joined, place, under_way, identity, self.stats, self._learned, send
+            source=source,
+            workers=workers,
+            stands=cursor,
+            place=place,
+            under_way=running["under_way"],
+            identity=identity,
+            stats=self.stats,
+            learned=self._learned,
+            send=send,
         )
 
+    def _learn(self, cursor: Cursor) -> None:
+        """Combines what all ranks have learned in earlier epochs: lengths, and limits of the budget."""
+        learner = self.budget.learner
+        has_learned = self._learned is not None and cursor.samples_seen > 0
+        if has_learned or learner is not None:
+            # Raises if ranks are at different points of the run.
+            Exchange(self.world, self._epoch).highest([])
+        if self._learned is not None and has_learned:
+            self._learned.merge(self.world)
+        if learner is not None:
+            learner.apply(self.world)
+
     def _of_ranks(self, source: Source) -> dict[str, Any]:
-        orders, sizes, base, epoch = (
-            self._orders,
-            self.sizes,
-            source.order.base,
-            source.cursor.epoch,
-        )
-        varying = None if sizes is None or sizes.is_constant else sizes.spans(sizes.start(epoch))
-        order = [
-            orders.decided_by,
-            None if orders.num_samples is None else orders.fingerprint(epoch),
-        ]
-        told: dict[str, Any] = {
-            "order": [*order, None if base is None else print_of(base.tolist())],
-            "epoch": epoch,
-        }
-        told[PARTS] = (
-            ends_of(self.dataset) if orders.size and orders.decided_by != "batch_sampler" else ""
-        )
-        told["lengths of earlier epochs"] = (
-            None if self._learned is None else described(self._learned.seen)
-        )
-        told["num_workers"] = [self._workers.num_workers, self._workers.depth]
-        told["sizes of updates"] = varying and [stop for _, stop, _ in varying]
-        own = {
-            "kind_of",
-            *["weigh"] * callable(self.config.weigh),
-        }  # functions may depend on the rank's device
+        """Returns what must be equal on all ranks, without functions, which may depend on a rank's device."""
+        orders = self._orders
+        sizes = self.sizes
+        base = source.order.base
+        has_order = orders.num_samples is not None
+        has_parts = orders.size and orders.decided_by != "batch_sampler"
+        stops = None
+        if sizes is not None and not sizes.is_constant:
+            stops = [stop for _, stop, _ in sizes.spans(sizes.start(source.epoch))]
+        values = self._identity()
+        del values["kind_of"]
+        if callable(self.config.weigh):
+            del values["weigh"]
         return {
-            name: value for name, value in {**self._identity(), **told}.items() if name not in own
+            **values,
+            "order": [
+                orders.decided_by,
+                orders.fingerprint(source.epoch) if has_order else None,
+                None if base is None else print_of(base.tolist()),
+            ],
+            "epoch": source.epoch,
+            PARTS: ends_of(self.dataset) if has_parts else "",
+            "lengths of earlier epochs": self._learned and described(self._learned.seen),
+            "num_workers": [self._workers.num_workers, self._workers.depth],
+            "sizes of updates": stops,
         }
+
+
+def _order_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Returns the arguments that make an online loader use a ``DataLoader``'s order."""
+    batches = loader.batch_sampler
+    if batches is not None and type(batches) is not BatchSampler:
+        return {"batch_sampler": batches}
+    if isinstance(loader.dataset, IterableDataset):
+        return {}
+    sampler: Any = loader.sampler if batches is None else batches.sampler
+    is_known = type(sampler) in (RandomSampler, SequentialSampler)
+    num_samples = len(loader.dataset)  # type: ignore[arg-type]
+    if not is_known or not len(sampler) == len(sampler.data_source) == num_samples:
+        return {"sampler": sampler}
+    if type(sampler) is SequentialSampler:
+        return {}
+    return {"sampler": sampler} if sampler.replacement else {"shuffle": True}
 
 
 def _bound(shapes: int | None, budget: Budget, hint: Any, config: OnlineConfig) -> Budget:
     """Returns the budget; or with ``shapes``, a budget of so many shapes for lengths like ``hint``, and the longest."""
     bound = budget.bind({TOKENS: np.ones(1, np.int32)})
     if bound is not budget and bound.fingerprint != budget.fingerprint:
-        way_out = "give MemoryBudget(..., longest=tokens of the longest sample), one .from_bytes, or a TokenBudget"
         raise ConfigError(
-            f"`budget` needs all lengths, which an OnlineDataLoader does not know in advance; {way_out}"
+            "`budget` needs all lengths, which an OnlineDataLoader does not know in advance; give "
+            "MemoryBudget(..., longest=tokens of the longest sample), one .from_bytes, or a TokenBudget"
         )
     if shapes is None:
         return budget
@@ -422,9 +461,13 @@ def _bound(shapes: int | None, budget: Budget, hint: Any, config: OnlineConfig) 
         )
     tokens = np.ceil(hint).clip(0, LONGEST).astype(np.int64)
     longest = largest_within(lambda count: budget.fits(BatchShape.of(1, count)), 1, LONGEST)
-    how = {
-        "samples_per_update": config.samples_per_update,
-        "window": config.window,
-        "work": config.work,
-    }
-    return few_shapes(shapes, np.append(tokens, longest), budget, **how)
+    return few_shapes(
+        shapes,
+        np.append(tokens, longest),
+        budget,
+        samples_per_update=config.samples_per_update,
+        window=config.window,
+        grouping=config.grouping,
+        work=config.work,
+        strata=config.strata,
+    )

@@ -19,7 +19,7 @@ import pickle
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -28,24 +28,32 @@ from dynagroup.fingerprint import described, hashed
 from dynagroup.shapes import IntArray, Streams
 
 
+class Pool(NamedTuple):
+    """How the samples of a request are dealt to updates, see :mod:`dynagroup.online.pools`."""
+
+    share_sizes: tuple[int, ...]  # this rank's samples in each update
+    update_size: int  # samples of an update over all ranks; the last one of an epoch may have fewer
+    strata: int | None
+    seeds: tuple[int, ...]  # equal on all ranks
+    rank: int
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     positions: IntArray  # int64 (N,), positions in the epoch's order
-    groups: tuple[int, ...] | None = (
-        None  # sizes of the planned batches; None: the worker cuts the window
-    )
-    keep: int = (
-        0  # so many of the largest batches keep their samples, so that they can be split later
-    )
-    planned: bool = (
-        False  # True: plans give this request again after a resume, so a state only counts it
-    )
-    number: int = -1  # number of the request, repeated in the answer; -1: an empty request
+    # Sizes of the planned batches; None: the worker cuts the window.
+    groups: tuple[int, ...] | None = None
+    # So many of the largest batches (of each update) keep their samples, so that they can be split later.
+    keep: int = 0
+    # True: plans give this request again after a resume, so a state only counts it.
+    planned: bool = False
+    # Number of the request, repeated in the answer; -1: an empty request.
+    number: int = -1
     indices: Sequence[int] = ()  # dataset indices
     epoch: int = 0  # passed to the dataset's ``set_epoch`` in the worker, if it has one
-    max_bytes: int | None = (
-        None  # most bytes of samples in an answer; the rest is requested again; None: all
-    )
+    # Most bytes of samples in an answer; the rest is requested again; None: all.
+    max_bytes: int | None = None
+    pool: Pool | None = None  # set if the samples are those of several updates
 
     @classmethod
     def of(cls, indices: Sequence[int]) -> "Request":
@@ -59,7 +67,8 @@ class Request:
         """Returns the request for a range of these samples, which must consist of whole groups."""
         groups = self.groups
         if groups is not None:
-            first, end = np.searchsorted(np.cumsum(groups), (start, stop), side="right").tolist()
+            ends = np.cumsum(groups)
+            first, end = np.searchsorted(ends, (start, stop), side="right").tolist()
             groups = groups[first:end]
         return replace(
             self,
@@ -83,9 +92,8 @@ class Refined:
     """One collated batch, with what the main process needs to know of it."""
 
     batch: Any  # what the user's ``collate_fn`` returned
-    indices: list[
-        int
-    ]  # dataset indices; or numbers of arrival (iterable dataset), or places in the window
+    # Dataset indices; or numbers of arrival (iterable dataset), or places in the window.
+    indices: list[int]
     positions: tuple[int, ...]  # the samples' positions in the epoch's order
     lengths: Streams  # true lengths, after processing
     weight: float  # loss weight, see ``weigh``
@@ -93,6 +101,7 @@ class Refined:
     work: float  # predicted time in linear tokens, without the fixed cost of a step
     real: int  # tokens without padding
     group: int = 0  # number of the planned batch that it comes from
+    update: int = 0  # place of its update in a pool
     oversize: bool = False  # True: a single sample that does not fit even alone
     label: Any = None  # with kinds, the label of all its samples
     kind: int = 0  # the label's number, if all ranks must have one kind in a step; else 0
@@ -135,16 +144,17 @@ def number_of(label: Any) -> int:
 def _plain(label: Any) -> Any:
     """Returns one value for all equal labels: for example 1 for True, 1.0, and enum members that equal 1."""
     value = label.item() if isinstance(label, np.generic) else label
-    if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
-        return int(value)
-    return tuple(map(_plain, value)) if isinstance(value, tuple) else value
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
+    is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    return int(value) if is_whole else value
 
 
 def by_kind(batches: Iterable[Refined]) -> dict[int, list[Refined]]:
-    found: dict[int, list[Refined]] = {}
+    alike: dict[int, list[Refined]] = {}
     for batch in batches:
-        found.setdefault(batch.kind, []).append(batch)
-    return found
+        alike.setdefault(batch.kind, []).append(batch)
+    return alike
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +178,8 @@ class RefinedWindow:
         return unpack_tensors, (RefinedWindow, *packed)
 
     def pin_memory(self) -> "RefinedWindow":
-        return replace(self, batches=[replace(b, batch=pin(b.batch)) for b in self.batches])
+        pinned = [replace(batch, batch=pin(batch.batch)) for batch in self.batches]
+        return replace(self, batches=pinned)
 
 
 def pin(batch: Any) -> Any:
@@ -189,62 +200,77 @@ def pin(batch: Any) -> Any:
 
 # A window is sent from a worker to the main process in a few blocks of shared memory, not tensor by tensor: each tensor
 # would cost a file descriptor and a connection, and a window of a hundred batches has hundreds, which halves the speed.
-Location: TypeAlias = tuple[
-    torch.dtype, torch.Size, int, int
-]  # dtype, shape, number of its block, first byte
+# Location: dtype, shape, number of its block, first byte.
+Location: TypeAlias = tuple[torch.dtype, torch.Size, int, int]
 
 ALIGN = 64  # bytes: a cache line, and a multiple of every element size
-BLOCK_BYTES = (
-    8 << 20
-)  # the allocator reuses blocks of this size; larger ones cause page faults each time
+BLOCK_BYTES = 8 << 20  # the allocator reuses blocks of this size; larger ones cause page faults
 
 
 def _is_plain(value: Any) -> bool:
     if type(value) is not torch.Tensor or value.device.type != "cpu":
         return False
-    return value.layout is torch.strided and not (
-        value.is_quantized or value.is_complex() or value.requires_grad
-    )
+    if value.layout is not torch.strided or value.requires_grad:
+        return False
+    return not (value.is_quantized or value.is_complex())
+
+
+class _Packer(pickle.Pickler):
+    """Pickles numbers in place of plain CPU tensors, which it collects."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.tensors: list[torch.Tensor] = []
+        self._numbers: dict[int, int] = {}  # by id; the tensors live as long as this object
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if not _is_plain(obj):
+            return None
+        if id(obj) not in self._numbers:
+            self._numbers[id(obj)] = len(self.tensors)
+            self.tensors.append(obj)
+        return self._numbers[id(obj)]
+
+
+class _Unpacker(pickle.Unpickler):
+    def __init__(self, payload: bytes, tensors: list[torch.Tensor]) -> None:
+        super().__init__(io.BytesIO(payload))
+        self._tensors = tensors
+
+    def persistent_load(self, pid: int) -> torch.Tensor:
+        return self._tensors[pid]
 
 
 def pack_tensors(value: Any) -> tuple[bytes, list[Location], list[torch.Tensor]]:
     """Returns (pickle of ``value`` with numbers for plain CPU tensors, location of each tensor, blocks of uint8)."""
-    file, found = io.BytesIO(), dict[int, tuple[int, torch.Tensor]]()
-    packer = pickle.Pickler(file, protocol=pickle.HIGHEST_PROTOCOL)
-    packer.persistent_id = lambda obj: (
-        found.setdefault(id(obj), (len(found), obj))[0] if _is_plain(obj) else None
-    )
+    file = io.BytesIO()
+    packer = _Packer(file)
     packer.dump(value)
-    places, sizes, tensors = list[Location](), [0], [tensor for _, tensor in found.values()]
-    for tensor in tensors:
+    locations: list[Location] = []
+    block_sizes = [0]
+    for tensor in packer.tensors:
         size = -(-tensor.numel() * tensor.element_size() // ALIGN) * ALIGN
-        if sizes[-1] and sizes[-1] + size > BLOCK_BYTES:
-            sizes.append(0)
-        places.append((tensor.dtype, tensor.shape, len(sizes) - 1, sizes[-1]))
-        sizes[-1] += size
-    blocks = [torch.empty(size, dtype=torch.uint8) for size in sizes]
-    for tensor, place in zip(tensors, places, strict=True):
-        _view(blocks, place).copy_(tensor)
-    return file.getvalue(), places, blocks
+        if block_sizes[-1] and block_sizes[-1] + size > BLOCK_BYTES:
+            block_sizes.append(0)
+        locations.append((tensor.dtype, tensor.shape, len(block_sizes) - 1, block_sizes[-1]))
+        block_sizes[-1] += size
+    blocks = [torch.empty(size, dtype=torch.uint8) for size in block_sizes]
+    for tensor, location in zip(packer.tensors, locations, strict=True):
+        _view(blocks, location).copy_(tensor)
+    return file.getvalue(), locations, blocks
 
 
 def unpack_tensors(
-    make: Any, payload: bytes, places: list[Location], blocks: list[torch.Tensor]
+    make: Any, payload: bytes, locations: list[Location], blocks: list[torch.Tensor]
 ) -> Any:
     """Returns what ``make`` makes of the packed fields; their tensors are views of the blocks."""
-    unpacker, tensors = (
-        pickle.Unpickler(io.BytesIO(payload)),
-        [_view(blocks, place) for place in places],
-    )
-    unpacker.persistent_load = lambda number: tensors[number]
-    return make(*unpacker.load())
+    tensors = [_view(blocks, location) for location in locations]
+    return make(*_Unpacker(payload, tensors).load())
 
 
-def _view(blocks: list[torch.Tensor], place: Location) -> torch.Tensor:
-    dtype, shape, number, start = place
+def _view(blocks: list[torch.Tensor], location: Location) -> torch.Tensor:
+    dtype, shape, number, start = location
     size = shape.numel() * dtype.itemsize
-    return (
-        blocks[number][start : start + size].view(dtype).view(shape)
-        if size
-        else torch.empty(shape, dtype=dtype)
-    )
+    if not size:
+        return torch.empty(shape, dtype=dtype)
+    return blocks[number][start : start + size].view(dtype).view(shape)

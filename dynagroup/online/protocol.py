@@ -43,25 +43,24 @@ def agree(highest: Sequence[int]) -> Agreement:
     Agreement(steps=[5, 1], last=True, further=1)
     """
     half = len(highest) // 2
-    (longest, *most), (shortest, *least) = highest[:half], [-low for low in highest[half:]]
+    longest, *most = highest[:half]
+    shortest, *least = [-low for low in highest[half:]]
     if shortest == NOTHING:
         return Agreement(most, last=True, further=sum(most) - longest)
     if any(least) or not shortest:
         return Agreement(least)
-    return Agreement(
-        [count if kind == most.index(max(most)) else 0 for kind, count in enumerate(most)],
-        further=max(most),
-    )
+    steps = [0] * len(most)
+    kind = most.index(max(most))
+    steps[kind] = most[kind]
+    return Agreement(steps, further=most[kind])
 
 
 def spread(groups: Sequence[Sequence[T]]) -> list[T]:
     """Mixes the members of all groups in one order, so that the members of each group are evenly spread."""
-    shares = (
-        ((n + 0.5) / len(group), number, n)
-        for number, group in enumerate(groups)
-        for n in range(len(group))
-    )
-    return [groups[number][n] for _, number, n in sorted(shares)]
+    shares: list[tuple[float, int, int]] = []
+    for number, group in enumerate(groups):
+        shares += [((place + 0.5) / len(group), number, place) for place in range(len(group))]
+    return [groups[number][place] for _, number, place in sorted(shares)]
 
 
 def even_parts(sizes: Sequence[int], steps: int) -> list[int]:
@@ -69,12 +68,10 @@ def even_parts(sizes: Sequence[int], steps: int) -> list[int]:
     as many as there are samples. Greedy: the batch with the largest parts gets one more part, again and again."""
     parts = [1] * len(sizes)
     for _ in range(min(steps, sum(sizes)) - len(sizes)):
-        parts[
-            max(
-                range(len(sizes)),
-                key=lambda i: (sizes[i] / parts[i] if parts[i] < sizes[i] else 0, -i),
-            )
-        ] += 1
+        part_sizes = [
+            size / count if count < size else 0 for size, count in zip(sizes, parts, strict=True)
+        ]
+        parts[part_sizes.index(max(part_sizes))] += 1
     return parts
 
 
@@ -88,19 +85,23 @@ def hand_out(
     >>> hand_out([0, 9], 0, 100, window=10, target=20)
     ([[(0, 10), (10, 20)], [(20, 30), (30, 40)]], 40)
     """
-    loads, left, given = list(loads), stop - start, [0] * len(loads)
-    while left and (min(loads) < target or left <= len(loads) * window):
+    loads = list(loads)
+    num_ranks = len(loads)
+    left = stop - start
+    amounts = [0] * num_ranks
+    while left and (min(loads) < target or left <= num_ranks * window):
         rank = loads.index(min(loads))
-        amount = min(left, window if left > len(loads) * window else -(-left // len(loads) // 8))
+        amount = min(left, window)
+        if left <= num_ranks * window:
+            amount = -(-left // num_ranks // 8)
         loads[rank] += amount
-        given[rank] += amount
+        amounts[rank] += amount
         left -= amount
-    windows = []
-    for amount in given:
-        count = max(-(-amount // window), 1)
-        windows.append(
-            list(pairwise(start + amount * i // count for i in range(count + 1))) if amount else []
-        )
+    windows: list[list[tuple[int, int]]] = []
+    for amount in amounts:
+        count = -(-amount // window)
+        bounds = [start + amount * number // count for number in range(count + 1) if count]
+        windows.append(list(pairwise(bounds)))
         start += amount
     return windows, start
 
@@ -109,16 +110,17 @@ def quantiles(seed: int, epoch: int, steps: Iterable[int]) -> list[float]:
     """Returns places in the sorted queue, in [0, 1), for these steps, the same on every rank: a Kronecker sequence of
     the golden ratio. Consecutive steps are spread evenly, so small and large batches mix throughout the epoch."""
     first = float(np.random.default_rng((seed, epoch)).random())
-    return [(first + step * (math.sqrt(5) - 1) / 2) % 1 for step in steps]
+    golden_ratio = (math.sqrt(5) - 1) / 2
+    return [(first + step * golden_ratio) % 1 for step in steps]
 
 
 def placed(dearest_first: Sequence[T], at: Sequence[float]) -> list[T]:
     """Returns batches in the order of the numbers ``at``: the batch of most work at the smallest number. All ranks use
     the same numbers, so their largest batches are in one step. By the rearrangement inequality ranks then wait least."""
-    found = list(dearest_first)
+    ordered = list(dearest_first)
     for item, place in zip(dearest_first, np.argsort(at, kind="stable").tolist(), strict=True):
-        found[place] = item
-    return found
+        ordered[place] = item
+    return ordered
 
 
 # Integers in a MAX: fixed, so that ranks at different points of a run can compare them. A second MAX has more kinds.
@@ -134,75 +136,83 @@ class Exchange:
     with the rank's point in the run and whether it failed, so that all ranks raise an error instead of waiting."""
 
     def __init__(self, world: World, epoch: int = 0) -> None:
-        self.world, self.epoch = world if world.size > 1 else SingleProcess(), epoch
+        self.world = world if world.size > 1 else SingleProcess()
+        self.epoch = epoch
         self.count = 0
 
     def highest(self, values: Sequence[int], failure: BaseException | None = None) -> list[int]:
         """Returns the largest value over ranks of each integer. If ranks are at different exchanges, all raise
         AlignmentError; if a rank passes a ``failure``, it raises that, and all others AlignmentError."""
         self.count += 1
-        rank, place = self.world.rank, (self.epoch << 32) + self.count
-        vector = [place, -place, 0 if failure is None else rank + 1, *values]
-        found = self.world.all_max(vector[:WIDTH] + [0] * (WIDTH - len(vector)))
-        if found[2]:
-            said = f"{type(failure).__name__}: {failure}".encode() if found[2] == rank + 1 else b""
-            text = self._sent(said).decode(errors="replace")
-            raise failure or AlignmentError(
-                f"rank {found[2] - 1} failed while it loaded data: {text}"
-            )
-        if found[0] != -found[1]:
-            behind, ahead = (
-                f"{mark & 0xFFFFFFFF} of epoch {mark >> 32}" for mark in (-found[1], found[0])
-            )
-            here = f"this rank at exchange {self.count} of epoch {self.epoch}, the rank furthest behind at {behind}"
-            alike = "iterate the loader equally often and far on every rank"
+        place = (self.epoch << 32) + self.count
+        own_failure = 0 if failure is None else self.world.rank + 1
+        vector = [place, -place, own_failure, *values]
+        filling = [0] * (WIDTH - len(vector))
+        highest = self.world.all_max(vector[:WIDTH] + filling)
+        ahead, behind, failed, *largest = highest
+        if failed:
+            self._raise(failed, failure)
+        if ahead != -behind:
             raise AlignmentError(
-                f"ranks are at different points: {here}, the rank furthest ahead at {ahead}; {alike}"
+                f"ranks are at different points: this rank at exchange {self.count} of epoch {self.epoch}, "
+                f"the rank furthest behind at {_shown(-behind)}, the rank furthest ahead at "
+                f"{_shown(ahead)}; iterate the loader equally often and far on every rank"
             )
-        return [
-            *found[3 : len(vector)],
-            *(self.world.all_max(vector[WIDTH:]) if len(vector) > len(found) else []),
-        ]
+        if len(vector) > WIDTH:
+            return largest + self.world.all_max(vector[WIDTH:])
+        return largest[: len(values)]
+
+    def _raise(self, failed: int, failure: BaseException | None) -> None:
+        """Raises this rank's failure if the highest rank that failed (from 1) is this one; else says which it was."""
+        said = b""
+        if failed == self.world.rank + 1:
+            said = f"{type(failure).__name__}: {failure}".encode()
+        text = self._sent(said).decode(errors="replace")
+        raise failure or AlignmentError(f"rank {failed - 1} failed while it loaded data: {text}")
 
     def gathered(self, values: Sequence[int], most: int) -> list[int]:
         """Returns the integers of all ranks, sorted, each once (they are positive, up to ``most`` a rank); after a MAX."""
-        start, slots = most * self.world.rank, [0] * (most * self.world.size)
+        slots = [0] * (most * self.world.size)
+        start = most * self.world.rank
         slots[start : start + len(values)] = values
-        return sorted({*self.world.all_max(slots)} - {0})
+        return sorted(set(self.world.all_max(slots)) - {0})
 
     def lend(self, thing: Any) -> Any:
         """Sends a ``thing`` from the highest rank that has one to all ranks; returns it, or None if no rank has one."""
-        data, failure = b"", None
+        data = b""
+        failure = None
         try:
-            data = b"" if thing is None else pickle.dumps(thing)
+            if thing is not None:
+                data = pickle.dumps(thing)
         except Exception as error:
             failure = ConfigError(
                 f"ranks without samples need a copy of a batch, so it must be picklable ({error})"
             )
-        giver = self.highest([self.world.rank + 1 if data else 0], failure)[0] - 1
-        return (
-            None
-            if giver < 0
-            else pickle.loads(self._sent(data if giver == self.world.rank else b""))
-        )
+        [giver] = self.highest([self.world.rank + 1 if data else 0], failure)
+        if not giver:
+            return None
+        return pickle.loads(self._sent(data if giver == self.world.rank + 1 else b""))
 
     def compare(self, identity: Mapping[str, Any], failure: BaseException | None = None) -> None:
         """Raises AlignmentError if a value is not the same on all ranks; the message shows this rank's value."""
         prints = [print_of(value) for value in identity.values()]
-        found = self.highest([*prints, *(-p for p in prints)], failure)
-        differing = [name for i, name in enumerate(identity) if found[i] != -found[len(prints) + i]]
+        negative = [-value for value in prints]
+        highest = self.highest([*prints, *negative], failure)
+        pairs = zip(identity, highest[: len(prints)], highest[len(prints) :], strict=True)
+        differing = [name for name, largest, lowest in pairs if largest != -lowest]
         if without_parts(differing):
-            shown = "; ".join(
-                f"{name} (rank {self.world.rank} has {identity[name]!r})" for name in differing
-            )
+            shown = [f"{n} (rank {self.world.rank} has {identity[n]!r})" for n in differing]
             raise AlignmentError(
-                f"ranks have unequal {shown}; give every rank the same data, seed and settings"
+                f"ranks have unequal {'; '.join(shown)}; give every rank the same data, seed and settings"
             )
 
     def _sent(self, data: bytes) -> bytes:
         """Sends bytes from one rank to all, as a MAX over words to which the other ranks add zeros."""
         [size] = self.world.all_max([len(data)])
-        words = self.world.all_max(
-            np.frombuffer(data.ljust(-(-size // 4) * 4, b"\0"), "<u4").tolist()
-        )
+        padded = data.ljust(-(-size // 4) * 4, b"\0")
+        words = self.world.all_max(np.frombuffer(padded, "<u4").tolist())
         return np.asarray(words, "<u4").tobytes()[:size]
+
+
+def _shown(place: int) -> str:
+    return f"{place & 0xFFFFFFFF} of epoch {place >> 32}"

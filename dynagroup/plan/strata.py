@@ -103,6 +103,25 @@ def dealt(
     return np.concatenate(updates, axis=1)
 
 
+def deal_pool(
+    by_length: IntArray, size: int, num_strata: int, rng: np.random.Generator
+) -> IntArray:
+    """Deals a pool's samples, given longest first, to updates of ``size``: (samples,), update after update.
+
+    Samples that are too few for a whole update form a smaller last one. They are evenly spaced over the pool.
+    """
+    num_updates, rest = divmod(len(by_length), size)
+    # Systematic sampling: every sample is in the smaller last update with the same probability.
+    spaced = (np.arange(rest) + rng.random()) * (len(by_length) / max(rest, 1))
+    left_over = by_length[spaced.astype(np.int64)]
+    if not num_updates:
+        return left_over
+    if rest:
+        by_length = np.delete(by_length, spaced.astype(np.int64))
+    updates = dealt(by_length, num_updates, num_strata, rng)
+    return np.append(updates.ravel(), left_over)
+
+
 class StratifiedOrder:
     """An order in which consecutive samples form stratified updates of ``size``, dealt from pools of ``pool`` updates.
 
@@ -167,13 +186,4 @@ class StratifiedOrder:
     def _deal(self, drawn: IntArray, rng: np.random.Generator) -> IntArray:
         drawn = rng.permutation(drawn)  # samples of one length are dealt at random
         by_length = longest_first({TOKENS: self._tokens_of(drawn)})
-        num_updates, rest = divmod(len(drawn), self.size)
-        # Systematic sampling: every sample is in the smaller last update with the same probability.
-        spaced = (np.arange(rest) + rng.random()) * (len(drawn) / max(rest, 1))
-        left_over = by_length[spaced.astype(np.int64)]
-        if not num_updates:
-            return drawn[left_over]
-        if rest:
-            by_length = np.delete(by_length, spaced.astype(np.int64))
-        updates = dealt(by_length, num_updates, self._strata, rng)
-        return drawn[np.append(updates.ravel(), left_over)]
+        return drawn[deal_pool(by_length, self.size, self._strata, rng)]

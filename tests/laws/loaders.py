@@ -252,6 +252,19 @@ ENTRIES: dict[str, Entry] = {
     "online-scheduled": Entry(
         online, {"samples_per_update": RAMP, **HINT}, {"samples_per_update": OTHER}
     ),
+    "online-grouped": Entry(
+        online,
+        {"samples_per_update": 3, "grouping": 2},
+        {"seed": 1, "grouping": 3, "strata": 1, "samples_per_update": 4},
+    ),
+    "online-scheduled-grouped": Entry(
+        online,
+        {"samples_per_update": linear_ramp(4, 6, num_updates=2), "grouping": 3, **HINT},
+        {"grouping": None, "drop_last": True},
+    ),
+    "online-grouped-kinds": Entry(
+        labelled, {"samples_per_update": 7, "grouping": 2, "kinds": KINDS}, {"strata": 2}
+    ),
     "online-in-parts": Entry(online, {"window_bytes": 200, "window": 19}, {"window_bytes": None}),
     "online-planned": Entry(online, HINT, {"seed": 1, "length_hint": LENGTHS[::-1]}),
     "online-graphs": Entry(
