@@ -14,7 +14,15 @@ from torch.utils.data import default_collate
 from dynagroup.budget.base import Budget, is_packed, padded_streams, padded_tokens, real_tokens
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.lengths import LONGEST, Kinds, by_stream
-from dynagroup.online.messages import Refined, RefinedWindow, Request, WindowSamples, number_of
+from dynagroup.online.messages import (
+    Label,
+    Refined,
+    RefinedWindow,
+    Request,
+    Sample,
+    WindowSamples,
+    number_of,
+)
 from dynagroup.online.pools import deal_updates
 from dynagroup.plan.batches import Batches, offsets_of, shapes_of, tokens_of
 from dynagroup.plan.cost import Work, check_work
@@ -38,7 +46,7 @@ LengthOf: TypeAlias = Callable[[Any], "int | Mapping[str, int]"]
 Oversize: TypeAlias = Literal["alone", "error"]
 
 
-def measure_sample(sample: Any) -> int:
+def measure_sample(sample: Sample) -> int:
     """Returns the tokens of one processed sample: its ``input_ids``, or if padded, those that ``attention_mask`` marks.
 
     Raises ConfigError if the sample has no ``input_ids``.
@@ -98,7 +106,7 @@ class RefinementCollator:
     [[[1, 2, 3, 4]], [[3, 4], [1]]]
     """
 
-    collate_fn: Callable[[list[Any]], Any] | None
+    collate_fn: Callable[[list[Sample]], Any] | None
     budget: Budget
     length_of: LengthOf | None = None
     _: KW_ONLY
@@ -106,7 +114,7 @@ class RefinementCollator:
     oversize: Oversize = "alone"
     work: Work = field(default_factory=check_work)
     pad: Pad | None = None
-    kind_of: Callable[[Any], Hashable] | None = None
+    kind_of: Callable[[Sample], Hashable] | None = None
     kinds: Kinds | None = None
     one_kind: OneKind = "step"
 
@@ -156,7 +164,7 @@ class RefinementCollator:
             )
         return parts
 
-    def measure(self, samples: Sequence[Any], indices: Sequence[int]) -> Streams:
+    def measure(self, samples: Sequence[Sample], indices: Sequence[int]) -> Streams:
         """Returns the true lengths of these samples: stream -> int32 (N,)."""
         length_of = self.length_of or measure_sample
         measured = [
@@ -175,7 +183,7 @@ class RefinementCollator:
             )
         return {stream: _whole_numbers(values, indices) for stream, values in columns.items()}
 
-    def labels(self, samples: Sequence[Any], indices: Sequence[int]) -> list[Any]:
+    def labels(self, samples: Sequence[Sample], indices: Sequence[int]) -> list[Label]:
         if self.kinds is not None:
             return [self.kinds.labels[code] for code in self.kinds.codes[indices].tolist()]
         if self.kind_of is None:
@@ -337,15 +345,15 @@ class _Measured:
     """The samples of a window, and what was measured of them."""
 
     request: Request
-    samples: list[Any]
+    samples: list[Sample]
     lengths: Streams
-    labels: Sequence[Any]
+    labels: Sequence[Label]
     kinds: IntArray  # numbers of the labels
 
     def indices_of(self, members: IntArray) -> list[int]:
         return [self.request.indices[place] for place in members.tolist()]
 
-    def samples_of(self, members: IntArray) -> list[Any]:
+    def samples_of(self, members: IntArray) -> list[Sample]:
         return [self.samples[place] for place in members.tolist()]
 
     def lengths_of(self, members: IntArray) -> Streams:
@@ -362,7 +370,7 @@ class _BatchFacts:
     work: list[float]
 
 
-def _label(kind_of: Callable[[Any], Hashable], sample: Any, index: int) -> Any:
+def _label(kind_of: Callable[[Sample], Hashable], sample: Sample, index: int) -> Label:
     label = _called("kind_of", kind_of, sample, of=index)
     with explained(
         f"`kind_of` must return a hashable label, but returned {label!r:.80} for sample {index}",
@@ -383,7 +391,7 @@ def _warn_of_width(width: str, expected: int, indices: Sequence[int], *, packed:
     )
 
 
-def collated_length(collate_fn: Callable[[list[Any]], Any]) -> Callable[[Any], int]:
+def collated_length(collate_fn: Callable[[list[Sample]], Any]) -> Callable[[Any], int]:
     """Returns a ``length_of``: the tokens of the batch that ``collate_fn`` makes of a copy of one sample alone. For collate
     functions that tokenize, or that run a processor. Every sample is then collated twice.
 
@@ -395,7 +403,7 @@ def collated_length(collate_fn: Callable[[list[Any]], Any]) -> Callable[[Any], i
     return partial(_collated_length, collate_fn)
 
 
-def _collated_length(collate_fn: Callable[[list[Any]], Any], sample: Any) -> int:
+def _collated_length(collate_fn: Callable[[list[Sample]], Any], sample: Sample) -> int:
     batch = collate_fn(_copied([sample], deep=True))
     tokens = total_of(batch, TOKENS)
     if tokens is None:
@@ -435,7 +443,7 @@ def _field(holder: Any, name: str) -> Any:
         return None
 
 
-def _copied(samples: list[Any], *, deep: bool) -> list[Any]:
+def _copied(samples: list[Sample], *, deep: bool) -> list[Sample]:
     """Returns copies of samples that are collated twice, as ``collate_fn`` may change them; or these if they cannot be
     copied. ``deep=False`` copies only their fields, which costs little."""
     with suppress(Exception):

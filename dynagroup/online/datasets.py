@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -12,7 +12,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from dynagroup.errors import ConfigError
 from dynagroup.fingerprint import hashed
-from dynagroup.online.messages import Request, WindowSamples
+from dynagroup.online.messages import Request, Sample, WindowSamples
+from dynagroup.online.state import State
 from dynagroup.validation import fetch, sendable, set_epoch
 
 OPENING = 16  # first samples that are compared between workers and ranks; ignored if most are equal
@@ -31,7 +32,7 @@ def is_stream(dataset: Any) -> bool:
     )
 
 
-def sample_bytes(sample: Any, seen: dict[int, Any] | None = None) -> int:
+def sample_bytes(sample: Sample, seen: dict[int, Any] | None = None) -> int:
     """Returns the approximate bytes of a processed sample. ``seen``: objects, by id, that are counted (a node's parent)."""
     if seen is None:
         seen = {}
@@ -52,7 +53,7 @@ def sample_bytes(sample: Any, seen: dict[int, Any] | None = None) -> int:
     return sum([sample_bytes(value, seen) for value in values]) or 8
 
 
-def opening_of(samples: Sequence[Any]) -> int:
+def opening_of(samples: Sequence[Sample]) -> int:
     """Returns a hash (63 bits) of the first samples, to find workers that read the same; 0: too few, or too alike."""
     try:
         shown = [repr(sample) for sample in samples[:OPENING]]
@@ -110,13 +111,13 @@ class IndexedDataset(_Forwarding):
         samples = self._fetch_bounded(request, request.max_bytes)
         return WindowSamples(request.part(0, len(samples)), samples)
 
-    def _fetch_bounded(self, request: Request, max_bytes: int) -> list[Any]:
+    def _fetch_bounded(self, request: Request, max_bytes: int) -> list[Sample]:
         """Reads whole planned batches, at least one, until they have about ``max_bytes``."""
         if request.groups is None:
             ends = np.arange(1, len(request) + 1)
         else:
             ends = np.cumsum(request.groups)
-        samples: list[Any] = []
+        samples: list[Sample] = []
         num_bytes = 0
         while len(samples) < len(request) and (not samples or num_bytes < max_bytes):
             wanted = min(len(samples) + FETCHED_AT_ONCE, len(request))
@@ -150,7 +151,7 @@ def _has_shuffle_buffer(dataset: Any) -> bool:
     return False
 
 
-FRESH: Mapping[str, Any] = {"read": 0, "until": 0, "keep": (), "state": None}
+FRESH: State = {"read": 0, "until": 0, "keep": (), "state": None}
 
 
 class IterableWindows(_Forwarding, IterableDataset):
@@ -188,7 +189,7 @@ class IterableWindows(_Forwarding, IterableDataset):
                 )
                 yield WindowSamples(request, samples, {**place, "worker": worker})
 
-    def _read(self, spot: Mapping[str, Any]) -> Iterator[Any]:
+    def _read(self, spot: State) -> Iterator[Sample]:
         """Yields the dataset's samples from a resume point on."""
         number = 0 if spot["state"] is None else spot["read"]
         if spot["state"] is not None:
@@ -200,8 +201,8 @@ class IterableWindows(_Forwarding, IterableDataset):
                 number += 1
 
     def _windows(
-        self, samples: Iterator[Any], spot: Mapping[str, Any]
-    ) -> Iterator[tuple[dict[str, Any], list[Any]]]:
+        self, samples: Iterator[Sample], spot: State
+    ) -> Iterator[tuple[State, list[Sample]]]:
         """Yields windows: resume point (with the dataset's state before the window) and samples."""
         read = spot["read"]
         until = spot["until"]
@@ -210,7 +211,7 @@ class IterableWindows(_Forwarding, IterableDataset):
         keeps_state = _resumes(self.dataset)
         while True:
             first = read
-            window: list[Any] = []
+            window: list[Sample] = []
             numbers: list[int] = []
             num_bytes = 0
             for sample in samples:
@@ -237,11 +238,11 @@ class IterableWindows(_Forwarding, IterableDataset):
             else:
                 state = None
 
-    def _counted_bytes(self, sample: Any) -> int:
+    def _counted_bytes(self, sample: Sample) -> int:
         return 0 if self._max_bytes is None else sample_bytes(sample)
 
 
-def begin_at(windows: IterableWindows, epoch: int, spots: Mapping[str, Any]) -> None:
+def begin_at(windows: IterableWindows, epoch: int, spots: State) -> None:
     """Sets the epoch of the next iteration, and for each worker the point from which it resumes. (A public name of the
     class would hide the dataset's own of that name from a ``worker_init_fn``.)"""
     windows._epoch.fill_(epoch)

@@ -22,7 +22,7 @@ from dynagroup.online.protocol import (
     spread,
 )
 from dynagroup.online.requests import Source, behind, handed_out
-from dynagroup.online.state import LearnedLengths, pack, unpack
+from dynagroup.online.state import LearnedLengths, State, pack, unpack
 from dynagroup.plan.cursor import Cursor
 from dynagroup.shapes import units_of
 from dynagroup.update.loss_weight import Share, loss_scale
@@ -54,7 +54,7 @@ class Runner(ABC):
     source: Source
     workers: Workers
     stands: Cursor
-    place: Mapping[str, Any] | None
+    place: State | None
     under_way: int
     identity: Mapping[str, Any]
     stats: LoaderStats
@@ -66,9 +66,12 @@ class Runner(ABC):
         self.config = source.config
         self.world = source.world
         self.exchange = Exchange(source.world, source.epoch)
-        kind_of_feed: Any = IterableFeed if source.iterable else MapFeed
         place = None if self.place is None else self.place["feed"]
-        self.feed: Any = kind_of_feed(source, self.workers, place)
+        self.feed: Any  # MapFeed or IterableFeed
+        if source.iterable:
+            self.feed = IterableFeed(source, self.workers, place)
+        else:
+            self.feed = MapFeed(source, self.workers, place)
         self.queue: list[Refined] = []  # batches that are not in an agreed step yet
         # Agreed steps that wait for the rest of their update; empty batches are idle.
         self.agreed: list[Refined] = []
@@ -144,7 +147,7 @@ class Runner(ABC):
         elif self.feed.shares:
             self.feed.share([0] * self.world.size, 0)
 
-    def _agree_again(self, place: Mapping[str, Any]) -> None:
+    def _agree_again(self, place: State) -> None:
         """Agrees whether the saved end of the epoch and the kinds of the agreed steps still hold. The end does not if a
         split batch waits, or if an iterable dataset is read again; processing may have changed kinds."""
         self.kinds = unpack(place["kinds"]).tolist()

@@ -17,7 +17,7 @@ from dynagroup.online.datasets import IndexedDataset, IterableWindows, begin_at,
 from dynagroup.online.messages import Refined, RefinedWindow, Request
 from dynagroup.online.protocol import hand_out, print_of
 from dynagroup.online.requests import EpochOrders, OnlineConfig, Order, Source, pools_of
-from dynagroup.online.state import LearnedLengths, pack, pack_groups, unpack, unpack_groups
+from dynagroup.online.state import LearnedLengths, State, pack, pack_groups, unpack, unpack_groups
 from dynagroup.plan.cursor import Cursor
 from dynagroup.shapes import IntArray
 from dynagroup.update.loader import ENDED_EARLY, Inner
@@ -74,7 +74,7 @@ class Workers(Inner):
             "for ranks"
         )
 
-    def open_map(self) -> Iterator[Any]:
+    def open_map(self) -> Iterator[RefinedWindow]:
         if self.loader is None or not self.persistent:
             dataset: Any = IndexedDataset(self._dataset)
             requests: Any = self.queue
@@ -83,7 +83,7 @@ class Workers(Inner):
             )
         return iter(self.loader)
 
-    def open_iterable(self, epoch: int, world: World, spots: Mapping[str, Any]) -> Iterator[Any]:
+    def open_iterable(self, epoch: int, world: World, spots: State) -> Iterator[RefinedWindow]:
         if self.loader is None or self._windows is None or not self.persistent or spots:
             self._windows = IterableWindows(
                 self._dataset,
@@ -107,7 +107,7 @@ class MapFeed:
     before later windows. The answer to a pool of updates is fed update by update. A resumed feed first requests the
     batches that were loaded but not used, grouped as they were."""
 
-    def __init__(self, source: Source, workers: Workers, place: Mapping[str, Any] | None) -> None:
+    def __init__(self, source: Source, workers: Workers, place: State | None) -> None:
         self.source = source
         self.workers = workers
         self._place = place
@@ -146,7 +146,7 @@ class MapFeed:
         first = source.groups[:COMPARED]
         return print_of([first, source.order.at(np.arange(sum(first)))])
 
-    def _send_again(self, place: Mapping[str, Any]) -> None:
+    def _send_again(self, place: State) -> None:
         """Requests again what was agreed or queued when the state was saved, then what was left of requests."""
         self._start = place["start"]
         for _ in islice(self._plans, place["next"]):
@@ -319,15 +319,15 @@ class IterableFeed:
     pending_samples = 0
     kinds_before: Sequence[int] = []
 
-    def __init__(self, source: Source, workers: Workers, place: Mapping[str, Any] | None) -> None:
+    def __init__(self, source: Source, workers: Workers, place: State | None) -> None:
         self._workers = workers
         self._epoch = source.epoch
         self._world = source.world
-        self._spots: Mapping[str, Any] = place["workers"] if place else {}
+        self._spots: State = place["workers"] if place else {}
         self._iterator: Iterator[RefinedWindow] | None = None
         self._openings: dict[int, int] = {}  # hash of first samples -> the worker that read them
         # Worker -> its windows that may have unused samples: where each begins, and the numbers of its samples.
-        self._opened: dict[int, deque[Mapping[str, Any]]] = {}
+        self._opened: dict[int, deque[State]] = {}
         self.can_take = True
         self.receiving = True
         self.opening = 0  # hash of the first samples that this rank read; 0: not known
@@ -383,10 +383,10 @@ class IterableFeed:
 
 def resumed(
     source: Source,
-    states: list[Mapping[str, Any]],
+    states: list[State],
     learned: LearnedLengths | None,
     orders: EpochOrders,
-) -> tuple[Source, Mapping[str, Any] | None]:
+) -> tuple[Source, State | None]:
     """Returns from what an online epoch resumes: its source, and this rank's saved state. On another number of ranks, a
     new order has all unused samples; with updates of a set size, first those of the current update."""
     if not states:
@@ -404,7 +404,7 @@ def resumed(
     return source._replace(order=order).with_lengths(learned, orders), None
 
 
-def joined(states: list[Mapping[str, Any]], rank: int, size: int) -> Cursor:
+def joined(states: list[State], rank: int, size: int) -> Cursor:
     """Returns a rank's point in the run when it resumes from these states. If other ranks have begun the current update,
     the first rank counts what they have used of it."""
     cursors = [Cursor.of(state["cursor"]) for state in states]
@@ -419,7 +419,7 @@ def joined(states: list[Mapping[str, Any]], rank: int, size: int) -> Cursor:
     )
 
 
-def left(source: Source, places: Sequence[Mapping[str, Any]]) -> IntArray:
+def left(source: Source, places: Sequence[State]) -> IntArray:
     """Returns the positions of samples that no rank has used, computed from the states of all ranks."""
     size = len(places)
     if source.iterable or source.groups is not None:

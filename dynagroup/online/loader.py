@@ -1,6 +1,6 @@
 """The loader that forms batches after processing, when true lengths are known, with equal steps on all ranks."""
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -24,7 +24,7 @@ from dynagroup.online.engine import FreeRunner, Runner, UpdateRunner
 from dynagroup.online.feeds import Workers, joined, resumed
 from dynagroup.online.protocol import Exchange, print_of
 from dynagroup.online.requests import WINDOW_BYTES, EpochOrders, OnlineConfig, Source, handed_out
-from dynagroup.online.state import LearnedLengths, standing, together
+from dynagroup.online.state import LearnedLengths, State, standing, together
 from dynagroup.plan.cost import Work, check_work
 from dynagroup.plan.cursor import Cursor
 from dynagroup.plan.few_shapes import few_shapes
@@ -177,7 +177,7 @@ class OnlineDataLoader(StepLoader[Any]):
         # Runner of the epoch that began last, unless another epoch was chosen since.
         self._run_of: Runner | None = None
         # Loaded states, until used; None: their epoch is used up.
-        self._resume: list[Mapping[str, Any]] | None = []
+        self._resume: list[State] | None = []
         # The point where the last epoch ended, or the loaded resume point.
         self._cursor = Cursor()
         learner = collator.budget.learner
@@ -272,9 +272,7 @@ class OnlineDataLoader(StepLoader[Any]):
     def _changes(self) -> list[list[int]]:
         return [] if self.sizes is None else [list(change) for change in self.sizes.changes]
 
-    def _checked(
-        self, states: list[Mapping[str, Any]]
-    ) -> tuple[list[Mapping[str, Any]], LearnedLengths | None]:
+    def _checked(self, states: list[State]) -> tuple[list[State], LearnedLengths | None]:
         needed = together(states, *self._rank_and_size())
         running = needed[0]["running"]
         epoch = needed[0]["epoch"]
@@ -287,7 +285,7 @@ class OnlineDataLoader(StepLoader[Any]):
             return needed, None
         return needed, self._learned.restored([state["lengths"] for state in needed])
 
-    def _restore(self, found: tuple[list[Mapping[str, Any]], LearnedLengths | None]) -> None:
+    def _restore(self, found: tuple[list[State], LearnedLengths | None]) -> None:
         states, self._learned = found
         state = states[0]
         running = state["running"]

@@ -27,6 +27,9 @@ import torch
 from dynagroup.fingerprint import described, hashed
 from dynagroup.shapes import IntArray, Streams
 
+Sample: TypeAlias = Any  # what the user's dataset returns
+Label: TypeAlias = Any  # what the user's ``kind_of`` returns
+
 
 class Pool(NamedTuple):
     """How the samples of a request are dealt to updates, see :mod:`dynagroup.online.pools`."""
@@ -83,7 +86,7 @@ class WindowSamples:
     """A request with its processed samples. ``place``: for iterable datasets, the worker and its resume point."""
 
     request: Request
-    samples: list[Any]
+    samples: list[Sample]
     place: Any = None
 
 
@@ -103,9 +106,9 @@ class Refined:
     group: int = 0  # number of the planned batch that it comes from
     update: int = 0  # place of its update in a pool
     oversize: bool = False  # True: a single sample that does not fit even alone
-    label: Any = None  # with kinds, the label of all its samples
+    label: Label = None  # with kinds, the label of all its samples
     kind: int = 0  # the label's number, if all ranks must have one kind in a step; else 0
-    samples: list[Any] | None = None  # its samples, if kept to split the batch
+    samples: list[Sample] | None = None  # its samples, if kept to split the batch
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -134,14 +137,14 @@ class Refined:
 
 
 @lru_cache(maxsize=4096)
-def number_of(label: Any) -> int:
+def number_of(label: Label) -> int:
     """Returns a 63-bit hash of a label, the same in every process. TypeError: not hashable, or compared by identity."""
     if copy.deepcopy(label) != label:
         raise TypeError("it does not equal its own copy")
     return (int(hashed(described(_plain(label))), 16) >> 1) or 1
 
 
-def _plain(label: Any) -> Any:
+def _plain(label: Label) -> Any:
     """Returns one value for all equal labels: for example 1 for True, 1.0, and enum members that equal 1."""
     value = label.item() if isinstance(label, np.generic) else label
     if isinstance(value, tuple):

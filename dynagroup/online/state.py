@@ -4,7 +4,7 @@ import base64
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from dynagroup.distributed import World
 from dynagroup.errors import StateError
 from dynagroup.shapes import IntArray, Streams
+
+State: TypeAlias = Mapping[str, Any]  # a rank's saved state, or a part of it: JSON values
 
 
 def pack(values: Iterable[int] | NDArray[np.integer]) -> str:
@@ -39,7 +41,7 @@ def unpack_groups(packed: Sequence[Any]) -> list[IntArray]:
     return np.split(unpack(members), np.cumsum(sizes, dtype=np.int64)[:-1])
 
 
-def together(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> list[Mapping[str, Any]]:
+def together(states: Sequence[State], rank: int, size: int) -> list[State]:
     """Returns the states to resume from: this rank's own, or on another number of ranks those of all, in order."""
     saved_size = states[0]["world_size"]
     ordered = sorted(states, key=lambda state: state["rank"])
@@ -59,7 +61,7 @@ def together(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> list[
     return [ordered[rank]] if len(ordered) == size else ordered
 
 
-def standing(state: Mapping[str, Any]) -> tuple[Any, ...]:
+def standing(state: State) -> tuple[Any, ...]:
     """Returns what the states of all ranks have in common if they saved them after the same step."""
     cursor = state["cursor"]
     # The end of an epoch is the beginning of the next one.
@@ -139,7 +141,7 @@ class LearnedLengths:
             "steady": self.steady,
         }
 
-    def restored(self, states: Sequence[Mapping[str, Any]]) -> "LearnedLengths":
+    def restored(self, states: Sequence[State]) -> "LearnedLengths":
         """Returns the lengths in a rank's state, updated with what other ranks have measured since."""
         learned = LearnedLengths(self.num_samples)
         learned.steady = states[0]["steady"]
