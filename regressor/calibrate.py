@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from dynagroup.memory.formula import ClosedForm
-from regressor.rows import Group, draw
+from dynagroup.memory.formula import closed_form
+from regressor.rows import Group, Pairs, draw
 
 __all__ = ["calibrate"]
 
 SHAPES = 20
+LOWEST = np.log(1e-3)
+HIGHEST = np.log(50.0)
 PULL = 0.7  # towards the start, whose constants count tensors in the models' code
 CONSTANTS: dict[str, float] = {
     "bias_hidden": 3.0,
@@ -65,27 +69,35 @@ def calibrate(
     """Constants under which the closed form is closest to the simulations in log ratio (a robust least-squares fit)."""
     names = list(CONSTANTS)
     rng = np.random.default_rng(seed)
-    cases = []
-    for group in groups:
-        pairs = draw(group, rng, SHAPES)
-        weight = (
-            np.exp(-0.5 * (np.log(pairs.ratio) / 0.4) ** 2) + 0.02
-        )  # decisions are made near ratio 1
-        cases.append((group.workload, pairs, np.log(pairs.ratio), np.sqrt(weight)))
+    cases = [_case(draw(group, rng, SHAPES)) for group in groups]
+    start_logs = np.log([start[name] for name in names])
 
-    def residuals(logs: np.ndarray) -> np.ndarray:
+    def residuals(logs: NDArray[np.float64]) -> NDArray[np.float64]:
         constants = dict(zip(names, np.exp(logs), strict=True))
-        parts = []
-        for workload, pairs, ratio, weight in cases:
-            form = ClosedForm.of(workload, constants)
-            stated = np.log(form.batch_bytes(pairs.candidate)) - np.log(
-                form.batch_bytes(pairs.baseline)
-            )
-            parts.append(weight * (stated - ratio))
-        pull = PULL * (logs - np.log([start[k] for k in names]))
-        return np.concatenate([*parts, pull])
+        parts = [case.residuals(constants) for case in cases]
+        return np.concatenate([*parts, PULL * (logs - start_logs)])
 
-    first = np.log([max(start[k], 1e-3) for k in names])
-    bounds = (np.log(1e-3), np.log(50.0))
-    fit = least_squares(residuals, first, bounds=bounds, max_nfev=rounds)
-    return {k: round(float(v), 4) for k, v in zip(names, np.exp(fit.x), strict=True)}
+    first = np.maximum(start_logs, LOWEST)
+    fit = least_squares(residuals, first, bounds=(LOWEST, HIGHEST), max_nfev=rounds)
+    return {name: round(float(value), 4) for name, value in zip(names, np.exp(fit.x), strict=True)}
+
+
+@dataclass(frozen=True)
+class _Case:
+    """Pairs of batches of one workload."""
+
+    pairs: Pairs
+    log_ratio: NDArray[np.float64]
+    weight: NDArray[np.float64]
+
+    def residuals(self, constants: Mapping[str, float]) -> NDArray[np.float64]:
+        form = closed_form(self.pairs.group.workload, constants)
+        stated = np.log(form.ratio(self.pairs.candidate, self.pairs.baseline))
+        return self.weight * (stated - self.log_ratio)
+
+
+def _case(pairs: Pairs) -> _Case:
+    log_ratio = np.log(pairs.ratio)
+    # Decisions are made near ratio 1.
+    weight = np.exp(-0.5 * (log_ratio / 0.4) ** 2) + 0.02
+    return _Case(pairs, log_ratio, np.sqrt(weight))

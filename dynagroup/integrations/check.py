@@ -132,7 +132,10 @@ def _packed(model: PreTrainedModel) -> str:
 
 
 def _memory(model: PreTrainedModel) -> str:
-    TracedMemory.of(model.config, "train")
+    try:
+        TracedMemory.of(model.config, "train")
+    except ConfigError:
+        return "cannot be traced: use ProfiledMemory.fit(simulate(...))"
     return "can be traced: use MemoryBudget.from_model"
 
 

@@ -1,41 +1,31 @@
-"""Computes the memory of a batch by a formula, from a model's sizes or fitted to a few batches.
+"""Computes a model's memory from its sizes, for models that cannot be traced.
 
-A step passes through a few phases; its memory is that of the largest one. The memory of a phase is a polynomial in the
-batch shape with coefficients of 0 or more, so memory never falls when a batch grows. For models known by sizes,
-``regressor/train.py`` has fitted constants (such as how many copies of hidden states a layer keeps) to simulations."""
+A step passes through a few phases; its memory is that of the largest one. The memory of a phase is a
+polynomial in the batch shape with coefficients of 0 or more, so memory never falls when a batch grows.
+``regressor/train.py`` has fitted constants (such as how many copies of hidden states a layer keeps) to
+simulations."""
 
-import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from dynagroup.errors import ConfigError
-from dynagroup.memory.measurements import Measurements
-from dynagroup.memory.phases import (
-    ELEMENT_BYTES,
-    MONOMIALS,
-    FloatArray,
-    Phases,
-    columns,
-    max_affine,
-)
+from dynagroup.memory.phases import ELEMENT_BYTES, MONOMIALS, FloatArray, Phases, columns
 from dynagroup.memory.workload import Workload
-from dynagroup.shapes import TOKENS, BatchShape, primary
-from dynagroup.validation import warn_user
+from dynagroup.shapes import BatchShape
 
-COMPONENTS = ("weights", "activations", "attention", "logits", "cache")
-
-# Unit vectors over the monomials: N is one byte per sample, NL one byte per padded token, and so on.
-ONE, N, NL, NL2, NT, T2, NT2, NLT = (
-    np.eye(12)[MONOMIALS.index(name)] for name in "1 n nL nL2 nT T2 nT2 nLT".split()
+# Polynomials of one monomial: N is one byte per sample, NL one byte per padded token, and so on.
+N, NL, NL2, NT, T2, NT2, NLT = (
+    np.eye(len(MONOMIALS))[MONOMIALS.index(name)]
+    for name in ("n", "nL", "nL2", "nT", "T2", "nT2", "nLT")
 )
+ONE = np.eye(len(MONOMIALS))[0]
 NOTHING = np.zeros(len(MONOMIALS))
 QUADRATIC = [MONOMIALS.index(name) for name in ("L2", "nL2", "T2", "nT2", "LT", "nLT")]
 
 # Values assumed for fields of a workload that are None. Sizes have no such value and must be given.
-USUAL: dict[str, Any] = {
+USUAL: Mapping[str, Any] = {
     "num_encoder_layers": 0,
     "experts_per_token": 1,
     "gated_mlp": True,
@@ -48,360 +38,274 @@ USUAL: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True)
-class ClosedForm:
-    """The memory of a batch by formula: that of its largest phase, divided into ``COMPONENTS``."""
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A formula for the memory of a batch."""
 
-    phases: FloatArray  # float64 (phases, components, monomials), bytes
-    traced: Phases | None = None
-    """Phases that tracing or fitting found. Without a division into components, all bytes count as activations."""
-    packed: bool = False  # True: samples are packed, so that a batch is one row with all its tokens
+    phases: Phases
+    packed: bool = False
+    """True: samples are packed, so that a batch is one row with all its tokens."""
 
-    @classmethod
-    def of(cls, workload: Workload, constants: Mapping[str, float]) -> "ClosedForm":
-        """Makes the formula from the phases in ``workload``, or without these from its sizes and ``constants``."""
-        packed = workload.layout == "packed"
-        if workload.phases is not None:
-            return cls.of_phases(workload.phases, packed)
-        return cls(np.stack(_Builder(workload, constants).phases()), packed=packed)
+    def ratio(self, shape: BatchShape, baseline: BatchShape) -> FloatArray:
+        """Returns the memory of each batch divided by that of its baseline: float64 (K,)."""
+        baseline_bytes = self.phases.baseline_bytes(baseline, self.packed)
+        return self.phases.bytes(shape, self.packed) / baseline_bytes
 
-    @classmethod
-    def of_phases(cls, traced: Phases, packed: bool = False) -> "ClosedForm":
-        phases = np.zeros((len(traced.rows), len(COMPONENTS), len(MONOMIALS)))
-        phases[:, COMPONENTS.index("activations")] = traced.rows
-        return cls(phases, traced, packed)
-
-    def batch_bytes(self, shape: BatchShape) -> FloatArray:
-        """Returns the bytes of each batch (1 or more), without static memory: float64 (K,)."""
-        if self.traced is not None:
-            return self.traced.bytes(shape, self.packed)
-        return np.maximum(
-            (columns(shape, self.packed) @ self.phases.sum(axis=1).T).max(axis=1), 1.0
-        )
-
-    def baseline_bytes(self, baseline: BatchShape) -> FloatArray:
-        """Like :meth:`batch_bytes`, but without mask padding if the lengths need none."""
-        return (
-            self.batch_bytes(baseline)
-            if self.traced is None
-            else self.traced.baseline_bytes(baseline, self.packed)
-        )
-
-    def shares(self, shape: BatchShape) -> FloatArray:
-        """Returns the share of each component, and of terms quadratic in length, in the largest phase: float64 (K, 6)."""
-        values, phases = columns(shape, self.packed), self.phases
-        terms = phases[(values @ phases.sum(axis=1).T).argmax(axis=1)] * values[:, None, :]
-        total = np.maximum(terms.sum(axis=(1, 2)), 1.0)
-        quadratic = terms[:, :, QUADRATIC].sum(axis=(1, 2))
-        return np.concatenate([terms.sum(axis=2), quadratic[:, None]], axis=1) / total[:, None]
+    def shares(self, shape: BatchShape) -> tuple[FloatArray, FloatArray]:
+        """Returns how much of each batch's memory does not depend on its shape, and is quadratic in lengths: float64 (K,)."""
+        values = columns(shape, self.packed)
+        rows = np.array(self.phases.rows)
+        largest = (values @ rows.T).argmax(axis=1)
+        terms = rows[largest] * values
+        total = np.maximum(terms.sum(axis=1), 1.0)
+        return terms[:, 0] / total, terms[:, QUADRATIC].sum(axis=1) / total
 
 
-def _phase(weights: Any = 0.0, **parts: Any) -> FloatArray:
-    return np.stack(
-        [NOTHING + {"weights": weights * ONE, **parts}.get(name, 0.0) for name in COMPONENTS]
-    )
+def closed_form(workload: Workload, constants: Mapping[str, float]) -> Form:
+    """Returns the formula of a model of which the mode and all sizes are known."""
+    formula = _Formula(workload, constants)
+    if workload.mode == "train":
+        rows = formula.training()
+    elif workload.mode == "generate":
+        rows = formula.generation()
+    else:
+        rows = formula.forward()
+    phases = Phases(tuple(map(tuple, rows)))
+    return Form(phases, packed=workload.layout == "packed")
 
 
-class _Builder:
-    """Builds the phases of a workload (their bytes per monomial) from the model's sizes."""
+@dataclass(frozen=True, slots=True)
+class _Stack:
+    """An encoder, a decoder, or the only stack of layers; polynomials of how much a layer of it reads."""
+
+    num_layers: float
+    tokens: FloatArray
+    pairs: FloatArray
+    """Pairs of tokens between which attention has scores."""
+    cross_pairs: FloatArray | None = None
+    """The same for attention to the encoder's output; None: the stack has no such attention."""
+
+
+class _Formula:
+    """The phases of a workload, each a polynomial in bytes: float64 (12,)."""
 
     def __init__(self, workload: Workload, constants: Mapping[str, float]) -> None:
-        known = {name: getattr(workload, name) for name in Workload.__slots__}
-        w: dict[str, Any] = {
-            name: USUAL.get(name) if value is None else value for name, value in known.items()
-        }
-        self.w, self.c = w, constants
-        self.element = ELEMENT_BYTES[workload.autocast or w["dtype"]]
-        self.parameter = ELEMENT_BYTES[w["dtype"]]
-        self.query, self.kv = (w[name] * w["head_size"] for name in ("num_heads", "num_kv_heads"))
-        self.ffn = w["intermediate_size"] * w["experts_per_token"]
-        fixed, two_stacks = float(w["fixed_tokens"]), w["encoder_decoder"]
-        speech = two_stacks and fixed > 0
-        # Tokens (and their squares) in the decoder or only stack, with each sample's fixed tokens; then in the encoder.
-        self.words, self.words2 = (
-            (NT, NT2) if two_stacks else (NL + fixed * N, NL2 + 2 * fixed * NL + fixed**2 * N)
-        )
-        self.read, self.read2 = (fixed * N, fixed**2 * N) if speech else (NL, NL2)
-        self.cross = fixed * self.words if speech else NLT
+        usual = {name: value for name, value in USUAL.items() if getattr(workload, name) is None}
+        w: Any = replace(workload, **usual)  # its sizes are known
+        self.workload = w
+        self.constants = constants
+        self.element = ELEMENT_BYTES[w.autocast or w.dtype]
+        self.parameter = ELEMENT_BYTES[w.dtype]
+        self.query = w.num_heads * w.head_size
+        self.kv = w.num_kv_heads * w.head_size
+        self.ffn = w.intermediate_size * w.experts_per_token
+        self.head = w.vocabulary_size if w.lm_head else 0
         # Models without dropout compute the softmax of attention scores in float32.
-        self.wide_scores = self.element < 4 and not w["dropout"] and not two_stacks
+        self.wide_scores = self.element < 4 and not w.dropout and not w.encoder_decoder
         # BART and similar models apply dropout to hidden states only, not to attention scores.
-        self.dropped_scores = (
-            w["mode"] == "train" and w["dropout"] and (not two_stacks or w["score_bias"])
+        drops_scores = not w.encoder_decoder or w.score_bias
+        self.dropped_scores = w.mode == "train" and w.dropout and drops_scores
+        self.encoder = None
+        if w.encoder_decoder:
+            self._set_two_stacks()
+            return
+        fixed = float(w.fixed_tokens)
+        self.decoder = _Stack(
+            num_layers=float(w.num_layers),
+            tokens=NL + fixed * N,
+            pairs=NL2 + 2 * fixed * NL + fixed**2 * N,
         )
-        self.layers = float(w["num_layers"])
-        self.encoders = float(w["num_encoder_layers"] or (w["num_layers"] if two_stacks else 0))
+        self.prompt = self.decoder
 
-    def phases(self) -> list[FloatArray]:
-        return {"train": self._training, "generate": self._generation, "forward": self._forward}[
-            self.w["mode"]
-        ]()
+    def _set_two_stacks(self) -> None:
+        w = self.workload
+        read = NL
+        read_pairs = NL2
+        cross_pairs = NLT
+        if w.fixed_tokens:  # speech: the encoder always reads the same number of frames
+            fixed = float(w.fixed_tokens)
+            read = fixed * N
+            read_pairs = fixed**2 * N
+            cross_pairs = fixed * NT
+        num_encoder_layers = float(w.num_encoder_layers or w.num_layers)
+        self.encoder = _Stack(num_encoder_layers, read, read_pairs)
+        self.decoder = _Stack(float(w.num_layers), NT, NT2, cross_pairs)
+        self.prompt = self.encoder
 
-    def _layer_keeps(self) -> float:
-        w, c, e = self.w, self.c, self.element
-        kept = (
-            c["keep_hidden"] * w["hidden_size"]
-            + c["keep_query"] * self.query
-            + c["keep_kv"] * self.kv
-        )
-        kept += (c["keep_ffn"] + (c["keep_gate"] if w["gated_mlp"] else 0.0)) * self.ffn
-        kept = e * kept + (c["keep_dropout"] * w["hidden_size"] * e if w["dropout"] else 0.0)
-        if e < 4:  # normalisation layers compute in float32
-            kept += 4 * c["keep_wide"] * w["hidden_size"]
-        return kept * (c["keep_lora"] if w["trainable_share"] < 0.5 else 1.0)
-
-    def _scores(self, squared: FloatArray, per_score: float, per_mask: float) -> FloatArray:
-        """Returns the bytes of one layer's attention scores and masks; ``squared``: its pairs of tokens."""
-        w, c = self.w, self.c
-        if w["attention"] == "eager":
-            copies = per_score * (c["score_wide"] if self.wide_scores else 1.0)
-            if (
-                self.dropped_scores
-            ):  # scores before and after dropout, and the dropout mask with one byte per score
-                copies = per_score * (2 + 1 / self.element)
-            return self.element * (copies * w["num_heads"] + per_mask) * squared
-        if w["score_bias"]:
-            return self.element * c["score_bias"] * w["num_heads"] * self._shared(squared)
-        return (
-            self.element * per_mask * self._shared(squared) if w["attention"] == "sdpa" else NOTHING
-        )
-
-    def _shared(self, squared: FloatArray) -> FloatArray:
-        """Returns the pairs of tokens for which a mask or bias is stored; all samples of an encoder-decoder share one."""
-        return T2 if self.w["encoder_decoder"] and squared @ NT2 > 0 else squared
-
-    def _training(self) -> list[FloatArray]:
-        w, c = self.w, self.c
-        per_token = self._layer_keeps()
-        keep = lambda squared: self._scores(squared, c["score_train"], c["mask_keep"])  # noqa: E731
-        decoder, encoder = (
-            (per_token * self.words, keep(self.words2)),
-            (per_token * self.read, keep(self.read2)),
-        )
-        if w["encoder_decoder"]:
-            decoder = (1 + c["keep_cross"]) * decoder[0], decoder[1] + keep(self.cross)
-        stored = self._stored(decoder, self.layers, self.words, self.words2)
-        below = (
-            self._stored(encoder, self.encoders, self.read, self.read2)
-            if self.encoders
-            else (NOTHING, NOTHING)
-        )
-        activations, scores = stored[0] + below[0], stored[1] + below[1]
-        trains_all = w["trainable_share"] >= 0.5
-        table = (
-            c["weight_grad"] * w["vocabulary_size"] * w["hidden_size"] * self.parameter
-            if trains_all
-            else 0.0
-        )
-        cast = self._cast_weights()
-        head = w["vocabulary_size"] * self.words if w["lm_head"] else NOTHING
-        copies = c["logits_train"] * self.element  # causal models also make a copy in float32
-        copies += 4 * c["logits_wide"] if w["causal"] and self.element < 4 else 0.0
-        output = self.element * head  # the caller keeps the model's output alive
-        first = (
-            self.element * w["hidden_size"] * (self.words + (self.read if self.encoders else 0.0))
-        )
-        kept = {"activations": activations, "attention": scores}
+    def training(self) -> list[FloatArray]:
+        w = self.workload
+        c = self.constants
+        stored = self._stored(self.decoder)
+        stored_below = self._stored(self.encoder) if self.encoder else NOTHING
+        table = NOTHING
+        if w.trainable_share >= 0.5:
+            embeddings = w.vocabulary_size * w.hidden_size * self.parameter
+            table = c["weight_grad"] * embeddings * ONE
+        cast = self._cast_weights() * ONE
+        copies = c["logits_train"] * self.element
+        if w.causal and self.element < 4:  # causal models also make a copy in float32
+            copies += 4 * c["logits_wide"]
+        logits = self.head * self.decoder.tokens
+        output = self.element * logits  # the caller keeps the model's output alive
+        first_tokens = self.decoder.tokens
+        if self.encoder:
+            first_tokens = first_tokens + self.encoder.tokens
+        first_hidden = self.element * w.hidden_size * first_tokens
+        kept = stored + stored_below
         phases = [
-            _phase(cast, **kept, logits=copies * head),
-            _phase(cast + table, **kept, logits=c["logits_grad"] * output),
-            _phase(cast + table * c["table_grad"], activations=first, logits=output),
+            cast + kept + copies * logits,
+            cast + table + kept + c["logits_grad"] * output,
+            cast + c["table_grad"] * table + first_hidden + output,
+            cast + table + kept + self._backward(self.decoder) + output,
         ]
-        stacks = [((activations, scores), decoder, self.words, self.words2)]
-        stacks += [(below, encoder, self.read, self.read2)] if self.encoders else []
-        for held, layer, tokens, squared in stacks:
-            run = (
-                self.element
-                * (c["run_hidden"] * w["hidden_size"] + c["run_ffn"] * self.ffn)
-                * tokens
-            )
-            extra = self._scores(squared, c["score_run"], c["mask_run"])
-            if w["gradient_checkpointing"]:
-                run, extra = run + layer[0], extra + layer[1]
-            phases.append(
-                _phase(
-                    cast + table,
-                    activations=held[0] + run,
-                    attention=held[1] + extra,
-                    logits=output,
-                )
-            )
+        if self.encoder:
+            phases.append(cast + table + stored_below + self._backward(self.encoder) + output)
         return phases
 
-    def _stored(
-        self, layer: Any, count: float, tokens: FloatArray, squared: FloatArray
-    ) -> tuple[FloatArray, ...]:
-        """Returns what a stack keeps for its backward pass, (activations, scores); with checkpointing, layers' inputs."""
-        if not self.w["gradient_checkpointing"]:
-            return count * layer[0], count * layer[1]
-        return self.element * self.w["hidden_size"] * count * tokens, self._scores(
-            squared, 0.0, self.c["mask_keep"]
-        )
+    def forward(self) -> list[FloatArray]:
+        w = self.workload
+        c = self.constants
+        hidden = self.element * w.hidden_size
+        # Models return the cache by default.
+        per_token = c["cache"] * 2 * self.kv * self.element * self.decoder.num_layers
+        cache = NOTHING
+        if w.causal or w.encoder_decoder:
+            cache = per_token * self.decoder.tokens
+        encoded = NOTHING
+        phases = []
+        if self.encoder:
+            phases += self._running(self.encoder, NOTHING)
+            cache = cache + per_token * self.encoder.tokens
+            encoded = hidden * self.encoder.tokens
+        phases += self._running(self.decoder, cache + encoded)
+        logits = self.element * self.head * self.decoder.tokens
+        phases.append(encoded + hidden * self.decoder.tokens + c["logits_run"] * logits + cache)
+        return phases
+
+    def generation(self) -> list[FloatArray]:
+        w = self.workload
+        c = self.constants
+        prompt = self.prompt.tokens
+        hidden = self.element * w.hidden_size
+        per_layer = c["cache"] * 2 * self.kv * self.element
+        filled = self.decoder.num_layers * per_layer * prompt
+        layer_cache = per_layer * (prompt + float(w.max_new_tokens) * N)
+        if self.encoder:
+            layer_cache = layer_cache + hidden * prompt / max(self.decoder.num_layers, 1.0)
+        cache = (self.decoder.num_layers + c["cache_layer"]) * layer_cache
+        last_logits = c["last_logits"] * 4.0 * w.vocabulary_size * N
+        step = self.element * self.ffn * 2.0 * N
+        mask = NOTHING
+        if w.attention == "eager":  # fused kernels need no mask for one new token
+            mask = self._scores(N + prompt, c["score_pass"], c["mask_pass"])
+        return [
+            *self._running(self.prompt, NOTHING if self.encoder else filled),
+            hidden * prompt + filled + last_logits,
+            step + mask + cache + last_logits,
+        ]
+
+    def _layer_keeps(self, stack: _Stack) -> FloatArray:
+        """Returns the bytes that one layer keeps for its backward pass."""
+        w = self.workload
+        c = self.constants
+        per_token = c["keep_hidden"] * w.hidden_size
+        per_token += c["keep_query"] * self.query
+        per_token += c["keep_kv"] * self.kv
+        per_token += c["keep_ffn"] * self.ffn
+        if w.gated_mlp:
+            per_token += c["keep_gate"] * self.ffn
+        if w.dropout:
+            per_token += c["keep_dropout"] * w.hidden_size
+        per_token *= self.element
+        if self.element < 4:  # normalisation layers compute in float32
+            per_token += 4 * c["keep_wide"] * w.hidden_size
+        if w.trainable_share < 0.5:
+            per_token *= c["keep_lora"]
+        scores = self._scores(stack.pairs, c["score_train"], c["mask_keep"])
+        if stack.cross_pairs is None:
+            return per_token * stack.tokens + scores
+        cross_scores = self._scores(stack.cross_pairs, c["score_train"], c["mask_keep"])
+        return (1 + c["keep_cross"]) * per_token * stack.tokens + scores + cross_scores
+
+    def _stored(self, stack: _Stack) -> FloatArray:
+        """Returns what a stack keeps for its backward pass; with gradient checkpointing, its layers' inputs."""
+        if not self.workload.gradient_checkpointing:
+            return stack.num_layers * self._layer_keeps(stack)
+        inputs = self.element * self.workload.hidden_size * stack.num_layers * stack.tokens
+        return inputs + self._scores(stack.pairs, 0.0, self.constants["mask_keep"])
+
+    def _backward(self, stack: _Stack) -> FloatArray:
+        """Returns what the backward pass of one layer needs, beside what the stack keeps."""
+        c = self.constants
+        per_token = c["run_hidden"] * self.workload.hidden_size + c["run_ffn"] * self.ffn
+        needs = self.element * per_token * stack.tokens
+        needs = needs + self._scores(stack.pairs, c["score_run"], c["mask_run"])
+        if self.workload.gradient_checkpointing:
+            needs = needs + self._layer_keeps(stack)
+        return needs
+
+    def _running(self, stack: _Stack, beside: FloatArray) -> list[FloatArray]:
+        """Returns two phases of a layer without gradients: attention, and the rest; ``beside``: bytes kept besides."""
+        w = self.workload
+        c = self.constants
+        narrow = c["bias_hidden"] * w.hidden_size + c["bias_query"] * self.query
+        narrow += c["bias_kv"] * self.kv
+        wide = c["run_hidden"] * w.hidden_size + c["run_ffn"] * self.ffn
+        wide += c["run_query"] * self.query
+        if w.experts_per_token > 1:
+            wide += c["run_expert"] * w.experts_per_token * w.hidden_size
+        pairs = stack.pairs if w.attention == "eager" else self._shared(stack.pairs)
+        if w.attention == "eager":
+            copies = c["score_pass_wide"] if self.wide_scores else c["score_pass"]
+            during = copies * w.num_heads + c["mask_pass"]
+            after = w.num_heads + c["mask_pass"]
+        elif w.attention == "sdpa":
+            during = c["bias_scores"] * w.num_heads if w.score_bias else c["bias_mask"]
+            after = c["mask_pass"]
+            if self.kv < self.query:  # the kernel that takes a mask needs as many key heads
+                narrow += 2 * self.query
+        else:
+            during = 0.0
+            after = 0.0
+        return [
+            beside + self.element * (narrow * stack.tokens + during * pairs),
+            beside + self.element * (wide * stack.tokens + after * pairs),
+        ]
+
+    def _scores(self, pairs: FloatArray, per_score: float, per_mask: float) -> FloatArray:
+        """Returns the bytes of one layer's attention scores and masks for so many pairs of tokens."""
+        w = self.workload
+        c = self.constants
+        if w.attention == "eager":
+            copies = per_score
+            if self.dropped_scores:  # before and after dropout, and a byte per score for its mask
+                copies *= 2 + 1 / self.element
+            elif self.wide_scores:
+                copies *= c["score_wide"]
+            return self.element * (copies * w.num_heads + per_mask) * pairs
+        if w.score_bias:
+            return self.element * c["score_bias"] * w.num_heads * self._shared(pairs)
+        if w.attention == "sdpa":
+            return self.element * per_mask * self._shared(pairs)
+        return NOTHING
+
+    def _shared(self, pairs: FloatArray) -> FloatArray:
+        """Returns the pairs for which a mask or bias is stored; all samples of an encoder-decoder share one."""
+        if self.workload.encoder_decoder and pairs @ NT2 > 0:
+            return T2
+        return pairs
 
     def _cast_weights(self) -> float:
         """Returns the bytes of weights in lower precision that autocast keeps until the backward pass."""
         if self.element == self.parameter:
             return 0.0
-        w = self.w
-        matrices = (4 if w["encoder_decoder"] else 2) * w["hidden_size"] * (self.query + self.kv)
-        matrices += (3 if w["gated_mlp"] else 2) * w["hidden_size"] * w["intermediate_size"]
-        head = w["hidden_size"] * w["vocabulary_size"] if w["lm_head"] else 0
-        return (
-            self.c["cast_weights"]
-            * self.element
-            * ((self.layers + self.encoders) * matrices + head)
-        )
-
-    def _running(
-        self, tokens: FloatArray, squared: FloatArray, **held: FloatArray
-    ) -> list[FloatArray]:
-        """Returns two phases of a layer without gradients: attention, and the rest; ``held``: bytes kept besides."""
-        w, c, e = self.w, self.c, self.element
-        fused, masked = w["attention"] != "eager", w["attention"] == "sdpa"
-        wide = (
-            c["run_hidden"] * w["hidden_size"]
-            + c["run_ffn"] * self.ffn
-            + c["run_query"] * self.query
-        )
-        if w["experts_per_token"] > 1:
-            wide += c["run_expert"] * w["experts_per_token"] * w["hidden_size"]
-        narrow = (
-            c["bias_hidden"] * w["hidden_size"]
-            + c["bias_query"] * self.query
-            + c["bias_kv"] * self.kv
-        )
-        if masked and self.kv < self.query:
-            narrow += (
-                2 * self.query
-            )  # the kernel that takes a mask needs the key and value heads repeated
-        scores = (
-            (c["bias_scores"] * w["num_heads"] if w["score_bias"] else c["bias_mask"])
-            if masked
-            else 0.0
-        )
-        left = c["mask_pass"] if masked else 0.0
-        if not fused:
-            copies = c["score_pass_wide"] if self.wide_scores else c["score_pass"]
-            scores, left = copies * w["num_heads"] + c["mask_pass"], w["num_heads"] + c["mask_pass"]
-        kept, squared = held.pop("activations", 0.0), self._shared(squared) if fused else squared
-        return [
-            _phase(activations=kept + e * narrow * tokens, attention=e * scores * squared, **held),
-            _phase(activations=kept + e * wide * tokens, attention=e * left * squared, **held),
-        ]
-
-    def _forward(self) -> list[FloatArray]:
-        w, c, hidden = self.w, self.c, self.element * self.w["hidden_size"]
-        head = self.element * (w["vocabulary_size"] if w["lm_head"] else 0) * self.words
-        per_layer = (
-            c["cache"] * 2 * self.kv * self.element * self.layers
-        )  # models return the cache by default
-        cache = per_layer * self.words if w["causal"] or w["encoder_decoder"] else NOTHING
-        phases, encoded = [], NOTHING
-        if self.encoders:
-            phases += self._running(self.read, self.read2)
-            cache, encoded = cache + per_layer * self.read, hidden * self.read
-        phases += self._running(self.words, self.words2, cache=cache, activations=encoded)
-        return [
-            *phases,
-            _phase(
-                activations=encoded + hidden * self.words,
-                logits=c["logits_run"] * head,
-                cache=cache,
-            ),
-        ]
-
-    def _generation(self) -> list[FloatArray]:
-        w, c = self.w, self.c
-        two_stacks = w["encoder_decoder"]
-        prompt, squared = (self.read, self.read2) if two_stacks else (self.words, self.words2)
-        per_layer = c["cache"] * 2 * self.kv * self.element
-        held = per_layer * (prompt + float(w["max_new_tokens"]) * N)
-        if two_stacks:
-            held = held + self.element * w["hidden_size"] * prompt / max(self.layers, 1.0)
-        filled = self.layers * per_layer * prompt
-        last = c["last_logits"] * 4.0 * w["vocabulary_size"] * N
-        step, grown = (
-            self.element * self.ffn * 2.0 * N,
-            self.layers * held + c["cache_layer"] * held,
-        )
-        eager = w["attention"] == "eager"  # fused kernels need no mask for one new token
-        mask = self._scores(N + prompt, c["score_pass"], c["mask_pass"]) if eager else NOTHING
-        return [
-            *self._running(prompt, squared, cache=NOTHING if two_stacks else filled),
-            _phase(activations=self.element * w["hidden_size"] * prompt, cache=filled, logits=last),
-            _phase(activations=step, attention=mask, cache=grown, logits=last),
-        ]
-
-
-FACTORS = [MONOMIALS.index(name) for name in ("1", "n", "nL", "nL2", "nT", "nT2", "nLT")]
-
-
-@dataclass(frozen=True)
-class ProfiledMemory:
-    """Predicts the bytes of any batch with a formula that :meth:`fit` has fitted to measured or simulated batches.
-
-    The formula is the largest of a few phases, each a sum of ``(1, n, n*L, n*L^2)`` with factors of 0 or more. A
-    warning is given once if a sample is more than twice as long as the longest one in the fit."""
-
-    static_bytes: int
-    phases: Phases
-    error: float  # largest relative error of the formula on the rows that it was fitted to
-    reach: Mapping[str, int]  # length of the longest fitted sample, by stream
-
-    @classmethod
-    def fit(cls, measurements: Measurements) -> "ProfiledMemory":
-        """Fits the formula to at least 4 rows (8 with two streams); rows that ran out of memory do not count.
-
-        >>> from dynagroup.memory import Measurement, Workload
-        >>> rows = [Measurement(n, {"tokens": L}, 1000, 64 * n * L) for n in (1, 2, 4) for L in (64, 128, 256)]
-        >>> profile = ProfiledMemory.fit(Measurements(tuple(rows), Workload()))
-        >>> profile.static_bytes, profile.batch_bytes(BatchShape.of(8, 512)).round().tolist()
-        (1000, [262144.0])
-        """
-        rows = measurements.complete
-        streams = sorted(
-            {name for row in rows for name in row.longest}, key=lambda name: (name != TOKENS, name)
-        )
-        least = 4 if len(streams) < 2 else 8
-        if len(rows) < least:
-            wanted = (
-                f"ProfiledMemory.fit needs at least {least} rows that did not run out of memory"
-            )
-            raise ConfigError(f"{wanted}, but got {len(rows)}; measure more shapes")
-        factors = FACTORS[: 4 if len(streams) < 2 else None]
-        shapes, sizes = (
-            columns(measurements.shapes())[:, factors],
-            np.maximum(measurements.batch_bytes(), 1.0),
-        )
-        found, error = max_affine(shapes, sizes)
-        static = max(row.static_bytes for row in rows)
-        reach = {name: max(row.longest.get(name, 0) for row in rows) for name in streams}
-        return cls(int(static), Phases.of(factors, found), float(error), reach)
-
-    def __str__(self) -> str:
-        units = " and ".join(f"{most:,} {name}" for name, most in self.reach.items())
-        return f"a profile of rows of up to {units}, wrong by at most {self.error:.1%} on each"
-
-    @property
-    def fingerprint(self) -> str:
-        return (
-            "profile-"
-            + hashlib.sha256(
-                repr((self.static_bytes, sorted(self.reach), self.phases)).encode()
-            ).hexdigest()[:12]
-        )
-
-    def batch_bytes(self, shape: BatchShape, /) -> FloatArray:
-        for name, reach in self.reach.items():
-            of = primary(shape.longest) if name == primary(self.reach) else name
-            asked = int(np.max(shape.longest.get(of, 0), initial=0))
-            if asked > 2 * reach and not self.__dict__.get("_warned"):
-                self.__dict__["_warned"] = True
-                told = f"the profile was fitted to samples of up to {reach} {name}, but a batch has one of {asked}"
-                warn_user(
-                    f"{told}; predictions may be far too low: measure longer shapes, or use from_model"
-                )
-        return self.phases.bytes(shape)
-
-    def relative(self, shape: BatchShape, baseline: BatchShape, /) -> FloatArray:
-        return self.batch_bytes(shape) / self.batch_bytes(baseline)
+        w = self.workload
+        num_attentions = 2 if w.encoder_decoder else 1
+        num_projections = 3 if w.gated_mlp else 2
+        num_layers = self.decoder.num_layers
+        if self.encoder:
+            num_layers += self.encoder.num_layers
+        per_layer = num_attentions * 2 * w.hidden_size * (self.query + self.kv)
+        per_layer += num_projections * w.hidden_size * w.intermediate_size
+        elements = num_layers * per_layer + w.hidden_size * self.head
+        return self.constants["cast_weights"] * self.element * elements

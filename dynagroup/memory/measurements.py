@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -43,7 +43,10 @@ class Measurement:
         return None if self.batch_bytes is None else self.static_bytes + self.batch_bytes
 
 
+# Columns of a file, besides the lengths.
 _FIELDS = ("num_samples", "static_bytes", "batch_bytes", "oom", "reserved_bytes")
+_PREFIX = "longest_"  # of the columns with lengths
+_METADATA = "dynagroup."  # begins the names of a file's metadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +60,20 @@ class Measurements:
     rows: tuple[Measurement, ...]
     workload: Workload
     source: str = "simulated"  # either "simulated" or "measured"
-    about: Mapping[str, str] = field(
-        default_factory=dict
-    )  # hardware, versions and date, as text by name
+    about: Mapping[str, str] = field(default_factory=dict)
+    """Hardware, versions and date, as text by name."""
 
     def __post_init__(self) -> None:
         for number, row in enumerate(self.rows):
             sizes = [row.num_samples - 1, row.static_bytes, *row.longest.values()]
-            sizes += [] if row.batch_bytes is None else [row.batch_bytes]
-            if row.oom != (row.batch_bytes is None) or not all(
-                0 <= size < float("inf") for size in sizes
-            ):
-                wanted = "sizes must be finite and at least 0, and `batch_bytes` None exactly if `oom` is True"
-                raise ConfigError(f"row {number}: {wanted}, but the row is {row}")
+            if row.batch_bytes is not None:
+                sizes.append(row.batch_bytes)
+            is_valid = all(0 <= size < float("inf") for size in sizes)
+            if not is_valid or row.oom != (row.batch_bytes is None):
+                raise ConfigError(
+                    f"row {number}: sizes must be finite and at least 0, and `batch_bytes` None "
+                    f"exactly if `oom` is True, but the row is {row}"
+                )
 
     def __iter__(self) -> Iterator[Measurement]:
         return iter(self.rows)
@@ -84,10 +88,9 @@ class Measurements:
     def shapes(self) -> BatchShape:
         """Returns the shapes of the rows that did not run out of memory."""
         rows = self.complete
-        names = rows[0].longest if rows else {TOKENS: 0}
-        return BatchShape.of(
-            [r.num_samples for r in rows], {k: [r.longest[k] for r in rows] for k in names}
-        )
+        names = list(rows[0].longest) if rows else [TOKENS]
+        longest = {name: np.array([row.longest[name] for row in rows], np.int64) for name in names}
+        return BatchShape.of([row.num_samples for row in rows], longest)
 
     def batch_bytes(self) -> FloatArray:
         """Returns the peak bytes, without static memory, of the rows that did not run out of memory: float64 (K,)."""
@@ -98,56 +101,52 @@ class Measurements:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        streams = sorted({name for row in self.rows for name in row.longest})
-        sizes = ("static_bytes", "batch_bytes", "peak_bytes", "reserved_bytes")
-        table = pa.table(
-            {
-                "num_samples": [r.num_samples for r in self.rows],
-                **{f"longest_{s}": [r.longest.get(s) for r in self.rows] for s in streams},
-                **{
-                    name: pa.array([getattr(r, name) for r in self.rows], type=pa.int64())
-                    for name in sizes
-                },
-                "oom": [r.oom for r in self.rows],
-            }
-        )
-        about = {
-            "workload": self.workload.to_json(),
-            "source": self.source,
-            "about": json.dumps(dict(self.about)),
+        columns: dict[str, Any] = {"num_samples": [row.num_samples for row in self.rows]}
+        for name in sorted(set().union(*(row.longest for row in self.rows))):
+            columns[_PREFIX + name] = [row.longest.get(name) for row in self.rows]
+        for name in ("static_bytes", "batch_bytes", "peak_bytes", "reserved_bytes"):
+            sizes = [getattr(row, name) for row in self.rows]
+            columns[name] = pa.array(sizes, type=pa.int64())
+        columns["oom"] = [row.oom for row in self.rows]
+        metadata = {
+            f"{_METADATA}workload": self.workload.to_json(),
+            f"{_METADATA}source": self.source,
+            f"{_METADATA}about": json.dumps(dict(self.about)),
         }
-        pq.write_table(
-            table.replace_schema_metadata({f"dynagroup.{k}": v for k, v in about.items()}), path
-        )
+        pq.write_table(pa.table(columns).replace_schema_metadata(metadata), path)
 
     @classmethod
     def from_parquet(cls, path: str | Path) -> Measurements:
         """Reads a file that :meth:`to_parquet` wrote. StateError: the file is damaged or has other content."""
         import pyarrow.parquet as pq
 
-        told = f"{path} is damaged, or was not written by Measurements.to_parquet"
-        with explained(told, OSError, MemoryError, way_out="; measure again", kind=StateError):
+        with explained(
+            f"{path} is damaged, or was not written by Measurements.to_parquet",
+            OSError,
+            MemoryError,
+            way_out="; measure again",
+            kind=StateError,
+        ):
             table = pq.read_table(path)
-            about = {
-                k.decode().removeprefix("dynagroup."): v.decode()
-                for k, v in (table.schema.metadata or {}).items()
+            metadata = {
+                name.decode().removeprefix(_METADATA): text.decode()
+                for name, text in (table.schema.metadata or {}).items()
             }
-            rows = []
-            for values in table.to_pylist():
-                longest = {
-                    k[8:]: v
-                    for k, v in values.items()
-                    if k.startswith("longest_") and v is not None
-                }
-                rows.append(
-                    Measurement(longest=longest, **{name: values[name] for name in _FIELDS})
-                )
             return cls(
-                tuple(rows),
-                Workload.from_json(about["workload"]),
-                about["source"],
-                json.loads(about["about"]),
+                rows=tuple(_row_of(columns) for columns in table.to_pylist()),
+                workload=Workload.from_json(metadata["workload"]),
+                source=metadata["source"],
+                about=json.loads(metadata["about"]),
             )
+
+
+def _row_of(columns: Mapping[str, Any]) -> Measurement:
+    longest = {}
+    for name, value in columns.items():
+        if name.startswith(_PREFIX) and value is not None:
+            longest[name.removeprefix(_PREFIX)] = value
+    fields = {name: columns[name] for name in _FIELDS}
+    return Measurement(longest=longest, **fields)
 
 
 def simulate(
@@ -178,35 +177,34 @@ def simulate(
     import torch
 
     from dynagroup.memory.trace.model import as_config, as_meta_model
-    from dynagroup.memory.trace.program import as_gathered, prepare, static_bytes, trace
-
-    wanted = _checked_shapes(shapes)
-    model_or_config = (
-        model_or_config
-        if isinstance(model_or_config, torch.nn.Module)
-        else as_config(model_or_config)
+    from dynagroup.memory.trace.program import (
+        as_gathered,
+        own_settings,
+        prepare,
+        static_bytes,
+        trace,
     )
-    workload, rows = _checked_workload(model_or_config, workload), []
-    with (
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        torch.compiler.set_stance("force_eager"),
-    ):  # whatever the caller set
-        model = prepare(as_meta_model(model_or_config, workload), workload)
-        static, model = static_bytes(model, workload), as_gathered(model, workload)
-        told = f"the model cannot run without data in mode {workload.mode!r}, so simulate() cannot be used"
+
+    checked_shapes = _checked_shapes(shapes)
+    source = model_or_config
+    if not isinstance(source, torch.nn.Module):
+        source = as_config(source)
+    workload = _completed(workload, source)
+    rows = []
+    with own_settings():
+        model = prepare(as_meta_model(source, workload), workload)
+        static = static_bytes(model, workload)
+        model = as_gathered(model, workload)
         with explained(
-            told,
+            f"the model cannot run without data in mode {workload.mode!r}, so simulate() cannot be used",
             ConfigError,
             MemoryError,
             way_out="; use measure() on a device, or MemoryRegressor",
         ):
-            for num_samples, longest in wanted:
+            for num_samples, longest in checked_shapes:
                 peak = trace(model, workload, num_samples, longest, inputs=inputs).peak
                 rows.append(Measurement(num_samples, longest, static, peak))
-    versions = {
-        package: version(package) for package in ("torch", "transformers") if find_spec(package)
-    }
+    versions = {name: version(name) for name in ("torch", "transformers") if find_spec(name)}
     return Measurements(tuple(rows), workload, "simulated", versions)
 
 
@@ -219,17 +217,15 @@ def _checked_shapes(shapes: Iterable[Shape]) -> list[tuple[int, dict[str, int]]]
     return checked
 
 
-def _checked_workload(model_or_config: Any, workload: Workload | None) -> Workload:
+def _completed(workload: Workload | None, model_or_config: Any) -> Workload:
+    """Returns the workload with the model's values in its unknown fields; None: training."""
     if workload is None:
         return Workload.from_model(model_or_config, trace=False)
-    own = {
-        n: getattr(workload, n)
-        for n in Workload.__slots__
-        if n != "mode" and getattr(workload, n) is not None
-    }
-    return Workload.from_model(
-        model_or_config, workload.mode or "train", trace=False, dtype=workload.dtype
-    ).replace(**own)
+    mode = workload.mode or "train"
+    of_model = Workload.from_model(model_or_config, mode, trace=False, dtype=workload.dtype)
+    known = workload.known()
+    known["mode"] = mode
+    return of_model.replace(**known)
 
 
 def measure(
@@ -247,95 +243,114 @@ def measure(
     ``batch_bytes``. ``device``: an object that reads an allocator's counters; None: CUDA's. ConfigError: no CUDA device."""
     from dynagroup.device import CudaDevice
 
-    wanted, workload = _checked_shapes(shapes), _checked_workload(model, workload)
+    checked_shapes = _checked_shapes(shapes)
+    workload = _completed(workload, model)
     counters = device or CudaDevice()
-    model, added = _prepared(model, workload, counters.device)
+    model = model.to(counters.device)
+    model.train(workload.mode == "train")
+    added_bytes = _make_trainable(model, workload) if workload.mode == "train" else 0
     counters.reset()
-    resident, rows = counters.allocated(), []
-    for num_samples, longest in wanted:
-        passed = _passes(
-            lambda n=num_samples, by=longest: _run(model, workload, n, by, inputs, counters),
-            counters,
-        )
-        allocated, reserved = counters.peaks() if passed else (None, None)
-        grown = None if allocated is None else max(0, allocated - resident)
+    resident_bytes = counters.allocated()
+    rows = []
+    for num_samples, longest in checked_shapes:
+        peaks = _peaks(model, workload, _MakeBatch(num_samples, longest, inputs), counters)
+        allocated, reserved = peaks or (None, None)
         rows.append(
-            Measurement(num_samples, longest, resident + added, grown, not passed, reserved)
+            Measurement(
+                num_samples=num_samples,
+                longest=longest,
+                static_bytes=resident_bytes + added_bytes,
+                batch_bytes=None if allocated is None else max(0, allocated - resident_bytes),
+                oom=peaks is None,
+                reserved_bytes=reserved,
+            )
         )
-    return Measurements(
-        tuple(rows),
-        workload,
-        "measured",
-        counters.about() if isinstance(counters, CudaDevice) else {},
-    )
+    about = counters.about() if isinstance(counters, CudaDevice) else {}
+    return Measurements(tuple(rows), workload, "measured", about)
 
 
-def _passes(run: Callable[[], None], counters: Device) -> bool:
-    """Returns whether a batch runs twice without running out of memory; the first run also fills caches."""
-    from dynagroup.device import is_out_of_memory
-
-    passed = True
-    for _ in range(2):
-        counters.reset()  # outside the except block: its traceback would keep the batch's tensors alive
-        try:
-            passed = passed and run() is None
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            passed = False
-    if not passed:
-        counters.reset()
-    return passed
-
-
-def _prepared(model: Any, workload: Workload, device: torch.device) -> tuple[torch.nn.Module, int]:
-    """Returns the model as the workload runs it, with gradients; and the bytes that optimizer and DDP would add."""
+def _make_trainable(model: torch.nn.Module, workload: Workload) -> int:
+    """Gives the model gradients and checkpointing; returns the bytes that optimizer and DDP would add."""
     import torch
 
     from dynagroup.memory.trace.model import checkpoint_layers
 
-    model = model.to(device)
-    model.train(workload.mode == "train")
-    if workload.mode != "train":
-        return model, 0
     if workload.gradient_checkpointing:
         checkpoint_layers(model)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    for p in trained:
-        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-    state = (8.0 if workload.optimizer_bytes is None else workload.optimizer_bytes) * sum(
-        p.numel() for p in trained
-    )
-    return model, int(state) + (
-        sum(p.numel() * p.element_size() for p in trained) if workload.sharding == "ddp" else 0
-    )
+    optimizer_bytes = 8.0 if workload.optimizer_bytes is None else workload.optimizer_bytes
+    state_bytes = 0.0
+    bucket_bytes = 0
+    for p in model.parameters():
+        if not p.requires_grad:
+            continue
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+        state_bytes += optimizer_bytes * p.numel()
+        if workload.sharding == "ddp":
+            bucket_bytes += p.numel() * p.element_size()
+    return int(state_bytes) + bucket_bytes
 
 
-def _run(
-    model: Any, workload: Workload, num_samples: int, longest: Any, inputs: Any, counters: Device
-) -> None:
+@dataclass(frozen=True, slots=True)
+class _MakeBatch:
+    """Makes the arguments of a forward pass over a batch of this shape."""
+
+    num_samples: int
+    longest: Mapping[str, int]
+    inputs: MakeInputs | None
+
+    def __call__(self, model: torch.nn.Module, workload: Workload, device: torch.device) -> Any:
+        from dynagroup.memory.trace.model import make_inputs
+
+        if self.inputs is not None:
+            with device:
+                batch = self.inputs(model, self.num_samples, self.longest)
+        else:
+            with_labels = workload.mode == "train"
+            batch = make_inputs(model, self.num_samples, self.longest, with_labels, str(device))
+        if "attention_mask" in batch and self.num_samples > 1:
+            batch["attention_mask"][0, 0] = 0  # one padding token, because real batches are padded
+        return batch
+
+
+def _peaks(
+    model: torch.nn.Module, workload: Workload, make_batch: _MakeBatch, counters: Device
+) -> tuple[int, int] | None:
+    """Runs a batch twice, as the first run also fills caches. Returns the second run's peaks of allocated and reserved
+    bytes; None: it ran out of memory."""
+    from dynagroup.device import is_out_of_memory
+
+    for _ in range(2):
+        ran_out = False
+        counters.reset()
+        try:
+            _run(model, workload, make_batch(model, workload, counters.device), counters.device)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            ran_out = True
+        if ran_out:
+            counters.reset()  # outside the except block: its traceback would keep the batch's tensors alive
+            return None
+    return counters.peaks()
+
+
+def _run(model: Any, workload: Workload, batch: dict[str, Any], device: torch.device) -> None:
     import torch
 
-    from dynagroup.memory.trace.model import make_inputs
-
-    training, device = workload.mode == "train", counters.device
-    with device:
-        made = None if inputs is None else inputs(model, num_samples, longest)
-    batch = made or make_inputs(
-        model, num_samples, longest, with_labels=training, device=str(device)
-    )
-    if "attention_mask" in batch and num_samples > 1:
-        batch["attention_mask"][0, 0] = 0  # one padding token, because real batches are padded
+    is_training = workload.mode == "train"
     lower = getattr(torch, workload.autocast) if workload.autocast else None
     with (
         torch.autocast(device.type, dtype=lower, enabled=lower is not None),
-        torch.set_grad_enabled(training),
+        torch.set_grad_enabled(is_training),
     ):
         if workload.mode == "generate":
-            count = workload.max_new_tokens or 1
-            batch = {k: v for k, v in batch.items() if k not in ("decoder_input_ids", "labels")}
-            model.generate(**batch, max_new_tokens=count, min_new_tokens=count, do_sample=True)
+            num_tokens = workload.max_new_tokens or 1
+            batch.pop("decoder_input_ids", None)
+            model.generate(
+                **batch, max_new_tokens=num_tokens, min_new_tokens=num_tokens, do_sample=True
+            )
             return
         outputs = model(**batch)
-    if training:
+    if is_training:
         outputs["loss"].backward()

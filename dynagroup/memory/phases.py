@@ -23,26 +23,31 @@ MakeInputs: TypeAlias = Callable[[Any, int, Mapping[str, int]], dict[str, Any]]
 """``(model, num_samples, longest) -> arguments of model.forward``: tensors by name."""
 
 ELEMENT_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
-MASK_ALIGNMENT = (
-    16  # the memory-efficient kernel pads a mask's last dimension to this (attention.cpp, pad_bias)
-)
-# Monomials in the memory of a phase (n: samples, L: tokens of the longest sample, T: tokens of the longest target).
+# The memory-efficient kernel pads a mask's last dimension to this (attention.cpp, pad_bias).
+MASK_ALIGNMENT = 16
+# Monomials in the memory of a phase (n: samples, L: tokens of the longest sample, T: tokens of the
+# longest target).
 MONOMIALS = ("1", "n", "L", "nL", "L2", "nL2", "T", "nT", "T2", "nT2", "LT", "nLT")
 
 
 def needed(module: str, purpose: str, extra: str = "memory") -> Any:
     """Imports an optional module. ConfigError: the module is missing; the message says how to install it."""
-    with explained(f"{purpose} needs {module.partition('.')[0]}: pip install dynagroup[{extra}]"):
+    package = module.partition(".")[0]
+    with explained(f"{purpose} needs {package}: pip install dynagroup[{extra}]"):
         return import_module(module)
 
 
-def monomials(n: NDArray[Any], length: NDArray[Any], target: NDArray[Any]) -> FloatArray:
+def monomials(num_samples: NDArray[Any], tokens: NDArray[Any], target: NDArray[Any]) -> FloatArray:
     """Returns the monomials of each shape: float64 (K, 12)."""
-    n, ln, t = (np.asarray(v, dtype=np.float64) for v in (n, length, target))
-    return np.stack(
-        [n**0, n, ln, n * ln, ln**2, n * ln**2, t, n * t, t**2, n * t**2, ln * t, n * ln * t],
-        axis=1,
-    )
+    n = np.asarray(num_samples, dtype=np.float64)
+    length = np.asarray(tokens, dtype=np.float64)
+    t = np.asarray(target, dtype=np.float64)
+    per_batch = [np.ones_like(n), length, length**2, t, t**2, length * t]
+    columns = []
+    for values in per_batch:
+        columns.append(values)
+        columns.append(n * values)
+    return np.stack(columns, axis=1)
 
 
 def columns(shape: BatchShape, packed: bool = False) -> FloatArray:
@@ -50,38 +55,30 @@ def columns(shape: BatchShape, packed: bool = False) -> FloatArray:
     if packed:
         total = np.maximum(shape.total[primary(shape.total)], 1)
         return monomials(np.ones_like(total), total, total)
-    length = shape.longest[primary(shape.longest)]
-    return monomials(shape.num_samples, np.maximum(length, 1), np.maximum(target_tokens(shape), 1))
+    tokens = np.maximum(shape.longest[primary(shape.longest)], 1)
+    target = np.maximum(target_tokens(shape), 1)
+    return monomials(shape.num_samples, tokens, target)
 
 
 @dataclass(frozen=True, slots=True)
 class Phases:
     """A model's memory by batch shape: the largest of its phases (moments of a step), in bytes per monomial."""
 
-    rows: tuple[
-        tuple[float, ...], ...
-    ]  # bytes per monomial of each phase, in the order of ``MONOMIALS``
-    until: int | None = (
-        None  # length of the longest sample up to which ``rows`` are valid, in tokens; None: no limit
-    )
+    rows: tuple[tuple[float, ...], ...]
+    """Bytes per monomial of each phase, in the order of ``MONOMIALS``."""
+    until: int | None = None
+    """Tokens of the longest sample up to which ``rows`` are valid; None: no limit."""
     after: tuple[tuple[float, ...], ...] = ()
     """Like ``rows``, for longer samples than ``until``; only with sliding-window attention."""
     aligned: "Phases | None" = None
     """Phases for lengths that are multiples of 16, for which masks are not padded; None: these same phases."""
 
     def __post_init__(self) -> None:
-        for name in ("rows", "after"):
-            rows = tuple(tuple(map(float, row)) for row in getattr(self, name))
-            right = all(
-                len(row) == len(MONOMIALS) and min(row) >= 0 and sum(row) < np.inf for row in rows
-            )
-            if not right or (name == "rows" and not rows):
-                wanted = f"rows of {len(MONOMIALS)} numbers of at least 0"
-                raise ConfigError(
-                    f"`phases` must have {wanted}; make them with Workload.from_model"
-                )
-            object.__setattr__(self, name, rows)
-        if isinstance(self.aligned, Mapping):
+        object.__setattr__(self, "rows", _checked_rows(self.rows))
+        object.__setattr__(self, "after", _checked_rows(self.after))
+        if not self.rows:
+            raise ConfigError("`phases` needs a phase; make phases with Workload.from_model")
+        if isinstance(self.aligned, Mapping):  # from JSON
             object.__setattr__(self, "aligned", Phases(**self.aligned))
 
     @classmethod
@@ -95,69 +92,35 @@ class Phases:
         """Returns the bytes of each batch, at least 1: float64 (K,). They never fall where a length passes ``until``."""
         if self.until is None:
             return _largest(self.rows, columns(shape, packed))
-        first = primary(shape.longest)
-        inside = {**shape.longest, first: np.minimum(shape.longest[first], self.until)}
+        name = primary(shape.longest)
+        tokens = shape.longest[name]
+        inside = {**shape.longest, name: np.minimum(tokens, self.until)}
         within = _largest(self.rows, columns(BatchShape.of(shape.num_samples, inside)))
-        return np.where(
-            shape.longest[first] > self.until,
-            np.maximum(within, _largest(self.after, columns(shape))),
-            within,
-        )
+        beyond = _largest(self.after, columns(shape))
+        return np.where(tokens > self.until, np.maximum(within, beyond), within)
 
     def baseline_bytes(self, baseline: BatchShape, packed: bool = False) -> FloatArray:
         """Returns the bytes of baseline batches, float64 (K,), without mask padding if their lengths need none."""
-        least = self.bytes(baseline, packed)
+        padded = self.bytes(baseline, packed)
         if self.aligned is None:
-            return least
-        lengths = baseline.longest[primary(baseline.longest)], target_tokens(baseline)
-        spared = np.any([values % MASK_ALIGNMENT == 0 for values in lengths], axis=0)
-        return np.where(spared, self.aligned.bytes(baseline, packed), least)
+            return padded
+        tokens = baseline.longest[primary(baseline.longest)]
+        is_aligned = tokens % MASK_ALIGNMENT == 0
+        is_aligned |= target_tokens(baseline) % MASK_ALIGNMENT == 0
+        return np.where(is_aligned, self.aligned.bytes(baseline, packed), padded)
+
+
+def _checked_rows(rows: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
+    checked = tuple(tuple(map(float, row)) for row in rows)
+    for row in checked:
+        if len(row) != len(MONOMIALS) or min(row) < 0 or not sum(row) < np.inf:
+            raise ConfigError(
+                f"`phases` must have rows of {len(MONOMIALS)} numbers of at least 0; "
+                "make them with Workload.from_model"
+            )
+    return checked
 
 
 def _largest(rows: Sequence[Sequence[float]], values: FloatArray) -> FloatArray:
-    return np.maximum((values @ np.array(rows).T).max(axis=1), 1.0)
-
-
-MOST_PHASES, STARTS = 4, 12
-
-
-def max_affine(known: FloatArray, size: FloatArray) -> tuple[FloatArray, float]:
-    """Max-affine regression: finds phases (P, columns) with factors of at least 0, whose maximum is close to ``size``
-    (K,). Returns the phases, and their largest relative error.
-
-    Each of several starts alternates: fit each phase to its rows (non-negative least squares on relative errors), then
-    give each row to its largest phase. Another phase is added only if it reduces the error by a fifth."""
-    best, least = np.zeros((1, known.shape[1])), np.inf
-    rng, orders = np.random.default_rng(0), [known[:, k] for k in range(1, known.shape[1])] + [size]
-    for count in range(1, MOST_PHASES + 1):
-        if count > 1 and (least < 1e-3 or 2 * count > len(size)):
-            break
-        for start in range(1 if count == 1 else STARTS):
-            by = orders[start] if start < len(orders) else rng.normal(size=len(size))
-            phases = _alternate(
-                known, size, (np.argsort(np.argsort(by)) * count) // len(size), count
-            )
-            error = float(np.abs((known @ phases.T).max(axis=1) / size - 1).max())
-            if error < 0.8 * least:
-                best, least = phases, error
-    return best, least
-
-
-def _alternate(
-    known: FloatArray, size: FloatArray, owner: NDArray[np.int64], count: int
-) -> FloatArray:
-    nnls = needed("scipy.optimize", "fitting a profile").nnls
-    scale = np.where(known.max(axis=0) == 0, 1.0, known.max(axis=0))
-    phases = np.zeros((count, known.shape[1]))
-    for _ in range(25):
-        for k in range(count):
-            mine = owner == k
-            if mine.any():  # divides by size, so that small batches matter as much as large ones
-                phases[k] = (
-                    nnls(known[mine] / scale / size[mine, None], np.ones(mine.sum()))[0] / scale
-                )
-        again = (known @ phases.T).argmax(axis=1)
-        if (again == owner).all():
-            break
-        owner = again
-    return phases
+    phase_bytes = values @ np.array(rows).T
+    return np.maximum(phase_bytes.max(axis=1), 1.0)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dynagroup.memory.phases import FloatArray
 from dynagroup.shapes import BatchShape, IntArray, largest_within, primary
@@ -54,11 +55,13 @@ class PaddedTokens:
 
     @staticmethod
     def _padded(shape: BatchShape) -> FloatArray:
-        return shape.num_samples * np.maximum(np.sum(list(shape.longest.values()), axis=0), 1.0)
+        units = np.sum(list(shape.longest.values()), axis=0)
+        return shape.num_samples * np.maximum(units, 1.0)
 
 
-REACH = 64  # the table ends at this many times the baseline's padded tokens, the largest ratio in training
-LONGER = 4  # the table ends at this many times the baseline's lengths; longer samples do not fit
+MAX_RATIO = 64  # of padded tokens to the baseline's, the largest in training
+MAX_LONGER = 4  # times the baseline's lengths; longer samples do not fit
+STEPS = {1: 0.01, 2: 0.07}  # of the grid of lengths, by the number of streams
 
 
 @dataclass(frozen=True)
@@ -71,37 +74,35 @@ class LargestTable:
 
     @classmethod
     def of(cls, model: MemoryModel, baseline: BatchShape, headroom: float) -> "LargestTable":
-        top = {name: int(longest[0]) for name, longest in baseline.longest.items()}
-        grids = {
-            name: _grid(LONGER * most, 0.01 if len(top) == 1 else 0.07, most)
-            for name, most in top.items()
-        }
-        mesh = np.meshgrid(*grids.values(), indexing="ij")
-        longest = {name: m.ravel() for name, m in zip(grids, mesh, strict=True)}
-        fits = lambda count: model.relative(BatchShape.of(count, longest), baseline) <= headroom  # noqa: E731
-        reach = (
-            REACH
-            * int(baseline.num_samples[0])
-            * top[primary(top)]
-            // np.maximum(longest[primary(longest)], 1)
-            + 1
-        )
-        return cls(grids, largest_within(fits, mesh[0].size, reach).reshape(mesh[0].shape))
+        step = STEPS[len(baseline.longest)]
+        grids = {name: _grid(int(longest[0]), step) for name, longest in baseline.longest.items()}
+        meshes = np.meshgrid(*grids.values(), indexing="ij")
+        longest = {name: mesh.ravel() for name, mesh in zip(grids, meshes, strict=True)}
+
+        def fits(count: IntArray) -> NDArray[np.bool_]:
+            return model.relative(BatchShape.of(count, longest), baseline) <= headroom
+
+        first = primary(grids)
+        baseline_tokens = int(baseline.num_samples[0]) * int(baseline.longest[first][0])
+        most = MAX_RATIO * baseline_tokens // longest[first] + 1
+        counts = largest_within(fits, len(most), most)
+        return cls(grids, counts.reshape(meshes[0].shape))
 
     def largest(self, longest: Mapping[str, IntArray]) -> IntArray:
         """Returns the most samples that fit with these lengths: int64 (K,); 0 for lengths beyond the table."""
-        places = [np.searchsorted(grid, longest[name]) for name, grid in self.grids.items()]
-        inside = np.logical_and.reduce(
-            [p < n for p, n in zip(places, self.counts.shape, strict=True)]
-        )
-        clipped = tuple(
-            np.minimum(p, n - 1) for p, n in zip(places, self.counts.shape, strict=True)
-        )
-        return np.where(inside, self.counts[clipped], 0)
+        inside = np.True_
+        places = []
+        for name, grid in self.grids.items():
+            place = np.searchsorted(grid, longest[name])
+            inside = inside & (place < len(grid))
+            places.append(np.minimum(place, len(grid) - 1))
+        return np.where(inside, self.counts[tuple(places)], 0)
 
 
-def _grid(most: int, step: float, exact: int) -> IntArray:
-    """Returns the grid of lengths: all small whole numbers, then steps of the factor 1 + ``step``, and ``exact``."""
+def _grid(baseline_length: int, step: float) -> IntArray:
+    """Returns the grid of lengths: all small whole numbers, then steps of the factor 1 + ``step``, and the baseline's."""
+    most = MAX_LONGER * baseline_length
     whole = np.arange(1, min(most, round(1 / step)) + 1)
-    steps = np.exp(np.arange(np.log(whole[-1]), np.log(max(most, whole[-1])) + step, step))
-    return np.unique(np.concatenate([whole, np.floor(steps).astype(np.int64), [exact]]))
+    logs = np.arange(np.log(whole[-1]), np.log(most) + step, step)
+    steps = np.floor(np.exp(logs)).astype(np.int64)
+    return np.unique(np.concatenate([whole, steps, [baseline_length]]))

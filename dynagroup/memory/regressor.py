@@ -12,9 +12,10 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dynagroup.errors import ConfigError, StateError
-from dynagroup.memory.formula import COMPONENTS, ClosedForm, ProfiledMemory
+from dynagroup.memory.formula import Form, closed_form
 from dynagroup.memory.measurements import Measurements
 from dynagroup.memory.phases import (
     ELEMENT_BYTES,
@@ -25,14 +26,17 @@ from dynagroup.memory.phases import (
     columns,
     needed,
 )
+from dynagroup.memory.profile import ProfiledMemory
 from dynagroup.memory.workload import Workload, assumed
 from dynagroup.shapes import BatchShape, primary, target_tokens
 from dynagroup.state import seal_of
 from dynagroup.validation import explained, warn_user
 
 PRETRAINED = Path(__file__).parent / "artifacts" / "pretrained.ubj"
-FORMAT, MIN_ROWS = 2, 8
-MOST_LIFT = 5.0  # largest correction of a log ratio by the trees; real ones are far smaller
+FORMAT = 2
+MIN_ROWS = 8
+MAX_LIFT = 5.0  # largest correction of a log ratio by the trees; real ones are far smaller
+SLACK = 1e-6  # a feature may be outside its training range by so much, because ranges are rounded
 # If all of these fields are known, the formula describes the user's own model and not an average one.
 ESSENTIAL = (
     "mode",
@@ -48,54 +52,38 @@ ESSENTIAL = (
     "attention",
     "gradient_checkpointing",
 )
-_known: "WeakKeyDictionary[Any, dict[Any, MemoryRegressor]]" = WeakKeyDictionary()
-
 # Features that grow when the candidate batch gets another or a longer sample; predictions never fall when these grow.
 CANDIDATE = ("closed_form", "samples", "padded_tokens", "squared_tokens", "target_tokens")
-BASELINE = (
-    "base_samples",
-    "base_longest",
-    "base_tokens",
-    *(f"base_{name}" for name in COMPONENTS),
-    "base_quadratic",
+BASELINE = ("base_samples", "base_longest", "base_tokens", "base_constant", "base_quadratic")
+OF_WORKLOAD = (
+    "generates",
+    "trains",
+    "layers",
+    "encoder_layers",
+    "hidden",
+    "heads",
+    "kv_share",
+    "ffn_share",
+    "vocabulary_share",
+    "gated",
+    "experts",
+    "dropout",
+    "lm_head",
+    "causal",
+    "score_bias",
+    "fixed_tokens",
+    "parameters",
+    "trainable_share",
+    "parameter_bytes",
+    "autocast",
+    "eager",
+    "checkpointing",
+    "new_tokens",
 )
-
-
-def _workload_values(w: Workload) -> dict[str, float]:
-    """Returns the workload's features as numbers by name; NaN means unknown."""
-    told = lambda value, answer: None if value is None else answer  # noqa: E731
-    log = lambda value: None if value is None else np.log1p(value)  # noqa: E731
-    share = lambda part, whole: None if part is None or not whole else part / whole  # noqa: E731
-    values = {
-        "generates": told(w.mode, w.mode == "generate"),
-        "trains": told(w.mode, w.mode == "train"),
-        "layers": log(w.num_layers),
-        "encoder_layers": log(w.num_encoder_layers),
-        "hidden": log(w.hidden_size),
-        "heads": log(w.num_heads),
-        "kv_share": share(w.num_kv_heads, w.num_heads),
-        "ffn_share": share(w.intermediate_size, w.hidden_size),
-        "vocabulary_share": share(w.vocabulary_size, w.hidden_size),
-        "gated": w.gated_mlp,
-        "experts": log(w.experts_per_token),
-        "dropout": w.dropout,
-        "lm_head": w.lm_head,
-        "causal": w.causal,
-        "score_bias": w.score_bias,
-        "fixed_tokens": log(w.fixed_tokens),
-        "parameters": log(w.num_parameters),
-        "trainable_share": w.trainable_share,
-        "parameter_bytes": told(w.dtype, ELEMENT_BYTES[w.dtype or "float32"]),
-        "autocast": told(w.dtype, w.autocast is not None),
-        "eager": told(w.attention, w.attention == "eager"),
-        "checkpointing": w.gradient_checkpointing,
-        "new_tokens": log(w.max_new_tokens),
-    }
-    return {name: np.nan if value is None else float(value) for name, value in values.items()}
-
-
-FEATURES = (*CANDIDATE, *BASELINE, *_workload_values(Workload()))
+FEATURES = (*CANDIDATE, *BASELINE, *OF_WORKLOAD)
 MONOTONE = tuple(1 if name in CANDIDATE else 0 for name in FEATURES)
+
+_traced_models: "WeakKeyDictionary[Any, dict[Any, MemoryRegressor]]" = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,29 +96,79 @@ class Features:
     log_ratio: FloatArray | None = None
 
 
-def features(
-    shape: BatchShape, baseline: BatchShape, workload: Workload, form: ClosedForm
-) -> Features:
+def features(shape: BatchShape, baseline: BatchShape, workload: Workload, form: Form) -> Features:
     """Returns the trees' input for K batches and their baselines; without means, which an added sample may lower."""
-    ratio = np.log(form.batch_bytes(shape)) - np.log(form.baseline_bytes(baseline))
-    n, length, target = _logs(shape)
-    n_b, length_b, target_b = _logs(baseline)
-    samples, longer = n - n_b, length - length_b
-    candidate = [
-        ratio,
-        samples,
-        samples + length - length_b,
-        samples + 2 * longer,
-        samples + target - target_b,
-    ]
-    base = [n_b, length_b, n_b + length_b, *form.shares(baseline).T]
-    known = np.broadcast_arrays(ratio, *candidate, *base, *_workload_values(workload).values())
-    return Features(known[0], np.stack(known[1:], axis=1))
+    margin = np.log(form.ratio(shape, baseline))
+    samples, longest, target = _log_sizes(shape)
+    base_samples, base_longest, base_target = _log_sizes(baseline)
+    more_samples = samples - base_samples
+    longer = longest - base_longest
+    constant, quadratic = form.shares(baseline)
+    columns = {
+        "closed_form": margin,
+        "samples": more_samples,
+        "padded_tokens": more_samples + longer,
+        "squared_tokens": more_samples + 2 * longer,
+        "target_tokens": more_samples + target - base_target,
+        "base_samples": base_samples,
+        "base_longest": base_longest,
+        "base_tokens": base_samples + base_longest,
+        "base_constant": constant,
+        "base_quadratic": quadratic,
+        **_workload_values(workload),
+    }
+    values = np.broadcast_arrays(*(columns[name] for name in FEATURES))
+    return Features(margin, np.stack(values, axis=1))
 
 
-def _logs(shape: BatchShape) -> list[FloatArray]:
-    values = (shape.num_samples, shape.longest[primary(shape.longest)], target_tokens(shape))
-    return [np.log(np.maximum(v, 1).astype(np.float64)) for v in values]
+def _log_sizes(shape: BatchShape) -> list[FloatArray]:
+    """Returns the logarithms of the samples, longest lengths and target tokens of K batches."""
+    sizes = (shape.num_samples, shape.longest[primary(shape.longest)], target_tokens(shape))
+    return [np.log(np.maximum(size, 1).astype(np.float64)) for size in sizes]
+
+
+def _workload_values(w: Workload) -> dict[str, float]:
+    """Returns the workload's features by name; NaN means unknown."""
+    values: dict[str, float | None] = {
+        "layers": _log(w.num_layers),
+        "encoder_layers": _log(w.num_encoder_layers),
+        "hidden": _log(w.hidden_size),
+        "heads": _log(w.num_heads),
+        "kv_share": _share(w.num_kv_heads, w.num_heads),
+        "ffn_share": _share(w.intermediate_size, w.hidden_size),
+        "vocabulary_share": _share(w.vocabulary_size, w.hidden_size),
+        "gated": w.gated_mlp,
+        "experts": _log(w.experts_per_token),
+        "dropout": w.dropout,
+        "lm_head": w.lm_head,
+        "causal": w.causal,
+        "score_bias": w.score_bias,
+        "fixed_tokens": _log(w.fixed_tokens),
+        "parameters": _log(w.num_parameters),
+        "trainable_share": w.trainable_share,
+        "checkpointing": w.gradient_checkpointing,
+        "new_tokens": _log(w.max_new_tokens),
+    }
+    if w.mode is not None:
+        values["generates"] = w.mode == "generate"
+        values["trains"] = w.mode == "train"
+    if w.dtype is not None:
+        values["parameter_bytes"] = ELEMENT_BYTES[w.dtype]
+        values["autocast"] = w.autocast is not None
+    if w.attention is not None:
+        values["eager"] = w.attention == "eager"
+    known = {name: float(value) for name, value in values.items() if value is not None}
+    return {name: known.get(name, math.nan) for name in OF_WORKLOAD}
+
+
+def _log(value: float | None) -> float | None:
+    return None if value is None else math.log1p(value)
+
+
+def _share(part: float | None, whole: float | None) -> float | None:
+    if part is None or not whole:
+        return None
+    return part / whole
 
 
 @dataclass(frozen=True)
@@ -155,45 +193,49 @@ class MemoryRegressor:
     @classmethod
     def pretrained(cls, workload: Workload | None = None) -> "MemoryRegressor":
         """Returns dynagroup's own regressor for ``workload``; None: unknown, so predictions are cautious."""
-        return replace(_pretrained(), workload=workload) if workload else _pretrained()
+        regressor = _pretrained()
+        return regressor if workload is None else replace(regressor, workload=workload)
 
     @classmethod
     def of_model(cls, model: Any, mode: Mode, **known: Any) -> "MemoryRegressor":
         """Returns the pretrained regressor for a torch model. Each model is traced once, which takes seconds; without a
         config, only the mode is known. ``known``: values of :class:`Workload` fields."""
-        found, key = _known.setdefault(model, {}), (mode, *sorted(known.items()))
-        if key not in found:
-            tells = getattr(model, "config", None) is not None
-            found[key] = cls.pretrained(
-                Workload.from_model(model, mode, **known) if tells else Workload(mode=mode)
-            )
-        return found[key]
+        regressors = _traced_models.setdefault(model, {})
+        key = (mode, *sorted(known.items()))
+        if key not in regressors:
+            workload = Workload(mode=mode)
+            if getattr(model, "config", None) is not None:
+                workload = Workload.from_model(model, mode, **known)
+            regressors[key] = cls.pretrained(workload)
+        return regressors[key]
 
     @classmethod
     def load(cls, path: str | Path, workload: Workload | None = None) -> "MemoryRegressor":
         """Loads a file that :meth:`save` wrote. ``workload``: None means the saved one. Trees need XGBoost to predict.
         StateError: the file does not match the card (a JSON file) beside it, or has another version."""
         path = Path(path)
-        trees, text = path.read_bytes(), path.with_suffix(".json").read_bytes()
+        trees = path.read_bytes()
+        text = path.with_suffix(".json").read_bytes()
         with explained(
             f"the JSON card of {path} is damaged",
             way_out="; save the regressor again",
             kind=StateError,
         ):
             card = json.loads(text)
-            hashes = {"sharp": hashlib.sha256(trees).hexdigest()}
-            right = {
+            expected = {
                 "format": FORMAT,
                 "features": list(FEATURES),
                 "seal": seal_of(card),
-                "hashes": hashes,
+                "hashes": _hashes_of(trees),
             }
-            wrong = [name for name, value in right.items() if card.get(name) != value]
+            wrong = [name for name, value in expected.items() if card.get(name) != value]
         if wrong:
             raise StateError(
                 f"{path} does not match the JSON file beside it in {', '.join(wrong)}; save it again"
             )
-        return cls(trees, card, workload or Workload(**card.get("workload", {})))
+        if workload is None:
+            workload = Workload(**card.get("workload", {}))
+        return cls(trees, card, workload)
 
     @classmethod
     def fit(cls, measurements: Measurements | Sequence[Measurements]) -> "MemoryRegressor":
@@ -202,24 +244,26 @@ class MemoryRegressor:
         At least 8 rows of each workload must not have run out of memory. If the workload was traced, trees only raise
         the trace (:meth:`MemoryBudget.from_model` with ``measured=rows`` is safer); else they correct a fitted formula."""
         tables = [measurements] if isinstance(measurements, Measurements) else list(measurements)
-        least = min((len(t.complete) for t in tables), default=0)
-        if least < MIN_ROWS:
-            wanted = f"fit needs at least {MIN_ROWS} rows of each workload that did not run out of memory"
-            raise ConfigError(f"{wanted}, but got {least}; measure more shapes")
-        fitted = lambda table: ClosedForm.of_phases(ProfiledMemory.fit(table).phases)  # noqa: E731
-        forms = [ClosedForm.of(t.workload, {}) if t.workload.phases else fitted(t) for t in tables]
-        parts = [*map(pairs_of, tables, forms)]
+        num_rows = min((len(table.complete) for table in tables), default=0)
+        if num_rows < MIN_ROWS:
+            raise ConfigError(
+                f"fit needs at least {MIN_ROWS} rows of each workload that did not run out of memory, "
+                f"but got {num_rows}; measure more shapes"
+            )
+        forms = [_form_of(table) for table in tables]
+        parts = [pairs_of(table, form) for table, form in zip(tables, forms, strict=True)]
         # Trees are small, because there are only hundreds of rows.
-        booster = train_booster(
-            parts, rounds=120, max_depth=3, least_weight=1.0, regularisation=1.0
-        )
+        small = TreeSettings(rounds=120, max_depth=3, min_weight=1.0, regularisation=1.0)
+        booster = train_booster(parts, small)
         workload = tables[0].workload
-        about: dict[str, Any] = {"workload": json.loads(workload.to_json())}
+        card = describe(parts, constants={})
+        card["workload"] = json.loads(workload.to_json())
         if workload.phases is None:
-            about["form"] = forms[0].traced and forms[0].traced.rows
+            card["form"] = forms[0].phases.rows
         else:
-            about |= {"corrects": "trace", "lift": [0.0, MOST_LIFT]}
-        return cls.of(booster, {**describe(parts, {}), **about}, workload)
+            card["corrects"] = "trace"
+            card["lift"] = [0.0, MAX_LIFT]
+        return cls.of(booster, card, workload)
 
     @classmethod
     def of(
@@ -227,8 +271,8 @@ class MemoryRegressor:
     ) -> "MemoryRegressor":
         """Makes a regressor from XGBoost's trees, whose hash is added to the card."""
         trees = bytes(booster.save_raw("ubj"))
-        about = {"format": FORMAT, "hashes": {"sharp": hashlib.sha256(trees).hexdigest()}}
-        return cls(trees, {**card, **about}, workload or Workload())
+        card = {**card, "format": FORMAT, "hashes": _hashes_of(trees)}
+        return cls(trees, card, workload or Workload())
 
     def save(self, path: str | Path) -> None:
         """Writes the trees as XGBoost's UBJSON to ``path``, and the card beside it as JSON."""
@@ -236,91 +280,101 @@ class MemoryRegressor:
         path.write_bytes(self.trees)
         card = json.loads(json.dumps(dict(self.card)))
         card["seal"] = seal_of(card)
-        path.with_suffix(".json").write_text(
-            json.dumps(card, indent=1, sort_keys=True) + "\n", encoding="utf-8"
-        )
+        text = json.dumps(card, indent=1, sort_keys=True) + "\n"
+        path.with_suffix(".json").write_text(text, encoding="utf-8")
 
     def __str__(self) -> str:
-        how = "known by its sizes" if self.sharp else "not fully known, so assumed to need much"
-        how = how if self.workload.phases is None or "form" in self.card else "traced"
-        return f"a regressor of a model that is {how} ({assumed(self.workload)})".removesuffix(
-            " ()"
-        )
+        if not self.sharp:
+            known = "not fully known, so assumed to need much"
+        elif self.workload.phases is not None and "form" not in self.card:
+            known = "traced"
+        else:
+            known = "known by its sizes"
+        run = assumed(self.workload)
+        return f"a regressor of a model that is {known}" + (f" ({run})" if run else "")
 
     @property
     def sharp(self) -> bool:
         """Whether enough of the workload is known to predict its memory; False: only an upper bound is predicted."""
-        w, asked = (
-            self.workload,
-            ESSENTIAL + (("max_new_tokens",) if self.workload.mode == "generate" else ()),
-        )
-        known = all(getattr(w, name) is not None for name in asked)
-        return known or self._traced is not None or "plausible" not in self.card
-
-    @property
-    def _traced(self) -> Phases | None:
-        return None if self.card.keys() & {"form", "corrects"} else self.workload.phases
+        if self._traced is not None or "plausible" not in self.card:
+            return True
+        names = list(ESSENTIAL)
+        if self.workload.mode == "generate":
+            names.append("max_new_tokens")
+        return all(getattr(self.workload, name) is not None for name in names)
 
     @property
     def fingerprint(self) -> str:
-        about = json.dumps(
-            [self.card.get("hashes"), self.card["data_hash"], self.workload.to_json()]
-        )
-        return "regressor-" + hashlib.sha256(about.encode()).hexdigest()[:12]
+        values = [self.card.get("hashes"), self.card["data_hash"], self.workload.to_json()]
+        return "regressor-" + hashlib.sha256(json.dumps(values).encode()).hexdigest()[:12]
 
     def relative(self, shape: BatchShape, baseline: BatchShape, /) -> FloatArray:
         if self._traced is not None:
-            packed = self.workload.layout == "packed"
-            return self._traced.bytes(shape, packed) / self._traced.baseline_bytes(baseline, packed)
+            return self._traced.ratio(shape, baseline)
         if not self.sharp:
-            models = self._plausible[len(shape.longest) > 1]
+            models = self._similar_models[len(shape.longest) > 1]
             ratios = models.batch_bytes(shape) / models.batch_bytes(baseline)
             return np.quantile(ratios, self.card["quantile"], axis=1, method="higher")
-        found = features(shape, baseline, self.workload, self._form)
-        lowest, highest = self.card.get("lift", (-np.inf, np.inf))
-        values, lifted = found.values.astype(np.float32), np.zeros(len(shape))
-        raw = _booster(self.trees).inplace_predict(
-            values, predict_type="margin", base_margin=lifted
+        inputs = features(shape, baseline, self.workload, self._form)
+        lift = _booster(self.trees).inplace_predict(
+            inputs.values.astype(np.float32),
+            predict_type="margin",
+            base_margin=np.zeros(len(shape)),
         )
-        return self._clamped(
-            np.exp(found.margin + np.clip(raw, lowest, highest)), found
-        )  # clipping keeps it monotone
+        least_lift, most_lift = self.card.get("lift", (-np.inf, np.inf))
+        # Clipping keeps predictions monotone.
+        predicted = np.exp(inputs.margin + np.clip(lift, least_lift, most_lift))
+        return self._raised_outside_training(predicted, inputs)
+
+    @property
+    def _traced(self) -> Form | None:
+        """The trace, if it predicts alone."""
+        if self.workload.phases is None or "form" in self.card or "corrects" in self.card:
+            return None
+        return Form(self.workload.phases, self.workload.layout == "packed")
 
     @cached_property
-    def _plausible(self) -> "list[Plausible]":
-        return [
-            Plausible(self.workload, self.card["plausible"], two_streams)
-            for two_streams in (False, True)
-        ]
-
-    @cached_property
-    def _form(self) -> ClosedForm:
+    def _form(self) -> Form:
+        """What the trees correct."""
         if "form" in self.card:
-            return ClosedForm.of_phases(Phases(self.card["form"]))
-        return ClosedForm.of(self.workload, self.card["constants"])
+            return Form(Phases(self.card["form"]))
+        if self.workload.phases is not None:
+            return Form(self.workload.phases, self.workload.layout == "packed")
+        return closed_form(self.workload, self.card["constants"])
 
-    def _clamped(self, predicted: FloatArray, found: Features) -> FloatArray:
-        """Raises predictions for input unlike the training data: to the formula, or out of range, to padded tokens."""
-        lowest, highest = (
-            np.array(self.card["ranges"][k], dtype=np.float64) for k in ("lowest", "highest")
-        )
-        values, count = found.values, len(CANDIDATE)
-        with np.errstate(invalid="ignore"):
-            above = values > highest + 1e-6
-            outside = above | (values < lowest - 1e-6)
-        beyond, strange = above[:, :count].any(axis=1), outside[:, count:].any(axis=1)
-        if strange.any() and not self.__dict__.get("_warned"):
-            self.__dict__["_warned"] = True
-            feature = FEATURES[count + int(outside[:, count:].any(axis=0).argmax())]
-            told = f"the regressor was not trained on models or batches like these ({feature} is outside its training range)"
-            warn_user(
-                f"{told}, so it may predict too much memory; MemoryRegressor.fit(simulate(...)) fits your model"
-            )
-        floored = np.where(strange | beyond, np.maximum(predicted, np.exp(found.margin)), predicted)
-        return np.where(
-            beyond,
-            np.maximum(floored, np.exp(values[:, CANDIDATE.index("padded_tokens")])),
-            floored,
+    @cached_property
+    def _similar_models(self) -> "list[SimilarModels]":
+        """Those with one stream of tokens, and those with two."""
+        members = self.card["plausible"]
+        return [SimilarModels(similar(self.workload, members, two)) for two in (False, True)]
+
+    def _raised_outside_training(self, predicted: FloatArray, inputs: Features) -> FloatArray:
+        """Raises predictions for input unlike the training data to the formula's, and those of batches that are larger
+        than all trained ones also to the ratio of padded tokens."""
+        lowest = np.array(self.card["ranges"]["lowest"])
+        highest = np.array(self.card["ranges"]["highest"])
+        with np.errstate(invalid="ignore"):  # NaN is unknown, and never outside
+            above = inputs.values > highest + SLACK
+            below = inputs.values < lowest - SLACK
+        is_larger = above[:, : len(CANDIDATE)].any(axis=1)
+        is_strange = (above | below)[:, len(CANDIDATE) :]
+        if is_strange.any():
+            strange_features = np.flatnonzero(is_strange.any(axis=0))
+            self._warn_once(FEATURES[len(CANDIDATE) + strange_features[0]])
+        is_outside = is_larger | is_strange.any(axis=1)
+        padded_tokens = np.exp(inputs.values[:, CANDIDATE.index("padded_tokens")])
+        floor = np.where(is_outside, np.exp(inputs.margin), 0.0)
+        floor = np.where(is_larger, np.maximum(floor, padded_tokens), floor)
+        return np.maximum(predicted, floor)
+
+    def _warn_once(self, feature: str) -> None:
+        if "_warned" in self.__dict__:
+            return
+        self.__dict__["_warned"] = True
+        warn_user(
+            f"the regressor was not trained on models or batches like these ({feature} is outside its "
+            "training range), so it may predict too much memory; "
+            "MemoryRegressor.fit(simulate(...)) fits your model"
         )
 
 
@@ -346,93 +400,131 @@ NEAR = (
     "num_kv_heads",
     "intermediate_size",
 )
-FEWEST = 24
+MIN_SIMILAR = 24
+
+Member = Mapping[str, Any]
+"""One traced model of the card: its "workload", "two_streams", and "phases" without their zeros."""
 
 
-class Plausible:
-    """Memory of a batch in several traced models that agree with what is known of a workload. Unless the workload has
-    ``fixed_tokens``, lengths are assumed to count everything that the model reads."""
+class SimilarModels:
+    """The memory of batches in M traced models."""
 
-    def __init__(
-        self, workload: Workload, members: Sequence[Mapping[str, Any]], two_streams: bool
-    ) -> None:
-        phases = [member["phases"] for member in _like(workload, members, two_streams)]
-        self._phases = np.array(
-            [[row.get(name, 0.0) for name in MONOMIALS] for rows in phases for row in rows]
-        )
-        self._starts = np.cumsum([0, *map(len, phases[:-1])])
+    def __init__(self, members: Sequence[Member]) -> None:
+        rows = []
+        first_rows = []
+        for member in members:
+            first_rows.append(len(rows))
+            for phase in member["phases"]:
+                rows.append([phase.get(name, 0.0) for name in MONOMIALS])
+        self._phases = np.array(rows)
+        self._first_rows = np.array(first_rows)
 
     def batch_bytes(self, shape: BatchShape) -> FloatArray:
         """Returns the peak bytes, without static memory, of K batches in M models: float64 (K, M)."""
-        return np.maximum(
-            np.maximum.reduceat(columns(shape) @ self._phases.T, self._starts, axis=1), 1.0
-        )
+        phase_bytes = columns(shape) @ self._phases.T
+        peaks = np.maximum.reduceat(phase_bytes, self._first_rows, axis=1)
+        return np.maximum(peaks, 1.0)
 
 
-def _like(
-    workload: Workload, members: Sequence[Mapping[str, Any]], two_streams: bool
-) -> list[Mapping[str, Any]]:
-    """Returns models that agree in as many fields of ``LIKE`` as possible; of these, the third with the nearest sizes."""
-    found = [m for m in members if m["two_streams"] == two_streams]
-    apart = bool(workload.fixed_tokens)
-    found = [m for m in found if bool(m["workload"]["fixed_tokens"]) == apart] or list(members)
+def similar(workload: Workload, members: Sequence[Member], two_streams: bool) -> list[Member]:
+    """Returns models that agree in as many fields of ``LIKE`` as possible; of these, the third with the nearest sizes.
+
+    Unless the workload has ``fixed_tokens``, lengths are assumed to count everything that the model reads."""
+    has_fixed = bool(workload.fixed_tokens)
+    candidates = [
+        member
+        for member in members
+        if member["two_streams"] == two_streams
+        and bool(member["workload"]["fixed_tokens"]) == has_fixed
+    ]
+    candidates = _agreeing(workload, candidates or list(members))
+    sizes = {name: getattr(workload, name) for name in NEAR if getattr(workload, name)}
+    if not sizes or len(candidates) <= MIN_SIMILAR:
+        return candidates
+    candidates.sort(key=lambda member: _distance(sizes, member["workload"]))
+    return candidates[: max(MIN_SIMILAR, len(candidates) // 3)]
+
+
+def _agreeing(workload: Workload, candidates: list[Member]) -> list[Member]:
     for name in LIKE:
         value = getattr(workload, name)
-        agreeing = [m for m in found if m["workload"][name] == value]
-        if value is not None and len(agreeing) >= (1 if name == "mode" else FEWEST):
-            found = agreeing
-    sizes = {name: getattr(workload, name) for name in NEAR if getattr(workload, name)}
-    if not sizes or len(found) <= FEWEST:
-        return found
-    apart = lambda known: sum(  # noqa: E731
-        abs(math.log(size / max(known[name] or 1, 1))) for name, size in sizes.items()
-    )
-    return sorted(found, key=lambda member: apart(member["workload"]))[
-        : max(FEWEST, len(found) // 3)
-    ]
+        if value is None:
+            continue
+        agreeing = [member for member in candidates if member["workload"][name] == value]
+        fewest = 1 if name == "mode" else MIN_SIMILAR
+        if len(agreeing) >= fewest:
+            candidates = agreeing
+    return candidates
 
 
-def pairs_of(measurements: Measurements, form: ClosedForm) -> Features:
+def _distance(sizes: Mapping[str, int], other: Mapping[str, Any]) -> float:
+    """Returns the sum of the sizes' log ratios to those of another model."""
+    distance = 0.0
+    for name, size in sizes.items():
+        distance += abs(math.log(size / max(other[name] or 1, 1)))
+    return distance
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TreeSettings:
+    """How XGBoost's trees are trained."""
+
+    rounds: int
+    max_depth: int
+    regularisation: float
+    min_weight: float = 30.0
+    learning_rate: float = 0.05
+    quantile: float | None = None
+    """The share of rows that must be below the prediction, if it is to be an upper bound."""
+
+
+def _form_of(table: Measurements) -> Form:
+    """Returns the workload's trace, or a formula that is fitted to the rows."""
+    workload = table.workload
+    if workload.phases is None:
+        return Form(ProfiledMemory.fit(table).phases)
+    return Form(workload.phases, packed=workload.layout == "packed")
+
+
+def pairs_of(measurements: Measurements, form: Form) -> Features:
     """Returns the trees' input for all pairs of rows that did not run out of memory; one row of a pair is the baseline."""
-    shapes, size = measurements.shapes(), np.maximum(measurements.batch_bytes(), 1.0)
-    first, second = (
-        a.ravel() for a in np.meshgrid(np.arange(len(size)), np.arange(len(size)), indexing="ij")
+    shapes = measurements.shapes()
+    log_bytes = np.log(np.maximum(measurements.batch_bytes(), 1.0))
+    rows = np.arange(len(log_bytes))
+    baselines = np.repeat(rows, len(rows))
+    candidates = np.tile(rows, len(rows))
+    pairs = features(
+        _selected(shapes, candidates), _selected(shapes, baselines), measurements.workload, form
     )
-    of = lambda rows: BatchShape.of(  # noqa: E731
-        shapes.num_samples[rows], {k: v[rows] for k, v in shapes.longest.items()}
-    )
-    ratio = np.log(size[second]) - np.log(size[first])
-    return replace(features(of(second), of(first), measurements.workload, form), log_ratio=ratio)
+    return replace(pairs, log_ratio=log_bytes[candidates] - log_bytes[baselines])
 
 
-def train_booster(
-    parts: Sequence[Features],
-    *,
-    rounds: int,
-    max_depth: int,
-    quantile: float | None = None,
-    learning_rate: float = 0.05,
-    regularisation: float = 20.0,
-    least_weight: float = 30.0,
-) -> Any:
-    """Trains XGBoost's trees that correct the log ratio of the formula; predictions never fall as candidates grow.
-    ``quantile``: the share of rows that must be below the prediction, if it is to be an upper bound."""
+def _selected(shapes: BatchShape, rows: NDArray[np.int64]) -> BatchShape:
+    longest = {name: values[rows] for name, values in shapes.longest.items()}
+    return BatchShape.of(shapes.num_samples[rows], longest)
+
+
+def train_booster(parts: Sequence[Features], settings: TreeSettings) -> Any:
+    """Trains XGBoost's trees that correct the log ratio of the formula; predictions never fall as candidates grow."""
     xgboost = needed("xgboost", "fitting a regressor")
-    values = np.concatenate([p.values for p in parts]).astype(np.float32)
-    margin = np.concatenate([p.margin for p in parts])
-    target = np.concatenate([p.log_ratio for p in parts if p.log_ratio is not None])
-    weight = np.exp(-0.5 * (target / 0.5) ** 2) + 0.05  # ratios near 1 decide whether a batch fits
+    target = np.concatenate([part.log_ratio for part in parts if part.log_ratio is not None])
     data = xgboost.QuantileDMatrix(
-        values, label=target, base_margin=margin, weight=weight, max_bin=128, nthread=1
+        np.concatenate([part.values for part in parts]).astype(np.float32),
+        label=target,
+        base_margin=np.concatenate([part.margin for part in parts]),
+        # Ratios near 1 decide whether a batch fits.
+        weight=np.exp(-0.5 * (target / 0.5) ** 2) + 0.05,
+        max_bin=128,
+        nthread=1,
     )
-    settings: dict[str, Any] = {
+    parameters: dict[str, Any] = {
         "tree_method": "hist",
-        "max_depth": max_depth,
-        "eta": learning_rate,
-        "lambda": regularisation,
+        "max_depth": settings.max_depth,
+        "eta": settings.learning_rate,
+        "lambda": settings.regularisation,
         "seed": 0,
         "nthread": 1,
-        "min_child_weight": least_weight,
+        "min_child_weight": settings.min_weight,
         "subsample": 0.7,
         "colsample_bytree": 0.7,
         "max_bin": 128,
@@ -440,40 +532,44 @@ def train_booster(
         "monotone_constraints": MONOTONE,
         "objective": "reg:squarederror",
     }
-    if quantile is not None:
-        settings |= {"objective": "reg:quantileerror", "quantile_alpha": quantile}
-    return xgboost.train(settings, data, num_boost_round=rounds)
+    if settings.quantile is not None:
+        parameters["objective"] = "reg:quantileerror"
+        parameters["quantile_alpha"] = settings.quantile
+    return xgboost.train(parameters, data, num_boost_round=settings.rounds)
 
 
 def describe(parts: Sequence[Features], constants: Mapping[str, float]) -> dict[str, Any]:
     """Returns the card of a regressor that was trained on these rows: data hash, ranges of features, versions."""
     xgboost = needed("xgboost", "fitting a regressor")
-    values = np.concatenate([p.values for p in parts])
+    values = np.concatenate([part.values for part in parts])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # for features that are NaN in all rows
-        lowest, highest = np.nanmin(values, axis=0), np.nanmax(values, axis=0)
-    ends = {"lowest": np.nan_to_num(lowest, nan=-1e30), "highest": np.nan_to_num(highest, nan=1e30)}
-    digest = hashlib.sha256(
-        np.ascontiguousarray(np.nan_to_num(values, nan=-1.0).round(6)).tobytes()
-    ).hexdigest()
-    ranges = {
-        name: [round(float(v), 9) for v in end] for name, end in ends.items()
-    }  # last bits depend on the CPU
-    versions = {"xgboost": xgboost.__version__, "numpy": np.__version__}
-    about = {
-        "ranges": ranges,
+        lowest = np.nan_to_num(np.nanmin(values, axis=0), nan=-1e30)
+        highest = np.nan_to_num(np.nanmax(values, axis=0), nan=1e30)
+    rounded = np.nan_to_num(values, nan=-1.0).round(6)
+    return {
+        "features": list(FEATURES),
+        "ranges": {"lowest": _rounded(lowest), "highest": _rounded(highest)},
         "constants": dict(constants),
         "rows": len(values),
-        "data_hash": digest,
+        "data_hash": hashlib.sha256(np.ascontiguousarray(rounded).tobytes()).hexdigest(),
+        "versions": {"xgboost": xgboost.__version__, "numpy": np.__version__},
     }
-    return {"features": list(FEATURES), **about, "versions": versions}
+
+
+def _rounded(values: FloatArray) -> list[float]:
+    """Last bits depend on the CPU."""
+    return [round(float(value), 9) for value in values]
+
+
+def _hashes_of(trees: bytes) -> dict[str, str]:
+    return {"sharp": hashlib.sha256(trees).hexdigest()}
 
 
 @lru_cache(maxsize=4)
 def _booster(trees: bytes) -> Any:
-    return needed("xgboost", "the trees of a regressor").Booster(
-        {"nthread": 1}, model_file=bytearray(trees)
-    )
+    xgboost = needed("xgboost", "the trees of a regressor")
+    return xgboost.Booster({"nthread": 1}, model_file=bytearray(trees))
 
 
 @lru_cache(maxsize=1)

@@ -12,7 +12,7 @@ from dynagroup.errors import ConfigError
 from dynagroup.memory.measurements import Measurements
 from dynagroup.memory.phases import ELEMENT_BYTES, FloatArray, MakeInputs, Mode, Phases
 from dynagroup.memory.workload import Workload, assumed
-from dynagroup.shapes import TOKENS, BatchShape, primary
+from dynagroup.shapes import TARGET, TOKENS, BatchShape, primary
 
 # Optimizer state per trainable parameter: (multiples of the parameter's bytes, additional bytes). "adamw_master" has
 # two states and a copy of the parameter, all in float32 (DeepSpeed, Megatron).
@@ -48,10 +48,12 @@ def optimizer_bytes(optimizer: str | float, dtype: str) -> float:
     if isinstance(optimizer, (int, float)):
         return float(optimizer)
     if optimizer not in OPTIMIZERS:
-        wanted = f"a number of bytes per trained parameter, or one of {', '.join(OPTIMIZERS)}"
-        raise ConfigError(f"`optimizer` must be {wanted}, but is {optimizer!r}")
-    times, besides = OPTIMIZERS[optimizer]
-    return float(times * ELEMENT_BYTES[dtype] + besides)
+        raise ConfigError(
+            "`optimizer` must be a number of bytes per trained parameter, or one of "
+            f"{', '.join(OPTIMIZERS)}, but is {optimizer!r}"
+        )
+    multiple, additional = OPTIMIZERS[optimizer]
+    return float(multiple * ELEMENT_BYTES[dtype] + additional)
 
 
 @dataclass(frozen=True)
@@ -68,13 +70,14 @@ class TracedMemory:
 
     static_bytes: int
     workload: Workload
-    pads_masks: bool = (
-        True  # False: all lengths are multiples of 16, so that attention masks are not padded
-    )
-    factor: float = 1.0  # predicted bytes are ``factor`` times the trace plus ``constant_bytes``, see :meth:`corrected`
+    pads_masks: bool = True
+    """False: all lengths are multiples of 16, so that attention masks are not padded."""
+    factor: float = 1.0
+    """Predicted bytes are ``factor`` times the trace plus ``constant_bytes``, see :meth:`corrected`."""
     constant_bytes: float = 0.0
-    said: str = field(default="a model", compare=False)
+    description: str = field(default="a model", compare=False)
     longest: int | None = field(default=None, compare=False)
+    """Tokens of the longest sample that the model accepts; None: unknown."""
 
     @classmethod
     def of(
@@ -99,33 +102,35 @@ class TracedMemory:
 
         ConfigError: the model cannot be traced.
         """
-        from dynagroup.memory.trace.model import as_meta_model
+        from dynagroup.memory.trace.model import as_meta_model, num_positions, trained_dtype
         from dynagroup.memory.trace.program import prepare, static_bytes
 
-        dtype, attention = Workload(dtype=known.get("dtype")).dtype, known.get("attention")
-        model = as_meta_model(model_or_config, dtype=dtype, attention=attention, lora=lora)
+        model = as_meta_model(
+            model_or_config,
+            dtype=Workload(dtype=known.get("dtype")).dtype,
+            attention=known.get("attention"),
+            lora=lora,
+        )
+        optimizer_name = None
+        if isinstance(optimizer, str):
+            optimizer_name = optimizer
+        elif optimizer is None and "optimizer_bytes" not in known:
+            optimizer_name = "AdamW"
         if optimizer is not None:
-            trained = next((p.dtype for p in model.parameters() if p.requires_grad), "float32")
-            known["optimizer_bytes"] = optimizer_bytes(
-                optimizer, str(trained).removeprefix("torch.")
-            )
+            known["optimizer_bytes"] = optimizer_bytes(optimizer, trained_dtype(model))
         workload = Workload.from_model(model, mode, trace=False, **known).traced(model, inputs)
         static = static_bytes(prepare(as_meta_model(model, workload), workload), workload)
-        name = (
-            model_or_config if isinstance(model_or_config, str) else type(model_or_config).__name__
+        name = model_or_config
+        if not isinstance(name, str):
+            name = type(model_or_config).__name__
+        run = assumed(workload, optimizer_name)
+        memory = cls(
+            static_bytes=static,
+            workload=workload,
+            description=f"{name} of {workload.num_parameters:,} parameters, traced ({run})",
+            longest=num_positions(model),
         )
-        usual = "AdamW" if optimizer is None and "optimizer_bytes" not in known else None
-        run = assumed(workload, optimizer if isinstance(optimizer, str) else usual)
-        text = (
-            model.config.get_text_config()
-            if hasattr(model.config, "get_text_config")
-            else model.config
-        )
-        said = f"{name} of {workload.num_parameters:,} parameters, traced ({run})"
-        found = cls(
-            static, workload, said=said, longest=getattr(text, "max_position_embeddings", None)
-        )
-        return found if measured is None else found.corrected(measured)
+        return memory if measured is None else memory.corrected(measured)
 
     def corrected(self, measured: Measurements) -> "TracedMemory":
         """Returns this trace with predictions raised so that no measured row is above its prediction. Predictions
@@ -136,74 +141,86 @@ class TracedMemory:
                 "`measured` must be Measurements with at least one row that did not run out of memory"
             )
         for name in _SAME:
-            theirs, ours = getattr(measured.workload, name), getattr(self.workload, name)
-            if None not in (theirs, ours) and theirs != ours:
-                way_out = "measure the workload that you will run"
+            theirs = getattr(measured.workload, name)
+            ours = getattr(self.workload, name)
+            if theirs is not None and ours is not None and theirs != ours:
                 raise ConfigError(
-                    f"`measured` has {name}={theirs!r}, but the traced model {name}={ours!r}; {way_out}"
+                    f"`measured` has {name}={theirs!r}, but the traced model {name}={ours!r}; "
+                    "measure the workload that you will run"
                 )
-        factor, constant = line_above(self._bytes(measured.shapes()), measured.batch_bytes())
+        factor, constant = line_above(self._traced_bytes(measured.shapes()), measured.batch_bytes())
         static = max(self.static_bytes, *(row.static_bytes for row in measured.complete))
         return replace(self, static_bytes=static, factor=factor, constant_bytes=constant)
 
     def __str__(self) -> str:
-        raised = (
-            f", raised to measured rows (x {self.factor:.3g} + {self.constant_bytes / 1e9:.3g} GB)"
-        )
-        return self.said + (raised if (self.factor, self.constant_bytes) != (1.0, 0.0) else "")
+        if self.factor == 1.0 and self.constant_bytes == 0.0:
+            return self.description
+        line = f"x {self.factor:.3g} + {self.constant_bytes / 1e9:.3g} GB"
+        return f"{self.description}, raised to measured rows ({line})"
 
     @property
     def fingerprint(self) -> str:
-        about = [
+        values = (
             self.static_bytes,
             self.pads_masks,
             self.workload.to_json(),
             self.factor,
             self.constant_bytes,
-        ]
-        return "traced-" + hashlib.sha256(" ".join(map(str, about)).encode()).hexdigest()[:12]
+        )
+        text = " ".join(map(str, values))
+        return "traced-" + hashlib.sha256(text.encode()).hexdigest()[:12]
 
     @cached_property
     def _phases(self) -> Phases:
-        found = self.workload.phases
-        if found is None:
+        phases = self.workload.phases
+        if phases is None:
             raise ConfigError("`workload` was not traced; use TracedMemory.of(model), which traces")
-        return found if self.pads_masks else found.aligned or found
+        if self.pads_masks or phases.aligned is None:
+            return phases
+        return phases.aligned
 
-    def _bytes(self, shape: BatchShape) -> FloatArray:
-        return self._phases.bytes(shape, self.workload.layout == "packed")
+    @property
+    def _is_packed(self) -> bool:
+        return self.workload.layout == "packed"
+
+    def _traced_bytes(self, shape: BatchShape) -> FloatArray:
+        return self._phases.bytes(shape, self._is_packed)
 
     @cached_property
-    def _knows_targets(self) -> bool:
-        short, long = self._bytes(BatchShape.of(8, {TOKENS: [64, 64], "target": [1, 4096]}))
+    def _has_targets(self) -> bool:
+        shape = BatchShape.of(8, {TOKENS: [64, 64], TARGET: [1, 4096]})
+        short, long = self._traced_bytes(shape)
         return bool(long > short)
 
     def batch_bytes(self, shape: BatchShape, /) -> FloatArray:
         """Returns the peak bytes of each batch, without static memory: float64 (K,)."""
-        other = next((name for name in shape.longest if name != primary(shape.longest)), None)
-        if other is not None and not self._knows_targets:
-            way_out = f"(the sum of both), or, if {other!r} is not padded, add & AdditiveCap({other!r}, limit)"
-            told = f"the model was traced with one stream of tokens, but batches also have the stream {other!r}"
-            raise ConfigError(f"{told}; give each sample one length {way_out}")
-        return self.factor * self._bytes(shape) + self.constant_bytes
+        others = [name for name in shape.longest if name != primary(shape.longest)]
+        if others and not self._has_targets:
+            raise ConfigError(
+                "the model was traced with one stream of tokens, but batches also have the stream "
+                f"{others[0]!r}; give each sample one length (the sum of both), or, if {others[0]!r} "
+                f"is not padded, add & AdditiveCap({others[0]!r}, limit)"
+            )
+        return self.factor * self._traced_bytes(shape) + self.constant_bytes
 
     def relative(self, shape: BatchShape, baseline: BatchShape, /) -> FloatArray:
-        least = self._phases.baseline_bytes(baseline, self.workload.layout == "packed")
-        return self.batch_bytes(shape) / (self.factor * least + self.constant_bytes)
+        traced_baseline = self._phases.baseline_bytes(baseline, self._is_packed)
+        return self.batch_bytes(shape) / (self.factor * traced_baseline + self.constant_bytes)
 
 
-def line_above(predicted: FloatArray, taken: FloatArray) -> tuple[float, float]:
-    """Returns (factor >= 1, constant >= 0) of the line above all ``taken`` with the least mean relative excess. That is
-    piecewise linear in the factor, so only its ends and lines through two rows need to be tried."""
+def line_above(predicted: FloatArray, measured: FloatArray) -> tuple[float, float]:
+    """Returns (factor >= 1, constant >= 0) of the line above all ``measured`` with the least mean relative excess. That
+    is piecewise linear in the factor, so only its ends and lines through two rows need to be tried."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        slopes = np.subtract.outer(taken, taken) / np.subtract.outer(predicted, predicted)
-    factors = np.unique(
-        np.maximum([1.0, float((taken / predicted).max()), *slopes[np.isfinite(slopes)]], 1.0)
-    )
-    constants = [max(float((taken - factor * predicted).max()), 0.0) for factor in factors]
-    best = int(
-        np.argmin(
-            [np.mean((f * predicted + c) / taken) for f, c in zip(factors, constants, strict=True)]
-        )
-    )
-    return float(factors[best]), constants[best]
+        slopes = np.subtract.outer(measured, measured) / np.subtract.outer(predicted, predicted)
+    slopes = slopes[np.isfinite(slopes)]
+    steepest = float((measured / predicted).max())
+    best = (1.0, 0.0)
+    least_excess = np.inf
+    for factor in np.unique(np.maximum([1.0, steepest, *slopes], 1.0)):
+        constant = max(float((measured - factor * predicted).max()), 0.0)
+        excess = np.mean((factor * predicted + constant) / measured)
+        if excess < least_excess:
+            best = (float(factor), constant)
+            least_excess = excess
+    return best

@@ -1,22 +1,52 @@
 """Describes a model and how it is run: everything besides the batch shape that memory depends on."""
 
-from __future__ import annotations  # fields are checked by how their types are written
+from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, get_args
 
 from dynagroup.errors import ConfigError
 from dynagroup.memory.phases import Attention, Dtype, Layout, MakeInputs, Mode, Phases, Sharding
 from dynagroup.validation import check_flag, check_int, explained, warn_user
 
-_CHOICES = {
-    "Mode": Mode,
-    "Attention": Attention,
-    "Dtype": Dtype,
-    "Layout": Layout,
-    "Sharding": Sharding,
+_COUNTS = frozenset(
+    (
+        "num_layers",
+        "num_encoder_layers",
+        "hidden_size",
+        "num_heads",
+        "num_kv_heads",
+        "head_size",
+        "intermediate_size",
+        "experts_per_token",
+        "vocabulary_size",
+        "fixed_tokens",
+        "num_parameters",
+        "num_ranks",
+        "max_new_tokens",
+    )
+)
+_FLAGS = frozenset(
+    (
+        "gated_mlp",
+        "dropout",
+        "lm_head",
+        "encoder_decoder",
+        "causal",
+        "score_bias",
+        "gradient_checkpointing",
+        "keeps_outputs",
+    )
+)
+_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "mode": get_args(Mode),
+    "attention": get_args(Attention),
+    "dtype": get_args(Dtype),
+    "autocast": get_args(Dtype),
+    "layout": get_args(Layout),
+    "sharding": get_args(Sharding),
 }
 # Other usual spellings of dtypes.
 _DTYPES = {
@@ -84,11 +114,8 @@ class Workload:
     """Memory by batch shape, found by tracing the model."""
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            if (value := getattr(self, one.name)) is not None:
-                object.__setattr__(
-                    self, one.name, _checked(one.name, str(one.type).removesuffix(" | None"), value)
-                )
+        for name, value in self.known().items():
+            object.__setattr__(self, name, _checked(name, value))
         if self.layout == "packed" and self.mode == "generate":
             raise ConfigError(
                 "`layout` 'packed' needs mode 'train' or 'forward', because generate() pads its prompts"
@@ -101,6 +128,11 @@ class Workload:
             raise ConfigError(
                 f"`sharding` {self.sharding!r} needs the number of ranks; pass e.g. num_ranks=8"
             )
+
+    def known(self) -> dict[str, Any]:
+        """Returns the values of the fields that are known, by name."""
+        values = {name: getattr(self, name) for name in self.__slots__}
+        return {name: value for name, value in values.items() if value is not None}
 
     @classmethod
     def from_model(
@@ -129,15 +161,17 @@ class Workload:
         """
         from dynagroup.memory.trace.model import describe
 
-        asked = cls(mode=mode, **known)  # refuses wrong values before a model is built
-        said = {name: value for name in known if (value := getattr(asked, name)) is not None}
-        workload = cls(**describe(model_or_config, mode, said))
+        checked = cls(mode=mode, **known).known()  # refuses wrong values before a model is built
+        del checked["mode"]
+        workload = cls(**describe(model_or_config, mode, checked))
+        if not trace:
+            return workload
         try:
-            return workload.traced(model_or_config, inputs) if trace else workload
+            return workload.traced(model_or_config, inputs)
         except ConfigError as error:
-            way_out = "pass trace=False to silence this warning"
             warn_user(
-                f"the memory of this model is only estimated from its sizes, because {error}; {way_out}"
+                "the memory of this model is only estimated from its sizes, because "
+                f"{error}; pass trace=False to silence this warning"
             )
             return workload
 
@@ -145,11 +179,11 @@ class Workload:
         """Returns this workload with traced memory. ConfigError: the model can neither be traced nor simulated."""
         from dynagroup.memory.trace.polynomials import trace_phases
 
-        way_out = "MemoryBudget.from_bytes(limit, model=ProfiledMemory.fit(measure(...))), or of simulate(...)"
-        told = (
-            f"; pass `inputs` if the model needs other arguments, else fit batches with {way_out}"
-        )
-        with explained(f"this model cannot be traced in mode {self.mode!r}", way_out=told):
+        with explained(
+            f"this model cannot be traced in mode {self.mode!r}",
+            way_out="; pass `inputs` if the model needs other arguments, else fit batches with "
+            "MemoryBudget.from_bytes(limit, model=ProfiledMemory.fit(measure(...))), or of simulate(...)",
+        ):
             if self.fixed_tokens and inputs is None and not self.encoder_decoder:
                 raise ConfigError(
                     "the model reads images, whose memory cannot be computed from the text"
@@ -159,35 +193,36 @@ class Workload:
     def replace(self, **changes: Any) -> Workload:
         """Returns this workload with some fields changed; a trace is dropped if any value really changes."""
         changed = replace(self, **{"phases": None, **changes})
-        return (
-            self
-            if all(getattr(self, name) == getattr(changed, name) for name in changes)
-            else changed
-        )
+        for name in changes:
+            if getattr(changed, name) != getattr(self, name):
+                return changed
+        return self
 
     def to_json(self) -> str:
-        return json.dumps({k: v for k, v in asdict(self).items() if v is not None}, sort_keys=True)
+        values = {name: value for name, value in asdict(self).items() if value is not None}
+        return json.dumps(values, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> Workload:
         return cls(**json.loads(text))
 
 
-def _checked(name: str, kind: str, value: Any) -> Any:
-    """Returns a field's value, checked and converted as its annotation ``kind`` says."""
-    if kind == "int":
+def _checked(name: str, value: Any) -> Any:
+    """Returns the value of a field, checked and converted."""
+    if name in _COUNTS:
         return check_int(name, value, least=0)
-    if kind == "bool":
+    if name in _FLAGS:
         return check_flag(name, value)
-    if kind == "Phases" and isinstance(value, Mapping):
+    if name == "phases" and isinstance(value, Mapping):  # from JSON
         return Phases(**value)
-    if kind == "Dtype":  # torch.bfloat16, "bf16" and so on, under the name that torch prints
-        value = _DTYPES.get(name_of := str(value).removeprefix("torch."), name_of)
-    allowed = get_args(_CHOICES[kind]) if kind in _CHOICES else None
-    if allowed and value not in allowed:
-        raise ConfigError(
-            f"`{name}` must be one of {', '.join(map(repr, allowed))} or None, but is {value!r}"
-        )
+    if name not in _CHOICES:
+        return value
+    if name in ("dtype", "autocast"):  # also torch.bfloat16, "bf16" and so on
+        printed = str(value).removeprefix("torch.")
+        value = _DTYPES.get(printed, printed)
+    if value not in _CHOICES[name]:
+        choices = ", ".join(map(repr, _CHOICES[name]))
+        raise ConfigError(f"`{name}` must be one of {choices} or None, but is {value!r}")
     return value
 
 
@@ -198,26 +233,29 @@ def assumed(workload: Workload, optimizer: str | None = None) -> str:
     'generate, float16, 256 new tokens'
     """
     w = workload
-    told = [
-        w.mode,
-        w.dtype,
-        w.autocast and f"autocast to {w.autocast}",
-        w.attention and f"{w.attention} attention",
-    ]
-    told += [
-        w.layout == "packed" and "packed",
-        w.mode == "generate" and f"{w.max_new_tokens} new tokens",
-    ]
+    parts: list[str | None] = [w.mode, w.dtype]
+    if w.autocast:
+        parts.append(f"autocast to {w.autocast}")
+    if w.attention:
+        parts.append(f"{w.attention} attention")
+    if w.layout == "packed":
+        parts.append("packed")
+    if w.mode == "generate":
+        parts.append(f"{w.max_new_tokens} new tokens")
     if w.mode == "train":
-        told += ["checkpointing" if w.gradient_checkpointing else "no checkpointing"]
-        told += [
-            (w.trainable_share or 1) < 1 and f"{w.trainable_share:.2%} of the parameters trained"
-        ]
-        state = (
-            w.optimizer_bytes is not None
-            and f" of {w.optimizer_bytes:g} bytes per trained parameter"
-        )
-        told += [state and f"{optimizer or 'an optimizer'}{state}"]
-        told += [w.keeps_outputs is False and "logits freed before the backward pass"]
-        told += [w.sharding and f"{w.sharding} over {w.num_ranks or 'some'} ranks"]
-    return ", ".join(str(part) for part in told if part)
+        parts += _assumed_training(w, optimizer)
+    return ", ".join(part for part in parts if part)
+
+
+def _assumed_training(w: Workload, optimizer: str | None) -> list[str]:
+    parts = ["checkpointing" if w.gradient_checkpointing else "no checkpointing"]
+    if w.trainable_share and w.trainable_share < 1:
+        parts.append(f"{w.trainable_share:.2%} of the parameters trained")
+    if w.optimizer_bytes is not None:
+        name = optimizer or "an optimizer"
+        parts.append(f"{name} of {w.optimizer_bytes:g} bytes per trained parameter")
+    if w.keeps_outputs is False:
+        parts.append("logits freed before the backward pass")
+    if w.sharding:
+        parts.append(f"{w.sharding} over {w.num_ranks or 'some'} ranks")
+    return parts

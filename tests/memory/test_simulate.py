@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ import xgboost
 from transformers.integrations import sdpa_attention
 
 from dynagroup import ConfigError, MemoryBudget, StateError
-from dynagroup.memory import ClosedForm, MemoryRegressor, ProfiledMemory, TracedMemory, Workload
+from dynagroup.memory import MemoryRegressor, ProfiledMemory, TracedMemory, Workload
+from dynagroup.memory.formula import closed_form
 from dynagroup.memory.measurements import Measurement, Measurements, measure, simulate
 from dynagroup.memory.phases import Phases
 from dynagroup.shapes import BatchShape
@@ -453,9 +455,9 @@ def test_no_architecture_is_predicted_smaller_than_it_is_simulated(shard, mode, 
 def test_shipped_artifact_is_monotone_on_a_dense_grid_and_budgets_say_what_it_says(name):
     regressor = MemoryRegressor.pretrained(WORKLOADS[name])
     if regressor.sharp:
-        form = ClosedForm.of(WORKLOADS[name], regressor.card["constants"])
-        assert (form.phases >= 0).all()
-        assert form.shares(BatchShape.of(4, 100))[0, :-1].sum() == pytest.approx(1.0)
+        form = closed_form(WORKLOADS[name], regressor.card["constants"])
+        assert np.min(form.phases.rows) >= 0
+        assert 0 <= sum(form.shares(BatchShape.of(4, 100))) <= 1
     n = np.unique(np.geomspace(1, 4096, 30).astype(int))
     mesh_n, mesh_length = np.meshgrid(
         n, np.unique(np.geomspace(4, 16384, 30).astype(int)), indexing="ij"
@@ -661,9 +663,7 @@ def test_data_figures_and_report_belong_to_the_artifact_and_give_its_first_trees
     )
     assert card["recipe"] == result["recipe"]
     assert report.REPORT.read_text() == report.write(result)
-    few = Recipe(
-        sharp=tuple((name, 20 if name == "rounds" else value) for name, value in Recipe().sharp)
-    )
+    few = Recipe(trees=replace(Recipe().trees, rounds=20))
     again = train(load_groups(DATA), few, constants=card["constants"])
     boosters = [
         xgboost.Booster(model_file=bytearray(trees))

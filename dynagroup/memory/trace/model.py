@@ -10,7 +10,7 @@ import torch
 
 from dynagroup.errors import ConfigError
 from dynagroup.memory.phases import ELEMENT_BYTES, Attention, Run, needed
-from dynagroup.shapes import primary
+from dynagroup.shapes import TARGET, primary
 from dynagroup.validation import explained, warn_user
 
 PREDICTED = {
@@ -30,9 +30,8 @@ def as_config(value: Any) -> Any:
     """Returns a transformers config, either ``value`` itself or the one with this name."""
     transformers = _transformers()
     if isinstance(value, str):
-        with explained(
-            f"no config found for {value!r}", way_out="; give a model's name, or its folder"
-        ):
+        way_out = "; give a model's name, or its folder"
+        with explained(f"no config found for {value!r}", way_out=way_out):
             return transformers.AutoConfig.from_pretrained(value)
     if not isinstance(value, transformers.PretrainedConfig):
         raise ConfigError(
@@ -51,61 +50,93 @@ def as_meta_model(
 ) -> Any:
     """Copies a model to the meta device, or builds one there from a config; no weights are allocated or read. ``run``
     (a workload) sets dtype and attention. Without it: ``dtype``, ``attention`` (None: the source's), ``lora``."""
-    attention = run.attention if run else attention
-    kind = (
-        "eager"
-        if (attention or getattr(source, "_attn_implementation", None)) == "eager"
-        else "sdpa"
-    )  # as the config asks
+    if run is not None:
+        attention = run.attention
+    requested = attention or getattr(source, "_attn_implementation", None)
+    implementation = "eager" if requested == "eager" else "sdpa"
     if isinstance(source, torch.nn.Module):
-        empty = lambda tensor: torch.empty_like(tensor, device="meta")  # noqa: E731
-        memo: dict[int, Any] = {
-            id(p): torch.nn.Parameter(empty(p), p.requires_grad) for p in source.parameters()
-        }
-        memo |= {id(b): empty(b) for b in source.buffers()}
-        model: Any = copy.deepcopy(source, memo).to("meta")
-        for part in model.modules():
-            if (
-                getattr(vars(part).get("forward"), "__globals__", {})
-                .get("__name__", "")
-                .startswith("trl.")
-            ):
-                del part.forward  # TRL's runs the source; without it, the whole logits count
-        model = model if dtype is None else model.to(getattr(torch, dtype))
+        model = _copied(source)
+        if dtype is not None:
+            model = model.to(getattr(torch, dtype))
     else:
-        model = _from_config(source, run.dtype if run else dtype, kind)
+        model = _from_config(source, run.dtype if run else dtype, implementation)
     if attention is not None and hasattr(model, "set_attn_implementation"):
-        none = f"{type(model).__name__} has only 'eager' attention"
-        with explained(f"`attention` must be 'eager', because {none}, but is {attention!r}"):
-            model.set_attn_implementation(kind)
-    return model if lora is None or lora is False else _with_adapters(model, lora)
+        with explained(
+            f"`attention` must be 'eager', because {type(model).__name__} has only 'eager' attention, "
+            f"but is {attention!r}"
+        ):
+            model.set_attn_implementation(implementation)
+    if lora is None or lora is False:
+        return model
+    return _with_adapters(model, lora)
+
+
+def _copied(source: torch.nn.Module) -> Any:
+    """Copies a model to the meta device. Its modules run the forward pass of their class: one that a trainer has set on a
+    module may run the source, or compute the loss in chunks whose number depends on the batch."""
+    memo: dict[int, Any] = {}
+    for p in source.parameters():
+        empty = torch.empty_like(p, device="meta")
+        memo[id(p)] = torch.nn.Parameter(empty, p.requires_grad)
+    for buffer in source.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    model = copy.deepcopy(source, memo).to("meta")
+    for module in model.modules():
+        vars(module).pop("forward", None)
+    return model
+
+
+def trained_dtype(model: torch.nn.Module) -> str:
+    """Returns the dtype of the parameters that are trained."""
+    for p in model.parameters():
+        if p.requires_grad:
+            return str(p.dtype).removeprefix("torch.")
+    return "float32"
+
+
+def base_model(model: Any) -> Any:
+    """Returns the model without the wrapper that peft puts around it."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def text_config(model: Any) -> Any:
+    """Returns the config of the model's decoder, or of its only stack; None: the model has no config."""
+    config = getattr(model, "config", None)
+    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+
+
+def num_positions(model: Any) -> int | None:
+    """Returns the tokens of the longest sample that the model accepts; None: unknown."""
+    return getattr(text_config(model), "max_position_embeddings", None)
 
 
 def as_random_model(config: Any, run: Run, device: torch.device) -> torch.nn.Module:
     """Builds a model from a config on the device, with random weights, and with dtype and attention of ``run``."""
-    return _from_config(config, run.dtype, "eager" if run.attention == "eager" else "sdpa", device)
+    implementation = "eager" if run.attention == "eager" else "sdpa"
+    return _from_config(config, run.dtype, implementation, device)
 
 
 def _from_config(
-    config: Any, dtype: str | None, attention: str, device: torch.device | str = "meta"
+    config: Any, dtype: str | None, implementation: str, device: torch.device | str = "meta"
 ) -> Any:
     config = copy.deepcopy(as_config(config))
-    dtype = dtype or str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
-    auto, failed = _auto_class(config), None
-    for kind in (
-        ("sdpa", "eager") if attention == "sdpa" else (attention,)
-    ):  # some models have only eager attention
+    if dtype is None:
+        dtype = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+    auto_class = _auto_class(config)
+    error: Exception | None = None
+    # Some models have only eager attention.
+    for name in dict.fromkeys((implementation, "eager")):
         try:
             with torch.device(device):
-                return auto.from_config(
-                    config, dtype=getattr(torch, dtype), attn_implementation=kind
+                return auto_class.from_config(
+                    config, dtype=getattr(torch, dtype), attn_implementation=name
                 )
-        except Exception as error:  # the model's own code may raise anything
-            failed = error
-    way_out = "pass a model instead"
+        except Exception as caught:  # the model's own code may raise anything
+            error = caught
     raise ConfigError(
-        f"cannot build a model from a {type(config).__name__} ({failed!r:.200}); {way_out}"
-    ) from failed
+        f"cannot build a model from a {type(config).__name__} ({error!r:.200}); "
+        "pass a model instead"
+    ) from error
 
 
 def is_encoder(config: Any) -> bool:
@@ -115,54 +146,58 @@ def is_encoder(config: Any) -> bool:
 
 
 def _auto_class(config: Any) -> Any:
-    hf, kind = _transformers(), type(config)
-    order = [hf.AutoModelForImageTextToText, hf.AutoModelForCausalLM]
-    if getattr(config, "is_encoder_decoder", False):
-        order = [
+    hf = _transformers()
+    if is_encoder(config):
+        classes = [hf.AutoModelForMaskedLM, hf.AutoModelForImageTextToText, hf.AutoModelForCausalLM]
+    elif getattr(config, "is_encoder_decoder", False):
+        classes = [
             hf.AutoModelForSpeechSeq2Seq,
             hf.AutoModelForSeq2SeqLM,
             hf.AutoModelForImageTextToText,
         ]
-    if is_encoder(config):
-        order = [hf.AutoModelForMaskedLM, *order]
-    for auto in [*order, hf.AutoModel]:
-        if kind in auto._model_mapping:
-            return auto
+    else:
+        classes = [hf.AutoModelForImageTextToText, hf.AutoModelForCausalLM]
+    for auto_class in [*classes, hf.AutoModel]:
+        if type(config) in auto_class._model_mapping:
+            return auto_class
     raise ConfigError(
-        f"transformers has no model class for {kind.__name__}; pass a model instead of a config"
+        f"transformers has no model class for {type(config).__name__}; "
+        "pass a model instead of a config"
     )
 
 
 def checkpoint_layers(model: Any) -> None:
     """Turns on gradient checkpointing, as it is on already (of every second layer, for example, or reentrant), else of all."""
-    on = {module for module in model.modules() if getattr(module, "gradient_checkpointing", False)}
-    own = next(
-        (
-            f
-            for m in on
-            if (f := getattr(getattr(m, "_gradient_checkpointing_func", None), "keywords", None))
-        ),
-        None,
-    )
-    enable = (
-        getattr(model, "activation_checkpointing_enable", None)
-        or model.gradient_checkpointing_enable
-    )  # the older name
-    enable(own or {"use_reentrant": False})
-    for module in (m for m in model.modules() if on and hasattr(m, "gradient_checkpointing")):
-        module.gradient_checkpointing = module in on
+    checkpointed = set()
+    settings = None
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            checkpointed.add(module)
+            function = getattr(module, "_gradient_checkpointing_func", None)
+            settings = settings or getattr(function, "keywords", None)
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    if enable is None:
+        enable = model.gradient_checkpointing_enable  # the older name
+    enable(settings or {"use_reentrant": False})
+    if not checkpointed:
+        return
+    for module in model.modules():
+        if hasattr(module, "gradient_checkpointing"):
+            module.gradient_checkpointing = module in checkpointed
 
 
 def stacks(model: torch.nn.Module) -> list[torch.nn.ModuleList]:
     """Returns the model's stacks: lists of layers of one class, without lists inside other lists."""
-    found: list[torch.nn.ModuleList] = []
-    for module in (
-        m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) >= ALIKE_LAYERS
-    ):
-        nested = any(module is inner for outer in found for inner in outer.modules())
-        if not nested and len({type(layer) for layer in module}) == 1:
-            found.append(module)
-    return found
+    outer_stacks: list[torch.nn.ModuleList] = []
+    inside: set[torch.nn.Module] = set()
+    for module in model.modules():
+        if not isinstance(module, torch.nn.ModuleList) or len(module) < ALIKE_LAYERS:
+            continue
+        is_of_one_class = len({type(layer) for layer in module}) == 1
+        if is_of_one_class and module not in inside:
+            outer_stacks.append(module)
+            inside.update(module.modules())
+    return outer_stacks
 
 
 def make_inputs(
@@ -177,126 +212,126 @@ def make_inputs(
     Stream ``tokens`` is the input of the encoder or of the only stack; ``target`` is the decoder's output (None: as
     long). Inputs of speech models always have the full audio window."""
     config: Any = getattr(model, "config", None)
+    num_tokens = int(longest[primary(longest)])
+    inputs: dict[str, torch.Tensor] = {}
     with torch.device(device):
-        ids = torch.zeros(num_samples, int(longest[primary(longest)]), dtype=torch.long)
+        ids = torch.zeros(num_samples, num_tokens, dtype=torch.long)
         if getattr(model, "main_input_name", "input_ids") == "input_features":
-            window = (num_samples, config.num_mel_bins, 2 * config.max_source_positions)
-            inputs = {"input_features": torch.zeros(window, dtype=next(model.parameters()).dtype)}
-        else:
-            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        decodes = bool(getattr(config, "is_encoder_decoder", False))
-        words = (
-            torch.zeros(num_samples, longest.get("target", ids.shape[1]), dtype=torch.long)
-            if decodes
-            else ids
-        )
-        if with_labels:
-            classifies = (
-                "ForSequenceClassification"
-                in type(getattr(model, "get_base_model", lambda: model)()).__name__
+            dtype = next(model.parameters()).dtype
+            num_frames = 2 * config.max_source_positions
+            inputs["input_features"] = torch.zeros(
+                num_samples, config.num_mel_bins, num_frames, dtype=dtype
             )
-            inputs["labels"] = words[:, 0].clone() if classifies else words
+        else:
+            inputs["input_ids"] = ids
+            inputs["attention_mask"] = torch.ones_like(ids)
+        is_encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
+        words = ids
+        if is_encoder_decoder:
+            num_target_tokens = longest.get(TARGET, num_tokens)
+            words = torch.zeros(num_samples, num_target_tokens, dtype=torch.long)
+        if with_labels:
+            is_classifier = "ForSequenceClassification" in type(base_model(model)).__name__
+            inputs["labels"] = words[:, 0].clone() if is_classifier else words
             words = words.clone()  # the decoder reads a second tensor: the labels, shifted by one
-        if decodes:
+        if is_encoder_decoder:
             inputs["decoder_input_ids"] = words
     accepted = inspect.signature(model.forward).parameters
-    return {
-        k: v
-        for k, v in inputs.items()
-        if any(p.kind is p.VAR_KEYWORD for p in accepted.values()) or k in accepted
-    }
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()):
+        return inputs
+    return {name: tensor for name, tensor in inputs.items() if name in accepted}
 
 
 def describe(source: Any, mode: str, known: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of a model's Workload in this mode; ``known`` fields override."""
-    dtype, attention = known.get("dtype"), known.get("attention")
-    model: Any = (
-        source
-        if isinstance(source, torch.nn.Module)
-        else as_meta_model(source, dtype=dtype, attention=attention)
-    )
+    model: Any = source
+    if not isinstance(source, torch.nn.Module):
+        model = as_meta_model(source, dtype=known.get("dtype"), attention=known.get("attention"))
     config = getattr(model, "config", None)
     if config is None:
-        way_out = "describe it yourself: Workload(mode=..., num_layers=..., ...)"
-        raise ConfigError(f"the model of `model_or_config` has no transformers config; {way_out}")
-    if mode == "generate" and is_encoder(config):
         raise ConfigError(
-            f"`mode` 'generate' needs a model that decodes, but {type(config).__name__} is of an encoder"
+            "the model of `model_or_config` has no transformers config; "
+            "describe it yourself: Workload(mode=..., num_layers=..., ...)"
         )
-    own = getattr(source, "generation_config", source) if mode == "generate" else None
-    odd = [
-        f"{k}={v}"
-        for k, usual in PREDICTED.items()
-        if (v := getattr(own, k, usual)) not in (usual, None)
-    ]
-    if odd:
-        warn_user(
-            f"{', '.join(odd)} needs more memory than predicted (one sequence, growing cache); lower the limit"
-        )
+    if mode == "generate":
+        if is_encoder(config):
+            raise ConfigError(
+                f"`mode` 'generate' needs a model that decodes, but {type(config).__name__} is of an encoder"
+            )
+        _warn_of_generation(getattr(source, "generation_config", source))
     return {"mode": mode, **architecture(config), **_run_as(model, mode), **known}
+
+
+def _warn_of_generation(settings: Any) -> None:
+    """Warns if a generation config, or a config, has settings that need more memory than is predicted."""
+    unusual = []
+    for name, usual in PREDICTED.items():
+        value = getattr(settings, name, None)
+        if value is not None and value != usual:
+            unusual.append(f"{name}={value}")
+    if unusual:
+        warn_user(
+            f"{', '.join(unusual)} needs more memory than predicted (one sequence, growing cache); "
+            "lower the limit"
+        )
 
 
 def architecture(config: Any) -> dict[str, Any]:
     """Returns the sizes in a config, which go by other names from one model family to the next."""
     two_stacks = bool(getattr(config, "is_encoder_decoder", False))
-    text = (
-        config.get_text_config(decoder=True)
-        if hasattr(config, "get_text_config") and not two_stacks
-        else config
-    )
-
-    def first(*names: str, decoder: tuple[str, ...] = ()) -> Any:
-        return _first(text, *(decoder if two_stacks else ()), *names)
-
-    hidden = first("hidden_size", "d_model", "n_embd")
-    heads = first(
-        "num_attention_heads", "num_heads", "n_head", decoder=("decoder_attention_heads",)
-    )
-    of_experts, widths = (
-        first("moe_intermediate_size"),
-        ("intermediate_size", "ffn_dim", "d_ff", "n_inner"),
-    )
-    ffn = (
-        of_experts
-        or first(*widths, decoder=("decoder_ffn_dim",))
-        or (4 * hidden if hidden else None)
-    )
-    layers = first(
-        "num_hidden_layers",
-        "num_layers",
-        "n_layer",
-        decoder=("decoder_layers", "num_decoder_layers"),
-    )
+    text = config
+    if hasattr(config, "get_text_config") and not two_stacks:
+        text = config.get_text_config(decoder=True)
+    decoder = DECODER_SIZES if two_stacks else {}
+    hidden = _first(text, *SIZES["hidden_size"])
+    num_heads = _first(text, *decoder.get("num_heads", ()), *SIZES["num_heads"])
+    names = (*decoder.get("intermediate_size", ()), *SIZES["intermediate_size"])
+    intermediate = _first(text, "moe_intermediate_size") or _first(text, *names)
+    head_size = _first(text, "head_dim", "d_kv")
+    if hidden:
+        intermediate = intermediate or 4 * hidden
+        head_size = head_size or (hidden // num_heads if num_heads else None)
+    num_kv_heads = _first(text, "num_key_value_heads") or num_heads
+    if getattr(text, "multi_query", False):
+        num_kv_heads = 1
+    num_encoder_layers = 0
+    if two_stacks:
+        num_encoder_layers = _first(text, "encoder_layers", "num_layers", "num_hidden_layers")
+    is_gated = getattr(text, "is_gated_act", getattr(text, "model_type", "") not in _PLAIN_MLP)
+    is_bloom = getattr(config, "model_type", "") == "bloom"
     return {
-        "num_layers": layers,
+        "num_layers": _first(text, *decoder.get("num_layers", ()), *SIZES["num_layers"]),
+        "num_encoder_layers": num_encoder_layers,
         "hidden_size": hidden,
-        "num_heads": heads,
-        "intermediate_size": ffn,
-        "num_encoder_layers": first("encoder_layers", "num_layers", "num_hidden_layers")
-        if two_stacks
-        else 0,
-        "num_kv_heads": 1
-        if getattr(text, "multi_query", False)
-        else first("num_key_value_heads") or heads,
-        "head_size": first("head_dim", "d_kv") or (hidden // heads if hidden and heads else None),
-        "experts_per_token": first("num_experts_per_tok", "num_experts_per_token", "top_k_experts")
-        or 1,
-        "gated_mlp": bool(
-            getattr(text, "is_gated_act", getattr(text, "model_type", "") not in _PLAIN_MLP)
-        ),
-        "dropout": any(
-            isinstance(p, float) and p > 0
-            for p in (getattr(text, name, None) for name in _DROPOUTS)
-        ),
-        "vocabulary_size": first("vocab_size") or 0,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_size": head_size,
+        "intermediate_size": intermediate,
+        "experts_per_token": _first(text, *SIZES["experts_per_token"]) or 1,
+        "gated_mlp": bool(is_gated),
+        "dropout": _has_dropout(text),
+        "vocabulary_size": _first(text, "vocab_size") or 0,
         "fixed_tokens": _fixed_tokens(config),
-        "score_bias": hasattr(config, "relative_attention_num_buckets")
-        or getattr(config, "model_type", "") == "bloom",
+        "score_bias": is_bloom or hasattr(config, "relative_attention_num_buckets"),
         "encoder_decoder": two_stacks,
         "causal": not two_stacks and not is_encoder(config),
     }
 
 
+# Names of a size in configs, by field of a workload.
+SIZES: Mapping[str, tuple[str, ...]] = {
+    "num_layers": ("num_hidden_layers", "num_layers", "n_layer"),
+    "hidden_size": ("hidden_size", "d_model", "n_embd"),
+    "num_heads": ("num_attention_heads", "num_heads", "n_head"),
+    "intermediate_size": ("intermediate_size", "ffn_dim", "d_ff", "n_inner"),
+    "experts_per_token": ("num_experts_per_tok", "num_experts_per_token", "top_k_experts"),
+}
+# The same in encoder-decoders.
+DECODER_SIZES: Mapping[str, tuple[str, ...]] = {
+    "num_layers": ("decoder_layers", "num_decoder_layers"),
+    "num_heads": ("decoder_attention_heads",),
+    "intermediate_size": ("decoder_ffn_dim",),
+}
 _PLAIN_MLP = {
     "gpt2",
     "opt",
@@ -333,67 +368,96 @@ _DROPOUTS = (
 
 def _run_as(model: Any, mode: str) -> dict[str, Any]:
     """Returns the workload fields for how a model is run, read from its parameters and settings."""
-    parameters = list(model.parameters())
-    trained = [p for p in parameters if p.requires_grad]
-    total, count = (sum(p.numel() for p in part) for part in (parameters, trained))
-    # Quantised parameters are integers, but the model computes in floating point.
-    dtype = str(
-        next((p.dtype for p in parameters if p.is_floating_point()), "float32")
-    ).removeprefix("torch.")
-    width = sum(p.numel() * p.element_size() for p in trained) / max(
-        count, 1
-    )  # with LoRA only adapters are trained
-    stated = (
-        getattr(model.config, "_attn_implementation", None) or ""
-    )  # the one in use, not the one requested
-    checkpoints = any(
-        getattr(module, "gradient_checkpointing", False) for module in model.modules()
-    )
-    settings = getattr(model, "generation_config", None)
-    new_tokens = int(getattr(settings, "max_new_tokens", None) or 20)  # generate()'s own default
-    return {
-        "num_parameters": total,
-        "trainable_share": count / max(total, 1) if mode == "train" else 0.0,
+    num_parameters = 0
+    num_trained = 0
+    trained_bytes = 0
+    for p in model.parameters():
+        num_parameters += p.numel()
+        if p.requires_grad:
+            num_trained += p.numel()
+            trained_bytes += p.numel() * p.element_size()
+    fields: dict[str, Any] = {
+        "num_parameters": num_parameters,
+        "trainable_share": 0.0,
         "lm_head": getattr(model, "get_output_embeddings", lambda: None)() is not None,
-        "dtype": dtype if dtype in ELEMENT_BYTES else "float32",
-        "gradient_checkpointing": checkpoints,
-        "attention": next((kind for name, kind in _ATTENTION.items() if name in stated), "sdpa"),
-        "optimizer_bytes": 2.0 * width if mode == "train" else 0.0,
-        "max_new_tokens": new_tokens if mode == "generate" else 0,
+        "dtype": _dtype_of(model),
+        "gradient_checkpointing": _is_checkpointed(model),
+        "attention": _attention_of(model.config),
+        "optimizer_bytes": 0.0,
+        "max_new_tokens": 0,
     }
+    if mode == "train":
+        fields["trainable_share"] = num_trained / max(num_parameters, 1)
+        # AdamW has two values for each parameter; with LoRA only adapters are trained.
+        fields["optimizer_bytes"] = 2.0 * trained_bytes / max(num_trained, 1)
+    if mode == "generate":
+        settings = getattr(model, "generation_config", None)
+        # generate()'s own default is 20.
+        fields["max_new_tokens"] = int(getattr(settings, "max_new_tokens", None) or 20)
+    return fields
+
+
+def _dtype_of(model: torch.nn.Module) -> str:
+    """Returns the dtype in which a model computes; quantised parameters are integers."""
+    for p in model.parameters():
+        if p.is_floating_point():
+            name = str(p.dtype).removeprefix("torch.")
+            return name if name in ELEMENT_BYTES else "float32"
+    return "float32"
+
+
+def _is_checkpointed(model: torch.nn.Module) -> bool:
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
+def _attention_of(config: Any) -> str:
+    """Returns the attention in use, which may differ from the one that was requested."""
+    implementation = getattr(config, "_attn_implementation", None) or ""
+    for part, attention in _ATTENTION.items():
+        if part in implementation:
+            return attention
+    return "sdpa"
 
 
 def _first(config: Any, *names: str) -> Any:
+    """Returns the first of these values that the config has; None: it has none. Of a list, its first value."""
     for name in names:
-        with suppress(
-            Exception
-        ):  # transformers' configs raise errors for values that vary over layers
-            if (value := getattr(config, name, None)) is not None:
-                return value[0] if isinstance(value, (list, tuple)) else value
+        value = None
+        with suppress(Exception):  # configs of transformers raise for values that vary over layers
+            value = getattr(config, name, None)
+        if value is not None:
+            return value[0] if isinstance(value, (list, tuple)) else value
     return None
+
+
+def _has_dropout(config: Any) -> bool:
+    rates = [getattr(config, name, None) for name in _DROPOUTS]
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
 def _fixed_tokens(config: Any) -> int:
     if getattr(config, "model_type", "") == "whisper":
         return int(config.max_source_positions)
-    vision: Any = getattr(config, "vision_config", None)
-    known = hasattr(vision, "image_size") and hasattr(vision, "patch_size")
-    return int((vision.image_size // vision.patch_size) ** 2) if known else 0
+    vision = getattr(config, "vision_config", None)
+    if hasattr(vision, "image_size") and hasattr(vision, "patch_size"):
+        return int((vision.image_size // vision.patch_size) ** 2)
+    return 0
 
 
 def _with_adapters(model: Any, lora: Any) -> Any:
     """Returns the model with adapters in float32: of this rank on every linear layer, or as a LoraConfig says."""
     import peft
 
-    if not isinstance(lora, (int, peft.LoraConfig)):
+    config = lora
+    if isinstance(lora, int):
+        rank = 16 if lora is True else lora
+        config = peft.LoraConfig(r=rank, target_modules="all-linear")
+    if not isinstance(config, peft.LoraConfig):
         raise ConfigError(
-            f"`lora` must be True, an int (the adapters' rank) or a LoraConfig of peft, but is {lora!r}"
+            "`lora` must be True, an int (the adapters' rank) or a LoraConfig of peft, "
+            f"but is {lora!r}"
         )
-    rank: Any = 16 if lora is True else lora
-    config: Any = (
-        peft.LoraConfig(r=rank, target_modules="all-linear") if isinstance(lora, int) else lora
-    )
-    adapted: Any = peft.inject_adapter_in_model(config, model)
+    adapted = peft.inject_adapter_in_model(config, model)
     for p in adapted.parameters():
         if p.requires_grad and p.dtype in (torch.float16, torch.bfloat16):
             p.data = p.data.float()

@@ -1,66 +1,74 @@
 """Finds how a model's memory depends on the batch shape, exactly, from a few traces of the model.
 
-A trace runs the model without data and records the bytes alive after each allocation. Each of these values is a polynomial in (n
-samples, L tokens), so a few traces determine it (least squares, error 0). The peak of a batch is the largest of the polynomials,
-called phases. If all layers have one class, only the first are traced, up to two of those at the end that have parameters of
-equal shapes: every further layer adds the same bytes, from its forward pass to the end of its backward pass."""
+A trace runs the model without data and records the bytes alive after each allocation. Each of these values is
+a polynomial in (n samples, L tokens), so a few traces determine it (least squares, error 0). The peak of a
+batch is the largest of the polynomials, called phases. If all layers have one class, only the first are
+traced, up to two of those at the end that are alike: every further layer adds the same bytes, from its
+forward pass to the end of its backward pass."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import Any, TypeAlias
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
-from dynagroup.memory.phases import (
-    MASK_ALIGNMENT,
-    MONOMIALS,
-    FloatArray,
-    MakeInputs,
-    Phases,
-    Run,
-    max_affine,
-    monomials,
-)
+from dynagroup.memory.phases import MONOMIALS, FloatArray, MakeInputs, Phases, Run, monomials
 from dynagroup.memory.trace.kernels import LiveBytes
-from dynagroup.memory.trace.model import ALIKE_LAYERS, as_meta_model, stacks
-from dynagroup.memory.trace.program import as_gathered, prepare, trace
-from dynagroup.validation import warn_user
-
-Probe: TypeAlias = "tuple[int, int, int]"  # shape to trace: samples, tokens, target tokens
-Timeline: TypeAlias = (
-    "Callable[[Probe], FloatArray]"  # returns the bytes alive after each allocation
+from dynagroup.memory.trace.model import (
+    ALIKE_LAYERS,
+    as_meta_model,
+    stacks,
+    text_config,
 )
+from dynagroup.memory.trace.program import as_gathered, own_settings, prepare, trace
+from dynagroup.shapes import TARGET, TOKENS
+
+
+class Probe(NamedTuple):
+    """A shape to trace."""
+
+    num_samples: int
+    tokens: int
+    target_tokens: int
+
+
+Timeline: TypeAlias = Callable[[Probe], FloatArray]
+"""Returns the bytes alive after each allocation."""
+
 ALIKE = 5e-3  # largest relative error of a peak that is computed from a few layers
 EXACT = 1e-4  # largest error of a polynomial, relative to the largest value of its trace
-# CUDA kernels pad rows to multiples of 32 and masks to multiples of 16. Traced lengths are multiples of 32 plus 1, so
-# all get the most padding. A program that pads to 64 or 512 gives no polynomial at these lengths, and so is noticed.
+# CUDA kernels pad rows to multiples of 32 and masks to multiples of 16. Traced lengths are multiples of 32 plus
+# 1, so all get the most padding. A program that pads to 64 or 512 gives no polynomial at these lengths, and so
+# is noticed.
 ALIGNMENT = 32
 PROBES = [
-    (2, 65, 97),
-    (3, 33, 33),
-    (2, 257, 161),
-    (5, 193, 97),
-    (4, 321, 65),
-    (3, 481, 257),
-    (7, 97, 353),
-    (2, 161, 481),
-    (6, 65, 257),
-    (3, 129, 321),
-    (6, 385, 449),
-    (5, 449, 129),
-    (2, 33, 33),
-    (8, 225, 289),
+    Probe(2, 65, 97),
+    Probe(3, 33, 33),
+    Probe(2, 257, 161),
+    Probe(5, 193, 97),
+    Probe(4, 321, 65),
+    Probe(3, 481, 257),
+    Probe(7, 97, 353),
+    Probe(2, 161, 481),
+    Probe(6, 65, 257),
+    Probe(3, 129, 321),
+    Probe(6, 385, 449),
+    Probe(5, 449, 129),
+    Probe(2, 33, 33),
+    Probe(8, 225, 289),
 ]
-PACKED_PROBES: list[Probe] = [(1, 65, 0), (1, 513, 0), (1, 193, 0), (1, 1025, 0)]
+PACKED_PROBES = [Probe(1, tokens, 0) for tokens in (65, 513, 193, 1025)]
 PROBED = 512  # about the longest length in PROBES, in tokens
-LONGEST = (
-    4097  # tokens of the last traced shape, if the model has so many positions: checks long samples
-)
-FEWEST_POSITIONS = 3 * ALIGNMENT + 1  # three traced lengths determine a polynomial of degree 2
-MOST_TOKENS = 131072  # in a sample or packed batch; polynomials that are the largest only above this are dropped
+# Tokens of the last traced shape, if the model has so many positions: checks long samples.
+LONGEST = 4097
+MIN_POSITIONS = 3 * ALIGNMENT + 1  # three traced lengths determine a polynomial of degree 2
+# In a sample or packed batch; polynomials that are the largest only above this are dropped.
+MAX_TOKENS = 131072
+MAX_SAMPLES = 16384
+NUM_DRAWN = 6000  # random shapes by which it is decided which polynomials are kept
 
 
 def trace_phases(
@@ -68,22 +76,15 @@ def trace_phases(
 ) -> Phases:
     """Returns how a model's memory depends on the batch shape: polynomials from about eight traces of a few layers.
 
-    Sliding-window attention gives two sets: for samples within the window, and for longer ones. If the model's
-    operations depend on the shape, polynomials are fitted to simulated batches, with a warning. ValueError: nothing fits."""
+    Sliding-window attention gives two sets: for samples within the window, and for longer ones. ValueError: the model's
+    operations depend on the shape, or its memory is no polynomial of it."""
     padded = _Traced(model_or_config, workload, inputs)
-    with (
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        torch.compiler.set_stance("force_eager"),
-    ):  # whatever the caller set
-        try:
-            found = _phases(padded)
-        except ValueError as error:
-            return _simulated(padded, error)
+    with own_settings():
+        phases = _phases(padded)
         if workload.attention != "sdpa" or padded.packed:
-            return found
-        spared = _phases(replace(padded, beyond=0))
-    return found if spared == found else replace(found, aligned=spared)
+            return phases
+        aligned = _phases(replace(padded, beyond=0))
+    return phases if aligned == phases else replace(phases, aligned=aligned)
 
 
 @dataclass(frozen=True)
@@ -106,17 +107,16 @@ class _Traced:
     @property
     def columns(self) -> list[int]:
         """Indices of the monomials that can occur. A packed batch is one row with all its tokens."""
-        names = (
-            ("1", "L", "L2") if self.packed else MONOMIALS if self.two_streams else MONOMIALS[:6]
-        )
+        names = MONOMIALS[:6]
+        if self.packed:
+            names = ("1", "L", "L2")
+        elif self.two_streams:
+            names = MONOMIALS
         return [MONOMIALS.index(name) for name in names]
 
     @cached_property
     def config(self) -> Any:
-        config: Any = getattr(as_meta_model(self.source, self.workload), "config", None)
-        return (
-            config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-        )
+        return text_config(as_meta_model(self.source, self.workload))
 
     def model(self, depths: Sequence[int] = ()) -> torch.nn.Module:
         """Returns the model, ready to trace, with all layers, or at most ``depths`` layers in each stack."""
@@ -126,157 +126,200 @@ class _Traced:
         return as_gathered(prepare(model, self.workload), self.workload)
 
     def run(self, model: torch.nn.Module, probe: Probe, watch: Any = None) -> LiveBytes:
-        n, length, target = probe
-        longest = {"tokens": length, "target": target} if self.two_streams else {"tokens": length}
-        return trace(model, self.workload, n, longest, inputs=self.inputs, watch=watch, smooth=True)
+        longest = {TOKENS: probe.tokens}
+        if self.two_streams:
+            longest[TARGET] = probe.target_tokens
+        return trace(
+            model,
+            self.workload,
+            probe.num_samples,
+            longest,
+            inputs=self.inputs,
+            watch=watch,
+            smooth=True,
+        )
 
     def timeline(self, check: Probe) -> Timeline:
         """Returns a function from shapes to timelines; it traces a few layers if their peak is right for ``check``."""
         whole = self.model()
-        windows = (
-            _windows(self.config) if self.workload.mode == "generate" else []
-        )  # what a layer's cache keeps
-        layers, depths = (
-            [*map(len, stacks(whole))],
-            [_depth(stack, windows) for stack in stacks(whole)],
-        )
-        all_layers: Timeline = lambda probe: np.array(  # noqa: E731
-            self.run(whole, probe).timeline, dtype=np.float64
-        )
+        # What a layer's cache keeps decides its memory only if there is a cache.
+        windows = _windows(self.config) if self.workload.mode == "generate" else []
+        layers = [len(stack) for stack in stacks(whole)]
+        depths = [_depth(stack, windows) for stack in stacks(whole)]
+
+        def all_layers(probe: Probe) -> FloatArray:
+            return np.array(self.run(whole, probe).timeline, dtype=np.float64)
+
+        if all(depth + 1 >= count for depth, count in zip(depths, layers, strict=True)):
+            return all_layers
+        shallow = self.model(depths)
 
         def few_layers(probe: Probe) -> FloatArray:
             deepen = _Deepen(shallow, layers, self.workload)
-            return deepen.raised(self.run(shallow, probe, watch=deepen))
+            return deepen.raised(self.run(shallow, probe, watch=deepen.watching))
 
-        if any(depth + 1 < count for depth, count in zip(depths, layers, strict=True)):
-            shallow = self.model(depths)
-            with suppress(ValueError, KeyError):  # layers are not equal, so all of them are traced
-                if abs(few_layers(check).max() / all_layers(check).max() - 1) < ALIKE:
-                    return few_layers
+        with suppress(ValueError, KeyError):  # layers are not equal, so all of them are traced
+            if abs(few_layers(check).max() / all_layers(check).max() - 1) < ALIKE:
+                return few_layers
         return all_layers
 
 
 def _depth(stack: torch.nn.ModuleList, windows: Sequence[int | None]) -> int:
-    """Returns how many layers to trace: all up to two of those at the end with equal shapes, settings and trained parameters."""
-    known: Any = windows if len(windows) == len(stack) else [None] * len(stack)
-    kinds = [
-        [
-            getattr(layer, "gradient_checkpointing", None),
-            *((p.shape, p.dtype, p.requires_grad) for p in layer.parameters()),
-            size,
-            *(
-                value
-                for part in layer.modules()
-                for name, value in vars(part).items()
-                if name == "p" or "drop" in name
-            ),
-        ]
-        for size, layer in zip(known, stack, strict=True)
-    ]
-    others = [place for place, kind in enumerate(kinds) if kind != kinds[-1]]
-    return max([ALIKE_LAYERS, *(place + 3 for place in others[-1:])])
+    """Returns how many layers to trace: all up to two of those at the end that are alike."""
+    if len(windows) != len(stack):
+        windows = [None] * len(stack)
+    kinds = [_layer_kind(layer, window) for layer, window in zip(stack, windows, strict=True)]
+    num_traced = ALIKE_LAYERS
+    for place, kind in enumerate(kinds):
+        if kind != kinds[-1]:
+            num_traced = max(num_traced, place + 3)
+    return num_traced
+
+
+def _layer_kind(layer: torch.nn.Module, window: int | None) -> list[Any]:
+    """Returns what decides a layer's memory: two layers are alike if these lists are equal."""
+    kind: list[Any] = [window, getattr(layer, "gradient_checkpointing", None)]
+    for parameter in layer.parameters():
+        kind.append((parameter.shape, parameter.dtype, parameter.requires_grad))
+    for module in layer.modules():
+        for name, value in vars(module).items():
+            if name == "p" or "drop" in name:
+                kind.append(value)
+    return kind
+
+
+@dataclass
+class _Span:
+    """Where the last two layers of a stack (0 and 1) lie in a timeline."""
+
+    starts: dict[int, int] = field(default_factory=dict)
+    """Allocations before each of the two layers first runs."""
+    live: dict[int, int] = field(default_factory=dict)
+    """Bytes alive before each of them first runs."""
+    end: int | None = None
+    """Allocations before the gradient of the last layer's input is known; None: never."""
 
 
 class _Deepen:
     """Computes the timeline of a model with so many ``layers`` from a trace of a few, by watching the last two."""
 
     def __init__(self, model: torch.nn.Module, layers: Sequence[int], workload: Run) -> None:
-        self._stacks, self._layers = stacks(model), layers
+        self._stacks = stacks(model)
+        self._layers = layers
         # With gradient checkpointing, weights that autocast casts live in its cache until the forward pass ends.
         self._drops_casts = bool(workload.autocast and workload.gradient_checkpointing)
-        self._spans: list[dict[str, int]] = [{} for _ in self._stacks]
+        self._spans = [_Span() for _ in self._stacks]
 
     @contextmanager
-    def __call__(self, tracer: LiveBytes) -> Iterator[None]:
+    def watching(self, tracer: LiveBytes) -> Iterator[None]:
         handles = []
         for stack, span in zip(self._stacks, self._spans, strict=True):
-            for place in (1, 2):
-                note = partial(self._note, tracer, span, place)
-                handles.append(stack[place - 3].register_forward_pre_hook(note, with_kwargs=True))
+            for place, layer in enumerate(stack[-2:]):
+                hook = _noting(tracer, span, place)
+                handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
         yield
         for handle in handles:
             handle.remove()
 
-    @staticmethod
-    def _note(
-        tracer: LiveBytes, span: dict[str, int], place: int, _: Any, args: tuple, kwargs: dict
-    ) -> None:
-        if f"live{place}" in span:
-            return
-        span[f"live{place}"], span[f"start{place}"] = tracer.live, len(tracer.timeline)
-        hidden = args[0] if args else kwargs.get("hidden_states")
-        if place == 2 and hidden is not None and hidden.requires_grad:
-            hidden.register_hook(lambda grad: span.update(end=len(tracer.timeline)))
-
     def raised(self, tracer: LiveBytes) -> FloatArray:
         """Returns the timeline of the model with all its layers, by adding what each further layer keeps."""
-        line = np.array(tracer.timeline, dtype=np.float64)
-        prefilled, at_prompt = tracer.marks.get("prefilled", (len(line), 0))
-        _, at_full = tracer.marks.get("stretched", (len(line), 0))
-        for stack, layers, span in zip(self._stacks, self._layers, self._spans, strict=True):
-            kept, added = span["live2"] - span["live1"], layers - len(stack)
-            end = span.get("end", len(line))
-            line[span["start2"] : min(end, prefilled)] += kept * added
+        timeline = np.array(tracer.timeline, dtype=np.float64)
+        never = (len(timeline), 0)
+        prefilled, bytes_at_prompt = tracer.marks.get("prefilled", never)
+        _, bytes_at_full = tracer.marks.get("stretched", never)
+        for stack, num_layers, span in zip(self._stacks, self._layers, self._spans, strict=True):
+            if len(span.live) < 2:
+                raise ValueError("a layer was not run")
+            num_added = num_layers - len(stack)
+            kept = span.live[1] - span.live[0]
+            end = len(timeline) if span.end is None else span.end
+            timeline[span.starts[1] : min(end, prefilled)] += kept * num_added
             if self._drops_casts:
-                line[tracer.marks["forward_ends"][0] : end] -= _cast_bytes(stack[-2]) * added
-            if kept:  # the stack with the key-value cache, which grows from the prompt's length to the final length
-                line[prefilled:] += (kept + (at_full - at_prompt) / len(stack)) * added
-        return line
+                forward_end, _ = tracer.marks["forward_ends"]
+                timeline[forward_end:end] -= _cast_bytes(stack[-2]) * num_added
+            if kept:  # the stack with the cache, which grows from the prompt's to the final length
+                growth = (bytes_at_full - bytes_at_prompt) / len(stack)
+                timeline[prefilled:] += (kept + growth) * num_added
+        return timeline
+
+
+def _noting(tracer: LiveBytes, span: _Span, place: int) -> Callable[..., None]:
+    """Returns a hook for one of the last two layers, which notes when the layer first begins; for the last one also when
+    its backward pass ends."""
+
+    def note(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if place in span.live:
+            return
+        span.starts[place] = len(tracer.timeline)
+        span.live[place] = tracer.live
+        hidden = args[0] if args else kwargs.get("hidden_states")
+        if place == 1 and hidden is not None and hidden.requires_grad:
+            hidden.register_hook(note_end)
+
+    def note_end(_: Any) -> None:
+        span.end = len(tracer.timeline)
+
+    return note
 
 
 def _cast_bytes(layer: torch.nn.Module) -> int:
-    matrices = [m for m in layer.modules() if getattr(getattr(m, "weight", None), "ndim", 0) == 2]
-    cast = [
-        p
-        for m in matrices
-        for p in m.parameters(recurse=False)
-        if p.dtype == torch.float32 and p.requires_grad
-    ]
-    return sum(2 * p.numel() for p in cast)
+    """Returns the bytes that autocast needs for a lower copy of the layer's matrices."""
+    num_bytes = 0
+    for module in layer.modules():
+        if getattr(getattr(module, "weight", None), "ndim", 0) != 2:
+            continue
+        for p in module.parameters(recurse=False):
+            if p.dtype == torch.float32 and p.requires_grad:
+                num_bytes += 2 * p.numel()
+    return num_bytes
 
 
 def _phases(traced: _Traced) -> Phases:
     if traced.packed:
         return _exact(traced, PACKED_PROBES)
-    workload, window = (
-        traced.workload,
-        max((size for size in _windows(traced.config) if size), default=None),
-    )
+    window = max((size for size in _windows(traced.config) if size), default=None)
     if window is None:
         return _exact(traced, _probes(traced))
-    until = window - ((workload.max_new_tokens or 1) if workload.mode == "generate" else 1)
-    wide = -(-window // ALIGNMENT) * ALIGNMENT
-    after = _exact(traced, [(n, length + wide, target) for n, length, target in _probes(traced)])
-    return (
-        after
-        if until < FEWEST_POSITIONS
-        else replace(_exact(traced, _probes(traced, until)), until=until, after=after.rows)
-    )
+    workload = traced.workload
+    num_generated = (workload.max_new_tokens or 1) if workload.mode == "generate" else 1
+    until = window - num_generated
+    beyond_window = -(-window // ALIGNMENT) * ALIGNMENT
+    long_probes = [probe._replace(tokens=probe.tokens + beyond_window) for probe in _probes(traced)]
+    after = _exact(traced, long_probes)
+    if until < MIN_POSITIONS:
+        return after
+    within = _exact(traced, _probes(traced, until))
+    return replace(within, until=until, after=after.rows)
 
 
 def _probes(traced: _Traced, within: int = LONGEST) -> list[Probe]:
     """Returns shapes to trace, enough to find all coefficients, within the model's positions; the last is the longest."""
-    most = min(getattr(traced.config, "max_position_embeddings", None) or LONGEST, within)
-    most_target = min(getattr(traced.config, "max_target_positions", None) or most, most)
-
-    def scaled_to(
-        most: int, length: int
-    ) -> int:  # shortens lengths in proportion to the model's positions
-        return _aligned(length if most >= PROBED else most * length // PROBED, traced)
-
-    scaled = [
-        (n, scaled_to(most, length), scaled_to(most_target, target)) for n, length, target in PROBES
-    ]
+    config = traced.config
+    most = min(getattr(config, "max_position_embeddings", None) or LONGEST, within)
+    most_target = min(getattr(config, "max_target_positions", None) or most, most)
+    scaled = []
+    for probe in PROBES:
+        tokens = _scaled(probe.tokens, most, traced)
+        target_tokens = _scaled(probe.target_tokens, most_target, traced)
+        scaled.append(Probe(probe.num_samples, tokens, target_tokens))
     columns = traced.columns
     for count in range(len(columns) + 1, len(scaled) + 1):
-        n, length, target = scaled[count - 1]
-        probes = [*scaled[: count - 1], (n, max(length, _aligned(most, traced)), target)]
-        known = monomials(*np.array(probes).T)[:, columns]
-        if np.linalg.matrix_rank(known / known.max(0)) == len(columns):
+        probes = scaled[:count]
+        longest = max(probes[-1].tokens, _aligned(most, traced))
+        probes[-1] = probes[-1]._replace(tokens=longest)
+        known = _monomials(probes, columns)
+        if np.linalg.matrix_rank(known / known.max(axis=0)) == len(columns):
             return probes
     raise ValueError(
         f"the model's {min(most, most_target)} positions are too few to find how memory grows with length"
     )
+
+
+def _scaled(length: int, most: int, traced: _Traced) -> int:
+    """Returns a probe's length, shortened in proportion to the model's positions if they are few."""
+    if most < PROBED:
+        length = most * length // PROBED
+    return _aligned(length, traced)
 
 
 def _aligned(length: int, traced: _Traced) -> int:
@@ -284,106 +327,64 @@ def _aligned(length: int, traced: _Traced) -> int:
     return max((length - traced.beyond) // ALIGNMENT, 1) * ALIGNMENT + traced.beyond
 
 
+def _monomials(probes: Sequence[Probe], columns: Sequence[int]) -> FloatArray:
+    samples, tokens, target_tokens = np.array(probes).T
+    return monomials(samples, tokens, target_tokens)[:, columns]
+
+
 def _windows(config: Any) -> list[int | None]:
     """Returns for each layer how many positions its cache keeps; None: all, as the layer has no sliding window."""
     from transformers import DynamicCache, PretrainedConfig
 
-    layers: Any = DynamicCache(config=config).layers if isinstance(config, PretrainedConfig) else ()
+    if not isinstance(config, PretrainedConfig):
+        return []
+    layers = DynamicCache(config=config).layers
     return [getattr(layer, "sliding_window", None) for layer in layers]
 
 
 def _exact(traced: _Traced, probes: Sequence[Probe]) -> Phases:
     """Traces these shapes; returns their exact polynomials. ValueError: memory is no polynomial of the shape."""
-    timeline, lines = traced.timeline(probes[-1]), []
-    for probe in _shown(probes):
-        lines.append(timeline(probe))
-        if len(lines[0]) != len(lines[-1]):  # fails early: tracing a loop over tokens takes minutes
+    timeline = traced.timeline(probes[-1])
+    timelines: list[FloatArray] = []
+    for probe in _with_progress(probes):
+        timelines.append(timeline(probe))
+        # Fails early, because tracing a loop over tokens takes minutes.
+        if len(timelines[0]) != len(timelines[-1]):
             raise ValueError(
-                f"its operations depend on the shape (allocations for {probe} and {probes[0]} differ)"
+                "its operations depend on the shape (allocations for "
+                f"{tuple(probe)} and {tuple(probes[0])} differ)"
             )
-    known, observed = monomials(*np.array(probes).T)[:, traced.columns], np.array(lines)
-    coefficients = (
-        np.linalg.lstsq(known / known.max(0), observed, rcond=None)[0] / known.max(0)[:, None]
-    )
-    error = (np.abs(known @ coefficients - observed).max(axis=1) / observed.max(axis=1)).max()
-    if error > EXACT:
+    known = _monomials(probes, traced.columns)
+    observed = np.array(timelines)
+    scale = known.max(axis=0)
+    scaled_coefficients = np.linalg.lstsq(known / scale, observed, rcond=None)[0]
+    coefficients = scaled_coefficients / scale[:, None]
+    errors = np.abs(known @ coefficients - observed).max(axis=1) / observed.max(axis=1)
+    if errors.max() > EXACT:
         raise ValueError(
-            f"its memory is no polynomial of the batch shape (relative error {error:.2e})"
+            f"its memory is no polynomial of the batch shape (relative error {errors.max():.2e})"
         )
-    return Phases.of(
-        traced.columns, _binding(np.maximum(coefficients, 0.0).T, traced)
-    )  # rounding makes some negative
+    polynomials = np.maximum(coefficients, 0.0).T  # rounding makes some negative
+    return Phases.of(traced.columns, _binding(polynomials, traced))
 
 
-def _shown(shapes: Sequence[Any]) -> Iterable[Any]:
+def _with_progress(probes: Sequence[Probe]) -> Iterable[Probe]:
     from tqdm.auto import tqdm
 
-    return tqdm(shapes, desc="tracing memory", unit=" shapes", delay=2, leave=False, disable=None)
+    return tqdm(probes, desc="tracing memory", unit=" shapes", delay=2, leave=False, disable=None)
 
 
-def _binding(phases: FloatArray, traced: _Traced) -> FloatArray:
+def _binding(polynomials: FloatArray, traced: _Traced) -> FloatArray:
     """Returns the polynomials that are the largest one for at least one of 6,000 random shapes."""
     rng = np.random.default_rng(0)
 
-    def drawn(least: int, most: int) -> np.ndarray:
-        return np.exp(rng.uniform(np.log(least), np.log(most), 6000)).astype(int)
+    def drawn(most: int) -> np.ndarray:
+        return np.exp(rng.uniform(0, np.log(most), NUM_DRAWN)).astype(int)
 
-    n, length = np.ones(6000, int) if traced.packed else drawn(1, 16384), drawn(1, MOST_TOKENS)
-    target = drawn(1, MOST_TOKENS) if traced.two_streams else np.zeros(6000, int)
-    phases = np.unique(phases.round(1), axis=0)  # most allocations return to an earlier size
-    shapes = monomials(n, length, target)[:, traced.columns]
-    return phases[
-        np.unique(
-            np.concatenate(
-                [(part @ phases.T).argmax(axis=1) for part in np.array_split(shapes, 12)]
-            )
-        )
-    ]
-
-
-# A model that loops over tokens has no exact polynomials. They are fitted to its peaks instead: at each length, traces
-# of one and of two samples give every allocation as a line in n. Lengths are 1 above multiples of usual chunk sizes, so
-# they get the most padding. Then all fitted polynomials are multiplied, so that no peak is above the prediction.
-LENGTHS, SAMPLES = (1, 17, 33, 65, 129, 257, 513, 1025, 2049, 4097), (1, 2, 4, 16, 64, 256)
-LOOPS, SHORT = (
-    4,
-    513,
-)  # LOOPS times the allocations of one token mean a loop, which is traced up to 2 x SHORT tokens
-FITS = 0.5  # largest relative error of the fitted polynomials, before the factor
-FITTED = [MONOMIALS.index(name) for name in ("1", "n", "nL", "nL2")]
-
-
-def _simulated(traced: _Traced, error: ValueError) -> Phases:
-    if traced.two_streams or traced.packed:
-        raise error
-    most = min(getattr(traced.config, "max_position_embeddings", None) or LENGTHS[-1], LENGTHS[-1])
-    timeline, rows = traced.timeline((2, 17, 0)), []
-    one_token = len(timeline((1, 1, 0)))
-    for length in _shown(
-        sorted(
-            {
-                min(length, most)
-                for length in (*LENGTHS, (most - 1) // MASK_ALIGNMENT * MASK_ALIGNMENT + 1)
-            }
-        )
-    ):
-        one, two = timeline((1, length, 0)), timeline((2, length, 0))
-        peaks = (
-            [one + (n - 1) * (two - one) for n in SAMPLES] if len(one) == len(two) else [one, two]
-        )
-        rows += [(n, length, float(line.max())) for n, line in zip(SAMPLES, peaks, strict=False)]
-        if length > SHORT and len(one) > LOOPS * one_token:
-            break
-    n, lengths, size = np.array(rows).T
-    known = monomials(n, lengths, np.zeros_like(n))[:, FITTED]
-    found, off = max_affine(known, size)
-    if off > FITS:
-        raise error
-    longest, way_out = (
-        int(lengths.max()),
-        "for longer samples the prediction may be wrong, so measure() them",
-    )
-    warn_user(
-        f"the memory of this model was fitted to simulations up to {longest} tokens, because {error}; {way_out}"
-    )
-    return Phases.of(FITTED, found * (size / (known @ found.T).max(axis=1)).max())
+    samples = np.ones(NUM_DRAWN, int) if traced.packed else drawn(MAX_SAMPLES)
+    tokens = drawn(MAX_TOKENS)
+    target_tokens = drawn(MAX_TOKENS) if traced.two_streams else np.zeros(NUM_DRAWN, int)
+    shapes = monomials(samples, tokens, target_tokens)[:, traced.columns]
+    distinct = np.unique(polynomials.round(1), axis=0)  # most allocations return to an earlier size
+    largest = [(part @ distinct.T).argmax(axis=1) for part in np.array_split(shapes, 12)]
+    return distinct[np.unique(np.concatenate(largest))]
