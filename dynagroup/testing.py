@@ -15,7 +15,7 @@ import torch
 from dynagroup.budget.base import UNLIMITED, Budget, fits_of, largest_of
 from dynagroup.distributed import as_int64
 from dynagroup.errors import AlignmentError
-from dynagroup.shapes import BatchShape, Streams, primary
+from dynagroup.shapes import BatchShape, IntArray, Streams, primary
 
 T = TypeVar("T")
 
@@ -26,8 +26,11 @@ class ThreadWorld:
     def __init__(
         self, rank: int, size: int, barrier: threading.Barrier, vectors: list[Any]
     ) -> None:
-        self.rank, self.size, self.num_exchanges = rank, size, 0
-        self._barrier, self._vectors = barrier, vectors
+        self.rank = rank
+        self.size = size
+        self.num_exchanges = 0
+        self._barrier = barrier
+        self._vectors = vectors
 
     def all_max(self, values: Sequence[int], /) -> list[int]:
         return self._reduce(as_int64(values), np.maximum)
@@ -45,14 +48,12 @@ class ThreadWorld:
             raise AlignmentError(
                 f"rank {self.rank} of {self.size} waited for a rank that has stopped"
             ) from error
-        with suppress(
-            threading.BrokenBarrierError
-        ):  # a rank failed after this exchange: the next exchange raises
+        # if a rank fails after this exchange, the next exchange raises
+        with suppress(threading.BrokenBarrierError):
             self._barrier.wait()
-        if len({len(vector) for vector in gathered}) > 1:
-            raise AlignmentError(
-                f"ranks must exchange vectors of equal length, but have {[len(v) for v in gathered]}"
-            )
+        sizes = [len(vector) for vector in gathered]
+        if len(set(sizes)) > 1:
+            raise AlignmentError(f"ranks must exchange vectors of equal length, but have {sizes}")
         return combine.reduce(gathered).tolist()
 
 
@@ -66,8 +67,10 @@ def run_ranks(
     >>> run_ranks(3, lambda world: world.all_sum([world.rank, 1]))
     [[3.0, 3.0], [3.0, 3.0], [3.0, 3.0]]
     """
-    barrier, errors = threading.Barrier(size, timeout=timeout_s), list[BaseException]()
-    vectors, results = list[Any]([()] * size), list[Any]([None] * size)
+    barrier = threading.Barrier(size, timeout=timeout_s)
+    vectors: list[Any] = [()] * size
+    results: list[Any] = [None] * size
+    errors: list[BaseException] = []
 
     def run(rank: int) -> None:
         try:
@@ -81,8 +84,11 @@ def run_ranks(
         thread.start()
     for thread in threads:
         thread.join()
+    for error in errors:
+        if not isinstance(error, AlignmentError):
+            raise error
     if errors:
-        raise next((e for e in errors if not isinstance(e, AlignmentError)), errors[0])
+        raise errors[0]
     return results
 
 
@@ -91,11 +97,10 @@ def assert_conserves(batches: Iterable[Iterable[int]], expected: Iterable[int]) 
 
     >>> assert_conserves([[0, 2], [1]], range(3))
     """
-    found, wanted = (
-        Counter(int(i) for i in chain.from_iterable(batches)),
-        Counter(int(i) for i in expected),
-    )
-    lost, extra = wanted - found, found - wanted
+    emitted = Counter(int(index) for index in chain.from_iterable(batches))
+    wanted = Counter(int(index) for index in expected)
+    lost = wanted - emitted
+    extra = emitted - wanted
     assert not lost, (
         f"{lost.total()} samples are missing from the batches, the first are {sorted(lost)[:10]}"
     )
@@ -115,50 +120,63 @@ def assert_budget_law(budget: Budget, lengths: Streams, *, num_shapes: int = 200
     >>> from dynagroup.budget.tokens import TokenBudget
     >>> assert_budget_law(TokenBudget(64), {"tokens": np.arange(50, dtype=np.int32)})
     """
-    bound, rng = budget.bind(lengths), np.random.default_rng(0)
-    count = np.minimum(rng.geometric(0.5 ** rng.integers(0, 12, num_shapes)), 1 << 20).astype(
-        np.int64
-    )
-    longest = {
-        name: rng.choice(values, num_shapes).astype(np.int64) for name, values in lengths.items()
-    }
-    total = {
-        name: (v + (count - 1) * v * rng.random(num_shapes)).astype(np.int64)
-        for name, v in longest.items()
-    }
-    more = {
-        name: rng.integers(0, 1 + 2 * int(values.max(initial=1)), num_shapes)
-        for name, values in lengths.items()
-    }
-    grown = {name: total[name] + units for name, units in more.items()}
-    fits = fits_of(bound, BatchShape(count, longest, total))
-    for larger, what in (
-        (
-            BatchShape(count + 1, {k: np.maximum(v, more[k]) for k, v in longest.items()}, grown),
-            "a sample was added",
-        ),
-        (
-            BatchShape(count, {k: v + more[k] for k, v in longest.items()}, grown),
-            "the longest sample grew",
-        ),
+    bound = budget.bind(lengths)
+    rng = np.random.default_rng(0)
+    shape = _random_shapes(lengths, num_shapes, rng)
+    longest = shape.longest
+    added: dict[str, IntArray] = {}
+    for name, values in lengths.items():
+        added[name] = rng.integers(0, 1 + 2 * int(values.max(initial=1)), num_shapes)
+    total = {name: shape.total[name] + added[name] for name in lengths}
+    longest_with_sample = {name: np.maximum(longest[name], added[name]) for name in lengths}
+    longest_grown = {name: longest[name] + added[name] for name in lengths}
+    with_sample = BatchShape(shape.num_samples + 1, longest_with_sample, total)
+    with_longer = BatchShape(shape.num_samples, longest_grown, total)
+    is_refused = ~fits_of(bound, shape)
+    for larger, change in (
+        (with_sample, "a sample was added"),
+        (with_longer, "the longest sample grew"),
     ):
-        for k in np.flatnonzero(~fits & fits_of(bound, larger))[:1]:
-            before, units = (
-                {name: int(v[k]) for name, v in found.items()} for found in (longest, more)
-            )
-            shape = f"{count[k]} samples with longest {before}"
+        wrong = np.flatnonzero(is_refused & fits_of(bound, larger))
+        if len(wrong):
+            place = wrong[0]
+            longest_here = {name: int(values[place]) for name, values in longest.items()}
+            added_here = {name: int(values[place]) for name, values in added.items()}
             raise AssertionError(
-                f"{bound.fingerprint} refuses {shape}, but accepts the batch after {what}: {units}"
+                f"{bound.fingerprint} refuses {shape.num_samples[place]} samples with longest "
+                f"{longest_here}, but accepts the batch after {change}: {added_here}"
             )
-    tokens = longest[primary(longest)]
-    table = largest_of(bound, tokens) if len(lengths) == 1 else None
-    if table is not None:
-        most = np.minimum(table, UNLIMITED)
-        fitting = bound.fits(BatchShape.of(np.maximum(most, 1), tokens)) == (most >= 1)
-        for k in np.flatnonzero(~fitting | bound.fits(BatchShape.of(most + 1, tokens)))[:1]:
-            raise AssertionError(
-                f"`largest` allows {table[k]} samples of {tokens[k]} tokens, but `fits` disagrees"
-            )
+    if len(lengths) == 1:
+        _assert_largest_is_true(bound, longest[primary(longest)])
+
+
+def _random_shapes(lengths: Streams, num_shapes: int, rng: np.random.Generator) -> BatchShape:
+    """Draws batch shapes with realistic lengths, of one sample up to a million."""
+    magnitude = rng.integers(0, 12, num_shapes)
+    num_samples = np.minimum(rng.geometric(0.5**magnitude), 1 << 20).astype(np.int64)
+    longest: dict[str, IntArray] = {}
+    for name, values in lengths.items():
+        longest[name] = rng.choice(values, num_shapes).astype(np.int64)
+    total: dict[str, IntArray] = {}
+    for name, units in longest.items():
+        further_units = (num_samples - 1) * units * rng.random(num_shapes)
+        total[name] = (units + further_units).astype(np.int64)
+    return BatchShape(num_samples, longest, total)
+
+
+def _assert_largest_is_true(budget: Budget, tokens: IntArray) -> None:
+    table = largest_of(budget, tokens)
+    if table is None:
+        return
+    most = np.minimum(table, UNLIMITED)
+    fits_most = budget.fits(BatchShape.of(np.maximum(most, 1), tokens))
+    fits_more = budget.fits(BatchShape.of(most + 1, tokens))
+    is_wrong = (fits_most != (most >= 1)) | fits_more
+    if is_wrong.any():
+        place = int(is_wrong.argmax())
+        raise AssertionError(
+            f"`largest` allows {table[place]} samples of {tokens[place]} tokens, but `fits` disagrees"
+        )
 
 
 @dataclass
@@ -189,9 +207,10 @@ class Allocator:
         """Makes every call of ``module`` claim its inputs' padded tokens; returns a function that stops this."""
 
         def hook(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            tensors = [
-                v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor) and v.ndim > 1
-            ]
-            self.claim(max(tensor.shape[0] * tensor.shape[1] for tensor in tensors))
+            sizes = []
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, torch.Tensor) and value.ndim > 1:
+                    sizes.append(value.shape[0] * value.shape[1])
+            self.claim(max(sizes))
 
         return module.register_forward_pre_hook(hook, with_kwargs=True).remove

@@ -302,11 +302,9 @@ class Evaluator(TrainerSteps):
         if self._rule is not None or not self._has_own_loss or not trained:
             return
         largest = max(rows.rows, key=len)[:, 0].tolist()
-        finding = self._tested(
-            self.model, pieces_of(samples.__getitem__, largest, self.data_collator)
-        )
+        pieces = pieces_of(samples.__getitem__, largest, self.data_collator)
         try:
-            self._rule = finding.weigh(self.dynagroup.weigh, is_said=self._is_weigh_said)
+            self._rule = self._tested(self.model, pieces)
         except ConfigError as error:
             warn_user(f"the loss of an evaluation depends on its batches, because {error}")
 

@@ -29,14 +29,15 @@ from dynagroup.update.loader import StepLoader
 from dynagroup.update.loss_weight import weigher
 from dynagroup.update.split_test import (
     MEANS,
-    Finding,
+    Chosen,
+    LossOf,
     Pieces,
-    Way,
     check_losses,
     pieces_of_batch,
     pieces_of_loader,
     split_test,
     sum_of,
+    untested,
 )
 from dynagroup.update.step import LoaderStats, Step, loss_scales
 
@@ -315,36 +316,30 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
         """Tests how the loss adds up, on a few samples of the training data. None: they cannot show it."""
         loader = self.update_loader
         self._num_tests += 1
-        weigh = self.dynagroup.weigh
         plugin: Any = getattr(self.accelerator.state, "deepspeed_plugin", None)
         if plugin is not None and plugin.zero_stage == 3:
-            finding = Finding(failure="DeepSpeed ZeRO-3 gives no gradients of single batches")
-            return finding.weigh(weigh, is_said=self._is_weigh_said)
+            reason = "DeepSpeed ZeRO-3 gives no gradients of single batches"
+            return untested(reason, self._chosen_weigh)
         if is_stream(loader.dataset):
             [first, *_] = sorted(update, key=lambda step: -len(step.indices))
-            finding = self._tested(model, pieces_of_batch(first.batch, len(first.indices)))
-            return finding.weigh(weigh, is_said=self._is_weigh_said)
-        finding = Finding()
-        for share in (1.0, 0.5, 0.2, 0.0):  # shorter samples, as long as memory runs out
-            pieces = pieces_of_loader(loader, skip=self._num_tests - 1, share=share)
-            finding = self._tested(model, pieces)
-            if not finding.ran_out:
-                break
-        return finding.weigh(weigh, is_said=self._is_weigh_said)
+            return self._tested(model, pieces_of_batch(first.batch, len(first.indices)))
+        return self._tested(model, pieces_of_loader(loader, skip=self._num_tests - 1))
 
     @property
-    def _is_weigh_said(self) -> bool:
-        return isinstance(self.dynagroup.weigh, Mapping) or self.dynagroup.weigh != "auto"
+    def _chosen_weigh(self) -> Chosen:
+        """The user's ``weigh``; None: the split test finds it."""
+        weigh: Any = self.dynagroup.weigh
+        return None if weigh == "auto" else weigh
 
-    def _tested(self, model: Any, pieces: Pieces | None) -> Finding:
+    def _tested(self, model: Any, pieces: Pieces | None) -> Any:
         """Runs the split test on the Trainer's own loss."""
-        args, weigh = self.args, self.dynagroup.weigh
+        args = self.args
+        weigh = self._chosen_weigh
         average = args.average_tokens_across_devices
         args.average_tokens_across_devices = False  # each rank counts its own items
         self.current_gradient_accumulation_steps = 1
-        means = ("weigh",) if self._is_weigh_said else MEANS
 
-        def way(items: Any, *rules: str) -> Way:
+        def loss_with(items: Any) -> LossOf:
             def loss_of(step: Step[Any]) -> Any:
                 inputs = self._prepare_inputs(step.batch)
                 with self.compute_loss_context_manager():
@@ -352,23 +347,24 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
                         return self._losses_of(model, inputs, items)
                     return self.compute_loss(model, {**inputs}, num_items_in_batch=items)
 
-            return Way(loss_of=loss_of, rules=rules)
+            return loss_of
 
         try:
             items = None
             if pieces is not None:
                 batches = iter([pieces.together])
                 _, items = super().get_batch_samples(batches, 1, args.device)
-            ways = [way(None, "sum", *means)]
-            if isinstance(weigh, Mapping):
-                ways = [way(None, "weigh")]
-            elif items is not None:
-                items = torch.as_tensor(items).clamp(min=1)
-                ways = [way(items, "sum"), way(None, *means)]
+            mean_loss = loss_with(None)
+            losses = dict.fromkeys(MEANS if weigh is None else ["weigh"], mean_loss)
+            if not isinstance(weigh, Mapping):
+                items_loss = mean_loss
+                if items is not None:
+                    items_loss = loss_with(torch.as_tensor(items).clamp(min=1))
+                losses = {"sum": items_loss, **losses}
             is_half = args.bf16 or args.fp16
             with trl_figures(self, probe=True):
                 return split_test(
-                    model, ways, pieces, weigh, world=self._data_world, is_half=is_half
+                    model, losses, pieces, weigh, world=self._data_world, is_half=is_half
                 )
         finally:
             args.average_tokens_across_devices = average

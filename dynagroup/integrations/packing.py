@@ -4,7 +4,9 @@ If a model cannot process packed batches, transformers raises no error: samples 
 positions, while the loss looks normal. So the model itself is tested, on two samples."""
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -20,7 +22,7 @@ from dynagroup.integrations.probe import (
     samples_for,
 )
 from dynagroup.integrations.varlen import NAME, attention_of, first_position
-from dynagroup.update.split_test import skips_first_label
+from dynagroup.jobs.job import evaluating
 from dynagroup.validation import explained, warn_user
 
 LINEAR = ("flash_attention", "flex_attention", NAME)
@@ -122,6 +124,17 @@ class SampleBySample:
                     row[name] = values[0][is_token].numpy()
             rows.append(row)
         return self.pack(rows)
+
+
+def skips_first_label(model: Any) -> bool:
+    """Returns whether a model's own loss leaves out the first label of a sample, as causal models do."""
+    device = next(model.parameters()).device
+    ids = torch.tensor([[5, 6, 7]], device=device)
+    labels = torch.tensor([[0, -100, -100]], device=device)  # a class that every head has
+    with suppress(Exception), torch.no_grad(), evaluating(model):
+        loss = float(model(input_ids=ids, labels=labels).loss)
+        return math.isnan(loss) or loss == 0.0
+    return True
 
 
 class NotAskedError(ConfigError):

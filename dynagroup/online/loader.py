@@ -1,6 +1,6 @@
 """The loader that forms batches after processing, when true lengths are known, with equal steps on all ranks."""
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -318,7 +318,7 @@ class OnlineDataLoader(StepLoader[Any]):
             )
         return self.sizes
 
-    def _run(self, send: Callable[[Any], Any] | None) -> Iterator[Step[Any]]:
+    def _run(self, send: Callable[[Any], Any] | None) -> Generator[Step[Any]]:
         if self._resume is None:
             return
         run = self._begin(send)

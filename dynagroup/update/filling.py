@@ -1,7 +1,7 @@
 """Pads collated batches to one of a few shapes, with padding tokens and with rows of weight 0."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -14,10 +14,19 @@ from dynagroup.update.loss_weight import IGNORED
 from dynagroup.update.step import SHOWN_IN, total_of, width_of
 
 Shape: TypeAlias = tuple[int, ...]
-Pad: TypeAlias = Mapping[str, float | None] | Callable[[Any, int, Any], Any]
+Collate: TypeAlias = Callable[[list[Any]], Any]
+PadFunction: TypeAlias = Callable[[Any, int, Any], Any]
+Pad: TypeAlias = Mapping[str, float | None] | PadFunction
 
 LABELS = {"label", "labels", "shift_labels"}
-MASKS = "attention_mask decoder_attention_mask token_type_ids mm_token_type_ids position_ids completion_mask".split()
+MASKS = (
+    "attention_mask",
+    "decoder_attention_mask",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "position_ids",
+    "completion_mask",
+)
 PADDING = {**dict.fromkeys(LABELS, IGNORED), **dict.fromkeys(MASKS, 0), "special_tokens_mask": 1}
 WAY_OUT = (
     "give `pad`: padding values by field, or a function (batch, number of samples, ladder) -> batch"
@@ -36,135 +45,201 @@ class FillingCollator:
         pad: dict from field to padding value (None: the field has no tokens), for fields that transformers does not
             have; or a function ``(batch, number of samples, ladder) -> batch``. Ids get the tokenizer's padding id."""
 
-    collate_fn: Callable[[list[Any]], Any] | None
+    collate_fn: Collate | None
     ladder: Any
     pad: Pad | None = None
 
     def __call__(self, samples: list[Any], shape: Shape | None = None) -> Any:
-        return self.fill((self.collate_fn or default_collate)(samples), len(samples), shape)
+        return self.fill(self.collated(samples), len(samples), shape)
+
+    def collated(self, samples: list[Any]) -> Any:
+        """Returns the batch that ``collate_fn`` makes, before it is padded."""
+        collate = self.collate_fn or default_collate
+        return collate(samples)
 
     def fill(self, batch: Any, num_samples: int, shape: Shape | None = None) -> Any:
         """Pads a collated batch of ``num_samples`` samples to ``shape``, or to the cheapest that is large enough."""
-        ladder = self.ladder
-        if ladder is None:
+        if self.ladder is None:
             return batch
         if callable(self.pad):
-            return self.pad(batch, num_samples, ladder)
+            return self.pad(batch, num_samples, self.ladder)
         if not hasattr(batch, "keys"):
             raise ConfigError(
                 f"only a mapping can be padded to few shapes, not a {type(batch).__name__}; {WAY_OUT}"
             )
-        if ladder.layout == "packed":
+        if self.ladder.layout == "packed":
             return self._with_tail(batch, num_samples, shape)
-        now = {name: width_of(batch, num_samples, name, ladder.streams) for name in ladder.streams}
-        missing = [name for name, width in now.items() if width is None]
-        if missing:
+        return self._with_rows(batch, num_samples, shape)
+
+    def _with_rows(self, batch: Any, num_samples: int, shape: Shape | None) -> Any:
+        """Adds padding columns and rows of weight 0 to a padded batch."""
+        streams = self.ladder.streams
+        widths = self._widths(batch, num_samples)
+        collated = BatchShape.of(num_samples, widths)
+        if num_samples > 1 and not self.ladder.holds(collated).any():
             raise ConfigError(
-                f"cannot find the length of {missing[0]!r} in any field of the batch; {WAY_OUT}"
+                f"a batch of {num_samples} samples has {list(widths.values())} tokens after "
+                f"collating, more than any of the shapes {self.ladder.shapes}; give `lengths` in "
+                "dataset order, and pad no further than the budget's `pad_to_multiple_of`"
             )
-        asked = BatchShape.of(num_samples, now)  # type: ignore[arg-type]
-        if num_samples > 1 and not ladder.holds(asked).any():
-            came_out = (
-                f"a batch of {num_samples} samples has {[*now.values()]} tokens after collating"
-            )
-            way_out = "give `lengths` in dataset order, and pad no further than the budget's `pad_to_multiple_of`"
-            raise ConfigError(f"{came_out}, more than any of the shapes {ladder.shapes}; {way_out}")
-        run = ladder.as_run(asked)
-        rows, *wide = shape or (
-            int(run.num_samples[0]),
-            *(int(run.longest[name][0]) for name in now),
-        )
-        to, made, pad = dict(zip(now, wide, strict=True)), copy.copy(batch), self._pad()
+        if shape is None:
+            run = self.ladder.as_run(collated)
+            shape = (int(run.num_samples[0]), *(int(run.longest[name][0]) for name in streams))
+        num_rows = shape[0]
+        new_widths = dict(zip(streams, shape[1:], strict=True))
+        padding = self._padding()
+        filled = copy.copy(batch)
         for key in batch:
-            stream = _stream_of(key, ladder.streams)
-            made[key] = _grown(key, batch[key], num_samples, rows, (now[stream], to[stream]), pad)
-        return made
+            stream = _stream_of(key, streams)
+            value = batch[key]
+            if _has_rows(key, value, num_samples):
+                value = _widened(key, value, widths[stream], new_widths[stream], padding)
+            filled[key] = _with_added_rows(key, value, num_samples, num_rows)
+        return filled
+
+    def _widths(self, batch: object, num_samples: int) -> dict[str, int]:
+        widths = {}
+        for stream in self.ladder.streams:
+            width = width_of(batch, num_samples, stream, self.ladder.streams)
+            if width is None:
+                raise ConfigError(
+                    f"cannot find the length of {stream!r} in any field of the batch; {WAY_OUT}"
+                )
+            widths[stream] = width
+        return widths
 
     def _with_tail(self, batch: Any, num_samples: int, shape: Shape | None) -> Any:
         """Fills a packed batch up to the shape's tokens and samples: first with samples of weight 0, none longer than
         the dataset's longest, then with samples without tokens."""
-        [stream], longest, pad, made = (
-            self.ladder.streams,
-            self.ladder.longest,
-            self._pad(),
-            copy.copy(batch),
-        )
-        now = total_of(batch, stream, self.ladder.streams)
-        if now is None:
+        ladder = self.ladder
+        [stream] = ladder.streams
+        num_tokens = total_of(batch, stream, ladder.streams)
+        if num_tokens is None:
             raise ConfigError(
                 f"cannot find the packed {stream!r} of the samples in any field of the batch; {WAY_OUT}"
             )
-        if num_samples == 1 and now > self.ladder.shapes[-1][1]:
+        if num_samples == 1 and num_tokens > ladder.shapes[-1][1]:
             return batch  # one sample that is larger than all shapes; its length was not known when they were chosen
-        samples, total = shape or self.ladder.shape_for(num_samples, now)
-        tail = torch.arange(total - now)
-        for key, value in ((key, batch[key]) for key in batch if pad.get(key, 0) is not None):
-            if key.startswith("max_length"):
-                made[key] = max(int(value), longest)
-            elif key.startswith("cu_seq_lens"):
-                borders = [*value.tolist(), *range(now + longest, total, longest), total]
-                made[key] = value.new_tensor(borders + [total] * (samples + 1 - len(borders)))
-            elif isinstance(value, torch.Tensor) and value.ndim and value.shape[-1] == now:
-                start = (
-                    value.flatten()[:1] if key == "position_ids" else value.flatten()[-1:] + 1
-                ).sum()
-                counted = {
-                    "position_ids": start + tail % longest,
-                    "seq_idx": start + tail // longest,
-                }
-                if key not in counted and key not in pad:
-                    raise ConfigError(
-                        f"field {key!r} is as long as the tokens, but has no padding value; {WAY_OUT}"
-                    )
-                more = counted.get(key, torch.full_like(tail, pad.get(key, 0)))
-                made[key] = torch.cat(
-                    [value, more.to(value.dtype).expand(*value.shape[:-1], -1)], dim=-1
-                )
-        return made
+        num_rows, total = shape or ladder.shape_for(num_samples, num_tokens)
+        tail = _PackedTail(
+            num_tokens=num_tokens,
+            total=total,
+            num_rows=num_rows,
+            longest=ladder.longest,
+            padding=self._padding(),
+        )
+        filled = copy.copy(batch)
+        for key in batch:
+            filled[key] = tail.added_to(key, batch[key])
+        return filled
 
-    def _pad(self) -> dict[str, Any]:
+    def _padding(self) -> dict[str, Any]:
         """The padding value of each field; for token ids, that of the collate function or its tokenizer."""
-        parts = self.collate_fn, getattr(self.collate_fn, "tokenizer", None)
-        told = (getattr(part, "pad_token_id", None) for part in parts)
-        ids = next((number for number in told if number is not None), 0)
-        own: Any = self.pad or {}
-        return {**PADDING, "input_ids": ids, "decoder_input_ids": ids, **own}
+        padding_id = getattr(self.collate_fn, "pad_token_id", None)
+        if padding_id is None:
+            tokenizer = getattr(self.collate_fn, "tokenizer", None)
+            padding_id = getattr(tokenizer, "pad_token_id", None)
+        if padding_id is None:
+            padding_id = 0
+        padding = {**PADDING, "input_ids": padding_id, "decoder_input_ids": padding_id}
+        if isinstance(self.pad, Mapping):
+            padding.update(self.pad)
+        return padding
 
 
-def _stream_of(key: str, streams: tuple[str, ...]) -> str:
-    first, of_decoder = primary(streams), key in LABELS or key.startswith("decoder_")
-    decoder = (
-        name
-        for name in streams
-        if name == "target" or name in LABELS or name.startswith("decoder_")
-    )
-    named = (name for name in streams if key in (name, SHOWN_IN.get(name)) and name != first)
-    return next(named, next(decoder, first) if of_decoder else first)
+def _stream_of(key: str, streams: Sequence[str]) -> str:
+    """Returns the stream whose tokens a field has: the one of its name, that of the decoder, or the primary one."""
+    first = primary(streams)
+    for name in streams:
+        if name != first and key in (name, SHOWN_IN.get(name)):
+            return name
+    if key in LABELS or key.startswith("decoder_"):
+        for name in streams:
+            if name == "target" or name in LABELS or name.startswith("decoder_"):
+                return name
+    return first
 
 
-def _grown(
-    key: str,
-    value: Any,
-    num_samples: int,
-    rows: int,
-    widths: tuple[Any, int],
-    pad: Mapping[str, Any],
-) -> Any:
-    """Returns a field of the batch with added rows, and with padding columns if it has one column per token."""
+def _has_rows(key: str, value: object, num_samples: int) -> bool:
+    """Returns whether a field is a tensor with one row a sample. ConfigError: it has other rows, or its labels are no
+    classes, so that no row can have weight 0."""
+    if not isinstance(value, torch.Tensor) or not value.ndim:
+        return False
+    if len(value) != num_samples or (key in LABELS and value.is_floating_point()):
+        raise ConfigError(
+            "cannot add rows of weight 0 to the field "
+            f"{key!r} {tuple(value.shape)} of {num_samples} samples; {WAY_OUT}"
+        )
+    return True
+
+
+def _widened(
+    key: str, value: torch.Tensor, width: int, new_width: int, padding: Mapping[str, Any]
+) -> torch.Tensor:
+    """Returns a field with padding columns, if it has one column per token."""
+    has_columns = value.ndim > 1 and value.shape[1] == width
+    if not has_columns or padding.get(key, 0) is None:
+        return value
+    if key not in padding:
+        raise ConfigError(
+            f"field {key!r} is as wide as the tokens, but has no padding value; {WAY_OUT}"
+        )
+    further_dimensions = [0, 0] * (value.ndim - 2)
+    columns = [*further_dimensions, 0, new_width - width]
+    return torch.nn.functional.pad(value, columns, value=padding[key])
+
+
+def _with_added_rows(key: str, value: object, num_samples: int, num_rows: int) -> object:
+    """Returns a field with copies of its first row, in which all labels are -100."""
+    num_added = num_rows - num_samples
     if isinstance(value, (list, tuple)) and len(value) == num_samples:
-        return type(value)([*value, *[value[0]] * (rows - num_samples)])
+        return type(value)([*value, *[value[0]] * num_added])
     if not isinstance(value, torch.Tensor) or not value.ndim:
         return value
-    if len(value) != num_samples or (key in LABELS and value.is_floating_point()):
-        of = f"{key!r} {tuple(value.shape)} of {num_samples} samples"
-        raise ConfigError(f"cannot add rows of weight 0 to the field {of}; {WAY_OUT}")
-    if value.ndim > 1 and value.shape[1] == widths[0] and pad.get(key, 0) is not None:
-        if key not in pad:
+    added = value[:1].expand(num_added, *value.shape[1:])
+    if key in LABELS:
+        added = torch.full_like(added, IGNORED)
+    return torch.cat([value, added])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _PackedTail:
+    """What stands behind the samples of a packed batch."""
+
+    num_tokens: int  # of the samples
+    total: int  # tokens with the tail
+    num_rows: int  # samples with those of the tail
+    longest: int  # most tokens of a sample of the tail
+    padding: Mapping[str, Any]
+
+    def added_to(self, key: str, value: Any) -> Any:
+        """Returns a field with its tail, if it has one entry per token or sample."""
+        if self.padding.get(key, 0) is None:
+            return value
+        if key.startswith("max_length"):
+            return max(int(value), self.longest)
+        if key.startswith("cu_seq_lens"):
+            starts = range(self.num_tokens + self.longest, self.total, self.longest)
+            borders = [*value.tolist(), *starts, self.total]
+            num_empty = self.num_rows + 1 - len(borders)
+            return value.new_tensor(borders + [self.total] * num_empty)
+        if not isinstance(value, torch.Tensor) or not value.ndim:
+            return value
+        if value.shape[-1] != self.num_tokens:
+            return value
+        tail = self._tokens(key, value).to(value.dtype).expand(*value.shape[:-1], -1)
+        return torch.cat([value, tail], dim=-1)
+
+    def _tokens(self, key: str, value: torch.Tensor) -> torch.Tensor:
+        """Returns padding values; positions and numbers of samples are counted on."""
+        places = torch.arange(self.total - self.num_tokens)
+        if key == "position_ids":
+            return value.flatten()[:1].sum() + places % self.longest
+        if key == "seq_idx":
+            next_sample = (value.flatten()[-1:] + 1).sum()
+            return next_sample + places // self.longest
+        if key not in self.padding:
             raise ConfigError(
-                f"field {key!r} is as wide as the tokens, but has no padding value; {WAY_OUT}"
+                f"field {key!r} is as long as the tokens, but has no padding value; {WAY_OUT}"
             )
-        value = torch.nn.functional.pad(
-            value, [0, 0] * (value.ndim - 2) + [0, widths[1] - widths[0]], value=pad[key]
-        )
-    more = value[:1].expand(rows - num_samples, *value.shape[1:])
-    return torch.cat([value, torch.full_like(more, IGNORED) if key in LABELS else more])
+        return torch.full_like(places, self.padding[key])

@@ -4,10 +4,10 @@ determine where an epoch's steps come from, and what their saved states contain.
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
-from typing import Any, ClassVar, Generic
+from typing import Any, ClassVar, Generic, TypeAlias
 
 import numpy as np
 import torch
@@ -33,6 +33,9 @@ from dynagroup.validation import (
     sendable,
 )
 
+State: TypeAlias = Mapping[str, Any]  # for JSON
+WORLD_ATTRIBUTES = ("rank", "size", "all_max", "all_sum")
+
 
 class StepLoader(ABC, Generic[B]):
     """Yields steps, epoch after epoch: singly (``for step in loader``) or as lists per update (``loader.updates()``).
@@ -49,22 +52,20 @@ class StepLoader(ABC, Generic[B]):
     sizes: UpdateSizes | None = None  # sizes of all updates, if `samples_per_update` is set
     weigh: Weigh  # the weight of a batch, as given
 
-    def __init__(self, dataset: Any, *, world: World | None, identity: Any = None) -> None:
+    def __init__(self, dataset: Any, *, world: World | None, identity: object = None) -> None:
         self.dataset = dataset
-        self._identity_given = check_identity(identity)
-        if world is not None and not all(
-            hasattr(world, name) for name in ("rank", "size", "all_max", "all_sum")
-        ):
+        self._users_identity = check_identity(identity)
+        if world is not None and not all(hasattr(world, name) for name in WORLD_ATTRIBUTES):
             raise ConfigError(
                 f"`world` must be a World, such as DistributedWorld(group), or None, but is {world!r}"
             )
         self.stats = LoaderStats()
         self._world = world
-        self._epoch = self._next = (
-            0  # epoch of the running, last or chosen iteration; of the next one
-        )
-        self._begun = False  # True: `_epoch` began in this loader, so choosing any epoch starts at its beginning
-        self._live: Iterator[Step[B]] | None = None  # steps of the running iteration
+        self._epoch = 0  # epoch of the running, last or chosen iteration
+        self._next = 0  # epoch of the next iteration
+        # True: `_epoch` began in this loader, so choosing any epoch starts at its beginning
+        self._begun = False
+        self._live: Generator[Step[B]] | None = None  # steps of the running iteration
 
     @property
     @abstractmethod
@@ -82,16 +83,16 @@ class StepLoader(ABC, Generic[B]):
         """The point in the run after all yielded updates, including the current one."""
 
     @abstractmethod
-    def examples(self) -> tuple[Streams, Callable[[int], Any], Callable[..., Any]]:
+    def examples(self) -> tuple[Streams, Callable[[int], object], Callable[..., Any]]:
         """Returns what is needed to try batches: lengths of some samples; a function that reads the sample with a
         number in these lengths; and a function from samples (and optionally a shape to pad to) to a batch."""
 
-    def kind_of_example(self, number: int, sample: Any) -> Any:
+    def kind_of_example(self, number: int, sample: object) -> Any:
         """Returns the label of a sample of :meth:`examples`; samples with different labels share no batch."""
         return None
 
     @abstractmethod
-    def _run(self, send: Callable[[B], Any] | None) -> Iterator[Step[Any]]:
+    def _run(self, send: Callable[[B], Any] | None) -> Generator[Step[Any]]:
         """Yields the rest of epoch ``self._epoch``, each batch passed through ``send``, and updates :attr:`cursor`."""
 
     @abstractmethod
@@ -107,7 +108,7 @@ class StepLoader(ABC, Generic[B]):
         """Returns all updates of the run, in order. ConfigError: they are not known in advance."""
 
     @abstractmethod
-    def _identity(self) -> dict[str, Any]:
+    def _identity(self) -> dict[str, object]:
         """Returns data and settings that a resume point depends on, without ranks and learned limits, as JSON values."""
 
     @abstractmethod
@@ -115,11 +116,11 @@ class StepLoader(ABC, Generic[B]):
         """Returns the point from which this rank can resume, as JSON values."""
 
     @abstractmethod
-    def _checked(self, states: list[Mapping[str, Any]]) -> Any:
+    def _checked(self, states: list[State]) -> Any:
         """Checks saved states; returns what :meth:`_restore` needs, and changes nothing. StateError: they do not match."""
 
     @abstractmethod
-    def _restore(self, found: Any) -> None:
+    def _restore(self, checked: Any, /) -> None:
         """Resumes from the result of :meth:`_checked`; sets ``_epoch`` and ``_next``. An error changes nothing."""
 
     @property
@@ -131,18 +132,20 @@ class StepLoader(ABC, Generic[B]):
 
     def _rank_and_size(self) -> tuple[int, int]:
         """Returns the rank and number of ranks, like :attr:`world`, but needs no call on the other ranks."""
-        return (self._world.rank, self._world.size) if self._world is not None else rank_and_size()
+        if self._world is None:
+            return rank_and_size()
+        return self._world.rank, self._world.size
 
     @property
     def epoch(self) -> int:
         """The running epoch; between iterations, the epoch of the next iteration."""
         return self._next if self._live is None else self._epoch
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         if self._live is not None:
-            way_out = "do so between epochs, or save its state_dict()"
             raise StateError(
-                f"a loader cannot be pickled or copied while it is iterated; {way_out}"
+                "a loader cannot be pickled or copied while it is iterated; do so between epochs, or "
+                "save its state_dict()"
             )
         return vars(self)
 
@@ -161,7 +164,8 @@ class StepLoader(ABC, Generic[B]):
     def _choose(self, *, anew: bool = False) -> None:
         if anew or self._begun or self._next != self._epoch:
             self._forget()
-            self._epoch, self._begun = self._next, False
+            self._epoch = self._next
+            self._begun = False
 
     @property
     def num_changes(self) -> int:
@@ -183,16 +187,18 @@ class StepLoader(ABC, Generic[B]):
             )
         return self.sizes.change(self._asked(), samples)
 
-    def __iter__(self) -> Iterator[Step[B]]:
+    def __iter__(self) -> Generator[Step[B]]:
         return self.mapped(None)
 
-    def mapped(self, fn: Callable[[B], Any] | None) -> Iterator[Step[Any]]:
+    def mapped(self, fn: Callable[[B], Any] | None) -> Generator[Step[Any]]:
         """Yields the steps of an epoch with ``fn`` applied to each batch, e.g. to move it to a device. Unlike in a loop's own
         body, a step for which ``fn`` fails does not count as used."""
         self._stop()
         self._choose()
-        self._next, self._begun = self._epoch + 1, True
-        live = self._live = self._run(fn)
+        self._next = self._epoch + 1
+        self._begun = True
+        live = self._run(fn)
+        self._live = live
         try:
             for step in live:
                 yield step
@@ -203,21 +209,22 @@ class StepLoader(ABC, Generic[B]):
         finally:
             self._stop(live)
 
-    def _stop(self, live: Iterator[Step[B]] | None = None) -> None:
+    def _stop(self, live: Generator[Step[B]] | None = None) -> None:
         """Ends the iteration ``live``, or the running one if it is None."""
-        live = live or self._live
+        if live is None:
+            live = self._live
+        if live is None:
+            return
         if self._live is live:
             self._live = None
             if self._next != self._epoch + 1:
                 self._choose()  # set_epoch was called during the iteration
-        close = getattr(live, "close", None)
-        if close is not None:
-            close()
+        live.close()
 
     def updates(self) -> Iterator[list[Step[B]]]:
         """Yields the same steps as iteration, as one list per update."""
         update: list[Step[B]] = []
-        with closing(iter(self)) as steps:  # pyright: ignore[reportArgumentType] - a generator
+        with closing(iter(self)) as steps:
             for step in steps:
                 update.append(step)
                 if step.ends_update:
@@ -231,12 +238,13 @@ class StepLoader(ABC, Generic[B]):
 
     def updates_in(self, epochs: float) -> int:
         """Returns the number of updates in this many epochs from the start of training; fractions are allowed."""
-        epochs, walk = check_number("epochs", epochs, or_zero=True), self._walk()
-        whole = max(math.ceil(epochs), 1) - 1
-        last = walk.num_updates(
-            whole
-        )  # as Trainers count: 2.1 epochs of 10 are 21; 20 + ceil((2.1 - 2) * 10) is 22
-        return walk.start(whole).update + math.ceil(epochs * last) - whole * last
+        epochs = check_number("epochs", epochs, or_zero=True)
+        walk = self._walk()
+        whole_epochs = max(math.ceil(epochs), 1) - 1
+        in_last_epoch = walk.num_updates(whole_epochs)
+        # as Trainers count: 2.1 epochs of 10 are 21; 20 + ceil((2.1 - 2) * 10) is 22
+        further = math.ceil(epochs * in_last_epoch) - whole_epochs * in_last_epoch
+        return walk.start(whole_epochs).update + further
 
     def samples_after(self, updates: int) -> int:
         """Returns how many samples training has used, over all ranks, after this many updates from its start (without
@@ -250,59 +258,66 @@ class StepLoader(ABC, Generic[B]):
         learned = LearningBudget.saved(self.budget)
         return sealed(self.KIND, self._compared(), {"learned": learned, **self._state()})
 
-    def _compared(self) -> dict[str, Any]:
+    def _compared(self) -> dict[str, object]:
         """Returns all that a saved state and the run that loads it must have in common."""
-        return {**self._identity(), "identity": self._identity_given}
+        return {**self._identity(), "identity": self._users_identity}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+    def load_state_dict(self, state_dict: State | Sequence[State]) -> None:
         """Resumes from saved states, on any number of ranks: the next iteration gives exactly the steps that remained.
 
         Args:
             state_dict: this rank's state, or the list of all ranks' states.
 
         Raises StateError if a state is damaged, from other data or settings, or missing; then nothing is changed."""
-        states, (rank, size) = listed(state_dict), self._rank_and_size()
-        found = self._checked(opened(states, self.KIND, self._compared()))
-        with LearningBudget.taken_up(self.budget, states[rank if len(states) == size else 0]):
+        states = listed(state_dict)
+        rank, world_size = self._rank_and_size()
+        checked = self._checked(opened(states, self.KIND, self._compared()))
+        state_of_limits = states[rank if len(states) == world_size else 0]
+        with LearningBudget.taken_up(self.budget, state_of_limits):
             self._stop()
-            self._restore(found)
+            self._restore(checked)
         self._begun = False
 
 
-def check_updates(samples_per_update: Any, accumulation: int, **of_set_sizes: bool) -> int:
+def check_updates(samples_per_update: object, accumulation: int, **needs_set_sizes: bool) -> int:
     """Checks that ``accumulation`` is not given beside ``samples_per_update``, and that settings which need
     ``samples_per_update`` have it; returns ``accumulation``."""
     accumulation = check_int("accumulation", accumulation)
     if isinstance(samples_per_update, type):
-        check_int(
-            "samples_per_update",
-            samples_per_update,
-            where="; or give a function (update, current) -> int",
+        raise ConfigError(
+            "`samples_per_update` must be an int of at least 1, but is "
+            f"{samples_per_update!r}; or give a function (update, current) -> int"
         )
-    for name, given in of_set_sizes.items():
-        if check_flag(name, given) and samples_per_update is None:
+    for name, is_given in needs_set_sizes.items():
+        if check_flag(name, is_given) and samples_per_update is None:
             raise ConfigError(
                 f"`{name}` needs `samples_per_update`, which fixes the size of updates; give it as well"
             )
     if samples_per_update is not None and accumulation != 1:
-        both = f"`accumulation` ({accumulation}) and `samples_per_update`"
         raise ConfigError(
-            f"{both} cannot both be given; with `samples_per_update`, leave `accumulation` out"
+            f"`accumulation` ({accumulation}) and `samples_per_update` cannot both be given; with "
+            "`samples_per_update`, leave `accumulation` out"
         )
     return accumulation
 
 
-ENDED_EARLY = "the dataset, `collate_fn` or `weigh` raised StopIteration before the epoch's end; none of them may"
+ENDED_EARLY = (
+    "the dataset, `collate_fn` or `weigh` raised StopIteration before the epoch's end; none of them "
+    "may"
+)
 
 
 class RequestQueue:
     """The ``batch_sampler`` of an inner DataLoader: yields requests while ``pull`` returns any. Between epochs it knows
     no loader: torch needs five seconds to stop each worker of a DataLoader that is part of a reference cycle."""
 
-    pull: Callable[[], Any] | None = None
+    pull: Callable[[], object] | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        while self.pull is not None and (request := self.pull()) is not None:
+        while self.pull is not None:
+            request = self.pull()
+            if request is None:
+                return
             yield request
 
 
@@ -325,7 +340,7 @@ class Inner:
         self.queue = RequestQueue()
         self.loader: DataLoader[Any] | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "loader": None}
 
     def seed(self, *place: int) -> None:
@@ -337,39 +352,34 @@ def seed_of(*place: int) -> int:
     return int(np.random.SeedSequence(place).generate_state(1)[0])
 
 
-def checked_kwargs(given: Mapping[str, Any], **ours: Any) -> dict[str, Any]:
+def checked_kwargs(kwargs: Mapping[str, Any], **ours: Any) -> dict[str, Any]:
     """Returns the arguments for a ``DataLoader``, checked by making an empty one, which starts no worker. ``ours``: the
     arguments that dynagroup sets. ConfigError: torch refuses an argument, or would fail later because of it."""
-    workers, kwargs = (
-        check_int("num_workers", given.get("num_workers", 0), least=0, most=4096),
-        dict(given),
-    )
-    if check_number("timeout", given.get("timeout", 0), or_zero=True) and not workers:
+    num_workers = check_int("num_workers", kwargs.get("num_workers", 0), least=0, most=4096)
+    timeout = check_number("timeout", kwargs.get("timeout", 0), or_zero=True)
+    if timeout and not num_workers:
         raise ConfigError(
-            f"`timeout` ({given['timeout']}) is for workers; set `num_workers`, or leave it out"
+            f"`timeout` ({kwargs['timeout']}) is for workers; set `num_workers`, or leave it out"
         )
-    if given.get("prefetch_factor") is not None:
-        check_int("prefetch_factor", given["prefetch_factor"])
-    generator = given.get("generator")
-    if generator is not None and not (
-        isinstance(generator, torch.Generator) and generator.device.type == "cpu"
-    ):
+    if kwargs.get("prefetch_factor") is not None:
+        check_int("prefetch_factor", kwargs["prefetch_factor"])
+    generator = kwargs.get("generator")
+    is_on_cpu = isinstance(generator, torch.Generator) and generator.device.type == "cpu"
+    if generator is not None and not is_on_cpu:
         raise ConfigError(
             f"`generator` must be a torch.Generator on the CPU, or None, but is {generator!r}"
         )
-    if (
-        starts := check_function(
-            "worker_init_fn", given.get("worker_init_fn"), "of a worker's number"
-        )
-    ) is not None:
-        kwargs["worker_init_fn"] = partial(_start, starts)
-    what = f"torch's DataLoader refuses the arguments {given!r:.300}"
+    checked = dict(kwargs)
+    start = check_function("worker_init_fn", kwargs.get("worker_init_fn"), "of a worker's number")
+    if start is not None:
+        checked["worker_init_fn"] = partial(_start, start)
+    what = f"torch's DataLoader refuses the arguments {kwargs!r:.300}"
     with warnings.catch_warnings(), explained(what, way_out="; change them"):
         warnings.simplefilter("ignore")  # the real DataLoader gives the same warnings
-        DataLoader([], **ours, **kwargs)  # type: ignore[arg-type]
-    return kwargs
+        DataLoader([], **ours, **checked)  # type: ignore[arg-type]
+    return checked
 
 
 @sendable(lambda: "worker_init_fn failed")
-def _start(worker_init_fn: Callable[[int], Any], worker: int) -> None:
+def _start(worker_init_fn: Callable[[int], object], worker: int) -> None:
     worker_init_fn(worker)

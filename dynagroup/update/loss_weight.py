@@ -12,6 +12,7 @@ import numpy as np
 from dynagroup.errors import ConfigError
 
 Weigh: TypeAlias = Literal["tokens", "labels", "samples"] | Callable[[Any], float]
+WeightOf: TypeAlias = Callable[[Any, int], float]  # of a batch, and its number of samples
 IGNORED = -100  # the label that torch.nn.functional.cross_entropy ignores by default
 MOST = 1e30  # largest weight, so that sums over ranks and steps are finite
 NAMED = ("tokens", "labels", "samples")
@@ -49,26 +50,34 @@ def count_label_tokens(batch: Any, *, shifted: bool = True) -> int:
     """
     name = _label_name(batch)
     if name is None:
-        lacking = f"weigh='tokens' or 'labels' needs a field 'labels' in every batch, but this {type(batch).__name__} has none"
-        raise ConfigError(f"{lacking}; pass weigh='samples', or a function of a batch")
-    labels = batch[name] if hasattr(batch[name], "ndim") else np.asarray(batch[name])
+        raise ConfigError(
+            "weigh='tokens' or 'labels' needs a field 'labels' in every batch, but this "
+            f"{type(batch).__name__} has none; pass weigh='samples', or a function of a batch"
+        )
+    labels = batch[name]
+    if not hasattr(labels, "ndim"):
+        labels = np.asarray(labels)
     if "float" in str(labels.dtype):  # torch's or numpy's
         return math.prod(labels.shape)
     if shifted and name == "labels" and labels.ndim > 1:
         labels = labels[..., 1:]
-    if str(getattr(labels, "device", "cpu")) != "cpu":
+    is_on_device = str(getattr(labels, "device", "cpu")) != "cpu"
+    if is_on_device:
         return int((labels != IGNORED).sum())
-    return int(
-        np.count_nonzero(np.asarray(labels) != IGNORED)
-    )  # five times faster than torch's sum of booleans
+    # five times faster than torch's sum of booleans
+    return int(np.count_nonzero(np.asarray(labels) != IGNORED))
 
 
 def _label_name(batch: Any) -> str | None:
-    names = ("shift_labels", "labels") if hasattr(batch, "keys") else ()
-    return next((name for name in names if name in batch and batch[name] is not None), None)
+    if not hasattr(batch, "keys"):
+        return None
+    for name in ("shift_labels", "labels"):
+        if name in batch and batch[name] is not None:
+            return name
+    return None
 
 
-def weigher(weigh: Weigh) -> Callable[[Any, int], float]:
+def weigher(weigh: Weigh) -> WeightOf:
     """Returns the function (batch, samples) -> weight."""
     if isinstance(weigh, Mapping):
         raise ConfigError(
@@ -82,17 +91,17 @@ def weigher(weigh: Weigh) -> Callable[[Any, int], float]:
     return partial(_weight, weigh)
 
 
-def _weight(weigh: Weigh, batch: Any, samples: int) -> float:
+def _weight(weigh: Weigh, batch: Any, num_samples: int) -> float:
+    if weigh == "samples":
+        return float(num_samples)
     if not callable(weigh):
-        if weigh == "samples":
-            return float(samples)
         return float(count_label_tokens(batch, shifted=weigh == "tokens"))
-    given = weigh(batch)
+    answer = weigh(batch)
     weight = math.nan
     with suppress(TypeError, ValueError, RuntimeError, OverflowError):  # not a number, or several
-        weight = float(given)
+        weight = float(answer)
     if not 0 <= weight <= MOST:
         raise ConfigError(
-            f"`weigh` must return a number from 0 to {MOST:g}, but returned {given!r}"
+            f"`weigh` must return a number from 0 to {MOST:g}, but returned {answer!r}"
         )
     return weight

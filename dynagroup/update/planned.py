@@ -4,17 +4,17 @@ import math
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, islice
+from itertools import accumulate, chain, islice
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from dynagroup.budget.base import Budget
 from dynagroup.distributed import World
@@ -31,12 +31,13 @@ from dynagroup.plan.planner import Planner
 from dynagroup.shapes import Streams
 from dynagroup.state import agreed
 from dynagroup.update.filling import FillingCollator, Pad
-from dynagroup.update.loader import ENDED_EARLY, Inner, StepLoader, check_updates, seed_of
-from dynagroup.update.loss_weight import Share, Weigh, loss_scale, weigher
+from dynagroup.update.loader import ENDED_EARLY, Inner, State, StepLoader, check_updates, seed_of
+from dynagroup.update.loss_weight import Share, Weigh, WeightOf, loss_scale, weigher
 from dynagroup.update.schedule import LARGEST_UPDATE, BatchSizeSchedule
 from dynagroup.update.step import B, LoaderStats, Step, unplanned
 from dynagroup.update.updates import (
     FreeUpdates,
+    PlannedStep,
     PlannedUpdate,
     PreservedUpdates,
     Updates,
@@ -51,15 +52,6 @@ from dynagroup.validation import (
     shorten,
     warn_user,
 )
-
-OURS = {
-    "shuffle",
-    "seed",
-    "samples_per_update",
-    "grouping",
-    "strata",
-    "uneven",
-}  # plan settings with another meaning or default
 
 
 class PlannedDataLoader(StepLoader[B]):
@@ -107,7 +99,7 @@ class PlannedDataLoader(StepLoader[B]):
     (4, 2)
     """
 
-    KIND, _said_unplanned = "PlannedDataLoader", False
+    KIND = "PlannedDataLoader"
 
     def __init__(
         self,
@@ -118,7 +110,7 @@ class PlannedDataLoader(StepLoader[B]):
         samples_per_update: int | BatchSizeSchedule | None = None,
         grouping: int | None = None,
         strata: int | None = None,
-        kinds: Iterable[Any] | None = None,
+        kinds: Iterable[Hashable] | None = None,
         accumulation: int = 1,
         shuffle: bool = True,
         sampler: Iterable[int] | None = None,
@@ -127,59 +119,65 @@ class PlannedDataLoader(StepLoader[B]):
         drop_last: bool = False,
         shapes: int | None = None,
         pad: Pad | None = None,
-        identity: Any = None,
+        identity: object = None,
         world: World | None = None,
         **further: Any,
     ) -> None:
         super().__init__(dataset, world=world, identity=identity)
         if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
-            found = f"is a {type(dataset).__name__}; for a stream use OnlineDataLoader"
-            raise ConfigError(f"`dataset` must have __getitem__ and __len__, but {found}")
-        free, how = samples_per_update is None, {"seed": seed, "shuffle": shuffle}
-        self.weigh = weigh
-        of_set_sizes = {
-            "sampler": sampler is not None,
-            "drop_last": drop_last,
-            "grouping": grouping is not None,
-            "strata": strata is not None,
-        }
-        accumulation = check_updates(samples_per_update, accumulation, **of_set_sizes)
-        settings = {
-            name: further.pop(name)
-            for name in ({f.name for f in fields(PlanConfig)} - OURS) & further.keys()
-        }
-        settings["work"] = check_work(settings.get("work"))
-        if not free:
-            how |= {"samples_per_update": LARGEST_UPDATE, "grouping": grouping, "strata": strata}
-        if shapes is not None:
-            window = settings.get("window")
-            budget = few_shapes(
-                shapes,
-                lengths,
-                budget,
-                samples_per_update,
-                window,
-                grouping,
-                settings["work"],
-                strata,
+            raise ConfigError(
+                "`dataset` must have __getitem__ and __len__, but is a "
+                f"{type(dataset).__name__}; for a stream use OnlineDataLoader"
             )
-        planner = Planner.of(lengths, budget, PlanConfig(**how, **settings), kinds)
+        self.weigh = weigh
+        accumulation = check_updates(
+            samples_per_update,
+            accumulation,
+            sampler=sampler is not None,
+            drop_last=drop_last,
+        )
+        config = PlanConfig(
+            seed=seed,
+            shuffle=shuffle,
+            samples_per_update=None if samples_per_update is None else LARGEST_UPDATE,
+            grouping=grouping,
+            strata=strata,
+            window=further.pop("window", None),
+            hardest_first=further.pop("hardest_first", 1),
+            round_batch=further.pop("round_batch", None),
+            work=check_work(further.pop("work", None)),
+            oversize=further.pop("oversize", "alone"),
+            one_kind=further.pop("one_kind", "step"),
+        )
+        budget = few_shapes(
+            shapes,
+            lengths,
+            budget,
+            samples_per_update=samples_per_update,
+            window=config.window,
+            grouping=grouping,
+            work=config.work,
+            strata=strata,
+        )
+        planner = Planner.of(lengths, budget, config, kinds)
         self._check_size(planner)
         if samples_per_update is None:
             self._plan: Updates = FreeUpdates(planner, accumulation=accumulation)
         else:
             order = None if sampler is None else OrderSource(sampler, planner.num_samples)
-            self._plan = self.sizes = PreservedUpdates(
-                planner, samples_per_update, order, drop_last=drop_last
-            )
-        check_collating(collate := further.pop("collate_fn", None), pad)
-        filling, weight_of = FillingCollator(collate, planner.budget.ladder, pad), weigher(weigh)
-        seeded = _SeededDataset(dataset, filling, None if filling.ladder is None else weight_of)
-        self._feed = _Feed(seeded, planner.config.seed, weight_of, self.stats, further)
+            self.sizes = PreservedUpdates(planner, samples_per_update, order, drop_last=drop_last)
+            self._plan = self.sizes
+        collate_fn = further.pop("collate_fn", None)
+        check_collating(collate_fn, pad)
+        filling = FillingCollator(collate_fn, planner.budget.ladder, pad)
+        weight_of = weigher(weigh)
+        is_filled = filling.ladder is not None
+        collated = _CollatedDataset(dataset, filling, weight_of if is_filled else None)
+        self._feed = _Feed(collated, config.seed, weight_of, self.stats, further)
         self._place = Cursor()  # the point in the run after all yielded steps
-        self._resumed: Cursor | None = (
-            None  # a loaded resume point; iteration resumes while `_place` is this object
-        )
+        # a loaded resume point; iteration resumes while `_place` is this object
+        self._resumed: Cursor | None = None
+        self._warned_of_shape = False
         planner.warn_of_oversize()
 
     def _check_size(self, planner: Planner) -> None:
@@ -204,16 +202,21 @@ class PlannedDataLoader(StepLoader[B]):
     @property
     def cursor(self) -> Cursor:
         place = self._place
-        return next(self._walk().updates(place, 0)).after if place.begun_rows else place
+        if not place.begun_rows:
+            return place
+        current = next(self._walk().updates(place, 0))
+        return current.after
 
     def _walk(self) -> Updates:
-        self._plan.on_ranks(self._rank_and_size()[1])
+        _, world_size = self._rank_and_size()
+        self._plan.on_ranks(world_size)
         if self._place is self._resumed:
             self._plan.renew(self._plan.planner.in_mid_epoch())
         return self._plan
 
     def _stand(self, place: Cursor, *, resumed: bool = False) -> None:
-        self._place, self._resumed = place, place if resumed else None
+        self._place = place
+        self._resumed = place if resumed else None
         self._plan.stand(place)
 
     @property
@@ -233,81 +236,92 @@ class PlannedDataLoader(StepLoader[B]):
         return self.plan_of(self.epoch).num_steps
 
     def _asked(self) -> Cursor:
-        return (
-            self._feed.asked[-1].after
-            if self._live is not None and self._feed.asked
-            else self.cursor
-        )
+        if self._live is None or not self._feed.asked:
+            return self.cursor
+        return self._feed.asked[-1].after
 
-    def examples(self) -> tuple[Streams, Callable[[int], Any], Callable[..., Any]]:
+    def examples(self) -> tuple[Streams, Callable[[int], object], Callable[..., Any]]:
         return self._plan.planner.lengths, self.dataset.__getitem__, self._feed.dataset.filling
 
-    def kind_of_example(self, number: int, sample: Any) -> Any:
+    def kind_of_example(self, number: int, sample: object) -> int:
         return int(self._plan.planner.kinds.codes[number])
 
     def _forget(self) -> None:
-        self._plan.on_ranks(self._rank_and_size()[1])
+        _, world_size = self._rank_and_size()
+        self._plan.on_ranks(world_size)
         self._stand(self._plan.start_of(self._next, self._place))
 
-    def _run(self, send: Callable[[B], Any] | None) -> Iterator[Step[Any]]:
-        world, plan = self.world, self._walk()
+    def _run(self, send: Callable[[B], Any] | None) -> Generator[Step[Any]]:
+        world = self.world
+        plan = self._walk()
         self._check_size(plan.planner)
         if self._place is not self._resumed:
-            planner = plan.planner.renewed(world)
-            if (
-                planner is not plan.planner
-            ):  # with the newly learned limits, some samples may no longer fit
-                planner.warn_of_oversize()
-            plan.renew(planner)
-            self._stand(plan.start_of(self._epoch, self._place))
-        compare_ranks(
-            world,
-            plan,
-            {**self._identity(), "limit": plan.planner.limit},
-            self._place,
-            self.dataset,
+            self._begin_epoch(plan, world)
+        settings = {**self._identity(), "limit": plan.planner.limit}
+        compare_ranks(world, plan, settings, self._place, self.dataset)
+        updates = plan.updates(self._place, world.rank)
+        for loaded in self._feed.open(updates, self._epoch, world):
+            self._compare_shapes(loaded)
+            for number in range(len(loaded.batches)):
+                step = self._step(loaded, number, send)
+                self._count(loaded.update, number)
+                self._place = loaded.update.behind(number, loaded.sums[number + 1])
+                yield step
+
+    def _begin_epoch(self, plan: Updates, world: World) -> None:
+        """Plans with the limits that were learned since the last epoch."""
+        planner = plan.planner.renewed(world)
+        if planner is not plan.planner:  # some samples may no longer fit
+            planner.warn_of_oversize()
+        plan.renew(planner)
+        self._stand(plan.start_of(self._epoch, self._place))
+
+    def _step(
+        self, loaded: "_LoadedUpdate", number: int, send: Callable[[B], Any] | None
+    ) -> Step[Any]:
+        planned = loaded.update.steps[number]
+        batch = loaded.batches[number]
+        weight = Share(loaded.weights[number], loaded.sums[-1])
+        num_samples = 0 if planned.idle else len(planned.indices)
+        return Step(
+            batch=batch if send is None else send(batch),
+            indices=planned.indices,
+            samples=Share(num_samples, loaded.update.num_samples),
+            weight=weight,
+            loss_scale=loss_scale(weight, self.world.size),
+            ends_update=number == len(loaded.batches) - 1,
+            idle=planned.idle,
+            kind=planned.kind,
+            filled=self.budget.ladder is not None,
         )
-        feed = self._feed.open(plan.updates(self._place, world.rank), self._epoch, world)
-        for update, batches, weights, summed in feed:
-            self._compare(update, batches)
-            for number, batch in enumerate(batches):
-                step, weight = update.steps[number], Share(weights[number], summed[-1])
-                samples = Share(0 if step.idle else len(step.indices), update.num_samples)
-                scale, ends = loss_scale(weight, world.size), number == len(batches) - 1
-                filled = self.budget.ladder is not None
-                sent = batch if send is None else send(batch)
-                made = Step(
-                    sent, step.indices, samples, weight, scale, ends, step.idle, step.kind, filled
-                )
-                self._count(update, number)
-                self._place = update.behind(number, summed[number + 1])
-                yield made
 
     def _count(self, update: PlannedUpdate, number: int) -> None:
-        step, stats = update.steps[number], self.stats
-        stats.count_step(len(step.indices), *step.tokens, idle=step.idle)
+        step = update.steps[number]
+        real_tokens, padded_tokens = step.tokens
+        self.stats.count_step(len(step.indices), real_tokens, padded_tokens, idle=step.idle)
         if number == len(update.steps) - 1:
-            stats.count_update(update.num_samples)
-        stats.oversize += bool(
-            len(step.indices) == 1
-            and not step.idle
-            and self._plan.planner.unfit(step.indices[:1])[0]
-        )
+            self.stats.count_update(update.num_samples)
+        if len(step.indices) == 1 and not step.idle:
+            self.stats.oversize += int(self._plan.planner.unfit(step.indices)[0])
 
-    def _compare(self, update: PlannedUpdate, batches: list[Any]) -> None:
+    def _compare_shapes(self, loaded: "_LoadedUpdate") -> None:
         """Warns once if a collated batch does not have its planned shape, before any of its update is used."""
-        way_out = "Give `lengths` in dataset order, measured as samples are processed and collated; or use OnlineDataLoader"
-        for step, batch in zip(update.steps, batches, strict=True):
-            if step.idle or self._said_unplanned:
+        for step, batch in zip(loaded.update.steps, loaded.batches, strict=True):
+            if step.idle or self._warned_of_shape:
                 continue
-            shape = shapes_of(Batches.of([np.asarray(step.indices)]), self._plan.planner.lengths)
-            if (differs := unplanned(batch, shape, self.budget)) is not None:
-                self._said_unplanned = True
+            batches = Batches.of([np.asarray(step.indices)])
+            difference = unplanned(
+                batch, shapes_of(batches, self._plan.planner.lengths), self.budget
+            )
+            if difference is not None:
+                self._warned_of_shape = True
                 warn_user(
-                    f"a batch does not have its planned shape: {differs}. {way_out}, which measures them itself"
+                    f"a batch does not have its planned shape: {difference}. Give `lengths` in dataset "
+                    "order, measured as samples are processed and collated; or use OnlineDataLoader, "
+                    "which measures them itself"
                 )
 
-    def _identity(self) -> dict[str, Any]:
+    def _identity(self) -> dict[str, object]:
         return {
             **self._plan.identity,
             "budget": self.budget.fingerprint,
@@ -315,18 +329,14 @@ class PlannedDataLoader(StepLoader[B]):
         }
 
     def _state(self) -> dict[str, Any]:
-        changes, order = (
-            list(map(list, self._plan.changes)),
-            self._plan.order_print(self._place.epoch),
-        )
         return {
             "cursor": self._place.state(),
-            "changes": changes,
-            "order": order,
+            "changes": [list(change) for change in self._plan.changes],
+            "order": self._plan.order_print(self._place.epoch),
             "left_out": self._plan.planner.left_print,
         }
 
-    def _checked(self, states: list[Mapping[str, Any]]) -> Mapping[str, Any]:
+    def _checked(self, states: list[State]) -> State:
         """Returns the state of any rank, which is complete, after comparing the states of all ranks."""
         state = agreed(states)
         epoch = state["cursor"]["epoch"]
@@ -336,17 +346,30 @@ class PlannedDataLoader(StepLoader[B]):
             )
         return state
 
-    def _restore(self, found: Mapping[str, Any]) -> None:
-        place, walk = Cursor.of(found["cursor"]), self._plan
-        planner = walk.planner.rebuilt()
-        planner.check_left_out(found)
-        walk.on_ranks(self._rank_and_size()[1])
-        walk.renew(planner)
+    def _restore(self, checked: State) -> None:
+        place = Cursor.of(checked["cursor"])
+        plan = self._plan
+        planner = plan.planner.rebuilt()
+        planner.check_left_out(checked)
+        _, world_size = self._rank_and_size()
+        plan.on_ranks(world_size)
+        plan.renew(planner)
         if self.sizes is not None:
-            self.sizes.restore(found["changes"])
+            self.sizes.restore(checked["changes"])
         self._stand(place, resumed=True)
-        is_over = not place.begun_rows and next(walk.cursors(place), None) is None
-        self._epoch, self._next = place.epoch, place.epoch + is_over
+        is_over = not place.begun_rows and next(plan.cursors(place), None) is None
+        self._epoch = place.epoch
+        self._next = place.epoch + is_over
+
+
+@dataclass(frozen=True, slots=True)
+class _LoadedUpdate:
+    """An update with its batches on this rank."""
+
+    update: PlannedUpdate
+    batches: list[Any]
+    weights: list[float]
+    sums: list[float]  # number k: the weight of the update's first k steps on all ranks
 
 
 # When an update's batches are loaded and weighed, one sum over ranks gives every rank the total weight of each step. So
@@ -356,113 +379,147 @@ class _Feed(Inner):
     """Loads planned updates with the user's workers and collate function, and computes their weights over all ranks."""
 
     def __init__(
-        self, dataset: Any, seed: int, weight_of: Any, stats: LoaderStats, kwargs: Mapping[str, Any]
+        self,
+        dataset: "_CollatedDataset",
+        seed: int,
+        weight_of: WeightOf,
+        stats: LoaderStats,
+        dataloader_kwargs: Mapping[str, Any],
     ) -> None:
-        super().__init__(kwargs)
-        self._seed, self._weight_of, self._stats, self.dataset = seed, weight_of, stats, dataset
-        self.asked: deque[PlannedUpdate] = (
-            deque()
-        )  # updates that workers are loading or have loaded
-
-    def _requests(
-        self, updates: Iterator[PlannedUpdate], rank: int
-    ) -> Iterator[tuple[int, int, list[int]]]:
-        for update in updates:
-            self.asked.append(update)
-            for row, step in enumerate(update.steps, start=update.before.steps):
-                yield (
-                    update.before.epoch,
-                    seed_of(self._seed, update.before.epoch, row, rank),
-                    step.indices,
-                )
+        super().__init__(dataloader_kwargs)
+        self.dataset = dataset
+        self._seed = seed
+        self._weight_of = weight_of
+        self._stats = stats
+        self.asked: deque[PlannedUpdate] = deque()  # those that workers are loading or have loaded
 
     def open(
         self, updates: Iterator[PlannedUpdate], epoch: int, world: World
-    ) -> Iterator[tuple[PlannedUpdate, list[Any], list[float], list[float]]]:
-        """Yields (update, its batches on this rank, their weights, sums); ``sums[k]`` is the weight of the update's
-        first k steps on all ranks, including any steps taken before a resume. All ranks must call it."""
+    ) -> Iterator[_LoadedUpdate]:
+        """Yields loaded updates. All ranks must call it."""
         self.asked.clear()
         self.queue.pull = partial(next, self._requests(updates, world.rank), None)
         self.seed(self._seed, epoch)
         if self.loader is None:
-            how: Any = {"batch_sampler": self.queue, "collate_fn": itemgetter(0), **self.kwargs}
-            self.loader = DataLoader(self.dataset, **how)
-        batches = (
-            batch for loader in [self.loader] for batch in loader
-        )  # starts it in `_loaded`, which tells of errors
+            self.loader = DataLoader(
+                self.dataset, batch_sampler=self.queue, collate_fn=itemgetter(0), **self.kwargs
+            )
+        # starts the DataLoader in `_load`, which tells other ranks of errors
+        batches = chain.from_iterable([self.loader])
         try:
-            while (loaded := self._loaded(batches, world)) is not None:
-                update, collected, weights = loaded
-                found = weights if world.size == 1 else world.all_sum(weights)
-                if any(map(math.isnan, found)):
-                    at = update.before.update
-                    raise AlignmentError(
-                        f"another rank failed while it loaded or weighed update {at}; see its error"
-                    )
-                # Adds from left to right, step by step, so that a run resumed inside the update gets identical sums.
-                yield (
-                    update,
-                    collected,
-                    weights,
-                    list(accumulate(found, initial=update.before.begun_weight)),
-                )
+            while True:
+                loaded = self._load(batches, world)
+                if loaded is None:
+                    return
+                yield loaded
         finally:
             self.queue.pull = None
 
-    def _loaded(
-        self, batches: Iterator[Any], world: World
-    ) -> tuple[PlannedUpdate, list[Any], list[float]] | None:
-        """Loads the next update and computes the weights of its batches. If this rank fails, the other ranks are told."""
+    def _requests(self, updates: Iterator[PlannedUpdate], rank: int) -> Iterator["_Request"]:
+        for update in updates:
+            self.asked.append(update)
+            epoch = update.before.epoch
+            for row, step in enumerate(update.steps, start=update.before.steps):
+                yield _Request(epoch, seed_of(self._seed, epoch, row, rank), step.indices)
+
+    def _load(self, batches: Iterator["_Collated"], world: World) -> _LoadedUpdate | None:
+        """Loads the next update, and adds its weights over all ranks. None: the epoch is over."""
         began = time.perf_counter()
         try:
-            collected = [*islice(batches, 1)]  # makes the DataLoader request the update
-            if not self.asked:
+            update, collated = self._next_update(batches)
+            if update is None:
                 return None
-            update = self.asked[0]
-            collected += islice(batches, len(update.steps) - 1)
-            if len(collected) < len(update.steps):
-                raise RuntimeError(ENDED_EARLY)
-            of, pairs = self._weight_of, zip(update.steps, collected, strict=True)
-            weights = [
-                0.0 if s.idle else of(b, len(s.indices)) if known is None else known
-                for s, (known, b) in pairs
-            ]
-            return self.asked.popleft(), [batch for _, batch in collected], weights
+            pairs = zip(update.steps, collated, strict=True)
+            weights = [self._weight(step, one) for step, one in pairs]
         except Exception:
-            self.loader = None  # its workers may be dead
-            if self.asked or (self.queue.pull and self.queue.pull()):
-                with suppress(AlignmentError):  # this rank's own error is more useful
-                    world.all_sum([math.nan] * len(self.asked[0].steps))
+            self._tell_other_ranks(world)
             raise
         finally:
             self._stats.wait_s += time.perf_counter() - began
+        self.asked.popleft()
+        row_weights = weights if world.size == 1 else world.all_sum(weights)
+        if any(map(math.isnan, row_weights)):
+            raise AlignmentError(
+                "another rank failed while it loaded or weighed update "
+                f"{update.before.update}; see its error"
+            )
+        # Adds from left to right, step by step, so that a run resumed inside the update gets identical sums.
+        sums = list(accumulate(row_weights, initial=update.before.begun_weight))
+        return _LoadedUpdate(update, [one.batch for one in collated], weights, sums)
+
+    def _next_update(
+        self, batches: Iterator["_Collated"]
+    ) -> tuple[PlannedUpdate | None, list["_Collated"]]:
+        collated = list(islice(batches, 1))  # makes the DataLoader request the update
+        if not self.asked:
+            return None, []
+        update = self.asked[0]
+        collated += islice(batches, len(update.steps) - 1)
+        if len(collated) < len(update.steps):
+            raise RuntimeError(ENDED_EARLY)
+        return update, collated
+
+    def _weight(self, step: PlannedStep, collated: "_Collated") -> float:
+        if step.idle:
+            return 0.0
+        if collated.weight is not None:
+            return collated.weight
+        return self._weight_of(collated.batch, len(step.indices))
+
+    def _tell_other_ranks(self, world: World) -> None:
+        self.loader = None  # its workers may be dead
+        if not self.asked and self.queue.pull is not None:
+            self.queue.pull()  # asks for the next update, if there is one
+        if self.asked:
+            with suppress(AlignmentError):  # this rank's own error is more useful
+                world.all_sum([math.nan] * len(self.asked[0].steps))
 
 
-class _SeededDataset(Dataset):
-    """The user's collated samples, behind their weight before rows are added to them (None: none are added).
-    In a worker, each batch sets its own random seed, so that a resumed run repeats it."""
+class _Request(NamedTuple):
+    """What a worker is asked for: one batch."""
 
-    def __init__(
-        self, dataset: Any, filling: FillingCollator, weight_of: Callable[[Any, int], float] | None
-    ) -> None:
-        self.dataset, self.filling, self.weight_of, self._epoch = dataset, filling, weight_of, -1
+    epoch: int
+    seed: int
+    indices: list[int]
 
-    def __getitems__(self, request: tuple[int, int, list[int]]) -> list[Any]:
-        epoch, seed, indices = request
-        if epoch != self._epoch:
-            self._epoch = epoch
+
+class _Collated(NamedTuple):
+    """A collated batch, and its weight before rows were added to it; None: no rows were. (torch pins memory in tuples.)"""
+
+    batch: Any
+    weight: float | None
+
+
+class _CollatedDataset(Dataset[Any]):
+    """The user's samples, collated, and padded to few shapes. In a worker, each batch sets its own random seed, so that a
+    resumed run repeats it.
+
+    Args:
+        weight_of: weight of a batch that is then padded; None: batches are not padded."""
+
+    def __init__(self, dataset: Any, filling: FillingCollator, weight_of: WeightOf | None) -> None:
+        self.dataset = dataset
+        self.filling = filling
+        self.weight_of = weight_of
+        self._epoch = -1
+
+    def __getitems__(self, request: _Request) -> list[_Collated]:
+        if request.epoch != self._epoch:
+            self._epoch = request.epoch
             with sendable(lambda: "the dataset's set_epoch failed"):
-                set_epoch(self.dataset, epoch)
+                set_epoch(self.dataset, request.epoch)
         if get_worker_info() is not None:
-            torch.manual_seed(seed)
-            random.seed(seed)
-            np.random.seed(seed % 2**32)
-        samples = fetch(self.dataset, indices)
-        with sendable(lambda: f"collate_fn failed on dataset samples {shorten(indices)}"):
-            batch = (self.filling.collate_fn or default_collate)(samples)
+            torch.manual_seed(request.seed)
+            random.seed(request.seed)
+            np.random.seed(request.seed % 2**32)
+        samples = fetch(self.dataset, request.indices)
+        num_samples = len(request.indices)
+        with sendable(lambda: f"collate_fn failed on dataset samples {shorten(request.indices)}"):
+            batch = self.filling.collated(samples)
             if self.weight_of is None:
-                return [(None, batch)]
-            return [(self.weight_of(batch, len(indices)), self.filling.fill(batch, len(indices)))]
+                return [_Collated(batch, None)]
+            weight = self.weight_of(batch, num_samples)
+            return [_Collated(self.filling.fill(batch, num_samples), weight)]
 
     def __len__(self) -> int:
         return len(self.dataset)

@@ -8,7 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain, count
+from itertools import chain
 from typing import Literal, TypeAlias
 
 from dynagroup.errors import ConfigError
@@ -40,10 +40,8 @@ class linear_ramp:
             check_int(name, value)
 
     def __call__(self, update: int, current: int | None) -> int:
-        samples = (
-            self.first
-            + (self.last - self.first) * min(update, self.num_updates) // self.num_updates
-        )
+        done = min(update, self.num_updates)
+        samples = self.first + (self.last - self.first) * done // self.num_updates
         return max(samples - samples % self.multiple_of, self.multiple_of)
 
 
@@ -76,9 +74,7 @@ class Walk(ABC):
     """The updates of a run in order: where each epoch begins and where each update ends."""
 
     def __init__(self) -> None:
-        self._starts: list[Cursor] = [
-            Cursor()
-        ]  # the beginnings of the epochs that are known so far
+        self._starts: list[Cursor] = [Cursor()]  # the beginnings of the known epochs
 
     @abstractmethod
     def cursors(self, cursor: Cursor) -> Iterator[Cursor]:
@@ -90,7 +86,8 @@ class Walk(ABC):
 
     def start(self, epoch: int) -> Cursor:
         """Returns the beginning of an epoch (of the first known epoch, if that is later)."""
-        while (last := self._starts[-1].epoch) < epoch:
+        while self._starts[-1].epoch < epoch:
+            last = self._starts[-1].epoch
             self._starts.append(begun(last + 1, self.end(last)))
         return self._starts[max(epoch - self._starts[0].epoch, 0)]
 
@@ -99,20 +96,16 @@ class Walk(ABC):
 
     def after(self, updates: int) -> Cursor:
         """Returns the point after this many updates of the run (or the first known point, if that is later)."""
-        epochs = count(self._starts[0].epoch)
-        epoch = next(
-            e for e in epochs if self.start(e + 1).update >= updates or not self.num_updates(e)
-        )
+        epoch = self._starts[0].epoch
+        while self.start(epoch + 1).update < updates and self.num_updates(epoch):
+            epoch += 1
         start = self.start(epoch)
-        found = next(
-            (place for place in chain([start], self.cursors(start)) if place.update >= updates),
-            None,
+        for place in chain([start], self.cursors(start)):
+            if place.update >= updates:
+                return place
+        raise ConfigError(
+            f"the run never gets to update {updates}: epoch {epoch} has none; use smaller updates"
         )
-        if found is None:
-            raise ConfigError(
-                f"the run never gets to update {updates}: epoch {epoch} has none; use smaller updates"
-            )
-        return found
 
 
 def begun(epoch: int, done: Cursor) -> Cursor:
@@ -131,13 +124,13 @@ class UpdateSizes(Walk):
         self, schedule: Sizes, num_ordered: Callable[[], int], *, drop_last: bool = False
     ) -> None:
         super().__init__()
-        self.schedule = (
-            schedule if callable(schedule) else check_int("samples_per_update", schedule)
-        )
-        self.num_ordered, self.drop_last = num_ordered, drop_last
-        self.changes: list[
-            tuple[int, int, int]
-        ] = []  # (epoch, update, samples): the size from this update on
+        if not callable(schedule):
+            schedule = check_int("samples_per_update", schedule)
+        self.schedule = schedule
+        self.num_ordered = num_ordered
+        self.drop_last = drop_last
+        # (epoch, update, samples): the size from this update on
+        self.changes: list[tuple[int, int, int]] = []
 
     @property
     def is_constant(self) -> bool:
@@ -146,9 +139,11 @@ class UpdateSizes(Walk):
     def change(self, cursor: Cursor, samples: int) -> int:
         """Sets the size of all updates after ``cursor``; returns the number of the first. If that is past an epoch's
         last update, the size applies from the next epoch on, and samples that drop_last left out stay left out."""
-        samples, over = check_int("samples", samples), next(self.spans(cursor), None) is None
-        when = (cursor.epoch + over, cursor.update)
-        self.changes = [change for change in self.changes if change[:2] < when] + [(*when, samples)]
+        samples = check_int("samples", samples)
+        is_over = next(self.spans(cursor), None) is None
+        when = (cursor.epoch + is_over, cursor.update)
+        earlier = [change for change in self.changes if change[:2] < when]
+        self.changes = [*earlier, (*when, samples)]
         self._starts = [start for start in self._starts if (start.epoch, start.update) <= when]
         return cursor.update
 
@@ -158,15 +153,19 @@ class UpdateSizes(Walk):
 
     def spans(self, cursor: Cursor) -> Iterator[tuple[int, int, Cursor]]:
         """Yields (start, stop, point after) of each remaining update of an epoch; looks up sizes one at a time."""
-        count = self.num_ordered()
-        while cursor.samples_used < count:
-            samples, start = self._samples_of(cursor), cursor.samples_used
-            stop = min(start + samples, count)
+        num_ordered = self.num_ordered()
+        while cursor.samples_used < num_ordered:
+            samples = self._samples_of(cursor)
+            start = cursor.samples_used
+            stop = min(start + samples, num_ordered)
             if self.drop_last and stop - start < samples:
                 return
-            update, seen = cursor.update + 1, cursor.samples_seen + stop - start
             cursor = Cursor(
-                cursor.epoch, update=update, samples_used=stop, samples_seen=seen, current=samples
+                cursor.epoch,
+                update=cursor.update + 1,
+                samples_used=stop,
+                samples_seen=cursor.samples_seen + stop - start,
+                current=samples,
             )
             yield start, stop, cursor
 
@@ -177,20 +176,25 @@ class UpdateSizes(Walk):
         """Returns the beginning of an epoch; computed directly if all updates have one size."""
         if not self.is_constant or not epoch:
             return super().start(epoch)
-        size, count = self._samples_of(Cursor()), self.num_ordered()
-        updates = epoch * (count // size if self.drop_last else -(-count // size))
-        seen = updates * size if self.drop_last else epoch * count
+        size = self._samples_of(Cursor())
+        num_ordered = self.num_ordered()
+        if self.drop_last:
+            updates = epoch * (num_ordered // size)
+            seen = updates * size
+        else:
+            updates = epoch * -(-num_ordered // size)
+            seen = epoch * num_ordered
         return Cursor(epoch, update=updates, samples_seen=seen, current=size if updates else None)
 
     def _samples_of(self, cursor: Cursor) -> int:
-        when = (cursor.epoch, cursor.update)
-        changed = next(
-            (samples for *since, samples in reversed(self.changes) if tuple(since) <= when), None
-        )
-        samples = self.schedule if changed is None else changed
+        samples = self.schedule
+        for epoch, update, changed in self.changes:
+            if (epoch, update) <= (cursor.epoch, cursor.update):
+                samples = changed
         if not callable(samples):
             return samples
-        update = cursor.update
         return check_int(
-            "samples_per_update", samples(update, cursor.current), where=f" at update {update}"
+            "samples_per_update",
+            samples(cursor.update, cursor.current),
+            where=f" at update {cursor.update}",
         )

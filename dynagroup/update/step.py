@@ -1,5 +1,6 @@
 """What a training loop receives (one batch with its exact loss weight), and counts of what a loader has done."""
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -14,11 +15,8 @@ from dynagroup.shapes import TOKENS, BatchShape, primary, round_up
 from dynagroup.update.loss_weight import Share, Weigh, loss_scale, weigher
 
 B = TypeVar("B")
-SHOWN_IN = {
-    "source": "input_ids",
-    "target": "labels",
-    TOKENS: "input_ids",
-}  # stream -> field name in transformers
+# stream -> field name in transformers
+SHOWN_IN = {"source": "input_ids", "target": "labels", TOKENS: "input_ids"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,89 +72,90 @@ def loss_scales(
     >>> loss_scales(update, {"intent": "samples", "slots": "labels"})[0]["intent"]
     0.5
     """
-    world = SingleProcess() if world is None else world
+    if world is None:
+        world = SingleProcess()
     scales: list[dict[str, float]] = [{} for _ in update]
     for name, weight in weigh.items():
         weight_of = weigher(weight)
-        weights = [0.0 if s.idle else weight_of(s.batch, len(s.indices)) for s in update]
+        weights = []
+        for step in update:
+            weights.append(0.0 if step.idle else weight_of(step.batch, len(step.indices)))
         [total] = world.all_sum([sum(weights)])
-        for scale, own in zip(scales, weights, strict=True):
-            scale[name] = loss_scale(Share(own, total), world.size)
+        for scale_of, local in zip(scales, weights, strict=True):
+            scale_of[name] = loss_scale(Share(local, total), world.size)
     return scales
 
 
 def width_of(
-    batch: Any, num_samples: int, stream: str, streams: Iterable[str] = (TOKENS,)
+    batch: object, num_samples: int, stream: str, streams: Iterable[str] = (TOKENS,)
 ) -> int | None:
     """Returns the padded length of a stream in a collated batch. It is read from the field of that name, or of
     transformers' name for it (``input_ids`` for the primary one of ``streams``). None: there is no such field."""
-    shapes = (
-        shape
-        for shape in _shapes_shown(batch, stream, streams)
-        if len(shape) == 2 and shape[0] == num_samples
-    )
-    return next((int(shape[1]) for shape in shapes), None)
+    for shape in _shapes_shown(batch, stream, streams):
+        if len(shape) == 2 and shape[0] == num_samples:
+            return int(shape[1])
+    return None
 
 
-def total_of(batch: Any, stream: str, streams: Iterable[str] = (TOKENS,)) -> int | None:
+def total_of(batch: object, stream: str, streams: Iterable[str] = (TOKENS,)) -> int | None:
     """Returns the tokens of a stream in a packed batch; None: no field shows them."""
-    shapes = _shapes_shown(batch, stream, streams)
-    return next(
-        (
-            int(shape[-1])
-            for shape in shapes
-            if len(shape) == 1 or (len(shape) == 2 and shape[0] == 1)
-        ),
-        None,
-    )
+    for shape in _shapes_shown(batch, stream, streams):
+        if len(shape) == 1 or (len(shape) == 2 and shape[0] == 1):
+            return int(shape[-1])
+    return None
 
 
 def _shapes_shown(batch: Any, stream: str, streams: Iterable[str]) -> Iterator[tuple[int, ...]]:
-    if not (isinstance(batch, Mapping) or hasattr(batch, "keys")):
+    if not hasattr(batch, "keys"):
         return
-    usual = SHOWN_IN.get(stream, SHOWN_IN[TOKENS] if stream == primary(streams) else stream)
-    for field_name in dict.fromkeys((stream, usual)):
+    fallback = SHOWN_IN[TOKENS] if stream == primary(streams) else stream
+    field_names = dict.fromkeys((stream, SHOWN_IN.get(stream, fallback)))
+    for field_name in field_names:
         with suppress(TypeError, KeyError, AttributeError):
             yield tuple(batch[field_name].shape)
 
 
-def shown(batch: Any, num_samples: int, streams: Sequence[str], *, packed: bool) -> dict[str, int]:
+def shown(
+    batch: object, num_samples: int, streams: Sequence[str], *, packed: bool
+) -> dict[str, int]:
     """Returns the tokens of each padded stream that a collated batch has: per row, or in total if it is packed."""
-    found = (
-        total_of(batch, n, streams) if packed else width_of(batch, num_samples, n, streams)
-        for n in streams
-    )
-    return {name: tokens for name, tokens in zip(streams, found, strict=True) if tokens is not None}
+    tokens_by_stream = {}
+    for name in streams:
+        if packed:
+            num_tokens = total_of(batch, name, streams)
+        else:
+            num_tokens = width_of(batch, num_samples, name, streams)
+        if num_tokens is not None:
+            tokens_by_stream[name] = num_tokens
+    return tokens_by_stream
 
 
-def unplanned(batch: Any, shape: BatchShape, budget: Budget) -> str | None:
+def unplanned(batch: object, shape: BatchShape, budget: Budget) -> str | None:
     """Returns text that tells how a collated batch differs from its planned shape (K = 1); None: no visible difference."""
-    packed, multiple = is_packed(budget, shape.longest), budget.pad_to_multiple_of
-    form = (
-        "tokens long, but was planned with"
-        if packed
-        else "tokens wide, but the longest of them was planned with"
-    )
-    run, names, count = (
-        budget.as_run(shape),
-        padded_streams(budget, shape.longest),
-        int(shape.num_samples[0]),
-    )
-    if (
-        packed
-        and count > 1
-        and (width := width_of(batch, count, primary(shape.longest), names)) is not None
-    ):
-        return f"{count} samples were padded to {width} tokens, but planned as packed: use a packing collator, or layout='padded'"
-    for stream, tokens in shown(batch, int(run.num_samples[0]), names, packed=packed).items():
-        least = shape.total[stream] if packed else shape.longest[stream]
-        most = (
-            np.maximum(round_up(least, multiple), run.total[stream])
-            if packed
-            else run.longest[stream]
-        )
-        if not least[0] <= tokens <= most[0]:
-            return f"{count} samples were collated to {tokens} {'' if stream == TOKENS else f'{stream} '}{form} {least[0]}"
+    packed = is_packed(budget, shape.longest)
+    names = padded_streams(budget, shape.longest)
+    run = budget.as_run(shape)
+    num_samples = int(shape.num_samples[0])
+    if packed and num_samples > 1:
+        width = width_of(batch, num_samples, primary(shape.longest), names)
+        if width is not None:
+            return (
+                f"{num_samples} samples were padded to {width} tokens, but planned as packed: use a "
+                "packing collator, or layout='padded'"
+            )
+    num_rows = int(run.num_samples[0])
+    for stream, num_tokens in shown(batch, num_rows, names, packed=packed).items():
+        if packed:
+            least = shape.total[stream]
+            most = np.maximum(round_up(least, budget.pad_to_multiple_of), run.total[stream])
+            planned = "tokens long, but was planned with"
+        else:
+            least = shape.longest[stream]
+            most = run.longest[stream]
+            planned = "tokens wide, but the longest of them was planned with"
+        if not least[0] <= num_tokens <= most[0]:
+            unit = "" if stream == TOKENS else f"{stream} "
+            return f"{num_samples} samples were collated to {num_tokens} {unit}{planned} {least[0]}"
     return None
 
 
@@ -178,25 +177,26 @@ class LoaderStats:
     samples: int = 0
     updates: int = 0  # finished updates
     update_samples: int = 0  # samples of the finished updates, over all ranks
-    batch_sizes: Counter[int] = field(
-        default_factory=Counter
-    )  # samples per batch -> batches, without idle ones
+    # samples per batch -> batches, without idle ones
+    batch_sizes: Counter[int] = field(default_factory=Counter)
     real_tokens: int = 0  # tokens of the samples
     padded_tokens: int = 0  # tokens that the device computed, with padding, without idle steps
     oversize: int = 0  # samples that did not fit even alone, and were each a batch of their own
     wait_s: float = 0.0  # seconds that the main process waited for workers
 
     def __str__(self) -> str:
-        sizes, rare = (
-            self.batch_sizes or [0],
-            f"; {self.oversize:,} too large even alone" if self.oversize else "",
+        sizes = self.batch_sizes or [0]
+        idle = f"{self.idle_steps:,} idle"
+        if self.idle_tokens:
+            idle = f"{idle}, of {self.idle_tokens:,} tokens"
+        text = (
+            f"{self.samples:,} samples in {self.steps:,} steps ({idle}) and {self.updates:,} updates; "
+            f"batches of {min(sizes):,} to {max(sizes):,} samples, {self.padding:.0%} padding; "
+            f"waited {self.wait_s:.1f} s for workers"
         )
-        idle = f"{self.idle_steps:,} idle" + (
-            f", of {self.idle_tokens:,} tokens" if self.idle_tokens else ""
-        )
-        done = f"{self.samples:,} samples in {self.steps:,} steps ({idle}) and {self.updates:,} updates"
-        sized = f"batches of {min(sizes):,} to {max(sizes):,} samples, {self.padding:.0%} padding"
-        return f"{done}; {sized}; waited {self.wait_s:.1f} s for workers{rare}"
+        if self.oversize:
+            text = f"{text}; {self.oversize:,} too large even alone"
+        return text
 
     @property
     def padding(self) -> float:
@@ -225,29 +225,29 @@ class LoaderStats:
         return self + LoaderStats()
 
     def __add__(self, other: "LoaderStats") -> "LoaderStats":
-        return LoaderStats(
-            **{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
-        )
+        return self._combined(operator.add, other)
 
     def __sub__(self, before: "LoaderStats") -> "LoaderStats":
-        return LoaderStats(
-            **{f.name: getattr(self, f.name) - getattr(before, f.name) for f in fields(self)}
-        )
+        return self._combined(operator.sub, before)
+
+    def _combined(self, combine: Callable[[Any, Any], Any], other: "LoaderStats") -> "LoaderStats":
+        combined = LoaderStats()
+        for one in fields(self):
+            counts = combine(getattr(self, one.name), getattr(other, one.name))
+            setattr(combined, one.name, counts)
+        return combined
 
     def merged(self, world: World) -> "LoaderStats":
         """Returns these counts, added over all ranks; all ranks must call it."""
-        names = [f.name for f in fields(self) if f.name != "batch_sizes"]
+        names = [one.name for one in fields(self) if one.name != "batch_sizes"]
+        counts = [getattr(self, name) for name in names]
         [largest] = world.all_max([max(self.batch_sizes, default=0)])
-        own = [
-            *(getattr(self, name) for name in names),
-            *(self.batch_sizes[size] for size in range(largest + 1)),
-        ]
-        found = world.all_sum(own)
-        counts, sizes = found[: len(names)], found[len(names) :]
-        summed: Any = {
-            n: count if n.endswith("_s") else int(count)
-            for n, count in zip(names, counts, strict=True)
-        }
-        return LoaderStats(
-            **summed, batch_sizes=Counter({size: int(n) for size, n in enumerate(sizes) if n})
-        )
+        num_batches = [self.batch_sizes[size] for size in range(largest + 1)]
+        sums = world.all_sum([*counts, *num_batches])
+        merged = LoaderStats()
+        for name, total in zip(names, sums, strict=False):
+            setattr(merged, name, total if name == "wait_s" else int(total))
+        for size, total in enumerate(sums[len(names) :]):
+            if total:
+                merged.batch_sizes[size] = int(total)
+        return merged

@@ -10,6 +10,7 @@ from transformers import BertConfig, BertModel, Trainer, TrainingArguments
 
 from dynagroup import ConfigError, PlannedDataLoader, TokenBudget, check_loss, loss_scales
 from dynagroup.integrations.hf import DynagroupConfig, DynagroupTrainer
+from dynagroup.update.split_test import pieces_of_loader
 from tests.integrations import toys
 from tests.packed.test_training import llama
 
@@ -209,8 +210,18 @@ def test_the_public_test_names_what_fits_and_leaves_no_trace():
     blank = [{**row, "input_ids": [0] * len(row["input_ids"])} for row in ROWS]
     assert check_loss(model, loss_of, blank, collate_fn=collate) is None
     noisy = Tagger(lambda slots, intent, batch: (slots * torch.rand_like(slots)).mean())
-    with pytest.raises(ConfigError, match="draws random numbers"):
+    with pytest.raises(ConfigError, match="depends on how an update is cut.*draws random numbers"):
         check_loss(noisy, lambda step: noisy(**step.batch)["loss"], ROWS, collate_fn=collate)
+
+
+def test_its_samples_fit_into_one_batch():
+    rows = [{"input_ids": [1] * n, "labels": n % 7} for n in range(30, 2, -1)]  # longest first
+    lengths = [len(row["input_ids"]) for row in rows]
+    loader = PlannedDataLoader(rows, lengths, TokenBudget(64), collate_fn=toys.collate)
+    pieces = pieces_of_loader(loader)
+    assert pieces is not None
+    assert 2 < len(pieces.alone)
+    assert pieces.together["input_ids"].numel() <= 64
 
 
 def test_several_losses_have_weights_of_their_own_in_a_loop():
