@@ -3,7 +3,7 @@
 import copy
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
@@ -100,37 +100,49 @@ class PlanInputs:
         budget: Budget | int,
         config: PlanConfig,
         kinds: Kinds | None = None,
-        read: Mapping[str, tuple[IntArray, int]] | None = None,
     ) -> None:
         self.lengths = lengths
         self.num_samples = len(lengths[primary(lengths)])
         self.kinds = Kinds.read(None, self.num_samples) if kinds is None else kinds
         self.config = config
-        bound = as_budget(budget).bind(lengths)
-        self.limit = bound.applied
-        self.budget = bound.held(self.limit)  # so that a plan does not change while it is used
-        if read is None:
-            read = {name: scanned(values) for name, values in lengths.items()}
-        self.read = read
-        """By stream: the greatest length in each block of samples, and a checksum of the lengths."""
-        self.maxima = {name: maxima for name, (maxima, _) in read.items()}
-        self.oversize = oversize_of(lengths, self.budget, self.maxima)
+        self.maxima: dict[str, IntArray] = {}
+        self._checksums: dict[str, int] = {}
+        for name, values in lengths.items():
+            self.maxima[name], self._checksums[name] = scanned(values)
+        self.budget = as_budget(budget).bind(lengths)
+        self._hold(self.budget.applied)
+        self._leave_out()
+
+    def _hold(self, limit: float | None) -> None:
+        """Fixes the learned limit, so that a plan does not change while it is used."""
+        vars(self).pop("batch_size", None)  # cached, depends on the limit
+        self.limit = limit
+        self.budget = self.budget.held(limit)
+        self.oversize = oversize_of(self.lengths, self.budget, self.maxima)
         """Sorted dataset indices of samples that do not fit even alone."""
-        self.left_out = self.oversize if config.oversize == "drop" else NONE
+
+    def _leave_out(self) -> None:
+        """Decides which samples are planned. BudgetError: some do not fit, and ``oversize="error"``."""
+        vars(self).pop("longest", None)  # cached, depends on the samples left out
+        self.left_out = self.oversize if self.config.oversize == "drop" else NONE
         """Sorted dataset indices of samples that are not planned."""
         self.left_print = zlib.crc32(self.left_out.astype(np.int64).data)
-        if config.oversize == "error":
+        if self.config.oversize == "error":
             self.warn_of_oversize()
 
     def with_limit(self: InputsT, limit: float | None) -> InputsT:
-        """Returns a copy with the given learned limit, which plans the same samples."""
+        """Returns these inputs with a learned limit, for plans of the same samples."""
         if limit == self.limit:
             return self
         other = copy.copy(self)
-        vars(other).pop("batch_size", None)  # cached, depends on the limit
-        other.limit = limit
-        other.budget = self.budget.held(limit)
-        other.oversize = oversize_of(self.lengths, other.budget, self.maxima)
+        other._hold(limit)
+        return other
+
+    def rebuilt(self: InputsT) -> InputsT:
+        """Returns a copy with the budget's current limit, which also decides anew which samples are planned."""
+        other = copy.copy(self)
+        other._hold(self.budget.applied)
+        other._leave_out()
         return other
 
     @property
@@ -196,7 +208,7 @@ class PlanInputs:
         codes = self.kinds.codes if self.has_kinds else NONE
         return {
             "num_samples": self.num_samples,
-            "lengths": {name: checksum for name, (_, checksum) in self.read.items()},
+            "lengths": self._checksums,
             "kinds": [scanned(codes)[1], described(self.kinds.labels)],
             "budget": self.budget.fingerprint,
             **self.config.identity,

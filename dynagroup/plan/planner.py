@@ -82,10 +82,6 @@ class Planner(PlanInputs):
             learner.apply(world)
         return self if self.budget.applied == self.limit else self.rebuilt()
 
-    def rebuilt(self) -> "Planner":
-        """Returns a new planner with the same lengths and settings, and the budget's current limit."""
-        return Planner(self.lengths, self.budget, self.config, self.kinds, self.read)
-
     def in_mid_epoch(self) -> "Planner":
         """Returns a planner for the rest of an epoch, with the limit that the budget now applies; or this one if the
         limit is the same. StateError: the limit would change which samples are planned."""
