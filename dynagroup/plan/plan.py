@@ -281,7 +281,7 @@ class BatchPlan:
         order = np.random.default_rng(0).permutation(np.sort(self.batches.order))
         return self.with_fixed(fixed_batches(order, batch_size))
 
-    def most_of_the_longest(self) -> int:
+    def worst_case_batch_size(self) -> int:
         """Returns how many samples fit one batch if all have the longest length of each stream, at least 1."""
         lengths = {name: values[self.batches.order] for name, values in self.lengths.items()}
         return max(most_of_the_longest(lengths, self.budget), 1)
@@ -297,12 +297,12 @@ class BatchPlan:
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
         layout = "packed" if is_packed(self.budget, self.lengths) else "padded"
         head = f"epoch {self.epoch}: {self.statistics['num_samples']:,} samples for {ranks}, {layout} layout"
-        table = format_table(["", ""], list(_report_rows(self, batch_size)))
-        return head + table
+        rows = list(_report_rows(self, batch_size))
+        return "\n".join([head, format_table(rows[0], rows[1:])])
 
     def plot(self) -> "Figure":
         """Returns a matplotlib figure of the padding in this plan and in shuffled batches of a fixed size."""
-        size = self.most_of_the_longest()
+        size = self.worst_case_batch_size()
         shuffled = self.shuffled(size)
         return draw_panels([shuffled.panel(f"fixed {size}, shuffled"), self.panel("this plan")])
 
@@ -396,7 +396,7 @@ def _fixed_rows(plan: BatchPlan, batch_size: int | None) -> Iterator[tuple[str, 
     """Yields the comparison with shuffled batches of a fixed size; a packed plan has none."""
     if is_packed(plan.budget, plan.lengths) or not len(plan.batches):
         return
-    most = plan.most_of_the_longest()
+    most = plan.worst_case_batch_size()
     size = most if batch_size is None else batch_size
     shuffled = plan.shuffled(size)
     unfit = "" if size <= most else "; the longest would not fit"
