@@ -4,7 +4,9 @@ is computed, not stored: reading a part of it takes time proportional to that pa
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -159,6 +161,21 @@ class Windows:
         return start, min(stop, self._count)
 
 
+@dataclass(frozen=True)
+class EpochWindows:
+    """An epoch's windows, in the order of use.
+
+    Args:
+        order: dataset indices; an array, or an order that is computed when a slice is read.
+        spans: where each window starts and stops in ``order``.
+        last: by kind, the number of the last window that has samples of the kind: int64 (kinds,).
+    """
+
+    order: Any
+    spans: Sequence[tuple[int, int]] | Windows
+    last: IntArray
+
+
 def windows_of_kinds(
     order: IntArray,
     kinds: NDArray[np.integer],
@@ -167,14 +184,15 @@ def windows_of_kinds(
     least: int,
     rng: np.random.Generator | None = None,
     tokens: IntArray | None = None,
-) -> tuple[IntArray, list[tuple[int, int]], IntArray]:
-    """Returns dataset indices in windows; (start, stop) of each, in order of use; the number of each kind's last window.
+) -> EpochWindows:
+    """Returns windows for samples of several kinds. ``order``: dataset indices.
 
     A window has about ``size`` samples of the most common kind. Samples of rarer kinds, at least ``least``, are in some
     windows, evenly spread (by ``rng``, else to the middle), so that each kind is sorted among many of its own. The window
     with the most ``tokens`` is first. Takes O(N log N).
 
-    >>> windows_of_kinds(np.arange(6), np.array([0, 1, 0, 0, 1, 0]), 2, least=2)[:2]
+    >>> windows = windows_of_kinds(np.arange(6), np.array([0, 1, 0, 0, 1, 0]), 2, least=2)
+    >>> windows.order, windows.spans
     (array([0, 2, 3, 5, 1, 4]), [(0, 2), (2, 6)])
     """
     counts = np.bincount(kinds[order], minlength=1)
@@ -204,7 +222,7 @@ def windows_of_kinds(
     last = np.zeros(int(kinds.max(initial=0)) + 1, np.int64)
     for number, (start, stop) in enumerate(spans):
         last[kinds[in_windows[start:stop]]] = number
-    return in_windows, spans, last
+    return EpochWindows(in_windows, spans, last)
 
 
 class Mixture:

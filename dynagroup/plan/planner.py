@@ -11,8 +11,8 @@ All plans share this way: an order of the samples is divided into windows, and e
 - exact updates: the samples that fixed batches would have (:meth:`Planner._updates`); many are cut at once;
 - stratified updates: the same in a :class:`~dynagroup.plan.strata.StratifiedOrder` (:meth:`Planner.order_of`)."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -24,7 +24,7 @@ from dynagroup.errors import ConfigError, StateError
 from dynagroup.lengths import Kinds, as_streams
 from dynagroup.plan.batches import Batches
 from dynagroup.plan.cursor import Cursor
-from dynagroup.plan.epoch import NONE, EpochOrder, Windows, windows_of_kinds
+from dynagroup.plan.epoch import NONE, EpochOrder, EpochWindows, Windows, windows_of_kinds
 from dynagroup.plan.exact_updates import UpdateBlock, can_cut_at_once
 from dynagroup.plan.inputs import PlanConfig, PlanInputs
 from dynagroup.plan.plan import BatchPlan
@@ -42,17 +42,6 @@ BLOCK = 1 << 16  # samples of updates that are cut at once
 SPREAD = 1 << 14  # lengths from which the number of strata is decided
 # A rare kind's windows have at least 1/8 of the usual size, so that its batches vary as well.
 LEAST_SHARE = 8
-
-
-@dataclass(frozen=True)
-class EpochWindows:
-    """An epoch's order, and its windows in the order of use."""
-
-    order: Order
-    spans: Sequence[tuple[int, int]] | Windows
-    """Where each window starts and stops in the order."""
-    last: IntArray
-    """By kind: the number of the last window that has samples of the kind."""
 
 
 class Planner(PlanInputs):
@@ -188,7 +177,7 @@ class Planner(PlanInputs):
         least = size
         if config.shuffle and config.window is None:
             least = -(-size // LEAST_SHARE)
-        order, spans, last = windows_of_kinds(
+        windows = windows_of_kinds(
             order,
             self.kinds.codes,
             size,
@@ -197,8 +186,9 @@ class Planner(PlanInputs):
             tokens=self.tokens_of(slice(None)) if config.hardest_first else None,
         )
         if config.one_kind == "batch":  # a step may have several kinds, so any sample may fill it
-            last = np.full_like(last, len(spans) - 1)
-        return EpochWindows(order, spans, last)
+            last = np.full_like(windows.last, len(windows.spans) - 1)
+            windows = replace(windows, last=last)
+        return windows
 
     # Plans.
 
