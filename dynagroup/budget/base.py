@@ -154,10 +154,10 @@ def is_packed(budget: Budget, names: Collection[str]) -> bool:
 
 def padded_tokens(shape: BatchShape, budget: Budget) -> IntArray:
     """Returns the tokens that a device computes for each shape, over all padded streams: int64 (K,)."""
+    run = budget.as_run(shape)
     if is_packed(budget, shape.longest):
-        return round_up(real_tokens(shape, budget), budget.pad_to_multiple_of)
-    longest = budget.as_run(shape).longest
-    return shape.num_samples * sum(longest[name] for name in padded_streams(budget, longest))
+        return round_up(real_tokens(run, budget), budget.pad_to_multiple_of)
+    return run.num_samples * sum(run.longest[name] for name in padded_streams(budget, run.longest))
 
 
 def real_tokens(shape: BatchShape, budget: Budget) -> IntArray:
