@@ -189,54 +189,55 @@ class IterableWindows(_Forwarding, IterableDataset):
                 )
                 yield WindowSamples(request, samples, {**place, "worker": worker})
 
-    def _read(self, spot: State) -> Iterator[Sample]:
-        """Yields the dataset's samples from a resume point on."""
-        number = 0 if spot["state"] is None else spot["read"]
+    def _read(self, spot: State) -> Iterator[tuple[int, Sample]]:
+        """Yields the dataset's samples from a resume point on, with their numbers in this worker's part."""
+        number = 0
         if spot["state"] is not None:
+            number = spot["read"]
             self.dataset.load_state_dict(deepcopy(spot["state"]))
         with sendable(lambda: f"sample {number} of this worker's part failed"):
             for sample in self.dataset:
                 if number >= spot["read"]:
-                    yield sample
+                    yield number, sample
                 number += 1
 
     def _windows(
-        self, samples: Iterator[Sample], spot: State
+        self, samples: Iterator[tuple[int, Sample]], spot: State
     ) -> Iterator[tuple[State, list[Sample]]]:
         """Yields windows: resume point (with the dataset's state before the window) and samples."""
-        read = spot["read"]
-        until = spot["until"]
         keep = set(spot["keep"])
         state = spot["state"]
         keeps_state = _resumes(self.dataset)
+        most_bytes = math.inf if self._max_bytes is None else self._max_bytes
+        stop = spot["read"]
         while True:
-            first = read
+            start = stop
             window: list[Sample] = []
             numbers: list[int] = []
             num_bytes = 0
-            for sample in samples:
-                if read >= until or read in keep:
-                    window.append(sample)
-                    numbers.append(read)
-                    num_bytes += self._counted_bytes(sample)
-                read += 1
-                if len(window) >= self._window or num_bytes >= (self._max_bytes or math.inf):
+            for number, sample in samples:
+                stop = number + 1
+                if number < spot["until"] and number not in keep:
+                    continue
+                window.append(sample)
+                numbers.append(number)
+                num_bytes += self._counted_bytes(sample)
+                if len(window) >= self._window or num_bytes >= most_bytes:
                     break
             if not window:
                 return
             place = {
-                "read": first,
-                "until": read,
+                "read": start,
+                "until": stop,
                 "state": state,
                 "numbers": numbers,
-                "opening": 0 if first else opening_of(window),
+                "opening": 0 if start else opening_of(window),
             }
             yield place, window
+            state = None
             if keeps_state:
                 # Asked for after the first read: before that, a dataset may report the state of an earlier run.
                 state = deepcopy(self.dataset.state_dict())  # may be its living one
-            else:
-                state = None
 
     def _counted_bytes(self, sample: Sample) -> int:
         return 0 if self._max_bytes is None else sample_bytes(sample)

@@ -166,11 +166,7 @@ class EpochOrders:
         self._config = config
         self.size = None if is_iterable else len(dataset)
         self.decided_by = orders[0] if orders else "dataset"
-        self._source: OrderSource | None = None
-        if batch_sampler is not None:
-            self._source = BatchSource(batch_sampler, len(dataset))
-        elif sampler is not None:
-            self._source = OrderSource(sampler, len(dataset))
+        self._source = _source_of(batch_sampler, sampler, self.size or 0)
         self.sizes: UpdateSizes | None = None  # sizes of updates, if `samples_per_update` is set
         if config.samples_per_update is not None:
             self.sizes = UpdateSizes(
@@ -219,6 +215,12 @@ class EpochOrders:
     def fingerprint(self, epoch: int) -> int | None:
         """Returns a checksum of the user's order; None: seed and settings determine the order."""
         return None if self._source is None else self._source.checksum(epoch)
+
+
+def _source_of(batch_sampler: Any, sampler: Any, num_samples: int) -> OrderSource | None:
+    if batch_sampler is not None:
+        return BatchSource(batch_sampler, num_samples)
+    return None if sampler is None else OrderSource(sampler, num_samples)
 
 
 def _check_order(orders: list[str], passed: list[str], sampler: Any, *, is_iterable: bool) -> None:

@@ -96,6 +96,7 @@ SOURCES: dict[str, Any] = {
 }
 UPDATES = [
     {"samples_per_update": 12},
+    {"samples_per_update": 6, "grouping": 3},
     {"samples_per_update": lambda update, current: 3 + update % 5},
 ]
 UPDATES += [{"samples_per_update": 4, "drop_last": True}]

@@ -71,7 +71,10 @@ def test_workers_give_every_sample_once(options: dict[str, Any]) -> None:
         assert all_ids([epochs[epoch] for epochs in by_rank]) == list(range(120))
 
 
-@pytest.mark.parametrize("options", [{}, {"samples_per_update": 30}], ids=["free", "update"])
+RESUMED = [{}, {"samples_per_update": 30}, {"samples_per_update": 10, "grouping": 3}]
+
+
+@pytest.mark.parametrize("options", RESUMED, ids=["free", "update", "grouped"])
 def test_resume_with_workers(options: dict[str, Any]) -> None:
     def make(world: Any) -> Any:
         return make_loader(world, LENGTHS, num_workers=2, shuffle=True, **options)
