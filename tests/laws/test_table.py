@@ -4,7 +4,7 @@ import copy
 import itertools
 import json
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -54,12 +54,12 @@ def shapes_are_chosen_once(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(few_shapes, kind.__name__, partial(chosen, kind))
 
 
-def chosen(kind: Any, lengths: Any, budget: Any, *args: Any, **how: Any) -> Any:
+def chosen(kind: Any, lengths: Any, budget: Any, *args: Any, **options: Any) -> Any:
     if type(budget) is not TokenBudget:
-        return kind(lengths, budget, *args, **how)
-    key = repr((kind, np.asarray(lengths).tolist(), budget.fingerprint, args, how))
+        return kind(lengths, budget, *args, **options)
+    key = repr((kind, np.asarray(lengths).tolist(), budget.fingerprint, args, options))
     if key not in CHOSEN:
-        CHOSEN[key] = kind(lengths, budget, *args, **how)
+        CHOSEN[key] = kind(lengths, budget, *args, **options)
     return CHOSEN[key]
 
 
@@ -70,8 +70,17 @@ def entry(request: pytest.FixtureRequest) -> Entry:
 
 def facts_of(step: Any) -> list[Any]:
     """All that a step is, but for its batch."""
-    own = [] if step.idle else list(step.indices)
-    return [*own, step.samples, step.weight, step.loss_scale, step.ends_update, step.idle]
+    weights = [step.samples, step.weight, step.loss_scale]
+    return [*used_by(step), *weights, step.ends_update, step.idle]
+
+
+def used_by(step: Any) -> list[int]:
+    """Indices of the samples that a step uses: an idle one computes a loss of weight 0 with a sample of another step."""
+    return [] if step.idle else list(step.indices)
+
+
+def as_json(state: Any) -> Any:
+    return json.loads(json.dumps(state))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -81,7 +90,10 @@ def test_every_sample_once_in_equal_steps_that_add_up(
 ) -> None:
     """And in steps of one kind (law 10), where kinds are told apart."""
     kinds = {name: value for name, value in entry.base.items() if name in ("kinds", "one_kind")}
-    make = lambda world: entry.make(world, layout, **entry.base)  # noqa: E731
+
+    def make(world: Any) -> Any:
+        return entry.make(world, layout, **entry.base)
+
     assert_loader_laws(make, len(LENGTHS), world_size=ranks, epochs=2, resume_at=(), **kinds)
 
 
@@ -91,21 +103,18 @@ def test_batches_fit_and_come_again(entry: Entry, layout: str, ranks: int) -> No
     def run(world: Any) -> list[Any]:
         return list(entry.make(world, layout, **entry.base))
 
-    found, again = run_ranks(ranks, run), run_ranks(ranks, run)
-    assert [[facts_of(step) for step in steps] for steps in found] == [
-        [facts_of(s) for s in steps] for steps in again
-    ]
-    for step in itertools.chain.from_iterable(found):
+    first = list(itertools.chain.from_iterable(run_ranks(ranks, run)))
+    second = list(itertools.chain.from_iterable(run_ranks(ranks, run)))
+    assert list(map(facts_of, first)) == list(map(facts_of, second))
+    has_edges = isinstance(entry.base.get("lengths"), dict)
+    for step in first:
         lengths = [LENGTHS[i] for i in step.indices]
-        assert (
-            sum(lengths) if layout == "packed" else len(lengths) * max(lengths)
-        ) <= TOKENS or len(lengths) == 1
-        edges = sum(graph_of(length)["edges"] for length in lengths)
-        assert (
-            not isinstance(entry.base.get("lengths"), dict)
-            or edges <= MOST_EDGES
-            or len(lengths) == 1
-        )
+        if len(lengths) == 1:
+            continue
+        tokens = sum(lengths) if layout == "packed" else len(lengths) * max(lengths)
+        assert tokens <= TOKENS
+        if has_edges:
+            assert sum(graph_of(length)["edges"] for length in lengths) <= MOST_EDGES
 
 
 @pytest.mark.parametrize(
@@ -120,35 +129,38 @@ def test_a_model_meets_few_shapes(entry: Entry, ranks: int, resumed: int, layout
         loader = entry.make(world, layout, **entry.base)
         if states is not None:
             loader.load_state_dict(states)
-        steps = [*islice(loader, stop), *(loader if stop is None else ())]
-        return [
-            tuple(s.batch[name].shape) for s in steps for name in ("input_ids", "labels")
-        ], loader.state_dict()
+        steps = list(islice(loader, stop))
+        if stop is None:
+            steps += loader  # one more epoch
+        shapes = [tuple(step.batch["input_ids"].shape) for step in steps]
+        shapes += [tuple(step.batch["labels"].shape) for step in steps]
+        return shapes, loader.state_dict()
 
     first = run_ranks(ranks, lambda world: run(world, 4, None))
-    rest = run_ranks(resumed, lambda world: run(world, None, [state for _, state in first]))
-    met = {shape for shapes, _ in (*first, *rest) for shape in shapes}
-    assert (layout == "padded") < len(met) <= entry.base["shapes"]
+    states = [state for _, state in first]
+    rest = run_ranks(resumed, lambda world: run(world, None, states))
+    shapes = set(itertools.chain.from_iterable(shapes for shapes, _ in [*first, *rest]))
+    fewest = 2 if layout == "padded" else 1
+    assert fewest <= len(shapes) <= entry.base["shapes"]
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_gradients_are_those_of_one_batch(entry: Entry, ranks: int) -> None:
     """Law 5, exactly: the loss of a batch is a mean over its units (label tokens, or samples), so what a sample adds to the
     averaged gradient is its units times the batch's loss scale, over the batch's units and the number of ranks."""
-    units = {
-        index: 1 if entry.make.__name__ == "sampler" else length - 1
-        for index, length in enumerate(LENGTHS)
-    }
+    units = [length - 1 for length in LENGTHS]
+    if entry.make is loaders.sampler:
+        units = [1] * len(LENGTHS)
 
     def run(world: Any) -> list[list[Any]]:
         return list(entry.make(world, **entry.base).updates())
 
     for parts in zip(*run_ranks(ranks, run), strict=True):
         steps = [step for part in parts for step in part if not step.idle]
-        total = sum(units[index] for step in steps for index in step.indices)
-        for step in steps:
-            own = sum(units[index] for index in step.indices)
-            assert step.loss_scale / ranks * total == pytest.approx(own, rel=1e-12)
+        units_of_steps = [sum(units[index] for index in step.indices) for step in steps]
+        total = sum(units_of_steps)
+        for step, units_of_step in zip(steps, units_of_steps, strict=True):
+            assert step.loss_scale / ranks * total == pytest.approx(units_of_step, rel=1e-12)
 
 
 @pytest.mark.parametrize(("ranks", "resumed", "layout", "epoch"), PLACES)
@@ -165,7 +177,7 @@ def test_a_run_goes_on_from_every_step(
             assert list(loader)
         return loader
 
-    indices_of = facts_of if ranks == resumed else lambda step: [] if step.idle else step.indices
+    indices_of = facts_of if ranks == resumed else used_by
     assert_resumes_exactly(make, world_size=ranks, resume_world_size=resumed, indices_of=indices_of)
 
 
@@ -181,35 +193,37 @@ def test_an_update_begun_on_other_ranks_is_finished_as_one(
         loader = entry.make(world, max_tokens=25, **entry.base)
         if states is not None:
             loader.load_state_dict(states)
-        return [*islice(loader, stop)], json.loads(json.dumps(loader.state_dict()))
+        return list(islice(loader, stop)), as_json(loader.state_dict())
 
     for stop in (1, 2, 4):
-        first = run_ranks(ranks, lambda world, k=stop: some(world, k, None))
-        rest = run_ranks(
-            resumed, lambda world, s=[state for _, state in first]: some(world, None, s)
-        )
-        before = list(zip(*(steps for steps, _ in first), strict=True))
-        after = list(zip(*(steps for steps, _ in rest), strict=True))
-        begun = stop - max(
-            (n for n, row in enumerate(before, start=1) if row[0].ends_update), default=0
-        )
-        left = next(n for n, row in enumerate(after, start=1) if row[0].ends_update)
-        update = [step for row in before[len(before) - begun :] + after[:left] for step in row]
-        weight = sum(step.weight.local for step in update)
-        assert {step.samples.total for step in update} == {
-            sum(step.samples.local for step in update)
-        }
-        assert {step.weight.total for step in update} == {weight}
-        scales = [step.loss_scale * weight for row in after[:left] for step in row]
-        assert scales == pytest.approx(
-            [step.weight.local * resumed for row in after[:left] for step in row]
-        )
+        first = run_ranks(ranks, partial(some, stop=stop, states=None))
+        states = [state for _, state in first]
+        rest = run_ranks(resumed, partial(some, stop=None, states=states))
+        before = rows_of(first)
+        after = rows_of(rest)
+        ended = max((n for n, row in enumerate(before, 1) if row[0].ends_update), default=0)
+        ends = next(n for n, row in enumerate(after, 1) if row[0].ends_update)
+        begun = list(itertools.chain.from_iterable(before[ended:]))
+        finished = list(itertools.chain.from_iterable(after[:ends]))
+        samples = sum(step.samples.local for step in begun + finished)
+        weight = sum(step.weight.local for step in begun + finished)
+        for step in begun + finished:
+            assert step.samples.total == samples
+            assert step.weight.total == weight
+        for step in finished:
+            assert step.loss_scale * weight == pytest.approx(step.weight.local * resumed)
+
+
+def rows_of(ranks: list[tuple[list[Any], Any]]) -> list[tuple[Any, ...]]:
+    """The steps of a run, each with its batches on all ranks."""
+    return list(zip(*(steps for steps, _ in ranks), strict=True))
 
 
 def alone(entry: Entry, steps: int, **settings: Any) -> Any:
     """The loader of one rank, after a few steps."""
     layout = settings.pop("layout", "padded")
-    loader = entry.make(ThreadWorld(0, 1, None, []), layout, **{**entry.base, **settings})  # type: ignore[arg-type]
+    world = ThreadWorld(0, 1, None, [])  # type: ignore[arg-type]
+    loader = entry.make(world, layout, **{**entry.base, **settings})
     for _ in islice(loader, steps):
         pass
     return loader
@@ -217,11 +231,12 @@ def alone(entry: Entry, steps: int, **settings: Any) -> Any:
 
 def test_a_state_of_every_other_setting_is_refused(entry: Entry) -> None:
     """And half of nothing is taken over."""
-    state = json.loads(json.dumps(alone(entry, 2).state_dict()))
+    state = as_json(alone(entry, 2).state_dict())
     for name, value in entry.others.items():
-        other = alone(
-            entry, 1, **({name: value} if name != "sampler" else {name: value, "shuffle": False})
-        )
+        settings = {name: value}
+        if name == "sampler":
+            settings["shuffle"] = False
+        other = alone(entry, 1, **settings)
         before = copy.deepcopy(other.state_dict())
         with pytest.raises(StateError):
             other.load_state_dict(state)
@@ -232,21 +247,19 @@ def test_a_state_of_every_other_setting_is_refused(entry: Entry) -> None:
 def test_what_is_no_state_or_a_damaged_one_is_refused(entry: Entry) -> None:
     """Each of its fields changed, or gone."""
     loader = alone(entry, 3)
-    state = json.loads(json.dumps(loader.state_dict()))
+    state = as_json(loader.state_dict())
     before = copy.deepcopy(loader.state_dict())
-    damaged = [{**state, key: "x"} for key in state] + [{**state} for _ in state]
-    for key, without in zip(state, damaged[len(state) :], strict=True):
-        del without[key]
-    for broken in (None, 3, "state", [], {}, [None], [{}], *damaged):
+    changed = [{**state, key: "x"} for key in state]
+    lacking = [{name: state[name] for name in state if name != key} for key in state]
+    for broken in (None, 3, "state", [], {}, [None], [{}], *changed, *lacking):
         with pytest.raises(StateError):
             loader.load_state_dict(broken)
     assert loader.state_dict() == before
 
 
 def loses(step):
-    return replace(
-        step, indices=step.indices[1:], samples=Share(len(step.indices) - 1, step.samples.total)
-    )
+    samples = Share(len(step.indices) - 1, step.samples.total)
+    return replace(step, indices=step.indices[1:], samples=samples)
 
 
 def weighs_alike(step):
@@ -254,11 +267,17 @@ def weighs_alike(step):
 
 
 class Broken(PlannedDataLoader):
-    changed, uneven, forgets = staticmethod(lambda step: step), False, False
+    uneven = False
+    forgets = False
+
+    def changed(self, step):
+        return step
 
     def _run(self, send):
         steps = [self.changed(step) for step in super()._run(send)]
-        yield from steps[1:] if self.uneven and not self.world.rank else steps
+        if self.uneven and self.world.rank == 0:
+            del steps[0]
+        yield from steps
 
     def load_state_dict(self, state_dict):
         if not self.forgets:
@@ -275,14 +294,70 @@ class Broken(PlannedDataLoader):
     ],
 )
 def test_broken_loaders_are_found(fault, message):
-    kind, how = type("Faulty", (Broken,), fault), {"samples_per_update": 8, "collate_fn": collate}
-    with pytest.raises(AssertionError, match=message):
-        assert_loader_laws(
-            lambda world: kind(Tokens(MORE), MORE, TokenBudget(96), world=world, **how)
+    faulty = type("Faulty", (Broken,), fault)
+    data = Tokens(MORE)
+
+    def make(world):
+        return faulty(
+            data, MORE, TokenBudget(96), samples_per_update=8, collate_fn=collate, world=world
         )
+
+    with pytest.raises(AssertionError, match=message):
+        assert_loader_laws(make)
 
 
 DRAWN = np.random.default_rng(24).integers(1, 60, 23).tolist()
+
+
+# Ranks, steps, and whether a limit is learned: of the parts of a run, each resumed from the part before.
+PARTS = st.tuples(st.integers(1, 5), st.integers(1, 5), st.booleans())
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a run: the loader of ``kind`` on each of some ranks, for so many steps (None: to the end)."""
+
+    kind: str
+    settings: dict[str, Any]
+    most: int
+    layout: str
+    steps: int | None
+    learns: bool
+    states: Any
+
+    def run(self, world: Any) -> tuple[list[int], Any, list[Any]]:
+        """Returns the samples that were used, the state, and the kinds of the batches."""
+        budget = LearningBudget(TokenBudget(self.most, layout=self.layout))
+        settings = {**self.settings, "max_tokens": lambda _layout: budget}
+        loader = ENTRIES[self.kind].make(world, self.layout, **settings)
+        if self.states is not None:
+            loader.load_state_dict(self.states)
+            self._learn(budget)
+        used: list[int] = []
+        kinds: list[Any] = []
+        for number, step in enumerate(islice(loader, self.steps)):
+            used += step.indices if self.kind.startswith("sampler") else used_by(step)
+            if self.settings.get("kinds"):
+                kinds.append(self.settings["kinds"][step.indices[0]])
+            if number == 1:
+                self._learn(budget)
+        return used, as_json(loader.state_dict()), kinds
+
+    def _learn(self, budget: LearningBudget) -> None:
+        if self.learns:
+            learned_at(budget, min(budget.limit, self.most) * 0.8)
+
+
+def settings_for(kind: str, lengths: list[int], seed: int) -> dict[str, Any]:
+    """Those of the entry, for other data."""
+    settings = {"lengths": lengths, **ENTRIES[kind].base, "seed": seed}
+    if kind.endswith("graphs"):
+        settings["lengths"] = loaders.graphs_of(lengths)
+    if "length_hint" in settings:
+        settings["length_hint"] = lengths
+    if "kinds" in settings:
+        settings["kinds"] = loaders.kinds_of(len(lengths))
+    return settings
 
 
 @settings(max_examples=60, deadline=None)
@@ -292,9 +367,7 @@ DRAWN = np.random.default_rng(24).integers(1, 60, 23).tolist()
     kind=st.sampled_from([name for name, entry in ENTRIES.items() if entry.moves]),
     layout=st.sampled_from(["padded", "packed"]),
     seed=st.integers(0, 9),
-    chain=st.lists(
-        st.tuples(st.integers(1, 5), st.integers(1, 5), st.booleans()), min_size=3, max_size=3
-    ),
+    parts=st.lists(PARTS, min_size=3, max_size=3),
 )
 @example(
     lengths=DRAWN,
@@ -302,7 +375,7 @@ DRAWN = np.random.default_rng(24).integers(1, 60, 23).tolist()
     kind="planned-free",
     layout="padded",
     seed=1,
-    chain=[(2, 1, 0), (5, 3, 0), (1, 1, 0)],
+    parts=[(2, 1, False), (5, 3, False), (1, 1, False)],
 )
 @example(
     lengths=DRAWN,
@@ -310,59 +383,33 @@ DRAWN = np.random.default_rng(24).integers(1, 60, 23).tolist()
     kind="planned-free",
     layout="padded",
     seed=1,
-    chain=[(2, 1, 0), (2, 3, 1), (1, 1, 1)],
+    parts=[(2, 1, False), (2, 3, True), (1, 1, True)],
 )
 def test_a_state_is_taken_back_after_changes_of_ranks_and_of_what_was_learned(
-    lengths, most, kind, layout, seed, chain
+    lengths, most, kind, layout, seed, parts
 ):
     """Repeats come beyond the epoch's samples, never instead of them. What is learned is applied when a state was loaded,
     and again while the epoch is under way."""
-    emitted: Counter[int] = Counter()
+    uses: Counter[int] = Counter()
     states: Any = None
-    layout = "padded" if "shapes" in ENTRIES[kind].base else layout
-    how = {"lengths": lengths, "max_tokens": most, **ENTRIES[kind].base, "seed": seed}
-    how |= {"lengths": loaders.graphs_of(lengths)} if kind.endswith("graphs") else {}
-    how |= {"length_hint": lengths} if "length_hint" in how else {}
-    how |= {"kinds": loaders.kinds_of(len(lengths))} if "kinds" in how else {}
-    for ranks, steps, learns in [*chain, (2, None, True)]:
-
-        def run(
-            world: Any, states: Any = states, steps: int | None = steps, learns: Any = learns
-        ) -> tuple[Any, ...]:
-            budget = LearningBudget(TokenBudget(most, layout=layout))
-
-            def learn() -> None:
-                if learns:
-                    budget.record_failed_cost(min(budget.limit, most) * 0.8)
-                    budget.apply()
-
-            loader = ENTRIES[kind].make(
-                world, layout, **{**how, "max_tokens": lambda _layout: budget}
-            )
-            if states is not None:
-                loader.load_state_dict(states)
-                learn()
-            used, kinds = list[int](), list[Any]()
-            for number, step in enumerate(islice(loader, steps)):
-                used += step.indices if kind.startswith("sampler") or not step.idle else []
-                kinds += [how["kinds"][step.indices[0]]] if how.get("kinds") else []
-                if number == 1:
-                    learn()
-            return used, json.loads(json.dumps(loader.state_dict())), kinds
-
-        if len(emitted) == len(lengths):
+    is_sampler = kind.startswith("sampler")
+    own_settings = settings_for(kind, lengths, seed)
+    if "shapes" in own_settings:
+        layout = "padded"
+    for ranks, steps, learns in [*parts, (2, None, True)]:
+        if len(uses) == len(lengths):
             break
-        found = run_ranks(
-            min(ranks, how.get("samples_per_update", 5)) if kind.startswith("sampler") else ranks,
-            run,
-        )
-        emitted.update(index for used, _, _ in found for index in used)
-        states = [state for _, state, _ in found]
-        assert (
-            how.get("one_kind") == "batch" or len({tuple(kinds) for _, _, kinds in found}) == 1
-        ), "law 10"
-    assert set(emitted) == set(range(len(lengths)))
-    assert kind.startswith("sampler") or emitted.total() == len(lengths)
+        if is_sampler:
+            ranks = min(ranks, own_settings.get("samples_per_update", 5))
+        part = Part(kind, own_settings, most, layout, steps, learns, states)
+        results = run_ranks(ranks, part.run)
+        for used, _, _ in results:
+            uses.update(used)
+        states = [state for _, state, _ in results]
+        if own_settings.get("one_kind") != "batch":
+            assert len({tuple(kinds) for _, _, kinds in results}) == 1, "law 10"
+    assert set(uses) == set(range(len(lengths)))
+    assert is_sampler or uses.total() == len(lengths)
 
 
 def learned_at(budget: LearningBudget, cost: float) -> None:
@@ -370,59 +417,71 @@ def learned_at(budget: LearningBudget, cost: float) -> None:
     budget.apply()
 
 
-def test_a_sampler_follows_what_was_applied_before_and_forgets_it_with_no_other_budget() -> None:
-    for ranks in (1, 2):
-        budget = LearningBudget(TokenBudget(1000))
-        made = LengthAwareBatchSampler(
-            np.full(64, 100), budget, shuffle=True, rank=0, world_size=ranks
-        )
-        assert max(map(len, made)) == 10
-        learned_at(budget, 600)
-        assert max(map(len, made)) == 5
+def sampler_of(lengths: Any, budget: Any, *, ranks: int = 1, shuffle: bool = False) -> Any:
+    return LengthAwareBatchSampler(lengths, budget, shuffle=shuffle, rank=0, world_size=ranks)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_sampler_follows_a_limit_that_was_applied_before_its_epoch(ranks: int) -> None:
+    budget = LearningBudget(TokenBudget(1000))
+    sampler = sampler_of(np.full(64, 100), budget, ranks=ranks, shuffle=True)
+    assert max(map(len, sampler)) == 10
+    learned_at(budget, 600)
+    assert max(map(len, sampler)) == 5
+
+
+def test_a_state_with_learned_limits_is_refused_by_a_budget_that_does_not_learn() -> None:
+    lengths = range(10, 74)
     budget = LearningBudget(TokenBudget(400))
-    saved = LengthAwareBatchSampler(range(10, 74), budget, rank=0, world_size=1)
+    saved = sampler_of(lengths, budget)
     learned_at(budget, 200)
     assert len(list(islice(saved, 2))) == 2
-    state = saved.state_dict()
-    other = LengthAwareBatchSampler(range(10, 74), TokenBudget(400), rank=0, world_size=1)
+    other = sampler_of(lengths, TokenBudget(400))
     with pytest.raises(StateError, match="was saved with limits of a LearningBudget"):
-        other.load_state_dict(state)
-    assert len(list(other)) == len(
-        list(LengthAwareBatchSampler(range(10, 74), TokenBudget(400), rank=0, world_size=1))
+        other.load_state_dict(saved.state_dict())
+    untouched = sampler_of(lengths, TokenBudget(400))
+    assert list(other) == list(untouched)
+
+
+LEAVES_OUT_OTHERS = r"leave out other samples .* call set_epoch with the next"
+
+
+def drops(make: Any, budget: LearningBudget) -> Any:
+    """A shuffled loader that leaves out what does not fit."""
+    return make(
+        SingleProcess(),
+        lengths=list(range(10, 74)),
+        max_tokens=lambda _layout: budget,
+        oversize="drop",
+        shuffle=True,
     )
 
 
-@pytest.mark.parametrize("kind", ["sampler", "planned"])
-@pytest.mark.parametrize("when", ["before the state", "after it was loaded"])
-def test_an_epoch_under_way_leaves_out_what_it_left_out_or_is_refused(kind: str, when: str) -> None:
-    def made(budget: LearningBudget) -> Any:
-        how: dict[str, Any] = {
-            "lengths": list(range(10, 74)),
-            "max_tokens": lambda _layout: budget,
-            "oversize": "drop",
-        }
-        return (loaders.sampler if kind == "sampler" else loaders.planned)(
-            SingleProcess(), **how, shuffle=True
-        )
-
-    budget, again = LearningBudget(TokenBudget(400)), LearningBudget(TokenBudget(400))
-    loader, other = made(budget), made(again)
-    for number, _step in enumerate(loader):
-        if number == 1 and when == "before the state":
+@pytest.mark.parametrize("make", [loaders.sampler, loaders.planned])
+def test_a_state_is_refused_if_a_limit_learned_in_its_epoch_leaves_out_other_samples(make) -> None:
+    budget = LearningBudget(TokenBudget(400))
+    saved = drops(make, budget)
+    for number, _step in enumerate(saved):
+        if number == 1:
             learned_at(budget, 60)
         if number == 2:
             break
-    state, said = loader.state_dict(), r"leave out other samples .* call set_epoch with the next"
-    if when == "before the state":
-        with pytest.raises(StateError, match=said):
-            other.load_state_dict(state)
-    else:
-        other.load_state_dict(state)
-        learned_at(again, 60)
-        with pytest.raises(StateError, match=said):
-            list(other)
-    if when == "after it was loaded" and kind == "planned":
+    other = drops(make, LearningBudget(TokenBudget(400)))
+    with pytest.raises(StateError, match=LEAVES_OUT_OTHERS):
+        other.load_state_dict(saved.state_dict())
+
+
+@pytest.mark.parametrize("make", [loaders.sampler, loaders.planned])
+def test_a_limit_learned_after_a_state_was_loaded_waits_for_the_next_epoch(make) -> None:
+    saved = drops(make, LearningBudget(TokenBudget(400)))
+    assert len(list(islice(saved, 3))) == 3
+    budget = LearningBudget(TokenBudget(400))
+    other = drops(make, budget)
+    other.load_state_dict(saved.state_dict())
+    learned_at(budget, 60)
+    with pytest.raises(StateError, match=LEAVES_OUT_OTHERS):
+        list(other)
+    if make is loaders.planned:
         other.set_epoch(1)
-        assert {i for step in other for i in step.indices} == set(
-            range(45)
-        )  # lengths up to 0.9 * 60
+        used = itertools.chain.from_iterable(step.indices for step in other)
+        assert set(used) == set(range(45))  # lengths up to 0.9 * 60
