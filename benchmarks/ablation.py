@@ -22,7 +22,7 @@ from benchmarks.predicted import PACKED
 from benchmarks.shapes import WORK, cost_of, rivals, windows_of
 from dynagroup import MemoryBudget, ShapeLadder, TokenBudget
 from dynagroup.memory import MemoryRegressor, Workload
-from dynagroup.plan import cut, packed, padded
+from dynagroup.plan import cut, packed, padded, rows
 from dynagroup.plan.batches import longest_first
 from dynagroup.testing import run_ranks
 
@@ -37,7 +37,7 @@ UPDATES: dict[str, dict[str, Any]] = {
 
 def without_rows(window: Any, num_ranks: int, price: float) -> Any:
     """One rank's cut, its dearest batches divided until they fill rows."""
-    return cut._filled(window, window.least_time(price), num_ranks)
+    return rows._full_steps(window, window.least_time(price), num_ranks)
 
 
 def without_order(units: Any) -> Any:
@@ -46,17 +46,21 @@ def without_order(units: Any) -> Any:
 
 
 MECHANISMS: dict[str, tuple[str, Any, str, Any]] = {
-    "rows by dynamic programming (ranks)": ("padded", cut, "_cheapest", without_rows),
-    "uneven rows cut again (ranks)": ("padded", cut, "_levelled", lambda row, *_: row),
-    "the exact cut by a convex hull trick (padded)": (
+    "rows by dynamic programming (ranks)": ("padded", cut, "cut_into_steps", without_rows),
+    "the exact cut (padded)": (
         "padded",
         padded,
-        "by_queue",
+        "shortest_path",
         padded.one_by_one,
     ),
-    "greedy runs in large windows (padded)": ("large", padded, "one_by_one", padded.by_queue),
+    "greedy runs in large windows (padded)": ("large", padded, "one_by_one", padded.shortest_path),
     "an order alike in all streams (multistream)": ("pairs", padded, "alike_order", without_order),
-    "rows by dynamic programming, two streams (ranks)": ("pairs", cut, "_cheapest", without_rows),
+    "rows by dynamic programming, two streams (ranks)": (
+        "pairs",
+        cut,
+        "cut_into_steps",
+        without_rows,
+    ),
     "rows filled up to their longest sample (packed)": (
         "packed",
         packed,

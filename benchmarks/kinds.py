@@ -22,7 +22,7 @@ MODES: dict[str, tuple[int, dict[str, Any]]] = {
     "8 ranks, free": (8, {"shuffle": True}),
     "64 ranks, updates of 2,048": (64, {"samples_per_update": 2048}),
 }
-ALONE: Any = {"costs_of_rows": lambda *_: None, "_levelled": lambda rows, *_: rows}
+ALONE: Any = {"costs_to_balance": lambda *_: None}
 WAYS: Any = {
     "tokens_alone": {},
     "no_kinds": {},

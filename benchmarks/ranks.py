@@ -20,13 +20,14 @@ from benchmarks.train import FIXED, HELD_OUT, SHORT, loss_on, texts_of
 from dynagroup import OnlineDataLoader, TokenBudget
 from dynagroup.online.protocol import WIDTH, agree, hand_out, offer
 from dynagroup.plan.cut import cut
+from dynagroup.plan.rules import CutRules
 
 Row = dict[str, torch.Tensor]
 DEPTH, LOW_WATER = 2, 32  # windows fetched ahead; batches below which a rank loads more
 
 
 def batches_of(lengths: np.ndarray) -> int:
-    return len(cut({"tokens": lengths}, BUDGET))
+    return len(cut({"tokens": lengths}, CutRules(BUDGET)))
 
 
 def epoch_of(lengths: np.ndarray, ranks: int, window: int) -> tuple[int, int, int, int]:

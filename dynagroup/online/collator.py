@@ -28,6 +28,7 @@ from dynagroup.plan.batches import Batches, offsets_of, shapes_of, tokens_of
 from dynagroup.plan.cost import Work, check_work
 from dynagroup.plan.cut import cut_kinds
 from dynagroup.plan.inputs import OneKind
+from dynagroup.plan.rules import CutRules
 from dynagroup.shapes import TOKENS, IntArray, Streams, check_names, primary, units_of
 from dynagroup.update.filling import FillingCollator, Pad
 from dynagroup.update.loss_weight import Weigh, weigher
@@ -238,10 +239,9 @@ class RefinementCollator:
         parts = cut_kinds(
             measured.lengths_of(members),
             measured.kinds[members],
-            self.budget,
+            CutRules(self.budget, self.work),
             num_ranks=1,
             together=False,
-            work=self.work,
         )
         return Batches.concatenate(parts).map(members)
 

@@ -4,22 +4,20 @@ import zlib
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dynagroup.budget.base import Budget, fits_of, largest_of, padded_streams
+from dynagroup.budget.base import BoolArray, Budget, fits_of, largest_of, padded_streams
 from dynagroup.errors import ConfigError
 from dynagroup.shapes import BatchShape, IntArray, Streams, primary
 from dynagroup.validation import LARGEST, check_int
 
 RoundBatch: TypeAlias = Callable[[int], int]
-CHUNK, ROW = (
-    1 << 18,
-    1 << 9,
-)  # samples that are read at a time; and 64-bit words in a table row, for the checksum
+CHUNK = 1 << 18
+"""Samples of a block: lengths are read block by block."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -40,17 +38,17 @@ class Batches(Sequence[IntArray]):
     @classmethod
     def of(cls, parts: Sequence[IntArray]) -> "Batches":
         """Makes batches from a list of position arrays; the list must not be empty."""
-        return cls(np.concatenate(parts), offsets_of(np.asarray([len(part) for part in parts])))
+        sizes = np.asarray([len(part) for part in parts])
+        return cls(np.concatenate(parts), offsets_of(sizes))
 
     @classmethod
     def concatenate(cls, parts: "Sequence[Batches]") -> "Batches":
         """Returns the batches of all parts, one after another."""
         if not parts:
             return cls(np.zeros(0, np.int64), np.zeros(1, np.int64))
-        return cls(
-            np.concatenate([p.order for p in parts]),
-            offsets_of(np.concatenate([p.sizes for p in parts])),
-        )
+        order = np.concatenate([part.order for part in parts])
+        sizes = np.concatenate([part.sizes for part in parts])
+        return cls(order, offsets_of(sizes))
 
     @property
     def sizes(self) -> IntArray:
@@ -66,17 +64,16 @@ class Batches(Sequence[IntArray]):
         return self.order[self.offsets[number] : self.offsets[number + 1]]
 
     def __iter__(self) -> Iterator[IntArray]:
-        bounds = self.offsets.tolist()
-        yield from (
-            self.order[start:stop] for start, stop in zip(bounds[:-1], bounds[1:], strict=True)
-        )
+        for start, stop in pairwise(self.offsets.tolist()):
+            yield self.order[start:stop]
 
     def take(self, chosen: IntArray) -> "Batches":
         """Returns the chosen batches in the given order."""
         sizes = self.sizes[chosen]
         offsets = offsets_of(sizes)
-        within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], sizes)
-        return Batches(self.order[np.repeat(self.offsets[:-1][chosen], sizes) + within], offsets)
+        shift = self.offsets[:-1][chosen] - offsets[:-1]
+        places = np.arange(offsets[-1]) + np.repeat(shift, sizes)
+        return Batches(self.order[places], offsets)
 
     def map(self, index_of: IntArray) -> "Batches":
         """Returns the same batches with every position ``p`` replaced by ``index_of[p]``."""
@@ -85,7 +82,8 @@ class Batches(Sequence[IntArray]):
 
 def offsets_of(sizes: NDArray[Any]) -> IntArray:
     """Returns where each batch starts if batches of these sizes are joined, and where the last one ends."""
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
+    ends = np.cumsum(sizes, dtype=np.int64)
+    return np.concatenate([np.zeros(1, np.int64), ends])
 
 
 def offsets_of_path(came_from: Sequence[int]) -> IntArray:
@@ -102,7 +100,8 @@ def shapes_of(batches: Batches, lengths: Streams) -> BatchShape:
         none = np.zeros(0, np.int64)
         return BatchShape(none, dict.fromkeys(lengths, none), dict.fromkeys(lengths, none))
     starts = batches.offsets[:-1]
-    longest, total = {}, {}
+    longest = {}
+    total = {}
     for name, values in lengths.items():
         ordered = values[batches.order]
         longest[name] = np.maximum.reduceat(ordered, starts).astype(np.int64)
@@ -112,15 +111,13 @@ def shapes_of(batches: Batches, lengths: Streams) -> BatchShape:
 
 def longest_first(lengths: Streams) -> IntArray:
     """Returns positions sorted by tokens, longest first, then by the other streams; ties keep their order."""
+    tokens = lengths[primary(lengths)]
     if len(lengths) > 1:
         others = [-values for name, values in lengths.items() if name != primary(lengths)]
-        return np.lexsort([*others[::-1], -lengths[primary(lengths)]])
-    tokens = lengths[primary(lengths)]
+        return np.lexsort([*others[::-1], -tokens])
     falling = tokens.max() - tokens
-    if falling.max(initial=0) < 1 << 16:
-        falling = falling.astype(
-            np.uint16
-        )  # numpy sorts 16-bit keys by radix sort, ten times faster
+    if falling.max(initial=0) < 1 << 16:  # numpy sorts 16-bit keys by radix sort, ten times faster
+        falling = falling.astype(np.uint16)
     return np.argsort(falling, kind="stable")
 
 
@@ -149,7 +146,9 @@ def friendly_size(size: int) -> int:
     """
     size = check_int("size", size)
     power = 1 << (size.bit_length() - 1)
-    return power + power // 2 if power > 1 and size >= power + power // 2 else power
+    if 2 * size >= 3 * power > 3:
+        return 3 * power // 2
+    return power
 
 
 def allowed_sizes(most: int, round_batch: RoundBatch) -> IntArray:
@@ -158,11 +157,10 @@ def allowed_sizes(most: int, round_batch: RoundBatch) -> IntArray:
     >>> allowed_sizes(20, multiple_of(8)).tolist()
     [1, 2, 3, 4, 5, 6, 7, 8, 16]
     """
-    rounded = np.unique(
-        np.fromiter((_rounded(size, round_batch) for size in range(1, most + 1)), np.int64, most)
-    )
-    rounded = rounded[rounded <= most]
-    return np.concatenate([np.arange(1, int(rounded[0]) if len(rounded) else most + 1), rounded])
+    rounded = {_rounded(size, round_batch) for size in range(1, most + 1)}
+    smallest = min(rounded, default=most + 1)
+    allowed = rounded.union(range(1, smallest))
+    return np.asarray(sorted(size for size in allowed if size <= most), np.int64)
 
 
 def _rounded(size: int, round_batch: RoundBatch) -> int:
@@ -179,8 +177,11 @@ def _rounded(size: int, round_batch: RoundBatch) -> int:
 
 def tokens_of(lengths: Mapping[str, NDArray[Any]], budget: Budget) -> NDArray[Any]:
     """Returns the tokens of each sample, added over its padded streams: int (N,)."""
-    first, *others = (lengths[name] for name in padded_streams(budget, lengths))
-    return reduce(np.add, others, first.astype(np.int64)) if others else first
+    first, *others = padded_streams(budget, lengths)
+    tokens = lengths[first]
+    for name in others:
+        tokens = tokens.astype(np.int64) + lengths[name]
+    return tokens
 
 
 def maxima_of(lengths: Streams) -> dict[str, IntArray]:
@@ -188,47 +189,57 @@ def maxima_of(lengths: Streams) -> dict[str, IntArray]:
     return {name: scanned(values)[0] for name, values in lengths.items()}
 
 
+def block_of(lengths: Streams, start: int) -> Streams:
+    """Returns the lengths of the block of samples from ``start`` on."""
+    return {name: values[start : start + CHUNK] for name, values in lengths.items()}
+
+
 def oversize_of(lengths: Streams, budget: Budget, maxima: Mapping[str, IntArray]) -> IntArray:
     """Returns the sorted dataset indices of samples that do not fit even alone, and checks a user's budget once."""
-    first, longest = (
-        primary(lengths),
-        {name: int(values.max(initial=0)) for name, values in maxima.items()},
-    )
-    fits = lambda units: fits_of(budget, BatchShape.of(1, units))[0]  # noqa: E731
+    longest = {name: int(values.max(initial=0)) for name, values in maxima.items()}
     if len(lengths) == 1:
-        largest_of(budget, np.asarray([longest[first]]))
-    if fits(longest):
+        largest_of(budget, np.asarray([*longest.values()]))
+    if fits_of(budget, BatchShape.of(1, longest))[0]:
         return np.zeros(0, np.int64)
-    if len(lengths) == 1:
-        least = bisect_left(
-            range(longest[first] + 1), True, key=lambda units: not fits({first: units})
-        )
-        unfit: Any = lambda part: part[first] >= least  # noqa: E731
-    else:
-        unfit = lambda part: (  # noqa: E731
-            ~fits_of(budget, BatchShape(np.ones(len(part[first]), np.int64), part, part))
-        )
-    found = [np.zeros(0, np.int64)]
+    unfit = _unfit_samples(budget, longest)
+    indices = [np.zeros(0, np.int64)]
     for start in (np.flatnonzero(unfit(maxima)) * CHUNK).tolist():
-        part = {
-            name: values[start : start + CHUNK].astype(np.int64) for name, values in lengths.items()
-        }
-        found.append(start + np.flatnonzero(unfit(part)))
-    return np.concatenate(found)
+        indices.append(start + np.flatnonzero(unfit(block_of(lengths, start))))
+    return np.concatenate(indices)
+
+
+def _unfit_samples(
+    budget: Budget, longest: Mapping[str, int]
+) -> Callable[[Mapping[str, NDArray[Any]]], BoolArray]:
+    """Returns a function from lengths to which of these samples do not fit alone. ``longest``: lengths of one that does not.
+
+    With one stream, bisection finds the shortest length that does not fit.
+    """
+    if len(longest) == 1:
+        ((name, length),) = longest.items()
+
+        def is_unfit(units: int) -> bool:
+            return not fits_of(budget, BatchShape.of(1, {name: units}))[0]
+
+        least = bisect_left(range(length + 1), True, key=is_unfit)
+        return lambda lengths: lengths[name] >= least
+
+    def unfit(lengths: Mapping[str, NDArray[Any]]) -> BoolArray:
+        units = {name: values.astype(np.int64) for name, values in lengths.items()}
+        ones = np.ones(len(units[primary(units)]), np.int64)
+        return ~fits_of(budget, BatchShape(ones, units, units))
+
+    return unfit
 
 
 def scanned(values: NDArray[Any]) -> tuple[IntArray, int]:
-    """Reads an array once. Returns the greatest value in each block, int64 (blocks,), by which later passes skip blocks,
-    and a CRC-32. Instead of a full block's values, the CRC uses the sums of rows and of columns of a table of 64-bit
-    words: a value that changes or moves changes a sum, and sums are as fast as reading memory."""
-    greatest, crc = [], 0
+    """Reads an array once. Returns the greatest value in each block, int64 (blocks,), and a CRC-32 of all values."""
+    greatest = []
+    crc = 0
     for start in range(0, len(values), CHUNK):
         block = np.ascontiguousarray(values[start : start + CHUNK])
         greatest.append(block.max())
-        full = block.nbytes % (8 * ROW) == 0
-        table = block.view(np.int64).reshape(-1, ROW) if full else block[None]
-        for part in [table.sum(axis=0), table.sum(axis=1)] if full else table:
-            crc = zlib.crc32(part.data, crc)
+        crc = zlib.crc32(block.data, crc)
     return np.asarray(greatest, np.int64), crc
 
 
@@ -237,17 +248,19 @@ def longest_of(
     lengths: Streams, budget: Budget, left_out: IntArray, maxima: Mapping[str, IntArray]
 ) -> int:
     """Returns the dataset index of the sample with the most tokens, except those in ``left_out`` (sorted)."""
-    found, most, bounds = 0, -1, tokens_of(maxima, budget)
-    for start in (np.argsort(-bounds, kind="stable") * CHUNK).tolist():
-        if bounds[start // CHUNK] <= most:
+    longest = 0
+    most_tokens = -1
+    bounds = tokens_of(maxima, budget)
+    for number in np.argsort(-bounds, kind="stable").tolist():
+        if bounds[number] <= most_tokens:
             break
-        tokens = tokens_of(
-            {name: values[start : start + CHUNK] for name, values in lengths.items()}, budget
-        )
-        out = left_out[slice(*left_out.searchsorted([start, start + CHUNK]))]
-        if len(out):
+        start = number * CHUNK
+        tokens = tokens_of(block_of(lengths, start), budget)
+        first, last = left_out.searchsorted([start, start + CHUNK])
+        if first < last:
             tokens = tokens.copy()
-            tokens[out - start] = -1
-        if tokens.max() > most:
-            found, most = start + int(tokens.argmax()), int(tokens.max())
-    return found
+            tokens[left_out[first:last] - start] = -1
+        if tokens.max() > most_tokens:
+            most_tokens = int(tokens.max())
+            longest = start + int(tokens.argmax())
+    return longest

@@ -1,6 +1,6 @@
 """Chooses a few batch shapes, for models that are compiled once per shape."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from dynagroup.memory.phases import Layout
 from dynagroup.plan.batches import Batches, shapes_of
 from dynagroup.plan.cost import Work, check_work
 from dynagroup.plan.padded import OrderedWindow, in_order
+from dynagroup.plan.rules import CutRules
 from dynagroup.plan.strata import dealt, number_of_strata
 from dynagroup.shapes import BatchShape, IntArray, Streams, largest_within, round_up
 from dynagroup.validation import check_int
@@ -172,7 +173,7 @@ class ShapeLadder(Wrapper):
     def _cut(self, tokens: IntArray, work: Work) -> IntArray:
         """Cuts a window as if all shapes were allowed; returns its batches' shapes (samples, tokens): int64 (B, 2)."""
         lengths: Any = {self.stream: tokens}
-        order, window = in_order(lengths, self.base, work, None)
+        order, window = in_order(lengths, CutRules(self.base, work))
         shape = shapes_of(Batches(order, window.least_time(work.per_step)), lengths)
         return np.stack([shape.num_samples, shape.longest[self.stream]], axis=1)
 
@@ -275,28 +276,15 @@ class ShapeWindow(OrderedWindow):
         is_held = self.reach[starts] >= np.asarray(sizes)[..., None]
         return self.limits[is_held.argmax(axis=-1)]
 
-    def sizes_under(self, limits: FloatArray) -> IntArray:
+    def sizes_within(self, starts: IntArray, limits: FloatArray) -> IntArray:
         alone = np.ones((len(self), 1), np.int64)
         reach = np.append(alone, self.reach, axis=1)
         num_allowed = self.limits.searchsorted(limits, side="right")
-        return np.maximum(reach[:, num_allowed], 1)
-
-    def greedy(self, start: int, stop: int, most_runs: int) -> Callable[[float], list[int]]:
-        def under(limit: float) -> list[int]:
-            num_allowed = int(self.limits.searchsorted(limit, side="right"))
-            offsets = [start]
-            while offsets[-1] < stop and len(offsets) <= most_runs:
-                size = 1
-                if num_allowed:
-                    size = max(int(self.reach[offsets[-1], num_allowed - 1]), 1)
-                offsets.append(min(offsets[-1] + size, stop))
-            return offsets
-
-        return under
+        return np.maximum(reach[starts, num_allowed], 1)
 
     # Dynamic programming from the last position to the first. Each batch is as large as its shape allows, because a
     # later start of the next batch never costs more. O(positions * shapes).
-    def least_time(self, price: float) -> IntArray:
+    def least_time(self, per_step: float) -> IntArray:
         num = len(self)
         stops = self.reach + np.arange(num)[:, None]
         best = np.full(num + 1, np.inf)  # so that an empty batch is never chosen
@@ -305,7 +293,7 @@ class ShapeWindow(OrderedWindow):
         for start in range(num - 1, -1, -1):
             time = self.limits + best[stops[start]]
             shape = int(time.argmin())
-            best[start] = time[shape] + price
+            best[start] = time[shape] + per_step
             next_start[start] = int(stops[start, shape])
         offsets = [0]
         while offsets[-1] < num:

@@ -21,6 +21,7 @@ from dynagroup.plan.cost import Work, check_work
 from dynagroup.plan.cut import cut
 from dynagroup.plan.epoch import NONE
 from dynagroup.plan.padded import FEWEST
+from dynagroup.plan.rules import CutRules
 from dynagroup.shapes import IntArray, Streams, primary, units_of
 from dynagroup.validation import check_choice, check_flag, check_function, check_int, warn_user
 
@@ -181,7 +182,7 @@ class PlanInputs:
         """Estimated samples of a batch that is as large as fits, if all samples are sorted together."""
         every = max(1, self.num_samples // SAMPLED)
         some = {name: values[::every] for name, values in self.lengths.items()}
-        fewest = cut(some, self.budget, work=Work(per_step=FEWEST))
+        fewest = cut(some, CutRules(self.budget, Work(per_step=FEWEST)))
         return len(some[primary(some)]) / max(len(fewest), 1)
 
     def warn_of_oversize(self) -> None:

@@ -14,7 +14,8 @@ from dynagroup.plan.cost import Work, check_work
 from dynagroup.plan.cursor import MOST_RANKS
 from dynagroup.plan.cut import cut
 from dynagroup.plan.inputs import Oversize, PlanConfig, PlanInputs
-from dynagroup.plan.packed import Room, best_fit, fill_empty, least_loaded
+from dynagroup.plan.packed import Limits, best_fit, fill_empty, least_loaded
+from dynagroup.plan.rules import CutRules
 from dynagroup.validation import check_flag, check_int, check_number, explained
 
 
@@ -45,22 +46,20 @@ def balanced_partitions(
     >>> balanced_partitions([5, 1, 1, 1], 2, equal_size=True)
     [[0, 3], [1, 2]]
     """
-    num_parts, equal_size = (
-        check_int("num_parts", num_parts, most=MOST_RANKS),
-        check_flag("equal_size", equal_size),
-    )
+    num_parts = check_int("num_parts", num_parts, most=MOST_RANKS)
+    equal_size = check_flag("equal_size", equal_size)
     cost = _numbers("costs", costs)
     size = cost if sizes is None else _numbers("sizes", sizes)
     if len(size) != len(cost):
         raise ConfigError(f"`sizes` must have {len(cost)} entries, as `costs`, but has {len(size)}")
-    most = np.inf if limit is None else check_number("limit", limit, or_zero=True, finite=False)
-    each, over = divmod(len(cost), num_parts)
-    parts = _divided(
-        cost,
-        size,
-        [each + (part < over) if equal_size else len(cost) for part in range(num_parts)],
-        most,
-    )
+    most = np.inf
+    if limit is not None:
+        most = check_number("limit", limit, or_zero=True, finite=False)
+    slots = [len(cost)] * num_parts
+    if equal_size:
+        each, num_larger = divmod(len(cost), num_parts)
+        slots = [each + 1] * num_larger + [each] * (num_parts - num_larger)
+    parts = _divided(cost, size, slots, most)
     fill_empty(parts)
     return [sorted(part) for part in parts]
 
@@ -68,45 +67,68 @@ def balanced_partitions(
 def _divided(
     cost: NDArray[np.float64], size: NDArray[np.float64], slots: list[int], most: float
 ) -> list[list[int]]:
-    """Divides items into parts of at most ``slots`` items, each of size ``most`` or less. Without a limit of size, the
-    highest cost of a part is at most 4/3 of the lowest possible."""
-    room, costs = Room([(size, most)], len(cost)), cost.tolist()
-    bins = [room.bin(slots=items) for items in slots]
+    """Divides items into parts of at most ``slots`` items, each of size ``most`` or less.
+
+    Without a limit of size, the highest cost of a part is at most 4/3 of the lowest possible. With one, division by
+    cost is tried first, then best fit decreasing, then first fit, by which callers may have counted parts.
+    """
+    limits = Limits(size, most)
     if size.max(initial=0.0) <= most:
-        if least_loaded(np.argsort(-cost, kind="stable").tolist(), costs, bins, room):
-            return [bin.members for bin in bins]
-        fresh = iter([*slots, *[len(cost)] * len(cost)])
-        found = best_fit(
-            np.argsort(-size, kind="stable").tolist(),
-            costs,
-            lambda: room.bin(slots=next(fresh)),
-            room,
-        )
-        if len(found) <= len(slots):
-            return [bin.members for bin in found] + [[] for _ in slots[len(found) :]]
-        bins = [room.bin(slots=items) for items in slots]
-        for item in range(len(cost)):  # last try, by first fit: callers may have counted parts so
-            number = next(
-                (number for number, bin in enumerate(bins) if room.admits(bin, item)), None
-            )
-            if number is None:
-                break
-            room.add(bins[number], item, 0.0)
-        else:
-            return [bin.members for bin in bins]
-    least = max(
-        math.ceil(size.sum() / most * (1 - 1e-12)) if most else 0, int((size > most / 2).sum())
-    )
-    why = (
-        f"at least {least} are needed"
-        if least > len(slots)
-        else "list scheduling, best fit and first fit failed"
-    )
+        for divide in (_by_cost, _by_best_fit, _by_first_fit):
+            parts = divide(cost, size, slots, limits)
+            if parts is not None:
+                return parts
+    num_needed = int((size > most / 2).sum())
+    if most:
+        num_needed = max(num_needed, math.ceil(size.sum() / most * (1 - 1e-12)))
+    reason = "list scheduling, best fit and first fit failed"
+    if num_needed > len(slots):
+        reason = f"at least {num_needed} are needed"
     items = f"{len(size)} items of size {size.sum():g}, the largest {size.max():g},"
-    way_out = f"({why}); allow more parts or a higher limit"
     raise BudgetError(
-        f"{items} do not fit into {len(slots)} parts of at most {most:g} each {way_out}"
+        f"{items} do not fit into {len(slots)} parts of at most {most:g} each ({reason}); "
+        "allow more parts or a higher limit"
     )
+
+
+def _by_cost(
+    cost: NDArray[np.float64], size: NDArray[np.float64], slots: list[int], limits: Limits
+) -> list[list[int]] | None:
+    """Gives each item, dearest first, to the part with the least cost that has room."""
+    bins = [limits.bin(slots=num_items) for num_items in slots]
+    dearest_first = np.argsort(-cost, kind="stable").tolist()
+    if not least_loaded(dearest_first, cost.tolist(), bins, limits):
+        return None
+    return [bin.members for bin in bins]
+
+
+def _by_best_fit(
+    cost: NDArray[np.float64], size: NDArray[np.float64], slots: list[int], limits: Limits
+) -> list[list[int]] | None:
+    """Gives each item, largest first, to the fullest part with room."""
+    further = [len(cost)] * len(cost)  # parts beyond the allowed ones
+    unused = iter([*slots, *further])
+    largest_first = np.argsort(-size, kind="stable").tolist()
+    bins = best_fit(largest_first, cost.tolist(), lambda: limits.bin(slots=next(unused)), limits)
+    if len(bins) > len(slots):
+        return None
+    empty: list[list[int]] = [[] for _ in slots[len(bins) :]]
+    return [bin.members for bin in bins] + empty
+
+
+def _by_first_fit(
+    cost: NDArray[np.float64], size: NDArray[np.float64], slots: list[int], limits: Limits
+) -> list[list[int]] | None:
+    """Gives each item, in the given order, to the first part with room."""
+    bins = [limits.bin(slots=num_items) for num_items in slots]
+    for item in range(len(cost)):
+        for bin in bins:
+            if limits.admits(bin, item):
+                limits.add(bin, item, 0.0)
+                break
+        else:
+            return None
+    return [bin.members for bin in bins]
 
 
 def _numbers(name: str, values: Sequence[float] | np.ndarray) -> NDArray[np.float64]:
@@ -153,29 +175,28 @@ def shard_micro_batches(
     [0, 1, 2, 3, 4, 5]
     """
     num_ranks = check_int("num_ranks", num_ranks, most=MOST_RANKS)
-    every = num_ranks * check_int("multiple_of", multiple_of, most=MOST_RANKS)
-    planner = PlanInputs(
-        as_streams(lengths), budget, PlanConfig(work=check_work(work or Work()), oversize=oversize)
-    )
-    planner.warn_of_oversize()
-    kept = np.delete(np.arange(planner.num_samples), planner.left_out)
-    streams = {name: values[kept] for name, values in planner.lengths.items()}
-    batches = cut(streams, planner.budget, every, work=(work := planner.config.work))
-    if len(batches) % every:
-        more = f"{every} (num_ranks x multiple_of); collect {-len(kept) % every} more, or use a smaller multiple_of"
+    multiple = num_ranks * check_int("multiple_of", multiple_of, most=MOST_RANKS)
+    config = PlanConfig(work=check_work(work or Work()), oversize=oversize)
+    inputs = PlanInputs(as_streams(lengths), budget, config)
+    inputs.warn_of_oversize()
+    kept = np.delete(np.arange(inputs.num_samples), inputs.left_out)
+    streams = {name: values[kept] for name, values in inputs.lengths.items()}
+    rules = CutRules(inputs.budget, config.work)
+    batches = cut(streams, rules, multiple)
+    if len(batches) % multiple:
         raise ConfigError(
-            f"{len(kept)} samples do not give a number of micro-batches that is a multiple of {more}"
+            f"{len(kept)} samples do not give a number of micro-batches that is a multiple of "
+            f"{multiple} (num_ranks x multiple_of); collect {-len(kept) % multiple} more, or use "
+            "a smaller multiple_of"
         )
-    cost = work.of_batches(batches, streams, planner.budget)
+    work_of_batch = rules.work_of(batches, streams)
+    by_step = np.argsort(-work_of_batch, kind="stable").reshape(-1, num_ranks)
     shards: list[list[list[int]]] = [[] for _ in range(num_ranks)]
     load = np.zeros(num_ranks)
-    rows = (
-        np.argsort(-cost, kind="stable") if every == 1 else np.arange(len(cost))
-    )  # for several ranks as cut
-    for row in rows.reshape(
-        -1, num_ranks
-    ).tolist():  # the most expensive batch goes to the rank with the least work
-        for rank, number in zip(np.argsort(load, kind="stable"), row, strict=True):
+    for (
+        numbers
+    ) in by_step.tolist():  # the most expensive batch goes to the rank with the least work
+        for rank, number in zip(np.argsort(load, kind="stable"), numbers, strict=True):
             shards[rank].append(kept[batches[number]].tolist())
-            load[rank] += cost[number]
+            load[rank] += work_of_batch[number]
     return shards

@@ -1,47 +1,41 @@
 """Plans samples with several lengths (streams): an order with similar neighbours, maxima of runs, costs to balance."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dynagroup.budget.base import Budget, is_packed, padded_streams
-from dynagroup.plan.batches import Batches, longest_first, shapes_of
-from dynagroup.plan.cost import Work
+from dynagroup.budget.base import padded_streams
+from dynagroup.plan.batches import longest_first
+from dynagroup.plan.rules import CutRules
 from dynagroup.shapes import TOKENS, IntArray, Streams
 
-LEAST, SHARE, MOST = (
-    128,
-    4096,
-    2048,
-)  # padded tokens that a division must save: 1/SHARE, but LEAST to MOST
-# For exchanges: how many similar batches, samples and exchanges are tried; where they stop; the least gain that counts
-BESIDE, SOME, TRIED, ENOUGH, WORTH = 8, 32, 8, 1.01, 1e-6
+SAVED_SHARE = 4096
+SAVED_BOUNDS = (128, 2048)
+"""Padded tokens that a division must save: 1/4096 of all tokens, but at least 128 and at most 2,048."""
 
 
 class RunMaxima:
     """Sparse table: returns the maximum of up to ``reach`` consecutive values in O(1); takes O(N log reach) memory."""
 
     def __init__(self, values: NDArray, reach: int) -> None:
-        levels, width = [values], 1
+        levels = [values]
+        width = 1
         while 2 * width <= reach:
             last = levels[-1]
-            levels.append(
-                np.maximum(
-                    last, np.append(last[width:], np.zeros(min(width, len(last)), last.dtype))
-                )
-            )
+            shifted = np.zeros_like(last)
+            shifted[:-width] = last[width:]
+            levels.append(np.maximum(last, shifted))
             width *= 2
         self._levels = np.stack(levels)
 
     def of(self, starts: IntArray | int, sizes: IntArray | int) -> NDArray:
-        """Returns the maxima of groups of consecutive values, given by first positions and sizes (1 or more)."""
+        """Returns the maxima of runs of values, given by their first positions and their sizes (1 or more)."""
         level = np.frexp(np.asarray(sizes, np.float64))[1] - 1
-        return np.maximum(
-            self._levels[level, starts],
-            self._levels[level, starts + sizes - (1 << level.astype(np.int64))],
-        )
+        width = 1 << level.astype(np.int64)
+        first_part = self._levels[level, starts]
+        last_part = self._levels[level, starts + sizes - width]
+        return np.maximum(first_part, last_part)
 
 
 # Recursive bisection, like building a k-d tree. At first all samples are one box, padded to its longest sample in each
@@ -55,173 +49,63 @@ def alike_order(units: Sequence[IntArray]) -> IntArray:
     [2, 0, 3, 1]
     """
     lengths = np.stack(units)
-    box_of = np.zeros(lengths.shape[1], np.int64)
-    stack, number, worth = (
-        [np.arange(len(box_of))],
-        0,
-        min(max(LEAST, int(lengths.sum()) // SHARE), MOST),
-    )
+    num_samples = lengths.shape[1]
+    least_saved = int(np.clip(lengths.sum() // SAVED_SHARE, *SAVED_BOUNDS))
+    box_of = np.zeros(num_samples, np.int64)
+    num_boxes = 0
+    stack = [np.arange(num_samples)]
     while stack:
         box = stack.pop()
-        halves = _divided(box, lengths[:, box], worth)
-        stack += halves
-        if not halves:
-            box_of[box] = number
-            number += 1
-    return np.lexsort([*(-u for u in units[::-1]), -np.sum(units, axis=0), box_of])
+        parts = _divided(box, lengths[:, box], least_saved)
+        stack += parts
+        if not parts:
+            box_of[box] = num_boxes
+            num_boxes += 1
+    keys = [-stream for stream in units[::-1]]
+    return np.lexsort([*keys, -lengths.sum(axis=0), box_of])
 
 
-def _divided(box: IntArray, units: IntArray, worth: int) -> list[IntArray]:
+def _divided(box: IntArray, units: IntArray, least_saved: int) -> list[IntArray]:
     """Returns the two parts of a box of samples that need least padding, larger samples last; [] if little is saved."""
-    most, best = len(box) * int(units.max(axis=1).sum()) - worth, []
-    before = np.arange(1, len(box))
+    num_samples = len(box)
+    highest = num_samples * int(units.max(axis=1).sum()) - least_saved
+    parts: list[IntArray] = []
+    if num_samples == 1:
+        return parts
+    num_before = np.arange(1, num_samples)
     for stream in units:
         order = longest_first({TOKENS: stream})
-        wide = units[:, order]
-        front = np.add.reduce(np.maximum.accumulate(wide, axis=1))[:-1]
-        padded = (
-            before * front
-            + before[::-1] * np.add.reduce(np.maximum.accumulate(wide[:, ::-1], axis=1))[-2::-1]
-        )
-        cut = int(padded.argmin()) if len(padded) else 0
-        if len(padded) and padded[cut] <= most:
-            most, best = int(padded[cut]) - 1, [box[order[cut + 1 :]], box[order[: cut + 1]]]
-    return best
+        ordered = units[:, order]
+        longest_before = np.maximum.accumulate(ordered, axis=1).sum(axis=0)
+        longest_after = np.maximum.accumulate(ordered[:, ::-1], axis=1).sum(axis=0)[::-1]
+        padded = num_before * longest_before[:-1] + num_before[::-1] * longest_after[1:]
+        cut = int(padded.argmin())
+        if padded[cut] <= highest:
+            highest = int(padded[cut]) - 1
+            parts = [box[order[cut + 1 :]], box[order[: cut + 1]]]
+    return parts
 
 
-def costs_of_rows(lengths: Streams, budget: Budget, work: Work) -> NDArray[np.float64] | None:
-    """Returns the costs of each sample that ranks should share equally in a step: float64 (K, N). Each stream is a
-    cost; the sum of all streams is one, too, if ranks wait for each other only at the end of a step. None: a single
-    cost is enough, because all streams are tokens with one price."""
-    summed, priced = work.meet == "step", work.priced(budget, lengths)
-    each = {n: work.price(n).of(v) if n in priced else v for n, v in lengths.items() if v.any()}
-    if len(each) < 2 or (
-        summed and len(padded_streams(budget, lengths)) == len(lengths) and not work.streams
-    ):
+def costs_to_balance(lengths: Streams, rules: CutRules) -> NDArray[np.float64] | None:
+    """Returns the costs of each sample that ranks should share equally in a step: float64 (K, N), of equal sums.
+
+    Each stream is a cost. The sum of all streams is one, too, if ranks wait for each other only at the end of a step.
+    None: a single cost is enough, because all streams are tokens with one price.
+    """
+    work = rules.work
+    priced = work.priced(rules.budget, lengths)
+    is_summed = work.meet == "step"
+    costs = {}
+    for name, units in lengths.items():
+        if units.any():
+            costs[name] = work.price(name).of(units) if name in priced else units
+    all_are_tokens = len(padded_streams(rules.budget, lengths)) == len(lengths) and not work.streams
+    if len(costs) < 2 or (is_summed and all_are_tokens):
         return None
-    shared = [each[name] for name in priced if name in each]
-    found = np.asarray(
-        [*([np.sum(shared, axis=0)] if summed and len(shared) > 1 else []), *each.values()],
-        np.float64,
-    )
-    return found * (found[0].sum() / found.sum(axis=1, keepdims=True))
-
-
-# Local search by exchanges (Kernighan and Lin 1970). A batch's rating adds up its costs, each divided by the mean over
-# its step and raised to the 16th power, so that the most expensive batches decide. For each cost, the most expensive
-# batch gives or takes a sample, or exchanges two, with a batch of similar length: whatever lowers ratings most, if both
-# fit and no step takes longer. Squares of squares give all ranks the same last bit, and so the same plan.
-class Exchanges:
-    """Exchanges samples between batches, so that the ranks of a step have about equal work in every stream."""
-
-    def __init__(
-        self, rows: Batches, num_ranks: int, lengths: Streams, budget: Budget, work: Work
-    ) -> None:
-        self.rows, self.nobody, self.fits, self.ranks = (
-            rows,
-            len(rows.order),
-            budget.fits,
-            num_ranks,
-        )
-        self.starts, self.of = (
-            rows.offsets[:-1] + np.arange(len(rows)),
-            np.repeat(np.arange(len(rows)), rows.sizes + 1),
-        )
-        self.who = np.insert(np.arange(self.nobody), rows.offsets[1:], self.nobody)
-        self.units, priced = (
-            {name: v[rows.order] for name, v in lengths.items()},
-            work.priced(budget, lengths),
-        )
-        pads = () if is_packed(budget, lengths) else padded_streams(budget, lengths)
-        self.padded, timed = (
-            np.asarray([name in names for name in lengths]) for names in (pads, priced)
-        )
-        self.timed = (
-            [timed] if work.meet == "step" else np.eye(len(timed), dtype=np.bool_)[timed]
-        )  # a sum if in a step
-        each = [work.price(name).of(v) if name in priced else v for name, v in self.units.items()]
-        self.each = np.pad(
-            np.asarray([*each, np.ones(self.nobody)]), ((0, 0), (0, 1))
-        )  # last row: number of samples
-        self.renew()
-        self.place = np.argsort(
-            np.argsort(self.longest[:-1][self.padded].sum(axis=0), kind="stable")
-        )
-        mean = self.costs.reshape(len(each), -1, num_ranks).mean(axis=2)
-        self.mean = np.repeat(np.where(mean > 0, mean, np.inf), num_ranks, axis=1)
-
-    def renew(self) -> None:
-        own = self.each[:, self.who]
-        self.sums, self.longest = (
-            np.add.reduceat(own, self.starts, 1),
-            np.maximum.reduceat(own, self.starts, 1),
-        )
-        self.costs = self.costs_of(self.sums, self.longest)
-
-    def costs_of(self, sums: NDArray[Any], longest: NDArray[Any]) -> NDArray[np.float64]:
-        found = zip(self.padded, sums, longest, strict=False)
-        return np.asarray(
-            [
-                np.where(sums[-1] > 0, most * sums[-1] if pad else own, np.inf)
-                for pad, own, most in found
-            ]
-        )
-
-    def made(self) -> Batches:
-        for first in [*range(0, len(self.rows), self.ranks)] * 2:
-            for _ in range(8 * self.ranks):
-                row = (self.costs / self.mean)[:, first : first + self.ranks]
-                dearest = first + row.argmax(axis=1)[np.argsort(-row.max(axis=1), kind="stable")]
-                if row.max() <= ENOUGH or not any(map(self.exchanged, dearest.tolist())):
-                    break
-        members = [
-            np.sort(part[part < self.nobody]) for part in np.split(self.who, self.starts[1:])
-        ]
-        return Batches.of(members).map(self.rows.order)
-
-    def exchanged(self, at: int) -> bool:
-        near = (abs(self.place - self.place[at]) <= BESIDE) & (np.arange(len(self.rows)) != at)
-        ours, theirs = (
-            np.flatnonzero(which[self.of])[::-1]
-            for which in (np.arange(len(self.rows)) == at, near)
-        )
-        pairs = (
-            ours[:: 1 + len(ours) // SOME, None],
-            theirs[None, :: 1 + len(theirs) // (16 * SOME)],
-        )
-        gain, slow = (
-            np.zeros(1),
-            np.zeros(1, np.bool_),
-        )  # (samples of this batch, samples of others)
-        for one, other in (pairs, pairs[::-1]):
-            batch, gives, takes = (
-                self.of[one],
-                self.each[:, self.who[one]],
-                self.each[:, self.who[other]],
-            )
-            costs = self.costs_of(
-                self.sums[:, batch] - gives + takes, np.maximum(self.longest[:, batch], takes)
-            )
-            shares = (found / self.mean[:, batch] for found in (costs, self.costs[:, batch]))
-            after, before = (
-                np.square(np.square(np.square(np.square(share)))).sum(axis=0) for share in shares
-            )
-            gain = gain + after - before
-            for timed in self.timed:
-                most = self.costs[timed].sum(axis=0).reshape(-1, self.ranks).max(axis=1)
-                slow = slow | (costs[timed].sum(axis=0) > most[batch // self.ranks])
-        gain[slow] = 0.0
-        lower = np.flatnonzero(gain < -WORTH)
-        for best in lower[np.argsort(gain.ravel()[lower], kind="stable")[:TRIED]]:
-            pair = np.asarray(
-                [pairs[0][best // gain.shape[1], 0], pairs[1][0, best % gain.shape[1]]]
-            )
-            self.who[pair] = self.who[pair[::-1]]
-            parts = [
-                self.who[(self.of == batch) & (self.who < self.nobody)] for batch in self.of[pair]
-            ]
-            if self.fits(shapes_of(Batches.of(parts), self.units)).all():
-                self.renew()
-                return True
-            self.who[pair] = self.who[pair[::-1]]
-        return False
+    several = [*costs.values()]
+    summed = [costs[name] for name in priced if name in costs]
+    if is_summed and len(summed) > 1:
+        several.insert(0, np.sum(summed, axis=0))
+    array = np.asarray(several, np.float64)
+    sums = array.sum(axis=1, keepdims=True)
+    return array * (sums[0] / sums)

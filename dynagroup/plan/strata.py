@@ -19,7 +19,8 @@ from dynagroup.plan.batches import longest_first
 from dynagroup.plan.epoch import NONE
 from dynagroup.shapes import TOKENS, IntArray
 
-STRATA = 4  # the fewest that lost nothing where the label of a sample goes with its length
+STRATA = 4
+"""The fewest that lost nothing where the label of a sample goes with its length."""
 
 
 def strata_of(num_samples: int, num_strata: int) -> list[slice]:
@@ -57,8 +58,9 @@ def spread_at_random(tokens: NDArray[Any], num_updates: int) -> float:
     A sum of ``n`` of ``N`` values drawn without replacement varies by ``n * variance * (N - n) / (N - 1)`` (Cochran,
     *Sampling Techniques*, 1977).
     """
-    num, size = len(tokens), len(tokens) // num_updates
-    return size * float(tokens.var()) * (num - size) / max(num - 1, 1)
+    num_samples = len(tokens)
+    size = num_samples // num_updates
+    return size * float(tokens.var()) * (num_samples - size) / max(num_samples - 1, 1)
 
 
 def fewest_strata(tokens: NDArray[Any], num_updates: int) -> int:
@@ -85,9 +87,10 @@ def number_of_strata(strata: int | None, tokens: NDArray[Any], size: int, pool: 
     """
     if strata is not None:
         return min(strata, size)
-    longest_first = np.sort(tokens)[::-1]
+    falling = np.sort(tokens)[::-1]
     quantiles = (np.arange(pool * size) + 0.5) / (pool * size)
-    return fewest_strata(longest_first[(quantiles * len(tokens)).astype(np.int64)], pool)
+    places = (quantiles * len(tokens)).astype(np.int64)
+    return fewest_strata(falling[places], pool)
 
 
 def dealt(

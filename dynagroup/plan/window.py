@@ -7,10 +7,12 @@ from numpy.typing import NDArray
 
 from dynagroup.plan.batches import Batches, tokens_of
 from dynagroup.plan.cursor import Cursor
-from dynagroup.plan.cut import cut_kinds, filled, prove
+from dynagroup.plan.cut import cut_kinds, prove
 from dynagroup.plan.exact_updates import UpdateBlock, can_cut_at_once
 from dynagroup.plan.inputs import PlanInputs
 from dynagroup.plan.plan import BatchPlan
+from dynagroup.plan.rows import complete
+from dynagroup.plan.rules import CutRules
 from dynagroup.shapes import IntArray
 
 BoolArray = NDArray[np.bool_]
@@ -77,15 +79,9 @@ class Window:
                 return Rows(batches, np.zeros((num_steps, num_ranks), np.bool_))
         lengths = {name: values[indices] for name, values in inputs.lengths.items()}
         kinds = inputs.kinds.codes[indices]
-        cuts = cut_kinds(
-            lengths,
-            kinds,
-            inputs.budget,
-            num_ranks,
-            together=config.one_kind == "batch",
-            work=config.work,
-            round_batch=config.round_batch,
-        )
+        rules = CutRules(inputs.budget, config.work, config.round_batch)
+        together = config.one_kind == "batch"
+        cuts = cut_kinds(lengths, kinds, rules, num_ranks, together=together)
         all_batches = Batches.concatenate(cuts)
         prove(all_batches, len(indices), lengths, inputs.budget, inputs.unfit(indices))
         tokens = tokens_of(lengths, inputs.budget)
@@ -94,9 +90,8 @@ class Window:
         for batches in cuts:
             first_kind = kinds[batches.order[:1]]
             is_end = bool(self.is_last[first_kind].all())
-            part, part_fills = filled(
-                batches, tokens, num_ranks, is_end and config.uneven == "repeat"
-            )
+            repeats = is_end and config.uneven == "repeat"
+            part, part_fills = complete(batches, tokens, num_ranks, repeats=repeats)
             parts.append(part)
             fills.append(part_fills)
         rows = Rows(Batches.concatenate(parts), np.concatenate(fills))

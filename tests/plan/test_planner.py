@@ -136,10 +136,10 @@ def test_an_update_holds_the_samples_that_fixed_batches_would(values, budget, si
 def test_literal_rectangles_and_rows_that_cannot_be_filled() -> None:
     plan = planner_of([1, 9, 2, 8, 3, 7], TokenBudget(18)).plan(0, 2)
     assert list(plan.rows) == [
-        [[1], [4, 2, 0]],
-        [[3], [5]],
-    ]  # four batches, mates of equal work: 9 with 9, 8 with 7
-    assert plan.statistics["padding"] == 1 - 30 / (9 + 8 + 7 + 9)
+        [[1, 3], [5, 4]],
+        [[2], [0]],
+    ]  # four batches, neighbours in length share a step
+    assert plan.statistics["padding"] == 1 - 30 / (18 + 14 + 2 + 1)
     assert planner_of([], TokenBudget(9)).plan(0, 3).num_steps == 0
     repeated = planner_of([9, 9, 8, 9, 9], TokenBudget(9)).plan(0, 4)
     assert (repeated.num_steps, len(repeated.repeated), repeated.repeated[0]) == (
@@ -345,7 +345,7 @@ def test_lengths_of_which_one_changes_or_moves_have_another_checksum():
     others = [
         values[:-1],
         values[::-1],
-        np.roll(values, 2 * blocks.ROW),
+        np.roll(values, 1024),
         np.roll(values, blocks.CHUNK),
     ]
     for place in (0, 7, blocks.CHUNK, size - 7):
@@ -353,10 +353,10 @@ def test_lengths_of_which_one_changes_or_moves_have_another_checksum():
             1,
             2,
             6,
-            2 * blocks.ROW,
+            1024,
             blocks.CHUNK,
             size // 2,
-        ):  # in a word, a row, a column, over blocks
+        ):  # within a block, and over blocks
             swapped, to = values.copy(), (place + step) % size
             swapped[to] = values[place]
             others.append(swapped.copy())

@@ -1,0 +1,234 @@
+"""Forms steps: one batch for each rank, of about equal work.
+
+A step takes a fixed time plus the time of its most expensive batch."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynagroup.plan.batches import Batches
+from dynagroup.plan.padded import FEWEST, TINY, OrderedWindow, split_dearest
+from dynagroup.shapes import IntArray
+
+FEW_STEPS = 20
+"""With more steps, sorting batches by work is enough: cutting step by step gains 0.3 % at most."""
+LIMITS = (12, 48)
+"""Fewest and most limits of work that are tried for a step."""
+TABLE = 1 << 17
+"""Most entries in a table of limits, unless the fewest limits need more."""
+BISECTIONS = 10
+CLOSE = 1 - 1 / 256
+"""Limits of work that differ by a smaller factor count as equal."""
+
+
+def cut_into_steps(window: OrderedWindow, num_ranks: int, per_step: float) -> IntArray:
+    """Returns a cut of little time into a multiple of ``num_ranks`` batches, if there are enough samples."""
+    if num_ranks == 1:
+        return window.least_time(per_step)
+    if window.fewest_batches > FEW_STEPS * num_ranks:
+        offsets = window.least_time(per_step)
+    else:
+        offsets = steps_of_least_time(window, num_ranks, per_step)
+    offsets = _full_steps(window, offsets, num_ranks)
+    if (len(offsets) - 1) % num_ranks:
+        fewest_steps = steps_of_least_time(window, num_ranks, FEWEST)
+        return _full_steps(window, fewest_steps, num_ranks)
+    return offsets
+
+
+def _full_steps(window: OrderedWindow, offsets: IntArray, num_ranks: int) -> IntArray:
+    """Splits batches until their number is a multiple of the ranks.
+
+    Uses sizes that are not allowed only if necessary.
+    """
+    num_batches = -(-(len(offsets) - 1) // num_ranks) * num_ranks
+    offsets = split_dearest(window, offsets, num_batches)
+    if window.allowed is None:
+        return offsets
+    return split_dearest(replace(window, allowed=None), offsets, num_batches)
+
+
+# Dynamic programming over the starts of steps. If the work of a batch is limited, a step is filled greedily, so start
+# and limit decide where it ends and what its most expensive batch is. Each step then gets the limit of least total
+# time. A step has a sample per rank or more, so many starts are computed at once.
+# O(N * limits * log ranks) time, O(N * limits) memory.
+def steps_of_least_time(window: OrderedWindow, num_ranks: int, per_step: float) -> IntArray:
+    """Returns a cut of little total time; its last step may have fewer batches than ranks."""
+    num_samples = len(window)
+    limits = _limits(window, num_ranks, per_step)
+    ends, dearest = _ends_of_steps(window, limits, num_ranks)
+    least = np.zeros(num_samples + 1)
+    choice = np.zeros(num_samples + 1, np.int64)
+    for stop in range(num_samples, 0, -num_ranks):
+        starts = slice(max(stop - num_ranks, 0), stop)
+        time = dearest[starts] + least[ends[starts]]
+        choice[starts] = time.argmin(axis=1)
+        least[starts] = per_step + time.min(axis=1)
+        if stop == num_samples:  # too few samples for a step begin behind the first of these starts
+            least[starts][1:] = np.inf
+    firsts = []
+    start = 0
+    while start < num_samples:
+        firsts.append(start)
+        start = int(ends[start, choice[start]])
+    first = np.asarray(firsts)
+    steps = Steps(window, first, np.append(first[1:], num_samples), num_ranks)
+    number = choice[first]
+    low = np.where(number > 0, limits[number - 1], 0.0)  # within it, these steps would end earlier
+    sizes = divide(steps, np.maximum(low, steps.least()), limits[number])
+    return np.unique(np.append(0, np.cumsum(sizes)))
+
+
+def _limits(window: OrderedWindow, num_ranks: int, per_step: float) -> NDArray[np.float64]:
+    """Returns limits of a batch's work to try: from far below a step's fixed cost up to what a single step needs."""
+    if len(window.limits):
+        return window.limits
+    fewest, highest_number = LIMITS
+    mean = float(window.work.sum()) / num_ranks
+    dearest = float(window.work_of(np.arange(len(window)), window.largest).max())
+    dearest_sample = float(sum(work.max() for work in window.streams or (window.work,)))
+    high = min(dearest, 2 * mean + dearest_sample)
+    low = max(min(per_step / 8, mean), float(window.work.min()), high / 1e6)
+    if not TINY < low < high:
+        return np.asarray([high])
+    num_limits = max(min(TABLE // len(window), highest_number), fewest)
+    return low * (high / low) ** (np.arange(num_limits) / (num_limits - 1))
+
+
+def _ends_of_steps(
+    window: OrderedWindow, limits: NDArray[np.float64], num_ranks: int
+) -> tuple[IntArray, NDArray[np.float64]]:
+    """Returns where steps end, and the work of their most expensive batch, by start and limit: both (N + 1, limits)."""
+    num_samples = len(window)
+    num_limits = len(limits)
+    starts = np.arange(num_samples)[:, None]
+    sizes = window.sizes_within(starts, limits)
+    ends = np.full((num_samples + 1, num_limits), num_samples)
+    ends[:-1] = starts + sizes
+    work = np.zeros(ends.shape)
+    work[:-1] = window.work_of(np.broadcast_to(starts, sizes.shape), sizes)
+    next_cell = ends * num_limits + np.arange(num_limits)
+    last_cell, dearest = after_batches(next_cell.ravel(), work.ravel(), num_ranks)
+    return (last_cell // num_limits).reshape(ends.shape), dearest.reshape(ends.shape)
+
+
+def after_batches(
+    next_place: IntArray, work: NDArray[np.float64], num_batches: int
+) -> tuple[IntArray, NDArray[np.float64]]:
+    """Returns where so many batches from each place end, and the work of the most expensive one.
+
+    Binary lifting: two batches further is one batch further, twice. O(places * log batches).
+
+    Args:
+        next_place, work: (places,), of the one batch that starts at each place: where it ends, and its work.
+    """
+    place = np.arange(len(next_place))
+    dearest = np.zeros(len(next_place))
+    while num_batches:
+        if num_batches & 1:
+            dearest = np.maximum(dearest, work.take(place))
+            place = next_place.take(place)
+        num_batches >>= 1
+        if num_batches:
+            work = np.maximum(work, work.take(next_place))
+            next_place = next_place.take(next_place)
+    return place, dearest
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Steps of a sorted window, whose samples are to be divided over the ranks.
+
+    Args:
+        firsts, ends: int64 (steps,), positions of the first sample of each step, and after its last one.
+    """
+
+    window: OrderedWindow
+    firsts: IntArray
+    ends: IntArray
+    num_ranks: int
+
+    def greedy(self, limits: NDArray[np.float64]) -> tuple[IntArray, NDArray[np.bool_]]:
+        """Returns the sizes of batches that are each as large as each step's limit of work allows.
+
+        Also returns whether these batches have all samples of the step.
+        """
+        sizes = np.zeros((self.num_ranks, len(self.firsts)), np.int64)
+        place = self.firsts
+        for rank in range(self.num_ranks):
+            num_left = self.ends - place
+            within = self.window.sizes_within(self._inside(place), limits)
+            if self.window.allowed is None:  # each later rank needs a sample
+                within = np.minimum(within, num_left - (self.num_ranks - 1 - rank))
+            else:
+                within = self.window.rounded(np.clip(num_left, 1, within))
+            sizes[rank] = np.minimum(np.maximum(within, 1), num_left)
+            place = place + sizes[rank]
+        return sizes.T, place >= self.ends
+
+    def dearest(self, sizes: IntArray) -> NDArray[np.float64]:
+        """Returns the work of the most expensive batch of each step."""
+        before = np.cumsum(sizes, axis=1) - sizes
+        starts = self._inside(self.firsts[:, None] + before)
+        work = self.window.work_of(starts, np.maximum(sizes, 1))
+        return np.where(sizes > 0, work, 0.0).max(axis=1)
+
+    def least(self) -> NDArray[np.float64]:
+        """Returns a lower bound of this work: that of the first sample, or an equal part of all samples."""
+        # Each step is summed by itself: rounding must not depend on which steps are divided at once.
+        borders = np.stack([self.firsts, self.ends], axis=1).ravel()
+        sums = np.add.reduceat(np.append(self.window.work, 0.0), borders)[::2]
+        return np.maximum(self.window.work[self.firsts], sums / self.num_ranks)
+
+    def _inside(self, positions: IntArray) -> IntArray:
+        return np.minimum(positions, len(self.window) - 1)
+
+
+# Parametric search: batches that are each as large as a limit of work allows are the fewest within the limit, so
+# "as many batches as ranks suffice" is monotone in it, and bisection finds the least, for all steps at once.
+# O(ranks * bisections) operations on arrays with an entry for each step.
+def divide(steps: Steps, low: NDArray[np.float64], high: NDArray[np.float64]) -> IntArray:
+    """Divides steps over the ranks, so that the most expensive batch is as cheap as possible.
+
+    Args:
+        low, high: float64 (steps,), limits of a batch's work; greedy batches suffice within ``high``, not below ``low``.
+
+    Returns sizes of batches, int64 (steps, ranks); 0 only if a step has fewer samples than ranks, or sizes are rounded.
+    """
+    if steps.num_ranks == 1:
+        return (steps.ends - steps.firsts)[:, None]
+    best, _ = steps.greedy(high)
+    high = steps.dearest(best)
+    tried = low * (1 + 1 / 64)  # often nearly equal parts are possible
+    for _ in range(BISECTIONS):
+        sizes, suffices = steps.greedy(tried)
+        best[suffices] = sizes[suffices]
+        high = np.where(suffices, tried, high)
+        low = np.where(suffices, low, tried)
+        tried = (low + high) / 2
+        if (low >= high * CLOSE).all():
+            break
+    return best
+
+
+def complete(
+    batches: Batches, tokens: IntArray, num_ranks: int, *, repeats: bool
+) -> tuple[Batches, NDArray[np.bool_]]:
+    """Returns the batches of all complete steps, and which of them only fill the last step: bool (steps, ranks).
+
+    Args:
+        batches: given step after step; the last step may lack some.
+        tokens: of each sample.
+        repeats: True completes the last step with copies of the smallest samples; False leaves it out.
+    """
+    num_batches = len(batches)
+    num_missing = -num_batches % num_ranks
+    if num_missing and repeats:
+        samples = np.sort(batches.order)
+        smallest = samples[np.argsort(tokens[samples], kind="stable")]
+        copies = Batches(np.resize(smallest, num_missing), np.arange(num_missing + 1))
+        batches = Batches.concatenate([batches, copies])
+    num_steps = len(batches) // num_ranks
+    numbers = np.arange(num_steps * num_ranks)
+    return batches.take(numbers), (numbers >= num_batches).reshape(num_steps, num_ranks)
