@@ -78,7 +78,7 @@ def fetch(dataset: Any, indices: Sequence[int], *, always: bool = False) -> Any:
     """Returns samples, read together if the dataset can. Errors name their indices, as :func:`sendable` says. RuntimeError:
     the dataset returned too few or too many. ``always``: also reads samples that are not in a list."""
     if not hasattr(dataset, "__getitems__"):
-        return [_fetch_one(dataset, index, always=always) for index in indices]
+        return _fetched_one_by_one(dataset, indices, always)
     with sendable(lambda: f"dataset samples {shorten(indices)} failed", always=always):
         samples = dataset.__getitems__(list(indices))
         if always or isinstance(samples, Iterator):
@@ -92,9 +92,13 @@ def fetch(dataset: Any, indices: Sequence[int], *, always: bool = False) -> Any:
     return samples
 
 
-def _fetch_one(dataset: Any, index: int, *, always: bool) -> Any:
+def _fetched_one_by_one(dataset: Any, indices: Sequence[int], always: bool) -> list[Any]:
+    samples = []
+    index = 0
     with sendable(lambda: f"dataset samples [{index}] failed", always=always):
-        return dataset[index]
+        for index in indices:
+            samples.append(dataset[index])
+    return samples
 
 
 def set_epoch(holder: Any, epoch: int) -> None:

@@ -306,6 +306,14 @@ def test_datasets_caches_the_lengths(tmp_path):
     assert measure(3) != first  # other settings, other cache
 
 
+def test_measuring_leaves_the_global_random_numbers_alone(counting):
+    before = torch.get_rng_state()
+    measure_lengths(SPOKEN, counting)
+    measure_lengths(ROWS)
+    measure_lengths(SPOKEN, length_of=len)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 class Squares(torch.utils.data.Dataset[dict[str, Any]]):
     def __len__(self) -> int:
         return 150

@@ -111,11 +111,17 @@ class _Chunks:
         return self.measure(fetch(self.data, indices), first)
 
     def measured(self, num_proc: int | None, progress: bool) -> list[Any]:
+        from torch import Generator
         from torch.utils.data import DataLoader
         from tqdm.auto import tqdm
 
-        num_workers = 0 if num_proc in (None, 1) else num_proc
-        loader = DataLoader(self, batch_size=None, num_workers=num_workers, collate_fn=list)  # type: ignore[arg-type]
+        loader = DataLoader(
+            self,  # type: ignore[arg-type]
+            batch_size=None,
+            num_workers=0 if num_proc in (None, 1) else num_proc,
+            collate_fn=list,
+            generator=Generator(),  # else it would draw from the global one
+        )
         values: list[Any] = []
         disable = None if progress else True  # None hides the bar where output is not a terminal
         with tqdm(total=len(self.data), desc="measuring lengths", disable=disable) as bar:
@@ -321,7 +327,8 @@ def count_ids(row: Any, *, values: bool = False) -> int | None:
     >>> count_ids([0.5, 0.25]), count_ids([0.5, 0.25], values=True)
     (None, 2)
     """
-    if isinstance(row, (str, bytes, tuple, Mapping)) or not hasattr(row, "__getitem__"):
+    is_mapping = hasattr(row, "keys")
+    if is_mapping or isinstance(row, (str, bytes, tuple)) or not hasattr(row, "__getitem__"):
         return None
     if len(row) == 0:
         return 0
