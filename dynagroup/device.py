@@ -41,7 +41,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     >>> is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
     False
     """
-    return any(_speaks_for_itself(link) for link in _causes(error))
+    return any(_is_memory_error(cause) for cause in _causes(error))
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -53,12 +53,13 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__
 
 
-def _speaks_for_itself(error: BaseException) -> bool:
-    said = isinstance(error, RuntimeError) and any(
-        re.search(pattern, str(error)) for pattern in _MESSAGES
-    )
-    by_number = isinstance(error, OSError) and error.errno == errno.ENOMEM
-    return said or by_number or isinstance(error, (MemoryError, torch.OutOfMemoryError))
+def _is_memory_error(error: BaseException) -> bool:
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return True
+    message = str(error)
+    return isinstance(error, RuntimeError) and any(re.search(known, message) for known in _MESSAGES)
 
 
 def free_bytes(device: torch.device | str | int | None = None) -> int:
@@ -69,27 +70,34 @@ def free_bytes(device: torch.device | str | int | None = None) -> int:
 
     Raises ConfigError if no such device is available, or it does not report its memory (such as a CPU)."""
     if device is None:
-        device = next(
-            (name for name in ("cuda", "xpu", "mps") if getattr(torch, name).is_available()), "cpu"
-        )
-    wanted = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    backend: Any = getattr(torch, wanted.type, None)
-    asked = "recommended_max_memory" if wanted.type == "mps" else "mem_get_info"
-    if not hasattr(backend, asked) or not backend.is_available():
+        device = _default_device()
+    place = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    backend: Any = getattr(torch, place.type, None)
+    reports = "recommended_max_memory" if place.type == "mps" else "mem_get_info"
+    if not hasattr(backend, reports) or not backend.is_available():
         raise ConfigError(
-            f"device {str(wanted)!r} does not report its memory; give the memory, e.g. memory='24GB'"
+            f"device {str(place)!r} does not report its memory; give the memory, e.g. memory='24GB'"
         )
-    if wanted.type == "mps":
+    if place.type == "mps":
         return int(backend.recommended_max_memory())
-    at = torch.device(wanted.type, backend.current_device()) if wanted.index is None else wanted
-    free, total = backend.mem_get_info(at)
-    return int(min(free + backend.memory_reserved(at), total * _allowed_share(at)))
+    if place.index is None:
+        place = torch.device(place.type, backend.current_device())
+    free, total = backend.mem_get_info(place)
+    return int(min(free + backend.memory_reserved(place), total * _allowed_share(place)))
+
+
+def _default_device() -> str:
+    for name in ("cuda", "xpu", "mps"):
+        if getattr(torch, name).is_available():
+            return name
+    return "cpu"
 
 
 def _allowed_share(device: torch.device) -> float:
     """Returns the fraction that ``set_per_process_memory_fraction`` allows; 1.0 before torch 2.8, which reports it."""
-    read = getattr(torch.cuda, "get_per_process_memory_fraction", None)
-    return 1.0 if read is None or device.type != "cuda" else read(device)
+    if device.type != "cuda" or not hasattr(torch.cuda, "get_per_process_memory_fraction"):
+        return 1.0
+    return torch.cuda.get_per_process_memory_fraction(device)
 
 
 class Device(Protocol):
@@ -123,9 +131,9 @@ class CudaDevice:
 
     def peaks(self) -> tuple[int, int]:
         torch.cuda.synchronize(self.device)
-        return torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(
-            self.device
-        )
+        allocated = torch.cuda.max_memory_allocated(self.device)
+        reserved = torch.cuda.max_memory_reserved(self.device)
+        return allocated, reserved
 
     def about(self) -> dict[str, str]:
         """Returns what the measurements ran on: device name, CUDA version, torch version."""

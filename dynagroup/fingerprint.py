@@ -49,11 +49,9 @@ def ends_of(dataset: Any) -> str:
         dataset = dataset.indices
     if hasattr(dataset, "with_format"):  # of datasets
         rows = dataset.with_format("arrow")
-        return (
-            described([rows[place].to_pydict() for place in (0, len(rows) - 1)])
-            if len(rows)
-            else ""
-        )
+        if not len(rows):
+            return ""
+        return described([rows[0].to_pydict(), rows[len(rows) - 1].to_pydict()])
     if not isinstance(dataset, (list, tuple, range, np.ndarray)) or not len(dataset):
         return ""
     return described([dataset[0], dataset[len(dataset) - 1]])
@@ -83,18 +81,22 @@ def _text(value: Any, above: tuple[int, ...], *, ask: bool = True) -> str:
     if id(value) in above:
         return f"^{len(above) - above.index(id(value))}"
     above = (*above, id(value))
+    return _short(_text_of_any(value, above, ask=ask))
+
+
+def _text_of_any(value: Any, above: tuple[int, ...], *, ask: bool) -> str:
     if isinstance(value, types.ModuleType):
-        return _short(value.__name__)
+        return value.__name__
     if hasattr(value, "__qualname__"):  # functions, methods and classes
-        return _short(value.__qualname__)
+        return value.__qualname__
     fingerprint = getattr(value, "fingerprint", None) if ask else None
     if isinstance(fingerprint, str):
-        return _short(fingerprint)
+        return fingerprint
     if isinstance(value, (Mapping, set, frozenset, list, tuple)):
-        return _short(_text_of_collection(value, above))
+        return _text_of_collection(value, above)
     if isinstance(value, np.ndarray) or _is_tensor(value):
-        return _short(_text_of_array(value))
-    return _short(_text_of_object(value, above))
+        return _text_of_array(value)
+    return _text_of_object(value, above)
 
 
 def _text_of_collection(value: Any, above: tuple[int, ...]) -> str:
@@ -127,17 +129,16 @@ def _text_of_object(value: Any, above: tuple[int, ...]) -> str:
     if is_dataclass(value):
         names = [field.name for field in fields(value)]
     elif hasattr(value, "__dict__"):
-        kind = type(value)
-        names = [
-            name
-            for name in vars(value)
-            if not isinstance(getattr(kind, name, None), cached_property)
-        ]
+        names = [name for name in vars(value) if not _is_cached(type(value), name)]
     else:
         text = repr(value)
         return name if " at 0x" in text else f"{name} {text}"
     attributes = (f"{key}={_text(getattr(value, key), above)}" for key in sorted(names))
     return f"{name}({', '.join(attributes)})"
+
+
+def _is_cached(kind: type[Any], name: str) -> bool:
+    return isinstance(getattr(kind, name, None), cached_property)
 
 
 def _short(text: str) -> str:

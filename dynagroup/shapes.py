@@ -136,9 +136,8 @@ class BatchShape:
 
     def without(self, streams: Collection[str]) -> BatchShape:
         """Returns the same shapes without the given streams; the primary stream is always kept."""
-        kept = [
-            name for name in self.longest if name not in streams or name == primary(self.longest)
-        ]
+        first = primary(self.longest)
+        kept = [name for name in self.longest if name == first or name not in streams]
         return BatchShape(
             self.num_samples,
             {name: self.longest[name] for name in kept},
