@@ -35,7 +35,8 @@ def as_streams(lengths: ArrayLike | Mapping[str, ArrayLike] | Path) -> Streams:
     check_names(named)
     streams = {name: _as_int32(values, name) for name, values in named.items()}
     num_samples = {name: len(values) for name, values in streams.items()}
-    if len(set(num_samples.values())) > 1:
+    are_equal = len(set(num_samples.values())) == 1
+    if not are_equal:
         raise ConfigError(
             f"the streams of `lengths` have {num_samples} samples; each sample needs a length in all (or 0)"
         )
@@ -119,14 +120,15 @@ class Kinds:
             raise ConfigError(
                 f"`kinds` has {len(labels)} labels for {num_samples} lengths; give one label per sample"
             )
-        codes = {label: code for code, label in enumerate(_distinct(labels))}
-        codes_of_samples = np.fromiter(map(codes.__getitem__, labels), np.int32, num_samples)
-        return cls(codes_of_samples, tuple(codes) or (None,))
+        distinct = _distinct(labels)
+        code_of = dict(zip(distinct, range(num_samples), strict=False))
+        codes = np.fromiter(map(code_of.__getitem__, labels), np.int32, num_samples)
+        return cls(codes, tuple(distinct) or (None,))
 
 
-def _distinct(labels: list[Any]) -> Iterable[Any]:
+def _distinct(labels: list[Any]) -> list[Any]:
     try:
-        distinct: Iterable[Any] = dict.fromkeys(labels)
+        distinct = list(dict.fromkeys(labels))
     except TypeError:  # one of them has no hash, and is refused below
         distinct = labels
     for label in distinct:
@@ -170,6 +172,8 @@ def _streams_of(length: Any) -> frozenset[str] | None:
 
 def limit_of(max_length: Any) -> int | None:
     """Returns how many tokens of a text are read at most; None: no limit. Limits above 2**31 give None."""
-    if max_length is None or (isinstance(max_length, (int, np.integer)) and max_length > LONGEST):
+    if max_length is None:
+        return None
+    if isinstance(max_length, (int, np.integer)) and max_length > LONGEST:
         return None
     return check_int("max_length", max_length)
