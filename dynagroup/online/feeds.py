@@ -429,7 +429,9 @@ def left(source: Source, places: Sequence[State]) -> IntArray:
             f"{size} ranks that saved the state, but there are {source.world.size} ranks"
         )
     loaded = np.concatenate([unpack(place["batches"][1]) for place in places])
-    later = [unpack(rest[0]) for place in places for rest in place["rest"]]
+    later: list[IntArray] = []
+    for place in places:
+        later += [unpack(rest[0]) for rest in place["rest"]]
     num_positions = source.order.num_positions
     if source.sizes is not None:
         pools = list(islice(pools_of(source, source.sizes), places[0]["next"]))
