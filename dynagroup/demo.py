@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from dynagroup.validation import check_int
 HELD_OUT = 256  # texts that are only evaluated
 FEWEST_UPDATES = 5  # the median of fewer updates would mean little
 LARGEST_FILE = 100_000  # bytes; larger files are mostly generated, and take long to parse
+Batch: TypeAlias = dict[str, torch.Tensor]
 SKIPPED = {"site-packages", "__pycache__", "test", "tests"}
 
 
@@ -33,12 +34,10 @@ SKIPPED = {"site-packages", "__pycache__", "test", "tests"}
 class DemoConfig:
     """Settings of the demo: texts, tokenizer, model and sizes; the same as the options of ``dynagroup demo``."""
 
-    texts: str | None = (
-        None  # path of a file with one text per line; None: docstrings found on this machine
-    )
-    tokenizer: str | None = (
-        None  # name or path; None: the model's tokenizer, or one trained on the texts
-    )
+    texts: str | None = None
+    """Path of a file with one text per line; None: docstrings found on this machine."""
+    tokenizer: str | None = None
+    """Name or path; None: the model's tokenizer, or one trained on the texts."""
     model: str | None = None  # name or path; None: a small Llama with random weights
     device: str | None = None  # None: cuda if available, else cpu
     budget: int = 8192
@@ -61,14 +60,15 @@ class Run:
     def figures(self, lengths: NDArray[np.int32]) -> dict[str, float]:
         """Returns one column of the table, by row name, counted over the updates that were run."""
         batches = [batch for update in self.updates for batch in update]
-        samples, seconds = sum(map(len, batches)), sum(self.seconds)
-        real = sum(int(lengths[batch].sum()) for batch in batches)
+        num_samples = sum(len(batch) for batch in batches)
+        num_tokens = sum(int(lengths[batch].sum()) for batch in batches)
         padded = [len(batch) * int(lengths[batch].max()) for batch in batches]
+        seconds = sum(self.seconds)
         return {
-            "samples": samples,
-            "samples_per_s": samples / seconds,
-            "real_tokens_per_s": real / seconds,
-            "padding": 1.0 - real / sum(padded),
+            "samples": num_samples,
+            "samples_per_s": num_samples / seconds,
+            "real_tokens_per_s": num_tokens / seconds,
+            "padding": 1.0 - num_tokens / sum(padded),
             "largest_batch_tokens": max(padded),
             "steps": len(padded),
             "updates": len(self.updates),
@@ -79,69 +79,79 @@ class Run:
 
 def run_demo(config: DemoConfig) -> tuple[list[Run], NDArray[np.int32]]:
     """Trains with fixed and with dynagroup's batches, prints a table; returns both runs, and lengths, int32 (N,)."""
-    from transformers import AutoTokenizer
-
     for name in ("budget", "max_length", "samples", "samples_per_update"):
         check_int(name, getattr(config, name))
-    device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    lines = (
-        docstrings()
-        if config.texts is None
-        else Path(config.texts).read_text(encoding="utf-8-sig").split("\n")
-    )
-    texts = [line for line in lines if line.strip()]
-    if len(texts) < 4:
-        raise ConfigError(
-            f"the demo needs at least 4 texts, but got {len(texts)}; give a larger file as `texts`"
-        )
-    name = config.tokenizer or config.model
-    tokenizer = train_tokenizer(texts) if name is None else AutoTokenizer.from_pretrained(name)
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
+    texts = _texts(config)
+    tokenizer = _tokenizer(config, texts)
     full = measure_lengths(texts, tokenizer)
     print(
         f"{len(texts):,} texts of {full.min():,} to {full.max():,} tokens, median {int(np.median(full)):,}"
     )
     lengths = np.minimum(full, np.int32(config.max_length))
-    held_out, chosen = np.split(
-        np.random.default_rng(0).permutation(len(texts)), [min(HELD_OUT, len(texts) // 4)]
-    )
-    runs = make_runs(config, lengths, chosen[: config.samples], device)
-    _train(config, runs, held_out.tolist(), texts, tokenizer, device)
+    order = np.random.default_rng(0).permutation(len(texts))
+    num_held_out = min(HELD_OUT, len(texts) // 4)
+    trained = order[num_held_out:][: config.samples]
+    device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    runs = make_runs(config, lengths, trained, device)
+    held_out = order[:num_held_out].tolist()
+    _train(config, runs, held_out, _Setup(texts=texts, tokenizer=tokenizer, device=device))
     print("\n" + _table(runs, lengths, device))
     return runs, lengths
 
 
+def _texts(config: DemoConfig) -> list[str]:
+    if config.texts is None:
+        lines = docstrings()
+    else:
+        lines = Path(config.texts).read_text(encoding="utf-8-sig").split("\n")
+    texts = [line for line in lines if line.strip()]
+    if len(texts) < 4:
+        raise ConfigError(
+            f"the demo needs at least 4 texts, but got {len(texts)}; give a larger file as `texts`"
+        )
+    return texts
+
+
+def _tokenizer(config: DemoConfig, texts: list[str]) -> Any:
+    from transformers import AutoTokenizer
+
+    name = config.tokenizer or config.model
+    if name is None:
+        return train_tokenizer(texts)
+    tokenizer: Any = AutoTokenizer.from_pretrained(name)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
 def docstrings(at_least: int = 12_000) -> list[str]:
     """Returns ``at_least`` or more docstrings of installed packages (or all), the same wherever the same are installed."""
-    roots = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib")]
-    named = {
-        path.relative_to(root).as_posix(): path for root in roots for path in root.rglob("*.py")
-    }
-    found: dict[str, None] = {}
-    mixed = sorted(named, key=lambda name: (zlib.crc32(name.encode()), name))
+    paths = {}
+    for name in ("stdlib", "purelib"):
+        root = Path(sysconfig.get_path(name))
+        for path in root.rglob("*.py"):
+            paths[path.relative_to(root).as_posix()] = path
+    mixed = sorted(paths, key=lambda name: (zlib.crc32(name.encode()), name))
+    texts: dict[str, None] = {}  # in order, each once
     for name in tqdm(mixed, desc="reading docstrings", unit=" files", disable=None):
-        if len(found) < at_least and not SKIPPED & set(name.split("/")):
-            found.update(dict.fromkeys(_docstrings_of(named[name])))
-    return list(found)
+        if len(texts) < at_least and not SKIPPED & set(name.split("/")):
+            texts.update(dict.fromkeys(_docstrings_of(paths[name])))
+    return list(texts)
 
 
-def _docstrings_of(path: Path) -> Iterator[str]:
+def _docstrings_of(path: Path) -> list[str]:
     try:
         source = path.read_bytes()
-        tree = (
-            ast.parse(source) if b'"""' in source and len(source) <= LARGEST_FILE else ast.parse("")
-        )
-    except (
-        OSError,
-        SyntaxError,
-        ValueError,
-    ):  # broken links, and files with deliberate syntax errors
-        return
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    yield from filter(
-        None, (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, documented))
-    )
+        if b'"""' not in source or len(source) > LARGEST_FILE:
+            return []
+        tree = ast.parse(source)
+    except (OSError, SyntaxError, ValueError):  # broken links, and files with deliberate errors
+        return []
+    docstrings = []
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            docstrings.append(ast.get_docstring(node))
+    return [text for text in docstrings if text]
 
 
 def train_tokenizer(texts: Sequence[str], vocabulary: int = 1536) -> Any:
@@ -157,9 +167,13 @@ def train_tokenizer(texts: Sequence[str], vocabulary: int = 1536) -> Any:
     raw: Any = Tokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
-    special, alphabet = ["[PAD]", "[BOS]", "[EOS]"], pre_tokenizers.ByteLevel.alphabet()
-    options = {"vocab_size": vocabulary, "special_tokens": special, "initial_alphabet": alphabet}
-    raw.train_from_iterator(texts, trainers.BpeTrainer(**options, show_progress=False))
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=["[PAD]", "[BOS]", "[EOS]"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    raw.train_from_iterator(texts, trainer)
     raw.post_processor = processors.TemplateProcessing(
         single="[BOS] $A [EOS]", special_tokens=[("[BOS]", 1), ("[EOS]", 2)]
     )
@@ -169,71 +183,86 @@ def train_tokenizer(texts: Sequence[str], vocabulary: int = 1536) -> Any:
 
 
 def make_runs(
-    config: DemoConfig, lengths: NDArray, chosen: NDArray[np.int64], device: torch.device
+    config: DemoConfig, lengths: NDArray[np.int32], chosen: NDArray[np.int64], device: torch.device
 ) -> list[Run]:
     """Returns two runs with the same samples in the same updates: fixed batches, and batches that fill the budget."""
     per_update = min(config.samples_per_update, len(chosen))
-    batch_size = config.budget // int(lengths[chosen].max())
+    longest = int(lengths[chosen].max())
+    batch_size = config.budget // longest
     if batch_size < 1:
         raise ConfigError(
-            f"`budget` ({config.budget}) must be at least the longest text ({lengths[chosen].max()})"
+            f"`budget` ({config.budget}) must be at least the longest text ({longest})"
         )
     fixed = [_slices(update, batch_size) for update in _slices(chosen.tolist(), per_update)]
-    how: Any = {
-        "samples_per_update": per_update,
-        "work": Work.of_known(None, device=device),
-        "rank": 0,
-        "world_size": 1,
-    }
-    plan = LengthAwareBatchSampler(lengths, TokenBudget(config.budget), order=chosen, **how).plan
-    stops = (np.flatnonzero(plan.update_ends) + 1).tolist()
-    cut = [
-        [row[0] for row in plan.rows[start:stop]]
-        for start, stop in zip([0, *stops], stops, strict=False)
-    ]
-    return [Run(f"fixed batches of {batch_size}", fixed), Run("dynagroup", cut)]
+    plan = LengthAwareBatchSampler(
+        lengths,
+        TokenBudget(config.budget),
+        order=chosen,
+        samples_per_update=per_update,
+        work=Work.of_known(None, device=device),
+        rank=0,
+        world_size=1,
+    ).plan
+    fitting: list[list[list[int]]] = [[]]
+    for row, ends_update in zip(plan.rows, plan.update_ends, strict=True):
+        fitting[-1].append(row[0])
+        if ends_update:
+            fitting.append([])
+    return [Run(f"fixed batches of {batch_size}", fixed), Run("dynagroup", fitting[:-1])]
 
 
-def _slices(values: list[Any], size: int) -> list[list[Any]]:
+def _slices(values: list[int], size: int) -> list[list[int]]:
     return [values[start : start + size] for start in range(0, len(values), size)]
 
 
-def _train(
-    config: DemoConfig, runs: Sequence[Run], held_out: Any, texts: Any, tokenizer: Any, device: Any
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class _Setup:
+    """What both runs have in common."""
+
+    texts: Sequence[str]
+    tokenizer: Any
+    device: torch.device
+
+
+def _train(config: DemoConfig, runs: Sequence[Run], held_out: Sequence[int], setup: _Setup) -> None:
     """Trains both runs in turns, update by update, so that other programs on the machine slow both equally."""
-    collate = TokenizingCollator(tokenizer, config.max_length, 1, labels=True)
-    load = lambda batch: collate([texts[i] for i in batch])  # noqa: E731
-    rate, models = (
-        2e-5 if config.model else 3e-3,
-        [_model(config, tokenizer).to(device).train() for _ in runs],
-    )
-    trainings = [
-        _updates(run, model, load, rate, device) for run, model in zip(runs, models, strict=True)
-    ]
-    begun, most = time.perf_counter(), len(runs[0].updates)
-    for _ in tqdm(
-        zip(*trainings, strict=True), total=most, desc="training", unit=" updates", disable=None
-    ):
-        if time.perf_counter() - begun > config.seconds and len(runs[1].seconds) >= FEWEST_UPDATES:
+    collate = TokenizingCollator(setup.tokenizer, config.max_length, 1, labels=True)
+
+    def load(indices: Sequence[int]) -> Batch:
+        return collate([setup.texts[index] for index in indices])
+
+    trainings = []
+    models = []
+    for run in runs:
+        model = _model(config, setup.tokenizer).to(setup.device).train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5 if config.model else 3e-3)
+        models.append(model)
+        trainings.append(_updates(run, model, optimizer, load, setup.device))
+    begun = time.perf_counter()
+    turns = zip(*trainings, strict=True)
+    num_updates = len(runs[0].updates)
+    for _ in tqdm(turns, total=num_updates, desc="training", unit=" updates", disable=None):
+        is_late = time.perf_counter() - begun > config.seconds
+        if is_late and len(runs[1].seconds) >= FEWEST_UPDATES:
             break
-    evaluation = [
-        load(part) for part in _slices(held_out, max(config.budget // config.max_length, 1))
-    ]
+    size = max(config.budget // config.max_length, 1)
+    evaluation = [load(part) for part in _slices(list(held_out), size)]
     for run, model in zip(runs, models, strict=True):
         run.updates = run.updates[: len(run.seconds)]
         with torch.no_grad():
-            run.loss = sum(map(float, _losses(model.eval(), evaluation, device)))
+            run.loss = sum(float(loss) for loss in _losses(model.eval(), evaluation, setup.device))
 
 
 def _updates(
-    run: Run, model: Any, load: Callable[..., dict[str, Any]], rate: float, device: torch.device
+    run: Run,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    load: Callable[[Sequence[int]], Batch],
+    device: torch.device,
 ) -> Iterator[None]:
     """Trains one update per iteration, on the mean loss over all the update's label tokens, whatever the batches."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
-    ids = torch.zeros(
-        2, 8, dtype=torch.int64
-    )  # a first call, not timed, starts threads and compiles kernels
+    # a first call, not timed, starts threads and compiles kernels
+    ids = torch.zeros(2, 8, dtype=torch.int64)
     next(_losses(model, [{"input_ids": ids, "labels": ids}], device)).backward()
     for update in run.updates:
         started = _now(device)
@@ -252,25 +281,27 @@ def _model(config: DemoConfig, tokenizer: Any) -> torch.nn.Module:
     if config.model is not None:
         return AutoModelForCausalLM.from_pretrained(config.model)
     torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
-    own = {"max_position_embeddings": config.max_length, "bos_token_id": None, "eos_token_id": None}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes, **own))
+    small = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=config.max_length,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return LlamaForCausalLM(small)
 
 
 def _losses(
-    model: torch.nn.Module, batches: Sequence[dict[str, Any]], device: torch.device
+    model: torch.nn.Module, batches: Sequence[Batch], device: torch.device
 ) -> Iterator[torch.Tensor]:
     """Yields each batch's part of the mean loss over all label tokens (a causal model does not predict the first)."""
-    total = sum(int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in batches)
+    num_labels = sum(int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in batches)
     for batch in batches:
-        yield model(
-            **{k: v.to(device) for k, v in batch.items()}, num_items_in_batch=max(total, 1)
-        ).loss
+        inputs = {name: values.to(device) for name, values in batch.items()}
+        yield model(**inputs, num_items_in_batch=max(num_labels, 1)).loss
 
 
 def _now(device: torch.device) -> float:
@@ -287,17 +318,17 @@ def speedup(runs: Sequence[Run]) -> NDArray[np.float64]:
 
 def _table(runs: Sequence[Run], lengths: NDArray[np.int32], device: torch.device) -> str:
     figures = [run.figures(lengths) for run in runs]
-    shown = lambda figure: f"{figure:,.0f}" if figure >= 100 else f"{figure:.4g}"  # noqa: E731
-    rows = [
-        [name.replace("_", " "), *(shown(found[name]) for found in figures)] for name in figures[0]
-    ]
+    rows = []
+    for name in figures[0]:
+        rows.append([name.replace("_", " "), *(_shown(of_run[name]) for of_run in figures)])
+    clock = "CPU" if device.type == "cpu" else "wall"
+    table = format_table([f"(seconds of {clock} time)", *(run.name for run in runs)], rows)
     low, median, high = speedup(runs)
-    times = f"{median:.2f} times as many samples a second (quartiles over the updates: {low:.2f} to {high:.2f})"
-    table = format_table(
-        [
-            f"(seconds of {'CPU' if device.type == 'cpu' else 'wall'} time)",
-            *(run.name for run in runs),
-        ],
-        rows,
+    return (
+        f"{table}\n\ndynagroup trains {median:.2f} times as many samples a second (quartiles over the "
+        f"updates: {low:.2f} to {high:.2f}), with the same samples in every update"
     )
-    return f"{table}\n\ndynagroup trains {times}, with the same samples in every update"
+
+
+def _shown(figure: float) -> str:
+    return f"{figure:,.0f}" if figure >= 100 else f"{figure:.4g}"

@@ -18,13 +18,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     for name in QUIET:
         logging.getLogger(name).setLevel(logging.ERROR)
-
-    def say(message: str) -> int:
-        print(f"dynagroup {args.command}: {' '.join(message.split())}", file=sys.stderr)
-        return 2
-
     with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_: say(f"warning: {message}")
+        warnings.showwarning = lambda message, *_: _say(args.command, f"warning: {message}")
         try:
             from dynagroup.cli.commands import run
 
@@ -32,17 +27,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except ModuleNotFoundError as error:
             if not error.name or error.name.startswith("dynagroup"):
                 raise
-            return say(
-                f"the package {error.name} is missing; install it with: pip install dynagroup[hf,viz,parquet]"
+            _say(
+                args.command,
+                f"the package {error.name} is missing; install it with: pip install dynagroup[hf,viz,parquet]",
             )
-        except (
-            ValueError,
-            OSError,
-        ) as error:  # a user's mistake, or a file or model that cannot be read
-            return say(str(error).strip() or repr(error))
+            return 2
+        except (ValueError, OSError) as error:  # a mistake, or what cannot be read
+            _say(args.command, str(error).strip() or repr(error))
+            return 2
         except KeyboardInterrupt:
             return 130
     return 0
+
+
+def _say(command: str, message: str) -> None:
+    print(f"dynagroup {command}: {' '.join(message.split())}", file=sys.stderr)
 
 
 def tokens(text: str) -> int:
@@ -51,9 +50,13 @@ def tokens(text: str) -> int:
     >>> tokens("4096"), tokens("16k"), tokens("1.5k")
     (4096, 16384, 1536)
     """
-    number, times = (text[:-1], 1024) if text[-1:] in ("k", "K") else (text, 1)
+    number = text
+    unit = 1
+    if text.endswith(("k", "K")):
+        number = text[:-1]
+        unit = 1024
     try:
-        return int(float(number) * times)
+        return int(float(number) * unit)
     except (ValueError, OverflowError):
         raise argparse.ArgumentTypeError(
             f"must be a number of tokens, such as 16384 or 16k, but is {text!r}"
@@ -157,23 +160,27 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="dynagroup", description="Batches that fit.")
     parser.add_argument("--version", action="version", version=f"dynagroup {dynagroup.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (does, options) in COMMANDS.items():
-        made = commands.add_parser(name, help=does, description=f"{does.capitalize()}.")
+    for name, (purpose, options) in COMMANDS.items():
+        command = commands.add_parser(name, help=purpose, description=f"{purpose.capitalize()}.")
+        command.set_defaults(picture=None, html=None, kinds=None, measure=None, fsdp=None)
         for option in options.split():
-            made.add_argument(
-                option.rstrip("!"),
-                **_settings(*OPTIONS[option.rstrip("!")], required=option.endswith("!")),
-            )
+            _add(command, option.rstrip("!"), is_required=option.endswith("!"))
     return parser
 
 
-def _settings(metavar: str, text: str, default: Any = None, *, required: bool) -> dict[str, Any]:
+def _add(command: argparse.ArgumentParser, name: str, *, is_required: bool) -> None:
+    metavar, meaning, default = (*OPTIONS[name], None)[:3]
     if not metavar:
-        return {"action": "store_true", "help": text}
-    shown = text if default is None else f"{text} (default: {default})"
-    values = (
-        {"choices": metavar.split("|")}
-        if "|" in metavar
-        else {"metavar": metavar, "type": TYPES.get(metavar, str)}
-    )
-    return {"help": shown, "default": default, **values, **({"required": True} if required else {})}
+        command.add_argument(name, action="store_true", help=meaning)
+        return
+    settings: dict[str, Any] = {"help": meaning, "default": default}
+    if default is not None:
+        settings["help"] = f"{meaning} (default: {default})"
+    if "|" in metavar:
+        settings["choices"] = metavar.split("|")
+    else:
+        settings["metavar"] = metavar
+        settings["type"] = TYPES.get(metavar, str)
+    if is_required:
+        settings["required"] = True
+    command.add_argument(name, **settings)

@@ -6,10 +6,11 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from dynagroup.budget.memory import LENGTHS, WAY_OUT, MemoryBudget, parsed_bytes
 from dynagroup.budget.tokens import TokenBudget
@@ -30,24 +31,30 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WORTH = 0.95  # a change is proposed if it takes at most this share of today's predicted time
-Found: TypeAlias = "tuple[Mapping[str, Any], object, Callable[[], Figure]]"
-"""Results for JSON, text to print, and a function that draws a picture."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a command found."""
+
+    figures: Mapping[str, Any]  # for JSON
+    text: str
+    draw: Callable[[], Figure]
 
 
 def run(args: argparse.Namespace) -> None:
     """Runs a command and prints its result."""
     if args.command == "demo":  # prints while it runs
-        return demo(args)
-    known = {"lengths": lengths, "plan": plan, "compare": compare, "doctor": doctor, "check": check}
-    figures, text, draw = known.get(args.command, fit)(args)
-    print(json.dumps(figures, indent=1) if args.json else text)
-    if vars(args).get("picture"):
-        save_picture(draw(), args.picture)
+        demo(args)
+        return
+    result = COMMANDS[args.command](args)
+    print(json.dumps(result.figures, indent=1) if args.json else result.text)
+    if args.picture:
+        save_picture(result.draw(), args.picture)
         print(f"picture: {args.picture}", file=sys.stderr if args.json else sys.stdout)
-    if vars(args).get("html"):
-        Path(args.html).write_text(
-            page(f"dynagroup {args.command}", str(text), draw()), encoding="utf-8"
-        )
+    if args.html:
+        text = page(f"dynagroup {args.command}", result.text, result.draw())
+        Path(args.html).write_text(text, encoding="utf-8")
 
 
 STYLE = (
@@ -67,179 +74,233 @@ def page(title: str, text: str, figure: Figure) -> str:
     )
 
 
-def lengths(args: argparse.Namespace) -> Found:
+def lengths(args: argparse.Namespace) -> Result:
     """Measures lengths on all cores and writes them to a file."""
-    found = _lengths(args, num_proc=args.processes, output=args.output).items()
-    sums = lambda n: {  # noqa: E731
-        "num_samples": len(n),
-        "sum": int(n.sum(dtype="int64")),
-        "longest": int(n.max()),
-    }
-    told = {name: sums(lengths) for name, lengths in found}
-    line = "{}: {num_samples:,} samples, {sum:,} in all, the longest {longest:,}"
-    lines = [line.format(name, **figures) for name, figures in told.items()]
-    return told, "\n".join([*lines, f"written: {args.output}"]), lambda: new_figure(1, 1)
+    measured = measure_files(
+        args.data,
+        _tokenizer(args),
+        args.column,
+        args.max_length,
+        num_proc=args.processes,
+        output=args.output,
+    )
+    figures = {}
+    lines = []
+    for name, values in as_streams(measured).items():
+        num_samples = len(values)
+        total = int(values.sum(dtype="int64"))
+        longest = int(values.max())
+        figures[name] = {"num_samples": num_samples, "sum": total, "longest": longest}
+        lines.append(f"{name}: {num_samples:,} samples, {total:,} in all, the longest {longest:,}")
+    lines.append(f"written: {args.output}")
+    return Result(figures=figures, text="\n".join(lines), draw=_nothing)
 
 
-def _lengths(args: argparse.Namespace, **how: Any) -> Streams:
-    tokenizer = None
-    if args.tokenizer is not None:
-        from transformers import AutoTokenizer
+def _nothing() -> Figure:
+    return new_figure(1, 1)
 
-        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
-    how["kinds"] = vars(args).get("kinds")
-    return as_streams(measure_files(args.data, tokenizer, args.column, args.max_length, **how))
+
+def _tokenizer(args: argparse.Namespace) -> Any:
+    if args.tokenizer is None:
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(args.tokenizer)
 
 
 def lengths_of(args: argparse.Namespace) -> tuple[Streams, list[Any] | None]:
     """Returns the lengths by stream (read from a file, counted from token ids, or measured with a tokenizer), and kinds."""
-    streams = _lengths(args, num_proc=1, progress=False)
+    measured = measure_files(
+        args.data,
+        _tokenizer(args),
+        args.column,
+        args.max_length,
+        num_proc=1,
+        progress=False,
+        kinds=args.kinds,
+    )
+    streams = as_streams(measured)
     if len(streams) > 1:  # printed to stderr if stdout must be JSON
-        line = f"streams: {', '.join(streams)} (their tokens in a batch are added; choose others with --column A[,B])"
-        print(line, file=sys.stderr if args.json else sys.stdout)
-    return streams, None if args.kinds is None else read_column(args.data, args.kinds, "--kinds")
+        print(
+            f"streams: {', '.join(streams)} (their tokens in a batch are added; choose others with --column A[,B])",
+            file=sys.stderr if args.json else sys.stdout,
+        )
+    kinds = None
+    if args.kinds is not None:
+        kinds = read_column(args.data, args.kinds, "--kinds")
+    return streams, kinds
 
 
-def plan(args: argparse.Namespace) -> Found:
+def plan(args: argparse.Namespace) -> Result:
     lengths, kinds = lengths_of(args)
     budget = TokenBudget(
         args.max_tokens, pad_to_multiple_of=args.pad_to_multiple_of, layout=args.layout
     )
-    options = {
-        name: getattr(args, name)
-        for name in ("shuffle", "window", "samples_per_update", "world_size")
-    }
-    found = LengthAwareBatchSampler(
-        lengths, budget, kinds=kinds, rank=0, work=Work(is_assumed=True), **options
-    ).plan
-    figures = {**found.statistics, "fingerprint": found.fingerprint}
-    return figures, found.report(), found.plot
+    sampler = LengthAwareBatchSampler(
+        lengths,
+        budget,
+        kinds=kinds,
+        shuffle=args.shuffle,
+        window=args.window,
+        samples_per_update=args.samples_per_update,
+        work=Work(is_assumed=True),
+        rank=0,
+        world_size=args.world_size,
+    )
+    planned = sampler.plan
+    figures = {**planned.statistics, "fingerprint": planned.fingerprint}
+    return Result(figures=figures, text=planned.report(), draw=planned.plot)
 
 
-def compare(args: argparse.Namespace) -> Found:
-    found = _comparison(args)
-    return found.figures(), found.report(), found.plot
+def compare(args: argparse.Namespace) -> Result:
+    comparison = _comparison(args)
+    return Result(figures=comparison.figures(), text=comparison.report(), draw=comparison.plot)
 
 
 def _comparison(args: argparse.Namespace) -> Comparison:
     lengths, kinds = lengths_of(args)
-    most = args.batch_size * most_units(lengths) if args.max_tokens is None else args.max_tokens
-    budget = TokenBudget(most, layout=args.layout, pad_to_multiple_of=args.pad_to_multiple_of)
-    work = None if args.model is None else Work.of(as_config(args.model))
-    options = {"world_size": args.world_size, "accumulation": args.accumulation}
-    return compared(lengths, args.batch_size, budget=budget, work=work, kinds=kinds, **options)
-
-
-def doctor(args: argparse.Namespace) -> Found:
-    """Reports padding, waiting ranks, memory, the predicted time of each way to form batches, and what to change."""
-    found = _comparison(args)
-    memory, safe = _memory(args, found)
-    today, grouped = found.ways[:2]
-    waits = (
-        f"{found.world_size} ranks wait {today.waiting:.0%} of their time for the slowest of a step"
+    max_tokens = args.max_tokens
+    if max_tokens is None:
+        max_tokens = args.batch_size * most_units(lengths)
+    budget = TokenBudget(max_tokens, layout=args.layout, pad_to_multiple_of=args.pad_to_multiple_of)
+    return compared(
+        lengths,
+        args.batch_size,
+        budget=budget,
+        work=None if args.model is None else Work.of(as_config(args.model)),
+        kinds=kinds,
+        world_size=args.world_size,
+        accumulation=args.accumulation,
     )
-    waste = f"{today.padding:.0%} of the tokens of {today.name} batches are padding (group_by_length: {grouped.padding:.0%})"
-    ranks = waits if found.world_size > 1 else "one rank, so no rank waits"
+
+
+def doctor(args: argparse.Namespace) -> Result:
+    """Reports padding, waiting ranks, memory, the predicted time of each way to form batches, and what to change."""
+    comparison = _comparison(args)
+    memory, safe_tokens = _memory(args, comparison)
+    today, grouped = comparison.ways[:2]
+    ranks = "one rank, so no rank waits"
+    if comparison.world_size > 1:
+        ranks = f"{comparison.world_size} ranks wait {today.waiting:.0%} of their time for the slowest of a step"
     findings = {
-        "change": _change(found, args.layout, safe),
-        "waste": waste,
+        "change": _change(comparison, args.layout, safe_tokens),
+        "waste": f"{today.padding:.0%} of the tokens of {today.name} batches are padding "
+        f"(group_by_length: {grouped.padding:.0%})",
         "ranks": ranks,
         "memory": memory,
     }
     lines = [f"{name:6}  {text}" for name, text in findings.items()]
-    text = "\n".join([*lines, "", found.report()])
-    return {"findings": findings, **found.figures()}, text, found.plot
+    text = "\n".join([*lines, "", comparison.report()])
+    figures = {"findings": findings, **comparison.figures()}
+    return Result(figures=figures, text=text, draw=comparison.plot)
 
 
-def _change(found: Comparison, layout: str, safe: int | None) -> str:
+def _change(comparison: Comparison, layout: str, safe_tokens: int | None) -> str:
     """Returns what to change: the fastest way that keeps the quality of training, as code."""
-    today, _, exact, stratified = found.ways[:4]
+    today, _, exact, stratified = comparison.ways[:4]
     limit = WORTH * today.plan.predicted_time
-    saves_time = min(way.plan.predicted_time for way in (exact, stratified)) <= limit
-    does_not_fit = safe is not None and safe < today.largest_batch
-    if not saves_time and not does_not_fit:
+    fastest = min(exact.plan.predicted_time, stratified.plan.predicted_time)
+    fits_today = safe_tokens is None or safe_tokens >= today.largest_batch
+    if fastest > limit and fits_today:
         return "nothing: other batches of the same updates would save little time here"
-    most = getattr(found.budget, "max_tokens", today.largest_batch)
-    most = most if safe is None else min(most, max(safe, 1))
-    packed = ', layout="packed"' if layout == "packed" else ""
-    budget = f"TokenBudget({most}{packed})"
-    loader = f"PlannedDataLoader(dataset, lengths, {budget}"
-    updates = f"samples_per_update={found.samples_per_update}"
-    if stratified.plan.predicted_time > WORTH * exact.plan.predicted_time:
-        return f"{loader}, {updates}); with the Trainer: dynagroup={budget}"
-    grouping = f"grouping={MEGA_BATCHES}"
-    config = f"DynagroupConfig(budget={budget}, {grouping})"
-    return f"{loader}, {updates}, {grouping}); with the Trainer: dynagroup={config}"
+    max_tokens = getattr(comparison.budget, "max_tokens", today.largest_batch)
+    if safe_tokens is not None:
+        max_tokens = min(max_tokens, max(safe_tokens, 1))
+    budget = f"TokenBudget({max_tokens})"
+    if layout == "packed":
+        budget = f'TokenBudget({max_tokens}, layout="packed")'
+    updates = f"samples_per_update={comparison.samples_per_update}"
+    trainer = budget
+    if stratified.plan.predicted_time <= WORTH * exact.plan.predicted_time:
+        updates = f"{updates}, grouping={MEGA_BATCHES}"
+        trainer = f"DynagroupConfig(budget={budget}, grouping={MEGA_BATCHES})"
+    return f"PlannedDataLoader(dataset, lengths, {budget}, {updates}); with the Trainer: dynagroup={trainer}"
 
 
-def _memory(args: argparse.Namespace, found: Comparison) -> tuple[str, int | None]:
+def _memory(args: argparse.Namespace, comparison: Comparison) -> tuple[str, int | None]:
     """Returns a text that says whether today's batch fits the device if all samples are the longest, and how many would
     fit; and a token budget that is safe for all lengths (None: memory is not known)."""
     if args.gpu_memory is None:
-        today = found.ways[0]
-        middle = int([*sorted(today.plan.padded), 0][len(today.plan.padded) // 2])
-        share = f"{middle / max(today.largest_batch, 1):.0%} of it"
-        told = f"the largest batch has {today.largest_batch:,} tokens, a typical one {middle:,} ({share})"
-        return f"{told}; give --model and --gpu-memory to see whether it fits", None
+        return _largest_batch(comparison), None
     if args.model is None:
         raise ConfigError("`--gpu-memory` needs `--model`, whose memory is predicted; give both")
-    longest = {name: max(int(values.max()), 1) for name, values in found.lengths.items()}
-    budget = MemoryBudget.from_model(
-        args.model, args.gpu_memory, **{**_workload(args), "layout": "padded"}
-    )
-    ours = (
-        MemoryBudget.from_model(args.model, args.gpu_memory, **_workload(args))
-        if args.layout == "packed"
-        else budget
-    )
-    most, safe = int(budget.most_samples(longest)[0]), ours.max_tokens(max(longest.values()))
+    workload = _workload(args)
+    padded = {**workload, "layout": "padded"}
+    budget = MemoryBudget.from_model(args.model, args.gpu_memory, **padded)
+    ours = budget
+    if args.layout == "packed":
+        ours = MemoryBudget.from_model(args.model, args.gpu_memory, **workload)
+    longest = {}
+    for name, values in comparison.lengths.items():
+        longest[name] = max(int(values.max()), 1)
+    num_fit = int(budget.most_samples(longest)[0])
+    safe_tokens = ours.max_tokens(max(longest.values()))
+    if num_fit >= comparison.batch_size:
+        verdict = f"fit {args.gpu_memory}; up to {num_fit:,} would"
+    else:
+        verdict = f"do not fit {args.gpu_memory}: {num_fit} do"
     what = " and ".join(f"{units:,} {name}" for name, units in longest.items())
-    fits, end = (
-        ("fit", f"; up to {most:,} would")
-        if most >= found.batch_size
-        else ("do not fit", f": {most} do")
+    text = (
+        f"{comparison.batch_size} samples of {what} {verdict} ({budget.model}); "
+        f"a budget that is safe: {safe_tokens:,} tokens"
     )
-    answer = f"{found.batch_size} samples of {what} {fits} {args.gpu_memory}{end} ({budget.model})"
-    return f"{answer}; a budget that is safe: {safe:,} tokens", safe
+    return text, safe_tokens
+
+
+def _largest_batch(comparison: Comparison) -> str:
+    today = comparison.ways[0]
+    padded = sorted(today.plan.padded)
+    typical = int(padded[len(padded) // 2]) if padded else 0
+    share = typical / max(today.largest_batch, 1)
+    return (
+        f"the largest batch has {today.largest_batch:,} tokens, a typical one {typical:,} ({share:.0%} of it); "
+        "give --model and --gpu-memory to see whether it fits"
+    )
+
+
+USUAL = {"mode": "train", "headroom": 0.9, "pad_to_multiple_of": 1, "layout": "padded"}
+MODEL_OPTIONS = ("dtype", "autocast", "attention", "gradient_checkpointing", "lora")
 
 
 def _workload(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the settings of the workload that are not defaults, as arguments of ``MemoryBudget.from_model``."""
-    usual = {"mode": "train", "headroom": 0.9, "pad_to_multiple_of": 1, "layout": "padded"}
-    names = (*usual, "dtype", "autocast", "attention", "gradient_checkpointing", "lora")
-    told = {
-        name: value
-        for name in names
-        if (value := vars(args).get(name)) and value != usual.get(name)
-    }
-    told |= {"max_new_tokens": args.max_new_tokens} if told.get("mode") == "generate" else {}
-    return told | ({"sharding": "fsdp", "num_ranks": args.fsdp} if vars(args).get("fsdp") else {})
+    options = vars(args)
+    workload: dict[str, Any] = {}
+    for name in (*USUAL, *MODEL_OPTIONS):
+        value = options.get(name)
+        if value and value != USUAL.get(name):
+            workload[name] = value
+    if workload.get("mode") == "generate":
+        workload["max_new_tokens"] = args.max_new_tokens
+    if args.fsdp:
+        workload["sharding"] = "fsdp"
+        workload["num_ranks"] = args.fsdp
+    return workload
 
 
-def fit(args: argparse.Namespace) -> Found:
+def fit(args: argparse.Namespace) -> Result:
     """Reports which batches fit, from a trace of the model or from measurements."""
-    if (
-        vars(args)["for"] is not None
-    ):  # these frameworks pack samples, so attention must keep them apart
-        args.layout, args.attention = "packed", args.attention or "flash"
-    if vars(args).get("measure"):
+    framework = vars(args)["for"]
+    if framework is not None:  # it packs samples, so attention must keep them apart
+        args.layout = "packed"
+        args.attention = args.attention or "flash"
+    if args.measure:
         budget, code = _measured(args)
     else:
-        how = _workload(args)
-        budget = MemoryBudget.from_model(args.model, args.gpu_memory, **how)
-        told = "".join(f", {name}={value!r}" for name, value in how.items())
-        code = f"MemoryBudget.from_model({args.model!r}, {args.gpu_memory!r}{told})"
-    found = budget.figures()
-    setting = (
-        None
-        if vars(args)["for"] is None
-        else setting_for(args, found["max_tokens"], found["longest"][-1])
-    )
-    told = {"code": code, **({"setting": setting} if setting else {})}
-    return (
-        {**found, **told},
-        "\n".join([str(budget), *told.values()]),
-        lambda: _curve(found, budget),
+        workload = _workload(args)
+        budget = MemoryBudget.from_model(args.model, args.gpu_memory, **workload)
+        arguments = [repr(args.model), repr(args.gpu_memory)]
+        arguments += [f"{name}={value!r}" for name, value in workload.items()]
+        code = f"MemoryBudget.from_model({', '.join(arguments)})"
+    figures = budget.figures()
+    figures["code"] = code
+    lines = [str(budget), code]
+    if framework is not None:
+        setting = setting_for(args, figures["max_tokens"], figures["longest"][-1])
+        figures["setting"] = setting
+        lines.append(setting)
+    return Result(
+        figures=figures, text="\n".join(lines), draw=lambda: _curve(figures, budget.about)
     )
 
 
@@ -274,67 +335,86 @@ SETTINGS = {
 }
 
 
-def setting_for(args: argparse.Namespace, most: int, positions: int) -> str:
-    """Returns the framework's setting that limits packed batches to ``most`` tokens."""
+def setting_for(args: argparse.Namespace, max_tokens: int, num_positions: int) -> str:
+    """Returns the framework's setting that limits packed batches to ``max_tokens``."""
     framework = vars(args)["for"]
     if (framework, args.mode) not in SETTINGS:
         modes = " or ".join(mode for name, mode in SETTINGS if name == framework)
         raise ConfigError(
             f"`--for {framework}` needs `--mode {modes}`, but `--mode` is {args.mode}"
         )
-    longest = limit_of(args.max_length) or min(most, positions)
-    if not 0 < longest <= most:
-        told = f"`--max-length` is {longest}" if longest else "not even one token fits"
-        raise BudgetError(f"{told}, but a packed batch may have only {most:,} tokens; {WAY_OUT}")
-    return SETTINGS[framework, args.mode].format(T=most, L=longest, N=most // longest)
+    longest = limit_of(args.max_length) or min(max_tokens, num_positions)
+    if longest <= 0:
+        raise BudgetError(
+            f"not even one token fits, but a packed batch may have only {max_tokens:,} tokens; {WAY_OUT}"
+        )
+    if longest > max_tokens:
+        raise BudgetError(
+            f"`--max-length` is {longest}, but a packed batch may have only {max_tokens:,} tokens; {WAY_OUT}"
+        )
+    return SETTINGS[framework, args.mode].format(T=max_tokens, L=longest, N=max_tokens // longest)
 
 
-def _curve(found: Mapping[str, Any], budget: MemoryBudget) -> Figure:
+def _curve(figures: Mapping[str, Any], about: str) -> Figure:
     figure = new_figure(6, 4)
     axes = figure.subplots()
-    axes.loglog(found["longest"], found["samples"], marker="o", nonpositive="mask")
+    axes.loglog(figures["longest"], figures["samples"], marker="o", nonpositive="mask")
     axes.set(xlabel="tokens of the longest sample", ylabel="samples that fit")
-    axes.set_title(
-        "\n".join(line for part in budget.about.split("\n") for line in wrap(part, 80)), fontsize=9
-    )
-    few = [samples for samples in dict.fromkeys(found["samples"]) if samples]
-    for axis, marks in ((axes.xaxis, found["longest"]), (axes.yaxis, few)):
+    lines = []
+    for part in about.split("\n"):
+        lines += wrap(part, 80)
+    axes.set_title("\n".join(lines), fontsize=9)
+    distinct = [samples for samples in dict.fromkeys(figures["samples"]) if samples]
+    for axis, marks in ((axes.xaxis, figures["longest"]), (axes.yaxis, distinct)):
         axis.set_ticks(marks, [f"{mark:,}" for mark in marks])
         axis.set_ticks([], minor=True)
     return figure
 
 
 def _measured(args: argparse.Namespace) -> tuple[MemoryBudget, str]:
-    device, limit = (
-        CudaDevice(),
-        parsed_bytes(args.gpu_memory),
-    )  # raises for wrong values before a model is built
-    config, about_plans = as_config(args.model), ("mode", "headroom", "pad_to_multiple_of")
-    how = {name: value for name, value in _workload(args).items() if name not in about_plans}
-    workload = Workload.from_model(config, args.mode, **how)
-    most = getattr(config, "max_position_embeddings", None) or LENGTHS[-1]
-    shapes = [(count, length) for length in LENGTHS if length <= most for count in (2, 8)]
-    profile = ProfiledMemory.fit(
-        measure(as_random_model(config, workload, device.device), workload, shapes)
-    )
+    device = CudaDevice()  # raises for wrong values before a model is built
+    limit = parsed_bytes(args.gpu_memory)
+    config = as_config(args.model)
+    options = _workload(args)
+    for about_plans in ("mode", "headroom", "pad_to_multiple_of"):
+        options.pop(about_plans, None)
+    workload = Workload.from_model(config, args.mode, **options)
+    num_positions = getattr(config, "max_position_embeddings", None) or LENGTHS[-1]
+    shapes = []
+    for length in LENGTHS:
+        if length <= num_positions:
+            shapes += [(2, length), (8, length)]
+    model = as_random_model(config, workload, device.device)
+    profile = ProfiledMemory.fit(measure(model, workload, shapes))
+    budget = MemoryBudget.from_bytes(limit, model=profile, headroom=args.headroom)
     code = f"MemoryBudget.from_bytes({limit}, model=ProfiledMemory.fit(rows), headroom={args.headroom})"
-    return MemoryBudget.from_bytes(limit, model=profile, headroom=args.headroom), code
+    return budget, code
 
 
-def check(args: argparse.Namespace) -> Found:
+def check(args: argparse.Namespace) -> Result:
     from dynagroup.integrations.check import check_model
 
-    found = check_model(args.model)
-    return (
-        found,
-        "\n".join(f"{name:7}  {text}" for name, text in found.items()),
-        lambda: new_figure(1, 1),
-    )
+    answers = check_model(args.model)
+    lines = [f"{name:7}  {text}" for name, text in answers.items()]
+    return Result(figures=answers, text="\n".join(lines), draw=_nothing)
 
 
 def demo(args: argparse.Namespace) -> None:
     from dynagroup.demo import DemoConfig, run_demo
 
-    run_demo(
-        DemoConfig(**{k: v for k, v in vars(args).items() if k != "command" and v is not None})
-    )
+    config = DemoConfig()
+    for name, value in vars(args).items():
+        if name in DemoConfig.__slots__ and value is not None:
+            config = replace(config, **{name: value})
+    run_demo(config)
+
+
+COMMANDS = {
+    "lengths": lengths,
+    "plan": plan,
+    "compare": compare,
+    "doctor": doctor,
+    "fit": fit,
+    "profile": fit,
+    "check": check,
+}

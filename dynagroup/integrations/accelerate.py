@@ -3,10 +3,12 @@
 import contextlib
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object, send_to_device
+from torch.utils.data import DataLoader
 
 from dynagroup.errors import ConfigError
 from dynagroup.plan.sampler import LengthAwareBatchSampler
@@ -14,12 +16,16 @@ from dynagroup.update.loader import StepLoader
 from dynagroup.update.split_test import LossOf, check_loader
 from dynagroup.update.step import Step
 
+Batch: TypeAlias = Any  # what the user's collate function makes
+
 
 class AcceleratedSteps:
     """Yields a loader's steps with batches on the accelerator's device. Made, and saved, by :func:`prepare`."""
 
-    def __init__(self, accelerator: Accelerator, loader: StepLoader[Any]) -> None:
-        self.accelerator, self.loader, self.dataset = accelerator, loader, loader.dataset
+    def __init__(self, accelerator: Accelerator, loader: StepLoader[Batch]) -> None:
+        self.accelerator = accelerator
+        self.loader = loader
+        self.dataset = loader.dataset
         self.set_epoch = loader.set_epoch
 
     @property
@@ -27,19 +33,22 @@ class AcceleratedSteps:
         """Number of updates in an epoch, as learning-rate schedulers need it. ConfigError: not known in advance."""
         return self.loader.num_updates
 
-    def __iter__(self) -> Iterator[Step[Any]]:
-        how: Any = {
-            "device": self.accelerator.device,
-            "non_blocking": self.accelerator.non_blocking,
-        }
-        return self.loader.mapped(partial(send_to_device, **how))
+    def __iter__(self) -> Iterator[Step[Batch]]:
+        send = partial(
+            send_to_device,
+            device=self.accelerator.device,
+            non_blocking=self.accelerator.non_blocking,
+        )
+        return self.loader.mapped(send)
 
     def local_until_update(
-        self, model: Any, step: Step[Any]
-    ) -> contextlib.AbstractContextManager[Any]:
+        self, model: torch.nn.Module, step: Step[Batch]
+    ) -> contextlib.AbstractContextManager[object]:
         """Returns a context for forward and backward pass in which ranks exchange gradients only at an update's end."""
         self.accelerator.sync_gradients = step.ends_update  # if so, DeepSpeed's backward pass steps
-        return contextlib.nullcontext() if step.ends_update else self.accelerator.no_sync(model)
+        if step.ends_update:
+            return contextlib.nullcontext()
+        return self.accelerator.no_sync(model)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the states of all ranks; all ranks must call it, because one rank writes the checkpoint."""
@@ -51,7 +60,10 @@ class AcceleratedSteps:
 
 
 def prepare(
-    accelerator: Accelerator, loader: Any, model: Any = None, loss_of: LossOf | None = None
+    accelerator: Accelerator,
+    loader: StepLoader[Batch] | DataLoader[Any],
+    model: Any = None,
+    loss_of: LossOf | None = None,
 ) -> Any:
     """Prepares a loader for your own training loop with Accelerate. A loader of dynagroup becomes
     :class:`AcceleratedSteps`, which ``accelerator.save_state`` saves. A ``DataLoader`` with a
@@ -69,9 +81,7 @@ def prepare(
         steps = AcceleratedSteps(accelerator, loader)
         accelerator.register_for_checkpointing(steps)
         if loss_of is not None:
-            send = partial(send_to_device, device=accelerator.device)
-            is_half = accelerator.mixed_precision != "no"
-            check_loader(model, lambda step: loss_of(step.map(send)), loader, is_half=is_half)
+            _check_loss(accelerator, loader, model, loss_of)
         return steps
     sampler = getattr(loader, "batch_sampler", None)
     if not isinstance(sampler, LengthAwareBatchSampler):
@@ -83,9 +93,18 @@ def prepare(
             raise ConfigError(
                 f"`{setting}` must be False, because True needs batches of one fixed size"
             )
-    if len(sampler) % (size := accelerator.num_processes):
-        way_out = f"make the sampler with world_size={size}, rank=None"
+    num_ranks = accelerator.num_processes
+    if len(sampler) % num_ranks:
         raise ConfigError(
-            f"{len(sampler)} batches cannot be divided evenly over {size} ranks; {way_out}"
+            f"{len(sampler)} batches cannot be divided evenly over {num_ranks} ranks; "
+            f"make the sampler with world_size={num_ranks}, rank=None"
         )
     return accelerator.prepare(loader)
+
+
+def _check_loss(
+    accelerator: Accelerator, loader: StepLoader[Batch], model: torch.nn.Module, loss_of: LossOf
+) -> None:
+    send = partial(send_to_device, device=accelerator.device)
+    is_half = accelerator.mixed_precision != "no"
+    check_loader(model, lambda step: loss_of(step.map(send)), loader, is_half=is_half)

@@ -26,9 +26,8 @@ EXCLUDED = ("sample_packing", "rl", "reward_model", "pretraining_dataset", "pad_
 class DynagroupArgs(BaseModel):
     """The keys that the plugin adds to Axolotl's configuration."""
 
-    dynagroup_max_tokens: int | None = (
-        None  # most tokens of a batch, padding included; None: the plugin does nothing
-    )
+    dynagroup_max_tokens: int | None = None
+    """Most tokens of a batch, padding included; None: the plugin does nothing."""
 
 
 class DynagroupPlugin(BasePlugin):  # type: ignore[misc]
@@ -50,6 +49,5 @@ class DynagroupPlugin(BasePlugin):  # type: ignore[misc]
         multiple = 64 if getattr(cfg, "pad_to_sequence_len", None) is None else 1
         budget = TokenBudget(cfg.dynagroup_max_tokens, pad_to_multiple_of=multiple)
         init = partialmethod(DynagroupTrainerMixin.__init__, dynagroup=budget)
-        return type(
-            "DynagroupAxolotlTrainer", (DynagroupTrainerMixin, AxolotlTrainer), {"__init__": init}
-        )
+        bases = (DynagroupTrainerMixin, AxolotlTrainer)
+        return type("DynagroupAxolotlTrainer", bases, {"__init__": init})

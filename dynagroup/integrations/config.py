@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn, Protocol
 
 from dynagroup.budget.tokens import as_budget
 from dynagroup.distributed import World
@@ -10,7 +10,7 @@ from dynagroup.errors import ConfigError
 from dynagroup.oom.split import Splitter
 from dynagroup.update.loss_weight import Weigh, weigher
 from dynagroup.update.schedule import BatchSizeSchedule
-from dynagroup.validation import check_choice, check_flag, check_int
+from dynagroup.validation import check_choice, check_flag, check_identity, check_int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +45,11 @@ class DynagroupConfig:
         preflight: True runs the largest batches before the first update, like :func:`~dynagroup.preflight`, so that an
             out-of-memory error comes in the first seconds, on all ranks.
         splitter: how to split a batch that runs out of memory; needed if inputs are not text.
+        layout: "auto": batches of a padded ``TokenBudget`` are packed if the model's attention keeps packed samples apart
+            without a mask, and tests on the model show the same outputs and losses; the log says which and why. A loss
+            of your own, retries, ``shapes`` and mode="online" keep padded batches, and so does evaluation. "padded":
+            the budget's layout is kept.
+        identity: a text, or another value for JSON, that a saved state must have in common with the run that loads it.
         plan: dict of further settings of the loader, e.g. ``{"oversize": "error"}`` (refuse samples that do not fit
             even alone) or ``{"work": Work(...)}`` (predicted time of a batch).
         world: the data-parallel ranks; needed with tensor, context or sequence parallelism. None: all ranks.
@@ -72,28 +77,36 @@ class DynagroupConfig:
     min_samples: int = 1
     preflight: bool = False
     splitter: Splitter[Any] | None = None
+    layout: Literal["auto", "padded"] = "auto"
+    identity: Any = None
     plan: Mapping[str, Any] = field(default_factory=dict)
     world: World | None = None
 
     def __post_init__(self) -> None:
         if self.budget != "auto":
             object.__setattr__(self, "budget", as_budget(self.budget))
-        elif self.mode == "online":
+        check_choice("mode", self.mode, ("offline", "online"))
+        check_choice("updates", self.updates, ("preserved", "free"))
+        check_choice("layout", self.layout, ("auto", "padded"))
+        check_choice("out_of_memory", self.out_of_memory, ("retry", None))
+        check_flag("preflight", self.preflight)
+        check_identity(self.identity)
+        check_int("min_samples", self.min_samples)
+        if isinstance(self.weigh, Mapping):
+            for weight in self.weigh.values():
+                weigher(weight)
+        elif self.weigh != "auto":
+            weigher(self.weigh)
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """Raises ConfigError for settings that would have no effect with the others."""
+        if self.budget == "auto" and self.mode == "online":
             raise ConfigError(
                 "`budget='auto'` needs mode='offline', which knows lengths; give tokens"
             )
-        check_choice("mode", self.mode, ("offline", "online"))
-        check_choice("updates", self.updates, ("preserved", "free"))
-        check_choice("out_of_memory", self.out_of_memory, ("retry", None))
-        check_flag("preflight", self.preflight)
-        weigh: Any = self.weigh
-        weights = weigh.values() if isinstance(weigh, Mapping) else [weigh]
-        for weight in weights:
-            if isinstance(weigh, Mapping) or weight != "auto":
-                weigher(weight)
         if isinstance(self.weigh, Mapping) and self.out_of_memory is not None:
             raise ConfigError("`weigh` for several losses needs out_of_memory=None; set it to None")
-        check_int("min_samples", self.min_samples)
         if self.min_samples > 1 and self.out_of_memory is None:
             raise ConfigError(
                 "`min_samples` needs out_of_memory='retry': only then a batch is run in parts; set it"
@@ -110,50 +123,53 @@ class DynagroupConfig:
             raise ConfigError(
                 f"`lengths` must be one array with mode='online', but is a dict of {[*self.lengths]}"
             )
-        if self.grouping is not None and (self.mode, self.updates) != ("offline", "preserved"):
-            known = "which know lengths and updates in advance"
+        if self.grouping is not None and (self.mode == "online" or self.updates == "free"):
             raise ConfigError(
-                f"`grouping` needs mode='offline' and updates='preserved', {known}; set these"
+                "`grouping` needs mode='offline' and updates='preserved', which know lengths and updates "
+                "in advance; set these"
             )
 
 
-def refuse_unsupported(trainer: Any, config: DynagroupConfig) -> None:
+class CheckedTrainer(Protocol):
+    """What :func:`refuse_unsupported` reads of a Trainer."""
+
+    args: Any
+    accelerator: Any
+
+    def get_tp_size(self) -> int: ...
+    def get_cp_size(self) -> int: ...
+    def get_sp_size(self) -> int: ...
+
+
+def refuse_unsupported(trainer: CheckedTrainer, config: DynagroupConfig) -> None:
     """Raises ConfigError for settings that would lose samples, and says what to do instead."""
-    args, shards = trainer.args, trainer.accelerator.dataloader_config
-    own = "every rank loads its own batches; set it to False"
-    refused = {
-        "auto_find_batch_size=True": (
-            args.auto_find_batch_size,
-            "the budget limits batches already; set it to False",
-        ),
-        "dispatch_batches=True": (shards.dispatch_batches, own),
-        "split_batches=True": (shards.split_batches, own),
-        "dataloader_in_order=False": (
-            not args.dataloader_in_order,
-            "updates need batches in order; set it to True",
-        ),
-        "nn.DataParallel": (
-            args.n_gpu > 1,
-            "start one process per device, with torchrun or accelerate launch",
-        ),
-        "train_sampling_strategy='batch_rebalance'": (
-            str(args.train_sampling_strategy) == "batch_rebalance",
+    args = trainer.args
+    shards = trainer.accelerator.dataloader_config
+    if args.auto_find_batch_size:
+        _refuse("auto_find_batch_size=True", "the budget limits batches already; set it to False")
+    if shards.dispatch_batches:
+        _refuse("dispatch_batches=True", "every rank loads its own batches; set it to False")
+    if shards.split_batches:
+        _refuse("split_batches=True", "every rank loads its own batches; set it to False")
+    if not args.dataloader_in_order:
+        _refuse("dataloader_in_order=False", "updates need batches in order; set it to True")
+    if args.n_gpu > 1:
+        _refuse(
+            "nn.DataParallel", "start one process per device, with torchrun or accelerate launch"
+        )
+    if str(args.train_sampling_strategy) == "batch_rebalance":
+        _refuse(
+            "train_sampling_strategy='batch_rebalance'",
             "it forms batches without a limit; set it to 'random', because dynagroup balances ranks as well",
-        ),
-    }
-    losses = getattr(args, "loss_type", None) or ()
-    losses = [losses] if isinstance(losses, str) else losses
-    refused["DPO with loss_type='aot'"] = (
-        any(name in ("aot", "aot_unpaired") for name in losses),
-        "it sorts the pairs of a batch against each other; choose a loss of single pairs, e.g. 'sigmoid'",
-    )
-    for what, (is_set, instead) in refused.items():
-        if is_set:
-            raise ConfigError(f"{what} cannot be combined with dynagroup: {instead}")
-    sharing = trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size()
-    if sharing > 1 and config.world is None:
+        )
+    num_sharing = trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size()
+    if num_sharing > 1 and config.world is None:
         raise ConfigError(
-            f"tensor, context or sequence parallelism ({sharing} ranks share a sample) cannot be "
+            f"tensor, context or sequence parallelism ({num_sharing} ranks share a sample) cannot be "
             "combined with dynagroup without `world`: pass "
             "DynagroupConfig(world=DistributedWorld(mesh.get_group('dp'))) with the data-parallel group"
         )
+
+
+def _refuse(setting: str, instead: str) -> NoReturn:
+    raise ConfigError(f"{setting} cannot be combined with dynagroup: {instead}")

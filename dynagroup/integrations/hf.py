@@ -7,12 +7,15 @@ from functools import cache, partial
 from typing import Any, Literal, TypeAlias
 
 try:
-    from accelerate.data_loader import IterableDatasetShard
+    from accelerate.data_loader import IterableDatasetShard, SeedableRandomSampler
     from transformers import Trainer
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         f"dynagroup.integrations.hf needs {error.name}: pip install 'dynagroup[hf]'"
     ) from error
+
+from torch.utils.data import RandomSampler
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from dynagroup.budget.base import Budget
 from dynagroup.budget.learning import LearningBudget
@@ -21,9 +24,13 @@ from dynagroup.distributed import SingleProcess, current_world
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.integrations import hf_data
 from dynagroup.integrations.config import DynagroupConfig, refuse_unsupported
-from dynagroup.integrations.hf_evaluate import Evaluator
-from dynagroup.integrations.hf_step import DynagroupCallback, TrainerSteps
+from dynagroup.integrations.hf_data import Dataset
+from dynagroup.integrations.hf_evaluate import Evaluator, Loader
+from dynagroup.integrations.hf_step import Batch, DynagroupCallback, TrainerSteps
+from dynagroup.integrations.layout import packed_instead
 from dynagroup.integrations.packing import check_packed_training
+from dynagroup.integrations.trl import FigureMeans
+from dynagroup.lengths import as_streams
 from dynagroup.online.datasets import is_stream
 from dynagroup.online.loader import OnlineDataLoader
 from dynagroup.update.loader import StepLoader
@@ -38,6 +45,9 @@ __all__ = [
 ]
 OURS = ("training_step", "get_batch_samples", "prediction_step", "get_train_dataloader")
 """Methods that a class derived from dynagroup's must not replace, because they form and weigh batches."""
+SHUFFLES = (RandomSampler, SeedableRandomSampler, LengthGroupedSampler)
+"""Samplers that draw each sample once in an order of their own, for which another random order is as good."""
+Order: TypeAlias = Any  # the Trainer's sampler of indices; None: of a stream
 Settings: TypeAlias = Budget | int | Literal["auto"] | DynagroupConfig
 
 
@@ -58,40 +68,37 @@ class DynagroupTrainerMixin(Evaluator):
 
     def _take_over(self, dynagroup: Settings, dynagroup_eval: Budget | int | bool) -> None:
         """Sets up a Trainer for batches that fit. If a setting is refused, the Trainer stays unchanged."""
-        config = (
-            dynagroup
-            if isinstance(dynagroup, DynagroupConfig)
-            else DynagroupConfig(budget=dynagroup)  # type: ignore[arg-type] - an int becomes a TokenBudget
-        )
-        evaluation = (
-            dynagroup_eval if isinstance(dynagroup_eval, bool) else as_budget(dynagroup_eval)
-        )
+        config: Any = dynagroup
+        if not isinstance(dynagroup, DynagroupConfig):
+            config = DynagroupConfig(budget=dynagroup)
+        evaluation: Any = dynagroup_eval
+        if not isinstance(dynagroup_eval, bool):
+            evaluation = as_budget(dynagroup_eval)
         self._refuse_overridden(config)
         refuse_unsupported(self, config)
         config = hf_data.with_budget(self, config)
-        budget: Any = config.budget
-        config = replace(
-            config, budget=budget.with_memory(partial(hf_data.memory_of, self, "train"))
-        )
+        budget: Budget = config.budget.with_memory(partial(hf_data.memory_of, self, "train"))
         if isinstance(evaluation, Budget):
             evaluation = evaluation.with_memory(partial(hf_data.memory_of, self, "forward"))
-        if config.out_of_memory is not None and config.budget.learner is None:
-            config = replace(config, budget=LearningBudget(config.budget))
-        self.dynagroup, self.dynagroup_eval = config, evaluation
-        self.update_loader, self.guard, self._planned_rows = None, None, {}
-        self.ratios = {}
+        if config.out_of_memory is not None and budget.learner is None:
+            budget = LearningBudget(budget)
+        self.dynagroup = replace(config, budget=budget)
+        self.dynagroup_eval = evaluation
+        self.update_loader = None
+        self.guard = None
+        self._planned_rows = {}
+        self.figure_means = FigureMeans()
         self.args = copy.copy(self.args)
         self.args.average_tokens_across_devices = True  # batches of ranks have different sizes
         self.callback_handler.callbacks.insert(0, DynagroupCallback(self))
 
     def _refuse_overridden(self, config: DynagroupConfig) -> None:
         for name in OURS:
-            if getattr(type(self), name) is getattr(DynagroupTrainerMixin, name):
-                continue
-            raise ConfigError(
-                f"{name} of {type(self).__name__} must not replace dynagroup's: define it in a class "
-                "without dynagroup, and pass that to dynagroup_trainer"
-            )
+            if getattr(type(self), name) is not getattr(DynagroupTrainerMixin, name):
+                raise ConfigError(
+                    f"{name} of {type(self).__name__} must not replace dynagroup's: define it in a class "
+                    "without dynagroup, and pass that to dynagroup_trainer"
+                )
         step = super(TrainerSteps, self).training_step
         if config.out_of_memory is not None and step.__func__ is not Trainer.training_step:
             raise ConfigError(
@@ -100,17 +107,21 @@ class DynagroupTrainerMixin(Evaluator):
                 "leave one of them out"
             )
 
-    def get_total_train_batch_size(self, args: Any) -> int:
+    def get_total_train_batch_size(self, args: object) -> int:
         return self.samples_per_update
 
     def get_train_dataloader(self) -> Any:
         """Returns dynagroup's loader, for the dataset and the order of samples of the Trainer's own loader."""
-        args, before, steps = self.args, self.args.gradient_accumulation_steps, self.accumulation
-        args.gradient_accumulation_steps, self.accumulation = before * steps, 1
+        args = self.args
+        before = args.gradient_accumulation_steps
+        accumulation = self.accumulation
+        args.gradient_accumulation_steps = before * accumulation
+        self.accumulation = 1
         try:
             return hf_data.UpdateItems(self._loader_of(super().get_train_dataloader()))
         finally:
-            args.gradient_accumulation_steps, self.accumulation = before, steps
+            args.gradient_accumulation_steps = before
+            self.accumulation = accumulation
 
     # A search for hyperparameters, or the user, may change the arguments until training begins.
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -119,97 +130,117 @@ class DynagroupTrainerMixin(Evaluator):
         try:
             return super()._inner_training_loop(*args, **kwargs)
         finally:
-            self.args.gradient_accumulation_steps, self.accumulation = self.accumulation, 1
+            self.args.gradient_accumulation_steps = self.accumulation
+            self.accumulation = 1
 
-    def _loader_of(self, host: Any) -> StepLoader[Any]:
-        config, args, dataset = self.dynagroup, self.args, host.dataset
+    def _loader_of(self, host: Loader) -> StepLoader[Batch]:
+        config = self.dynagroup
+        dataset: Dataset = host.dataset
         if isinstance(dataset, IterableDatasetShard):
             dataset = vars(dataset)["dataset"]  # users divide an iterable dataset themselves
-        elif (
-            args.world_size > 1
-            and self.accelerator.dispatch_batches is False
-            and is_stream(dataset)
-        ):
+        if not is_stream(dataset):
+            order = hf_data.host_order(host)
+            if config.mode == "online":
+                return self._online_loader(host, dataset, order)
+            return self._planned_loader(host, dataset, order)
+        if config.mode == "offline" or config.updates == "preserved":
             raise ConfigError(
-                "dispatch_batches=False divides a stream once more; leave it out, and divide the stream yourself"
+                "lengths and order of an iterable dataset are not known in advance; pass "
+                "DynagroupConfig(mode='online', updates='free'), and max_steps in the TrainingArguments"
             )
-        free, stream = config.updates == "free", is_stream(dataset)
-        if stream and not (free and config.mode == "online"):
-            way_out = "pass DynagroupConfig(mode='online', updates='free'), and max_steps in the TrainingArguments"
-            raise ConfigError(
-                f"lengths and order of an iterable dataset are not known in advance; {way_out}"
-            )
-        settings: dict[str, Any] = {
-            "one_kind": config.one_kind,
-            "shapes": config.shapes,
-            "pad": self._pad,
-            "weigh": self._weigh,
-        }
-        settings["kinds"] = (
-            config.kinds if stream else hf_data.sample_kinds(self.train_dataset, config.kinds)
+        return self._online_loader(host, dataset, None)
+
+    def _loader_settings(self, host: Loader, kinds: hf_data.Labels) -> dict[str, Any]:
+        """Returns the arguments that both loaders take."""
+        config = self.dynagroup
+        args = self.args
+        is_free = config.updates == "free"
+        world = config.world
+        if world is None:
+            world = current_world() if args.world_size > 1 else SingleProcess()
+        settings = hf_data.loader_kwargs(host)
+        settings.update(
+            kinds=kinds,
+            one_kind=config.one_kind,
+            shapes=config.shapes,
+            pad=self._pad,
+            weigh=self._weigh,
+            identity=config.identity,
+            world=world,
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            accumulation=args.gradient_accumulation_steps if is_free else 1,
+            samples_per_update=None if is_free else self._samples_of_updates(),
+            drop_last=args.dataloader_drop_last and not is_free,
         )
-        settings["samples_per_update"] = (
-            None if free else config.samples_per_update or self.samples_per_update
+        settings.update(config.plan)
+        settings["work"] = hf_data.work_of(self)
+        return settings
+
+    def _samples_of_updates(self) -> Any:
+        return self.dynagroup.samples_per_update or self.samples_per_update
+
+    def _online_loader(self, host: Loader, dataset: Dataset, order: Order) -> StepLoader[Batch]:
+        config = self.dynagroup
+        kinds = config.kinds
+        if order is not None:
+            kinds = hf_data.sample_kinds(self.train_dataset, kinds)
+        return OnlineDataLoader(
+            dataset,
+            config.budget,
+            sampler=order,
+            length_of=config.length_of,
+            length_hint=config.lengths,
+            kind_of=config.kind_of,
+            **self._loader_settings(host, kinds),
         )
-        settings |= {
-            "accumulation": args.gradient_accumulation_steps if free else 1,
-            "drop_last": args.dataloader_drop_last and not free,
-        }
-        settings["seed"] = args.data_seed if args.data_seed is not None else args.seed
-        settings["world"] = config.world or (
-            current_world() if args.world_size > 1 else SingleProcess()
-        )
-        settings |= {**hf_data.loader_kwargs(host), **config.plan, "work": hf_data.work_of(self)}
-        if config.mode == "online":
-            measured = {
-                "length_of": config.length_of,
-                "length_hint": config.lengths,
-                "kind_of": config.kind_of,
-            }
-            order = None if stream else hf_data.host_order(host)
-            return OnlineDataLoader(dataset, config.budget, sampler=order, **settings, **measured)
-        lengths, order = config.lengths, hf_data.host_order(host)
-        if free and (
-            type(order).__name__ not in hf_data.SHUFFLES
-            or vars(order).get("replacement")
-            or len(order) < len(dataset)
-        ):
-            ignored = f"updates='free' draws its own order, so the Trainer's {type(order).__name__} would be ignored"
-            raise ConfigError(f"{ignored}; leave `updates` out, or set mode='online'")
+
+    def _planned_loader(self, host: Loader, dataset: Dataset, order: Order) -> StepLoader[Batch]:
+        config = self.dynagroup
+        is_free = config.updates == "free"
+        if is_free:
+            _check_shuffles(order, len(dataset))
+        lengths = config.lengths
         if lengths is None:
             lengths = hf_data.sample_lengths(self, self.train_dataset, name="train_dataset")
+        kinds = hf_data.sample_kinds(self.train_dataset, config.kinds)
+        settings = self._loader_settings(host, kinds)
         settings.setdefault("grouping", config.grouping)
-        return PlannedDataLoader(
-            dataset, lengths, config.budget, sampler=None if free else order, **settings
-        )
+        budget: Any = config.budget
+        own: Any = host.collate_fn
+        collate = packed_instead(self, dataset, as_streams(lengths), own)
+        self.packs_unasked = collate is not None
+        if collate is not None:
+            budget = replace(budget, layout="packed")
+            settings["collate_fn"] = collate
+        sampler = None if is_free else order
+        return PlannedDataLoader(dataset, lengths, budget, sampler=sampler, **settings)
 
     # The Trainer has no public way to tell a loader where to resume (transformers#26289 is open), so it is done here.
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         resumed = super()._init_training_state(*args, **kwargs)
-        checkpoint = kwargs.get("resume_from_checkpoint", args[3] if len(args) > 3 else None)
         loader = self.update_loader
         if loader is None:
             return resumed
         self.state.num_train_epochs = self._num_epochs or self.state.num_train_epochs
-        if loader.budget.layout == "packed":
+        if self.dynagroup.budget.layout == "packed":
             check_packed_training(self)
+        checkpoint = kwargs.get("resume_from_checkpoint", args[3] if len(args) > 3 else None)
         if checkpoint is None or not self.state.global_step:
             return resumed
-        states, anew = hf_data.read_states(checkpoint), self.args.ignore_data_skip
+        begins_anew = self.args.ignore_data_skip
+        states = hf_data.read_states(checkpoint)
         if states:
             loader.load_state_dict(states)
-            self.state.max_steps = self.updates_of_run(
-                loader
-            )  # with updates="free" their number depends on the ranks
-        elif anew:
+            # with updates="free" their number depends on the ranks
+            self.state.max_steps = self.updates_of_run(loader)
+        elif begins_anew:
             loader.set_epoch(self.state.global_step // loader.num_updates)
         else:
-            way_out = "TrainingArguments(ignore_data_skip=True) resumes with its model, at the beginning of the epoch"
-            unsaid = (
-                "saved by a Trainer without dynagroup, so it does not say which samples were used"
+            raise StateError(
+                f"{checkpoint} was saved by a Trainer without dynagroup, so it does not say which samples were "
+                "used; TrainingArguments(ignore_data_skip=True) resumes with its model, at the beginning of the epoch"
             )
-            raise StateError(f"{checkpoint} was {unsaid}; {way_out}")
-        if anew:
+        if begins_anew:
             loader.restart_epoch()
         self.just_resumed = True
         return loader.epoch, 0
@@ -217,13 +248,26 @@ class DynagroupTrainerMixin(Evaluator):
     # Called on every rank before the file that completes a checkpoint is written; callbacks do not get the checkpoint's folder.
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        if (loader := self.update_loader) is not None:
-            state = loader.state_dict() if self.state.global_step >= self._begun else self._before
-            if state is None:
-                raise StateError(
-                    f"{output_dir} is inside an update; save later, or set enable_jit_checkpoint=True"
-                )
-            hf_data.write_states(output_dir, loader.world, state)
+        loader = self.update_loader
+        if loader is None:
+            return
+        is_inside_an_update = self.state.global_step < self._begun
+        state = self._before if is_inside_an_update else loader.state_dict()
+        if state is None:
+            raise StateError(
+                f"{output_dir} is inside an update; save later, or set enable_jit_checkpoint=True"
+            )
+        hf_data.write_states(output_dir, loader.world, state)
+
+
+def _check_shuffles(order: Order, num_samples: int) -> None:
+    """Raises ConfigError if the Trainer's sampler draws other samples than each one once, in a random order."""
+    is_random_order = type(order) in SHUFFLES and not vars(order).get("replacement")
+    if not is_random_order or len(order) < num_samples:
+        raise ConfigError(
+            f"updates='free' draws its own order, so the Trainer's {type(order).__name__} would be ignored; "
+            "leave `updates` out, or set mode='online'"
+        )
 
 
 @cache
@@ -244,7 +288,8 @@ def dynagroup_trainer(trainer_class: type) -> type:
     >>> dynagroup_trainer(Seq2SeqTrainer).__name__
     'DynagroupSeq2SeqTrainer'
     """
-    if {Trainer, DynagroupTrainerMixin} & {*getattr(trainer_class, "__mro__", ())} != {Trainer}:
+    is_trainer = isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)
+    if not is_trainer or issubclass(trainer_class, DynagroupTrainerMixin):
         raise ConfigError(
             f"{trainer_class!r} must be a Trainer without dynagroup: a subclass of transformers.Trainer"
         )
@@ -254,16 +299,17 @@ def dynagroup_trainer(trainer_class: type) -> type:
 def attach(trainer: Any, budget: Settings, *, dynagroup_eval: Budget | int | bool = True) -> None:
     """Gives an existing Trainer batches that fit, before it trains: ``attach(trainer, 16_384)``. Its class becomes
     ``dynagroup_trainer(type(trainer))``, with the same arguments. After a ConfigError the Trainer is unchanged."""
-    original, made = type(trainer), dynagroup_trainer(type(trainer))
+    before = type(trainer)
+    with_dynagroup = dynagroup_trainer(before)
     if trainer.is_in_train or trainer.state.global_step:
         raise ConfigError(
             f"`trainer` has made {trainer.state.global_step} updates already; attach before training"
         )
-    trainer.__class__ = made
+    trainer.__class__ = with_dynagroup
     try:
         trainer._take_over(budget, dynagroup_eval)
     except BaseException:
-        trainer.__class__ = original
+        trainer.__class__ = before
         raise
 
 

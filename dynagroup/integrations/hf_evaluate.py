@@ -2,12 +2,15 @@
 dataset order, and a loss that does not depend on the batches."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
+import torch
+from accelerate import Accelerator
 from accelerate.utils import gather_object, recursively_apply
+from numpy.typing import NDArray
 from torch.utils.data import DataLoader, SequentialSampler
 from transformers import EvalPrediction
 from transformers.trainer_pt_utils import LengthGroupedSampler
@@ -16,12 +19,14 @@ from dynagroup.budget.base import Budget
 from dynagroup.errors import ConfigError
 from dynagroup.integrations.hf_data import (
     host_order,
+    innermost,
     loader_kwargs,
     sample_kinds,
     sample_lengths,
     work_of,
 )
-from dynagroup.integrations.hf_step import TrainerSteps, trl_figures
+from dynagroup.integrations.hf_step import Batch, Items, Model, TrainerSteps
+from dynagroup.integrations.trl import trl_figures
 from dynagroup.lengths import Kinds
 from dynagroup.online.datasets import is_stream
 from dynagroup.plan.cost import DEFAULT_WORK, Work
@@ -31,6 +36,21 @@ from dynagroup.update.filling import LABELS, FillingCollator
 from dynagroup.update.loss_weight import count_label_tokens, weigher
 from dynagroup.update.split_test import pieces_of
 from dynagroup.validation import warn_user
+
+IN_ORDER = (SequentialSampler, LengthGroupedSampler)  # the Trainer's own samplers for evaluation
+Results: TypeAlias = Any  # arrays or tensors, perhaps nested in tuples, lists and dicts
+Dataset: TypeAlias = Any
+Loader: TypeAlias = DataLoader[Any]
+Codes: TypeAlias = NDArray[np.int32]  # of kinds, one for each sample
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One batch on every rank; all with equally many samples."""
+
+    samples: IntArray  # dataset indices, int64 (samples of a rank, ranks)
+    num_real: int  # ranks whose samples are not repeated from another rank
+    shape: tuple[int, ...] | None  # to which its batches are padded; None: not padded further
 
 
 # Forms rows of W batches, one per rank. Batches of a row have equally many samples, because the Trainer gathers results
@@ -48,117 +68,126 @@ class EvaluationRows:
 
     def __init__(
         self,
-        lengths: Mapping[str, Any],
+        lengths: Mapping[str, IntArray],
         budget: Budget,
         num_ranks: int,
         work: Work = DEFAULT_WORK,
-        kinds: Any = None,
+        kinds: Sequence[Any] | None = None,
     ) -> None:
-        of = Kinds.read(kinds, len(lengths[primary(lengths)])).codes
-        order = np.lexsort([-lengths[primary(lengths)], of])
-        of_kind = np.split(order, np.flatnonzero(np.diff(of[order])) + 1)
-        ends = [len(own) - len(own) % num_ranks for own in of_kind]
-        groups = np.concatenate(
-            [own[:end] for own, end in zip(of_kind, ends, strict=True)]
-        ).reshape(-1, num_ranks)
-        of_groups = {
-            name: values[groups].max(axis=1).astype(np.int32) for name, values in lengths.items()
-        }
-        sampler = LengthAwareBatchSampler(
-            of_groups, budget, work=work, kinds=of[groups[:, 0]], rank=0, world_size=1
+        self.lengths = lengths
+        self.budget = budget
+        self.num_ranks = num_ranks
+        self.packed = budget.layout == "packed"
+        codes = Kinds.read(kinds, len(lengths[primary(lengths)])).codes
+        groups, left_over = self._group(codes)
+        self.rows: list[Row] = []
+        for numbers in self._sampler(groups, codes, work):
+            self._append(groups[numbers], num_ranks)
+        for few in left_over:
+            self._append(np.resize(few, (1, num_ranks)), len(few))
+        gathered = [row.samples.T[: row.num_real].reshape(-1) for row in self.rows]
+        no_samples = np.zeros(0, np.int64)
+        self.order: IntArray = np.concatenate([no_samples, *gathered])  # of results, as gathered
+
+    def _group(self, codes: Codes) -> tuple[IntArray, list[IntArray]]:
+        """Sorts each kind by length and groups it by the number of ranks.
+
+        Returns the groups, int64 (groups, ranks), and the remaining samples of each kind that has any.
+        """
+        order = np.lexsort([-self.lengths[primary(self.lengths)], codes])
+        borders = np.flatnonzero(np.diff(codes[order])) + 1
+        grouped = []
+        left_over = []
+        for samples in np.split(order, borders):
+            num_left = len(samples) % self.num_ranks
+            num_grouped = len(samples) - num_left
+            grouped.append(samples[:num_grouped])
+            if num_left:
+                left_over.append(samples[num_grouped:])
+        return np.concatenate(grouped).reshape(-1, self.num_ranks), left_over
+
+    def _sampler(self, groups: IntArray, codes: Codes, work: Work) -> LengthAwareBatchSampler:
+        """Returns a sampler over groups: each counts as one sample, as long as its longest."""
+        longest = {}
+        for name, values in self.lengths.items():
+            longest[name] = values[groups].max(axis=1).astype(np.int32)
+        kinds = codes[groups[:, 0]]
+        return LengthAwareBatchSampler(
+            longest, self.budget, work=work, kinds=kinds, rank=0, world_size=1
         )
-        left = [own[end:] for own, end in zip(of_kind, ends, strict=True) if end < len(own)]
-        self.num_ranks, self.ladder, self.packed = (
-            num_ranks,
-            budget.ladder,
-            budget.layout == "packed",
-        )
-        # For each row: dataset indices (samples of a rank, ranks); and how many ranks have samples of their own.
-        self.rows: list[IntArray] = [groups[batch] for batch in sampler]
-        self.num_real = [num_ranks] * len(self.rows) + [*map(len, left)]
-        self.rows += [np.resize(few, (1, num_ranks)) for few in left]
-        dealt = [
-            row.T[:real].reshape(-1) for row, real in zip(self.rows, self.num_real, strict=True)
-        ]
-        self.order: IntArray = np.concatenate(
-            [order[:0], *dealt]
-        )  # dataset index of each result, as gathered
-        self.shapes: list[
-            tuple[int, ...]
-        ] = []  # per row, the shape to which batches are padded; empty: none
-        if self.ladder is not None:
-            longest = {
-                name: [values[row].max() for row in self.rows] for name, values in lengths.items()
-            }
-            run = self.ladder.as_run(BatchShape.of([*map(len, self.rows)], longest))
-            self.shapes = list(
-                zip(
-                    run.num_samples,
-                    *(run.longest[name] for name in self.ladder.streams),
-                    strict=True,
-                )
-            )
+
+    def _append(self, samples: IntArray, num_real: int) -> None:
+        self.rows.append(Row(samples=samples, num_real=num_real, shape=self._shape(samples)))
+
+    def _shape(self, samples: IntArray) -> tuple[int, ...] | None:
+        ladder = self.budget.ladder
+        if ladder is None:
+            return None
+        longest = {name: int(values[samples].max()) for name, values in self.lengths.items()}
+        padded = ladder.as_run(BatchShape.of(len(samples), longest))
+        widths = [int(padded.longest[name][0]) for name in ladder.streams]
+        return (int(padded.num_samples[0]), *widths)
 
     def __len__(self) -> int:
         return len(self.rows) * self.num_ranks
 
     def __iter__(self) -> Iterator[list[int]]:
         for row in self.rows:
-            yield from row.T.tolist()
-
-
-IN_ORDER = (SequentialSampler, LengthGroupedSampler)  # the Trainer's own samplers for evaluation
+            yield from row.samples.T.tolist()
 
 
 class _Pass:
     """One evaluation of a dataset, over all its batches."""
 
-    def __init__(self, rows: EvaluationRows, accelerator: Any) -> None:
-        self.rows, self.accelerator = rows, accelerator
-        self.row = -1
-        self.losses: list[
-            tuple[float, float]
-        ] = []  # (mean loss, weight) of each of this rank's batches
+    def __init__(self, rows: EvaluationRows, accelerator: Accelerator) -> None:
+        self.rows = rows
+        self.accelerator = accelerator
+        self.num_begun = 0  # rows
+        self.losses: list[tuple[float, float]] = []  # of this rank's batches: mean loss, weight
 
-    def gather(self, tensors: Any) -> Any:
+    @property
+    def row(self) -> Row:
+        """The row that runs."""
+        return self.rows.rows[self.num_begun - 1]
+
+    def gather(self, tensors: Results) -> Results:
         """Returns tensors gathered from all ranks, without rows of repeated samples (of which each rank has one)."""
-        found, real = self.accelerator.gather(tensors), self.rows.num_real[self.row]
-        if real == self.rows.num_ranks:
-            return found
+        results = self.accelerator.gather(tensors)
+        num_real = self.row.num_real
+        if num_real == self.rows.num_ranks:
+            return results
         return _mapped(
-            lambda values: (
-                values[: len(values) * real // self.rows.num_ranks] if values.ndim else values
-            ),
-            found,
+            lambda values: values[: len(values) * num_real // self.rows.num_ranks], results
         )
 
     def mean_loss(self) -> float | None:
         """Returns the mean loss over all ranks; None: no batch has a loss."""
-        found = [(loss, weight) for loss, weight in gather_object(self.losses) if weight > 0]
-        return (
-            math.fsum(loss * weight for loss, weight in found) / math.fsum(w for _, w in found)
-            if found
-            else None
-        )
+        losses = []
+        weights = []
+        for loss, weight in gather_object(self.losses):
+            if weight > 0:
+                losses.append(loss * weight)
+                weights.append(weight)
+        return math.fsum(losses) / math.fsum(weights) if weights else None
 
-    def in_order(self, found: Any) -> Any:
+    def in_order(self, results: Results) -> Results:
         """Returns gathered results of all samples in dataset order; several rows a sample, in the order of the plan."""
         places = np.argsort(self.rows.order)
         sizes: list[int] = []
-        _mapped(lambda values: sizes.append(len(values) if values.ndim else 0), found)
+        _mapped(lambda values: sizes.append(len(values)), results)
         if max(sizes, default=0) > len(places) and not self.rows.packed:
-            way_out = "dynagroup_eval=False evaluates in the dataset's order"
             warn_user(
-                f"predictions with several rows a sample stay in the order of the plan; {way_out}"
+                "predictions with several rows a sample stay in the order of the plan; "
+                "dynagroup_eval=False evaluates in the dataset's order"
             )
         return _mapped(
-            lambda values: values[places] if values.ndim and len(values) == len(places) else values,
-            found,
+            lambda values: values[places] if len(values) == len(places) else values, results
         )
 
 
-def _mapped(fn: Callable[[Any], Any], values: Any) -> Any:
-    return recursively_apply(fn, values, test_type=lambda value: hasattr(value, "ndim"))
+def _mapped(fn: Callable[[Any], Any], results: Results) -> Results:
+    """Applies a function to all arrays and tensors that have a row for each sample."""
+    return recursively_apply(fn, results, test_type=lambda values: getattr(values, "ndim", 0) > 0)
 
 
 class Evaluator(TrainerSteps):
@@ -166,82 +195,98 @@ class Evaluator(TrainerSteps):
 
     dynagroup_eval: Budget | bool
     _evaluation: _Pass | None = None
-    _planned_rows: dict[tuple[int, int, str, float | None], tuple[Any, EvaluationRows | None]]
+    _planned_rows: dict[tuple[int, int, str, float | None], tuple[Dataset, EvaluationRows | None]]
 
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        own: Any = self.eval_dataset
-        dataset = (
-            own
-            if eval_dataset is None
-            else own[eval_dataset]
-            if isinstance(eval_dataset, str)
-            else eval_dataset
-        )
-        return self._fitted(super().get_eval_dataloader(eval_dataset), dataset)
+    def get_eval_dataloader(self, eval_dataset: Dataset = None) -> Loader:
+        host = super().get_eval_dataloader(eval_dataset)
+        dataset = eval_dataset
+        if eval_dataset is None:
+            dataset = self.eval_dataset
+        elif isinstance(eval_dataset, str):
+            named: Any = self.eval_dataset
+            dataset = named[eval_dataset]
+        return self._fitted(host, dataset)
 
-    def get_test_dataloader(self, test_dataset: Any) -> Any:
+    def get_test_dataloader(self, test_dataset: Dataset) -> Loader:
         return self._fitted(super().get_test_dataloader(test_dataset), test_dataset)
 
-    def _fitted(self, host: Any, dataset: Any) -> Any:
+    def _fitted(self, host: Loader, dataset: Dataset) -> Loader:
         """Returns a loader of batches that fit (without lengths, the Trainer's own loader); planned once per dataset."""
         if self.dynagroup_eval is False or is_stream(dataset) or not len(dataset):
             return host
-        # Metrics that get losses need the Trainer's own batches, because it repeats a batch's loss for each sample.
-        odd = (
-            not self.args.eval_do_concat_batches
-            or self.args.eval_use_gather_object
-            or "loss" in self.args.include_for_metrics
-        )
-        if odd or self.get_tp_size() * self.get_cp_size() * self.get_sp_size() > 1:
+        if self._needs_own_batches():
             warn_user(
                 "evaluation uses the Trainer's own batches, which include_for_metrics=['loss'], "
                 "eval_do_concat_batches=False, eval_use_gather_object or samples shared by ranks "
                 "need; dynagroup_eval=False: no warning"
             )
             return host
-        budget = (
-            (self.update_loader or self.dynagroup).budget
-            if self.dynagroup_eval is True
-            else self.dynagroup_eval
-        )
-        generates = getattr(self.args, "predict_with_generate", False)
-        if budget.ladder is not None and (generates or budget.layout == "packed"):
-            budget = budget.ladder.base  # generated and packed batches are not padded to few shapes
+        budget = self._evaluation_budget()
         key = (id(dataset), len(dataset), budget.fingerprint, budget.applied)
         if key not in self._planned_rows:
-            rows: Any = None
-            try:
-                if len(host.dataset) != len(dataset) or type(host_order(host)) not in IN_ORDER:
-                    raise ConfigError(
-                        "the Trainer class chooses other samples or another order: choose them in eval_dataset"
-                    )
-                lengths = sample_lengths(self, dataset, name="eval_dataset")
-                labels = self._labels(dataset, host.dataset)
-                rows = EvaluationRows(
-                    lengths, budget, self.accelerator.num_processes, work_of(self), labels
-                )
-            except ConfigError as error:
-                size = f"per_device_eval_batch_size={self.args.per_device_eval_batch_size}"
-                warn_user(
-                    f"evaluation runs batches of {size} samples, because {error}; dynagroup_eval=False: no warning"
-                )
-            self._planned_rows[key] = dataset, rows
-        rows = self._planned_rows[key][1]
+            # with the dataset, whose id no other then gets
+            self._planned_rows[key] = (dataset, self._planned(host, dataset, budget))
+        _, rows = self._planned_rows[key]
         if rows is None:
             return host
-        kept = {
-            name: value
-            for name, value in loader_kwargs(host).items()
-            if name != "persistent_workers"
-        }
-        return self.accelerator.prepare(DataLoader(host.dataset, batch_sampler=rows, **kept))
+        settings = loader_kwargs(host)
+        del settings["persistent_workers"]
+        return self.accelerator.prepare(DataLoader(host.dataset, batch_sampler=rows, **settings))
 
-    def _labels(self, dataset: Any, processed: Any) -> Any:
+    def _needs_own_batches(self) -> bool:
+        """Returns whether results are not gathered as tensors of equal shape. Metrics that get losses need the Trainer's own
+        batches, because it repeats a batch's loss for each sample."""
+        args = self.args
+        num_sharing = self.get_tp_size() * self.get_cp_size() * self.get_sp_size()
+        return (
+            not args.eval_do_concat_batches
+            or args.eval_use_gather_object
+            or "loss" in args.include_for_metrics
+            or num_sharing > 1
+        )
+
+    def _evaluation_budget(self) -> Budget:
+        budget: Any = self.dynagroup_eval
+        if budget is True:
+            budget = self.dynagroup.budget
+            loader = self.update_loader
+            if loader is not None and not self.packs_unasked:
+                budget = loader.budget
+        generates = getattr(self.args, "predict_with_generate", False)
+        if budget.ladder is not None and (generates or budget.layout == "packed"):
+            return budget.ladder.base  # generated and packed batches are not padded to few shapes
+        return budget
+
+    def _planned(self, host: Loader, dataset: Dataset, budget: Budget) -> EvaluationRows | None:
+        """Returns the planned rows of a dataset; None, with a warning: its batches cannot be planned."""
+        processed: Any = host.dataset
+        try:
+            if len(processed) != len(dataset) or type(host_order(host)) not in IN_ORDER:
+                raise ConfigError(
+                    "the Trainer class chooses other samples or another order: choose them in eval_dataset"
+                )
+            return EvaluationRows(
+                sample_lengths(self, dataset, name="eval_dataset"),
+                budget,
+                self.accelerator.num_processes,
+                work_of(self),
+                self._labels(dataset, processed),
+            )
+        except ConfigError as error:
+            size = self.args.per_device_eval_batch_size
+            warn_user(
+                f"evaluation runs batches of per_device_eval_batch_size={size} samples, because {error}; "
+                "dynagroup_eval=False: no warning"
+            )
+            return None
+
+    def _labels(self, dataset: Dataset, processed: Dataset) -> Any:
         """Returns each sample's label; None (kinds may mix) if labels are known only for the training samples."""
-        config, own = self.dynagroup, dataset is self.train_dataset
+        config = self.dynagroup
         if config.kind_of is not None:
             return [config.kind_of(sample) for sample in processed]
-        if config.kinds is None or isinstance(config.kinds, str) or own:
+        is_for_all = config.kinds is None or isinstance(config.kinds, str)
+        if is_for_all or dataset is self.train_dataset:
             return sample_kinds(dataset, config.kinds, name="eval_dataset")
         if self.accelerator.num_processes > 1 and config.one_kind == "step":
             warn_user(
@@ -249,111 +294,137 @@ class Evaluator(TrainerSteps):
             )
         return None
 
-    def evaluation_loop(self, dataloader: Any, description: str, *args: Any, **kwargs: Any) -> Any:
-        rows: Any = getattr(dataloader, "batch_sampler", None)
-        while hasattr(rows, "batch_sampler"):  # accelerate wraps the sampler on several ranks
-            rows = rows.batch_sampler
+    def evaluation_loop(
+        self,
+        dataloader: Loader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        rows = innermost(getattr(dataloader, "batch_sampler", None))
+        arguments = (description, prediction_loss_only, ignore_keys, metric_key_prefix)
         if not isinstance(rows, EvaluationRows):
-            return super().evaluation_loop(dataloader, description, *args, **kwargs)
-        compute, before = self.compute_metrics, self.args.average_tokens_across_devices
+            return super().evaluation_loop(dataloader, *arguments)
         self._find_evaluation_rule(rows, dataloader.dataset)
-        run = self._evaluation = _Pass(rows, self.accelerator)
-        self.gather_function, self.args.average_tokens_across_devices = run.gather, False
-        if compute is not None and not self.args.batch_eval_metrics:
-            parts = lambda found: (found.predictions, found.label_ids, found.inputs)  # noqa: E731
-            self.compute_metrics = lambda found: compute(
-                EvalPrediction(*map(run.in_order, parts(found)))
-            )
+        run = _Pass(rows, self.accelerator)
+        args = self.args
+        compute = self.compute_metrics
+        average = args.average_tokens_across_devices
+        self._evaluation = run
+        self.gather_function = run.gather
+        args.average_tokens_across_devices = False
+        if compute is not None and not args.batch_eval_metrics:
+            self.compute_metrics = _in_order(compute, run)
         try:
-            output = super().evaluation_loop(dataloader, description, *args, **kwargs)
+            output = super().evaluation_loop(dataloader, *arguments)
         finally:
-            self._evaluation, self.gather_function = None, self.accelerator.gather_for_metrics
-            self.compute_metrics, self.args.average_tokens_across_devices = compute, before
-        name = f"{kwargs.get('metric_key_prefix', args[2] if len(args) > 2 else 'eval')}_loss"
+            self._evaluation = None
+            self.gather_function = self.accelerator.gather_for_metrics
+            self.compute_metrics = compute
+            args.average_tokens_across_devices = average
         metrics: Any = output.metrics
-        if name in metrics and (loss := run.mean_loss()) is not None:
-            metrics[name] = loss
+        self._replace_loss(metrics, f"{metric_key_prefix}_loss", run)
         if rows.packed and output.predictions is not None:
-            way_out = "for one row a sample, give `dynagroup_eval` a padded budget and a collator that pads"
             warn_user(
-                f"predictions of packed batches are one row a batch, in the order of the plan; {way_out}"
+                "predictions of packed batches are one row a batch, in the order of the plan; for one row a "
+                "sample, give `dynagroup_eval` a padded budget and a collator that pads"
             )
         return output._replace(
             predictions=run.in_order(output.predictions), label_ids=run.in_order(output.label_ids)
         )
 
-    def _get_num_items_in_batch(self, batch_samples: Any, device: Any) -> Any:
-        self._items: Any = super()._get_num_items_in_batch(batch_samples, device)
+    def _replace_loss(self, metrics: dict[str, float], name: str, run: _Pass) -> None:
+        """Replaces the mean of batches' losses by that of all labels."""
+        if name in metrics:
+            loss = run.mean_loss()
+            if loss is not None:
+                metrics[name] = loss
+
+    def _get_num_items_in_batch(self, batch_samples: list[Batch], device: torch.device) -> Items:
+        self._items: Items = super()._get_num_items_in_batch(batch_samples, device)
         return self._items
 
-    def _weight_of(self, inputs: Any, num_samples: int) -> float:
+    def _weight_of(self, inputs: Batch, num_samples: int) -> float:
         """Returns the weight of an evaluated batch whose loss is a mean."""
         rule = self.dynagroup.weigh if self._rule is None else self._rule
-        if rule in ("auto", "sum") or isinstance(rule, Mapping):
-            with suppress(ConfigError):  # without labels, samples count
-                return float(count_label_tokens(inputs, shifted=self._loss_shifts_labels))
-            return float(num_samples)
-        return weigher(rule)(inputs, num_samples)
-
-    def _find_evaluation_rule(self, rows: EvaluationRows, samples: Any) -> None:
-        """Tests how losses of one's own add up, if no training has done so. Warns if they do not."""
-        model: Any = self.model
-        trained = any(parameter.requires_grad for parameter in model.parameters())
-        if self._rule is not None or not self._has_own_loss or not trained:
-            return
-        largest = max(rows.rows, key=len)[:, 0].tolist()
-        pieces = pieces_of(samples.__getitem__, largest, self.data_collator)
+        if not isinstance(rule, Mapping) and rule not in ("auto", "sum"):
+            return weigher(rule)(inputs, num_samples)
         try:
-            self._rule = self._tested(self.model, pieces)
+            return float(count_label_tokens(inputs, shifted=self._loss_shifts_labels))
+        except ConfigError:  # without labels, samples count
+            return float(num_samples)
+
+    def _find_evaluation_rule(self, rows: EvaluationRows, dataset: Dataset) -> None:
+        """Tests how losses of one's own add up, if no training has done so. Warns if they do not."""
+        model: Model = self.model
+        trains = any(parameter.requires_grad for parameter in model.parameters())
+        if self._rule is not None or not self.has_own_loss or not trains:
+            return
+        largest = max(rows.rows, key=lambda row: len(row.samples))
+        samples = largest.samples[:, 0].tolist()
+        pieces = pieces_of(dataset.__getitem__, samples, self.data_collator)
+        try:
+            self._rule = self._tested(model, pieces)
         except ConfigError as error:
             warn_user(f"the loss of an evaluation depends on its batches, because {error}")
 
-    def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def prediction_step(
+        self,
+        model: Model,
+        inputs: Batch,
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+        **kwargs: object,
+    ) -> Any:
         run = self._evaluation
         if run is None:
-            return super().prediction_step(model, inputs, *args, **kwargs)
-        run.row += 1
-        repeats, count = (
-            self.accelerator.process_index >= run.rows.num_real[run.row],
-            len(run.rows.rows[run.row]),
-        )
-        own = self._has_own_loss
-        items: Any = self._get_num_items_in_batch([inputs], self.args.device)
+            return super().prediction_step(
+                model, inputs, prediction_loss_only, ignore_keys, **kwargs
+            )
+        run.num_begun += 1
+        num_samples = len(run.row.samples)
+        repeats = self.accelerator.process_index >= run.row.num_real
+        is_own = self.has_own_loss
+        items = self._get_num_items_in_batch([inputs], self.args.device)
         is_sum = items is not None and self._rule in ("sum", None)
+        filled = self._filled(inputs, run)
         # A loss of one's own may be divided by the items of all ranks; other losses are of a rank's batch alone.
-        self.args.average_tokens_across_devices, self._items, filled = (
-            own and is_sum,
-            None,
-            inputs,
-        )
-        if (
-            run.rows.shapes
-            and (self._rule is not None or not own)
-            and {*self.label_names} & {*inputs} <= LABELS
-        ):
-            filled = FillingCollator(None, run.rows.ladder, self._pad).fill(
-                inputs, count, run.rows.shapes[run.row]
+        self.args.average_tokens_across_devices = is_own and is_sum
+        self._items = None
+        with trl_figures(self, inputs, idle=repeats):
+            results = super().prediction_step(
+                model, filled, prediction_loss_only, ignore_keys, **kwargs
             )
-        with trl_figures(self, idle=repeats):
-            found = super().prediction_step(model, filled, *args, **kwargs)
         self.args.average_tokens_across_devices = False
-        told = is_sum and self._items is not None
-        weight = float(items or 0) if is_sum else self._weight_of(inputs, count)
-        scale = (
-            float(self._items or 0) / max(weight, 1.0) / self.accelerator.num_processes
-            if told and own
-            else 1.0
-        )
-        if found[0] is not None:
-            run.losses.append((float(found[0]) * scale, 0.0 if repeats else weight))
-        made = next(iter(getattr(found[1], "shape", ())), 0)
-        if made > count and getattr(self.args, "predict_with_generate", False):
-            raise ConfigError(
-                f"generate() made {made} texts for {count} samples; set dynagroup_eval=False"
-            )
-        if filled is inputs:
-            return found
-        return found[0], *(
-            _mapped(lambda values: values[:count] if values.ndim else values, one)
-            for one in found[1:]
-        )
+        loss, *outputs = results
+        weight = float(items or 0) if is_sum else self._weight_of(inputs, num_samples)
+        if loss is not None:
+            scale = 1.0
+            if is_own and is_sum and self._items is not None:  # it was divided by these items
+                items_of_rank = float(self._items or 0) / self.accelerator.num_processes
+                scale = items_of_rank / max(weight, 1.0)
+            run.losses.append((float(loss) * scale, 0.0 if repeats else weight))
+        if filled is not inputs:
+            outputs = [_mapped(lambda values: values[:num_samples], one) for one in outputs]
+        return (loss, *outputs)
+
+    def _filled(self, inputs: Batch, run: _Pass) -> Batch:
+        """Returns a batch padded to one of few shapes, also with rows of weight 0, if its loss leaves out such rows."""
+        shape = run.row.shape
+        is_known = self._rule is not None or not self.has_own_loss
+        targets = {*self.label_names} & {*inputs}
+        if shape is None or not is_known or not targets <= LABELS:
+            return inputs
+        collator = FillingCollator(None, run.rows.budget.ladder, self._pad)
+        return collator.fill(inputs, len(run.row.samples), shape)
+
+
+def _in_order(compute: Callable[[EvalPrediction], Any], run: _Pass) -> Callable[[Any], Any]:
+    """Returns a function that computes metrics of results in dataset order."""
+
+    def compute_in_order(results: EvalPrediction) -> Any:
+        parts = (results.predictions, results.label_ids, results.inputs)
+        return compute(EvalPrediction(*map(run.in_order, parts)))
+
+    return compute_in_order

@@ -31,33 +31,36 @@ class BudgetConstraint(SamplingConstraint):  # type: ignore[misc]
         *,
         length_of: Callable[[Any], float] | None = None,
     ) -> None:
-        self.budget, self.bounds = as_budget(budget), sorted(bounds)
+        self.budget = as_budget(budget)
+        self.bounds = sorted(bounds)
         self.length_of = length_of or _num_frames
-        if not self._fits(1, longest := self.bounds[-1]):
+        if not self._fits(1, self.bounds[-1]):
             raise BudgetError(
-                f"a sample of {longest} does not fit even alone; raise the budget, or lower `bounds`"
+                f"a sample of {self.bounds[-1]} does not fit even alone; raise the budget, or lower `bounds`"
             )
         self.reset()
 
-    def _fits(self, count: int, longest: int) -> bool:
-        return bool(self.budget.fits(BatchShape.of(count, longest))[0])
+    def _fits(self, num_samples: int, longest: int) -> bool:
+        return bool(self.budget.fits(BatchShape.of(num_samples, longest))[0])
 
     def reset(self) -> None:
-        self.count, self.bucket = 0, 0
+        self.num_samples = 0
+        self.bucket = 0  # of the longest sample
 
     def add(self, example: Any) -> None:
         length = self.measure_length(example)
-        if length > (longest := self.bounds[-1]):
+        if length > self.bounds[-1]:
             raise ConfigError(
-                f"a sample has length {length:g}, but `bounds` end at {longest}; filter it out"
+                f"a sample has length {length:g}, but `bounds` end at {self.bounds[-1]}; filter it out"
             )
-        self.count, self.bucket = self.count + 1, max(self.bucket, bisect_left(self.bounds, length))
+        self.num_samples += 1
+        self.bucket = max(self.bucket, bisect_left(self.bounds, length))
 
     def exceeded(self) -> bool:
-        return self.count > 0 and not self._fits(self.count, self.bounds[self.bucket])
+        return self.num_samples > 0 and not self._fits(self.num_samples, self.bounds[self.bucket])
 
     def close_to_exceeding(self) -> bool:
-        return not self._fits(self.count + 1, self.bounds[self.bucket])
+        return not self._fits(self.num_samples + 1, self.bounds[self.bucket])
 
     def measure_length(self, example: Any) -> float:
         return self.length_of(example)
@@ -65,8 +68,8 @@ class BudgetConstraint(SamplingConstraint):  # type: ignore[misc]
 
 def _num_frames(cut: Any) -> float:
     if cut.num_frames is None:
-        way_out = "pass length_of=lambda cut: cut.num_samples"
         raise ConfigError(
-            f"cut {cut.id!r} has no `num_frames`, because it has no features; {way_out}"
+            f"cut {cut.id!r} has no `num_frames`, because it has no features; "
+            "pass length_of=lambda cut: cut.num_samples"
         )
     return cut.num_frames

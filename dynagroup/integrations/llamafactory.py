@@ -18,6 +18,7 @@ STAGES = {
     "rm": "PairwiseTrainer",
 }
 """Trainer class of each stage. KTO is left out (it compares samples of a batch), and PPO (it makes its own batches)."""
+PAIRS = ("dpo", "rm")  # stages whose samples are pairs of answers
 
 
 @contextlib.contextmanager
@@ -27,22 +28,20 @@ def dynamic_batching(dynagroup: Budget | DynagroupConfig) -> Iterator[None]:
     Args:
         dynagroup: a budget, or a :class:`DynagroupConfig`. In stages DPO and RM the budget counts both answers' tokens.
     """
-    config = (
-        dynagroup if isinstance(dynagroup, DynagroupConfig) else DynagroupConfig(budget=dynagroup)
-    )
-    pairs = replace(config, weigh="samples") if config.weigh == "auto" else config
+    config = dynagroup
+    if not isinstance(config, DynagroupConfig):
+        config = DynagroupConfig(budget=config)
     with contextlib.ExitStack() as stack:
         for stage, name in STAGES.items():
             original = getattr(import_module(f"llamafactory.train.{stage}.trainer"), name)
-            ours = partial(
-                dynagroup_trainer(original), dynagroup=pairs if stage in ("dpo", "rm") else config
-            )
-            for part in (
-                "trainer",
-                "workflow",
-            ):  # some workflows import their Trainer early, others when they run
+            of_stage = config
+            if stage in PAIRS and config.weigh == "auto":
+                of_stage = replace(config, weigh="samples")
+            ours = partial(dynagroup_trainer(original), dynagroup=of_stage)
+            # some workflows import their Trainer early, others when they run
+            for part in ("trainer", "workflow"):
                 module = import_module(f"llamafactory.train.{stage}.{part}")
-                if hasattr(module, name):
-                    stack.callback(setattr, module, name, getattr(module, name))
+                if name in vars(module):
+                    stack.callback(setattr, module, name, vars(module)[name])
                     setattr(module, name, ours)
         yield

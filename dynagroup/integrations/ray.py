@@ -34,8 +34,8 @@ class Predictor:
     Raises ConfigError if a block is no dict of arrays, or has no ``column``; BudgetError if a row does not fit alone.
 
     ```python
-    how = {"load": load, "task": "embed", "batch_size": 64}
-    rows = rows.map_batches(Predictor, fn_constructor_kwargs=how, batch_size=4096, concurrency=2, num_gpus=1)
+    arguments = {"load": load, "task": "embed", "batch_size": 64}
+    rows = rows.map_batches(Predictor, fn_constructor_kwargs=arguments, batch_size=4096, concurrency=2, num_gpus=1)
     ```
     """
 
@@ -49,39 +49,41 @@ class Predictor:
         **options: Any,
     ) -> None:
         check_choice("task", task, tuple(TASKS))
-        (self._run, output), (self.model, self.tokenizer) = TASKS[task], load()
-        self.column, self.output_column = column, output_column or output
-        self._options = {
-            "learned": LearningBudget(),
-            **options,
-            "progress": False,
-            "world": SingleProcess(),
-        }
+        self._run, new_column = TASKS[task]
+        self.model, self.tokenizer = load()
+        self.column = column
+        self.output_column = output_column or new_column
+        options.setdefault("learned", LearningBudget())
+        options.update(progress=False, world=SingleProcess())
+        self._options = options
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(batch, dict) or self.column not in batch:
-            wanted = f"a block must be a dict of arrays with {self.column!r}, as from batch_format='numpy'"
-            raise ConfigError(f"{wanted}, but is {batch!r:.200}")
-        rows, tokenizer = list(batch[self.column]), self.tokenizer
+            raise ConfigError(
+                f"a block must be a dict of arrays with {self.column!r}, as from batch_format='numpy', "
+                f"but is {batch!r:.200}"
+            )
+        rows = list(batch[self.column])
+        tokenizer = self.tokenizer
         if rows and not isinstance(rows[0], str):
-            rows, tokenizer = [*map(str, range(len(rows)))], _Ids(rows, tokenizer)
-        return {
-            **batch,
-            self.output_column: self._run(self.model, tokenizer, rows, **self._options),
-        }
+            tokenizer = _Ids(rows, tokenizer)
+            rows = [str(number) for number in range(len(rows))]
+        results = self._run(self.model, tokenizer, rows, **self._options)
+        return {**batch, self.output_column: results}
 
 
 class _Ids:
     """A tokenizer for rows of token ids, which are given by their number as text; pads and decodes as usual."""
 
     def __init__(self, rows: Sequence[Any], tokenizer: Any) -> None:
-        self._rows, self._tokenizer = [np.asarray(row).tolist() for row in rows], tokenizer
+        self._rows = [np.asarray(row).tolist() for row in rows]
+        self._tokenizer = tokenizer
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
 
     def __call__(
-        self, places: Sequence[str], *, max_length: int | None = None, **_: Any
+        self, numbers: Sequence[str], *, max_length: int | None = None, **_: object
     ) -> dict[str, list[list[int]]]:
-        ids = [self._rows[int(place)][:max_length] for place in places]
+        ids = [self._rows[int(number)][:max_length] for number in numbers]
         return {"input_ids": ids, "attention_mask": [[1] * len(row) for row in ids]}

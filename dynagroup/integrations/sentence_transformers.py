@@ -29,11 +29,11 @@ class _Sampler(LengthAwareBatchSampler):
     def batch_size(self) -> int:
         """The batch size of the training arguments, which one process only shows. On several ranks accelerate must not
         read a number, because it would take it for the size of every batch."""
-        ranks = self._rank_and_size()[1]
-        if ranks == 1:
+        _, num_ranks = self._rank_and_size()
+        if num_ranks == 1:
             return self._usual_size
         raise AttributeError(
-            f"batches_that_fit takes one data set on several ranks ({ranks}); for several data sets "
+            f"batches_that_fit takes one data set on several ranks ({num_ranks}); for several data sets "
             "train on one rank, or leave `batch_sampler` out"
         )
 
@@ -63,38 +63,48 @@ def batches_that_fit(
 
 
 def _sampler(
-    budget: Any,
-    tokenizer: Any,
+    budget: Budget | int,
+    tokenizer: Callable[..., Any],
     max_length: int | None,
     settings: Mapping[str, Any],
     dataset: Any,
     batch_size: int = 1,
     valid_label_columns: Sequence[str] | None = None,
     seed: int = 0,
-    **_: Any,
+    **_: object,
 ) -> LengthAwareBatchSampler:
     """Makes the sampler; ``**_`` are drop_last and generator, which it does not need."""
-    kinds = {name: getattr(kind, "dtype", None) for name, kind in dataset.features.items()}
-    unread = {*(valid_label_columns or ()), "dataset_name"}
-    columns = [
-        name
-        for name, kind in kinds.items()
-        if kind in ("string", "large_string") and name not in unread
-    ]
-    if not columns:
-        raise ConfigError(f"the dataset must have a text column, but has only {list(kinds)}")
     # The first column is named "tokens", which every budget knows; another column of that name gets another one.
     lengths: dict[str, Any] = {}
-    for column in columns:
-        name = TOKENS if not lengths else column
+    for column in _text_columns(dataset, valid_label_columns or ()):
+        name = column if lengths else TOKENS
         while name in lengths:
             name = f"{name}_"
         lengths[name] = measure_lengths(dataset, tokenizer, column, max_length)
     # accelerate runs batch k on rank k % W, so the sampler yields the batches of all ranks. transformers asks for
     # their number only once, so every epoch has the same batches, of one random order, in another sequence.
-    order = Random(seed).sample(range(len(dataset)), len(dataset))
-    ranks = rank_and_size()[1]
-    usual: Any = {"shuffle": True, "seed": seed, "order": order, "window": len(dataset)}
-    ours: Any = {"rank": None, "world_size": ranks, "usual_size": batch_size}
-    kind = _SameEveryEpoch if ranks > 1 else _Sampler
-    return kind(lengths, budget, **(usual | settings | ours))
+    num_ranks = rank_and_size()[1]
+    num_samples = len(dataset)
+    arguments: dict[str, Any] = {
+        "shuffle": True,
+        "seed": seed,
+        "order": Random(seed).sample(range(num_samples), num_samples),
+        "window": num_samples,
+    }
+    arguments.update(settings)
+    arguments.update(rank=None, world_size=num_ranks, usual_size=batch_size)
+    sampler_class = _SameEveryEpoch if num_ranks > 1 else _Sampler
+    return sampler_class(lengths, budget, **arguments)
+
+
+def _text_columns(dataset: Any, label_columns: Sequence[str]) -> list[str]:
+    """Returns the columns of texts that the model reads. ConfigError: there are none."""
+    kinds = {name: getattr(kind, "dtype", None) for name, kind in dataset.features.items()}
+    columns = []
+    for name, kind in kinds.items():
+        is_text = kind in ("string", "large_string")
+        if is_text and name not in label_columns and name != "dataset_name":
+            columns.append(name)
+    if not columns:
+        raise ConfigError(f"the dataset must have a text column, but has only {list(kinds)}")
+    return columns

@@ -393,22 +393,6 @@ def test_free_updates_keep_the_trainers_sampler_or_refuse_it(tmp_path, monkeypat
     assert drawn != [*range(96)] or sampler is SequentialSampler
 
 
-def test_a_stream_that_accelerate_would_divide_once_more_is_refused(tmp_path, monkeypatch):
-    """After ``split_dataset_by_node``, as the page on streams asks, half of the samples would be lost."""
-    how = {
-        "accelerator_config": {"dispatch_batches": False},
-        "config": {**ONLINE, "updates": "free"},
-    }
-    run = trainer("causal", tmp_path, fits=True, max_steps=2, **how)
-    run.train_dataset = datasets.Dataset.from_list(toys.samples("causal", 8)).to_iterable_dataset(
-        num_shards=4
-    )
-    run.get_train_dataloader()
-    monkeypatch.setattr(type(run.args), "world_size", 2)
-    with pytest.raises(ConfigError, match="divides a stream once more; leave it out"):
-        run.get_train_dataloader()
-
-
 def test_lengths_are_measured_where_there_is_no_column(tmp_path):
     rows, args = toys.samples("seq2seq", 16), arguments(tmp_path, max_steps=1)
     how = {"train_dataset": rows, "data_collator": toys.collate_seq2seq}

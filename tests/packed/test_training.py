@@ -10,7 +10,7 @@ from transformers import DataCollatorWithFlattening, LlamaForCausalLM
 
 from benchmarks.data import lengths_of
 from dynagroup import AdditiveCap, ConfigError, OnlineDataLoader, PlannedDataLoader, TokenBudget
-from dynagroup.integrations.varlen import use_varlen_attention
+from dynagroup.integrations.varlen import NAME, use_varlen_attention
 from dynagroup.testing import run_ranks
 from tests import models
 from tests.integrations import toys
@@ -190,6 +190,59 @@ def test_the_trainer_asks_a_model_before_it_trains_on_packed_samples(tmp_path) -
         ConfigError, match=r"`collate_fn` must pack 138 tokens, .* \(2, 131\); use packing_collator"
     ):
         packed_trainer(tmp_path, toys.collate).train()
+
+
+def chosen(folder: Any, model: Any, kind: str = "causal", **config: Any) -> Any:
+    """A Trainer that has made two updates with an automatic layout."""
+    how: dict[str, Any] = {"max_steps": 2, "model": model, "config": config}
+    run = trainer(kind, folder, fits=True, **how)
+    run.train()
+    return run
+
+
+def test_training_packs_unasked_where_no_result_changes(tmp_path, caplog) -> None:
+    """The user's own collator runs on each sample; the loader's batches are rows without padding."""
+    packed = chosen(tmp_path, llama("varlen"))
+    assert packed.update_loader.budget.layout == "packed"
+    assert packed.update_loader.stats.padding == 0
+    assert "layout: packed, because attention 'dynagroup_varlen' needs no mask" in caplog.text
+    caplog.clear()
+    padded = chosen(tmp_path, llama("sdpa"))
+    assert padded.update_loader.budget.layout == "padded"
+    assert "layout: padded, because attention 'sdpa' needs a mask" in caplog.text
+    assert (parameters(packed.model) - parameters(padded.model)).abs().max() < 1e-6
+    caplog.clear()
+    chosen(tmp_path, llama("sdpa"), layout="padded")
+    assert "layout:" not in caplog.text
+
+
+def noisy(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Adds a field of the batch that is no row per sample."""
+    return {**toys.collate(rows), "token_type_ids": torch.zeros(len(rows), 1, dtype=torch.long)}
+
+
+@pytest.mark.parametrize("case", ["classes", "fields", "several", "shapes", "loss"])
+def test_training_stays_padded_where_packing_might_change_a_result(case, tmp_path) -> None:
+    model = use_varlen_attention(llama("sdpa"))
+    if case == "classes":
+        model = toys.classifier()
+        model.config._attn_implementation = NAME
+    kind = "classifier" if case == "classes" else "causal"
+    config = {"shapes": {"shapes": 2}, "several": {"lengths": {"tokens": [9] * 96, "b": [9] * 96}}}
+    how: dict[str, Any] = {"model": model, "config": config.get(case)}
+    run = trainer(kind, tmp_path, fits=True, exact_loss=case == "loss", **how)
+    if case == "fields":
+        run.data_collator = noisy
+    assert run.get_train_dataloader().loader.budget.layout == "padded"
+    reasons = {
+        "classes": "no output per token",
+        "fields": "cannot be packed",
+        "several": "several lengths",
+        "shapes": "need padded batches",
+        "loss": "a loss of your own",
+    }
+    assert run.layout_line.startswith("layout: padded, because ")
+    assert reasons[case] in run.layout_line
 
 
 @pytest.mark.parametrize("options", [{}, {"samples_per_update": 256}], ids=["free", "updates"])
