@@ -152,24 +152,13 @@ def targets(result: Figures) -> str:
     rows = [["", "target", "", "figure"]]
     for name, found, rmse, unsafe, growth in cases:
         if rmse is not None:
-            rows.append(
-                [
-                    name,
-                    f"RMSE at most {rmse}",
-                    _reached(found["rmse"] <= rmse),
-                    f"{found['rmse']:.4f}",
-                ]
-            )
-        chosen = f", {found['unsafe_choices_percent']:.2f} of chosen" if "growth" in found else ""
-        figure = f"{found['unsafe_percent']:.2f} of accepted{chosen}"
-        rows.append(
-            [
-                name,
-                f"unsafe % at most {unsafe}",
-                _reached(found["unsafe_percent"] <= unsafe),
-                figure,
-            ]
-        )
+            reached = _reached(found["rmse"] <= rmse)
+            rows.append([name, f"RMSE at most {rmse}", reached, f"{found['rmse']:.4f}"])
+        reached = _reached(found["unsafe_percent"] <= unsafe)
+        figure = f"{found['unsafe_percent']:.2f} of accepted"
+        if "growth" in found:
+            figure += f", {found['unsafe_choices_percent']:.2f} of chosen"
+        rows.append([name, f"unsafe % at most {unsafe}", reached, figure])
         if growth is not None:
             reached = _reached(found["growth"] >= growth)
             rows.append([name, f"growth at least {growth}", reached, f"{found['growth']:.3f}"])
@@ -227,153 +216,155 @@ still allows. Where memory is linear in padded tokens a token budget is all that
 {table}"""
 
 
+SIZES_KNOWN = "regressor, sizes known"
+FORM = "closed form, sizes known"
+
+
 def by_family(result: Figures) -> str:
     """Where the closed form of the sizes is furthest off, and what the trees' lift does to it."""
-    found = {
-        n: (f["regressor, sizes known"], f["closed form, sizes known"])
-        for n, f in result["by_family"].items()
-    }
-    less_safe = [
-        n
-        for n, (ours, form) in found.items()
-        if ours["unsafe_percent_of_all"] > form["unsafe_percent_of_all"]
-    ]
-    rows = [
-        [
-            "family",
-            "RMSE",
-            "of the form",
-            "unsafe % of accepted",
-            "of the form",
-            "growth",
-            "of the form",
-        ]
-    ]
-    for name in sorted(found, key=lambda n: -found[n][1]["rmse"])[:10]:
-        cells = [
-            (f"{f['rmse']:.3f}", f"{f['unsafe_percent']:.2f}", f"{f['growth']:.3f}")
-            for f in found[name]
-        ]
-        rows.append([name, *(cell for pair in zip(*cells, strict=True) for cell in pair)])
-    count = f"{len(less_safe)} of {len(found)}"
-    return f"{table(rows)}\nFamilies that the lift makes less safe than the closed form: {count}. Its price is RMSE and growth.\n"
+    families = result["by_family"]
+    of_the_form = "of the form"
+    heads = ["family", "RMSE", of_the_form, "unsafe % of accepted", of_the_form, "growth"]
+    rows = [[*heads, of_the_form]]
+    for name in sorted(families, key=lambda name: -families[name][FORM]["rmse"])[:10]:
+        lifted = families[name][SIZES_KNOWN]
+        form = families[name][FORM]
+        rows.append(
+            [
+                name,
+                f"{lifted['rmse']:.3f}",
+                f"{form['rmse']:.3f}",
+                f"{lifted['unsafe_percent']:.2f}",
+                f"{form['unsafe_percent']:.2f}",
+                f"{lifted['growth']:.3f}",
+                f"{form['growth']:.3f}",
+            ]
+        )
+    num_less_safe = 0
+    for figures in families.values():
+        lifted_unsafe = figures[SIZES_KNOWN]["unsafe_percent_of_all"]
+        if lifted_unsafe > figures[FORM]["unsafe_percent_of_all"]:
+            num_less_safe += 1
+    return (
+        f"{table(rows)}\nFamilies that the lift makes less safe than the closed form: "
+        f"{num_less_safe} of {len(families)}. Its price is RMSE and growth.\n"
+    )
 
 
 def write(result: Figures) -> str:
     """The whole page."""
-    error, counted = result["traced_bytes_error"], result["measured_workloads"]
-    measured = (
-        f"{counted} measured ones are among its rows."
-        if counted
-        else "No GPU was at hand: nothing here is measured."
+    error = result["traced_bytes_error"]
+    num_measured = result["measured_workloads"]
+    measured = "No GPU was at hand: nothing here is measured."
+    left_out = (
+        "Not measured: simulated against measured peaks (`python -m regressor.measure_gpu`).\n"
     )
-    about = {
-        "workloads": result["workloads"],
-        "families": len(result["by_family"]),
-        "measured": measured,
-    }
-    percent = {name: 100 * error[name] for name in ("lowest", "highest", "median")}
-    rows_of = {name: result[name]["padded tokens"]["rows"] for name in ("overall", "counted")}
-    never = f"{result['never_growing']:.2f}"
-    return "\n".join(
-        [
-            HEAD.format(**about, never=never, hardware=result["hardware"], date=result["date"]),
-            "## Targets\n",
-            targets(result),
-            "Not measured: simulated against measured peaks (`python -m regressor.measure_gpu`).\n"
-            if not counted
-            else "",
-            TIERS.format(**{name: result["recipe"][name] for name in ("quantile",)}),
-            f"## All families ({rows_of['overall']:.0f} rows)\n",
-            rival_table(result["overall"], NAMES),
-            COUNTED.format(rows=rows_of["counted"]),
-            rival_table(result["counted"], NAMES),
-            DIRECT.format(shapes=error["shapes"], **percent),
-            rival_table(result["simulated_directly"], NAMES),
-            "## By family, sizes known\n",
-            by_family(result),
-            real_gpus(json.loads(PUBLISHED.read_text(encoding="utf-8"))),
-            what_fits_checked(json.loads(FITS.read_text(encoding="utf-8"))),
-            token_budgets(json.loads(TOKEN_BUDGETS.read_text(encoding="utf-8"))),
-            NOTES,
-        ]
+    if num_measured:
+        measured = f"{num_measured} measured ones are among its rows."
+        left_out = ""
+    head = HEAD.format(
+        workloads=result["workloads"],
+        families=len(result["by_family"]),
+        measured=measured,
+        never=f"{result['never_growing']:.2f}",
+        hardware=result["hardware"],
+        date=result["date"],
     )
+    direct = DIRECT.format(
+        shapes=error["shapes"],
+        lowest=100 * error["lowest"],
+        highest=100 * error["highest"],
+        median=100 * error["median"],
+    )
+    num_rows = result["overall"]["padded tokens"]["rows"]
+    num_counted = result["counted"]["padded tokens"]["rows"]
+    parts = [
+        head,
+        "## Targets\n",
+        targets(result),
+        left_out,
+        TIERS.format(quantile=result["recipe"]["quantile"]),
+        f"## All families ({num_rows:.0f} rows)\n",
+        rival_table(result["overall"], NAMES),
+        COUNTED.format(rows=num_counted),
+        rival_table(result["counted"], NAMES),
+        direct,
+        rival_table(result["simulated_directly"], NAMES),
+        "## By family, sizes known\n",
+        by_family(result),
+        real_gpus(_read(PUBLISHED)),
+        what_fits_checked(_read(FITS)),
+        token_budgets(_read(TOKEN_BUDGETS)),
+        NOTES,
+    ]
+    return "\n".join(parts)
+
+
+def _read(path: Path) -> Figures:
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def real_gpus(found: Figures) -> str:
     """Simulated against peaks that others measured or published."""
-    rows = [["source", "model", "samples", "longest", "published", "simulated", "error"]]
+    published = [["source", "model", "samples", "longest", "published", "simulated", "error"]]
     for row in found["published"]:
-        cells = (row["num_samples"], row["longest"], row["peak"], row["simulated"])
-        rows.append([row["source"], row["model"], *map(str, cells), f"{row['error']:+.1%}"])
+        names = ("source", "model", "num_samples", "longest", "peak", "simulated")
+        published.append([*(str(row[name]) for name in names), f"{row['error']:+.1%}"])
     measured = found["generation"]
-    own = [
-        [
-            "prediction of the rest",
-            "exceeded",
-            "said / taken, median",
-            "accepted",
-            "unsafe of accepted",
-        ]
-    ]
+    heads = ["exceeded", "said / taken, median", "accepted", "unsafe of accepted"]
+    own = [["prediction of the rest", *heads]]
     for name, row in measured["own_rows"]["how"].items():
-        shares = (row["accepted"], row["unsafe_of_accepted"])
-        own.append(
-            [
-                name,
-                f"{row['exceeded']:.1%}",
-                f"{row['slack']:.2f}",
-                *(f"{share:.1%}" for share in shares),
-            ]
-        )
-    spread = measured["envelope_quantiles"]
-    trees = [["prediction", "exceeded", "said / taken, median", "accepted", "unsafe of accepted"]]
+        own.append([name, *_accepted(row, f"{row['slack']:.2f}")])
+    trees = [["prediction", *heads]]
     for row in measured["corrected"]:
-        shares = (row["accepted"], row["unsafe_of_accepted"])
-        trees.append(
-            [
-                row["how"],
-                f"{row['exceeded']:.1%}",
-                str(row["slack"]),
-                *(f"{share:.1%}" for share in shares),
-            ]
-        )
-    numbers = {
-        "rows": f"{measured['rows']:,}",
-        "runs": measured["runs"],
-        "shapes": measured["envelope_shapes"],
-    }
-    numbers |= {"low": f"{spread['0.05'] - 1:+.1%}", "high": f"{spread['1'] - 1:+.1%}"}
-    numbers |= {
-        "own_runs": measured["own_rows"]["runs"],
-        "drawn": measured["own_rows"]["known"] - 4,
-    }
-    return REAL.format(published=table(rows), trees=table(trees), own=table(own), **numbers)
+        trees.append([row["how"], *_accepted(row, str(row["slack"]))])
+    spread = measured["envelope_quantiles"]
+    return REAL.format(
+        published=table(published),
+        trees=table(trees),
+        own=table(own),
+        rows=f"{measured['rows']:,}",
+        runs=measured["runs"],
+        shapes=measured["envelope_shapes"],
+        low=f"{spread['0.05'] - 1:+.1%}",
+        high=f"{spread['1'] - 1:+.1%}",
+        own_runs=measured["own_rows"]["runs"],
+        drawn=measured["own_rows"]["known"] - 4,
+    )
+
+
+def _accepted(row: Figures, slack: str) -> list[str]:
+    return [
+        f"{row['exceeded']:.1%}",
+        slack,
+        f"{row['accepted']:.1%}",
+        f"{row['unsafe_of_accepted']:.1%}",
+    ]
 
 
 def what_fits_checked(found: Figures) -> str:
     """Of the answers to "what fits?", how many the whole model confirms."""
     rows = [["setting", "models", "answers", "within 2 %", "peak / limit of the largest batch"]]
     for setting in dict.fromkeys(row["setting"] for row in found["rows"]):
-        mine = [row for row in found["rows"] if row["setting"] == setting and "samples" in row]
-        peaks = [
-            row["taken"] for row in mine if row["samples"] >= 50
-        ]  # fewer: one sample is more than 2 %
+        of_setting = [row for row in found["rows"] if row["setting"] == setting]
+        answers = [row for row in of_setting if "samples" in row]
+        # Of fewer samples, one is more than 2 %.
+        peaks = [row["taken"] for row in answers if row["samples"] >= 50]
         reach = f"{min(peaks):.4f} to {max(peaks):.4f}" if peaks else "-"
-        names = len({row["model"] for row in mine})
-        rows.append(
-            [setting, str(names), str(len(mine)), str(sum(row["ok"] for row in mine)), reach]
-        )
-    lengths = sorted({row["length"] for row in found["rows"] if "length" in row})
-    models = ", ".join(dict.fromkeys(row["model"] for row in found["rows"]))
-    left = [f"{row['model']} ({row['setting']})" for row in found["rows"] if not row.get("traced")]
-    missed = (
-        f"\nNot traced, so estimated from its sizes, with a warning: {', '.join(left)}.\n"
-        if left
-        else ""
-    )
+        num_models = len({row["model"] for row in answers})
+        num_right = sum(row["ok"] for row in answers)
+        rows.append([setting, str(num_models), str(len(answers)), str(num_right), reach])
+    text = table(rows)
+    untraced = [row for row in found["rows"] if not row.get("traced")]
+    if untraced:
+        names = ", ".join(f"{row['model']} ({row['setting']})" for row in untraced)
+        text += f"\nNot traced, so estimated from its sizes, with a warning: {names}.\n"
+    lengths = [row["length"] for row in found["rows"] if "length" in row]
     return CHECKED.format(
-        table=table(rows) + missed, shortest=lengths[0], longest=lengths[-1], models=models
+        table=text,
+        shortest=min(lengths),
+        longest=max(lengths),
+        models=", ".join(dict.fromkeys(row["model"] for row in found["rows"])),
     )
 
 
@@ -381,17 +372,22 @@ def token_budgets(found: Figures) -> str:
     """The hardest batch of a token budget tuned at one length, and what a safe one leaves unused."""
     rows = [["workload", "tuned", "hardest batch", "its memory", "safe", "usual samples it allows"]]
     for name, row in found["rows"].items():
-        hardest = f"{row['hardest_samples']:,} x {' + '.join(f'{length:,}' for length in row['hardest'].values())}"
-        used = (
-            f"{row['safe_usual']:,} of {row['largest_usual']:,} ({row['share_used_by_safe']:.0%})"
-        )
-        peak = f"{row['peak_share_of_hardest']:.0%}"
+        lengths = " + ".join(f"{length:,}" for length in row["hardest"].values())
+        share = f"{row['share_used_by_safe']:.0%}"
         rows.append(
-            [name, f"{row['tuned_tokens']:,}", hardest, peak, f"{row['safe_tokens']:,}", used]
+            [
+                name,
+                f"{row['tuned_tokens']:,}",
+                f"{row['hardest_samples']:,} x {lengths}",
+                f"{row['peak_share_of_hardest']:.0%}",
+                f"{row['safe_tokens']:,}",
+                f"{row['safe_usual']:,} of {row['largest_usual']:,} ({share})",
+            ]
         )
-    about = found["about"]
     return TOKENS.format(
-        table=table(rows), gb=about["limit_bytes"] / 1e9, headroom=about["headroom"]
+        table=table(rows),
+        gb=found["about"]["limit_bytes"] / 1e9,
+        headroom=found["about"]["headroom"],
     )
 
 
