@@ -27,7 +27,7 @@ class DynagroupConfig:
         samples_per_update: samples of each update over all ranks: int, or a schedule ``(update, current) -> int``.
             None: per_device_train_batch_size x gradient_accumulation_steps x data-parallel ranks.
         grouping: int: the samples of this many updates are dealt anew to stratified updates of the same size, so that
-            small updates need little padding. Only with mode="offline" and updates="preserved".
+            small updates need little padding. Only with updates="preserved".
         kinds: name of a column of labels, used in evaluation as well; or a label for each training sample.
         kind_of: function from a processed sample to its label, instead of ``kinds``, with mode="online".
         one_kind: with labels: "step": all batches of a step, on all ranks, have one kind; "batch": each batch has.
@@ -123,10 +123,9 @@ class DynagroupConfig:
             raise ConfigError(
                 f"`lengths` must be one array with mode='online', but is a dict of {[*self.lengths]}"
             )
-        if self.grouping is not None and (self.mode == "online" or self.updates == "free"):
+        if self.grouping is not None and self.updates == "free":
             raise ConfigError(
-                "`grouping` needs mode='offline' and updates='preserved', which know lengths and updates "
-                "in advance; set these"
+                "`grouping` needs updates='preserved', because 'free' updates have no set size"
             )
 
 

@@ -172,6 +172,7 @@ class DynagroupTrainerMixin(Evaluator):
             samples_per_update=None if is_free else self._samples_of_updates(),
             drop_last=args.dataloader_drop_last and not is_free,
         )
+        settings["grouping"] = config.grouping
         settings.update(config.plan)
         settings["work"] = hf_data.work_of(self)
         return settings
@@ -204,7 +205,6 @@ class DynagroupTrainerMixin(Evaluator):
             lengths = hf_data.sample_lengths(self, self.train_dataset, name="train_dataset")
         kinds = hf_data.sample_kinds(self.train_dataset, config.kinds)
         settings = self._loader_settings(host, kinds)
-        settings.setdefault("grouping", config.grouping)
         budget: Any = config.budget
         own: Any = host.collate_fn
         collate = packed_instead(self, dataset, as_streams(lengths), own)

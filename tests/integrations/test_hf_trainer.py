@@ -225,7 +225,12 @@ def test_a_checkpoint_inside_an_update_has_the_samples_before_it_or_is_refused(t
     assert rest == {update: whole[update] for update in (2, 3)}
 
 
-@pytest.mark.parametrize("config", [{}, {"updates": "free"}, {"grouping": 2}], ids=str)
+ONLINE_POOLS = {**ONLINE, "grouping": 2}
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"updates": "free"}, {"grouping": 2}, ONLINE_POOLS], ids=str
+)
 def test_every_sample_is_trained_on_once_an_epoch(tmp_path, config):
     """A callback that looks at the data in the middle of training changes nothing."""
     looker = Looker()
