@@ -202,6 +202,7 @@ def generate(arguments: argparse.Namespace) -> None:
 def _row_of(job: Job, is_checked: bool) -> dict[str, Any]:
     began = time.monotonic()
     family = FAMILIES[job.family]
+    row: dict[str, Any]
     try:
         row = simulate_workload(family, job.sizes, job.setting)
         row["checked"] = check(family, job.sizes, job.setting, row) if is_checked else None

@@ -298,7 +298,7 @@ class MemoryRegressor:
         """Whether enough of the workload is known to predict its memory; False: only an upper bound is predicted."""
         if self._traced is not None or "plausible" not in self.card:
             return True
-        names = list(ESSENTIAL)
+        names: list[str] = list(ESSENTIAL)
         if self.workload.mode == "generate":
             names.append("max_new_tokens")
         return all(getattr(self.workload, name) is not None for name in names)

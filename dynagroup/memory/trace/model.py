@@ -101,13 +101,19 @@ def base_model(model: Any) -> Any:
 
 def text_config(model: Any) -> Any:
     """Returns the config of the model's decoder, or of its only stack; None: the model has no config."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 
 def num_positions(model: Any) -> int | None:
     """Returns the tokens of the longest sample that the model accepts; None: unknown."""
-    return getattr(text_config(model), "max_position_embeddings", None)
+    return positions_of(text_config(model))
+
+
+def positions_of(config: Any, name: str = "max_position_embeddings") -> int | None:
+    """Returns how many positions a config states; None: none, or -1 for any number (XLNet)."""
+    num_positions = getattr(config, name, None)
+    return num_positions if num_positions and num_positions > 0 else None
 
 
 def as_random_model(config: Any, run: Run, device: torch.device) -> torch.nn.Module:
@@ -438,7 +444,7 @@ def _has_dropout(config: Any) -> bool:
 def _fixed_tokens(config: Any) -> int:
     if getattr(config, "model_type", "") == "whisper":
         return int(config.max_source_positions)
-    vision = getattr(config, "vision_config", None)
+    vision: Any = getattr(config, "vision_config", None)
     if hasattr(vision, "image_size") and hasattr(vision, "patch_size"):
         return int((vision.image_size // vision.patch_size) ** 2)
     return 0

@@ -20,6 +20,7 @@ from dynagroup.memory.trace.kernels import LiveBytes
 from dynagroup.memory.trace.model import (
     ALIKE_LAYERS,
     as_meta_model,
+    positions_of,
     stacks,
     text_config,
 )
@@ -295,8 +296,8 @@ def _phases(traced: _Traced) -> Phases:
 def _probes(traced: _Traced, within: int = LONGEST) -> list[Probe]:
     """Returns shapes to trace, enough to find all coefficients, within the model's positions; the last is the longest."""
     config = traced.config
-    most = min(getattr(config, "max_position_embeddings", None) or LONGEST, within)
-    most_target = min(getattr(config, "max_target_positions", None) or most, most)
+    most = min(positions_of(config) or LONGEST, within)
+    most_target = min(positions_of(config, "max_target_positions") or most, most)
     scaled = []
     for probe in PROBES:
         tokens = _scaled(probe.tokens, most, traced)

@@ -60,7 +60,7 @@ def prepare(model: Any, workload: Run) -> torch.nn.Module:
     return model
 
 
-def _trace_checkpoints(model: torch.nn.Module, workload: Run) -> None:
+def _trace_checkpoints(model: Any, workload: Run) -> None:
     """Makes layers that are run again in the backward pass run with CUDA's kernels there, too: the autograd engine calls
     them outside of all function modes."""
     for module in model.modules():
