@@ -25,6 +25,8 @@ FEWEST = 1e12
 NUM_ENDS = 64
 """If batches are large, at least so many of their possible ends are tried, evenly spaced."""
 TILE = 256
+FEW_RUNS = 1 << 12
+"""The work of up to so many runs is computed at once."""
 TINY = 1e-9
 """Replaces the work of an empty sample, to avoid a division by 0."""
 
@@ -93,6 +95,12 @@ class OrderedWindow:
         starts, limits, largest = np.broadcast_arrays(starts, limits, largest)
         flat_starts = starts.ravel()
         flat_limits = limits.ravel()
+        reach = int(largest.max(initial=1))
+        if starts.size * reach <= FEW_RUNS:  # one call for all sizes is faster than bisection
+            sizes = np.minimum(np.arange(1, reach + 1), largest.reshape(-1, 1))
+            is_within = self.work_of(flat_starts[:, None], sizes) <= flat_limits[:, None]
+            num_within = np.where(is_within, sizes, 1).max(axis=1)
+            return self.rounded(num_within.reshape(starts.shape))
         sizes = largest_within(
             lambda sizes: self.work_of(flat_starts, sizes) <= flat_limits,
             starts.size,
