@@ -269,7 +269,7 @@ def test_a_model_with_any_number_of_positions_is_traced():
     config = hf.XLNetConfig(d_model=32, n_layer=1, n_head=2, d_inner=64, vocab_size=100)
     memory = TracedMemory.of(config, "forward")
     assert memory.longest is None
-    assert_as_simulated(memory, config, [(3, 200)])
+    assert_as_simulated(memory, as_meta_model(config), [(3, 200)])
 
 
 def test_what_cannot_be_traced_is_estimated_or_simulated_and_that_is_said():
