@@ -101,8 +101,8 @@ def test_batches_that_fit_are_left_alone_others_are_cut_and_what_does_not_fit_co
     None
 ):
     assert [r.indices for r in refining(max_tokens=20)(samples(4, 5, 3))] == [[0, 1, 2]]
-    assert [r.indices for r in refining(max_tokens=20)(samples(9, 5, 3))] == [[0], [1, 2]], (
-        "9 + 10 tokens, not 18 + 3"
+    assert [r.indices for r in refining(max_tokens=20)(samples(9, 5, 3))] == [[1, 2], [0]], (
+        "10 + 9 tokens, not 18 + 3; the most work first"
     )
     window = refining(max_tokens=5)(samples(3, 9, 2))
     assert [(r.indices, r.oversize) for r in window] == [([1], True), ([0], False), ([2], False)]
