@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from dynagroup.jobs import (
         classify_dataset,
         embed_dataset,
-        encode,
         generate_dataset,
         iter_classify,
         iter_embed,
         iter_generate,
+        map_batches,
     )
     from dynagroup.online.collator import RefinementCollator, collated_length
     from dynagroup.online.loader import OnlineDataLoader
@@ -69,7 +69,7 @@ _NAMES = {
     "online.collator": "RefinementCollator collated_length",
     "online.loader": "OnlineDataLoader",
     "oom": "OomSafeBackward generate_with_oom_retry run_with_oom_retry",
-    "jobs": "classify_dataset embed_dataset encode generate_dataset iter_classify iter_embed iter_generate",
+    "jobs": "classify_dataset embed_dataset generate_dataset iter_classify iter_embed iter_generate map_batches",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 _ROOMS = ("integrations", "jobs", "memory", "oom", "testing")

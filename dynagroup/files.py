@@ -1,39 +1,46 @@
-"""Measures the lengths of samples in files on all CPU cores. A killed measurement continues from its journal."""
+"""Measures the lengths of samples in files, which ``datasets`` reads and caches."""
 
 import glob
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing
-from dataclasses import dataclass
-from functools import partial
-from itertools import chain, islice
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import IO, Any, TypeAlias
-from zipfile import ZipFile
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dynagroup.errors import ConfigError
-from dynagroup.fingerprint import hashed, tokenizer_text
-from dynagroup.jobs.storage import VECTORS, Kind, Output
-from dynagroup.lengths import LONGEST, as_streams, limit_of
-from dynagroup.shapes import TOKENS, primary
-from dynagroup.text.measure import IDS, MASK, by_position, measure_lengths
-from dynagroup.validation import check_int, explained, sendable, warn_user
+from dynagroup.lengths import as_streams, limit_of
+from dynagroup.shapes import primary
+from dynagroup.text.measure import measure_lengths
+from dynagroup.validation import warn_user
 
-KINDS = "npy, npz, txt, csv, tsv, jsonl, json, parquet, or a folder of them, of a Hub dataset or saved by datasets"
-USUAL = (
-    "length",
-    "lengths",
-    "num_tokens",
-    "tokens",
-    "input_ids",
-)  # usual names of columns of lengths or token ids
-UTF8 = "utf-8-sig"  # with or without the byte order mark that Windows writes
-ROWS = 10_000  # rows in a chunk, for files without row groups
-Chunk: TypeAlias = "tuple[int, tuple[Path, list[str], Any]]"
-"""(number, (file, column names, table)). Instead of the table, a function of column names that a worker calls."""
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+FORMATS = (
+    "npy, npz, txt, csv, tsv, jsonl, json, parquet (also .gz or .zst), "
+    "or a folder of them, of a Hub dataset or saved by datasets"
+)
+# Usual names of columns of lengths or token ids.
+USUAL = ("length", "lengths", "num_tokens", "tokens", "input_ids")
+SampleBy: TypeAlias = Literal["line", "paragraph", "document"]
+Table: TypeAlias = "Dataset | dict[str, np.ndarray]"
+_ARRAYS = (".npy", ".npz")
+_COMPRESSED = (".gz", ".zst")
+_TABLES = {".csv", ".tsv", ".jsonl", ".parquet"}
+_SAVED = ("state.json", "dataset_dict.json")  # in a folder saved by `datasets`
+_CSV = {"keep_default_na": False, "index_col": False, "encoding": "utf-8-sig"}
+# Ending -> the name of a loading script of `datasets`, and its options.
+_LOADERS: dict[str, tuple[str, dict[str, Any]]] = {
+    ".csv": ("csv", _CSV),
+    ".tsv": ("csv", _CSV | {"sep": "\t"}),
+    ".json": ("json", {}),
+    ".jsonl": ("json", {}),
+    ".parquet": ("parquet", {}),
+    ".txt": ("text", {"encoding": "utf-8-sig"}),
+}
 
 
 def measure_files(
@@ -45,331 +52,263 @@ def measure_files(
     *,
     output: str | Path | None = None,
     kinds: str | None = None,
+    sample_by: SampleBy = "line",
     progress: bool = True,
 ) -> Any:
     """Measures the tokens of every row of files; returns int32 (N,) in file order, or a dict of such arrays by column.
 
+    ``datasets`` reads the files, and caches rows and lengths: the same call again measures nothing, and after a kill it
+    measures what no process had finished.
+
     Args:
-        data: a file (csv, tsv, jsonl, json, parquet, txt), a pattern such as "data/*.parquet", a folder of a Hub
-            dataset or one saved by ``datasets`` (only its ``train`` split is read); or a list of these, read in order.
-        tokenizer: called like a transformers tokenizer; not needed for columns of lengths or of token ids.
+        data: a file (csv, tsv, jsonl, json, parquet, txt; also compressed, ``.gz`` or ``.zst``), a pattern such as
+            "data/*.parquet", a folder of a Hub dataset or one saved by ``datasets`` (only its ``train`` split is read);
+            or a list of these, read in order.
+        tokenizer: called like a transformers tokenizer; not needed for columns of lengths or of token ids. Without it, a
+            txt file has one length per line.
         column: name of a column of texts, token ids or lengths; several columns ("source,target", or a list) are
             measured as separate streams. None: the only column, or one with a usual name.
         max_length: int, tokens: longer samples count as this many (in the column ``tokens``, or without it the first).
-        num_proc: int, number of processes; each reads a parquet row group or 10,000 rows at a time. None: one per core.
+        num_proc: int, number of processes. None: one, in which a fast tokenizer uses all cores.
         output: path of the ``.npy`` file (``.npz`` for several columns) to write; the result is then a memory map of
-            the file. Finished chunks are saved beside it: the same call again measures only the rest, if any remains.
+            the file.
         kinds: name of a column of labels, which is not measured unless ``column`` names it.
+        sample_by: what is a sample of a txt file: a "line", a "paragraph", or the "document".
 
-    Raises ConfigError if a file is missing, cannot be read in its format, or has other rows than texts, ids or lengths;
-    StateError if ``output`` or its journal was made from other files or with another tokenizer.
+    Raises ConfigError if a file is missing, cannot be read in its format, or has other rows than texts, ids or lengths.
 
     >>> measure_files("data/*.parquet", tokenizer, "text", output="lengths.npy").dtype  # doctest: +SKIP
     dtype('int32')
     """
-    paths, affinity = _paths(data), getattr(os, "sched_getaffinity", None)
-    cores = (
-        len(affinity(0)) if affinity is not None else os.cpu_count() or 1
-    )  # cores that this process may use
-    chunks = _chunks(paths)
-    if (first := next(chunks, None)) is None:
-        raise ConfigError(f"{str(data)!r} has no samples; give files with at least one row")
-    columns, limit = (
-        _chosen(first, column, kinds, texts=tokenizer is not None),
-        limit_of(max_length) or LONGEST,
-    )
-    work = _Measure(columns, tokenizer, limit)
-    found = partial(
-        _measured, chain([first], chunks), work, check_int("num_proc", num_proc or cores), progress
-    )
-    if output is None:
-        return _by_name(columns, np.concatenate([lengths for _, lengths in found((), [])], axis=1))
-    inside = [file for path in paths for file in sorted(path.rglob("*.arrow")) or [path]]
-    stats = hashed(
-        repr([(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in inside])
-    )
-    identity = {
-        "files": f"{len(inside)} #{stats}",
-        "column": ",".join(columns),
-        "max_length": limit,
-        "rows": ROWS,
-    }
-    out = Output(
-        Path(output), {**identity, "tokenizer": tokenizer_text(tokenizer)}, 0, _kind(columns)
-    )
-    if not out.is_finished():
-        with closing(out):
-            if (
-                not out.claim()
-            ):  # claim() is true if another process has finished the file meanwhile
-                numbers: list[int] = []
-                for number, lengths in found(out.finished().keys(), numbers):
-                    out.append([number], [lengths])
-                out.num_samples = len(numbers)
-                out.publish()
-    out.clear()
-    return out.read()
-
-
-def _by_name(names: Sequence[str], rows: Any) -> Any:
-    return rows[0] if len(names) == 1 else dict(zip(names, rows, strict=True))
-
-
-@dataclass(frozen=True)
-class _Measure:
-    """Measures a chunk in a worker; returns the chunk's number, and int32 lengths (columns, rows) or a ConfigError."""
-
-    columns: list[str]
-    tokenizer: Callable[..., Any] | None
-    limit: int
-
-    @sendable(lambda: "measuring a file failed")
-    def __getitem__(self, chunk: Chunk) -> tuple[int, NDArray[np.int32] | ConfigError]:
-        number, (path, names, table) = chunk
-        try:
-            if missing := [name for name in self.columns if name not in names]:
-                raise ConfigError(
-                    f"`--column` must be one of {names} in {str(path)!r}, but is {missing[0]!r}"
-                )
-            with _reading(path):
-                masks = [MASK] if MASK in names and not {*IDS}.isdisjoint(self.columns) else []
-                table = table(columns=[*self.columns, *masks]) if callable(table) else table
-            streams = as_streams({name: self._lengths(table, name) for name in self.columns})
-            found = np.stack([streams[name] for name in self.columns])
-        except ConfigError as error:
-            return number, ConfigError(f"{error} (in {str(path)!r}, chunk {number} of all files)")
-        limits = [self.limit if name == primary(self.columns) else LONGEST for name in self.columns]
-        return number, np.minimum(found, np.array(limits, np.int32)[:, None])
-
-    def _lengths(self, table: Any, name: str) -> NDArray[np.int32]:
-        if (ndim := getattr(table[name], "ndim", 1)) != 1:
-            raise ConfigError(
-                f"column {name!r} has {ndim} dimensions; give one number per sample, an array (N,)"
-            )
-        first = next(iter(by_position(table[name][:1])), 0)
-        if isinstance(first, Mapping):
-            raise ConfigError(
-                f"column {name!r} must have texts, token ids or lengths, but has {first!r:.80}"
-            )
-        if isinstance(first, str):
-            if self.tokenizer is None:
-                raise ConfigError(
-                    f"column {name!r} contains texts; name the `--tokenizer` that measures them"
-                )
-            return measure_lengths(by_position(table[name]), self.tokenizer, progress=False)
-        values = by_position(table[name])
-        if not hasattr(first, "__len__"):
-            return as_streams(values)[TOKENS]
-        if hasattr(table, "column_names"):  # pyarrow counts ids without decoding them
-            from datasets import Dataset
-
-            return measure_lengths(Dataset(table), column=name)
-        if name in IDS and MASK in table:
-            masks = by_position(table[MASK])
-            rows = [{name: ids, MASK: mask} for ids, mask in zip(values, masks, strict=True)]
-            return measure_lengths(rows, column=name, progress=False)
-        return measure_lengths(values, progress=False)
-
-
-# A DataLoader measures the chunks: its sampler reads files that one process must read in order (csv, jsonl), and its
-# workers read row groups and measure, two chunks each. Results come back in order, and a killed worker raises an error.
-def _measured(
-    chunks: Iterator[Chunk],
-    work: Any,
-    processes: int,
-    progress: bool,
-    done: Collection[int],
-    numbers: list[int],
-) -> Iterator[tuple[int, NDArray[np.int32]]]:
-    """Yields (number, lengths) of each chunk that is not ``done``; appends the number of every chunk to ``numbers``."""
-    from torch.utils.data import DataLoader
-    from tqdm.auto import tqdm
-
-    todo = (chunk for chunk in chunks if not (numbers.append(chunk[0]) or chunk[0] in done))
-    how: Any = {
-        "sampler": todo,
-        "num_workers": processes if processes > 1 else 0,
-        "collate_fn": tuple,
-    }
-    with tqdm(
-        desc="measuring lengths",
-        unit=" samples",
-        unit_scale=True,
-        disable=None if progress else True,
-    ) as bar:
-        for number, lengths in DataLoader(work, batch_size=None, **how):
-            if isinstance(lengths, ConfigError):
-                raise lengths
-            yield number, lengths
-            bar.update(lengths.shape[1])
-
-
-def _reading(path: Path) -> AbstractContextManager[None]:
-    return explained(
-        f"{str(path)!r} cannot be read in the format of its ending",
-        ConfigError,
-        ModuleNotFoundError,
-    )
-
-
-def _paths(data: Any) -> list[Path]:
-    """Returns the files that ``data`` names; a folder saved by ``datasets`` counts as one file."""
-    if not isinstance(data, (str, Path)):
-        return [path for one in data for path in _paths(one)]
-    path = Path(data)
-    if path.is_dir() and not any(
-        (path / name).exists() for name in ("state.json", "dataset_dict.json")
-    ):
-        from datasets import load_dataset_builder
-
-        with _reading(
-            path
-        ):  # datasets finds the files of a split by the folder's README, or by the files' names
-            found = {**(load_dataset_builder(str(path)).config.data_files or {})}
-            train, used = found["train"], {Path(name) for names in found.values() for name in names}
-        tables = {
-            file
-            for file in path.resolve().rglob("*")
-            if file.suffix in (".csv", ".tsv", ".jsonl", ".parquet")
-        }
-        if others := sorted(tables - used):
-            few = f"does not read {len(others)} files of {str(path)!r}, such as {str(others[0])!r}"
-            warn_user(f"`datasets` {few}; give a pattern such as '*.csv' to choose files yourself")
-        return [*map(Path, train)]
-    found = (
-        [path]
-        if path.exists()
-        else [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
-    )
-    if not found:
-        raise ConfigError(f"there is no file {str(path)!r}; give {KINDS}")
-    return found
-
-
-def _chunks(data: Any) -> Iterator[Chunk]:
-    texts: dict[
-        str, bool
-    ] = {}  # whether a column without a type has texts, decided by the first rows of the first file
-    return enumerate((path, *part) for path in _paths(data) for part in _parts(path, texts))
-
-
-def _parts(path: Path, texts: dict[str, bool]) -> Iterator[tuple[list[str], Any]]:
-    with _reading(path):
-        if path.is_dir():
-            from datasets import DatasetDict, load_from_disk
-
-            saved: Any = load_from_disk(str(path))
-            data = (
-                saved["train"] if isinstance(saved, DatasetDict) else saved
-            )  # to read another split, give its folder
-            yield from (
-                (data.column_names, partial(_rows, data, first))
-                for first in range(0, len(data), ROWS)
-            )
-        elif path.suffix.lower() == ".parquet":
-            import pyarrow.dataset
-
-            groups = next(pyarrow.dataset.dataset(str(path)).get_fragments()).split_by_row_group()
-            yield from ((group.physical_schema.names, group.to_table) for group in groups)
-        else:
-            yield from ((list(table), table) for table in _tables(path, path.suffix.lower(), texts))
-
-
-def _rows(data: Any, first: int, columns: list[str]) -> Any:
-    return data.select_columns(columns).with_format("arrow")[first : first + ROWS]
-
-
-def _tables(path: Path, kind: str, texts: dict[str, bool]) -> Iterator[Any]:
-    """Yields the chunks of a file without row groups."""
-    import pandas
-
-    if kind in (".npy", ".npz"):
-        with path.open("rb") as file:  # np.load(path) would not close a file that it cannot read
-            found: Any = np.load(file)
-            yield {"tokens": found} if kind == ".npy" else dict(found)
-    elif kind == ".txt":
-        with path.open(encoding=UTF8) as file:
-            lines = (line.rstrip("\n") for line in file)
-            while chunk := list(islice(lines, ROWS)):
-                numbers: Any = pandas.to_numeric(
-                    pandas.Series([s for s in chunk if s.strip()]), errors="coerce"
-                )
-                found = texts.setdefault("tokens", not len(numbers) or bool(numbers.isna().any()))
-                yield {"tokens": chunk if found else numbers}
-    elif kind in (".csv", ".tsv"):
-        form: Any = {
-            "sep": "," if kind == ".csv" else "\t",
-            "index_col": False,
-            "keep_default_na": False,
-            "encoding": UTF8,
-        }
-        head = pandas.read_csv(path, nrows=ROWS, **form)
-        for name in (name for name in head if not pandas.api.types.is_numeric_dtype(head[name])):
-            if not texts.setdefault(name, True):
-                raise ConfigError(
-                    f"column {name!r} has texts, but numbers in an earlier file; measure such files apart"
-                )
-        types = {name: str for name in head if texts.setdefault(name, False)}
-        yield from pandas.read_csv(path, chunksize=ROWS, dtype=types, **form)
-    elif kind in (".json", ".jsonl"):
-        by_line: Any = {"lines": True, "chunksize": ROWS} if kind == ".jsonl" else {}
-        found = pandas.read_json(path, encoding=UTF8, **{"dtype": False, **by_line})
-        yield from found if by_line else [found]
-    else:
-        raise ConfigError(f"{str(path)!r} has an unknown file ending; give {KINDS}")
+    limit = limit_of(max_length)
+    paths = _paths(data)
+    are_arrays = all(_ending(path) in _ARRAYS for path in paths)
+    with nullcontext() if are_arrays else _progress_bars(progress):
+        tables = list(_tables(paths, sample_by))
+        if not any(_num_rows(table) for table in tables):
+            raise ConfigError(f"{str(data)!r} has no samples; give files with at least one row")
+        names = _chosen(tables[0], data, column, kinds, has_tokenizer=tokenizer is not None)
+        if output is not None:
+            _check_output(Path(output), names)
+        streams = {}
+        for name in names:
+            parts = [_lengths(table, name, tokenizer, num_proc) for table in tables]
+            streams[name] = np.concatenate(parts)
+    streams = dict(as_streams(streams))
+    if limit is not None:
+        first = primary(streams)
+        streams[first] = np.minimum(streams[first], np.int32(limit))
+    if output is not None:
+        streams = _written(Path(output), streams)
+    return streams[names[0]] if len(names) == 1 else streams
 
 
 def read_column(data: Any, name: str, option: str) -> list[Any]:
     """Returns all values of one column of the files, in file order."""
-    found: list[Any] = []
-    for _, (path, names, table) in _chunks(data):
-        if name not in names:
-            raise ConfigError(
-                f"`{option}` must be one of {names} in {str(path)!r}, but is {name!r}"
-            )
-        with _reading(path):
-            read: Any = table(columns=[name]) if callable(table) else table
-            found.extend(by_position(read[name]))  # `+=` would add arrays elementwise
-    return found
+    values: list[Any] = []
+    for table in _tables(_paths(data), "line"):
+        _check_column(table, name, option)
+        values.extend(
+            np.atleast_1d(table[name]).tolist() if isinstance(table, dict) else table[name]
+        )
+    return values
+
+
+@contextmanager
+def _progress_bars(is_shown: bool) -> Iterator[None]:
+    from datasets.utils import (
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
+
+    were_shown = not are_progress_bars_disabled()
+    if not is_shown:
+        disable_progress_bars()
+    try:
+        yield
+    finally:
+        if were_shown:
+            enable_progress_bars()
+
+
+def _paths(data: Any) -> list[Path]:
+    """Returns the files and folders that ``data`` names."""
+    if not isinstance(data, (str, Path)):
+        paths = []
+        for entry in data:
+            paths.extend(_paths(entry))
+        return paths
+    if Path(data).exists():
+        return [Path(data)]
+    paths = [Path(name) for name in sorted(glob.glob(str(data), recursive=True))]
+    if not paths:
+        raise ConfigError(f"there is no file {str(data)!r}; give {FORMATS}")
+    return paths
+
+
+def _ending(path: Path) -> str:
+    """Returns the ending that tells a file's format, without that of its compression."""
+    suffix = path.suffix.lower()
+    return Path(path.stem).suffix.lower() if suffix in _COMPRESSED else suffix
+
+
+def _tables(paths: Sequence[Path], sample_by: SampleBy) -> Iterator[Table]:
+    """Yields the rows of each file or folder; files of one format that follow each other are read together."""
+    waiting: list[Path] = []
+    for path in paths:
+        if waiting and _ending(path) != _ending(waiting[0]):
+            yield _load_files(waiting, sample_by)
+            waiting = []
+        ending = _ending(path)
+        if path.is_dir():
+            yield _load_folder(path)
+        elif ending in _LOADERS:
+            waiting.append(path)
+        elif ending in _ARRAYS:
+            yield _load_arrays(path)
+        else:
+            raise ConfigError(f"{str(path)!r} has an unknown file ending; give {FORMATS}")
+    if waiting:
+        yield _load_files(waiting, sample_by)
+
+
+def _load_files(paths: Sequence[Path], sample_by: SampleBy) -> Table:
+    from datasets import load_dataset
+
+    loader, options = _LOADERS[_ending(paths[0])]
+    if loader == "text":
+        options = options | {"sample_by": sample_by}
+    names = [str(path) for path in paths]
+    with _reading(", ".join(names)):
+        load: Any = load_dataset
+        return load(loader, data_files=names, split="train", **options)
+
+
+def _load_folder(path: Path) -> Table:
+    from datasets import DatasetDict, load_dataset, load_from_disk
+
+    with _reading(str(path)):
+        if any((path / name).exists() for name in _SAVED):
+            saved: Any = load_from_disk(str(path))
+            return saved["train"] if isinstance(saved, DatasetDict) else saved
+        table = load_dataset(str(path), split="train")
+    endings = {_ending(file) for file in path.rglob("*")} & _TABLES
+    if len(endings) > 1:
+        warn_user(
+            f"{str(path)!r} has files of several formats ({', '.join(sorted(endings))}), of which `datasets` reads one; "
+            "give patterns such as '*.csv' to choose files yourself"
+        )
+    return table
+
+
+def _load_arrays(path: Path) -> Table:
+    with (
+        _reading(str(path)),
+        path.open("rb") as file,
+    ):  # np.load(path) would leave it open on errors
+        arrays: Any = np.load(file)
+        return {"tokens": arrays} if isinstance(arrays, np.ndarray) else dict(arrays)
+
+
+@contextmanager
+def _reading(names: str) -> Iterator[None]:
+    """Context manager that turns errors of a format into a ConfigError that names the files."""
+    try:
+        yield
+    except ModuleNotFoundError:
+        raise
+    except Exception as error:  # of pandas, pyarrow or numpy; `datasets` hides them behind its own
+        cause = error.__cause__ or error
+        reason = f"{type(cause).__name__}: {cause}".splitlines()[0]
+        raise ConfigError(
+            f"{names!r:.300} cannot be read in the format of its ending ({reason:.200})"
+        ) from error
+
+
+def _names(table: Table) -> list[str]:
+    return list(table) if isinstance(table, dict) else table.column_names
+
+
+def _num_rows(table: Table) -> int:
+    if isinstance(table, dict):
+        return sum(array.size for array in table.values())
+    return len(table)
+
+
+def _check_column(table: Table, name: str, option: str) -> None:
+    if name not in _names(table):
+        raise ConfigError(f"`{option}` must be one of {_names(table)}, but is {name!r}")
 
 
 def _chosen(
-    chunk: Chunk, column: str | Sequence[str] | None, kinds: str | None, *, texts: bool
+    table: Table,
+    data: Any,
+    column: str | Sequence[str] | None,
+    kinds: str | None,
+    *,
+    has_tokenizer: bool,
 ) -> list[str]:
     """Returns the columns to measure: the named ones, else the only one, else one with a usual name."""
-    path, names, _ = chunk[1]
-    names = [name for name in names if name != kinds]
-    usual = [name for name in (["text"] if texts else USUAL) if name in names][:1]
-    usual = (
-        names if path.suffix.lower() == ".npz" else usual
-    )  # every array of an .npz file is a stream
-    if column is None and len(names) > 1 and not usual:
+    if column is not None:
+        return column.split(",") if isinstance(column, str) else list(column)
+    names = [name for name in _names(table) if name != kinds]
+    if isinstance(table, dict) or len(names) == 1:  # every array of an .npz file is a stream
+        return names
+    for name in ("text",) if has_tokenizer else USUAL:
+        if name in names:
+            return [name]
+    raise ConfigError(
+        f"{str(data)!r} has the columns {names}; choose one with `--column A`, or streams with `A,B`"
+    )
+
+
+def _lengths(
+    table: Table, name: str, tokenizer: Callable[..., Any] | None, num_proc: int | None
+) -> NDArray[np.int32]:
+    """Returns the lengths of a column of texts, token ids or lengths."""
+    _check_column(table, name, "--column")
+    if isinstance(table, dict):
+        return _as_lengths(table[name], name)
+    dtype = getattr(table.features[name], "dtype", None)  # None: of lists
+    if dtype is not None and "string" in dtype:
+        if tokenizer is None:
+            return _as_lengths(_numbers(table[name], name), name)
+        return measure_lengths(table, tokenizer, name, num_proc=num_proc)
+    if dtype is not None:
+        return _as_lengths(table.with_format("numpy")[name][:], name)
+    return measure_lengths(table, column=name)
+
+
+def _as_lengths(values: Any, name: str) -> NDArray[np.int32]:
+    return as_streams({name: values})[name]
+
+
+def _numbers(texts: Iterable[str], name: str) -> NDArray[np.int64]:
+    """Returns the numbers in the lines of a txt file; blank lines are left out."""
+    try:
+        return np.array([int(text) for text in texts if text.strip()], np.int64)
+    except ValueError as error:
         raise ConfigError(
-            f"{str(path)!r} has the columns {names}; choose one with `--column A`, or streams with `A,B`"
-        )
-    return (
-        (usual or names)
-        if column is None
-        else column.split(",")
-        if isinstance(column, str)
-        else list(column)
-    )
+            f"column {name!r} contains texts; name the `--tokenizer` that measures them ({error})"
+        ) from None
 
 
-def _kind(names: list[str]) -> Kind:
-    pack = lambda lengths: np.ascontiguousarray(lengths, "<i4").tobytes()  # noqa: E731
-    unpack = lambda data: np.frombuffer(data, "<i4").reshape(len(names), -1)  # noqa: E731
-    read = lambda path: _by_name(names, [*as_streams(path).values()])  # noqa: E731
-    return Kind(
-        ".npz" if len(names) > 1 else ".npy", pack, unpack, list, partial(_write, names), read
-    )
+def _check_output(path: Path, names: Sequence[str]) -> None:
+    suffix = ".npy" if len(names) == 1 else ".npz"
+    if path.suffix != suffix:
+        raise ConfigError(f"`output` must end in {suffix}, but is {path.name!r}")
 
 
-def _write(names: Sequence[str], file: IO[bytes], chunks: Sequence[NDArray[np.int32]]) -> None:
-    """Writes all lengths to ``file``, one column at a time, so that memory use is 4 bytes per sample."""
-    if len(names) == 1:
-        return VECTORS.write(file, np.concatenate([chunk[0] for chunk in chunks]))
-    with ZipFile(file, "w") as archive:  # an .npz file is a zip archive of .npy files
-        for place, name in enumerate(names):
-            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-                np.save(member, np.concatenate([chunk[place] for chunk in chunks]))  # type: ignore[arg-type]
+def _written(path: Path, streams: dict[str, NDArray[np.int32]]) -> dict[str, Any]:
+    """Writes lengths to a file; returns them as read from there. A run that is killed leaves no part of a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f".{path.name}{path.suffix}")
+    if len(streams) == 1:
+        name = next(iter(streams))
+        np.save(new, streams[name])
+        os.replace(new, path)
+        return {name: np.load(path, mmap_mode="r")}
+    np.savez(new, allow_pickle=False, **streams)
+    os.replace(new, path)
+    return streams

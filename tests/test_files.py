@@ -1,27 +1,17 @@
-"""Lengths of files are those of all their rows in order, whatever their kinds, chunks and processes, killed or not."""
+"""Lengths of files are those of all their rows in order, whatever their formats, compression and processes."""
 
-import os
-from contextlib import suppress
+import gzip
 from pathlib import Path
-from typing import Any
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 import dynagroup
-from dynagroup import (
-    ConfigError,
-    LengthAwareBatchSampler,
-    StateError,
-    files,
-    measure_files,
-    measure_lengths,
-)
+from dynagroup import ConfigError, LengthAwareBatchSampler, measure_files, measure_lengths
 from dynagroup.cli import main
 from dynagroup.lengths import as_streams
 from tests.models import TEXTS, small_tokenizer
@@ -32,8 +22,9 @@ SAMPLES = [{"input_ids": [1] * n} for n in LENGTHS]
 
 
 @pytest.fixture(autouse=True)
-def small_chunks(monkeypatch):
-    monkeypatch.setattr(files, "ROWS", ROWS)
+def own_cache(monkeypatch, tmp_path_factory):
+    cache = tmp_path_factory.mktemp("cache")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
 
 
 def write(folder: Path, kind: str) -> str:
@@ -65,10 +56,7 @@ def test_lengths_are_those_of_all_rows_in_order(tmp_path, kind, num_proc):
         assert found.dtype == np.int32
         assert found.tolist() == LENGTHS == measure_lengths(TEXTS, small_tokenizer()).tolist()
     assert np.load(tmp_path / "lengths.npy").tolist() == LENGTHS
-    assert sorted(path.name for path in tmp_path.glob("lengths*")) == [
-        "lengths.npy",
-        "lengths.npy.job",
-    ]
+    assert [path.name for path in tmp_path.glob("*lengths*")] == ["lengths.npy"]
     columns = ["n", "text"] if kind == "csv" else ["n", "text", "input_ids"]
     streams = measure_files(
         data, small_tokenizer(), columns, 5, output=tmp_path / "lengths.npz", **how
@@ -78,103 +66,74 @@ def test_lengths_are_those_of_all_rows_in_order(tmp_path, kind, num_proc):
         assert {name: n.tolist() for name, n in found.items()} == expected
 
 
-@pytest.mark.parametrize("kind", ["csv", "tsv", "txt"])
-def test_the_first_file_decides_whether_a_column_has_texts(tmp_path, kind):
-    """A file whose texts are all numbers is no file of lengths, if the first one has other texts."""
-    head = [] if kind == "txt" else ["text"]
-    for name, rows in (("a", ["w1 w2", "w3"]), ("b", ["100000", "7"]), ("c", ["w1 w2 w3", "w1"])):
-        (tmp_path / f"{name}.{kind}").write_text("\n".join([*head, *rows]) + "\n")
-    how: Any = {"num_proc": 1, "progress": False}
-    found = measure_files(
-        [tmp_path / f"{name}.{kind}" for name in "abc"], small_tokenizer(), **how
-    ).tolist()
-    assert (
-        found
-        == measure_lengths(
-            ["w1 w2", "w3", "100000", "7", "w1 w2 w3", "w1"], small_tokenizer()
-        ).tolist()
-    )
-    with pytest.raises(ConfigError):
-        measure_files([tmp_path / f"{name}.{kind}" for name in "bc"], small_tokenizer(), **how)
+ROWS_OF_LENGTHS = b'{"length": 3}\n{"length": 5}\n'
 
 
-class Killed(BaseException):
-    pass
-
-
-class Mortal:
-    """Counts words; dies at a text, if it is told to."""
-
-    fingerprint = "words"  # what it has seen is not what it does
-
-    def __init__(self) -> None:
-        self.seen: list[str] = []
-        self.dies_at: int | None = None
-
-    def __call__(self, texts: list[str]) -> dict[str, Any]:
-        if self.dies_at is not None and len(self.seen) >= self.dies_at:
-            raise Killed
-        self.seen += texts
-        return {"input_ids": [text.split() for text in texts]}
-
-
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    st.sampled_from(["parquet", "csv", "saved"]),
-    st.lists(st.integers(0, 39), max_size=3),
-    st.data(),
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("x.jsonl", ROWS_OF_LENGTHS),
+        ("x.json", b'[{"length": 3}, {"length": 5}]'),
+        ("x.json.gz", gzip.compress(ROWS_OF_LENGTHS, mtime=0)),
+        ("x.txt", b"3\n5\n\n"),
+        ("x.txt.gz", gzip.compress(b"3\n5\n", mtime=0)),
+        ("x.csv.gz", gzip.compress(b"length\n3.0\n5.0\n", mtime=0)),
+        ("x.tsv", b"a\tlength\nx\t3\ny\t5\n"),
+    ],
 )
-def test_a_killed_job_goes_on_and_does_nothing_again(tmp_path_factory, kind, deaths, data):
-    """Killed up to three times, also while it writes: every text is measured once, what was torn is measured again."""
-    tmp_path = tmp_path_factory.mktemp("job")
-    tokenizer, source, output = Mortal(), write(tmp_path, kind), tmp_path / "lengths.npy"
-    how: Any = {"column": "text", "output": output, "num_proc": 1, "progress": False}
-    for at in sorted(deaths):
-        tokenizer.dies_at = at
-        with suppress(Killed):
-            measure_files(source, tokenizer, **how)
-    torn = [path for path in tmp_path.glob("lengths.npy.journal/*.journal") if path.stat().st_size]
-    if torn and (torn := torn[: data.draw(st.integers(0, 1))]):
-        torn[0].write_bytes(torn[0].read_bytes()[:-1])
-    tokenizer.dies_at = None
-    assert measure_files(source, tokenizer, **how).tolist() == [len(text.split()) for text in TEXTS]
-    assert len(tokenizer.seen) <= len(TEXTS) + ROWS * len(torn)
-    assert torn or sorted(tokenizer.seen) == sorted(TEXTS)
-    tokenizer.dies_at = 0
-    assert measure_files(source, tokenizer, **how).tolist() == LENGTHS  # read
-    for changed in ({"max_length": 3}, {"tokenizer": small_tokenizer()}):
-        with pytest.raises(StateError, match=f"{next(iter(changed))} was .* then, is .* now"):
-            measure_files(source, **{"tokenizer": tokenizer, **how, **changed})
-    os.utime(
-        next(path for path in tmp_path.rglob("*") if path.suffix in (".parquet", ".csv", ".arrow")),
-        (1, 1),
-    )
-    with pytest.raises(StateError, match="files was .* then, is .* now"):
-        measure_files(source, tokenizer, **how)
+def test_files_of_lengths_may_be_compressed(name, data, tmp_path):
+    (tmp_path / name).write_bytes(data)
+    assert measure_files(tmp_path / name, progress=False).tolist() == [3, 5]
+
+
+def test_files_may_be_compressed_by_zstandard(tmp_path):
+    zstandard = pytest.importorskip("zstandard")
+    (tmp_path / "x.jsonl.zst").write_bytes(zstandard.compress(ROWS_OF_LENGTHS))
+    assert measure_files(tmp_path / "x.jsonl.zst", progress=False).tolist() == [3, 5]
+
+
+def test_a_text_file_has_a_text_per_line_paragraph_or_document(tmp_path):
+    (tmp_path / "a.txt").write_text("w1 w2\nw3\n\nw4 w5 w6\n")
+    (tmp_path / "b.txt").write_text("w1\n")
+    found = {
+        by: measure_files(
+            str(tmp_path / "*.txt"), small_tokenizer(), sample_by=by, progress=False
+        ).tolist()
+        for by in ("line", "paragraph", "document")
+    }
+    assert found == {"line": [2, 1, 0, 3, 1], "paragraph": [3, 3, 1], "document": [6, 1]}
+
+
+def test_the_same_call_again_measures_nothing(tmp_path):
+    data = write(tmp_path, "parquet")
+    tokenizer = small_tokenizer()
+    call = lambda: measure_files(data, tokenizer, "text", progress=False).tolist()  # noqa: E731
+    first = call()
+    files = {path for path in Path(datasets.config.HF_DATASETS_CACHE).rglob("*.arrow")}
+    assert call() == first
+    assert {path for path in Path(datasets.config.HF_DATASETS_CACHE).rglob("*.arrow")} == files
 
 
 def test_a_wrong_row_column_or_file_is_named(tmp_path, capfd):
-    (tmp_path / "a.csv").write_text("text,n\nw1 w2,2\n" + "7,1\n" * 9)
+    (tmp_path / "a.csv").write_text("text,n\nw1 w2,2\n" + "w7,1\n" * 9)
     (tmp_path / "b.csv").write_text("other\nw1\n")
     data, how = str(tmp_path / "*.csv"), {"num_proc": 2, "progress": False}
-    with pytest.raises(ConfigError, match=r"must be one of \['other'\] in .*b.csv', but is 'text'"):
+    with pytest.raises(ConfigError, match=r"must be one of \['other'\], but is 'text'"):
+        measure_files(tmp_path / "b.csv", small_tokenizer(), "text", **how)
+    with pytest.raises(ConfigError, match=r"a.csv, .*b.csv' cannot be read"):
         measure_files(data, small_tokenizer(), "text", **how)
     assert (
         measure_files(tmp_path / "a.csv", small_tokenizer(), "text", **how).tolist()
         == [2] + [1] * 9
     )
-    with pytest.raises(
-        ConfigError, match=r"name the `--tokenizer` .*\(in .*a.csv', chunk 0 of all files\)"
-    ):
+    with pytest.raises(ConfigError, match=r"column 'text' contains texts; name the `--tokenizer`"):
         measure_files(tmp_path / "a.csv", None, "text", **how)
     with pytest.raises(ConfigError, match="no file .*nothing"):
         measure_files([data, tmp_path / "nothing*"], None, "n", **how)
     (tmp_path / "c.jsonl").write_text('{"n": 3}\n')
-    with (
-        pytest.warns(match="does not read 1 files .*c.jsonl"),
-        pytest.raises(ConfigError, match="must be one of"),
-    ):
-        measure_files(tmp_path, small_tokenizer(), "text", **how)
+    (tmp_path / "b.csv").unlink()
+    with pytest.warns(match=r"has files of several formats \(.csv, .jsonl\)"):
+        measure_files(tmp_path, None, "n", **how)
     with pytest.raises(ConfigError, match=r"must end in \.npz"):
         measure_files(
             tmp_path / "a.csv", small_tokenizer(), "text,n", output=tmp_path / "x.npy", **how

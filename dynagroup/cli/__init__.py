@@ -139,7 +139,10 @@ OPTIONS: dict[str, tuple[Any, ...]] = {  # name -> placeholder of its value, mea
     "--html": ("FILE", "also save a web page with the table and pictures"),
     "--json": ("", "print the results as JSON"),
     "--output": ("FILE", "lengths.npy, or .npz for several columns; a killed run continues"),
-    "--processes": ("N", "number of processes; default: one per core"),
+    "--processes": (
+        "N",
+        "number of processes; default: one, in which a fast tokenizer uses all cores",
+    ),
     "--texts": ("FILE", "file with one text per line; default: docstrings found on this machine"),
     "--budget": ("T", "most tokens of a batch, with padding"),
     "--device": ("NAME", "cpu, cuda, ...; default: cuda if available"),

@@ -22,7 +22,7 @@ from dynagroup.integrations.probe import (
     samples_for,
 )
 from dynagroup.integrations.varlen import NAME, attention_of, first_position
-from dynagroup.jobs.job import evaluating
+from dynagroup.jobs.texts import evaluating
 from dynagroup.validation import explained, warn_user
 
 LINEAR = ("flash_attention", "flex_attention", NAME)

@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from transformers import PretrainedConfig
 
-from dynagroup.jobs.job import evaluating
+from dynagroup.jobs.texts import evaluating
 
 PROBES = ((7, 5, 6, 9, 8), (6, 8, 5))
 LONGEST = 131  # tokens: more than layers that compress blocks have in a block (DeepSeek-V4: 128)

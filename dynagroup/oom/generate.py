@@ -1,6 +1,6 @@
 """Runs ``model.generate`` in parts when memory runs out, with the same output."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -9,7 +9,7 @@ import torch
 
 from dynagroup.budget.learning import LearningBudget
 from dynagroup.errors import ConfigError
-from dynagroup.oom.retry import run_parts
+from dynagroup.oom.retry import Retry
 from dynagroup.oom.split import BatchSplitter, VisionTokens, longest_of
 from dynagroup.shapes import BatchShape
 
@@ -21,6 +21,7 @@ _REFUSED = (
     "encoder_outputs",
     "prefix_allowed_tokens_fn",
 )
+_NEW_TOKENS = 20  # transformers' default
 _learned_by_model: WeakKeyDictionary[Any, LearningBudget] = WeakKeyDictionary()
 
 
@@ -58,64 +59,66 @@ def generate_with_oom_retry(
 
     >>> output, num_splits = generate_with_oom_retry(model, batch, max_new_tokens=64)  # doctest: +SKIP
     """
-    data = {**batch} if isinstance(batch, Mapping) else {"input_ids": batch}
-    check_options(model, {**data, **generate_kwargs})
+    data = dict(batch) if isinstance(batch, Mapping) else {"input_ids": batch}
+    options = dict(generate_kwargs)
     if pad_token_id is not None:
-        generate_kwargs["pad_token_id"] = pad_token_id
-    if learned is None:
-        learned = _learned_by_model.setdefault(model, LearningBudget())
-    return generated(model, data, generate_kwargs, learned, indices, min_samples=min_samples)
+        options["pad_token_id"] = pad_token_id
+    for name, value in generate_kwargs.items():
+        if is_data(value):
+            data[name] = options.pop(name)
+    check_options(model, {**data, **options})
+    retry = Retry(
+        # Parts keep the batch's width, because some options of `generate` depend on padding, or count from the left.
+        splitter=BatchSplitter(trim=False, vision=VisionTokens.from_config(model.config)),
+        learned=learned or _learned_by_model.setdefault(model, LearningBudget()),
+        min_samples=min_samples,
+        shape=partial(_final_shape, model, options),
+    )
+    parts = retry.run(lambda part: model.generate(**part, **options), data, indices)
+    return Generated(_joined(parts, model, options), len(parts) - 1)
 
 
-def generated(
-    model: Any,
-    batch: Mapping[str, Any],
-    options: Mapping[str, Any],
-    learned: LearningBudget,
-    indices: Sequence[int],
-    *,
-    min_samples: int = 1,
-) -> Generated:
-    """Returns the output of the whole batch, joined from its parts. ``options``: checked arguments of ``generate``."""
-    kwargs = {name: value for name, value in options.items() if not is_data(value)}
-    batch = {**batch, **{name: value for name, value in options.items() if name not in kwargs}}
-    option = partial(generation_option, model=model, kwargs=kwargs)
-    # Parts keep the batch's width, because some options of `generate` depend on padding, or count from the left.
-    splitter = BatchSplitter(trim=False, vision=VisionTokens.from_config(model.config))
-    shape = partial(_final_shape, option, model.config.is_encoder_decoder)
-    run = lambda part: model.generate(**part, **kwargs)  # noqa: E731
-    how: Any = {
-        "min_samples": min_samples,
-        "indices": indices,
-        "shape": shape,
-    }
-    rows = run_parts(run, batch, splitter, learned, **how)
-    if len(rows) == 1:
-        return Generated(rows[0], 0)
-    width = max(part.shape[1] for part in rows)
-    fill = _pad_token_id(option) if any(part.shape[1] < width for part in rows) else 0
-    ended = [torch.nn.functional.pad(part, (0, width - part.shape[1]), value=fill) for part in rows]
-    return Generated(torch.cat(ended), len(rows) - 1)
+def _joined(parts: list[torch.Tensor], model: Any, options: Mapping[str, Any]) -> torch.Tensor:
+    """Returns the parts' outputs as one tensor: shorter ones are filled at the end, as ``generate`` fills them."""
+    width = max(part.shape[1] for part in parts)
+    if all(part.shape[1] == width for part in parts):
+        return torch.cat(parts)
+    fill = _pad_token_id(model, options)
+    rows = []
+    for part in parts:
+        rows.append(torch.nn.functional.pad(part, (0, width - part.shape[1]), value=fill))
+    return torch.cat(rows)
 
 
 def _final_shape(
-    option: Callable[[str], Any], is_encoder_decoder: bool, part: Any, num_samples: int
+    model: Any, options: Mapping[str, Any], part: Mapping[str, Any], num_samples: int
 ) -> BatchShape:
-    new, total, width = option("max_new_tokens"), option("max_length"), longest_of(part)
-    if new is None and total is not None:
-        new = total if is_encoder_decoder else max(total - width, 0)
-    new = 20 if new is None else new  # transformers' default
-    return BatchShape.of(
-        num_samples * max(option(name) or 1 for name in ("num_beams", "num_return_sequences")),
-        width + new,
-    )
+    """Returns the shape of a batch when generation ends: rows with beams or several answers, and all new tokens."""
+    width = longest_of(part)
+    num_new = generation_option("max_new_tokens", model, options)
+    max_length = generation_option("max_length", model, options)
+    if num_new is None and max_length is None:
+        num_new = _NEW_TOKENS
+    elif num_new is None:
+        num_new = max_length if model.config.is_encoder_decoder else max(max_length - width, 0)
+    return BatchShape.of(num_samples * num_copies(model, options), width + num_new)
 
 
-def _pad_token_id(option: Callable[[str], Any]) -> int:
-    pad, eos = option("pad_token_id"), option("eos_token_id")
-    first_eos = eos[0] if isinstance(eos, (list, tuple)) else eos
-    if pad is None or (pad == 0 and (option("num_beams") or 1) > 1 and first_eos is not None):
-        pad = first_eos  # in beam search, transformers treats a padding token of 0 as not set
+def num_copies(model: Any, options: Mapping[str, Any]) -> int:
+    """Returns how many rows ``generate`` runs for each sample: beams, or several answers."""
+    num_beams = generation_option("num_beams", model, options) or 1
+    num_answers = generation_option("num_return_sequences", model, options) or 1
+    return max(num_beams, num_answers)
+
+
+def _pad_token_id(model: Any, options: Mapping[str, Any]) -> int:
+    pad = generation_option("pad_token_id", model, options)
+    end = generation_option("eos_token_id", model, options)
+    if isinstance(end, (list, tuple)):
+        end = end[0]
+    has_beams = (generation_option("num_beams", model, options) or 1) > 1
+    if pad is None or (pad == 0 and has_beams and end is not None):
+        pad = end  # in beam search, transformers treats a padding token of 0 as not set
     if pad is None:
         raise ConfigError(
             "parts have outputs of unequal length; pass `pad_token_id`, which fills the shorter ones"
@@ -123,23 +126,21 @@ def _pad_token_id(option: Callable[[str], Any]) -> int:
     return int(pad)
 
 
-def check_options(model: Any, given: Mapping[str, Any]) -> None:
+def check_options(model: Any, options: Mapping[str, Any]) -> None:
     """Raises ConfigError for options that do not work in parts, also those in the model's generation config."""
     for name in _REFUSED:
-        if generation_option(name, model, given) not in (None, False):
+        if generation_option(name, model, options) not in (None, False):
             raise ConfigError(
                 f"`{name}` does not work when a batch may run in parts; use model.generate instead"
             )
 
 
-def generation_option(name: str, model: Any, kwargs: Mapping[str, Any]) -> Any:
+def generation_option(name: str, model: Any, options: Mapping[str, Any]) -> Any:
     """Returns the value of an option of ``generate``: argument, ``generation_config``, or the model's; else None."""
-    for source in (
-        kwargs,
-        kwargs.get("generation_config"),
-        getattr(model, "generation_config", None),
-    ):
-        value = source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
+    if options.get(name) is not None:
+        return options[name]
+    for config in (options.get("generation_config"), getattr(model, "generation_config", None)):
+        value = getattr(config, name, None)
         if value is not None:
             return value
     return None
@@ -147,4 +148,4 @@ def generation_option(name: str, model: Any, kwargs: Mapping[str, Any]) -> Any:
 
 def is_data(value: Any) -> bool:
     """Returns whether an argument of ``generate`` has one entry per sample, and so is a part of the batch."""
-    return hasattr(value, "untyped_storage") and value.ndim > 0
+    return isinstance(value, torch.Tensor) and value.ndim > 0

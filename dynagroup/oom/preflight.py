@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,17 +15,31 @@ from dynagroup.device import is_out_of_memory
 from dynagroup.distributed import World
 from dynagroup.errors import AlignmentError, BudgetError, ConfigError
 from dynagroup.oom.retry import clear_frames, free_memory
-from dynagroup.oom.train import find_ddp, local_gradients
+from dynagroup.oom.train import class_names, find_ddp, local_gradients
 from dynagroup.plan.batches import longest_of, maxima_of
-from dynagroup.shapes import BatchShape, Streams, largest_within
+from dynagroup.shapes import BatchShape, IntArray, Streams, largest_within
 from dynagroup.update.filling import Shape
 from dynagroup.update.loader import StepLoader
 
-LENGTHS, SAMPLED = (
-    4,
-    1 << 16,
-)  # lengths to try, each with as many samples as fit; most samples whose lengths are read
-SAID = 1000  # bytes of an error message that ranks exchange
+NUM_LENGTHS = 4  # lengths to try, each with as many samples as fit
+SAMPLED = 1 << 16  # most samples whose lengths are read
+MESSAGE_BYTES = 1000  # of an error message that ranks exchange
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A batch to run: one sample, repeated."""
+
+    sample: int
+    """Number of the sample in the loader's examples."""
+    shape: Shape
+    """(samples, tokens per stream) of the batch."""
+    seen: BatchShape
+    """The batch as the budget sees it (K = 1); the sample is repeated as often as this has samples."""
+
+    @property
+    def num_copies(self) -> int:
+        return int(self.seen.num_samples[0])
 
 
 # Ranks exchange results after each batch. With DDP a batch runs without DDP's own exchange, so no rank waits for one
@@ -40,7 +55,7 @@ def preflight(
     one rank, a :class:`~dynagroup.LearningBudget` learns it on all ranks, and a smaller batch is run.
 
     Args:
-        model: the model as it is trained: in DDP or FSDP, compiled, on its device.
+        model: the model as it is trained: in DDP or FSDP, compiled, on its device; not in DeepSpeed.
         loader: the training loader. With ``shapes``, one batch of each shape is run; else up to four batches, each of one
             length (the longest among them) and of as many samples as fit.
         compute_loss: function (model, batch) -> loss, a scalar tensor.
@@ -50,7 +65,8 @@ def preflight(
 
     Raises BudgetError on all ranks if a batch ran out of memory and the budget cannot learn from it: it is no
     LearningBudget, ``shapes`` or FSDP is used, or the batch is one sample. The message names shape, bytes and the
-    budget to set. Raises AlignmentError if another rank failed.
+    budget to set. ConfigError for DeepSpeed, whose gradients cannot be restored.
+    AlignmentError if another rank failed.
 
     >>> from dynagroup import PlannedDataLoader, TokenBudget
     >>> loader = PlannedDataLoader(torch.eye(6), [1, 2, 2, 4, 4, 4], TokenBudget(8), weigh="samples")
@@ -58,97 +74,129 @@ def preflight(
     >>> preflight(layer, loader, lambda model, batch: model(batch).sum()), layer.weight.grad
     ([(4, 2), (2, 4)], None)
     """
-    (lengths, read, collate), shown = loader.examples(), list[Shape]()
-    learner, few = loader.budget.learner, loader.budget.ladder is not None
+    if any("DeepSpeedEngine" in class_names(module) for module in model.modules()):
+        raise ConfigError(
+            "`preflight` does not run a DeepSpeedEngine, because ZeRO keeps gradients that cannot be restored; "
+            "instead train for a few updates on the longest samples, in a run of its own"
+        )
+    learner = loader.budget.learner
+    has_few_shapes = loader.budget.ladder is not None
     try:
-        ddp, final = find_ddp(model), learner is None or few
+        ddp = find_ddp(model)
+        can_run_alone = True
     except ConfigError:  # with FSDP no rank can run alone
-        ddp, final = None, True
-    engine = next(
-        (m for m in model.modules() if "DeepSpeedEngine" in {c.__name__ for c in type(m).__mro__}),
-        None,
-    )
+        ddp = None
+        can_run_alone = False
+    lengths, read, collate = loader.examples()
 
-    def run() -> None:
+    def run(trial: Trial) -> None:
         with local_gradients(ddp):
-            loss = compute_loss(model, collate([read(sample)] * int(seen.num_samples[0]), shape))
-            loss.backward() if engine is None else engine.backward(loss)
+            batch = collate([read(trial.sample)] * trial.num_copies, trial.shape)
+            compute_loss(model, batch).backward()
 
-    waiting = _shapes_to_run(lengths, loader)
-    with _unchanged(model, engine):
+    passed: list[Shape] = []
+    waiting = _trials(lengths, loader)
+    with _unchanged(model):
         while waiting:
-            sample, shape, seen = waiting.pop(0)
-            if not few and any(np.less_equal(shape, passed).all() for passed in shown):
-                continue  # needs no more memory than a batch that passed
-            failure = _failure(run, loader.world, _told(sample, seen, loader.budget))
-            _drop_gradients(model, engine)
+            trial = waiting.pop(0)
+            needs_no_more = any(np.less_equal(trial.shape, shape).all() for shape in passed)
+            if needs_no_more and not has_few_shapes:
+                continue
+            failure = _failure(lambda trial=trial: run(trial), loader.world, trial, loader.budget)
+            _drop_gradients(model)
             if failure is None:
-                shown.append(shape)
+                passed.append(trial.shape)
                 continue
             if learner is not None:
-                learner.record_oom(seen, num_retries=0)
+                learner.record_oom(trial.seen, num_retries=0)
                 learner.apply(loader.world)
-            if final or seen.num_samples[0] == 1:
+            is_final = learner is None or has_few_shapes or not can_run_alone
+            if is_final or trial.num_copies == 1:
                 raise BudgetError(failure)
-            waiting = _shapes_to_run(lengths, loader)
-    return shown
+            waiting = _trials(lengths, loader)
+    return passed
 
 
-def _shapes_to_run(
-    lengths: Streams, loader: StepLoader[Any]
-) -> list[tuple[int, Shape, BatchShape]]:
-    """Returns (sample to repeat, shape, shape for the budget) of each batch to run, most expensive first."""
+def _trials(lengths: Streams, loader: StepLoader[Any]) -> list[Trial]:
+    """Returns the batches to run, most expensive first."""
     budget = loader.budget.held(loader.budget.applied)
-    names, ladder = padded_streams(budget, lengths), budget.ladder
-    num: Any = len(lengths[names[0]])
-    some = np.arange(0, num, max(num // SAMPLED, 1) if ladder is None else 1)
-    some = np.union1d(some, longest_of(lengths, budget, some[:0], maxima_of(lengths)))
-    units = np.stack([lengths[name][some].astype(np.int64) for name in names])
+    names = padded_streams(budget, lengths)
+    samples = _samples_to_read(lengths, budget)
+    units = np.stack([lengths[name][samples].astype(np.int64) for name in names])
     tokens = units.sum(axis=0)
+    ladder = budget.ladder
     if ladder is not None:
         shapes = ladder.shapes
     else:
-        chosen = np.argsort(tokens, kind="stable")[
-            (np.arange(1, LENGTHS + 1) * len(some) - 1) // LENGTHS
-        ]
-        sizes, upper = loader.sizes, loader.num_samples or num
-        upper = min(upper, sizes.schedule) if sizes is not None and sizes.is_constant else upper
-        asked = lambda count: BatchShape.of(  # noqa: E731
-            count, {name: values[some[chosen]] for name, values in lengths.items()}
-        )
-        most = largest_within(lambda count: budget.fits(asked(count)), len(chosen), upper).clip(1)
-        shapes = [*dict.fromkeys(zip(most.tolist(), *units[:, chosen].tolist(), strict=True))]
-    totals, found = ladder is not None and ladder.layout == "packed", []
+        by_tokens = np.argsort(tokens, kind="stable")
+        quantiles = (np.arange(1, NUM_LENGTHS + 1) * len(samples) - 1) // NUM_LENGTHS
+        chosen = by_tokens[quantiles]
+        most = _most_that_fit(samples[chosen], lengths, budget, loader)
+        shapes = list(dict.fromkeys(zip(most, *units[:, chosen].tolist(), strict=True)))
+
+    trials = []
     for shape in shapes:
-        if (held := np.all(units.T <= shape[1:], axis=1)).any():
-            sample = int(np.where(held, tokens, -1).argmax())
-            copies, wide = (
-                (shape[1] // max(tokens[sample], 1), units[:, sample])
-                if totals
-                else (shape[0], shape[1:])
-            )
-            found.append(
-                (
-                    int(some[sample]),
-                    shape,
-                    BatchShape.of(max(copies, 1), dict(zip(names, wide, strict=True))),
-                )
-            )
-    return sorted(found, key=lambda run: (-budget.cost(run[2])[0], -run[1][0]))
+        holds = np.all(units.T <= shape[1:], axis=1)
+        if not holds.any():
+            continue
+        place = int(
+            np.where(holds, tokens, -1).argmax()
+        )  # of the longest sample that the shape holds
+        num_copies = shape[0]
+        width = shape[1:]
+        if ladder is not None and ladder.layout == "packed":
+            num_copies = max(shape[1] // max(tokens[place], 1), 1)
+            width = units[:, place]
+        seen = BatchShape.of(num_copies, dict(zip(names, width, strict=True)))
+        trials.append(Trial(sample=int(samples[place]), shape=shape, seen=seen))
+    trials.sort(key=lambda trial: (-budget.cost(trial.seen)[0], -trial.shape[0]))
+    return trials
 
 
-def _told(sample: int, seen: BatchShape, budget: Budget) -> str:
-    [count], units = seen.num_samples.tolist(), [int(values[0]) for values in seen.longest.values()]
-    layout = "" if budget.layout == "padded" else ', layout="packed"'
-    smaller = f"add `& TokenBudget({int(BACKOFF * count * sum(units))}{layout})` to the budget"
-    way_out = smaller if count > 1 else f"truncate or filter out samples as long as sample {sample}"
-    what = f"a batch of {count} samples of {' + '.join(map(str, units))} tokens, which the budget allows"
-    return f"{what}, ran out of memory; {way_out}"
+def _samples_to_read(lengths: Streams, budget: Budget) -> IntArray:
+    """Returns the numbers of some samples, evenly spread, and of the longest; all samples if shapes are few."""
+    num_samples = len(next(iter(lengths.values())))
+    stride = max(num_samples // SAMPLED, 1) if budget.ladder is None else 1
+    spread = np.arange(0, num_samples, stride)
+    longest = longest_of(lengths, budget, spread[:0], maxima_of(lengths))
+    return np.union1d(spread, longest)
 
 
-def _failure(run: Callable[[], None], world: World, told: str) -> str | None:
-    """Runs a batch on all ranks; if any runs out of memory, returns ``told`` and the allocator's message, equal on all."""
-    error, said = None, b""
+def _most_that_fit(
+    samples: IntArray, lengths: Streams, budget: Budget, loader: StepLoader[Any]
+) -> list[int]:
+    """Returns how many samples of each length the largest batch of training has."""
+    upper = loader.num_samples or len(next(iter(lengths.values())))
+    sizes = loader.sizes
+    if sizes is not None and isinstance(sizes.schedule, int) and sizes.is_constant:
+        upper = min(upper, sizes.schedule)
+    longest = {name: values[samples] for name, values in lengths.items()}
+    most = largest_within(
+        lambda count: budget.fits(BatchShape.of(count, longest)), len(samples), upper
+    )
+    return most.clip(1).tolist()
+
+
+def _advice(trial: Trial, budget: Budget) -> str:
+    """Returns what ran out of memory, and what to change, as text."""
+    units = [int(values[0]) for values in trial.seen.longest.values()]
+    way_out = f"truncate or filter out samples as long as sample {trial.sample}"
+    if trial.num_copies > 1:
+        smaller = int(BACKOFF * trial.num_copies * sum(units))
+        layout = "" if budget.layout == "padded" else ', layout="packed"'
+        way_out = f"add `& TokenBudget({smaller}{layout})` to the budget"
+    tokens = " + ".join(str(unit) for unit in units)
+    return (
+        f"a batch of {trial.num_copies} samples of {tokens} tokens, which the budget allows, ran out of memory; "
+        f"{way_out}"
+    )
+
+
+def _failure(run: Callable[[], None], world: World, trial: Trial, budget: Budget) -> str | None:
+    """Runs a batch on all ranks; if any runs out of memory, returns advice with the allocator's message, equal on all.
+    Raises all other errors; AlignmentError: another rank raised one."""
+    error = None
+    message = b""
     try:
         run()
     except Exception as caught:
@@ -156,66 +204,53 @@ def _failure(run: Callable[[], None], world: World, told: str) -> str | None:
         if is_out_of_memory(caught):
             clear_frames(caught, set())
             error = BudgetError(
-                f"{told}. Rank {world.rank} of {world.size}: {type(caught).__name__}: {caught}"
+                f"{_advice(trial, budget)}. Rank {world.rank} of {world.size}: {type(caught).__name__}: {caught}"
             )
-            said = str(error).encode()[:SAID]
-    if said:
+            message = str(error).encode()[:MESSAGE_BYTES]
+    if message:
         free_memory()
     try:
-        ran_out, failed = world.all_max(
-            [world.rank if said else -1, world.rank if error is not None else -1]
+        rank_without_memory, failed_rank = world.all_max(
+            [world.rank if message else -1, world.rank if error is not None else -1]
         )
-        words = (
-            world.all_max([*(said if ran_out == world.rank else b"").ljust(SAID)])
-            if ran_out >= 0
-            else b""
-        )
+        if rank_without_memory < 0:
+            shared = []
+        else:
+            own = message if rank_without_memory == world.rank else b""
+            shared = world.all_max(list(own.ljust(MESSAGE_BYTES)))
     except AlignmentError as lost:
         raise error or lost from None
-    if ran_out < 0 and (error is not None or failed >= 0):
-        raise error or AlignmentError(f"rank {failed} failed before training; see its error")
-    return bytes(words).decode(errors="ignore").strip() or None
+    if rank_without_memory >= 0:
+        return bytes(shared).decode(errors="ignore").strip()
+    if error is not None:
+        raise error
+    if failed_rank >= 0:
+        raise AlignmentError(f"rank {failed_rank} failed before training; see its error")
+    return None
 
 
-# ZeRO keeps reduced gradients in its optimizer. Some modes add to them, or keep them for parameters that an update does
-# not use. So they are dropped, and passes are counted from 0, as after a step.
-def _drop_gradients(model: torch.nn.Module, engine: Any) -> None:
+def _drop_gradients(model: torch.nn.Module) -> None:
     for parameter in model.parameters():
         parameter.grad = None
-    if engine is not None:
-        engine.optimizer.zero_grad()
-        held = vars(engine.optimizer)
-        held.get("averaged_gradients", {}).clear()
-        if parts := held.get(
-            "single_partition_of_fp32_groups"
-        ):  # stages 1 and 2; stage 3 counts from zero_grad
-            held["micro_step_id"] = -1
-        grads = [part.grad for part in parts or held.get("fp32_partitioned_groups_flat", ())]
-        for gradient in filter(torch.is_tensor, [*grads, held.get("grad_partitions_flat_buffer")]):
-            gradient.zero_()
 
 
 @contextmanager
-def _unchanged(model: torch.nn.Module, engine: Any) -> Iterator[None]:
+def _unchanged(model: torch.nn.Module) -> Iterator[None]:
     """Context manager that starts without gradients and restores gradients, buffers and random states at its end."""
-    gradients = [(p, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
+    gradients = []
+    for parameter in model.parameters():
+        copied = None if parameter.grad is None else parameter.grad.clone()
+        gradients.append((parameter, copied))
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    drawn = random.getstate(), np.random.get_state()
-    held = {} if engine is None else vars(engine)
-    counts = {
-        name: value for name, value in held.items() if value is None or isinstance(value, int)
-    }
-    held |= {
-        "_is_gradient_accumulation_boundary": True
-    }  # each pass as an update's last one, which needs most memory
-    _drop_gradients(model, engine)
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    _drop_gradients(model)
     try:
         with torch.random.fork_rng():
             yield
     finally:
-        held |= counts
-        random.setstate(drawn[0])
-        np.random.set_state(drawn[1])
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
         for parameter, gradient in gradients:
             parameter.grad = gradient
         with torch.no_grad():

@@ -5,6 +5,7 @@ import logging
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -24,45 +25,45 @@ _BACKENDS = ("cuda", "xpu", "mps", "npu")
 
 
 def attempt(
-    run: Callable[[Any], T], part: Any, learned: LearningBudget
+    run: Callable[[], T], learned: LearningBudget, *, description: Callable[[], str]
 ) -> tuple[T | None, str | None]:
-    """Returns (``run(part)``, None), or (None, message) if it ran out of memory, with none of its tensors alive. Other
+    """Returns (``run()``, None), or (None, message) if it ran out of memory, with none of its tensors alive. Other
     errors are raised. ``learned`` records wasted time, but not the cost that failed.
 
     A failed attempt's tensors are kept alive by its frames, these by the traceback, and that by the handled exception.
     So frames are cleared, and the ``except`` block is left, before memory is collected."""
     started = time.perf_counter()
     try:
-        return run(part), None
+        return run(), None
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        message, seconds = f"{type(error).__name__}: {error}", time.perf_counter() - started
+        message = f"{type(error).__name__}: {error}"
+        seconds = time.perf_counter() - started
         clear_frames(error, set())
     free_memory()
-    _log.warning("out of memory with %s; running it in parts. %s", describe(part), message)
+    _log.warning("out of memory with %s; running it in parts. %s", description(), message)
     learned.record_waste(wasted_s=seconds)
     return None, message
 
 
 def clear_frames(error: BaseException | None, seen: set[int]) -> None:
-    if error is not None and id(error) not in seen:
-        seen.add(id(error))
-        traceback.clear_frames(error.__traceback__)
-        clear_frames(error.__cause__, seen)
-        clear_frames(error.__context__, seen)
+    """Clears the frames of an error and of all errors behind it. ``seen``: ids of errors that are done."""
+    if error is None or id(error) in seen:
+        return
+    seen.add(id(error))
+    traceback.clear_frames(error.__traceback__)
+    clear_frames(error.__cause__, seen)
+    clear_frames(error.__context__, seen)
 
 
 def free_memory() -> None:
-    """Collects garbage, then releases the unused blocks of the caching allocators of all device types in use."""
+    """Collects garbage, then releases the unused blocks of the caching allocators of all device types."""
     gc.collect()
-    for backend in (getattr(torch, name, None) for name in _BACKENDS):
-        if (
-            backend is not None
-            and backend.is_available()
-            and getattr(backend, "is_initialized", lambda: True)()
-        ):
-            backend.empty_cache()
+    for name in _BACKENDS:
+        backend = getattr(torch, name, None)
+        if backend is not None and backend.is_available():
+            backend.empty_cache()  # does nothing if the backend is not in use
 
 
 def halves(start: int, stop: int) -> list[tuple[int, int]]:
@@ -101,47 +102,61 @@ def run_with_oom_retry(
     >>> run_with_oom_retry(double, [1, 2, 3, 4, 5])
     [[2, 4], [6], [8, 10]]
     """
-    splitter = split if split is not None else BatchSplitter()
-    return run_parts(
-        fn, batch, splitter, learned or LearningBudget(), min_samples=min_samples, indices=indices
+    retry = Retry(
+        splitter=split if split is not None else BatchSplitter(),
+        learned=learned if learned is not None else LearningBudget(),
+        min_samples=min_samples,
     )
+    return retry.run(fn, batch, indices)
 
 
-def run_parts(
-    fn: Callable[[Any], T],
-    batch: Any,
-    splitter: Splitter[Any],
-    learned: LearningBudget,
-    *,
-    min_samples: int = 1,
-    indices: Sequence[int] = (),
-    shape: Callable[[Any, int], BatchShape] = shape_of,
-) -> list[Any]:
-    """Works like :func:`run_with_oom_retry`; ``shape(part, number of samples)`` is the shape that decides its memory."""
-    num_samples, smallest = splitter.num_samples(batch), 2 * check_int("min_samples", min_samples)
-    done, waiting = [], [(0, num_samples)]
-    while waiting:
-        start, stop = waiting.pop(0)
-        part = batch if stop - start == num_samples else splitter.take(batch, start, stop)
-        size, is_smallest = partial(shape, part, stop - start), stop - start < smallest
-        if is_smallest or not learned.has_learned or learned.allows(size())[0]:
-            value, error = attempt(fn, part, learned)
-            if error is None:
-                done.append(value)
-                continue
-            learned.record_failed_cost(float(learned.cost(size())[0]))
-            if is_smallest:
-                names = ", ".join(
-                    str(int(i))
-                    for i in (indices if len(indices) else range(num_samples))[start:stop]
+@dataclass(frozen=True, kw_only=True)
+class Retry:
+    """How a batch that runs out of memory is run in parts."""
+
+    splitter: Splitter[Any]
+    learned: LearningBudget = field(default_factory=LearningBudget)
+    min_samples: int = 1
+    shape: Callable[[Any, int], BatchShape] = shape_of
+    """``(part, number of samples)`` -> the shape that decides the part's memory."""
+    describe: Callable[[Any], str] = describe
+    """A part as text for messages."""
+
+    def __post_init__(self) -> None:
+        check_int("min_samples", self.min_samples)
+
+    def run(self, fn: Callable[[Any], T], batch: Any, indices: Sequence[int] = ()) -> list[T]:
+        """Returns the results of ``fn`` on the batch's parts, like :func:`run_with_oom_retry`."""
+        num_samples = self.splitter.num_samples(batch)
+        waiting = [(0, num_samples)]
+        results: list[Any] = []
+        while waiting:
+            start, stop = waiting.pop(0)
+            is_whole = stop - start == num_samples
+            part = batch if is_whole else self.splitter.take(batch, start, stop)
+            shape = partial(self.shape, part, stop - start)
+            is_smallest = stop - start < 2 * self.min_samples
+            learned = self.learned
+            if is_smallest or not learned.has_learned or learned.allows(shape())[0]:
+                value, error = attempt(
+                    partial(fn, part), learned, description=partial(self.describe, part)
                 )
-                alone = stop - start == 1
-                who = (
-                    f"sample {names} does not fit even alone"
-                    if alone
-                    else f"samples {names} do not fit together"
-                )
-                way_out = f"truncate or filter out such samples; the allocator's message: {error}"
-                raise BudgetError(f"{who} ({describe(part)}); {way_out}")
-        waiting[:0] = halves(start, stop)
-    return done
+                if error is None:
+                    results.append(value)
+                    continue
+                learned.record_failed_cost(float(learned.cost(shape())[0]))
+                if is_smallest:
+                    named = indices if len(indices) > 0 else range(num_samples)
+                    raise self._does_not_fit(part, named[start:stop], error)
+            waiting[:0] = halves(start, stop)
+        return results
+
+    def _does_not_fit(self, part: Any, indices: Sequence[int], error: str) -> BudgetError:
+        names = ", ".join(str(int(index)) for index in indices)
+        subject = f"samples {names} do not fit together"
+        if len(indices) == 1:
+            subject = f"sample {names} does not fit even alone"
+        return BudgetError(
+            f"{subject} ({self.describe(part)}); truncate or filter out such samples; "
+            f"the allocator's message: {error}"
+        )

@@ -31,6 +31,7 @@ _TOKEN_KEYS = {
 }
 # Fields that describe the whole batch, whatever their size.
 _SHARED_KEYS = {"cache_position", "num_items_in_batch", "logits_to_keep", "return_loss"}
+# Fields that tell the number of samples; the first that a batch has is used.
 _SIZED_BY = (
     "input_ids",
     "inputs_embeds",
@@ -42,6 +43,7 @@ _SIZED_BY = (
 )
 _WHOLE = (type(None), str, bytes, int, float, np.generic)
 _IGNORED_LABEL = -100
+# Fields of packed batches: where samples begin and end, and the length of the longest.
 _BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
 _LONGEST = ("max_length_q", "max_length_k", "max_seqlen")
 # Fields in which all samples are joined: key -> (kind; True: one row per patch, False: one row per image).
@@ -53,6 +55,7 @@ _VISION_KEYS = {
     "second_per_grid_ts": ("video", False),
 }
 _TYPE_IDS = {"image": 1, "video": 2}  # values in `mm_token_type_ids`
+_NUM_DESCRIBED = 6  # fields of a batch in messages
 
 
 class Splitter(Protocol[B]):
@@ -78,14 +81,13 @@ class VisionTokens:
     @classmethod
     def from_config(cls, config: Any) -> "VisionTokens | None":
         """Reads the token ids from a model's config; None: the model has no such tokens."""
-        image, video = (
-            getattr(config, "image_token_id", None),
-            getattr(config, "video_token_id", None),
-        )
-        merge = getattr(getattr(config, "vision_config", None), "spatial_merge_size", None)
-        if merge is None or (image is None and video is None):
+        image = getattr(config, "image_token_id", None)
+        video = getattr(config, "video_token_id", None)
+        vision = getattr(config, "vision_config", None)
+        merge_size = getattr(vision, "spatial_merge_size", None)
+        if merge_size is None or (image is None and video is None):
             return None
-        return cls(image_token_id=image, video_token_id=video, merge_size=merge)
+        return cls(image_token_id=image, video_token_id=video, merge_size=merge_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,30 +129,28 @@ class BatchSplitter:
         borders = packed_borders(fields)
         if borders is not None:
             return len(borders) - 1
-        own = {*self.rules, *_SHARED_KEYS, *_VISION_KEYS}
-        sizes = {
-            str(key): len(value)
-            for key, value in fields.items()
-            if key not in own and _is_sized(value)
-        }
-        found = [sizes[key] for key in _SIZED_BY if key in sizes][:1] or [*{*sizes.values()}]
-        if len(found) != 1:
+        sizes = {}
+        for key, value in fields.items():
+            has_own_size = key in self.rules or key in _SHARED_KEYS or key in _VISION_KEYS
+            if not has_own_size and _is_sized(value):
+                sizes[str(key)] = len(value)
+        for key in _SIZED_BY:
+            if key in sizes:
+                return sizes[key]
+        distinct = set(sizes.values())
+        if len(distinct) != 1:
             raise ConfigError(
                 f"cannot tell how many samples a batch has, from {sizes}; pass BatchSplitter(rules=...)"
             )
-        return found[0]
+        return distinct.pop()
 
     def take(self, batch: Any, start: int, stop: int, /) -> Any:
         """Returns samples ``start`` to ``stop - 1`` as a new batch, trimmed; tensors are views of the batch's."""
-        num_samples, fields = self.num_samples(batch), _fields_of(batch)
+        num_samples = self.num_samples(batch)
+        fields = _fields_of(batch)
         if fields is None or _holds_samples(batch):
             return batch[start:stop]
         borders = packed_borders(fields)
-        images = {
-            key
-            for key, (kind, _) in _VISION_KEYS.items()
-            if fields.get(f"{kind}_grid_thw") is not None
-        }
         parts: Fields = {}
         for key, value in fields.items():
             if key in self.rules:
@@ -159,7 +159,7 @@ class BatchSplitter:
                 parts[key] = value
             elif borders is not None:
                 parts[key] = _take_packed(key, value, borders, start, stop)
-            elif key in images and value is not None:
+            elif value is not None and _is_vision(fields, key):
                 parts[key] = _take_vision(fields, key, start, stop, self.vision)
             else:
                 parts[key] = _take_padded(key, value, num_samples, start, stop)
@@ -168,35 +168,45 @@ class BatchSplitter:
         return _rebuild(batch, parts, start, stop)
 
     def _trim(self, parts: Fields, fields: Fields, num_samples: int, start: int, stop: int) -> None:
-        """Trims all fields with one entry per token, or none, if a label or a part of an unknown field would go."""
-        mask, known = fields.get("attention_mask"), _TOKEN_KEYS | self.rules.keys() | _SHARED_KEYS
+        """Removes columns on the right of all fields with one entry per token."""
+        mask = fields.get("attention_mask")
         if not _is_array(mask) or mask.ndim != 2:
             return
-        width, used = int(mask.shape[1]), np.flatnonzero((mask[start:stop] != 0).any(0).tolist())
-        tokens, multiple = int(used[-1]) + 1 if len(used) else width, self.pad_to_multiple_of
-        kept = min(width, -(-tokens // multiple) * multiple)
-        unknown = any(_as_wide(fields[key], num_samples, width) for key in fields.keys() - known)
-        kept = width if unknown or "past_key_values" in fields else kept
-        targets = (
-            {"labels"} if "decoder_input_ids" in fields else set()
-        )  # labels of a decoder have another width
-        wide = {
-            key: fields[key]
-            for key in parts.keys() & _TOKEN_KEYS - targets
-            if _is_array(fields[key])
-        }
-        labels = wide.get("labels", np.empty(0))
-        if labels.shape[1:] == (width,) and (labels[start:stop, kept:] != _IGNORED_LABEL).any():
-            kept = width
-        for key, value in wide.items():
-            if (key == "position_ids" and value.shape[-1] == width) or tuple(value.shape[:2]) == (
-                num_samples,
-                width,
-            ):
-                part = parts[key][..., :kept] if key == "position_ids" else parts[key][:, :kept]
-                parts[key] = (
-                    part.contiguous() if hasattr(part, "contiguous") else part
-                )  # models need it for `view`
+        width = int(mask.shape[1])
+        kept = self._width_to_keep(fields, num_samples, start, stop)
+        for key, value in fields.items():
+            if key not in _TOKEN_KEYS or not _is_array(value):
+                continue
+            if key == "labels" and "decoder_input_ids" in fields:  # a decoder's, of another width
+                continue
+            if key == "position_ids" and value.shape[-1] == width:
+                part = parts[key][..., :kept]
+            elif tuple(value.shape[:2]) == (num_samples, width):
+                part = parts[key][:, :kept]
+            else:
+                continue
+            # Models need contiguous tensors for `view`.
+            parts[key] = part if isinstance(part, np.ndarray) else part.contiguous()
+
+    def _width_to_keep(self, fields: Fields, num_samples: int, start: int, stop: int) -> int:
+        """Returns how many columns a part keeps: all, if a label or entries of an unknown field would go."""
+        mask = fields["attention_mask"]
+        width = int(mask.shape[1])
+        if "past_key_values" in fields:
+            return width
+        known = _TOKEN_KEYS | _SHARED_KEYS | self.rules.keys()
+        for key, value in fields.items():
+            if key not in known and _has_width(value, num_samples, width):
+                return width
+        columns = np.flatnonzero((mask[start:stop] != 0).any(0).tolist())
+        num_used = int(columns[-1]) + 1 if len(columns) else width
+        multiple = self.pad_to_multiple_of
+        kept = min(width, -(-num_used // multiple) * multiple)
+        labels = fields.get("labels")
+        if _is_array(labels) and labels.shape[1:] == (width,) and "decoder_input_ids" not in fields:
+            if (labels[start:stop, kept:] != _IGNORED_LABEL).any():
+                return width
+        return kept
 
 
 def _take_padded(key: Any, value: Any, num_samples: int, start: int, stop: int) -> Any:
@@ -209,10 +219,14 @@ def _take_padded(key: Any, value: Any, num_samples: int, start: int, stop: int) 
     return _cut(value, str(key), num_samples, start, stop)
 
 
-def _as_wide(value: Any, num_samples: int, width: int) -> bool:
+def _has_width(value: Any, num_samples: int, width: int) -> bool:
+    """Returns whether a field, or a field in it, has one entry per sample and column."""
     if _is_array(value):
         return tuple(value.shape[:2]) == (num_samples, width)
-    return any(_as_wide(part, num_samples, width) for part in (_fields_of(value) or {}).values())
+    fields = _fields_of(value)
+    if fields is None:
+        return False
+    return any(_has_width(part, num_samples, width) for part in fields.values())
 
 
 def _is_array(value: Any) -> TypeGuard[Any]:
@@ -220,59 +234,55 @@ def _is_array(value: Any) -> TypeGuard[Any]:
 
 
 def _is_sized(value: Any) -> bool:
-    return value.ndim > 0 if _is_array(value) else isinstance(value, (list, tuple))
+    if _is_array(value):
+        return value.ndim > 0
+    return isinstance(value, (list, tuple))
 
 
 def _fields_of(value: Any) -> Fields | None:
     """Returns the fields of a container by key or index; None: the value is no container."""
-    return (
-        dict(enumerate(value))
-        if isinstance(value, (tuple, list))
-        else dict(value)
-        if isinstance(value, Mapping)
-        else None
-    )
+    if isinstance(value, (tuple, list)):
+        return dict(enumerate(value))
+    if isinstance(value, Mapping):
+        return dict(value)
+    return None
 
 
 def _holds_samples(batch: Any) -> bool:
     """Returns whether a batch is an array or a list of samples; a list of equally long tensors is a list of fields."""
     if not isinstance(batch, list):
         return _is_array(batch)
-    return (
-        not batch
-        or not all(_is_array(v) and v.ndim for v in batch)
-        or len({len(v) for v in batch}) > 1
-    )
+    if not all(_is_array(value) and value.ndim for value in batch):
+        return True
+    return len({len(value) for value in batch}) != 1
 
 
 def _cut(value: Any, name: str, num_samples: int, start: int, stop: int) -> Any:
+    """Returns some samples' entries of a field, or of each field in it; numbers and texts as they are."""
     if isinstance(value, _WHOLE) or (_is_array(value) and not value.ndim):
         return value
     if _is_sized(value) and len(value) == num_samples:
         part = value[start:stop]
         return part if _is_array(value) else _rebuild(value, dict(enumerate(part)), start, stop)
     fields = _fields_of(value)
-    if fields is not None:
-        parts = {
-            key: _cut(part, f"{name}.{key}", num_samples, start, stop)
-            for key, part in fields.items()
-        }
-        return _rebuild(value, parts, start, stop)
-    found = (
-        f"field `{name}` ({describe(value)}) has no entry per sample in a batch of {num_samples}"
-    )
-    raise ConfigError(f"{found}; say how to split it with BatchSplitter(rules=...)")
+    if fields is None:
+        raise ConfigError(
+            f"field `{name}` ({describe(value)}) has no entry per sample in a batch of {num_samples}; "
+            "say how to split it with BatchSplitter(rules=...)"
+        )
+    parts = {}
+    for key, part in fields.items():
+        parts[key] = _cut(part, f"{name}.{key}", num_samples, start, stop)
+    return _rebuild(value, parts, start, stop)
 
 
 def _rebuild(like: Any, parts: Fields, start: int, stop: int) -> Any:
+    """Returns a container of the same type with other fields."""
     if isinstance(like, (tuple, list)):
-        return (
-            type(like)(*parts.values()) if hasattr(like, "_fields") else type(like)(parts.values())
-        )
+        is_named = hasattr(like, "_fields")
+        return type(like)(*parts.values()) if is_named else type(like)(parts.values())
     encodings = getattr(like, "encodings", None)
-    if (
-        encodings is not None
-    ):  # BatchEncoding of a fast tokenizer, with offsets and words per sample
+    if encodings is not None:  # of a fast tokenizer, with offsets and words per sample
         return type(like)(parts, encoding=encodings[start:stop], n_sequences=like.n_sequences)
     new = copy.copy(like)
     new.update(parts)
@@ -281,12 +291,15 @@ def _rebuild(like: Any, parts: Fields, start: int, stop: int) -> Any:
 
 def longest_of(batch: Any) -> int:
     """Returns a padded batch's width: that of its tokens, else of its first tensor with two dimensions, else 1."""
-    fields = {} if _is_array(batch) else _fields_of(batch) or {}
-    named = (fields.get(key) for key in ("input_ids", "inputs_embeds", "attention_mask"))
-    wide = (
-        value for value in (*named, batch, *fields.values()) if _is_array(value) and value.ndim >= 2
-    )
-    return next((int(value.shape[1]) for value in wide), 1)
+    values = [batch]
+    if not _is_array(batch):
+        fields = _fields_of(batch) or {}
+        named = [fields.get(key) for key in ("input_ids", "inputs_embeds", "attention_mask")]
+        values = [*named, *fields.values()]
+    for value in values:
+        if _is_array(value) and value.ndim >= 2:
+            return int(value.shape[1])
+    return 1
 
 
 def shape_of(batch: Any, num_samples: int) -> BatchShape:
@@ -294,7 +307,8 @@ def shape_of(batch: Any, num_samples: int) -> BatchShape:
     borders = packed_borders(batch) if isinstance(batch, Mapping) else None
     if borders is None:
         return BatchShape.of(num_samples, longest_of(batch))
-    return BatchShape.of(num_samples, int(np.diff(borders).max()), borders[-1])
+    longest = int(np.diff(borders).max())
+    return BatchShape.of(num_samples, longest, borders[-1])
 
 
 def describe(batch: Any) -> str:
@@ -302,8 +316,11 @@ def describe(batch: Any) -> str:
     if _is_array(batch):
         return str(tuple(batch.shape))
     if isinstance(batch, Mapping):
-        return ", ".join(f"{name}: {describe(value)}" for name, value in list(batch.items())[:6])
-    return type(batch).__name__ + (f" of {len(batch)}" if isinstance(batch, (list, tuple)) else "")
+        first = list(batch.items())[:_NUM_DESCRIBED]
+        return ", ".join(f"{name}: {describe(value)}" for name, value in first)
+    if isinstance(batch, (list, tuple)):
+        return f"{type(batch).__name__} of {len(batch)}"
+    return type(batch).__name__
 
 
 def packed_borders(batch: Mapping[Any, Any]) -> list[int] | None:
@@ -312,79 +329,119 @@ def packed_borders(batch: Mapping[Any, Any]) -> list[int] | None:
     >>> packed_borders({"input_ids": np.zeros((1, 5)), "position_ids": np.array([[0, 1, 0, 1, 2]])})
     [0, 2, 5]
     """
-    row = next(
-        (batch[k] for k in ("input_ids", "inputs_embeds") if getattr(batch.get(k), "ndim", 0) >= 2),
-        None,
-    )
-    if row is None or row.shape[0] != 1:
+    row = _packed_row(batch)
+    if row is None:
         return None
-    marks = next((batch[key] for key in _BORDERS if batch.get(key) is not None), None)
-    if marks is not None:
-        return [int(mark) for mark in marks]
-    places, tokens = batch.get("position_ids"), int(row.shape[1])
-    if (
-        places is None
-        or tuple(places.shape) != (1, tokens)
-        or batch.get("attention_mask") is not None
-    ):
+    for key in _BORDERS:
+        if batch.get(key) is not None:
+            return [int(border) for border in batch[key]]
+    positions = batch.get("position_ids")
+    num_tokens = int(row.shape[1])
+    if positions is None or batch.get("attention_mask") is not None:
         return None
-    return [0, *(np.flatnonzero(np.diff(places[0].tolist()) != 1) + 1).tolist(), tokens]
+    if tuple(positions.shape) != (1, num_tokens):
+        return None
+    restarts = np.flatnonzero(np.diff(positions[0].tolist()) != 1) + 1
+    return [0, *restarts.tolist(), num_tokens]
+
+
+def _packed_row(batch: Mapping[Any, Any]) -> Any:
+    """Returns the tokens of a batch that has one row; None: it has several, or no tokens."""
+    for key in ("input_ids", "inputs_embeds"):
+        tokens = batch.get(key)
+        if _is_array(tokens) and tokens.ndim >= 2:
+            return tokens if tokens.shape[0] == 1 else None
+    return None
 
 
 def _take_packed(key: str, value: Any, borders: list[int], start: int, stop: int) -> Any:
     """Returns the part of a packed batch's field that belongs to samples ``start`` to ``stop - 1``."""
-    tokens, num_samples, first, last = borders[-1], len(borders) - 1, borders[start], borders[stop]
+    num_tokens = borders[-1]
+    num_samples = len(borders) - 1
+    first = borders[start]
+    last = borders[stop]
     if key in _BORDERS:
         return value[start : stop + 1] - value[start]
     if key in _LONGEST:
         longest = int(np.diff(borders[start : stop + 1]).max())
         return longest if isinstance(value, int) else value * 0 + longest
     if not _is_array(value) or value.ndim == 0:
-        return (
-            value[start:stop]
-            if isinstance(value, (list, tuple)) and len(value) == num_samples
-            else value
-        )
-    if value.ndim >= 2 and tuple(value.shape[-2:]) == (tokens, tokens):
+        is_per_sample = isinstance(value, (list, tuple)) and len(value) == num_samples
+        return value[start:stop] if is_per_sample else value
+    if value.ndim >= 2 and tuple(value.shape[-2:]) == (num_tokens, num_tokens):
         return value[..., first:last, first:last]
-    if value.ndim >= 2 and tuple(value.shape[:2]) == (1, tokens):
+    if value.ndim >= 2 and tuple(value.shape[:2]) == (1, num_tokens):
         part = value[:, first:last]
         return part - part[:, :1] if key == "seq_idx" else part
-    if key == "position_ids" and value.shape[-1] == tokens:  # planes for time, height and width
+    if key == "position_ids" and value.shape[-1] == num_tokens:  # planes: time, height, width
         return value[..., first:last]
     if len(value) == num_samples:
         return value[start:stop]
-    has = f"field `{key}` {tuple(value.shape)} has no entry for each of {tokens} tokens or of {num_samples} samples"
-    raise ConfigError(f"{has} in a packed batch; say how to split it with BatchSplitter(rules=...)")
+    raise ConfigError(
+        f"field `{key}` {tuple(value.shape)} has no entry for each of {num_tokens} tokens or of {num_samples} samples "
+        "in a packed batch; say how to split it with BatchSplitter(rules=...)"
+    )
+
+
+def _is_vision(fields: Fields, key: Any) -> bool:
+    """Returns whether a field joins the images of all samples, and the batch says how many patches each has."""
+    if key not in _VISION_KEYS:
+        return False
+    kind = _VISION_KEYS[key][0]
+    return fields.get(f"{kind}_grid_thw") is not None
 
 
 def _take_vision(
-    fields: Mapping[Any, Any], key: str, start: int, stop: int, tokens: VisionTokens | None
+    fields: Fields, key: str, start: int, stop: int, tokens: VisionTokens | None
 ) -> Any:
     """Returns the rows of images that belong to some samples (None: no images), judged by placeholder tokens."""
-    kind, per_patch = _VISION_KEYS[key]
-    token_id, types = getattr(tokens, f"{kind}_token_id", None), fields.get("mm_token_type_ids")
-    if token_id is None and types is None:
-        way_out = "BatchSplitter(vision=VisionTokens.from_config(model.config))"
-        raise ConfigError(f"cannot tell which {kind}s belong to which sample; give {way_out}")
-    shown = types == _TYPE_IDS[kind] if token_id is None else fields["input_ids"] == token_id
-    patches = np.asarray(fields[f"{kind}_grid_thw"].prod(-1).tolist())
-    ends, wanted = (
-        _sums(patches // (2 if tokens is None else tokens.merge_size) ** 2),
-        _sums(shown.sum(-1).tolist()),
-    )
-    images = np.searchsorted(ends, wanted)
-    wrong = np.flatnonzero(ends[np.minimum(images, len(patches))] != wanted)
-    if len(wrong) or images[-1] != len(patches):
-        sample = wrong[0] - 1 if len(wrong) else len(wanted) - 2
-        has = f"sample {sample} has {wanted[sample + 1] - wanted[sample]} {kind} tokens, but another number of patches"
-        raise ConfigError(f"{has} in `{kind}_grid_thw`; check the VisionTokens that you gave")
-    first, last = images[start], images[stop]
+    kind, has_row_per_patch = _VISION_KEYS[key]
+    patches = np.asarray(fields[f"{kind}_grid_thw"].prod(-1).tolist())  # of each image
+    first_images = _first_images(fields, kind, patches, tokens)
+    first = first_images[start]
+    last = first_images[stop]
     if first == last:
         return None
-    rows = _sums(patches) if per_patch else np.arange(len(patches) + 1)
+    rows = _sums(patches) if has_row_per_patch else np.arange(len(patches) + 1)
     return fields[key][int(rows[first]) : int(rows[last])]
 
 
+def _first_images(
+    fields: Fields, kind: str, patches: np.ndarray, tokens: VisionTokens | None
+) -> np.ndarray:
+    """Returns the number of each sample's first image, and the number of images: int (samples + 1,).
+
+    A sample's images are those whose placeholder tokens add up to the tokens in its row."""
+    token_id = None
+    merge_size = 2
+    if tokens is not None:
+        token_id = tokens.image_token_id if kind == "image" else tokens.video_token_id
+        merge_size = tokens.merge_size
+    types = fields.get("mm_token_type_ids")
+    if token_id is not None:
+        is_placeholder = fields["input_ids"] == token_id
+    elif types is not None:
+        is_placeholder = types == _TYPE_IDS[kind]
+    else:
+        raise ConfigError(
+            f"cannot tell which {kind}s belong to which sample; give "
+            "BatchSplitter(vision=VisionTokens.from_config(model.config))"
+        )
+    after_images = _sums(patches // merge_size**2)
+    after_samples = _sums(is_placeholder.sum(-1).tolist())
+    images = np.searchsorted(after_images, after_samples)
+    reached = after_images[np.minimum(images, len(patches))]
+    wrong = np.flatnonzero(reached != after_samples)
+    if len(wrong) or images[-1] != len(patches):
+        sample = wrong[0] - 1 if len(wrong) else len(after_samples) - 2
+        num_tokens = after_samples[sample + 1] - after_samples[sample]
+        raise ConfigError(
+            f"sample {sample} has {num_tokens} {kind} tokens, but another number of patches in `{kind}_grid_thw`; "
+            "check the VisionTokens that you gave"
+        )
+    return images
+
+
 def _sums(counts: Any) -> np.ndarray:
+    """Returns cumulative sums that begin with 0."""
     return np.concatenate([[0], np.cumsum(counts)])

@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -21,7 +21,7 @@ from dynagroup.device import is_out_of_memory
 from dynagroup.distributed import DistributedWorld, SingleProcess, World
 from dynagroup.errors import AlignmentError, BudgetError, ConfigError
 from dynagroup.oom.retry import attempt, halves
-from dynagroup.oom.split import BatchSplitter, Splitter, longest_of, shape_of
+from dynagroup.oom.split import BatchSplitter, Splitter, describe, longest_of, shape_of
 from dynagroup.shapes import BatchShape
 from dynagroup.update.loss_weight import Weigh, weigher
 from dynagroup.update.step import Step
@@ -29,9 +29,8 @@ from dynagroup.validation import check_int
 
 ComputeLoss: TypeAlias = Callable[[Any], torch.Tensor]
 
-BUCKET_BYTES = (
-    2**20
-)  # smaller gradients are exchanged together; larger ones each alone, without a copy
+# Smaller gradients are exchanged together; larger ones each alone, without a copy.
+BUCKET_BYTES = 2**20
 _SHARDED = {"FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}
 
 
@@ -43,56 +42,86 @@ class BackwardResult:
     num_parts: int
 
 
-@dataclass(slots=True)
-class Part:
-    """Samples ``start`` to ``stop - 1`` of a batch, with everything that is needed to repeat their run exactly."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call of :class:`OomSafeBackward`: a whole batch, and how it is run."""
 
-    call: int
+    number: int
+    """Of the call in its update, from 1."""
     batch: Any
     indices: Sequence[int]
     compute_loss: ComputeLoss
     loss_scale: float
+    splitter: Splitter[Any]
+
+
+@dataclass(slots=True, kw_only=True)
+class Part:
+    """Samples ``start`` to ``stop - 1`` of a call's batch, with everything that is needed to repeat their run exactly."""
+
+    call: Call
     start: int
     stop: int
     share: float = 1.0
-    whole: bool = True  # run as it came, with the samples of weight 0 that may fill it
-    rng: Any = None
+    """Of the batch's weight."""
+    is_whole: bool = True
+    """Whether it is run as it came, with the samples of weight 0 that may fill it."""
+    random_states: list[Any] | None = None
+    """Before the first attempt; None: it was not tried yet."""
     loss: Any = None
 
     @property
     def num_samples(self) -> int:
         return self.stop - self.start
 
-    def is_filled(self, splitter: Splitter[Any]) -> bool:
-        return self.whole and self.num_samples < splitter.num_samples(self.batch)
+    @property
+    def is_filled(self) -> bool:
+        """Whether samples of weight 0 follow the part's own."""
+        return self.is_whole and self.num_samples < self.call.splitter.num_samples(self.call.batch)
 
-    def samples(self, splitter: Splitter[Any]) -> Any:
+    def samples(self) -> Any:
         """Returns this part's samples as a batch, from which the user's function may take fields out."""
-        batch = self.batch if self.whole else splitter.take(self.batch, self.start, self.stop)
-        return copy.copy(batch) if self.whole and not isinstance(batch, torch.Tensor) else batch
+        batch = self.call.batch
+        if not self.is_whole:
+            return self.call.splitter.take(batch, self.start, self.stop)
+        return batch if isinstance(batch, torch.Tensor) else copy.copy(batch)
 
-    def shape(self, splitter: Splitter[Any]) -> BatchShape:
-        return shape_of(samples := self.samples(splitter), splitter.num_samples(samples))
+    def shape(self) -> BatchShape:
+        samples = self.samples()
+        return shape_of(samples, self.call.splitter.num_samples(samples))
 
-    def cut(
-        self, splitter: Splitter[Any], weigh: Callable[[Any, int], float] | None
-    ) -> "list[Part]":
+    def cut(self, weigh: Callable[[Any, int], float] | None) -> "list[Part]":
         """Splits the part into two halves, whose weights add up to its weight; a filled one only loses its filling."""
-        both = (
-            [(self.start, self.stop)] if self.is_filled(splitter) else halves(self.start, self.stop)
-        )
-        parts: list[Part] = [
-            replace(self, start=a, stop=b, whole=False, rng=None, loss=None) for a, b in both
-        ]
+        ranges = halves(self.start, self.stop)
+        if self.is_filled:
+            ranges = [(self.start, self.stop)]
+        parts = []
+        for start, stop in ranges:
+            parts.append(
+                Part(call=self.call, start=start, stop=stop, share=self.share, is_whole=False)
+            )
         if weigh is not None:
-            weights = [weigh(half.samples(splitter), half.num_samples) for half in parts]
-            for half, weight in zip(parts, weights, strict=True):
-                half.share = self.share * weight / sum(weights) if weight else 0.0
-            parts = [
-                half for half in parts if half.share
-            ] or parts  # without any labels, gradients are 0 and not None
-        parts[0].rng = self.rng
+            weights = [weigh(part.samples(), part.num_samples) for part in parts]
+            for part, weight in zip(parts, weights, strict=True):
+                part.share = self.share * weight / sum(weights) if weight else 0.0
+            # If no part has any label, all stay, because gradients are then 0 and not None.
+            parts = [part for part in parts if part.share] or parts
+        parts[0].random_states = self.random_states
         return parts
+
+    def first_index(self) -> int:
+        """Returns the dataset index of the part's first sample; if unknown, its place in the batch."""
+        if len(self.call.indices) > self.start:
+            return int(self.call.indices[self.start])
+        return self.start
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A sample that does not fit even alone."""
+
+    index: int
+    tokens: int
 
 
 @dataclass(slots=True)
@@ -105,9 +134,7 @@ class Update:
     waiting: list[Part] = field(default_factory=list)
     num_calls: int = 0
     failed_cost: float = math.inf
-    verdict: tuple[int, int] | None = (
-        None  # a sample that does not fit even alone: (dataset index if known, tokens)
-    )
+    verdict: Verdict | None = None
 
     def __post_init__(self) -> None:
         self.before = [parameter.grad for parameter in self.parameters]
@@ -117,15 +144,17 @@ class Update:
         """Drops all gradients of the update; the parts that computed them will run again."""
         for parameter in self.parameters:
             parameter.grad = None
-        self.waiting, self.done = self.done + self.waiting, []
+        self.waiting = self.done + self.waiting
+        self.done = []
 
     def end(self, *, keep: bool) -> None:
         """Restores ``.grad`` from before the update; with ``keep``, adds the update's gradients to it in place."""
         for parameter, before in zip(self.parameters, self.before, strict=True):
-            if not keep:
+            gradient = parameter.grad
+            if not keep or gradient is None:
                 parameter.grad = before
             elif before is not None:
-                parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
+                parameter.grad = before.add_(gradient)
 
 
 class OomSafeBackward:
@@ -164,19 +193,21 @@ class OomSafeBackward:
         learned: LearningBudget | None = None,
         backward: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
-        self._model, self._ddp = model, find_ddp(model)
-        if world is None:
-            world = (
-                SingleProcess() if self._ddp is None else DistributedWorld(self._ddp.process_group)
-            )
-        self._world = world
+        self._model = model
+        self._ddp = find_ddp(model)
+        if world is not None:
+            self._world = world
+        elif self._ddp is not None:
+            self._world = DistributedWorld(self._ddp.process_group)
+        else:
+            self._world = SingleProcess()
         self.weigh = None if weigh == "sum" else weigher(weigh)
         """The weight of a batch as a function, None for sums; may be set between updates."""
         self._splitter = splitter if splitter is not None else BatchSplitter()
-        self._smallest = 2 * check_int("min_samples", min_samples)  # a part that may be split
-        self._backward = backward if backward is not None else lambda loss: loss.backward()
+        self._min_samples = check_int("min_samples", min_samples)
+        self._backward = backward if backward is not None else torch.Tensor.backward
         self._device = next(model.parameters()).device
-        self._began = False  # True: the latest attempt began its backward pass, which may have added to gradients
+        self._backward_began = False  # in the latest attempt, so gradients may have changed
         self._update: Update | None = None
         if learned is not None and not isinstance(learned, LearningBudget):
             raise ConfigError(
@@ -187,11 +218,14 @@ class OomSafeBackward:
 
     def step(self, compute_loss: ComputeLoss, step: Step[Any]) -> BackwardResult:
         """Runs a :class:`~dynagroup.Step` of a loader, with its loss scale. An idle step runs nothing."""
-        how: Any = {
-            name: getattr(step, name) for name in ("loss_scale", "ends_update", "indices", "idle")
-        }
         return self(
-            compute_loss, step.batch, num_samples=len(step.indices) if step.filled else None, **how
+            compute_loss,
+            step.batch,
+            loss_scale=step.loss_scale,
+            ends_update=step.ends_update,
+            indices=step.indices,
+            idle=step.idle,
+            num_samples=len(step.indices) if step.filled else None,
         )
 
     def __call__(
@@ -214,16 +248,23 @@ class OomSafeBackward:
 
         Raises BudgetError on every rank, at the end of the update, if a sample does not fit even alone; AlignmentError if
         a rank has stopped. Other errors end the update and leave ``.grad`` as without this class."""
-        self._update = update = self._update or Update(
-            [p for p in self._model.parameters() if p.requires_grad]
-        )
+        update = self._update
+        if update is None:
+            update = Update([p for p in self._model.parameters() if p.requires_grad])
+            self._update = update
         update.num_calls += 1
+        call = Call(
+            number=update.num_calls,
+            batch=batch,
+            indices=indices,
+            compute_loss=compute_loss,
+            loss_scale=loss_scale,
+            splitter=self._splitter,
+        )
         try:
             if not idle:
                 stop = self._splitter.num_samples(batch) if num_samples is None else num_samples
-                update.waiting.append(
-                    Part(update.num_calls, batch, indices, compute_loss, loss_scale, 0, stop)
-                )
+                update.waiting.append(Part(call=call, start=0, stop=stop))
                 self._run_waiting(update)
         except BaseException:  # so that the next call begins a new update
             self._update = None
@@ -232,13 +273,13 @@ class OomSafeBackward:
         if ends_update or (update.verdict is not None and self._world.size == 1):
             self._update = None
             self._finish(update)
-        parts = [part for part in update.done if part.call == update.num_calls]
-        loss: Any = (
-            sum(part.loss * part.share for part in parts)
-            if parts
-            else torch.zeros((), device=self._device)
-        )
-        return BackwardResult(loss, len(parts))
+        loss = torch.zeros((), device=self._device)
+        num_parts = 0
+        for part in update.done:
+            if part.call is call:
+                loss = loss + part.loss * part.share
+                num_parts += 1
+        return BackwardResult(loss, num_parts)
 
     # Gradients after a failure. A failed backward pass has added to some gradients and not to others, and no copy
     # exists. So all gradients of the update are dropped and all its parts run again, each with the random state of its
@@ -249,68 +290,61 @@ class OomSafeBackward:
         """Runs the waiting parts, and splits those that fail. A single sample that fails becomes ``update.verdict``."""
         while update.waiting and update.verdict is None:
             part = update.waiting.pop(0)
-            may_fit = part.rng is not None or self._may_fit(
-                update, part
-            )  # parts that ran are repeated unchanged
-            if may_fit and self._attempt(update, part):
+            has_run = part.random_states is not None  # a part that has run is repeated unchanged
+            is_tried = has_run or self._may_fit(update, part)
+            if is_tried and self._attempt(update, part):
                 update.done.append(part)
                 continue
-            if part.num_samples < self._smallest and not part.is_filled(self._splitter):
-                index = int(
-                    part.indices[part.start] if len(part.indices) > part.start else part.start
-                )
-                update.verdict = index, longest_of(part.samples(self._splitter))
+            if self._is_smallest(part) and not part.is_filled:
+                update.verdict = Verdict(part.first_index(), longest_of(part.samples()))
             else:
-                update.waiting[:0] = part.cut(self._splitter, self.weigh)
-            if may_fit and self._began and update.verdict is None:
+                update.waiting[:0] = part.cut(self.weigh)
+            if is_tried and self._backward_began and update.verdict is None:
                 update.undo()
+
+    def _is_smallest(self, part: Part) -> bool:
+        return part.num_samples < 2 * self._min_samples
 
     def _may_fit(self, update: Update, part: Part) -> bool:
         """Returns False if the part can be split, and learned limits or failures of this update say that it fails."""
-        if (
-            not (self.learned.has_learned or math.isfinite(update.failed_cost))
-            or part.num_samples < self._smallest
-        ):
+        if self._is_smallest(part):
             return True
-        shape = part.shape(self._splitter)
-        return (
-            bool(self.learned.allows(shape)[0])
-            and float(self.learned.cost(shape)[0]) < update.failed_cost
-        )
+        if not self.learned.has_learned and math.isinf(update.failed_cost):
+            return True
+        shape = part.shape()
+        is_allowed = bool(self.learned.allows(shape)[0])
+        return is_allowed and float(self.learned.cost(shape)[0]) < update.failed_cost
 
     def _attempt(self, update: Update, part: Part) -> bool:
-        """Returns whether the part fits in memory. A failure may leave only gradients behind (``_began``)."""
-        # The random states that layers use: torch's on the CPU and on one device, Python's and numpy's.
-        sources: Any = [
-            (random.getstate, random.setstate),
-            (np.random.get_state, np.random.set_state),
-        ]
-        for source in (
-            [torch] if self._device.type == "cpu" else [torch, getattr(torch, self._device.type)]
-        ):
-            sources.append((source.get_rng_state, source.set_rng_state))
-        if part.rng is None:
-            part.rng = [read() for read, _ in sources]
-        for (_, restore), state in zip(sources, part.rng, strict=True):
-            restore(state)
-        self._began = False
-        samples, shape = part.samples(self._splitter), partial(part.shape, self._splitter)
-        part.loss, error = attempt(partial(self._run, part), samples, self.learned)
-        if (
-            error is not None
-        ):  # recorded when the update ends, on all ranks alike, so that plans stay equal
-            update.failed_cost = min(update.failed_cost, float(self.learned.cost(shape())[0]))
-        return error is None
+        """Returns whether the part fits in memory. A failure may leave only gradients behind (``_backward_began``)."""
+        if part.random_states is None:
+            part.random_states = _random_states(self._device)
+        else:
+            _restore_random_states(self._device, part.random_states)
+        self._backward_began = False
+        samples = part.samples()
+        part.loss, error = attempt(
+            partial(self._run, part, samples),
+            self.learned,
+            description=partial(describe, samples),
+        )
+        if error is None:
+            return True
+        # Recorded when the update ends, on all ranks alike, so that plans stay equal.
+        update.failed_cost = min(update.failed_cost, float(self.learned.cost(part.shape())[0]))
+        return False
 
     def _run(self, part: Part, samples: Any) -> torch.Tensor:
         with local_gradients(self._ddp):
-            loss = part.compute_loss(samples)
+            loss = part.call.compute_loss(samples)
             if loss.ndim:
                 raise ConfigError(
                     f"`compute_loss` must return a scalar, but returned shape {tuple(loss.shape)}"
                 )
-            self._began, scale = True, part.loss_scale * part.share
-            loss = loss if scale else loss.nan_to_num(0.0, 0.0, 0.0)  # a mean over no labels is nan
+            scale = part.call.loss_scale * part.share
+            if not scale:  # a mean over no labels is nan
+                loss = loss.nan_to_num(0.0, 0.0, 0.0)
+            self._backward_began = True
             self._backward(loss * scale)
         return loss.detach()
 
@@ -318,35 +352,67 @@ class OomSafeBackward:
     # all ranks have all of theirs, so nothing else can fail then. Cost: one small all-reduce, and one of gradients.
     def _finish(self, update: Update) -> None:
         """Ends an update: averages gradients over ranks; or all ranks raise, and restore the gradients from before."""
-        held = zip(update.parameters, update.before, strict=True)
-        present = [int(p.grad is not None or before is not None) for p, before in held]
-        cost = -NO_COST if math.isinf(update.failed_cost) else -int(update.failed_cost * COST_UNIT)
-        failed = self._world.rank if update.verdict is not None else -1
-        rank, cost, *present = self._world.all_max([failed, cost, *present])
-        if cost != -NO_COST:
-            self.learned.record_failed_cost(-cost / COST_UNIT)
-        update.end(keep=rank < 0)
-        if rank >= 0:
-            own = (
-                update.verdict
-                if update.verdict is not None and self._world.rank == rank
-                else (-1, -1)
+        has_gradient = []
+        for parameter, before in zip(update.parameters, update.before, strict=True):
+            has_gradient.append(int(parameter.grad is not None or before is not None))
+        negative_cost = -NO_COST
+        if not math.isinf(update.failed_cost):
+            negative_cost = -int(update.failed_cost * COST_UNIT)
+        failed = -1 if update.verdict is None else self._world.rank
+        failed_rank, negative_cost, *has_gradient = self._world.all_max(
+            [failed, negative_cost, *has_gradient]
+        )
+        if negative_cost != -NO_COST:
+            self.learned.record_failed_cost(-negative_cost / COST_UNIT)
+        update.end(keep=failed_rank < 0)
+        if failed_rank >= 0:
+            self._raise_verdict(update.verdict, failed_rank)
+        if self._ddp is None:
+            return
+        group: Any = self._ddp.process_group
+        used = [p for p, is_used in zip(update.parameters, has_gradient, strict=True) if is_used]
+        average_gradients(used, group)
+        if self._ddp.broadcast_buffers:  # as DDP does before a forward pass
+            first_rank = dist.get_process_group_ranks(group)[0]
+            for buffer in self._ddp.modules_buffers:
+                dist.broadcast(buffer.data, src=first_rank, group=group)
+
+    def _raise_verdict(self, verdict: Verdict | None, failed_rank: int) -> None:
+        """Raises the same BudgetError on all ranks; ``verdict`` is that of this rank."""
+        numbers = [-1, -1]
+        if verdict is not None and self._world.rank == failed_rank:
+            numbers = [verdict.index, verdict.tokens]
+        index, tokens = self._world.all_max(numbers)
+        if self._min_samples > 1:
+            raise BudgetError(
+                f"fewer than {2 * self._min_samples} samples, from sample {index} on ({tokens} tokens), do not fit on "
+                f"rank {failed_rank}, and are not split; reduce `min_samples`; truncate or filter out such samples"
             )
-            index, tokens = self._world.all_max(own)
-            told = f"sample {index} ({tokens} tokens) does not fit on rank {rank} even alone"
-            if self._smallest > 2:
-                few = (
-                    f"fewer than {self._smallest} samples, from sample {index} on ({tokens} tokens)"
-                )
-                told = f"{few}, do not fit on rank {rank}, and are not split; reduce `min_samples`"
-            raise BudgetError(f"{told}; truncate or filter out such samples")
-        if self._ddp is not None:
-            used = [p for p, anywhere in zip(update.parameters, present, strict=True) if anywhere]
-            group: Any = self._ddp.process_group
-            average_gradients(used, group)
-            # Works like DDP before a forward pass: copies the buffers of the group's first rank.
-            for buffer in self._ddp.modules_buffers if self._ddp.broadcast_buffers else ():
-                dist.broadcast(buffer.data, src=dist.get_process_group_ranks(group)[0], group=group)
+        raise BudgetError(
+            f"sample {index} ({tokens} tokens) does not fit on rank {failed_rank} even alone; "
+            "truncate or filter out such samples"
+        )
+
+
+# The random states that layers use: Python's and numpy's, torch's on the CPU and on one device.
+def _random_states(device: torch.device) -> list[Any]:
+    states = [random.getstate(), np.random.get_state(), torch.get_rng_state()]
+    if device.type != "cpu":
+        states.append(getattr(torch, device.type).get_rng_state())
+    return states
+
+
+def _restore_random_states(device: torch.device, states: list[Any]) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+    if device.type != "cpu":
+        getattr(torch, device.type).set_rng_state(states[3])
+
+
+def class_names(module: torch.nn.Module) -> set[str]:
+    """Returns the names of a module's class and of all its base classes."""
+    return {cls.__name__ for cls in type(module).__mro__}
 
 
 def find_ddp(model: torch.nn.Module) -> DistributedDataParallel | None:
@@ -355,14 +421,17 @@ def find_ddp(model: torch.nn.Module) -> DistributedDataParallel | None:
     modules = list(model.modules())
     ddp = next((m for m in modules if isinstance(m, DistributedDataParallel)), None)
     for module in modules:
-        if _SHARDED & {cls.__name__ for cls in type(module).__mro__}:
-            told = f"`model` contains {type(module).__name__}, with which no rank can repeat a step alone"
-            raise ConfigError(f"{told}; use DistributedDataParallel, or a plain backward pass")
-        if ddp is not None and (
-            isinstance(module, SyncBatchNorm) or getattr(module, "static_graph", False)
-        ):
-            told = f"`model` contains {type(module).__name__}, which exchanges data between ranks in each pass"
-            raise ConfigError(f"{told}; use another normalisation, and static_graph=False")
+        if _SHARDED & class_names(module):
+            raise ConfigError(
+                f"`model` contains {type(module).__name__}, with which no rank can repeat a step alone; "
+                "use DistributedDataParallel, or a plain backward pass"
+            )
+        exchanges = isinstance(module, SyncBatchNorm) or getattr(module, "static_graph", False)
+        if ddp is not None and exchanges:
+            raise ConfigError(
+                f"`model` contains {type(module).__name__}, which exchanges data between ranks in each pass; "
+                "use another normalisation, and static_graph=False"
+            )
     return ddp
 
 
@@ -381,39 +450,54 @@ def average_gradients(
     parameters: Sequence[torch.nn.Parameter], group: dist.ProcessGroup | None
 ) -> None:
     """Sets every ``.grad`` to its mean over ranks; missing ones count as zero. ``parameters``: equal on all ranks."""
-    size, kinds = dist.get_world_size(group), dict[Any, list[torch.Tensor]]()
     with torch.no_grad():
-        for number, parameter in enumerate(parameters):
-            gradient = parameter.grad = (
-                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            )
-            if gradient.is_sparse:
-                raise ConfigError(
-                    "sparse gradients cannot be averaged over ranks; use nn.Embedding(sparse=False)"
-                )
-            alone = gradient.nbytes >= BUCKET_BYTES
-            kinds.setdefault(number if alone else (gradient.dtype, gradient.device), []).append(
-                gradient
-            )
+        buckets = _buckets_of(parameters)
         try:
-            buckets = list(kinds.values())
-            whole = [len(bucket) == 1 and bucket[0].is_contiguous() for bucket in buckets]
-            packed = [
-                b[0] if w else torch.cat([g.reshape(-1) for g in b])
-                for w, b in zip(whole, buckets, strict=True)
-            ]
-            works: list[Any] = [
-                dist.all_reduce(flat.div_(size), group=group, async_op=True) for flat in packed
-            ]
-            for work, flat, bucket in zip(works, packed, buckets, strict=True):
-                work.wait()
-                if flat is not bucket[0]:
-                    for gradient, values in zip(
-                        bucket, flat.split([g.numel() for g in bucket]), strict=True
-                    ):
-                        gradient.copy_(values.view_as(gradient))
+            _average_buckets(buckets, group)
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
-            lost = "another rank stopped while gradients were exchanged; see that rank's error"
-            raise AlignmentError(f"{lost}: {error}") from error
+            raise AlignmentError(
+                f"another rank stopped while gradients were exchanged; see that rank's error: {error}"
+            ) from error
+
+
+def _buckets_of(parameters: Sequence[torch.nn.Parameter]) -> list[list[torch.Tensor]]:
+    """Returns the gradients by exchange: small ones of one dtype and device together, large ones each alone."""
+    buckets: dict[Any, list[torch.Tensor]] = {}
+    for number, parameter in enumerate(parameters):
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        gradient = parameter.grad
+        if gradient.is_sparse:
+            raise ConfigError(
+                "sparse gradients cannot be averaged over ranks; use nn.Embedding(sparse=False)"
+            )
+        key: Any = (gradient.dtype, gradient.device)
+        if gradient.nbytes >= BUCKET_BYTES:
+            key = number
+        buckets.setdefault(key, []).append(gradient)
+    return list(buckets.values())
+
+
+def _average_buckets(
+    buckets: Sequence[list[torch.Tensor]], group: dist.ProcessGroup | None
+) -> None:
+    num_ranks = dist.get_world_size(group)
+    vectors = []
+    works: list[Any] = []
+    for bucket in buckets:
+        if len(bucket) == 1 and bucket[0].is_contiguous():
+            vector = bucket[0]
+        else:
+            vector = torch.cat([gradient.reshape(-1) for gradient in bucket])
+        vectors.append(vector)
+    for vector in vectors:
+        works.append(dist.all_reduce(vector.div_(num_ranks), group=group, async_op=True))
+    for work, vector, bucket in zip(works, vectors, buckets, strict=True):
+        work.wait()
+        if vector is bucket[0]:
+            continue
+        sizes = [gradient.numel() for gradient in bucket]
+        for gradient, values in zip(bucket, vector.split(sizes), strict=True):
+            gradient.copy_(values.view_as(gradient))

@@ -1,7 +1,7 @@
 """Whole datasets: results are those of one text at a time, whatever batches, memory, crashes, ranks and files do."""
 
 import copy
-import json
+import sys
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +18,6 @@ from dynagroup import (
     MemoryBudget,
     StateError,
     TokenBudget,
-    encode,
     generate_with_oom_retry,
 )
 from dynagroup.budget.learning import LearningBudget
@@ -35,7 +34,7 @@ from dynagroup.jobs.storage import Output
 from dynagroup.memory import MemoryRegressor
 from dynagroup.testing import run_ranks
 from tests import models
-from tests.models import TEXTS, Allocator, adapted, save_encoder, small_llama, small_tokenizer
+from tests.models import TEXTS, Allocator, adapted, small_llama, small_tokenizer
 
 SMALL: Any = {"budget": TokenBudget(40), "progress": False}
 NEW: Any = {"max_new_tokens": 4, **SMALL}
@@ -104,8 +103,9 @@ def same(got: Any, want: Any) -> None:
 
 
 def test_results_are_those_of_one_text_at_a_time_in_input_order_or_as_they_come(
-    model, tokenizer, expected, capsys
+    model, tokenizer, expected, capsys, monkeypatch
 ):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)  # the bar stays out of pipes
     for size in (SMALL, {"batch_size": 4, "progress": True}):
         assert (
             generate_dataset(model, tokenizer, TEXTS, **{**NEW, "budget": None, **size}) == expected
@@ -517,29 +517,3 @@ def test_texts_are_shortened_to_what_the_model_takes_and_that_is_said(tokenizer,
     ):
         generate_dataset(generating, tokenizer, TEXTS, **NEW)
     assert len(generate_dataset(generating, tokenizer, TEXTS[:8], max_length=12, **NEW)) == 8
-
-
-def test_a_folder_is_pooled_normalised_and_shortened_as_it_says(tmp_path: Path) -> None:
-    model = save_encoder(tmp_path, max_seq_length=6)
-    vectors = encode(tmp_path, TEXTS, progress=False)
-    same(vectors, (torch.nn.functional.normalize(s.mean(0), dim=0) for s in states(model, 6)))
-    first = encode(
-        str(tmp_path), TEXTS, pooling="first", normalize=False, max_length=4, progress=False
-    )
-    same(first, (s[0] for s in states(model, 4)))
-    prompts = {"prompts": {"query": "q: "}, "default_prompt_name": "query"}
-    changes: list[dict[str, Any]] = [
-        {"do_lower_case": True},
-        {"model_args": {"torch_dtype": "bfloat16"}},
-    ]
-    whole = [("config_sentence_transformers.json", own) for own in (prompts, {"truncate_dim": 7})]
-    for name, own in [*whole, *(("sentence_bert_config.json", own) for own in changes)]:
-        (tmp_path / name).write_text(json.dumps(own))
-        with pytest.raises(
-            ConfigError, match=rf"changes texts, weights or vectors \({[*own][-1]}\)"
-        ):
-            encode(tmp_path, TEXTS)
-        (tmp_path / name).write_text("{}")
-    for name in ("modules.json", "sentence_bert_config.json"):
-        (tmp_path / name).unlink()
-    same(encode(tmp_path, TEXTS, progress=False), (s.mean(0) for s in states(model)))

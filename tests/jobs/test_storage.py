@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynagroup.errors import ConfigError, StateError
-from dynagroup.jobs.job import identity_of
-from dynagroup.jobs.storage import TEXTS as LINES
-from dynagroup.jobs.storage import VECTORS, Output
+from dynagroup.jobs.formats import JSON_LINES, VECTORS
+from dynagroup.jobs.identity import identity_of_model, identity_of_texts
+from dynagroup.jobs.storage import Output
 from tests.models import TEXTS, adapted, small_llama, small_tokenizer
 
 JOB = {"task": "test", "texts": 4}
@@ -37,7 +37,7 @@ DAMAGE: dict[str, Callable[[bytes, int], bytes]] = {
 
 
 def out_of(folder: Path, job: Any = JOB) -> Output:
-    return Output(folder / "out.jsonl", job, 4, LINES)
+    return Output(folder / "out.jsonl", job, 4, JSON_LINES)
 
 
 def written(folder: Path, indices: list[int]) -> Path:
@@ -70,7 +70,7 @@ def test_a_disk_that_is_full_in_the_last_bytes_is_an_error(tmp_path: Path) -> No
 
 def run(folder: Path, done: list[int], results: list[Any] = TWENTY) -> Any:
     """A job of so many samples in batches of three; ``done`` is what was worked on."""
-    out = Output(folder / "out.jsonl", {**JOB, "texts": len(results)}, len(results), LINES)
+    out = Output(folder / "out.jsonl", {**JOB, "texts": len(results)}, len(results), JSON_LINES)
     if not out.is_finished():
         with closing(out):
             if not out.claim():
@@ -155,7 +155,7 @@ def test_two_runs_of_one_job_are_told_apart(
 
 
 def test_a_worker_that_outlives_its_run_does_not_keep_the_lock(tmp_path: Path) -> None:
-    """As after ``kill -9`` of a run whose worker waits for it."""
+    """The run gives the lock back for both; only after ``kill -9`` do others wait until the worker has ended."""
     forks, killed, next_run = (
         multiprocessing.get_context("fork"),
         out_of(tmp_path),
@@ -236,7 +236,7 @@ def test_a_receipt_that_is_damaged_or_an_output_that_is_a_folder_is_an_error_tha
     tmp_path: Path,
 ) -> None:
     run(tmp_path, [])
-    out = Output(tmp_path / "out.jsonl", {**JOB, "texts": 20}, 20, LINES)
+    out = Output(tmp_path / "out.jsonl", {**JOB, "texts": 20}, 20, JSON_LINES)
     for damaged in RECEIPTS:
         (tmp_path / "out.jsonl.job").write_bytes(damaged)
         with pytest.raises(
@@ -257,6 +257,12 @@ class Processor(transformers.LogitsProcessor):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return scores
+
+
+def identity_of(
+    model: Any, tokenizer: Any, texts: Any, settings: Any, told: Any = None
+) -> dict[str, Any]:
+    return identity_of_model(model) | identity_of_texts(tokenizer, texts, settings, told)
 
 
 def identity(
@@ -318,7 +324,7 @@ CHANGES: dict[str, list[Callable[[Any], Any]]] = {
     "model": [
         swap,
         lambda model: model.model.layers[1].mlp.up_proj.weight[-1, -1].mul_(1.0001),
-        lambda model: model.model.register_buffer("scale", torch.ones(2), persistent=False),
+        lambda model: model.model.register_buffer("scale", torch.ones(2)),
     ],
     "model's generation_config": [lambda model: setattr(model.generation_config, "num_beams", 3)],
     "model's config": [lambda model: setattr(model.config, "rms_norm_eps", 1e-3)],

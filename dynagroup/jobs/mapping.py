@@ -1,0 +1,110 @@
+"""Runs any function over the items of a dataset, in batches that fit."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from numpy.typing import ArrayLike
+
+from dynagroup.budget.base import Budget
+from dynagroup.budget.learning import LearningBudget
+from dynagroup.budget.tokens import as_budget
+from dynagroup.distributed import World
+from dynagroup.errors import ConfigError
+from dynagroup.fingerprint import described, ends_of, hashed
+from dynagroup.jobs.formats import JSON_LINES, VECTORS, format_of
+from dynagroup.jobs.run import Job, Plan, all_results
+from dynagroup.lengths import as_streams
+from dynagroup.shapes import Streams
+from dynagroup.validation import check_function, check_identity
+
+T = TypeVar("T")
+
+
+def map_batches(
+    function: Callable[[Any], Sequence[Any]],
+    items: Sequence[T],
+    lengths: ArrayLike | Mapping[str, ArrayLike] | Path,
+    budget: Budget | int,
+    *,
+    collate_fn: Callable[[list[T]], Any] | None = None,
+    output: str | Path | None = None,
+    progress: bool = True,
+    is_out_of_memory: Callable[[Exception], bool] | None = None,
+    learned: LearningBudget | None = None,
+    identity: Any = None,
+    world: World | None = None,
+) -> Any:
+    """Returns ``function``'s result for every item, in the order of the items; it is called on batches that fit.
+
+    Batches have items of similar length, longest first. If a batch runs out of memory, its items run again in halves,
+    and later batches of that size are split before they run. Under ``torchrun`` ranks share the items, and every rank
+    returns all results.
+
+    Args:
+        function: from a batch to one result per item, in order: a model's forward pass, an ONNX session, a request to a
+            server. It must change nothing when it fails, and give an item the same result in any batch.
+        items: sequence of N items.
+        lengths: int (N,), or a dict of such arrays by stream, or the path of a file of them.
+        budget: limit of a batch; an int means that many tokens.
+        collate_fn: function from a list of items to a batch. None: the batch is the list.
+        output: path of a file to write: ``.jsonl`` for results that JSON can store, ``.npy`` for float32 vectors of one
+            width; required on several ranks. Finished items are saved beside it: after a crash the same call runs the
+            rest. A complete file is only read.
+        progress: True shows a bar on a terminal.
+        is_out_of_memory: function from an error to whether fewer items may succeed, for errors of other libraries.
+            Usual out-of-memory errors count in any case, see :func:`~dynagroup.oom.is_out_of_memory`.
+        learned: a :class:`~dynagroup.LearningBudget` that learns from failures.
+        identity: a text or another value for JSON, compared with that of earlier results in ``output``, beside the
+            function's name, the lengths, and the first and last item. Change it when the function's code or weights do.
+        world: ranks that share the work. None: all of ``torch.distributed``.
+
+    Raises ConfigError if arguments contradict each other, or ``function`` returns another number of results; BudgetError
+    if an item does not fit even alone (the message names it); StateError if ``output`` belongs to other arguments.
+
+    >>> words = ["a", "bb", "cccc", "dd"]
+    >>> map_batches(lambda batch: [word.upper() for word in batch], words, [1, 2, 4, 2], budget=4)
+    ['A', 'BB', 'CCCC', 'DD']
+    """
+    check_function("function", function, "from a batch to one result per item")
+    check_function("collate_fn", collate_fn, "from a list of items to a batch")
+    check_function("is_out_of_memory", is_out_of_memory, "from an error to True or False")
+    streams = as_streams(lengths)
+    for values in streams.values():
+        if len(values) != len(items):
+            raise ConfigError(
+                f"`lengths` has {len(values)} lengths for {len(items)} items; give one per item"
+            )
+
+    def run(batch: list[T]) -> Sequence[Any]:
+        try:
+            return function(batch if collate_fn is None else collate_fn(batch))
+        except Exception as error:
+            if is_out_of_memory is None or not is_out_of_memory(error):
+                raise
+            raise MemoryError(str(error)) from error
+
+    form = JSON_LINES
+    if output is not None:
+        form = format_of(Path(output), [JSON_LINES, VECTORS])
+    job = Job(
+        items=items,
+        run=run,
+        plan=lambda: Plan(lengths=streams, budget=as_budget(budget).bind(streams)),
+        identity=lambda: _identity_of(function, items, streams, check_identity(identity)),
+        format=form,
+        learned=learned if learned is not None else LearningBudget(),
+        progress=progress,
+    )
+    return all_results(job, output, world)
+
+
+def _identity_of(
+    function: Callable[[Any], Any], items: Sequence[Any], lengths: Streams, identity: Any
+) -> dict[str, Any]:
+    return {
+        "function": described(function),
+        "items": f"{len(items)} items {hashed(ends_of(items))}",
+        "lengths": hashed(described(dict(lengths))),
+        "identity": identity,
+    }

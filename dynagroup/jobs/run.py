@@ -1,0 +1,236 @@
+"""Runs the items of a dataset through a function, in batches that fit, longest first, on one or several ranks."""
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dynagroup.budget.base import Budget
+from dynagroup.budget.learning import LearningBudget
+from dynagroup.distributed import World, current_world
+from dynagroup.errors import ConfigError
+from dynagroup.fingerprint import hashed
+from dynagroup.jobs.formats import Format
+from dynagroup.jobs.storage import Output
+from dynagroup.oom.retry import Retry
+from dynagroup.oom.split import BatchSplitter
+from dynagroup.plan.cost import Work
+from dynagroup.plan.sampler import LengthAwareBatchSampler
+from dynagroup.shapes import BatchShape, IntArray, Streams, primary
+
+_log = logging.getLogger(__name__)
+# A month: ranks wait for each other until all have finished. Dead ranks close their connections.
+_PATIENCE_S = 30 * 24 * 3600.0
+_MOST_SETTINGS = 32  # that ranks compare by name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is known when all items are measured."""
+
+    lengths: Streams
+    budget: Budget
+    """Bound to the lengths."""
+    work: Work | None = None
+    """Predicted time of a batch, None: the default."""
+    num_copies: int = 1
+    """Rows that an item takes in memory, such as beams."""
+    num_new: int = 0
+    """Tokens that each item gets in addition to its own."""
+
+    def shape_of(self, indices: Sequence[int]) -> BatchShape:
+        """Returns the shape (K = 1) that decides the memory of a batch."""
+        multiple = self.budget.pad_to_multiple_of
+        longest = {}
+        for name, values in self.lengths.items():
+            width = int(values[indices].max())
+            longest[name] = max(-(-width // multiple) * multiple, 1)
+        longest[primary(longest)] += self.num_new
+        return BatchShape.of(len(indices) * self.num_copies, longest)
+
+    def tokens(self) -> IntArray:
+        """Returns the tokens of each item, summed over streams."""
+        return np.stack(list(self.lengths.values())).sum(axis=0, dtype=np.int64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A function over a dataset. Nothing is measured or described before it is needed."""
+
+    items: Sequence[Any]
+    run: Callable[[list[Any]], Iterable[Any]]
+    """Items of a batch -> their results, in order. It leaves nothing behind when it fails."""
+    plan: Callable[[], Plan]
+    """Measures all items, and raises the user's errors before anything is run; called once."""
+    identity: Callable[[], Mapping[str, Any]]
+    """Returns what results depend on, as values for JSON."""
+    format: Format
+    learned: LearningBudget
+    progress: bool
+
+
+def all_results(job: Job, output: str | Path | None = None, world: World | None = None) -> Any:
+    """Returns all results in input order; reads them from ``output`` if that file is complete."""
+    first = world
+    if first is None:  # ranks lost before the job are noticed within ten minutes, not a month
+        first = current_world()
+    if output is None and first.size == 1:
+        results: list[Any] = [None] * len(job.items)
+        for index, result in results_as_they_come(job):
+            results[index] = result
+        return job.format.gather(results)
+    outputs: list[Output] = []
+    _on_all(first, lambda: outputs.append(_output_of(job, output, first.size)))
+    out = outputs[0]
+    if world is None:
+        world = current_world(timeout_s=_PATIENCE_S)
+    _check_same_job(out.identity, world)
+    if _on_all(world, out.is_finished):
+        if world.rank == 0 and len(job.items) > 0:
+            out.log_earlier_results(len(job.items))
+    else:
+        _finish(job, out, world)
+    if world.rank == 0:
+        out.clear()  # an earlier run may have been killed after writing the output
+    return out.read()
+
+
+def results_as_they_come(job: Job, skip: Collection[int] = ()) -> Iterator[tuple[int, Any]]:
+    """Yields (index, result) as batches finish, longest items first."""
+    plan = job.plan()
+    left_out = {int(index) for index in skip}
+    return _flat(_batches(job, plan, left_out, rank=0, num_ranks=1))
+
+
+def _flat(batches: Iterator[tuple[list[int], list[Any]]]) -> Iterator[tuple[int, Any]]:
+    for indices, results in batches:
+        yield from zip(indices, results, strict=True)
+
+
+def _output_of(job: Job, output: str | Path | None, num_ranks: int) -> Output:
+    if output is None:
+        raise ConfigError(
+            f"{num_ranks} ranks need `output`, the path of a file that all ranks can read and write"
+        )
+    return Output(Path(output), job.identity(), len(job.items), job.format)
+
+
+# Ranks wait for each other four times: until the first has locked the output; until all have read what was finished
+# before (only then may any add to it); until all have finished (then the first writes the output); and until it
+# exists. The lock is kept until then, so another process is either refused, or finds a complete output.
+def _finish(job: Job, out: Output, world: World) -> None:
+    plans: list[Plan] = []
+    _on_all(world, lambda: plans.append(job.plan()))
+    finished: set[int] = set()
+
+    def run_rest() -> None:
+        for indices, results in _batches(job, plans[0], finished, world.rank, world.size):
+            out.append(indices, results)
+
+    with closing(out):
+        is_finished = _on_all(world, lambda: world.rank == 0 and out.claim())
+        if is_finished:  # another process has finished the job
+            return
+        _on_all(world, lambda: finished.update(out.finished()))
+        if finished and world.rank == 0:
+            out.log_earlier_results(len(finished))
+        _on_all(world, run_rest)
+        _on_all(world, lambda: out.publish() if world.rank == 0 else None)
+
+
+def _batches(
+    job: Job, plan: Plan, done: Collection[int], rank: int, num_ranks: int
+) -> Iterator[tuple[list[int], list[Any]]]:
+    """Yields (indices, results) of each batch of this rank's share of the items that are not ``done``."""
+    from tqdm.auto import tqdm
+
+    tokens = plan.tokens()
+    longest_first = np.argsort(-tokens, kind="stable")
+    missing = [index for index in longest_first.tolist() if index not in done]
+    share = missing[rank::num_ranks]  # the same whatever the ranks' budgets are
+    retry = Retry(
+        splitter=BatchSplitter(),
+        learned=job.learned,
+        shape=lambda indices, num_items: plan.shape_of(indices),
+        describe=lambda indices: _described(indices, tokens),
+    )
+    is_shown = job.progress and rank == 0
+    with tqdm(  # disable=None hides the bar where output is not a terminal
+        total=int(tokens[share].sum()),  # in tokens, like time
+        unit="tok",
+        unit_scale=True,
+        disable=None if is_shown else True,
+    ) as bar:
+        for indices in _planned(plan, share):
+            parts = retry.run(lambda part: _run_part(job, part), indices, indices)
+            yield indices, list(chain.from_iterable(parts))
+            bar.update(int(tokens[indices].sum()))
+
+
+def _planned(plan: Plan, indices: list[int]) -> Iterator[list[int]]:
+    """Yields the items of each batch, largest batches first."""
+    lengths = {name: values[indices] for name, values in plan.lengths.items()}
+    sampler = LengthAwareBatchSampler(lengths, plan.budget, work=plan.work, rank=0, world_size=1)
+    for batch in sampler:
+        yield [indices[place] for place in batch]
+
+
+def _run_part(job: Job, indices: list[int]) -> list[Any]:
+    results = list(job.run([job.items[index] for index in indices]))
+    if len(results) != len(indices):
+        raise ConfigError(
+            f"the function returned {len(results)} results for {len(indices)} items; it must return one per item, in "
+            "order"
+        )
+    return results
+
+
+def _described(indices: Sequence[int], tokens: IntArray) -> str:
+    longest = int(tokens[indices].max())
+    if len(indices) == 1:
+        return f"{longest} tokens"
+    return f"{len(indices)} samples of up to {longest} tokens"
+
+
+def _check_same_job(identity: Mapping[str, Any], world: World) -> None:
+    """Raises ConfigError on all ranks if they have different jobs, and names what differs."""
+    numbers = [0] * _MOST_SETTINGS  # jobs that differ may have other settings
+    for place, item in enumerate(identity.items()):
+        numbers[place] = int(hashed(repr(item), 12), 16)
+    highest = world.all_max(numbers)
+    lowest = world.all_max([-number for number in numbers])
+    differing = []
+    for place, name in enumerate(identity):
+        if highest[place] != -lowest[place]:
+            differing.append(name)
+    if differing:
+        raise ConfigError(
+            f"all ranks must run the same job, but have different {', '.join(differing)}; give all ranks the same"
+        )
+
+
+def _on_all(world: World, act: Callable[[], bool | None]) -> bool:
+    """Returns whether ``act`` returns true on any rank, after all have run it; an error on one is raised on all."""
+    is_true = False
+    error = None
+    try:
+        is_true = bool(act())
+    except Exception as caught:  # raised when all ranks know; the others first finish their part
+        error = caught
+        level = logging.ERROR if world.size > 1 else logging.DEBUG
+        _log.log(level, "rank %d failed: %r", world.rank, error)
+    failed_rank, is_true_anywhere = world.all_max(
+        [world.rank if error is not None else -1, int(is_true)]
+    )
+    if error is not None:
+        raise error
+    if failed_rank >= 0:
+        raise ConfigError(
+            f"rank {failed_rank} of {world.size} could not continue the job; see that rank's error"
+        )
+    return bool(is_true_anywhere)

@@ -1,0 +1,253 @@
+"""Texts as the items of a job: their lengths, their batches, and the budget of the model that runs them."""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from numpy.typing import NDArray
+
+from dynagroup.budget.base import Budget
+from dynagroup.budget.learning import LearningBudget
+from dynagroup.budget.memory import MemoryBudget
+from dynagroup.budget.tokens import as_budget
+from dynagroup.errors import ConfigError
+from dynagroup.jobs.formats import VECTORS, Format
+from dynagroup.jobs.identity import identity_of_model, identity_of_texts
+from dynagroup.jobs.run import Job, Plan
+from dynagroup.lengths import limit_of
+from dynagroup.memory import MemoryRegressor
+from dynagroup.memory.phases import Mode
+from dynagroup.memory.protocols import MemoryModel, PaddedTokens
+from dynagroup.plan.cost import Work
+from dynagroup.plan.few_shapes import few_shapes
+from dynagroup.shapes import TOKENS
+from dynagroup.text.loader import pad_texts
+from dynagroup.text.measure import by_position, measure_lengths
+from dynagroup.update.filling import FillingCollator
+from dynagroup.validation import check_identity, check_int
+
+_log = logging.getLogger(__name__)
+_BATCH_SIZE = 16
+_UNLIMITED = 10**9  # a tokenizer's limit above this means none (it reports 10**30)
+_MOST_UNUSED = 8  # rows of a table of positions that no token uses
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobOptions:
+    """The options that all functions over a dataset have; see :func:`~dynagroup.generate_dataset`."""
+
+    batch_size: int | None = None
+    budget: Budget | int | None = None
+    max_length: int | None = None
+    progress: bool = True
+    learned: LearningBudget | None = None
+    shapes: int | None = None
+    identity: Any = None
+
+    def __post_init__(self) -> None:
+        check_identity(self.identity)
+        if self.batch_size is not None and self.budget is not None:
+            raise ConfigError(
+                f"`batch_size` ({self.batch_size!r}) and `budget` both limit a batch; pass only one of them"
+            )
+        if self.batch_size is not None:
+            check_int("batch_size", self.batch_size)
+        if self.budget is not None and as_budget(self.budget).layout == "packed":
+            raise ConfigError(
+                f"`budget` must have layout='padded', as these batches are padded, but is {self.budget!r}"
+            )
+
+    def learner(self) -> LearningBudget:
+        return self.learned if self.learned is not None else LearningBudget()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What a model does with texts."""
+
+    run: Callable[[dict[str, torch.Tensor]], Any]
+    """A padded batch on the model's device -> the results of its rows."""
+    settings: Mapping[str, Any]
+    """On which results depend, besides model, tokenizer and texts."""
+    format: Format = VECTORS
+    mode: Mode = "forward"
+    padding_side: Literal["left", "right"] = "right"
+    num_copies: int = 1
+    """Rows that a text takes in memory, such as beams."""
+    num_new: int = 0
+    """Tokens that are generated for each text."""
+
+
+class TextJob:
+    """Runs texts through a model with a tokenizer."""
+
+    def __init__(
+        self, model: Any, tokenizer: Any, texts: Any, task: Task, options: JobOptions
+    ) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._texts = by_position(texts)
+        self._task = task
+        self._options = options
+        self._device = next(model.parameters()).device
+        self._max_length = limit_of(options.max_length)
+        self._is_cut_to_model = options.max_length is None and task.mode == "forward"
+        if self._is_cut_to_model:
+            self._max_length = most_tokens(model, tokenizer)
+
+    def job(self) -> Job:
+        return Job(
+            items=self._texts,
+            run=self._run,
+            plan=lambda: self._plan,
+            identity=self._identity,
+            format=self._task.format,
+            learned=self._options.learner(),
+            progress=self._options.progress,
+        )
+
+    @cached_property
+    def _plan(self) -> Plan:
+        task = self._task
+        lengths: NDArray[Any] = measure_lengths(
+            self._texts,
+            self._tokenizer,
+            max_length=self._max_length,
+            progress=self._options.progress,
+        )
+        self._check_lengths(lengths)
+        budget = budget_for(lengths, self._options, self._memory)
+        work = Work.of_known(self._model, device=self._device)
+        # Each new token takes a step. Its fixed time counts once for all copies of a text (beams, for example).
+        num_steps = max(task.num_new, 1) if budget.new_tokens == 0 else 1
+        work = replace(work, per_step=work.per_step * num_steps / task.num_copies)
+        return Plan(
+            lengths={TOKENS: lengths},
+            budget=budget,
+            work=work,
+            num_copies=task.num_copies,
+            num_new=task.num_new,
+        )
+
+    def _memory(self) -> MemoryModel:
+        return MemoryRegressor.of_model(
+            self._model, self._task.mode, max_new_tokens=self._task.num_new
+        )
+
+    def _check_lengths(self, lengths: NDArray[Any]) -> None:
+        """Raises ConfigError for texts that have no positions: on a GPU, they would end the process."""
+        num_positions = learned_positions(self._model)
+        # An encoder-decoder gives new tokens positions of their own; it pads on the right.
+        num_new = self._task.num_new if self._task.padding_side == "left" else 0
+        if num_positions is not None:
+            too_long = (lengths + num_new > num_positions).nonzero()[0]
+            if len(too_long):
+                first = too_long[0]
+                raise ConfigError(
+                    f"{len(too_long)} texts are too long for the model, which has {num_positions} positions: text {first} "
+                    f"has {lengths[first]} tokens and {num_new} new ones; truncate with "
+                    f"max_length={max(num_positions - num_new, 1)}, or leave them out"
+                )
+        num_full = int((lengths == self._max_length).sum())
+        if self._is_cut_to_model and num_full > 0:
+            _log.warning(
+                "%d of %d texts have at least %d tokens, the most that the model accepts, and are truncated to them",
+                num_full,
+                len(lengths),
+                self._max_length,
+            )
+
+    def _run(self, texts: list[str]) -> Any:
+        budget = self._plan.budget
+        batch = pad_texts(
+            self._tokenizer,
+            texts,
+            self._max_length,
+            padding_side=self._task.padding_side,
+            pad_to_multiple_of=budget.pad_to_multiple_of,
+        )
+        if budget.ladder is not None:
+            pad = {"input_ids": self._tokenizer.pad_token_id}
+            batch = FillingCollator(None, budget.ladder, pad).fill(batch, len(texts))
+        on_device = {name: value.to(self._device) for name, value in batch.items()}
+        with evaluating(self._model), torch.inference_mode():
+            results = self._task.run(on_device)
+        return results[: len(texts)]  # rows after them fill the batch up to its shape
+
+    def _identity(self) -> dict[str, Any]:
+        settings = {**self._task.settings, "max_length": self._max_length}
+        of_texts = identity_of_texts(
+            self._tokenizer, self._texts, settings, check_identity(self._options.identity)
+        )
+        return identity_of_model(self._model) | of_texts
+
+
+def budget_for(
+    lengths: NDArray[Any], options: JobOptions, memory: Callable[[], MemoryModel]
+) -> Budget:
+    """Returns the user's budget, or one for the batch size; bound to the lengths, with the model's ``memory()``."""
+    if options.budget is not None:
+        budget = as_budget(options.budget).with_memory(memory)
+    else:
+        batch_size = _BATCH_SIZE if options.batch_size is None else options.batch_size
+        is_one_batch = len(lengths) <= batch_size  # fits by assumption, so no trace is needed
+        budget = MemoryBudget(batch_size).with_memory(PaddedTokens if is_one_batch else memory)
+    budget = budget.bind({TOKENS: lengths})
+    if options.shapes is None or len(lengths) == 0:
+        return budget
+    return few_shapes(options.shapes, lengths, budget, window=len(lengths))
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Context manager that turns off dropout; afterwards each module has its former mode."""
+    modes = [(module, module.training) for module in model.modules()]
+    for module, _ in modes:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def most_tokens(model: Any, tokenizer: Any) -> int | None:
+    """Returns how many tokens of a text model and tokenizer accept; None: they name no limit."""
+    limits = [
+        getattr(tokenizer, "model_max_length", None),
+        stated_positions(model),
+        learned_positions(model),
+    ]
+    stated = [int(limit) for limit in limits if limit is not None and 0 < limit < _UNLIMITED]
+    return min(stated, default=None)
+
+
+def stated_positions(model: Any) -> int | None:
+    """Returns the positions that a model's config names; None: it names none."""
+    config = getattr(model, "config", None)
+    if config is not None and hasattr(config, "get_text_config"):
+        config = config.get_text_config()
+    return getattr(config, "max_position_embeddings", None)
+
+
+def learned_positions(model: Any) -> int | None:
+    """Returns for how many tokens a model has learned positions; None: it computes positions, or they are not found."""
+    stated = stated_positions(model)
+    if stated is None:
+        return None
+    for name, module in model.named_modules():
+        last = name.rpartition(".")[2]
+        if not isinstance(module, torch.nn.Embedding) or not ("position" in last or last == "wpe"):
+            continue
+        if not 0 <= module.num_embeddings - stated <= _MOST_UNUSED:
+            continue
+        # OPT and BART shift positions by an `offset`; RoBERTa uses those after the padding's.
+        num_unused: int = getattr(module, "offset", 0)
+        if num_unused == 0 and module.padding_idx is not None:
+            num_unused = module.padding_idx + 1
+        return module.num_embeddings - num_unused
+    return None

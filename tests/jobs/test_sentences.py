@@ -1,0 +1,124 @@
+"""Embeddings of a SentenceTransformer are those of its own ``encode``, whatever modules its folder has."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dynagroup import ConfigError, StateError, TokenBudget, embed_dataset, iter_embed
+from dynagroup.testing import run_ranks
+from tests import models
+from tests.models import TEXTS, Allocator, save_encoder, small_tokenizer
+
+st = pytest.importorskip("sentence_transformers")
+parts = pytest.importorskip("sentence_transformers.sentence_transformer.modules")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+SMALL: Any = {"budget": TokenBudget(40), "progress": False}
+POOLINGS = ("mean", "cls", "max", "lasttoken", "weightedmean", "mean_sqrt_len_tokens")
+
+
+def encoder(folder: Path, **options: Any) -> Any:
+    """The first module: a small BERT and its tokenizer, from a folder of transformers."""
+    save_encoder(folder / "bert")
+    return parts.Transformer(str(folder / "bert"), **options)
+
+
+def with_pooling(mode: str) -> Callable[[Path], Any]:
+    def build(folder: Path) -> Any:
+        first = encoder(folder)
+        return st.SentenceTransformer(modules=[first, parts.Pooling(16, pooling_mode=mode)])
+
+    return build
+
+
+def built(folder: Path, *more: Any, **options: Any) -> Any:
+    first = encoder(folder)
+    modules = [first, parts.Pooling(16, pooling_mode="mean"), *more]
+    return st.SentenceTransformer(modules=modules, **options)
+
+
+def short(folder: Path) -> Any:
+    model = built(folder)
+    model.max_seq_length = 6
+    return model
+
+
+def with_prompt(folder: Path) -> Any:
+    return built(folder, prompts={"query": "w3 w4 "}, default_prompt_name="query")
+
+
+def without_prompt_in_pooling(folder: Path) -> Any:
+    model = with_prompt(folder)
+    model.set_pooling_include_prompt(False)
+    return model
+
+
+def static(folder: Path) -> Any:
+    words = small_tokenizer().backend_tokenizer
+    embedding = parts.StaticEmbedding(words, embedding_dim=8)
+    return st.SentenceTransformer(modules=[embedding])
+
+
+FOLDERS: dict[str, Callable[[Path], Any]] = {
+    **{mode: with_pooling(mode) for mode in POOLINGS},
+    "normalized": lambda folder: built(folder, parts.Normalize()),
+    "dense": lambda folder: built(folder, parts.Dense(16, 5)),
+    "shortened": short,
+    "truncated": lambda folder: built(folder, truncate_dim=7),
+    "prompt": with_prompt,
+    "prompt not pooled": without_prompt_in_pooling,
+    "static": static,
+}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_vectors_are_those_of_its_own_encode(name: str, tmp_path: Path) -> None:
+    FOLDERS[name](tmp_path).save(str(tmp_path / "saved"))
+    model = st.SentenceTransformer(str(tmp_path / "saved"), device="cpu")
+    if name == "truncated":
+        model.truncate_dim = 7
+    vectors = embed_dataset(model, None, TEXTS, **SMALL)
+    wanted = model.encode(TEXTS)
+    assert vectors.dtype == np.float32
+    np.testing.assert_allclose(vectors, wanted, rtol=0, atol=1e-6)
+    normal = embed_dataset(model, None, TEXTS, normalize=True, batch_size=3, progress=False)
+    wanted = model.encode(TEXTS, normalize_embeddings=True)
+    np.testing.assert_allclose(normal, wanted, rtol=0, atol=1e-6)
+
+
+def test_memory_ranks_and_files_change_nothing(tmp_path: Path) -> None:
+    model = built(tmp_path)
+    wanted = model.encode(TEXTS)
+    allocator = Allocator(20)
+    remove = allocator.in_forward(model.transformers_model.encoder.layer[0])
+    np.testing.assert_allclose(embed_dataset(model, None, TEXTS, **SMALL), wanted, atol=1e-6)
+    assert allocator.failures
+    remove()
+    pairs = dict(iter_embed(model, None, TEXTS, skip={3}, **SMALL))
+    assert sorted(pairs) == [index for index in range(len(TEXTS)) if index != 3]
+
+    pair = [built(tmp_path), built(tmp_path)]
+    output = tmp_path / "out.npy"
+
+    def rank(world: Any) -> np.ndarray:
+        return embed_dataset(pair[world.rank], None, TEXTS, output=output, world=world, **SMALL)
+
+    for vectors in run_ranks(2, rank):
+        np.testing.assert_allclose(vectors, wanted, atol=1e-6)
+    model.max_seq_length = 4
+    with pytest.raises(
+        StateError, match="max_seq_length was 256 then, is 4 now|max_seq_length was"
+    ):
+        embed_dataset(model, None, TEXTS, output=output, **SMALL)
+
+
+def test_what_a_model_says_itself_is_refused(tmp_path: Path) -> None:
+    model = built(tmp_path)
+    for options in ({"pooling": "mean"}, {"max_length": 8}, {"shapes": 2}):
+        with pytest.raises(ConfigError, match="SentenceTransformer"):
+            embed_dataset(model, None, TEXTS, **options)
+    with pytest.raises(ConfigError, match="its own tokenizer and pooling; pass None for both"):
+        embed_dataset(model, models.small_tokenizer(), TEXTS)
