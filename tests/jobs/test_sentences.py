@@ -1,5 +1,6 @@
 """Embeddings of a SentenceTransformer are those of its own ``encode``, whatever modules its folder has."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,11 @@ from tests.models import TEXTS, Allocator, save_encoder, small_tokenizer
 
 st = pytest.importorskip("sentence_transformers")
 parts = pytest.importorskip("sentence_transformers.sentence_transformer.modules")
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning",
+    "ignore::FutureWarning",
+    "ignore:.* do not fit the budget even alone",
+)
 
 SMALL: Any = {"budget": TokenBudget(40), "progress": False}
 POOLINGS = ("mean", "cls", "max", "lasttoken", "weightedmean", "mean_sqrt_len_tokens")
@@ -100,18 +105,18 @@ def test_memory_ranks_and_files_change_nothing(tmp_path: Path) -> None:
     pairs = dict(iter_embed(model, None, TEXTS, skip={3}, **SMALL))
     assert sorted(pairs) == [index for index in range(len(TEXTS)) if index != 3]
 
-    pair = [built(tmp_path), built(tmp_path)]
+    models_of_ranks = [copy.deepcopy(model), copy.deepcopy(model)]
     output = tmp_path / "out.npy"
 
     def rank(world: Any) -> np.ndarray:
-        return embed_dataset(pair[world.rank], None, TEXTS, output=output, world=world, **SMALL)
+        return embed_dataset(
+            models_of_ranks[world.rank], None, TEXTS, output=output, world=world, **SMALL
+        )
 
     for vectors in run_ranks(2, rank):
         np.testing.assert_allclose(vectors, wanted, atol=1e-6)
     model.max_seq_length = 4
-    with pytest.raises(
-        StateError, match="max_seq_length was 256 then, is 4 now|max_seq_length was"
-    ):
+    with pytest.raises(StateError, match="max_seq_length was"):
         embed_dataset(model, None, TEXTS, output=output, **SMALL)
 
 
