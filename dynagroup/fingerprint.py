@@ -59,15 +59,15 @@ def ends_of(dataset: Any) -> str:
 
 def tokenizer_text(tokenizer: Any) -> str:
     """Returns a checksum of a tokenizer's file, its special tokens and settings; other objects are :func:`described`."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
+    backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    if hasattr(backend, "to_str"):  # of the package `tokenizers`
         content = json.loads(backend.to_str())
     elif hasattr(tokenizer, "get_vocab"):
         content = tokenizer.get_vocab()
     else:
         return described(tokenizer)
     lasting = sorted(item for item in content.items() if item[0] not in CHANGED_BY_CALLS)
-    special_tokens = sorted(tokenizer.special_tokens_map.items())
+    special_tokens = sorted(getattr(tokenizer, "special_tokens_map", {}).items())
     settings = [getattr(tokenizer, name, None) for name in TOKENIZER_SETTINGS]
     return f"{type(tokenizer).__name__} #{hashed(repr((lasting, special_tokens, settings)))}"
 

@@ -77,15 +77,18 @@ class SentenceJob:
         return MemoryRegressor.of_model(self._encoder, "forward")
 
     def _lengths(self) -> NDArray[np.int32]:
-        """Returns the tokens of each text with the prompt; of models without an attention mask, its characters."""
+        """Returns the tokens of each text with the prompt; of models that tell none, its characters."""
         lengths: list[int] = []
         for start in range(0, len(self._texts), _CHUNK):
             texts = [self._prompt + text for text in self._texts[start : start + _CHUNK]]
-            mask = self._model.preprocess(texts).get("attention_mask")
-            if mask is None:
-                lengths.extend(len(text) for text in texts)
+            features = self._model.preprocess(texts)
+            if "attention_mask" in features:
+                lengths.extend(features["attention_mask"].sum(dim=1).tolist())
+            elif "offsets" in features:  # static embeddings: texts end to end
+                ends = [*features["offsets"].tolist(), len(features["input_ids"])]
+                lengths.extend(np.diff(ends).tolist())
             else:
-                lengths.extend(mask.sum(dim=1).tolist())
+                lengths.extend(len(text) for text in texts)
         return np.array(lengths, np.int32)
 
     def _identity(self) -> dict[str, Any]:
