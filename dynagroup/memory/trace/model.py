@@ -82,7 +82,9 @@ def _copied(source: torch.nn.Module) -> Any:
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
     model = copy.deepcopy(source, memo).to("meta")
     for module in model.modules():
-        vars(module).pop("forward", None)
+        has_forward = type(module).forward is not torch.nn.Module.forward
+        if has_forward:  # the wrapper that torch.compile makes has one of its own only
+            vars(module).pop("forward", None)
     return model
 
 
