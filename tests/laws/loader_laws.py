@@ -12,6 +12,16 @@ from dynagroup.testing import assert_conserves, run_ranks
 from dynagroup.update.loader import StepLoader
 from dynagroup.update.step import Step
 
+Updates = list[list[Step[Any]]]  # of one rank in one epoch
+
+
+def flat(lists: Iterable[Iterable[Any]]) -> list[Any]:
+    return list(chain.from_iterable(lists))
+
+
+def used_indices(step: Step[Any]) -> Sequence[int]:
+    return () if step.idle else step.indices
+
 
 def assert_resumes_exactly(
     make: Callable[[World], Any],
@@ -25,8 +35,11 @@ def assert_resumes_exactly(
 
     A resume on another number of ranks must give exactly the samples that remained, together.
     """
-    after = resume_world_size or world_size
-    whole = run_ranks(world_size, lambda world: [list(indices_of(item)) for item in make(world)])
+    size_after = world_size if resume_world_size is None else resume_world_size
+    is_same_size = size_after == world_size
+
+    def batches_of(loader: Any) -> list[list[int]]:
+        return [list(indices_of(item)) for item in loader]
 
     def stopped(world: World, stop: int) -> Any:
         loader = make(world)
@@ -35,21 +48,19 @@ def assert_resumes_exactly(
 
     def resumed(world: World, states: list[Any]) -> list[list[int]]:
         loader = make(world)
-        loader.load_state_dict(states[world.rank] if after == world_size else states)
-        return [list(indices_of(item)) for item in loader]
+        loader.load_state_dict(states[world.rank] if is_same_size else states)
+        return batches_of(loader)
 
+    whole = run_ranks(world_size, lambda world: batches_of(make(world)))
     for stop in range(len(whole[0])) if steps is None else steps:
         states = run_ranks(world_size, lambda world, stop=stop: stopped(world, stop))
-        rest = run_ranks(after, lambda world, states=states: resumed(world, states))
+        rest = run_ranks(size_after, lambda world, states=states: resumed(world, states))
         remained = [batches[stop:] for batches in whole]
-        if after == world_size:
-            assert rest == remained, (
-                f"resumed after {stop} steps, the epoch gives other batches than without a stop"
-            )
+        if is_same_size:
+            message = f"resumed after {stop} steps, the epoch gives other batches than unstopped"
+            assert rest == remained, message
         else:
-            assert_conserves(
-                chain.from_iterable(rest), chain.from_iterable(chain.from_iterable(remained))
-            )
+            assert_conserves(flat(rest), flat(flat(remained)))
 
 
 def assert_loader_laws(
@@ -78,57 +89,65 @@ def assert_loader_laws(
         kinds: the kind of each sample: a step's batches, idle ones too, have one; with ``one_kind="batch"`` each batch.
     """
 
-    def run(world: World) -> tuple[int | None, list[list[list[Step[Any]]]]]:
+    def run(world: World) -> tuple[int | None, list[Updates]]:
         loader = make(world)
         return loader.num_samples, [list(loader.updates()) for _ in range(epochs)]
 
     by_rank = run_ranks(world_size, run)
     expected = by_rank[0][0] if num_samples is None else num_samples
     for epoch in range(epochs):
-        ranks = [found[epoch] for _, found in by_rank]
-        lengths = [[len(update) for update in updates] for updates in ranks]
-        assert all(found == lengths[0] for found in lengths), (
-            f"ranks take unequal steps in epoch {epoch}: {lengths}"
-        )
-        for parts in zip(*ranks, strict=True):
-            _assert_update_adds_up([step for steps in parts for step in steps], world_size)
-            for row in zip(*parts, strict=True) if kinds is not None else ():
-                _assert_one_kind(row, kinds or (), one_kind)
+        ranks = [updates_of_epochs[epoch] for _, updates_of_epochs in by_rank]
+        _assert_equal_steps(ranks, epoch)
+        for update_of_ranks in zip(*ranks, strict=True):
+            _assert_update_adds_up(flat(update_of_ranks), world_size)
+            if kinds is not None:
+                _assert_kinds(update_of_ranks, kinds, one_kind)
         if expected is not None:
-            steps = chain.from_iterable(chain.from_iterable(ranks))
-            assert_conserves([step.indices for step in steps if not step.idle], range(expected))
-    stops = (
-        None if resume_at is None else [k for k in resume_at if k < sum(map(len, by_rank[0][1][0]))]
-    )
-    worlds = {"world_size": world_size, "resume_world_size": resume_world_size}
+            steps = flat(flat(ranks))
+            assert_conserves([used_indices(step) for step in steps], range(expected))
+    first_epoch = by_rank[0][1][0]
+    num_steps = len(flat(first_epoch))
+    stops = None
+    if resume_at is not None:
+        stops = [stop for stop in resume_at if stop < num_steps]
     assert_resumes_exactly(
-        make, **worlds, steps=stops, indices_of=lambda step: () if step.idle else step.indices
+        make,
+        world_size=world_size,
+        resume_world_size=resume_world_size,
+        steps=stops,
+        indices_of=used_indices,
     )
 
 
-def _assert_one_kind(row: Sequence[Step[Any]], kinds: Sequence[Any], one_kind: str) -> None:
-    found = [{kinds[index] for index in step.indices} for step in row]
-    said = [{step.kind} for step in row]
-    assert found == said, (
-        f"the samples of a step's batches have the kinds {found}, but `step.kind` is {said}"
-    )
-    assert one_kind == "batch" or len(set.union(*found)) == 1, (
-        f"a step needs one kind, but its batches have {found}"
-    )
+def _assert_equal_steps(ranks: Sequence[Updates], epoch: int) -> None:
+    num_steps = [[len(update) for update in updates] for updates in ranks]
+    message = f"ranks take unequal steps in epoch {epoch}: {num_steps}"
+    assert all(of_rank == num_steps[0] for of_rank in num_steps), message
+
+
+def _assert_kinds(
+    update_of_ranks: Sequence[list[Step[Any]]], kinds: Sequence[Any], one_kind: str
+) -> None:
+    for row in zip(*update_of_ranks, strict=True):
+        of_samples = [{kinds[index] for index in step.indices} for step in row]
+        of_steps = [{step.kind} for step in row]
+        message = f"a step's samples have the kinds {of_samples}, but `step.kind` is {of_steps}"
+        assert of_samples == of_steps, message
+        if one_kind == "step":
+            message = f"a step needs one kind, but its batches have {of_samples}"
+            assert len(set.union(*of_samples)) == 1, message
 
 
 def _assert_update_adds_up(steps: Sequence[Step[Any]], world_size: int) -> None:
-    samples = sum(0 if step.idle else len(step.indices) for step in steps)
+    num_samples = sum(len(used_indices(step)) for step in steps)
     weight = math.fsum(step.weight.local for step in steps)
     for step in steps:
-        assert step.samples.total == samples, (
-            f"an update has {samples} samples, but says {step.samples.total}"
-        )
-        assert math.isclose(step.weight.total, weight, rel_tol=1e-9), (
-            f"batches weigh {weight}, not {step.weight.total}"
-        )
-        assert not step.idle or step.loss_scale == 0.0, "`loss_scale` of an idle step must be 0"
+        message = f"an update has {num_samples} samples, but says {step.samples.total}"
+        assert step.samples.total == num_samples, message
+        message = f"batches weigh {weight}, not {step.weight.total}"
+        assert math.isclose(step.weight.total, weight, rel_tol=1e-9), message
+        if step.idle:
+            assert step.loss_scale == 0.0, "`loss_scale` of an idle step must be 0"
         scale = step.weight.local * world_size / weight if weight else 0.0
-        assert math.isclose(step.loss_scale, scale, rel_tol=1e-9), (
-            f"`loss_scale` {step.loss_scale} is not {scale}"
-        )
+        message = f"`loss_scale` {step.loss_scale} is not {scale}"
+        assert math.isclose(step.loss_scale, scale, rel_tol=1e-9), message

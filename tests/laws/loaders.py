@@ -23,15 +23,22 @@ from dynagroup.update.step import Step
 from tests.online.helpers import Stream, Tokens, collate, collate_packed, lengths_of
 
 LENGTHS = lengths_of(19, seed=2, top=30)
-TOKENS, MOST_EDGES = 60, 120
+TOKENS = 60
+MOST_EDGES = 120
+
+
+def kind_at(place: int) -> Any:
+    """One kind is rare, one of them a single sample's, one None."""
+    if place == 4:
+        return ("clip", 7)
+    if place % 5 == 3:
+        return 2
+    return None if place % 3 else "image"
 
 
 def kinds_of(number: int) -> list[Any]:
-    """Labels of so many samples: one kind is rare, one of them a single sample's, one None."""
-    return [
-        ("clip", 7) if k == 4 else 2 if k % 5 == 3 else None if k % 3 else "image"
-        for k in range(number)
-    ]
+    """Labels of so many samples."""
+    return [kind_at(place) for place in range(number)]
 
 
 KINDS = kinds_of(len(LENGTHS))
@@ -39,13 +46,19 @@ COLLATE = {"padded": collate, "packed": collate_packed}
 
 
 def budget_of(lengths: Any, max_tokens: Any, layout: Any) -> Budget:
-    budget: Any = (
-        max_tokens(layout) if callable(max_tokens) else TokenBudget(max_tokens, layout=layout)
-    )
-    return budget & AdditiveCap("edges", MOST_EDGES) if isinstance(lengths, dict) else budget
+    if callable(max_tokens):
+        budget: Any = max_tokens(layout)
+    else:
+        budget = TokenBudget(max_tokens, layout=layout)
+    if isinstance(lengths, dict):
+        return budget & AdditiveCap("edges", MOST_EDGES)
+    return budget
 
 
-def data_of(lengths: Any) -> Tokens:
+def data_of(lengths: Any, data: Any) -> Any:
+    """These data, or samples of these lengths."""
+    if data is not None:
+        return data
     return Tokens(lengths["nodes"] if isinstance(lengths, dict) else lengths)
 
 
@@ -54,7 +67,8 @@ def graph_of(nodes: int) -> dict[str, int]:
 
 
 def graphs_of(lengths: list[int]) -> dict[str, list[int]]:
-    return {name: [graph_of(nodes)[name] for nodes in lengths] for name in ("nodes", "edges")}
+    graphs = [graph_of(nodes) for nodes in lengths]
+    return {name: [graph[name] for graph in graphs] for name in ("nodes", "edges")}
 
 
 def size_of(sample: Any) -> dict[str, int]:
@@ -65,25 +79,38 @@ class SamplerSteps:
     """A sampler's batches as the steps that a loop makes of them with its plan."""
 
     def __init__(self, sampler: LengthAwareBatchSampler, rank: int, size: int) -> None:
-        self.sampler, self.rank, self.size = sampler, rank, size
-        self.state_dict, self.load_state_dict = sampler.state_dict, sampler.load_state_dict
+        self.sampler = sampler
+        self.rank = rank
+        self.size = size
+        self.state_dict = sampler.state_dict
+        self.load_state_dict = sampler.load_state_dict
         self.num_samples = len(LENGTHS)
 
     def __iter__(self) -> Iterator[Step[Any]]:
-        plan, epoch = self.sampler.plan, self.sampler.epoch
+        plan = self.sampler.plan
+        epoch = self.sampler.epoch
         for row, batch in enumerate(self.sampler):
-            scale = float(plan.loss_scale[row, self.rank])
-            total = (
-                plan.batches.sizes[plan.table[row]]
-                * self.size
-                / np.maximum(plan.loss_scale[row], 1e-9)
-            )
-            share = Share(len(batch) if scale else 0, float(np.round(total.min())))
-            kind = plan.kinds[row][self.rank]
-            yield Step(
-                batch, batch, share, share, scale, bool(plan.update_ends[row]), not scale, kind
-            )
+            yield self._step(plan, row, batch)
         self.sampler.set_epoch(epoch + 1)
+
+    def _step(self, plan: Any, row: int, batch: list[int]) -> Step[Any]:
+        scales = plan.loss_scale[row]
+        sizes = plan.batches.sizes[plan.table[row]]
+        # A batch's loss scale is its size times the ranks over the update's size; 0 if it idles.
+        totals = sizes * self.size / np.maximum(scales, 1e-9)
+        scale = float(scales[self.rank])
+        is_idle = scale == 0
+        share = Share(0 if is_idle else len(batch), float(np.round(totals.min())))
+        return Step(
+            batch,
+            batch,
+            samples=share,
+            weight=share,
+            loss_scale=scale,
+            ends_update=bool(plan.update_ends[row]),
+            idle=is_idle,
+            kind=plan.kinds[row][self.rank],
+        )
 
     def updates(self) -> Iterator[list[Step[Any]]]:
         update: list[Step[Any]] = []
@@ -100,12 +127,18 @@ def sampler(
     *,
     lengths: Any = LENGTHS,
     max_tokens: int = TOKENS,
-    **how: Any,
+    shuffle: bool = True,
+    **settings: Any,
 ) -> Any:
-    budget = budget_of(lengths, max_tokens, layout)
-    how = {"shuffle": True, **how}
-    made = LengthAwareBatchSampler(lengths, budget, rank=world.rank, world_size=world.size, **how)
-    return SamplerSteps(made, world.rank, world.size)
+    batches = LengthAwareBatchSampler(
+        lengths,
+        budget_of(lengths, max_tokens, layout),
+        rank=world.rank,
+        world_size=world.size,
+        shuffle=shuffle,
+        **settings,
+    )
+    return SamplerSteps(batches, world.rank, world.size)
 
 
 def planned(
@@ -114,12 +147,12 @@ def planned(
     *,
     lengths: Any = LENGTHS,
     max_tokens: Any = TOKENS,
-    **how: Any,
+    data: Any = None,
+    **settings: Any,
 ):
-    data, how = how.pop("data", None) or data_of(lengths), {"collate_fn": COLLATE[layout], **how}
-    return PlannedDataLoader(
-        data, lengths, budget_of(lengths, max_tokens, layout), world=world, **how
-    )
+    settings = {"collate_fn": COLLATE[layout], **settings}
+    budget = budget_of(lengths, max_tokens, layout)
+    return PlannedDataLoader(data_of(lengths, data), lengths, budget, world=world, **settings)
 
 
 def online(
@@ -128,32 +161,40 @@ def online(
     *,
     lengths: Any = LENGTHS,
     max_tokens: Any = TOKENS,
-    **how: Any,
+    data: Any = None,
+    **settings: Any,
 ):
-    data, how = (
-        how.pop("data", None) or data_of(lengths),
-        {"shuffle": "sampler" not in how, "window": 6, **how},
-    )
-    how = {"collate_fn": COLLATE[layout], **how}
-    return OnlineDataLoader(data, budget_of(lengths, max_tokens, layout), world=world, **how)
+    settings = {"collate_fn": COLLATE[layout], "window": 6, **settings}
+    settings.setdefault("shuffle", "sampler" not in settings)
+    budget = budget_of(lengths, max_tokens, layout)
+    return OnlineDataLoader(data_of(lengths, data), budget, world=world, **settings)
 
 
-def streamed(world: Any, layout: Any = "padded", *, max_tokens: int = TOKENS, **how: Any) -> Any:
-    how = {"collate_fn": COLLATE[layout], "window": 6, **how}
-    data = Stream(LENGTHS, world.rank, world.size)
-    return OnlineDataLoader(data, budget_of(LENGTHS, max_tokens, layout), world=world, **how)
+def streamed(
+    world: Any, layout: Any = "padded", *, max_tokens: int = TOKENS, **settings: Any
+) -> Any:
+    settings = {"collate_fn": COLLATE[layout], "window": 6, **settings}
+    stream = Stream(LENGTHS, world.rank, world.size)
+    return OnlineDataLoader(stream, budget_of(LENGTHS, max_tokens, layout), world=world, **settings)
 
 
-def labelled(world: Any, layout: Any = "padded", *, kinds: Any, **how: Any) -> Any:
+def labelled(world: Any, layout: Any = "padded", *, kinds: Any, **settings: Any) -> Any:
     """A loader whose samples tell their kinds only once they are processed."""
-    return online(world, layout, kind_of=lambda sample: kinds[int(sample["input_ids"][0])], **how)
+
+    def kind_of(sample: Any) -> Any:
+        return kinds[int(sample["input_ids"][0])]
+
+    return online(world, layout, kind_of=kind_of, **settings)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One loader of the table. ``make``: (world, layout, **settings) -> what one rank iterates; ``base``: settings of the
-    entry; ``others``: settings, one at a time, with which a state of the entry must be refused; ``moves``: whether a state
-    says what remains, in order and for any number of ranks (a stream's says how far it was read)."""
+    """One loader of the table.
+
+    ``make``: (world, layout, **settings) -> what one rank iterates; ``base``: settings of the entry; ``others``:
+    settings, one at a time, with which a state of the entry must be refused; ``moves``: whether a state says what
+    remains, in order and for any number of ranks (a stream's says how far it was read).
+    """
 
     make: Callable[..., Any]
     base: dict[str, Any] = field(default_factory=dict)
@@ -163,133 +204,190 @@ class Entry:
 
 DATA = {"lengths": LENGTHS[:-1], "max_tokens": TOKENS + 1, "layout": "packed", "identity": ["v2"]}
 BOTH = {**DATA, "seed": 1, "weigh": "samples", "work": Work(per_step=9)}
+ORDER = list(range(19))
 SIZED = {
     **BOTH,
     "samples_per_update": 6,
     "drop_last": True,
     "shuffle": False,
-    "sampler": [*range(19)],
+    "sampler": ORDER,
 }
 PLANNED = {"lengths": [*LENGTHS[:-1], LENGTHS[-1] + 1], "round_batch": abs, "oversize": "drop"}
 GRAPHS = {"lengths": graphs_of(LENGTHS)}
 FEWER = {"nodes": LENGTHS, "edges": [0] * len(LENGTHS)}
-RAMP, OTHER = linear_ramp(2, 7, num_updates=4), linear_ramp(2, 7, num_updates=5)
-WINDOW = {**DATA, "seed": 1, "shuffle": False, "window": 8, "order": [*range(19)]}
+RAMP = linear_ramp(2, 7, num_updates=4)
+OTHER = linear_ramp(2, 7, num_updates=5)
+GROUPED_RAMP = linear_ramp(4, 6, num_updates=2)
+WINDOW = {**DATA, "seed": 1, "shuffle": False, "window": 8, "order": ORDER}
 HINT = {"length_hint": LENGTHS}
 
-ENTRIES: dict[str, Entry] = {
-    "sampler": Entry(
-        sampler,
-        {"window": 9},
-        {**WINDOW, "hardest_first": 2, "oversize": "drop", "uneven": "drop", "round_batch": abs},
-    ),
-    "sampler-updates": Entry(
-        sampler, {"samples_per_update": 5}, {**DATA, "samples_per_update": 6, "seed": 1}
-    ),
-    "sampler-grouped": Entry(
-        sampler,
-        {"samples_per_update": 3, "grouping": 2},
-        {"seed": 1, "grouping": 3, "samples_per_update": 4},
-    ),
-    "sampler-graphs": Entry(
-        sampler, {**GRAPHS, "window": 9}, {"lengths": FEWER, "max_tokens": TOKENS + 1}
-    ),
-    "sampler-kinds": Entry(
-        sampler,
-        {"window": 9, "kinds": KINDS},
-        {"kinds": KINDS[::-1], "one_kind": "batch", "seed": 1, "window": 8},
-    ),
-    "sampler-updates-kinds": Entry(
-        sampler,
-        {"samples_per_update": 5, "grouping": 2, "kinds": KINDS, "one_kind": "batch"},
-        {"one_kind": "step", "kinds": [*KINDS[:-1], "other"]},
-    ),
-    "planned-set": Entry(planned, {"samples_per_update": 5}, {**SIZED, **PLANNED}),
-    "planned-scheduled": Entry(
-        planned, {"samples_per_update": RAMP}, {**SIZED, "samples_per_update": OTHER}
-    ),
-    "planned-grouped": Entry(
-        planned, {"samples_per_update": 3, "grouping": 2}, {"seed": 1, "grouping": None}
-    ),
-    "planned-free": Entry(
-        planned,
-        {"accumulation": 2, "window": 9},
-        {**BOTH, **PLANNED, "accumulation": 3, "window": 8, "shuffle": False},
-    ),
-    "planned-graphs": Entry(
-        planned, {**GRAPHS, "samples_per_update": 5}, {"lengths": FEWER, "seed": 1}
-    ),
-    "planned-set-kinds": Entry(
-        planned,
-        {"samples_per_update": 7, "kinds": KINDS},
-        {"kinds": [repr(kind) for kind in KINDS], "one_kind": "batch", "grouping": 2},
-    ),
-    "planned-scheduled-kinds": Entry(
-        planned,
-        {"samples_per_update": RAMP, "kinds": KINDS, "grouping": 2},
-        {"kinds": None, "one_kind": "batch"},
-    ),
-    "planned-free-kinds": Entry(
-        planned, {"accumulation": 2, "kinds": KINDS}, {"kinds": [None] * 19, "window": 9}
-    ),
-    "planned-free-kinds-batch": Entry(
-        planned,
-        {"accumulation": 2, "window": 9, "kinds": KINDS, "one_kind": "batch"},
-        {"kinds": [None] * 19, "one_kind": "step"},
-    ),
-    "planned-shapes": Entry(
-        planned, {"samples_per_update": 5, "shapes": 3}, {"shapes": 4, "max_tokens": TOKENS + 1}
-    ),
-    "planned-free-shapes": Entry(
-        planned, {"window": 9, "shapes": 4, "accumulation": 2}, {"shapes": 3, "window": 8}
-    ),
-    "online-set": Entry(online, {"samples_per_update": 5}, {**SIZED, "window": 7}),
-    "online-free": Entry(
-        online,
-        {"accumulation": 2},
-        {**BOTH, **HINT, "accumulation": 3, "window": 7, "shuffle": False},
-    ),
-    "online-scheduled": Entry(
-        online, {"samples_per_update": RAMP, **HINT}, {"samples_per_update": OTHER}
-    ),
-    "online-grouped": Entry(
-        online,
-        {"samples_per_update": 3, "grouping": 2},
-        {"seed": 1, "grouping": 3, "strata": 1, "samples_per_update": 4},
-    ),
-    "online-scheduled-grouped": Entry(
-        online,
-        {"samples_per_update": linear_ramp(4, 6, num_updates=2), "grouping": 3, **HINT},
-        {"grouping": None, "drop_last": True},
-    ),
-    "online-grouped-kinds": Entry(
-        labelled, {"samples_per_update": 7, "grouping": 2, "kinds": KINDS}, {"strata": 2}
-    ),
-    "online-in-parts": Entry(online, {"window_bytes": 200, "window": 19}, {"window_bytes": None}),
-    "online-planned": Entry(online, HINT, {"seed": 1, "length_hint": LENGTHS[::-1]}),
-    "online-graphs": Entry(
-        online,
-        {**GRAPHS, "samples_per_update": 5, "length_of": size_of},
-        {"max_tokens": TOKENS + 1},
-    ),
-    "online-set-kinds": Entry(
-        labelled, {"samples_per_update": 7, "kinds": KINDS}, {"seed": 1, "identity": "v2"}
-    ),
-    "online-free-kinds": Entry(
-        labelled, {"accumulation": 2, "kinds": KINDS}, {"window": 7, "one_kind": "batch"}
-    ),
-    "online-known-kinds": Entry(
-        online, {"kinds": KINDS}, {"kinds": KINDS[::-1], "one_kind": "batch", "window": 7}
-    ),
-    "online-shapes": Entry(
-        online,
-        {"samples_per_update": 5, "shapes": 3, **HINT},
-        {"shapes": 4, "length_hint": LENGTHS[::-1]},
-    ),
-    "online-free-shapes": Entry(
-        online, {"shapes": 4, **HINT}, {"shapes": 3, "length_hint": LENGTHS[::-1]}
-    ),
-    "online-stream": Entry(
-        streamed, {}, {"window": 7, "max_tokens": TOKENS + 1, "weigh": "samples"}, moves=False
-    ),
-}
+ENTRIES: dict[str, Entry] = {}
+
+
+def add(
+    name: str,
+    make: Callable[..., Any],
+    base: dict[str, Any],
+    others: dict[str, Any],
+    moves: bool = True,
+) -> None:
+    ENTRIES[name] = Entry(make, base, others, moves)
+
+
+add(
+    "sampler",
+    sampler,
+    {"window": 9},
+    {**WINDOW, "hardest_first": 2, "oversize": "drop", "uneven": "drop", "round_batch": abs},
+)
+add(
+    "sampler-updates",
+    sampler,
+    {"samples_per_update": 5},
+    {**DATA, "samples_per_update": 6, "seed": 1},
+)
+add(
+    "sampler-grouped",
+    sampler,
+    {"samples_per_update": 3, "grouping": 2},
+    {"seed": 1, "grouping": 3, "samples_per_update": 4},
+)
+add(
+    "sampler-graphs", sampler, {**GRAPHS, "window": 9}, {"lengths": FEWER, "max_tokens": TOKENS + 1}
+)
+add(
+    "sampler-kinds",
+    sampler,
+    {"window": 9, "kinds": KINDS},
+    {"kinds": KINDS[::-1], "one_kind": "batch", "seed": 1, "window": 8},
+)
+add(
+    "sampler-updates-kinds",
+    sampler,
+    {"samples_per_update": 5, "grouping": 2, "kinds": KINDS, "one_kind": "batch"},
+    {"one_kind": "step", "kinds": [*KINDS[:-1], "other"]},
+)
+add("planned-set", planned, {"samples_per_update": 5}, {**SIZED, **PLANNED})
+add(
+    "planned-scheduled",
+    planned,
+    {"samples_per_update": RAMP},
+    {**SIZED, "samples_per_update": OTHER},
+)
+add(
+    "planned-grouped",
+    planned,
+    {"samples_per_update": 3, "grouping": 2},
+    {"seed": 1, "grouping": None},
+)
+add(
+    "planned-free",
+    planned,
+    {"accumulation": 2, "window": 9},
+    {**BOTH, **PLANNED, "accumulation": 3, "window": 8, "shuffle": False},
+)
+add("planned-graphs", planned, {**GRAPHS, "samples_per_update": 5}, {"lengths": FEWER, "seed": 1})
+add(
+    "planned-set-kinds",
+    planned,
+    {"samples_per_update": 7, "kinds": KINDS},
+    {"kinds": [repr(kind) for kind in KINDS], "one_kind": "batch", "grouping": 2},
+)
+add(
+    "planned-scheduled-kinds",
+    planned,
+    {"samples_per_update": RAMP, "kinds": KINDS, "grouping": 2},
+    {"kinds": None, "one_kind": "batch"},
+)
+add(
+    "planned-free-kinds",
+    planned,
+    {"accumulation": 2, "kinds": KINDS},
+    {"kinds": [None] * 19, "window": 9},
+)
+add(
+    "planned-free-kinds-batch",
+    planned,
+    {"accumulation": 2, "window": 9, "kinds": KINDS, "one_kind": "batch"},
+    {"kinds": [None] * 19, "one_kind": "step"},
+)
+add(
+    "planned-shapes",
+    planned,
+    {"samples_per_update": 5, "shapes": 3},
+    {"shapes": 4, "max_tokens": TOKENS + 1},
+)
+add(
+    "planned-free-shapes",
+    planned,
+    {"window": 9, "shapes": 4, "accumulation": 2},
+    {"shapes": 3, "window": 8},
+)
+add("online-set", online, {"samples_per_update": 5}, {**SIZED, "window": 7})
+add(
+    "online-free",
+    online,
+    {"accumulation": 2},
+    {**BOTH, **HINT, "accumulation": 3, "window": 7, "shuffle": False},
+)
+add("online-scheduled", online, {"samples_per_update": RAMP, **HINT}, {"samples_per_update": OTHER})
+add(
+    "online-grouped",
+    online,
+    {"samples_per_update": 3, "grouping": 2},
+    {"seed": 1, "grouping": 3, "strata": 1, "samples_per_update": 4},
+)
+add(
+    "online-scheduled-grouped",
+    online,
+    {"samples_per_update": GROUPED_RAMP, "grouping": 3, **HINT},
+    {"grouping": None, "drop_last": True},
+)
+add(
+    "online-grouped-kinds",
+    labelled,
+    {"samples_per_update": 7, "grouping": 2, "kinds": KINDS},
+    {"strata": 2},
+)
+add("online-in-parts", online, {"window_bytes": 200, "window": 19}, {"window_bytes": None})
+add("online-planned", online, HINT, {"seed": 1, "length_hint": LENGTHS[::-1]})
+add(
+    "online-graphs",
+    online,
+    {**GRAPHS, "samples_per_update": 5, "length_of": size_of},
+    {"max_tokens": TOKENS + 1},
+)
+add(
+    "online-set-kinds",
+    labelled,
+    {"samples_per_update": 7, "kinds": KINDS},
+    {"seed": 1, "identity": "v2"},
+)
+add(
+    "online-free-kinds",
+    labelled,
+    {"accumulation": 2, "kinds": KINDS},
+    {"window": 7, "one_kind": "batch"},
+)
+add(
+    "online-known-kinds",
+    online,
+    {"kinds": KINDS},
+    {"kinds": KINDS[::-1], "one_kind": "batch", "window": 7},
+)
+add(
+    "online-shapes",
+    online,
+    {"samples_per_update": 5, "shapes": 3, **HINT},
+    {"shapes": 4, "length_hint": LENGTHS[::-1]},
+)
+add(
+    "online-free-shapes", online, {"shapes": 4, **HINT}, {"shapes": 3, "length_hint": LENGTHS[::-1]}
+)
+add(
+    "online-stream",
+    streamed,
+    {},
+    {"window": 7, "max_tokens": TOKENS + 1, "weigh": "samples"},
+    moves=False,
+)

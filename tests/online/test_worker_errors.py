@@ -6,7 +6,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from torch.utils.data import get_worker_info
@@ -20,7 +20,10 @@ from dynagroup import (
 )
 from tests.online.helpers import Stream, Tokens, collate
 
-Refused, LENGTHS = type("Refused", (Exception,), {}), [5, 2, 9, 4, 7, 1, 3, 8]
+LENGTHS = [5, 2, 9, 4, 7, 1, 3, 8]
+Refused = type("Refused", (Exception,), {})
+# As a class in a function has it: pickle does not find it.
+Refused.__qualname__ = "a_function.<locals>.Refused"
 
 
 class Parts(Exception):
@@ -39,9 +42,6 @@ class Told(Exception):
         super().__init__(text)
 
 
-Refused.__qualname__ = (
-    "a_function.<locals>.Refused"  # as a class in a function has it: pickle does not find it
-)
 ERRORS = {
     "local": Refused("broken record"),
     "parts": Parts(7, "broken record"),
@@ -58,7 +58,8 @@ def fail(place: str) -> None:
 
 class Items(Tokens):
     def __getitem__(self, index: int) -> Any:
-        fail("item" if index == 3 else "")
+        if index == 3:
+            fail("item")
         return super().__getitem__(index)
 
     def set_epoch(self, epoch: int) -> None:
@@ -75,7 +76,8 @@ class Samples(Stream):
     def __iter__(self) -> Any:
         fail("iter")
         for number, sample in enumerate(super().__iter__()):
-            fail("next" if number == 3 else "")
+            if number == 3:
+                fail("next")
             yield sample
 
     def state_dict(self) -> Any:
@@ -109,102 +111,130 @@ class Tokenizer:
 
     def __call__(self, texts: list[str], **how: Any) -> Any:
         fail("tokenizer")
-        return {
-            "input_ids": [[1] * len(text) for text in texts],
-            "attention_mask": [[1] * len(text) for text in texts],
-        }
+        rows = [[1] * len(text) for text in texts]
+        return {"input_ids": rows, "attention_mask": rows}
 
 
-WORKERS: dict[str, Any] = {"num_workers": 1, "worker_init_fn": started}
-LOADER: dict[str, Any] = {"collate_fn": collated, **WORKERS}
-FEW: dict[str, Any] = {"shapes": 2, **LOADER}
-ONLINE: dict[str, Any] = {"budget": Strict(20), "length_of": length_of, "window": 4, **LOADER}
+def planned(dataset: Any, **options: Any) -> Any:
+    return PlannedDataLoader(
+        dataset,
+        LENGTHS,
+        20,
+        collate_fn=collated,
+        num_workers=1,
+        worker_init_fn=started,
+        **options,
+    )
+
+
+def online(dataset: Any, **options: Any) -> Any:
+    return OnlineDataLoader(
+        dataset,
+        Strict(20),
+        length_of=length_of,
+        window=4,
+        collate_fn=collated,
+        num_workers=1,
+        worker_init_fn=started,
+        **options,
+    )
+
+
+def of_texts() -> Any:
+    texts = ["a" * length for length in LENGTHS]
+    return text_dataloader(
+        texts, Tokenizer(), 20, lengths=LENGTHS, num_workers=1, worker_init_fn=started
+    )
+
+
+def measured() -> Any:
+    return measure_lengths(Items(LENGTHS), num_proc=2, length_of=length_of, progress=False)
+
+
 MAKE: dict[str, Callable[[], Any]] = {
-    "planned": lambda: PlannedDataLoader(Items(LENGTHS), LENGTHS, 20, shuffle=False, **LOADER),
-    "planned updates": lambda: PlannedDataLoader(
-        Together(LENGTHS), LENGTHS, 20, samples_per_update=4, **FEW
-    ),
-    "online": lambda: OnlineDataLoader(Items(LENGTHS), **ONLINE),
-    "online updates": lambda: OnlineDataLoader(Together(LENGTHS), samples_per_update=4, **ONLINE),
-    "stream": lambda: OnlineDataLoader(Samples(LENGTHS), **ONLINE),
-    "texts": lambda: text_dataloader(
-        ["a" * n for n in LENGTHS], Tokenizer(), 20, lengths=LENGTHS, **WORKERS
-    ),
-    "measured": lambda: [
-        measure_lengths(Items(LENGTHS), num_proc=2, length_of=length_of, progress=False)
-    ],
+    "planned": lambda: planned(Items(LENGTHS), shuffle=False),
+    "planned updates": lambda: planned(Together(LENGTHS), samples_per_update=4, shapes=2),
+    "online": lambda: online(Items(LENGTHS)),
+    "online updates": lambda: online(Together(LENGTHS), samples_per_update=4),
+    "stream": lambda: online(Samples(LENGTHS)),
+    "texts": of_texts,
+    "measured": measured,
 }
+
+
+class Case(NamedTuple):
+    """One fault: the loader, where it fails, with which error, and what the message says (a pattern)."""
+
+    loader: str
+    place: str
+    error: str
+    message: str
+
+
 INDEX = r"dataset samples \[([0-9], )*3(, [0-9])*\] failed: Refused"
-BATCH = r"on (dataset samples|the batch of dataset indices) \[[0-9, ]+\]"
-CASES: list[tuple[str, str, str, str]] = [
-    *(
-        (f"planned{s}", place, "local", said)
-        for s in ("", " updates")
-        for place, said in (("item", INDEX), ("collate_fn", f"collate_fn failed {BATCH}: Refused"))
-    ),
-    ("planned updates", "together", "local", r"dataset samples \[[0-9, ]+\] failed: Refused"),
-    *(
-        (f"online{s}", place, "local", said)
-        for s in ("", " updates")
-        for place, said in (("item", INDEX), ("collate_fn", f"collate_fn failed {BATCH}: Refused"))
-    ),
-    *(
-        (loader, "worker_init_fn", "local", "worker_init_fn failed: Refused")
-        for loader in [*MAKE][:-1]
-    ),
-    *(
-        (loader, "length_of", "local", "length_of failed")
-        for loader in ("online", "stream", "measured")
-    ),
-    *(
-        (loader, "budget", "local", "making batches failed: Refused")
-        for loader in ("online", "stream")
-    ),
-    ("online", "set_epoch", "local", "the dataset failed: Refused"),
-    ("planned", "set_epoch", "local", "the dataset's set_epoch failed: Refused"),
-    ("stream", "iter", "local", "sample 0 of this worker's part failed: Refused"),
-    ("stream", "next", "local", "sample 3 of this worker's part failed: Refused"),
-    ("stream", "state_dict", "local", "the dataset of worker 0 failed: Refused"),
-    ("stream", "next", "told", "sample 3 of this worker's part failed: Told"),
-    ("texts", "tokenizer", "local", "the tokenizer failed: Refused"),
-    *(
-        (loader, place, error, kind)
-        for error, kind in (("parts", "Parts"), ("plain", "KeyError"))
-        for loader, place in (
-            ("planned", "item"),
-            ("online", "item"),
-            ("stream", "next"),
-            ("texts", "tokenizer"),
-        )
-    ),
+BATCH = r"collate_fn failed on (dataset samples|the batch of dataset indices) \[[0-9, ]+\]: Refused"
+CASES = [
+    Case("planned updates", "together", "local", r"dataset samples \[[0-9, ]+\] failed: Refused"),
+    Case("online", "set_epoch", "local", "the dataset failed: Refused"),
+    Case("planned", "set_epoch", "local", "the dataset's set_epoch failed: Refused"),
+    Case("stream", "iter", "local", "sample 0 of this worker's part failed: Refused"),
+    Case("stream", "next", "local", "sample 3 of this worker's part failed: Refused"),
+    Case("stream", "state_dict", "local", "the dataset of worker 0 failed: Refused"),
+    Case("stream", "next", "told", "sample 3 of this worker's part failed: Told"),
+    Case("texts", "tokenizer", "local", "the tokenizer failed: Refused"),
 ]
+for loader in ("planned", "planned updates", "online", "online updates"):
+    CASES.append(Case(loader, "item", "local", INDEX))
+    CASES.append(Case(loader, "collate_fn", "local", BATCH))
+for loader in ("planned", "planned updates", "online", "online updates", "stream", "texts"):
+    CASES.append(Case(loader, "worker_init_fn", "local", "worker_init_fn failed: Refused"))
+for loader in ("online", "stream", "measured"):
+    CASES.append(Case(loader, "length_of", "local", "length_of failed"))
+for loader in ("online", "stream"):
+    CASES.append(Case(loader, "budget", "local", "making batches failed: Refused"))
+for error, name in (("parts", "Parts"), ("plain", "KeyError")):
+    CASES.append(Case("planned", "item", error, name))
+    CASES.append(Case("online", "item", error, name))
+    CASES.append(Case("stream", "next", error, name))
+    CASES.append(Case("texts", "tokenizer", error, name))
+
+
+def outcome(case: Case) -> tuple[str, str]:
+    FAULT.update(place=case.place, error=case.error)
+    try:
+        items = MAKE[case.loader]()
+        return "nothing", str(len(list(items)))
+    except Exception as error:
+        # Torch's error is in a cycle: its workers would wait 5 s.
+        traceback.clear_frames(error.__traceback__)
+        return type(error).__name__, str(error)
 
 
 def outcomes() -> list[tuple[str, str]]:
-    found = []
-    for loader, place, error, _ in CASES:
-        FAULT.update(place=place, error=error)
-        try:
-            found.append(("nothing", str(len(list(MAKE[loader]())))))
-        except Exception as caught:
-            found.append((type(caught).__name__, str(caught)))
-            traceback.clear_frames(
-                caught.__traceback__
-            )  # torch's error is in a cycle: its workers would wait 5 s
-    return found
+    return [outcome(case) for case in CASES]
 
 
-def test_an_error_in_a_worker_arrives_with_its_words_its_traceback_and_the_sample() -> None:
-    code = "import json; from tests.online.test_worker_errors import outcomes; print(json.dumps(outcomes()))"
-    how: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 240, "check": True}
-    ran = subprocess.run([sys.executable, "-W", "ignore", "-c", code], **how)
-    for case, (kind, text) in zip(CASES, json.loads(ran.stdout.splitlines()[-1]), strict=True):
-        assert kind == (
-            "KeyError" if (case[2] == "plain" and case[0] != "online") else "RuntimeError"
-        ), (case, text)
-        assert "broken record" in text, case
-        assert "in fail\n" in text, f"{case}: the traceback says where"
-        assert re.search(case[3], text), (case, text)
+@pytest.fixture(scope="module")
+def outcome_of() -> dict[Case, tuple[str, str]]:
+    """Of all cases, in a process of their own."""
+    module = "tests.online.test_worker_errors"
+    code = f"import json; from {module} import outcomes; print(json.dumps(outcomes()))"
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
+    pairs = map(tuple, json.loads(ran.stdout.splitlines()[-1]))
+    return dict(zip(CASES, pairs, strict=True))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case[:3]))
+def test_an_error_in_a_worker_arrives_with_its_words_its_traceback_and_the_sample(
+    case: Case, outcome_of: dict[Case, tuple[str, str]]
+) -> None:
+    kind, text = outcome_of[case]
+    keeps_its_class = case.error == "plain" and case.loader != "online"
+    assert kind == ("KeyError" if keeps_its_class else "RuntimeError"), text
+    assert "broken record" in text
+    assert "in fail\n" in text, "the traceback says where"
+    assert re.search(case.message, text), text
 
 
 def test_without_workers_an_error_is_the_users_own() -> None:
