@@ -227,7 +227,7 @@ class _SplitTest:
         # Losses may ask the model whether it trains. But a model that trains may drop something out by itself.
         with _without_dropout(self.model, trains=True):
             finding = self._find(losses)
-        if finding.rule is None:
+        if finding.rule is None and not self._is_reproducible(losses, finding):
             with _without_dropout(self.model, trains=False):
                 further = self._find(losses)
             if further.rule is not None:
@@ -236,6 +236,18 @@ class _SplitTest:
             return self._without_rule(finding)
         _log.info("losses are weighed by this rule: %s", RULES[finding.rule])
         return self.weigh if finding.rule == "weigh" else finding.rule
+
+    def _is_reproducible(self, losses: Mapping[str, LossOf], finding: _Finding) -> bool:
+        """Returns whether the gradient of the whole is the same with other random numbers, while the model trains."""
+        if finding.failure is not None or not finding.differences:
+            return False
+        first_loss = next(iter(losses.values()))
+        with _without_dropout(self.model, trains=True):
+            gradients = [
+                self._gradient(first_loss, self.pieces.together, None, seed) for seed in (0, 1)
+            ]
+        differs = not torch.equal(*gradients)
+        return not self.world.all_max([int(differs)])[0]
 
     def _without_rule(self, finding: _Finding) -> Any:
         if finding.failure is not None:
@@ -292,14 +304,16 @@ class _SplitTest:
         self, whole: torch.Tensor, parts: Sequence[torch.Tensor], weights: Sequence[float]
     ) -> float:
         """Returns the norm of (weighted sum of parts - whole), relative to that of the whole, over all ranks, because each
-        may have a part of a gradient. nan: the gradient shows nothing."""
+        may have a part of a gradient. nan: the gradient of the whole shows nothing. Infinity: a sample alone has none."""
         difference = -whole
         for part, weight in zip(parts, weights, strict=True):
-            difference = difference + weight * part
+            if weight != 0:
+                difference = difference + weight * part
         squares = [float(vector.square().sum()) for vector in (difference, whole)]
         apart, length = self.world.all_sum(squares)
-        is_shown = length > 0 and math.isfinite(apart + length)
-        return math.sqrt(apart / length) if is_shown else math.nan
+        if length == 0 or not math.isfinite(length):
+            return math.nan
+        return math.sqrt(apart / length) if math.isfinite(apart) else math.inf
 
     def _normalized_weights(self, rule: str) -> list[float] | None:
         """Returns what each sample alone weighs, of 1 in all; None: there is nothing to count. Losses that are sums have
@@ -325,7 +339,9 @@ class _SplitTest:
         alone = self.pieces.alone
         return [self._gradient(loss_of, batch, place) for place, batch in enumerate(alone)]
 
-    def _gradient(self, loss_of: LossOf, batch: object, place: int | None) -> torch.Tensor:
+    def _gradient(
+        self, loss_of: LossOf, batch: object, place: int | None, seed: int = 0
+    ) -> torch.Tensor:
         """Returns elements of the gradient of a loss: of the sample at ``place``, or None: of all samples together."""
         ones = [1.0] * len(self.pieces.alone)
         weights = self._weights("tokens" if self.weigh is None else self.weigh)
@@ -338,7 +354,7 @@ class _SplitTest:
             loss_scale=1.0,
             ends_update=True,
         )
-        with _random_numbers(0), torch.enable_grad(), _no_sync(self.model):
+        with _random_numbers(seed), torch.enable_grad(), _no_sync(self.model):
             loss = loss_of(step)
             if _is_sharded(self.model):
                 gradients = _by_backward(self.model, self.tensors, loss)
@@ -425,8 +441,9 @@ def pieces_of(
             samples = _of_one_kind(samples, kind_of)
         batches = {index: filling.collated([sample]) for index, sample in samples.items()}
         chosen = _different(batches)
-        # twice as many must fit, so that there is room for rows of weight 0
-        while fit is not None and len(chosen) > 2 and not fit([*chosen, *chosen]):
+        # with few shapes, twice as many must fit, so that there is room for rows of weight 0
+        num_copies = 1 if filling.ladder is None else 2
+        while fit is not None and len(chosen) > 2 and not fit(chosen * num_copies):
             chosen.pop()
         if not chosen:
             return None

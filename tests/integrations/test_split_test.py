@@ -248,3 +248,34 @@ def test_several_losses_have_weights_of_their_own_in_a_loop():
     model(**collate([ROWS[i] for step in update for i in step.indices]))["loss"].backward()
     whole = [p.grad for p in model.parameters() if p.grad is not None]
     assert all((a - b).abs().max() < 1e-12 for a, b in zip(found, whole, strict=True))
+
+
+@pytest.mark.parametrize("of_batch", [torch.std, lambda outputs: outputs.corrcoef()[0, 1]])
+def test_a_loss_that_a_sample_alone_does_not_have_is_refused(of_batch):
+    """Spread and correlation of a single sample are nan."""
+    layer = torch.nn.Linear(2, 2)
+    rows = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 5.0]), torch.tensor([4.0, -1.0])]
+
+    def loss_of(step):
+        return of_batch(layer(step.batch).T)
+
+    with pytest.raises(ConfigError, match="the loss depends on how an update is cut"):
+        check_loss(layer, loss_of, rows)
+
+
+class TrainsWithAnotherTerm(torch.nn.Linear):
+    """Its second term, a sum over the batch, exists in training only."""
+
+    def forward(self, rows):
+        outputs = super().forward(rows)
+        loss = outputs.mean()
+        if self.training:
+            loss = loss + outputs.square().sum()
+        return loss
+
+
+def test_a_term_that_only_training_has_is_tested():
+    rows = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 5.0]), torch.tensor([4.0, -1.0])]
+    model = TrainsWithAnotherTerm(2, 1)
+    with pytest.raises(ConfigError, match="the loss depends on how an update is cut"):
+        check_loss(model, lambda step: model(step.batch), rows)
