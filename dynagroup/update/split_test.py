@@ -44,6 +44,8 @@ EXACT = 3e-3
 HALF = 2e-2  # the same in half precision, where that of rules that hold is 3e-3
 CLEARLY = 10  # times closer, and a later rule is better than one that also holds
 NUM_ELEMENTS = 1 << 20  # most elements of the gradient that are compared
+NUM_MOVED = 1 << 20  # most elements of tensors that are moved during the test
+MOVED = 0.01  # how far, relative to their size
 NUM_READ = 64  # samples of which some are chosen
 NUM_DRAWS = 16  # random maskings, of which the first with a label of a first token is used
 NUM_TOGETHER = 8  # most samples in one batch
@@ -175,14 +177,15 @@ def split_test(
     if min(tensor.itemsize for tensor in tensors) < 4:
         is_half = True
     limit = HALF if is_half else EXACT
-    if not isinstance(weigh, Mapping):
-        return _SplitTest(model, tensors, pieces, weigh, world, limit).result(losses)
-    results = []
-    for name, weigh_of_one in weigh.items():
-        test = _SplitTest(model, tensors, pieces, weigh_of_one, world, limit)
-        one_loss = partial(_one_of_several, losses["weigh"], weigh, name)
-        results.append(test.result({"weigh": one_loss}))
-    return None if None in results else weigh
+    with _moved([] if _is_sharded(model) else tensors):
+        if not isinstance(weigh, Mapping):
+            return _SplitTest(model, tensors, pieces, weigh, world, limit).result(losses)
+        results = []
+        for name, weigh_of_one in weigh.items():
+            test = _SplitTest(model, tensors, pieces, weigh_of_one, world, limit)
+            one_loss = partial(_one_of_several, losses["weigh"], weigh, name)
+            results.append(test.result({"weigh": one_loss}))
+        return None if None in results else weigh
 
 
 def _one_of_several(
@@ -666,6 +669,28 @@ def _without_dropout(model: torch.nn.Module, *, trains: bool) -> Iterator[None]:
             module.training = mode
         for module, dropout in zip(recurrent, dropouts, strict=True):
             module.dropout = dropout
+
+
+@contextmanager
+def _moved(tensors: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+    """Context manager in which the smallest tensors, a million elements at most, are moved by about one percent. So terms
+    show that are zero before training, such as a distance to a copy of the model."""
+    smallest = sorted(tensors, key=torch.Tensor.numel)
+    num_elements = np.cumsum([tensor.numel() for tensor in smallest])
+    moved = smallest[: int(np.searchsorted(num_elements, NUM_MOVED, side="right"))]
+    before = [tensor.detach().clone() for tensor in moved]
+    generator = torch.Generator().manual_seed(0)  # ranks with the same tensors move alike
+    try:
+        with torch.no_grad():
+            for tensor in moved:
+                noise = torch.randn(tensor.shape, generator=generator).to(tensor)
+                size = float(tensor.float().square().mean().sqrt())
+                tensor.add_(noise, alpha=MOVED * (size if size > 0 else 1.0))
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, values in zip(moved, before, strict=True):
+                tensor.copy_(values)
 
 
 @contextmanager

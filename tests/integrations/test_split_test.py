@@ -279,3 +279,27 @@ def test_a_term_that_only_training_has_is_tested():
     model = TrainsWithAnotherTerm(2, 1)
     with pytest.raises(ConfigError, match="the loss depends on how an update is cut"):
         check_loss(model, lambda step: model(step.batch), rows)
+
+
+def test_a_distance_to_the_model_before_training_is_tested_though_it_is_zero():
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(2, 3)
+    reference = copy.deepcopy(layer).requires_grad_(False)
+    rows = [
+        (torch.tensor([1.0, 2.0]), 0),
+        (torch.tensor([3.0, 5.0]), 1),
+        (torch.tensor([4.0, 0.0]), 2),
+    ]
+
+    def loss_of(step):
+        inputs, classes = step.batch
+        logits = layer(inputs)
+        wanted = softmax(reference(inputs), dim=-1)
+        distance = kl_div(log_softmax(logits, dim=-1), wanted, reduction="sum")
+        return cross_entropy(logits, classes) + 100 * distance
+
+    before = copy.deepcopy(layer.state_dict())
+    with pytest.raises(ConfigError, match="the loss depends on how an update is cut"):
+        check_loss(layer, loss_of, rows)
+    for name, values in layer.state_dict().items():
+        assert torch.equal(values, before[name])
