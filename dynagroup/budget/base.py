@@ -324,8 +324,8 @@ class AllOf(Budget):
         return np.logical_and.reduce(answers)
 
     def seen_by(self, part: Budget, shape: BatchShape) -> BatchShape:
-        """Returns the shape that one part is asked about: a cap sees true lengths; all others see no capped streams, and
-        lengths that are rounded up as far as any part rounds up."""
+        """Returns the shape that one part is asked about. A cap sees true lengths. All others see no capped streams, and
+        lengths as the collate function pads them: to the least common multiple of all parts."""
         if isinstance(part, AdditiveCap):
             return shape
         if part.pad_to_multiple_of != self.pad_to_multiple_of:

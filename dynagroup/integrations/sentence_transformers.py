@@ -98,7 +98,10 @@ def _sampler(
 
 
 def _text_columns(dataset: Any, label_columns: Sequence[str]) -> list[str]:
-    """Returns the columns of texts that the model reads. ConfigError: there are none."""
+    """Returns the columns of texts that the model reads. ConfigError: there are none.
+
+    With several data sets, sentence-transformers adds a column ``dataset_name``, which the model does not read.
+    """
     kinds = {name: getattr(kind, "dtype", None) for name, kind in dataset.features.items()}
     columns = []
     for name, kind in kinds.items():

@@ -211,7 +211,8 @@ def oversize_of(lengths: Streams, budget: Budget, maxima: Mapping[str, IntArray]
 def _unfit_samples(
     budget: Budget, longest: Mapping[str, int]
 ) -> Callable[[Mapping[str, NDArray[Any]]], BoolArray]:
-    """Returns a function from lengths to which of these samples do not fit alone. ``longest``: lengths of one that does not.
+    """Returns a function from lengths to which of these samples do not fit alone. ``longest``: lengths of a sample
+    that does not fit.
 
     With one stream, bisection finds the shortest length that does not fit.
     """

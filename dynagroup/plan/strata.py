@@ -64,8 +64,9 @@ def spread_at_random(tokens: NDArray[Any], num_updates: int) -> float:
 
 
 def fewest_strata(tokens: NDArray[Any], num_updates: int) -> int:
-    """Returns the fewest strata (4, 8, 16, ...; less in updates below 8) with which the tokens of an update vary no
-    more than those of random updates.
+    """Returns the fewest strata with which the tokens of an update vary no more than those of random updates.
+
+    Tried are 4, 8, 16, ... strata, at most one a sample. Updates of fewer than 8 samples begin with half as many as samples.
 
     Args:
         tokens: (N,), tokens of a pool's samples, or of samples like them, longest first; N is a multiple of ``num_updates``.
@@ -80,6 +81,8 @@ def fewest_strata(tokens: NDArray[Any], num_updates: int) -> int:
 
 def number_of_strata(strata: int | None, tokens: NDArray[Any], size: int, pool: int) -> int:
     """Returns ``strata``, or for None the fewest that an update of ``size`` samples needs; at most one a sample.
+
+    A typical pool stands for all pools: the samples at evenly spaced quantiles of the lengths.
 
     Args:
         tokens: (N,), tokens of some samples of the data set, in any order, at least one.

@@ -42,8 +42,9 @@ def count_label_tokens(batch: Any, *, shifted: bool = True) -> int:
     """Returns the number of labels in a batch that the model predicts.
 
     Causal models predict ``labels[..., 1:]``; ``shift_labels`` are shifted already. Labels with one dimension are
-    classes, and all count; so do all non-integer labels (regression). Use ``shifted=False`` for models that also
-    predict the first label: encoder-decoder and masked language models. ConfigError: a batch without labels.
+    classes, of which none is shifted away; labels that are no integers (regression) all count.
+    Use ``shifted=False`` for models that also predict the first label: encoder-decoder and masked language models.
+    ConfigError: a batch without labels.
 
     >>> count_label_tokens({"labels": np.array([[-100, 5, 6], [7, 8, -100]])})
     3
