@@ -244,9 +244,14 @@ class LightningSteps(Callback):
         module.log = lambda *args, **kwargs: None
         try:
             is_half = "16" in str(trainer.precision)
-            check_loader(model, loss_of, self.loader, pieces=pieces, is_half=is_half)
+            rule = check_loader(model, loss_of, self.loader, pieces=pieces, is_half=is_half)
         finally:
             del module.log
+        if rule == "sum":
+            raise ConfigError(
+                "the loss of `training_step` is a sum over samples or tokens, but `update_loss` weighs means; "
+                "divide the loss by the number of samples or label tokens of its batch"
+            )
 
     def on_train_batch_end(
         self,

@@ -112,6 +112,17 @@ def scheduled(module, schedule):
     return [optimizer], [{**schedule, "scheduler": schedule["scheduler"](optimizer, 1)}]
 
 
+class Summing(Module):
+    def training_step(self, step, batch_idx):
+        outputs = self.model(step.batch["input_ids"], attention_mask=step.batch["attention_mask"])
+        return update_loss(self, step, toys.float64_causal_loss(outputs, step.batch["labels"], 1.0))
+
+
+def test_a_loss_that_is_a_sum_is_refused_because_means_are_weighed(tmp_path):
+    with pytest.raises(ConfigError, match="is a sum over samples or tokens.* divide the loss"):
+        fit(tmp_path, Summing(), loader())
+
+
 class Skipping(Module):
     """Skips the rest of the first epoch before one of its batches, and notes the gradients of all updates."""
 
