@@ -38,206 +38,221 @@ COMMON: dict[str, Any] = {
     "max_grad_norm": 0.0,
     "per_device_eval_batch_size": len(TEXTS),
 }
-PADDED, PACKED = TokenBudget(280), TokenBudget(100, layout="packed")
+PADDED = TokenBudget(280)
+PACKED = TokenBudget(100, layout="packed")
 Run = tuple[torch.Tensor, list[dict[str, Any]]]
-FIGURES = [
-    "rewards/chosen",
-    "rewards/rejected",
-    "rewards/accuracies",
-    "rewards/margins",
-    "logps/chosen",
-    "logps/rejected",
-    "num_tokens",
-]
+REWARDS = ["rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"]
+FIGURES = [*REWARDS, "logps/chosen", "logps/rejected", "num_tokens"]
+LOGGED = {"dpo": FIGURES, "cpo": FIGURES[:-1], "sft": ["num_tokens"]}
+SUMMED_IN_FLOAT32 = ("cpo", "dpo")
 
 
-def made(cls: type, args: Any, budget: TokenBudget | None, data: Dataset, **how: Any) -> Any:
-    if budget is not None:
-        cls, how = (
-            dynagroup_trainer(cls),
-            {**how, "dynagroup": DynagroupConfig(budget=budget, preflight=True)},
-        )
-    return cls(args=args, train_dataset=data, processing_class=toys.tokenizer(), **how)
+def trainer_of(
+    cls: type, args: Any, budget: TokenBudget | None, data: Dataset, **options: Any
+) -> Any:
+    """TRL's own trainer, or with a budget ours."""
+    options.update(args=args, train_dataset=data, processing_class=toys.tokenizer())
+    if budget is None:
+        return cls(**options)
+    config = DynagroupConfig(budget=budget, preflight=True)
+    return dynagroup_trainer(cls)(dynagroup=config, **options)
+
+
+def settings_of(config: type, folder: Any, **changes: Any) -> Any:
+    return config(str(folder), **{**COMMON, **changes})
 
 
 def ranks() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def sft(
-    folder: Any,
-    budget: TokenBudget | None = None,
-    *,
-    loss: Any = toys.float64_causal_loss,
-    **changes: Any,
-) -> Any:
-    """Three updates of twelve samples. Prompts are not learned from, so no sample's first token counts, padded or not."""
-    halves = [(" ".join(w[: len(w) // 2]), " " + " ".join(w[len(w) // 2 :])) for w in WORDS]
-    data = Dataset.from_dict(
-        {"prompt": [a for a, _ in halves], "completion": [b for _, b in halves]}
-    )
-    settings = {
-        "per_device_train_batch_size": 4 // ranks(),
-        "gradient_accumulation_steps": 3,
-        "max_steps": 3,
-    }
-    args = trl.SFTConfig(str(folder), **{**COMMON, **settings, "max_length": None, **changes})
-    return made(trl.SFTTrainer, args, budget, data, model=toys.causal_lm(), compute_loss_func=loss)
+def halves() -> Dataset:
+    prompts = [" ".join(words[: len(words) // 2]) for words in WORDS]
+    completions = [" " + " ".join(words[len(words) // 2 :]) for words in WORDS]
+    return Dataset.from_dict({"prompt": prompts, "completion": completions})
 
 
 def pairs() -> Dataset:
-    chosen = [" " + " ".join(w[len(w) // 3 :]) for w in WORDS]
-    rejected = [" " + " ".join(w[: 1 + (5 * i) % len(w)]) for i, w in enumerate(WORDS)]
-    prompts = [" ".join(w[: 1 + len(w) // 3]) for w in WORDS]
+    prompts = [" ".join(words[: 1 + len(words) // 3]) for words in WORDS]
+    chosen = [" " + " ".join(words[len(words) // 3 :]) for words in WORDS]
+    ends = [1 + (5 * i) % len(words) for i, words in enumerate(WORDS)]
+    rejected = [" " + " ".join(words[:end]) for words, end in zip(WORDS, ends, strict=True)]
     return Dataset.from_dict({"prompt": prompts, "chosen": chosen, "rejected": rejected})
 
 
+def sft(folder: Any, budget: TokenBudget | None = None, **changes: Any) -> Any:
+    """Three updates of twelve samples. Prompts are not learned from, so no sample's first token counts, padded or not."""
+    settings = {"per_device_train_batch_size": 4 // ranks(), "gradient_accumulation_steps": 3}
+    settings.update(max_steps=3, max_length=None)
+    settings.update(changes)
+    args = settings_of(trl.SFTConfig, folder, **settings)
+    model = toys.causal_lm()
+    loss = toys.float64_causal_loss
+    return trainer_of(trl.SFTTrainer, args, budget, halves(), model=model, compute_loss_func=loss)
+
+
+def two_updates(config: type, folder: Any, **changes: Any) -> Any:
+    size = UPDATE // ranks()
+    return settings_of(config, folder, per_device_train_batch_size=size, max_steps=2, **changes)
+
+
 def dpo(folder: Any, budget: TokenBudget | None = None, **changes: Any) -> Any:
-    settings = {"per_device_train_batch_size": UPDATE // ranks(), "max_steps": 2, **changes}
-    args = trl.DPOConfig(str(folder), **{**COMMON, **settings})
+    args = two_updates(trl.DPOConfig, folder, **changes)
     torch.manual_seed(1)
     reference = toys.causal_lm()
     with torch.no_grad():
         for weight in reference.parameters():
             weight += 0.02 * torch.randn_like(weight)
-    how = {
-        "model": toys.causal_lm(),
-        "ref_model": reference,
-        "eval_dataset": pairs().select(range(24)),
-    }
-    return made(trl.DPOTrainer, args, budget, pairs(), **how)
+    return trainer_of(
+        trl.DPOTrainer,
+        args,
+        budget,
+        pairs(),
+        model=toys.causal_lm(),
+        ref_model=reference,
+        eval_dataset=pairs().select(range(24)),
+    )
 
 
 def reward(folder: Any, budget: TokenBudget | None = None) -> Any:
-    args = trl.RewardConfig(
-        str(folder), **COMMON, per_device_train_batch_size=UPDATE // ranks(), max_steps=2
-    )
+    args = two_updates(trl.RewardConfig, folder)
     torch.manual_seed(0)
-    model = GPT2ForSequenceClassification(
-        gpt2(num_labels=1, pad_token_id=0, n_positions=128)
-    ).double()
-    return made(trl.RewardTrainer, args, budget, pairs(), model=model)
+    config = gpt2(num_labels=1, pad_token_id=0, n_positions=128)
+    model = GPT2ForSequenceClassification(config).double()
+    return trainer_of(trl.RewardTrainer, args, budget, pairs(), model=model)
 
 
 def cpo(folder: Any, budget: TokenBudget | None = None) -> Any:
     from trl.experimental import cpo
 
-    how = {"per_device_train_batch_size": UPDATE // ranks(), "max_steps": 2, "cpo_alpha": 0.0}
-    return made(
-        cpo.CPOTrainer,
-        cpo.CPOConfig(str(folder), **COMMON, **how),
-        budget,
-        pairs(),
-        model=toys.causal_lm(),
-    )
+    args = two_updates(cpo.CPOConfig, folder, cpo_alpha=0.0)
+    return trainer_of(cpo.CPOTrainer, args, budget, pairs(), model=toys.causal_lm())
 
 
-def found(run: Any) -> Run:
-    run.train()
-    logs = [entry for entry in run.state.log_history if "loss" in entry]
-    if isinstance(
-        run, trl.SFTTrainer
-    ):  # its evaluation divides by the items of a rank, its training by those of all
-        run.compute_loss_func = None
-        logs.append({**logs[-1], "loss": run.evaluate(run.train_dataset)["eval_loss"]})
-    return parameters(run.model), logs
+def trained(trainer: Any) -> Run:
+    """Parameters after the updates, and what was logged at each."""
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    if isinstance(trainer, trl.SFTTrainer):
+        # Its evaluation divides by the items of a rank, its training by those of all.
+        trainer.compute_loss_func = None
+        evaluated = trainer.evaluate(trainer.train_dataset)
+        logs.append({**logs[-1], "loss": evaluated["eval_loss"]})
+    return parameters(trainer.model), logs
 
 
 def all_runs(folder: Any) -> dict[str, tuple[Run, Run]]:
     """Every trainer, ours and theirs, on this rank. All in float64."""
     warnings.simplefilter("ignore")  # the libraries' own, in a process that is not pytest's
-    theirs = found(sft(folder))
-    pairs = {"reward": reward, "dpo": dpo, "cpo": cpo}
-    return {
-        "sft": (found(sft(folder, TokenBudget(160))), theirs),
-        "sft, packed": (found(sft(folder, PACKED, padding_free=True)), theirs),
-        **{
-            name: (found(make(folder, PADDED)), found(make(folder))) for name, make in pairs.items()
-        },
-    }
+    theirs = trained(sft(folder))
+    runs = {"sft": (trained(sft(folder, TokenBudget(160))), theirs)}
+    runs["sft, packed"] = (trained(sft(folder, PACKED, padding_free=True)), theirs)
+    for make in (reward, dpo, cpo):
+        runs[make.__name__] = (trained(make(folder, PADDED)), trained(make(folder)))
+    return runs
 
 
 def assert_all_same(runs: dict[str, tuple[Run, Run]]) -> None:
+    """Parameters and losses. A figure of an update is a mean over all its pairs, however cut."""
     for name, ((ours, our_logs), (theirs, their_logs)) in runs.items():
-        assert (ours - theirs).abs().max() < (1e-6 if name in ("cpo", "dpo") else 1e-8), (
-            name
-        )  # they sum float32
-        for one, other in zip(our_logs, their_logs, strict=True):
-            assert one["loss"] == pytest.approx(other["loss"], abs=1e-6)
-            figures = {"dpo": FIGURES, "cpo": FIGURES[:-1], "sft": ["num_tokens"]}.get(name, [])
-            assert [one[key] for key in figures] == pytest.approx(
-                [other[key] for key in figures], rel=1e-4, abs=1e-5
-            )
+        tolerance = 1e-6 if name in SUMMED_IN_FLOAT32 else 1e-8
+        assert (ours - theirs).abs().max() < tolerance, name
+        for our_log, their_log in zip(our_logs, their_logs, strict=True):
+            assert our_log["loss"] == pytest.approx(their_log["loss"], abs=1e-6)
+            assert_close(our_log, their_log, LOGGED.get(name, []))
+
+
+def assert_close(ours: dict[str, Any], theirs: dict[str, Any], names: list[str]) -> None:
+    expected = [theirs[name] for name in names]
+    assert [ours[name] for name in names] == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
 def test_batches_that_fit_make_the_updates_of_trls_own_and_log_their_figures(tmp_path) -> None:
-    """Parameters and losses. A figure of an update is a mean over all its pairs, however cut."""
     assert_all_same(all_runs(tmp_path))
 
 
 @pytest.mark.slow
 def test_on_two_ranks_too(tmp_path) -> None:
-    both = on_ranks(2, all_runs, str(tmp_path))
-    for runs in both:
-        assert_all_same(runs)
-    assert all(torch.equal(both[0][name][0][0], both[1][name][0][0]) for name in both[0])
+    first, second = on_ranks(2, all_runs, str(tmp_path))
+    assert_all_same(first)
+    assert_all_same(second)
+    for name, (ours, _) in first.items():
+        assert torch.equal(ours[0], second[name][0][0])
 
 
-def test_preferences_are_measured_and_evaluated_within_the_budget(tmp_path) -> None:
-    plain, ours = dpo(tmp_path), dpo(tmp_path, PADDED)
-    seen = []
-    ours.model.register_forward_pre_hook(
-        lambda m, a, kw: seen.append(kw["input_ids"].numel()), with_kwargs=True
-    )
-    expected, evaluated = plain.evaluate(), ours.evaluate()
-    assert max(seen) <= PADDED.max_tokens
-    assert len(set(seen)) > 1
-    figures = [f"eval_{key}" for key in ("loss", *FIGURES)]
-    assert [evaluated[k] for k in figures] == pytest.approx(
-        [expected[k] for k in figures], rel=1e-4, abs=1e-5
-    )
-    alike = [reward(tmp_path, *budget) for budget in ((), (PADDED,))]
+def test_preferences_are_evaluated_within_the_budget_as_trl_evaluates_them(tmp_path) -> None:
+    sizes = []
+    ours = dpo(tmp_path, PADDED)
+
+    def note_size(model: Any, args: Any, options: dict[str, Any]) -> None:
+        sizes.append(options["input_ids"].numel())
+
+    ours.model.register_forward_pre_hook(note_size, with_kwargs=True)
+    theirs = dpo(tmp_path).evaluate()
+    names = [f"eval_{name}" for name in ("loss", *FIGURES)]
+    assert_close(ours.evaluate(), theirs, names)
+    assert max(sizes) <= PADDED.max_tokens
+    assert len(set(sizes)) > 1
+
+
+def test_predictions_of_pairs_are_those_of_trl_in_the_order_of_the_plan(tmp_path) -> None:
+    theirs = reward(tmp_path)
+    ours = reward(tmp_path, PADDED)
+    expected = theirs.predict(theirs.train_dataset).predictions
     with pytest.warns(UserWarning, match="several rows a sample stay in the order of the plan"):
-        scores = [np.sort(run.predict(run.train_dataset).predictions, axis=None) for run in alike]
-    assert len(scores[0]) == 2 * len(alike[0].train_dataset), "chosen and rejected"
-    np.testing.assert_allclose(*scores, atol=1e-6)
+        scores = ours.predict(ours.train_dataset).predictions
+    assert len(expected) == 2 * len(theirs.train_dataset), "chosen and rejected"
+    np.testing.assert_allclose(np.sort(scores, axis=None), np.sort(expected, axis=None), atol=1e-6)
+
+
+def test_a_pair_is_measured_as_trl_cuts_it(tmp_path) -> None:
     cut = dpo(tmp_path, PADDED, max_length=12)
-    assert sample_lengths(cut, cut.train_dataset, name="pairs")["tokens"].max() == 2 * 12
+    lengths = sample_lengths(cut, cut.train_dataset, name="pairs")
+    assert lengths["tokens"].max() == 2 * 12
 
 
-def test_losses_that_need_their_own_batches_are_refused(tmp_path) -> None:
-    """By their gradients: a mean over pairs beside a mean over tokens."""
+def test_a_loss_that_needs_its_own_batches_is_refused(tmp_path) -> None:
+    """By its gradients: a mean over pairs beside a mean over tokens."""
+    mixed = dpo(tmp_path, PADDED, loss_type=["sigmoid", "sft"])
     with pytest.raises(ConfigError, match="the loss depends on how an update is cut: .* off"):
-        dpo(tmp_path, PADDED, loss_type=["sigmoid", "sft"]).train()
+        mixed.train()
+
+
+def test_a_retry_is_refused_where_the_trainer_has_a_training_step_of_its_own(tmp_path) -> None:
+    config = DynagroupConfig(budget=PADDED, out_of_memory="retry")
     with pytest.raises(ConfigError, match="with a training_step of DynagroupDPOTrainer cannot be"):
-        attach(dpo(tmp_path), DynagroupConfig(budget=PADDED, out_of_memory="retry"))
+        attach(dpo(tmp_path), config)
+
+
+def evaluated_ratios(folder: Any, size: int, budget: TokenBudget | None) -> list[float]:
+    trainer = sft(folder, budget, per_device_eval_batch_size=size)
+    trainer.compute_loss_func = None
+    figures = trainer.evaluate(trainer.train_dataset)
+    return [figures["eval_mean_token_accuracy"], figures["eval_entropy"]]
 
 
 def test_figures_that_are_ratios_are_those_of_all_samples(tmp_path) -> None:
     """TRL's own are means of batches' ratios, so that they depend on the batches."""
-    found = []
-    for size, budget in ((len(TEXTS), None), (4, TokenBudget(160)), (4, TokenBudget(300))):
-        run = sft(tmp_path, budget, per_device_eval_batch_size=size)
-        run.compute_loss_func = None
-        figures = run.evaluate(run.train_dataset)
-        found.append([figures[f"eval_{name}"] for name in ("mean_token_accuracy", "entropy")])
-    assert found[1] == pytest.approx(found[0], rel=1e-5)
-    assert found[2] == pytest.approx(found[0], rel=1e-5)
+    expected = evaluated_ratios(tmp_path, len(TEXTS), None)
+    for max_tokens in (160, 300):
+        ratios = evaluated_ratios(tmp_path, 4, TokenBudget(max_tokens))
+        assert ratios == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("lora", [None, 4])
 def test_memory_of_a_model_whose_forward_trl_replaced_is_that_of_its_own(lora, tmp_path):
-    peft_config = lora and LoraConfig(r=lora, target_modules="all-linear")
+    peft_config = None
+    if lora is not None:
+        peft_config = LoraConfig(r=lora, target_modules="all-linear")
     model = small_llama()
     plain = MemoryBudget.from_model(model, "1GB", lora=peft_config).figures()
-    changed = trl.SFTTrainer(
+    trainer = trl.SFTTrainer(
         model,
-        trl.SFTConfig(str(tmp_path), **COMMON),
+        settings_of(trl.SFTConfig, tmp_path),
         train_dataset=Dataset.from_dict({"text": TEXTS}),
         processing_class=toys.tokenizer(),
         peft_config=peft_config,
-    ).model
-    assert any("forward" in vars(part) for part in changed.modules()), (
-        "TRL no longer does so: then this test can go"
     )
-    assert MemoryBudget.from_model(changed, "1GB").figures() == plain
+    replaced = [part for part in trainer.model.modules() if "forward" in vars(part)]
+    assert replaced, "TRL no longer does so: then this test can go"
+    assert MemoryBudget.from_model(trainer.model, "1GB").figures() == plain
