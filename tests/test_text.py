@@ -21,7 +21,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from dynagroup import ConfigError, TokenBudget, measure_lengths, text_dataloader
 from dynagroup.files import measure_files
 from dynagroup.lengths import as_streams
-from dynagroup.oom.split import packed_borders
+from dynagroup.oom.take import packed_borders
 from tests import models
 
 MOST = 2**31 - 1

@@ -45,7 +45,8 @@ class Budget(ABC):
 
     def largest(self, longest: IntArray, /) -> IntArray | None:
         """Returns the most samples that fit if the longest has this length, int64 (K,); only for a single stream. 0:
-        not even one sample fits. None (the default): the longest length alone does not decide."""
+        not even one sample fits. None (the default): the longest length alone does not decide. There is always a most, so
+        an empty sample must count, for example as one token."""
         return None
 
     def cost(self, shape: BatchShape, /) -> FloatArray:

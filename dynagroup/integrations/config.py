@@ -7,7 +7,7 @@ from typing import Any, Literal, NoReturn, Protocol
 from dynagroup.budget.tokens import as_budget
 from dynagroup.distributed import World
 from dynagroup.errors import ConfigError
-from dynagroup.oom.split import Splitter
+from dynagroup.oom.take import Splitter
 from dynagroup.update.loss_weight import Weigh, weigher
 from dynagroup.update.schedule import BatchSizeSchedule
 from dynagroup.validation import check_choice, check_flag, check_identity, check_int

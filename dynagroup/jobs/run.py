@@ -18,7 +18,7 @@ from dynagroup.fingerprint import hashed
 from dynagroup.jobs.formats import Format
 from dynagroup.jobs.storage import Output
 from dynagroup.oom.retry import Retry
-from dynagroup.oom.split import BatchSplitter
+from dynagroup.oom.take import BatchSplitter
 from dynagroup.plan.cost import Work
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.shapes import BatchShape, IntArray, Streams, primary

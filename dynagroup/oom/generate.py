@@ -10,7 +10,7 @@ import torch
 from dynagroup.budget.learning import LearningBudget
 from dynagroup.errors import ConfigError
 from dynagroup.oom.retry import Retry
-from dynagroup.oom.split import BatchSplitter, VisionTokens, longest_of
+from dynagroup.oom.take import BatchSplitter, VisionTokens, longest_of
 from dynagroup.shapes import BatchShape
 
 _REFUSED = (

@@ -14,7 +14,7 @@ import torch
 from dynagroup.budget.learning import LearningBudget
 from dynagroup.device import is_out_of_memory
 from dynagroup.errors import BudgetError
-from dynagroup.oom.split import B, BatchSplitter, Splitter, describe, shape_of
+from dynagroup.oom.take import B, BatchSplitter, Splitter, describe, shape_of
 from dynagroup.shapes import BatchShape
 from dynagroup.validation import check_int
 

@@ -21,7 +21,7 @@ from dynagroup.device import is_out_of_memory
 from dynagroup.distributed import DistributedWorld, SingleProcess, World
 from dynagroup.errors import AlignmentError, BudgetError, ConfigError
 from dynagroup.oom.retry import attempt, halves
-from dynagroup.oom.split import BatchSplitter, Splitter, describe, longest_of, shape_of
+from dynagroup.oom.take import BatchSplitter, Splitter, describe, longest_of, shape_of
 from dynagroup.shapes import BatchShape
 from dynagroup.update.loss_weight import Weigh, weigher
 from dynagroup.update.step import Step

@@ -93,6 +93,8 @@ def weigher(weigh: Weigh) -> WeightOf:
 
 
 def _weight(weigh: Weigh, batch: Any, num_samples: int) -> float:
+    """Returns the weight of a batch. "tokens" leaves out each sample's first label, which causal models do not predict;
+    "labels" counts all."""
     if weigh == "samples":
         return float(num_samples)
     if not callable(weigh):

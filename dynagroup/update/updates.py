@@ -229,6 +229,7 @@ class FreeUpdates(_Updates):
         return {**self.planner.identity, "accumulation": self.accumulation}
 
     def stand(self, place: Cursor) -> None:
+        # At most 0: steps of finished updates count backwards, and floor division rounds a part of an update up.
         num_taken = place.begun_rows - place.steps
         start = Cursor(
             place.epoch,

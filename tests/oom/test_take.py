@@ -10,7 +10,7 @@ from transformers import BatchEncoding, DataCollatorWithFlattening, DynamicCache
 
 from dynagroup.errors import ConfigError
 from dynagroup.oom import BatchSplitter, LearningBudget, OomSafeBackward, VisionTokens
-from dynagroup.oom.split import packed_borders, shape_of
+from dynagroup.oom.take import packed_borders, shape_of
 from tests.integrations import toys
 from tests.models import Allocator, small_tokenizer
 from tests.packed import test_training as training
