@@ -11,12 +11,9 @@ from dynagroup.plan.batches import Batches, shapes_of
 from dynagroup.plan.multistream import costs_to_balance
 from dynagroup.plan.packed import limits_of, pack, share_equally
 from dynagroup.plan.padded import in_order
-from dynagroup.plan.rows import cut_into_steps
+from dynagroup.plan.rows import EQUAL, cut_into_steps, levelled
 from dynagroup.plan.rules import CutRules
 from dynagroup.shapes import IntArray, Streams, primary, units_of
-
-EQUAL = 0.05
-"""Batches whose work differs by at most about this share may be exchanged, to balance other costs."""
 
 
 def cut(lengths: Streams, rules: CutRules, num_ranks: int = 1) -> Batches:
@@ -39,13 +36,17 @@ def cut(lengths: Streams, rules: CutRules, num_ranks: int = 1) -> Batches:
     order, window = in_order(lengths, rules)
     offsets = cut_into_steps(window, num_ranks, rules.work.per_step)
     work = window.work_of_cut(offsets)
-    if several is None:
-        numbers = np.argsort(-work, kind="stable")
-    else:  # of batches with nearly equal work, those with similar other costs share a step
+    runs = Batches(np.arange(num_samples), offsets)
+    if (
+        several is not None
+    ):  # of batches with nearly equal work, those with similar other costs share a step
         others = np.add.reduceat(several.sum(axis=0)[order], offsets[:-1])
         rounded = np.round(np.log(np.maximum(work, 1.0)) / EQUAL)
-        numbers = np.lexsort([-others, -rounded])
-    return Batches(order, offsets).take(numbers)
+        return runs.take(np.lexsort([-others, -rounded])).map(order)
+    runs = runs.take(np.argsort(-work, kind="stable"))
+    if num_ranks > 1 and not window.streams and not len(window.limits):
+        runs = levelled(window, runs, num_ranks)
+    return runs.map(order)
 
 
 def _cut_packed(

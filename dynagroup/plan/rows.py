@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from dynagroup.plan.batches import Batches
+from dynagroup.plan.batches import Batches, offsets_of
 from dynagroup.plan.padded import FEWEST, TINY, OrderedWindow, split_dearest
 from dynagroup.shapes import IntArray
 
+EQUAL = 0.05
+"""Batches whose work differs by at most about this share count as equal."""
 FEW_STEPS = 20
 """With more steps, sorting batches by work is enough: cutting step by step gains 0.3 % at most."""
 LIMITS = (12, 48)
@@ -210,6 +212,49 @@ def divide(steps: Steps, low: NDArray[np.float64], high: NDArray[np.float64]) ->
         if (low >= high * CLOSE).all():
             break
     return best
+
+
+# By an exchange argument, no division of a step's samples has a cheaper most expensive batch than runs of the sorted
+# samples, and `divide` finds the best runs. All uneven steps are divided at once.
+def levelled(window: OrderedWindow, batches: Batches, num_ranks: int) -> Batches:
+    """Divides the samples of uneven steps over the ranks again, for windows of one padded stream.
+
+    Args:
+        batches: positions in the window, step after step, the most expensive batch of a step first. The last step may
+            lack some.
+    """
+    work = window.work_of(batches.order[batches.offsets[:-1]], batches.sizes)
+    num_steps = len(batches) // num_ranks
+    by_step = work[: num_steps * num_ranks].reshape(num_steps, num_ranks)
+    is_uneven = np.ptp(by_step, axis=1) > EQUAL * by_step.mean(axis=1)
+    is_uneven &= (
+        batches.sizes[: num_steps * num_ranks : num_ranks] > 1
+    )  # a single sample cannot be divided
+    uneven = np.flatnonzero(is_uneven)
+    if not len(uneven):
+        return batches
+    step_of = np.repeat(np.arange(len(batches)) // num_ranks, batches.sizes)
+    slots = np.flatnonzero(np.isin(step_of, uneven))
+    places = batches.order[slots]
+    places = places[np.lexsort([places, step_of[slots]])]
+    num_samples = np.bincount(step_of)[uneven]
+    ends = np.cumsum(num_samples)
+    num_left = np.repeat(ends, num_samples) - np.arange(len(places))
+    largest = np.minimum(window.largest[places], num_left)
+    part = OrderedWindow(window.work[places], largest, window.allowed)
+    steps = Steps(part, ends - num_samples, ends, num_ranks)
+    sizes = divide(steps, steps.least(), by_step[uneven].max(axis=1) * (1 + TINY))
+    is_better = steps.dearest(sizes) < by_step[uneven].max(axis=1)
+    is_better &= (sizes > 0).all(axis=1) & (sizes.sum(axis=1) == num_samples)
+    order = batches.order.copy()
+    is_divided = np.repeat(is_better, num_samples)
+    order[slots[is_divided]] = places[is_divided]
+    all_sizes = batches.sizes.copy()
+    numbers = uneven[is_better, None] * num_ranks + np.arange(num_ranks)
+    all_sizes[numbers] = sizes[is_better]
+    divided = Batches(order, offsets_of(all_sizes))
+    work = window.work_of(order[divided.offsets[:-1]], all_sizes)
+    return divided.take(np.lexsort([-work, np.arange(len(batches)) // num_ranks]))
 
 
 def complete(

@@ -156,7 +156,7 @@ def uneven(rows: list[list[np.ndarray]], tokens: np.ndarray, cap: int, *, few: b
     "cases", [((1, None), (8, None), (64, None)), ((8, 256), (64, 1024))], ids=["free", "updates"]
 )
 def test_rows_are_filled_and_of_equal_work_and_ranks_wait_little(cases: Any) -> None:
-    """On real lengths: as few rows as 99 % of full batches need, or one more; and law 9, in 98 % of the rows."""
+    """On real lengths: as few rows as 99 % of full batches need, or one more that takes less time; and law 9."""
     count = bad = 0
     for (name, cap), (num_ranks, update) in product(CAPS.items(), cases):
         tokens = lengths_of(name, 4096)
@@ -180,7 +180,7 @@ def test_rows_are_filled_and_of_equal_work_and_ranks_wait_little(cases: Any) -> 
             - np.maximum(plan.work_by_row.mean(axis=1), forced).sum()
         )
         assert waited <= 0.03 * plan.predicted_time, name
-    assert bad <= 0.02 * count
+    assert bad <= 0.01 * count
 
 
 def test_a_budget_that_must_be_asked_is_asked_seldom() -> None:

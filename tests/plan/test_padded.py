@@ -210,8 +210,9 @@ def least_dearest(row: list[int], ranks: int, max_tokens: int, work: Work) -> fl
 
 
 def assert_equal_work(values: NDArray[np.int32], max_tokens: int, ranks: int, work: Work) -> None:
-    """Law 9, padded: over all rows, ranks wait at most 3 % of the time beyond the least dearest batches that whole samples
-    allow. The least is exact: such batches are runs of the sorted row, and greedy runs under a limit are the fewest."""
+    """Law 9, padded: 99 % of rows differ by at most 5 %, or have the least dearest batch that whole samples allow; over all
+    rows ranks wait at most 3 % beyond that least. The least is exact: such batches are runs of the sorted row, and greedy
+    runs under a limit are the fewest. With 8 samples a rank, whole samples force up to 7.7 % of waiting."""
     lengths, budget = {"tokens": values}, TokenBudget(max_tokens)
     batches = cut(lengths, budget, ranks, work=work)
     by_row = work.of_batches(batches, lengths, budget).reshape(-1, ranks)
@@ -226,6 +227,9 @@ def assert_equal_work(values: NDArray[np.int32], max_tokens: int, ranks: int, wo
             for row in range(len(by_row))
         ]
     )
+    equal = by_row.max(axis=1) - by_row.min(axis=1) <= 0.05 * by_row.mean(axis=1)
+    equal |= by_row.max(axis=1) <= 1.005 * forced
+    assert (~equal).sum() <= 0.01 * len(equal), (np.flatnonzero(~equal), len(equal))
     assert (
         by_row.max(axis=1).sum() - np.maximum(by_row.mean(axis=1), forced).sum()
     ) <= 0.03 * work.of_rows(by_row)
@@ -287,9 +291,9 @@ def test_packed_rows_are_even_in_tokens_and_in_patches(share: float, work: Work)
     prove(batches, 2048, lengths, budget, np.zeros(2048, np.bool_))
     found = {name: spread(values, batches, 8) for name, values in lengths.items()}
     assert np.median(found["tokens"]) <= 1.05
-    assert np.median(found["patches"]) <= (1.10 if share > 0.1 else 1.30)
+    assert np.median(found["patches"]) <= 1.10
     seen = np.asarray([bool(lengths["patches"][batch].any()) for batch in batches]).reshape(-1, 8)
-    assert share < 0.1 or (seen.all(axis=1) | ~seen.any(axis=1)).all()
+    assert (seen.all(axis=1) | ~seen.any(axis=1)).all()
 
 
 @pytest.mark.parametrize("share", [0.5, 0.2, 0.05])
@@ -309,7 +313,7 @@ def test_balancing_a_length_without_a_price_takes_little_time(share: float) -> N
 
 
 @pytest.mark.parametrize("work", MEETS, ids=["unpriced", "step", "stream"])
-@pytest.mark.parametrize(("share", "most"), [(0.5, 1.15), (0.2, 1.20), (0.05, 1.30)])
+@pytest.mark.parametrize(("share", "most"), [(0.5, 1.10), (0.2, 1.10), (0.05, 1.20)])
 def test_padded_rows_of_one_kind_are_even_in_tokens_and_in_patches(
     share: float, most: float, work: Work
 ) -> None:
@@ -345,7 +349,7 @@ def test_tiny_rows_are_nearly_the_best_division(layout: Any, work: Work) -> None
         best += min(
             time(Batches.of([np.flatnonzero(pick), np.flatnonzero(~pick)])) for pick in picks
         )
-    assert ours <= 1.08 * best
+    assert ours <= 1.05 * best
 
 
 # Two padded streams: the least that a row allows is not known. What holds is a sum over the rows: their dearest batches against
