@@ -9,9 +9,9 @@ from dynagroup.budget.base import Budget
 from dynagroup.errors import BudgetError
 from dynagroup.plan.batches import Batches, shapes_of
 from dynagroup.plan.multistream import costs_to_balance
-from dynagroup.plan.packed import limits_of, pack, share_equally
+from dynagroup.plan.packed import EQUAL, limits_of, pack, share_equally
 from dynagroup.plan.padded import in_order
-from dynagroup.plan.rows import EQUAL, cut_into_steps, levelled
+from dynagroup.plan.rows import cut_into_steps, levelled
 from dynagroup.plan.rules import CutRules
 from dynagroup.shapes import IntArray, Streams, primary, units_of
 

@@ -16,6 +16,10 @@ from dynagroup.plan.rules import CutRules
 from dynagroup.shapes import BatchShape, IntArray, Streams, primary
 
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+EQUAL = 0.05
+"""Batches whose work differs by at most about this share count as equal."""
+WORTH = 1.02
+"""Equal work may take so many times as long."""
 NUM_LENGTHS = 97
 """A budget is asked about so many lengths, with each number of samples in ``COUNTS``."""
 
@@ -276,36 +280,59 @@ class Packing:
         self._oversize: list[int] = order[~fits_alone[order]].tolist()
 
     def batches(self) -> list[list[int]]:
-        """Returns batches for about as few steps as best fit needs, none of them empty."""
-        alone = [[sample] for sample in self._oversize]
+        """Returns batches for the fewest steps, none of them empty; or for one step more, if that takes less time, or makes
+        the work of ranks equal in at most 2 % more time."""
+        fewest = self._fewest()
+        if self._num_ranks == 1 or len(fewest) % self._num_ranks:
+            return fewest
+        time, is_equal = self._judged(fewest)
+        if is_equal:
+            return fewest
+        parts = self._balanced(len(fewest) // self._num_ranks + 1)
+        if parts is None:
+            return fewest
+        more = self._alone() + parts
+        if len(more) <= len(fewest) or len(more) % self._num_ranks:
+            return fewest
+        time_of_more, is_equal = self._judged(more)
+        longest_time = WORTH * time if is_equal else time
+        return more if time_of_more <= longest_time else fewest
+
+    def _fewest(self) -> list[list[int]]:
+        """Returns about as few batches as best fit; equal parts, unless they do not fit in as many steps."""
         parts = self._balanced(self._num_steps(self._limits.fewest_bins(self._order)))
         if parts is not None:
-            return alone + parts
+            return self._alone() + parts
         bins = best_fit(self._order, self._costs, self._limits.bin, self._limits)
         if self._num_ranks == 1:
-            return alone + [bin.members for bin in bins]
+            return self._alone() + [bin.members for bin in bins]
         num_steps = self._num_steps(len(bins))
         parts = self._balanced(num_steps)
         if parts is not None:
-            return alone + parts
-        # Parts of equal work do not fit. Those of best fit do, but ranks may wait; or equal ones fit in one more step.
+            return self._alone() + parts
         parts = [bin.members for bin in bins]
-        num_parts = min(num_steps * self._num_ranks - len(alone), len(self._order))
+        num_parts = min(num_steps * self._num_ranks - len(self._oversize), len(self._order))
         while len(parts) < num_parts:
             parts.append([])
         fill_empty(parts)
-        more = self._balanced(num_steps + 1)
-        if more is None or len(alone + more) % self._num_ranks:
-            return alone + parts
-        return min([alone + parts, alone + more], key=self._time)
+        return self._alone() + parts
 
-    def _time(self, parts: list[list[int]]) -> float:
-        """Returns the predicted time of steps of these batches."""
-        costs = sorted(
-            (sum(self._costs[sample] for sample in part) for part in parts), reverse=True
-        )
-        dearest = costs[:: self._num_ranks]
-        return self._per_step * len(dearest) + sum(dearest)
+    def _alone(self) -> list[list[int]]:
+        return [[sample] for sample in self._oversize]
+
+    def _judged(self, parts: list[list[int]]) -> tuple[float, bool]:
+        """Returns the predicted time of steps of these batches, and whether the work of ranks is equal in every step.
+
+        A step whose most expensive sample is more work than its mean counts as equal.
+        """
+        work = np.asarray([sum(self._costs[sample] for sample in part) for part in parts])
+        dearest_sample = np.asarray([max(self._costs[sample] for sample in part) for part in parts])
+        by_step = np.argsort(-work, kind="stable").reshape(-1, self._num_ranks)
+        mean = work[by_step].mean(axis=1)
+        is_equal = np.ptp(work[by_step], axis=1) <= EQUAL * mean
+        is_equal |= dearest_sample[by_step].max(axis=1) > mean
+        time = self._per_step * len(by_step) + work[by_step[:, 0]].sum()
+        return float(time), bool(is_equal.all())
 
     def _num_steps(self, num_bins: int) -> int:
         return -(-(num_bins + len(self._oversize)) // self._num_ranks)

@@ -8,11 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynagroup.plan.batches import Batches, offsets_of
+from dynagroup.plan.packed import EQUAL
 from dynagroup.plan.padded import FEWEST, TINY, OrderedWindow, split_dearest
 from dynagroup.shapes import IntArray
 
-EQUAL = 0.05
-"""Batches whose work differs by at most about this share count as equal."""
 FEW_STEPS = 20
 """With more steps, sorting batches by work is enough: cutting step by step gains 0.3 % at most."""
 LIMITS = (12, 48)
