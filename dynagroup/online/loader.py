@@ -411,8 +411,12 @@ class OnlineDataLoader(StepLoader[Any]):
         del values["kind_of"]
         if callable(self.config.weigh):
             del values["weigh"]
+        # What belongs together is one value: all values of usual runs are compared in one exchange.
+        dealing = [values.pop(name) for name in ("grouping", "strata")]
+        updates = [values.pop(name) for name in ("samples_per_update", "accumulation", "drop_last")]
         return {
             **values,
+            "grouping and strata": dealing,
             "order": [
                 orders.decided_by,
                 orders.fingerprint(source.epoch) if has_order else None,
@@ -422,7 +426,7 @@ class OnlineDataLoader(StepLoader[Any]):
             PARTS: ends_of(self.dataset) if has_parts else "",
             "lengths of earlier epochs": self._learned and described(self._learned.seen),
             "num_workers": [self._workers.num_workers, self._workers.depth],
-            "sizes of updates": stops,
+            "sizes of updates": [*updates, stops],
         }
 
 

@@ -38,9 +38,9 @@ RULES = {
     "samples": "means by samples",
     "weigh": "the given `weigh`",
 }
-# Largest relative difference of gradients. That of rules that hold is 3e-7, but that of a loss with a small term that
-# does not add up, such as the one that balances the experts of a tiny Mixtral, is 2.3e-3.
-EXACT = 3e-3
+# Largest relative difference of gradients. That of rules that hold is 3e-7. A term that does not add up passes if it is
+# smaller than this: one that balances the experts of a large model does, that of a tiny Mixtral (1.1e-3 to 2.3e-3) not.
+EXACT = 1e-3
 HALF = 2e-2  # the same in half precision, where that of rules that hold is 3e-3
 CLEARLY = 10  # times closer, and a later rule is better than one that also holds
 NUM_ELEMENTS = 1 << 20  # most elements of the gradient that are compared
@@ -87,7 +87,7 @@ def check_loss(
     update; the Trainer and Lightning adapters do so themselves. Nothing is changed.
 
     A few samples (those with fewest and with most labels, and one of each class) run as one batch and each alone, without
-    dropout, with the same random numbers. Their gradients may differ by 0.3 % (2 % in half precision).
+    dropout, with the same random numbers. Their gradients may differ by 0.1 % (2 % in half precision).
 
     Args:
         model: the model as it is trained.

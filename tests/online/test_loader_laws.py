@@ -103,7 +103,7 @@ UPDATES += [{"samples_per_update": 4, "drop_last": True}]
 
 
 @pytest.mark.filterwarnings("ignore")
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     lengths=st.lists(TOKENS, min_size=1, max_size=70) | st.lists(TOKENS, min_size=40, max_size=70),
     most=st.sampled_from([30, 128, 400]),
