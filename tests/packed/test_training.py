@@ -16,7 +16,7 @@ from tests import models
 from tests.integrations import toys
 from tests.integrations.toys import parameters, trainer
 from tests.online.helpers import Tokens
-from tests.plan.test_packed import uneven
+from tests.plan.helpers import uneven_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
@@ -264,4 +264,4 @@ def test_rows_of_learned_epochs_are_equal_work_on_eight_ranks(options: dict[str,
         return [[np.asarray(step.indices) for step in loader] for _ in range(2)]
 
     rows = zip(*(epochs[1] for epochs in run_ranks(8, run)), strict=True)
-    assert not uneven([list(row) for row in rows], tokens, cap, few=True)
+    assert not uneven_rows([list(row) for row in rows], tokens, cap, few=True)
