@@ -19,7 +19,10 @@ if TYPE_CHECKING:
         iter_classify,
         iter_embed,
         iter_generate,
+        iter_map,
+        iter_score,
         map_batches,
+        score_dataset,
     )
     from dynagroup.online.collator import RefinementCollator, collated_length
     from dynagroup.online.loader import OnlineDataLoader
@@ -69,7 +72,8 @@ _NAMES = {
     "online.collator": "RefinementCollator collated_length",
     "online.loader": "OnlineDataLoader",
     "oom": "OomSafeBackward generate_with_oom_retry run_with_oom_retry",
-    "jobs": "classify_dataset embed_dataset generate_dataset iter_classify iter_embed iter_generate map_batches",
+    "jobs": "classify_dataset embed_dataset generate_dataset iter_classify iter_embed iter_generate iter_map iter_score "
+    "map_batches score_dataset",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 _ROOMS = ("integrations", "jobs", "memory", "oom", "testing")

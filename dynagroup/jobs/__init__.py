@@ -7,8 +7,10 @@ from dynagroup.jobs.inference import (
     iter_classify,
     iter_embed,
     iter_generate,
+    iter_score,
+    score_dataset,
 )
-from dynagroup.jobs.mapping import map_batches
+from dynagroup.jobs.mapping import iter_map, map_batches
 
 __all__ = [
     "classify_dataset",
@@ -17,5 +19,8 @@ __all__ = [
     "iter_classify",
     "iter_embed",
     "iter_generate",
+    "iter_map",
+    "iter_score",
     "map_batches",
+    "score_dataset",
 ]

@@ -1,6 +1,7 @@
 """Runs any function over the items of a dataset, in batches that fit."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,8 +13,8 @@ from dynagroup.budget.tokens import as_budget
 from dynagroup.distributed import World
 from dynagroup.errors import ConfigError
 from dynagroup.fingerprint import described, ends_of, hashed
-from dynagroup.jobs.formats import JSON_LINES, VECTORS, format_of
-from dynagroup.jobs.run import Job, Plan, all_results
+from dynagroup.jobs.formats import JSON_LINES, VECTORS
+from dynagroup.jobs.run import Job, Plan, all_results, results_as_they_come
 from dynagroup.lengths import as_streams
 from dynagroup.shapes import Streams
 from dynagroup.validation import check_function, check_identity
@@ -29,6 +30,7 @@ def map_batches(
     *,
     collate_fn: Callable[[list[T]], Any] | None = None,
     output: str | Path | None = None,
+    load: bool = True,
     progress: bool = True,
     is_out_of_memory: Callable[[Exception], bool] | None = None,
     learned: LearningBudget | None = None,
@@ -51,6 +53,7 @@ def map_batches(
         output: path of a file to write: ``.jsonl`` for results that JSON can store, ``.npy`` for float32 vectors of one
             width; required on several ranks. Finished items are saved beside it: after a crash the same call runs the
             rest. A complete file is only read.
+        load: False returns None and leaves the results in ``output``: memory then holds those of one batch at a time.
         progress: True shows a bar on a terminal.
         is_out_of_memory: function from an error to whether fewer items may succeed, for errors of other libraries.
             Usual out-of-memory errors count in any case, see :func:`~dynagroup.oom.is_out_of_memory`.
@@ -66,6 +69,51 @@ def map_batches(
     >>> map_batches(lambda batch: [word.upper() for word in batch], words, [1, 2, 4, 2], budget=4)
     ['A', 'BB', 'CCCC', 'DD']
     """
+    job = _mapping(function, items, lengths, budget, collate_fn, is_out_of_memory)
+    job = replace(
+        job,
+        identity=lambda: _identity_of(
+            function, items, as_streams(lengths), check_identity(identity)
+        ),
+        learned=learned,
+        progress=progress,
+        load=load,
+    )
+    return all_results(job, output, world)
+
+
+def iter_map(
+    function: Callable[[Any], Sequence[Any]],
+    items: Sequence[T],
+    lengths: ArrayLike | Mapping[str, ArrayLike] | Path,
+    budget: Budget | int,
+    *,
+    collate_fn: Callable[[list[T]], Any] | None = None,
+    skip: Collection[int] = (),
+    progress: bool = True,
+    is_out_of_memory: Callable[[Exception], bool] | None = None,
+    learned: LearningBudget | None = None,
+) -> Iterator[tuple[int, Any]]:
+    """Yields (index, result) like :func:`map_batches`, batch by batch, longest items first, without those in ``skip``.
+
+    Nothing is saved. Memory holds the results of one batch. Ranks do not share the items.
+
+    >>> words = ["a", "bb", "cccc", "dd"]
+    >>> list(iter_map(lambda batch: [word.upper() for word in batch], words, [1, 2, 4, 2], budget=4))
+    [(2, 'CCCC'), (1, 'BB'), (3, 'DD'), (0, 'A')]
+    """
+    job = _mapping(function, items, lengths, budget, collate_fn, is_out_of_memory)
+    return results_as_they_come(replace(job, learned=learned, progress=progress), skip)
+
+
+def _mapping(
+    function: Callable[[Any], Sequence[Any]],
+    items: Sequence[Any],
+    lengths: ArrayLike | Mapping[str, ArrayLike] | Path,
+    budget: Budget | int,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    is_out_of_memory: Callable[[Exception], bool] | None,
+) -> Job:
     check_function("function", function, "from a batch to one result per item")
     check_function("collate_fn", collate_fn, "from a list of items to a batch")
     check_function("is_out_of_memory", is_out_of_memory, "from an error to True or False")
@@ -76,7 +124,7 @@ def map_batches(
                 f"`lengths` has {len(values)} lengths for {len(items)} items; give one per item"
             )
 
-    def run(batch: list[T]) -> Sequence[Any]:
+    def run(batch: list[Any]) -> Sequence[Any]:
         try:
             return function(batch if collate_fn is None else collate_fn(batch))
         except Exception as error:
@@ -84,19 +132,12 @@ def map_batches(
                 raise
             raise MemoryError(str(error)) from error
 
-    form = JSON_LINES
-    if output is not None:
-        form = format_of(Path(output), [JSON_LINES, VECTORS])
-    job = Job(
+    return Job(
         items=items,
         run=run,
         plan=lambda: Plan(lengths=streams, budget=as_budget(budget).bind(streams)),
-        identity=lambda: _identity_of(function, items, streams, check_identity(identity)),
-        format=form,
-        learned=learned if learned is not None else LearningBudget(),
-        progress=progress,
+        formats=(JSON_LINES, VECTORS),
     )
-    return all_results(job, output, world)
 
 
 def _identity_of(

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dynagroup.budget.base import Budget
 from dynagroup.budget.learning import LearningBudget
 from dynagroup.distributed import World, current_world
 from dynagroup.errors import ConfigError
 from dynagroup.fingerprint import hashed
-from dynagroup.jobs.formats import Format
+from dynagroup.jobs.formats import Format, format_of
 from dynagroup.jobs.storage import Output
 from dynagroup.oom.retry import Retry
 from dynagroup.oom.take import BatchSplitter
@@ -67,15 +68,20 @@ class Job:
     """Items of a batch -> their results, in order. It leaves nothing behind when it fails."""
     plan: Callable[[], Plan]
     """Measures all items, and raises the user's errors before anything is run; called once."""
-    identity: Callable[[], Mapping[str, Any]]
+    formats: Sequence[Format]
+    """Of results; the ending of the output file chooses one."""
+    identity: Callable[[], Mapping[str, Any]] = dict
     """Returns what results depend on, as values for JSON."""
-    format: Format
-    learned: LearningBudget
-    progress: bool
+    learned: LearningBudget | None = None
+    progress: bool = True
+    load: bool = True
+    """False: results stay in the output file, and None is returned."""
 
 
 def all_results(job: Job, output: str | Path | None = None, world: World | None = None) -> Any:
     """Returns all results in input order; reads them from ``output`` if that file is complete."""
+    if output is None and not job.load:
+        raise ConfigError("`load` is False, so results go nowhere; give `output`, a path")
     first = world
     if first is None:  # ranks lost before the job are noticed within ten minutes, not a month
         first = current_world()
@@ -83,7 +89,7 @@ def all_results(job: Job, output: str | Path | None = None, world: World | None 
         results: list[Any] = [None] * len(job.items)
         for index, result in results_as_they_come(job):
             results[index] = result
-        return job.format.gather(results)
+        return job.formats[0].gather(results)
     outputs: list[Output] = []
     _on_all(first, lambda: outputs.append(_output_of(job, output, first.size)))
     out = outputs[0]
@@ -97,14 +103,20 @@ def all_results(job: Job, output: str | Path | None = None, world: World | None 
         _finish(job, out, world)
     if world.rank == 0:
         out.clear()  # an earlier run may have been killed after writing the output
-    return out.read()
+    return out.read() if job.load else None
 
 
 def results_as_they_come(job: Job, skip: Collection[int] = ()) -> Iterator[tuple[int, Any]]:
     """Yields (index, result) as batches finish, longest items first."""
     plan = job.plan()
-    left_out = {int(index) for index in skip}
-    return _flat(_batches(job, plan, left_out, rank=0, num_ranks=1))
+    done = np.zeros(len(job.items), np.bool_)
+    for index in skip:
+        if not 0 <= index < len(done):
+            raise ConfigError(
+                f"`skip` must have indices from 0 to {len(done) - 1}, but has {index}"
+            )
+        done[index] = True
+    return _flat(_batches(job, plan, done, rank=0, num_ranks=1))
 
 
 def _flat(batches: Iterator[tuple[list[int], list[Any]]]) -> Iterator[tuple[int, Any]]:
@@ -117,7 +129,8 @@ def _output_of(job: Job, output: str | Path | None, num_ranks: int) -> Output:
         raise ConfigError(
             f"{num_ranks} ranks need `output`, the path of a file that all ranks can read and write"
         )
-    return Output(Path(output), job.identity(), len(job.items), job.format)
+    path = Path(output)
+    return Output(path, job.identity(), len(job.items), format_of(path, job.formats))
 
 
 # Ranks wait for each other four times: until the first has locked the output; until all have read what was finished
@@ -126,36 +139,39 @@ def _output_of(job: Job, output: str | Path | None, num_ranks: int) -> Output:
 def _finish(job: Job, out: Output, world: World) -> None:
     plans: list[Plan] = []
     _on_all(world, lambda: plans.append(job.plan()))
-    finished: set[int] = set()
+    done = np.zeros(len(job.items), np.bool_)
+
+    def find_done() -> None:
+        np.copyto(done, out.finished().are_finished)
 
     def run_rest() -> None:
-        for indices, results in _batches(job, plans[0], finished, world.rank, world.size):
+        for indices, results in _batches(job, plans[0], done, world.rank, world.size):
             out.append(indices, results)
 
     with closing(out):
         is_finished = _on_all(world, lambda: world.rank == 0 and out.claim())
         if is_finished:  # another process has finished the job
             return
-        _on_all(world, lambda: finished.update(out.finished()))
-        if finished and world.rank == 0:
-            out.log_earlier_results(len(finished))
+        _on_all(world, find_done)
+        if done.any() and world.rank == 0:
+            out.log_earlier_results(int(done.sum()))
         _on_all(world, run_rest)
         _on_all(world, lambda: out.publish() if world.rank == 0 else None)
 
 
 def _batches(
-    job: Job, plan: Plan, done: Collection[int], rank: int, num_ranks: int
+    job: Job, plan: Plan, done: NDArray[np.bool_], rank: int, num_ranks: int
 ) -> Iterator[tuple[list[int], list[Any]]]:
     """Yields (indices, results) of each batch of this rank's share of the items that are not ``done``."""
     from tqdm.auto import tqdm
 
     tokens = plan.tokens()
     longest_first = np.argsort(-tokens, kind="stable")
-    missing = [index for index in longest_first.tolist() if index not in done]
+    missing = longest_first[~done[longest_first]]
     share = missing[rank::num_ranks]  # the same whatever the ranks' budgets are
     retry = Retry(
         splitter=BatchSplitter(),
-        learned=job.learned,
+        learned=job.learned if job.learned is not None else LearningBudget(),
         shape=lambda indices, num_items: plan.shape_of(indices),
         describe=lambda indices: _described(indices, tokens),
     )
@@ -172,12 +188,12 @@ def _batches(
             bar.update(int(tokens[indices].sum()))
 
 
-def _planned(plan: Plan, indices: list[int]) -> Iterator[list[int]]:
+def _planned(plan: Plan, indices: IntArray) -> Iterator[list[int]]:
     """Yields the items of each batch, largest batches first."""
     lengths = {name: values[indices] for name, values in plan.lengths.items()}
     sampler = LengthAwareBatchSampler(lengths, plan.budget, work=plan.work, rank=0, world_size=1)
     for batch in sampler:
-        yield [indices[place] for place in batch]
+        yield indices[batch].tolist()
 
 
 def _run_part(job: Job, indices: list[int]) -> list[Any]:

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import mmap
 import os
 import re
 import struct
@@ -10,12 +9,15 @@ import time
 import uuid
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from dynagroup.errors import ConfigError, StateError
-from dynagroup.jobs.formats import Buffer, Format, format_of
+from dynagroup.jobs.formats import Format
 from dynagroup.state import opened, sealed
 
 _log = logging.getLogger(__name__)
@@ -29,7 +31,8 @@ _BLOCK_BYTES = 2**20
 # works on the job locks that file, which is never removed or replaced. In the folder PATH.journal, each process of each
 # run writes its own file of records (length, checksum, index, result). Checksums start from the job's identity, so an
 # intact record is a result of this job. A file is read up to its first record that is not intact (torn by a crash, or
-# damaged later). The output is renamed into place after PATH.job describes it. Cost: one fsync per batch.
+# damaged later). The output is renamed into place after PATH.job describes it. Cost: one fsync per batch. Memory: one
+# result at a time, and a few integers for each sample.
 class Output:
     """A job's output file, and until it is complete, the journal of finished samples beside it."""
 
@@ -39,7 +42,9 @@ class Output:
         self._path = path
         self.identity = dict(identity)
         self.num_samples = num_samples
-        self._format = format_of(path, [form])
+        self._format = form
+        # All files of the output; the last to be renamed into place is `output` itself.
+        self._paths = [path, *(path.with_suffix(suffix) for suffix in form.suffixes[1:])]
         self._receipt = path.with_name(path.name + ".job")
         self.journal = path.with_name(path.name + ".journal")
         self._seed = zlib.crc32(json.dumps(self.identity, sort_keys=True).encode())
@@ -55,7 +60,7 @@ class Output:
                 f"`output` {self._path} exists, but no {self._receipt.name!r} beside it says which job wrote it; "
                 "remove the file, or name another one"
             )
-        self._check_receipt(_file_checksum(self._path))
+        self._check_receipt(self._paths)
         return True
 
     def log_earlier_results(self, num_finished: int) -> None:
@@ -97,12 +102,12 @@ class Output:
         self._write_receipt(_UNKNOWN)
         return False
 
-    def _check_receipt(self, output: str | None = None) -> None:
-        """Raises StateError if the job file describes another job, or an output with another checksum than this."""
+    def _check_receipt(self, outputs: Sequence[Path] = ()) -> None:
+        """Raises StateError if the job file describes another job, or output files other than these."""
         try:
             line = self._receipt.read_bytes().partition(b"\n")[0]
             receipt = opened(json.loads(line), "job", self.identity)[0] if line else {}
-            if output is not None and receipt.get("output") != output:
+            if outputs and receipt.get("output") != _checksum_of(outputs):
                 raise StateError(f"{self._path.name} was changed after its job was finished")
         except (OSError, ValueError, RecursionError, StateError) as error:
             raise StateError(
@@ -118,16 +123,13 @@ class Output:
         self._lock.write(line.encode() + b"\n")
         _sync(self._lock)
 
-    def finished(self) -> dict[int, Buffer]:
-        """Returns the results of samples that any run has finished: index -> result. Warns about damaged records."""
-        results: dict[int, Buffer] = {}
+    def finished(self) -> "Finished":
+        """Returns the results of samples that any run has finished. Warns about damaged records."""
+        finished = Finished(self._format, self.num_samples)
         for path in self._own_files(".journal"):
+            with path.open("rb") as file:
+                end = self._find_records(file, finished)
             num_bytes = path.stat().st_size
-            if num_bytes == 0:  # an empty file cannot be mapped
-                continue
-            with path.open("rb") as file:  # read as a memory map, whose pages the system can free
-                data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-            end = self._read_records(data, results)
             if end < num_bytes:
                 _log.warning(
                     "%s: the last %d of %d bytes are not complete results of this job (a run was killed while writing, or "
@@ -136,20 +138,21 @@ class Output:
                     num_bytes - end,
                     num_bytes,
                 )
-        return results
+        return finished
 
-    def _read_records(self, data: memoryview, results: dict[int, Buffer]) -> int:
-        """Adds the intact records of a journal to ``results``; returns where the last of them ends."""
+    def _find_records(self, file: IO[bytes], finished: "Finished") -> int:
+        """Notes the intact records of a journal in ``finished``; returns where the last of them ends."""
         end = 0
-        while end + _HEAD.size <= len(data):
-            length, checksum, index = _HEAD.unpack_from(data, end)
-            start = end + _HEAD.size
-            result = data[start : start + length]
-            if len(result) < length or self._checksum(index, result) != checksum:
-                break
-            results.setdefault(index, result)
-            end = start + length
-        return end
+        while True:
+            head = file.read(_HEAD.size)
+            if len(head) < _HEAD.size:
+                return end
+            length, checksum, index = _HEAD.unpack(head)
+            data = file.read(length)
+            if len(data) < length or self._checksum(index, data) != checksum:
+                return end
+            finished.note(index, Path(file.name), end + _HEAD.size, length)
+            end = file.tell()
 
     def append(self, indices: Sequence[int], results: Iterable[Any]) -> None:
         """Appends finished samples to the journal; they are on disk when the call returns."""
@@ -163,20 +166,23 @@ class Output:
 
     def publish(self) -> None:
         """Writes the output in input order; called by the run that has the lock, when all samples are finished."""
-        finished = self.finished()
-        num_missing = self.num_samples - len(finished)
+        results = self.finished()
+        num_missing = self.num_samples - int(results.are_finished.sum())
         if num_missing > 0:
             raise StateError(
                 f"{num_missing} of {self.num_samples} samples are missing in {self.journal}; run again"
             )
-        results = [self._format.unpack(finished[index]) for index in range(len(finished))]
         self.journal.mkdir(exist_ok=True)  # a job without samples has no journal yet
-        new = self._new_path(".new")  # only this process writes it; removed with the journal
-        with new.open("wb") as file:
-            self._format.write(file, self._format.gather(results))
-            _sync(file)
-        self._write_receipt(_file_checksum(new))
-        os.replace(new, self._path)
+        # Only this process writes them; they are removed with the journal.
+        new_paths = [self._new_path(".new") for _ in self._paths]
+        with closing(results), ExitStack() as opened_files:
+            files = [opened_files.enter_context(path.open("wb")) for path in new_paths]
+            self._format.write(files, results)
+            for file in files:
+                _sync(file)
+        self._write_receipt(_checksum_of(new_paths))
+        for new, path in reversed([*zip(new_paths, self._paths, strict=True)]):
+            os.replace(new, path)
 
     def close(self) -> None:
         """Releases the lock, also from workers that were forked meanwhile."""
@@ -200,7 +206,7 @@ class Output:
 
     def read(self) -> Any:
         """Returns the results in input order."""
-        return self._format.read(self._path)
+        return self._format.read(self._paths)
 
     def _new_path(self, suffix: str) -> Path:
         return self.journal / f"{uuid.uuid4().hex}{suffix}"
@@ -213,9 +219,50 @@ class Output:
         own = [name for name in names if _OWN_FILE.fullmatch(name) and name.endswith(suffix)]
         return [self.journal / name for name in own]
 
-    def _checksum(self, index: int, data: Buffer) -> int:
+    def _checksum(self, index: int, data: bytes) -> int:
         start = zlib.crc32(index.to_bytes(8, "little", signed=True), self._seed)
         return zlib.crc32(data, start)
+
+
+class Finished(Sequence[Any]):
+    """The finished results of a job by index, read from the journals one at a time."""
+
+    def __init__(self, form: Format, num_samples: int) -> None:
+        self._format = form
+        self._paths: list[Path] = []
+        self._files: dict[int, IO[bytes]] = {}  # open ones, by their place in ``_paths``
+        self._places = np.full(num_samples, -1, np.int32)  # in ``_paths``; -1: not finished
+        self._starts = np.zeros(num_samples, np.int64)
+        self._sizes = np.zeros(num_samples, np.int64)
+
+    @property
+    def are_finished(self) -> NDArray[np.bool_]:
+        return self._places >= 0
+
+    def note(self, index: int, path: Path, start: int, size: int) -> None:
+        """Remembers where a result is; the first one counts."""
+        if self._places[index] >= 0:
+            return
+        if path not in self._paths[-1:]:
+            self._paths.append(path)
+        self._places[index] = len(self._paths) - 1
+        self._starts[index] = start
+        self._sizes[index] = size
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: Any) -> Any:
+        place = int(self._places[index])
+        if place not in self._files:
+            self._files[place] = self._paths[place].open("rb")
+        file = self._files[place]
+        file.seek(int(self._starts[index]))
+        return self._format.unpack(file.read(int(self._sizes[index])))
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
 
 
 def _sync(file: IO[bytes]) -> None:
@@ -232,9 +279,12 @@ def _unlock(file: IO[bytes]) -> None:
         pass
 
 
-def _file_checksum(path: Path) -> str:
+def _checksum_of(paths: Iterable[Path]) -> str:
     checksum = 0
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            checksum = zlib.crc32(block, checksum)
-        return f"{file.tell():20} {checksum:10}"
+    num_bytes = 0
+    for path in paths:
+        with path.open("rb") as file:
+            while block := file.read(_BLOCK_BYTES):
+                checksum = zlib.crc32(block, checksum)
+            num_bytes += file.tell()
+    return f"{num_bytes:20} {checksum:10}"

@@ -1,9 +1,9 @@
 """Texts as the items of a job: their lengths, their batches, and the budget of the model that runs them."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -25,8 +25,8 @@ from dynagroup.memory.protocols import MemoryModel, PaddedTokens
 from dynagroup.plan.cost import Work
 from dynagroup.plan.few_shapes import few_shapes
 from dynagroup.shapes import TOKENS
-from dynagroup.text.loader import pad_texts
-from dynagroup.text.measure import by_position, measure_lengths
+from dynagroup.text.loader import fields_of, pad_texts
+from dynagroup.text.measure import by_position, measure_lengths, tokenized
 from dynagroup.update.filling import FillingCollator
 from dynagroup.validation import check_identity, check_int
 
@@ -47,6 +47,7 @@ class JobOptions:
     learned: LearningBudget | None = None
     shapes: int | None = None
     identity: Any = None
+    load: bool = True
 
     def __post_init__(self) -> None:
         check_identity(self.identity)
@@ -61,20 +62,35 @@ class JobOptions:
                 f"`budget` must have layout='padded', as these batches are padded, but is {self.budget!r}"
             )
 
-    def learner(self) -> LearningBudget:
-        return self.learned if self.learned is not None else LearningBudget()
+    def budget_for(self, lengths: NDArray[Any], memory: Callable[[], MemoryModel]) -> Budget:
+        """Returns the user's budget, or one for the batch size; bound to the lengths, with the model's ``memory()``."""
+        if self.budget is not None:
+            budget = as_budget(self.budget).with_memory(memory)
+        else:
+            batch_size = _BATCH_SIZE if self.batch_size is None else self.batch_size
+            is_one_batch = len(lengths) <= batch_size  # fits by assumption, so no trace is needed
+            budget = MemoryBudget(batch_size).with_memory(PaddedTokens if is_one_batch else memory)
+        budget = budget.bind({TOKENS: lengths})
+        if self.shapes is None or len(lengths) == 0:
+            return budget
+        return few_shapes(self.shapes, lengths, budget, window=len(lengths))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """What a model does with texts."""
 
-    run: Callable[[dict[str, torch.Tensor]], Any]
-    """A padded batch on the model's device -> the results of its rows."""
+    run: Callable[[dict[str, torch.Tensor], Mapping[str, Any]], Any]
+    """A padded batch on the model's device, and the tokenized texts that it was made of -> the results of its rows."""
     settings: Mapping[str, Any]
     """On which results depend, besides model, tokenizer and texts."""
-    format: Format = VECTORS
+    formats: Sequence[Format] = (VECTORS,)
     mode: Mode = "forward"
+    memory: Callable[[], MemoryModel] | None = None
+    """Makes a model of its memory. None: that of the model in this mode."""
+    is_cut_to_model: bool = True
+    """Whether texts are truncated to the tokens that the model accepts, unless there is a ``max_length``."""
+    tokenizer_options: Mapping[str, Any] = field(default_factory=dict)
     padding_side: Literal["left", "right"] = "right"
     num_copies: int = 1
     """Rows that a text takes in memory, such as beams."""
@@ -83,36 +99,79 @@ class Task:
 
 
 class TextJob:
-    """Runs texts through a model with a tokenizer."""
+    """A job over texts, or pairs of texts. Subclasses measure them, run batches, and say what results depend on."""
 
-    def __init__(
-        self, model: Any, tokenizer: Any, texts: Any, task: Task, options: JobOptions
-    ) -> None:
-        self._model = model
-        self._tokenizer = tokenizer
+    formats: Sequence[Format] = (VECTORS,)
+    num_copies = 1
+    num_new = 0
+
+    def __init__(self, texts: Any, options: JobOptions) -> None:
         self._texts = by_position(texts)
-        self._task = task
         self._options = options
-        self._device = next(model.parameters()).device
-        self._max_length = limit_of(options.max_length)
-        self._is_cut_to_model = options.max_length is None and task.mode == "forward"
-        if self._is_cut_to_model:
-            self._max_length = most_tokens(model, tokenizer)
 
     def job(self) -> Job:
+        options = self._options
         return Job(
             items=self._texts,
             run=self._run,
             plan=lambda: self._plan,
             identity=self._identity,
-            format=self._task.format,
-            learned=self._options.learner(),
-            progress=self._options.progress,
+            formats=self.formats,
+            learned=options.learned,
+            progress=options.progress,
+            load=options.load,
         )
 
     @cached_property
     def _plan(self) -> Plan:
-        task = self._task
+        lengths = self._lengths()
+        budget = self._options.budget_for(lengths, self._memory)
+        return Plan(
+            lengths={TOKENS: lengths},
+            budget=budget,
+            work=self._work(budget),
+            num_copies=self.num_copies,
+            num_new=self.num_new,
+        )
+
+    def _lengths(self) -> NDArray[Any]:
+        """Returns the tokens of each text. Raises the user's errors."""
+        raise NotImplementedError
+
+    def _memory(self) -> MemoryModel:
+        raise NotImplementedError
+
+    def _work(self, budget: Budget) -> Work:
+        """Returns the predicted time of batches."""
+        raise NotImplementedError
+
+    def _run(self, texts: list[Any]) -> Iterable[Any]:
+        raise NotImplementedError
+
+    def _identity(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class TokenizedJob(TextJob):
+    """Runs texts through a model with a tokenizer."""
+
+    def __init__(
+        self, model: Any, tokenizer: Any, texts: Any, task: Task, options: JobOptions
+    ) -> None:
+        super().__init__(texts, options)
+        self.formats = task.formats
+        self.num_copies = task.num_copies
+        self.num_new = task.num_new
+        self._model = model
+        self._tokenizer = tokenizer
+        self._task = task
+        self._device = next(model.parameters()).device
+        self._max_length = limit_of(options.max_length)
+        self._is_cut_to_model = options.max_length is None and task.is_cut_to_model
+        if self._is_cut_to_model:
+            self._max_length = most_tokens(model, tokenizer)
+
+    def _lengths(self) -> NDArray[Any]:
         lengths: NDArray[Any] = measure_lengths(
             self._texts,
             self._tokenizer,
@@ -120,29 +179,24 @@ class TextJob:
             progress=self._options.progress,
         )
         self._check_lengths(lengths)
-        budget = budget_for(lengths, self._options, self._memory)
-        work = Work.of_known(self._model, device=self._device)
-        # Each new token takes a step. Its fixed time counts once for all copies of a text (beams, for example).
-        num_steps = max(task.num_new, 1) if budget.new_tokens == 0 else 1
-        work = replace(work, per_step=work.per_step * num_steps / task.num_copies)
-        return Plan(
-            lengths={TOKENS: lengths},
-            budget=budget,
-            work=work,
-            num_copies=task.num_copies,
-            num_new=task.num_new,
-        )
+        return lengths
 
     def _memory(self) -> MemoryModel:
-        return MemoryRegressor.of_model(
-            self._model, self._task.mode, max_new_tokens=self._task.num_new
-        )
+        if self._task.memory is not None:
+            return self._task.memory()
+        return MemoryRegressor.of_model(self._model, self._task.mode, max_new_tokens=self.num_new)
+
+    def _work(self, budget: Budget) -> Work:
+        work = Work.of_known(self._model, device=self._device)
+        # Each new token takes a step. Its fixed time counts once for all copies of a text (beams, for example).
+        num_steps = max(self.num_new, 1) if budget.new_tokens == 0 else 1
+        return replace(work, per_step=work.per_step * num_steps / self.num_copies)
 
     def _check_lengths(self, lengths: NDArray[Any]) -> None:
         """Raises ConfigError for texts that have no positions: on a GPU, they would end the process."""
         num_positions = learned_positions(self._model)
         # An encoder-decoder gives new tokens positions of their own; it pads on the right.
-        num_new = self._task.num_new if self._task.padding_side == "left" else 0
+        num_new = self.num_new if self._task.padding_side == "left" else 0
         if num_positions is not None:
             too_long = (lengths + num_new > num_positions).nonzero()[0]
             if len(too_long):
@@ -161,21 +215,23 @@ class TextJob:
                 self._max_length,
             )
 
-    def _run(self, texts: list[str]) -> Any:
+    def _run(self, texts: list[Any]) -> Any:
         budget = self._plan.budget
+        encoded = tokenized(
+            self._tokenizer, texts, self._max_length, **self._task.tokenizer_options
+        )
         batch = pad_texts(
             self._tokenizer,
-            texts,
-            self._max_length,
+            fields_of(encoded, texts),
+            multiple=budget.pad_to_multiple_of,
             padding_side=self._task.padding_side,
-            pad_to_multiple_of=budget.pad_to_multiple_of,
         )
         if budget.ladder is not None:
             pad = {"input_ids": self._tokenizer.pad_token_id}
             batch = FillingCollator(None, budget.ladder, pad).fill(batch, len(texts))
         on_device = {name: value.to(self._device) for name, value in batch.items()}
         with evaluating(self._model), torch.inference_mode():
-            results = self._task.run(on_device)
+            results = self._task.run(on_device, encoded)
         return results[: len(texts)]  # rows after them fill the batch up to its shape
 
     def _identity(self) -> dict[str, Any]:
@@ -184,22 +240,6 @@ class TextJob:
             self._tokenizer, self._texts, settings, check_identity(self._options.identity)
         )
         return identity_of_model(self._model) | of_texts
-
-
-def budget_for(
-    lengths: NDArray[Any], options: JobOptions, memory: Callable[[], MemoryModel]
-) -> Budget:
-    """Returns the user's budget, or one for the batch size; bound to the lengths, with the model's ``memory()``."""
-    if options.budget is not None:
-        budget = as_budget(options.budget).with_memory(memory)
-    else:
-        batch_size = _BATCH_SIZE if options.batch_size is None else options.batch_size
-        is_one_batch = len(lengths) <= batch_size  # fits by assumption, so no trace is needed
-        budget = MemoryBudget(batch_size).with_memory(PaddedTokens if is_one_batch else memory)
-    budget = budget.bind({TOKENS: lengths})
-    if options.shapes is None or len(lengths) == 0:
-        return budget
-    return few_shapes(options.shapes, lengths, budget, window=len(lengths))
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from dynagroup.memory.phases import (
     ELEMENT_BYTES,
     MONOMIALS,
     FloatArray,
+    MakeInputs,
     Mode,
     Phases,
     columns,
@@ -197,15 +198,30 @@ class MemoryRegressor:
         return regressor if workload is None else replace(regressor, workload=workload)
 
     @classmethod
-    def of_model(cls, model: Any, mode: Mode, **known: Any) -> "MemoryRegressor":
+    def of_model(
+        cls,
+        model: Any,
+        mode: Mode,
+        *,
+        program: Any = None,
+        inputs: MakeInputs | None = None,
+        **known: Any,
+    ) -> "MemoryRegressor":
         """Returns the pretrained regressor for a torch model. Each model is traced once, which takes seconds; without a
-        config, only the mode is known. ``known``: values of :class:`Workload` fields."""
+        config, only the mode is known.
+
+        Args:
+            program: a module that runs the model, and is traced in its place, with these ``inputs`` (see
+                :meth:`Workload.from_model`). None: the model itself.
+            known: values of :class:`Workload` fields.
+        """
         regressors = _traced_models.setdefault(model, {})
-        key = (mode, *sorted(known.items()))
+        key = (mode, type(program), inputs, *sorted(known.items()))
         if key not in regressors:
             workload = Workload(mode=mode)
             if getattr(model, "config", None) is not None:
-                workload = Workload.from_model(model, mode, **known)
+                traced = model if program is None else program
+                workload = Workload.from_model(traced, mode, inputs=inputs, **known)
             regressors[key] = cls.pretrained(workload)
         return regressors[key]
 

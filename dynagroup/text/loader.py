@@ -17,7 +17,7 @@ from dynagroup.errors import ConfigError
 from dynagroup.lengths import limit_of
 from dynagroup.plan.few_shapes import few_shapes
 from dynagroup.plan.sampler import LengthAwareBatchSampler
-from dynagroup.text.measure import by_position, measure_lengths, tokenized
+from dynagroup.text.measure import by_position, is_pair, measure_lengths, tokenized
 from dynagroup.update.filling import FillingCollator
 from dynagroup.update.loader import checked_kwargs
 from dynagroup.validation import sendable
@@ -40,7 +40,7 @@ def text_dataloader(
     """Returns a PyTorch ``DataLoader`` of tokenized batches that fit ``budget``, after measuring all texts.
 
     Args:
-        texts: sequence of str; for a ``datasets.Dataset``, its text column (``dataset["text"]``).
+        texts: sequence of str, or of pairs of str; for a ``datasets.Dataset``, its text column (``dataset["text"]``).
         tokenizer: a transformers tokenizer that has a padding token. It adds its special tokens to every text; chat
             templates write the first (BOS) already: ``text.removeprefix(tokenizer.bos_token)``.
         budget: limit of a batch, e.g. ``TokenBudget(16384)``. Lengths are padded to the budget's
@@ -114,9 +114,9 @@ class TokenizingCollator:
 
     @sendable(lambda: "the tokenizer failed")
     def __call__(self, texts: Sequence[str]) -> dict[str, torch.Tensor]:
-        batch = pad_texts(
-            self.tokenizer, texts, self.max_length, pad_to_multiple_of=self.pad_to_multiple_of
-        )
+        encoded = tokenized(self.tokenizer, texts, self.max_length)
+        fields = fields_of(encoded, texts)
+        batch = pad_texts(self.tokenizer, fields, multiple=self.pad_to_multiple_of)
         if self.labels:
             batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORED)
         return batch
@@ -133,6 +133,10 @@ class PackingCollator(TokenizingCollator):
         from transformers import DataCollatorWithFlattening
 
         encoded = tokenized(self.tokenizer, texts, self.max_length)
+        if "token_type_ids" in fields_of(encoded, texts):
+            raise ConfigError(
+                "pairs of texts with `token_type_ids` cannot be packed; give a budget with layout='padded'"
+            )
         rows = [{"input_ids": ids} for ids in encoded["input_ids"] if ids]
         if not rows:
             rows.append({"input_ids": [self.tokenizer.pad_token_id]})
@@ -142,24 +146,30 @@ class PackingCollator(TokenizingCollator):
         return batch
 
 
+def fields_of(encoded: Mapping[str, Any], texts: Sequence[Any]) -> dict[str, Any]:
+    """Returns the fields of tokenized texts that models read; of single texts without the types, which are all 0."""
+    names = ["input_ids", "attention_mask"]
+    if "token_type_ids" in encoded and any(map(is_pair, texts)):
+        names.append("token_type_ids")
+    return {name: encoded[name] for name in names}
+
+
 def pad_texts(
     tokenizer: Any,
-    texts: Sequence[str],
-    max_length: int | None,
+    encoded: Mapping[str, Any],
     *,
-    pad_to_multiple_of: int = 1,
+    multiple: int = 1,
     padding_side: str | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Returns padded ``input_ids`` and ``attention_mask``, int64 (num_samples, longest)."""
-    encoded = tokenized(tokenizer, texts, max_length)
+    """Returns tokenized texts as int64 tensors: ids, masks (and types) are padded to (num_samples, longest)."""
     # Texts without any token are padded to one position, because an embedding refuses the dtype of an empty tensor.
     has_tokens = any(encoded["input_ids"])
     return dict(
         tokenizer.pad(
-            {name: encoded[name] for name in ("input_ids", "attention_mask")},
+            encoded,
             padding="longest" if has_tokens else "max_length",
             max_length=None if has_tokens else 1,
-            pad_to_multiple_of=pad_to_multiple_of,
+            pad_to_multiple_of=multiple,
             padding_side=padding_side,
             return_tensors="pt",
         )

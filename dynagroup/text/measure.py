@@ -42,8 +42,8 @@ def measure_lengths(
     longest. ``datasets`` caches the lengths of a ``datasets.Dataset``'s texts, as it caches transforms.
 
     Args:
-        data: texts (with a ``tokenizer``), a ``datasets.Dataset``, tokenized samples (sequences of token ids, or
-            mappings that contain one), or any map-style dataset (with ``length_of``).
+        data: texts or pairs of texts (with a ``tokenizer``), a ``datasets.Dataset``, tokenized samples (sequences of
+            token ids, or mappings that contain one), or any map-style dataset (with ``length_of``).
         tokenizer: called like a transformers tokenizer; special tokens are counted.
         column: name of the text or id field of a table, or of samples that are mappings. None: the only text column of
             a ``datasets.Dataset`` if a tokenizer is given, else ``input_ids`` or ``input_values``.
@@ -145,7 +145,7 @@ def _count_texts(
 ) -> list[int]:
     texts = samples if column is None else [sample[column] for sample in samples]
     for index, text in enumerate(texts, first):
-        if not isinstance(text, str):
+        if not isinstance(text, str) and not is_pair(text):
             raise ConfigError(
                 f"text {index} must be a string, but is {text!r:.200}; "
                 f"correct or filter out that sample; {CHAT}"
@@ -159,11 +159,27 @@ def _count_texts(
         return list(map(len, tokenized(tokenizer, texts, max_length)["input_ids"]))
 
 
-def tokenized(tokenizer: Tokenizer, texts: Sequence[str], max_length: int | None) -> Any:
-    """Returns what the tokenizer returns for texts that are truncated to ``max_length`` tokens; None: no limit."""
-    if max_length is None:
-        return tokenizer(list(texts))
-    return tokenizer(list(texts), truncation=True, max_length=max_length)
+def is_pair(item: Any) -> bool:
+    """Returns whether an item is a pair of texts, such as a query and a document."""
+    if not isinstance(item, (tuple, list)) or len(item) != 2:
+        return False
+    return isinstance(item[0], str) and isinstance(item[1], str)
+
+
+def tokenized(
+    tokenizer: Tokenizer, texts: Sequence[Any], max_length: int | None, **options: Any
+) -> Any:
+    """Returns what the tokenizer returns for texts, or for pairs of texts, that are truncated to ``max_length`` tokens;
+    None: no limit."""
+    if max_length is not None:
+        options.update(truncation=True, max_length=max_length)
+    num_pairs = sum(map(is_pair, texts))
+    if num_pairs == 0:
+        return tokenizer(list(texts), **options)
+    if num_pairs < len(texts):
+        raise ConfigError(f"{num_pairs} of {len(texts)} texts are pairs; give texts or pairs only")
+    firsts, seconds = zip(*texts, strict=True)
+    return tokenizer(list(firsts), list(seconds), **options)
 
 
 def _map_texts(

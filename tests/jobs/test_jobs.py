@@ -251,7 +251,7 @@ WRONG: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
     (
         ALL[1:2],
         {"pooling": "max"},
-        "`pooling` must be one of 'mean', 'first', 'last', but is 'max'",
+        "`pooling` must be one of 'auto', 'mean', 'first', 'last', None, but is 'max'",
     ),
     (ALL[1:2], {"model": small("T5ForConditionalGeneration")}, r"pass model.get_encoder\(\)"),
     (
@@ -263,7 +263,7 @@ WRONG: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
     (
         ALL[2:],
         {"model": small_llama()},
-        "LlamaForCausalLM has no `logits` of whole texts; give .* with a head",
+        r"LlamaForCausalLM returns logits \(2, 2, 30\) for 2 texts; for a classifier of tokens",
     ),
     (
         ALL[2:],

@@ -117,10 +117,22 @@ def test_memory_ranks_and_files_change_nothing(tmp_path: Path) -> None:
         embed_dataset(model, None, TEXTS, output=output, **SMALL)
 
 
+def test_without_pooling_each_text_has_the_vectors_of_its_tokens(tmp_path: Path) -> None:
+    model = with_prompt(tmp_path)
+    output = tmp_path / "tokens.npy"
+    arrays = embed_dataset(model, None, TEXTS, pooling=None, output=output, **SMALL)
+    expected = model.encode(TEXTS, output_value="token_embeddings")
+    for array, states in zip(arrays, expected, strict=True):
+        np.testing.assert_allclose(array, states.numpy(), rtol=0, atol=1e-6)
+
+
 def test_what_a_model_says_itself_is_refused(tmp_path: Path) -> None:
     model = built(tmp_path)
+    per_token: Any = {"pooling": None, "normalize": True}
     for options in ({"pooling": "mean"}, {"max_length": 8}, {"shapes": 2}):
         with pytest.raises(ConfigError, match="SentenceTransformer"):
             embed_dataset(model, None, TEXTS, **options)
-    with pytest.raises(ConfigError, match="its own tokenizer and pooling; pass None for both"):
+    with pytest.raises(ConfigError, match="`normalize` is for one vector per text"):
+        embed_dataset(model, None, TEXTS, **per_token)
+    with pytest.raises(ConfigError, match="its own tokenizer and pooling; leave `pooling` out"):
         embed_dataset(model, models.small_tokenizer(), TEXTS)

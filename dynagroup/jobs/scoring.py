@@ -1,0 +1,191 @@
+"""Log-probabilities of texts and answers; logits exist for a few tokens at a time."""
+
+import copy
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from dynagroup.errors import ConfigError
+from dynagroup.memory import MemoryRegressor
+from dynagroup.memory.phases import FloatArray
+from dynagroup.memory.trace.model import is_encoder
+from dynagroup.shapes import TOKENS, BatchShape
+
+_CHUNK = 256  # tokens whose logits exist at a time
+_NO_CAUSAL_MODEL = (
+    "give a causal model of transformers with its head, as AutoModelForCausalLM loads it"
+)
+
+
+class Scorer(torch.nn.Module):
+    """A causal model that computes the log-probabilities of given tokens."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.config = model.config
+
+    @classmethod
+    def of(cls, model: Any) -> "Scorer":
+        """Makes a scorer. ConfigError: the model is not a causal model with its head."""
+        peft = sys.modules.get("peft")  # whoever has a peft model has imported peft
+        if peft is not None and isinstance(model, peft.PeftModel):
+            if model.active_peft_config.is_prompt_learning:
+                raise ConfigError(
+                    "an adapter that puts tokens before the text (prompt tuning) cannot be scored"
+                )
+            model = model.get_base_model()
+        config = getattr(model, "config", None)
+        has_head = getattr(model, "base_model", model) is not model
+        if not has_head or config is None or is_encoder(config) or config.is_encoder_decoder:
+            raise ConfigError(f"a {type(model).__name__} cannot score texts; {_NO_CAUSAL_MODEL}")
+        return cls(model)
+
+    def set_attn_implementation(self, name: str) -> None:
+        self.model.set_attn_implementation(name)
+
+    def memory(self) -> "ScoringMemory":
+        """Returns the memory of a batch, traced with one full chunk of logits."""
+        inputs = _traced_inputs
+        return ScoringMemory(
+            MemoryRegressor.of_model(self.model, "forward", program=self, inputs=inputs)
+        )
+
+    def scores(self, batch: Mapping[str, torch.Tensor], starts: Sequence[int]) -> Any:
+        """Returns the log-probabilities of each text's tokens from number ``starts`` on, float32 on the CPU; a first token
+        has none. Texts are padded on the right."""
+        ids = batch["input_ids"]
+        mask = batch["attention_mask"]
+        firsts = torch.tensor([max(start, 1) for start in starts], device=ids.device)
+        firsts = torch.nn.functional.pad(firsts, (0, len(ids) - len(firsts)), value=1)
+        columns = torch.arange(ids.shape[1], device=ids.device)
+        are_scored = (columns >= firsts.unsqueeze(1)) & mask.bool()
+        places = are_scored.flatten().nonzero()[:, 0]
+        scores = self(ids, mask, places.split(_CHUNK))
+        return scores.cpu().split(are_scored.sum(dim=1).tolist())
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        chunks: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        """Returns the log-probabilities of the tokens at these places in the flat batch, given those before them."""
+        body = self.model.base_model
+        outputs = body(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+        states = outputs.last_hidden_state.flatten(0, 1)
+        ids = input_ids.flatten()
+        replay = _Replay(outputs, body)
+        name = self.model.base_model_prefix
+        # The model's own forward pass makes logits of the states, with any scaling or capping that it has.
+        setattr(self.model, name, replay)
+        scores = []
+        try:
+            for places in chunks:
+                replay.states = states[places - 1].unsqueeze(0)
+                targets = ids[places]
+                logits = self.model(input_ids=targets.unsqueeze(0), use_cache=False).logits
+                losses = torch.nn.functional.cross_entropy(
+                    logits[0].float(), targets, reduction="none"
+                )
+                scores.append(-losses)
+        finally:
+            setattr(self.model, name, body)
+        return torch.cat(scores)
+
+
+@dataclass(frozen=True)
+class ScoringMemory:
+    """The memory of a batch without that of the smallest batch, which is mostly a chunk of logits that all batches need."""
+
+    traced: MemoryRegressor
+
+    @property
+    def fingerprint(self) -> str:
+        return f"scoring-{self.traced.fingerprint}"
+
+    def relative(self, shape: BatchShape, baseline: BatchShape, /) -> FloatArray:
+        phases = self.traced.workload.phases
+        if phases is None:
+            return self.traced.relative(shape, baseline)
+        smallest = phases.bytes(BatchShape.of(1, 1))
+        beyond = phases.bytes(shape) - smallest
+        return beyond / np.maximum(phases.bytes(baseline) - smallest, 1.0)
+
+
+class _Replay(torch.nn.Module):
+    """Stands in the place of the layers, and returns states that they have computed."""
+
+    def __init__(self, outputs: Any, body: torch.nn.Module) -> None:
+        super().__init__()
+        self._outputs = outputs
+        self._bodies = [body]  # in a list, so that it is no submodule
+        self.states: torch.Tensor | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        # Some models run a part of the layers' module (OPT: its decoder), or read its settings.
+        value = getattr(self._bodies[0], name)
+        return self if isinstance(value, torch.nn.Module) else value
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = copy.copy(self._outputs)
+        outputs.last_hidden_state = self.states
+        return outputs
+
+
+class AnswerTokenizer:
+    """A tokenizer of prompts with their answers: joins the texts, and counts the tokens that are the prompt's."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, prompts: list[str], answers: list[str], **options: Any) -> Any:
+        whole = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+        encoded = self._tokenizer(whole, **options)
+        of_prompts = self._tokenizer(prompts)["input_ids"]
+        encoded["num_prompt_tokens"] = list(map(_num_equal, of_prompts, encoded["input_ids"]))
+        return encoded
+
+
+def _num_equal(prompt: Sequence[int], whole: Sequence[int]) -> int:
+    """Returns how many tokens are the same from the start. A token that the answer has changed is the answer's."""
+    for place, (token, other) in enumerate(zip(prompt, whole, strict=False)):
+        if token != other:
+            return place
+    return min(len(prompt), len(whole))
+
+
+def with_answers(prompts: Sequence[str], answers: Sequence[str]) -> list[tuple[str, str]]:
+    """Returns pairs of prompt and answer. ConfigError: there is not one answer per prompt."""
+    if len(prompts) != len(answers):
+        raise ConfigError(
+            f"`answers` has {len(answers)} texts for {len(prompts)} prompts; give one per prompt"
+        )
+    return list(zip(prompts, answers, strict=True))
+
+
+def as_result(scores: torch.Tensor, per_token: bool) -> dict[str, Any]:
+    """Returns the result of one text, as values for JSON."""
+    values = scores.tolist()
+    total = sum(values)
+    result: dict[str, Any] = {"sum": total, "mean": None, "num_tokens": len(values)}
+    if values:
+        result["mean"] = total / len(values)
+    if per_token:
+        result["tokens"] = values
+    return result
+
+
+def _traced_inputs(model: Any, num_samples: int, longest: Mapping[str, int]) -> dict[str, Any]:
+    """Returns a batch with one full chunk, of a tensor as large as all places and scores: 16 bytes for each token."""
+    ids = torch.zeros(num_samples, longest[TOKENS], dtype=torch.long)
+    places = torch.zeros(2 * ids.numel() + _CHUNK, dtype=torch.long)
+    chunks = [places[:_CHUNK]]
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "chunks": chunks}
