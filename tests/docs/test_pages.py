@@ -46,6 +46,7 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.S | re.M)
 NAMED = "Qwen/Qwen2.5-0.5B"
 # they take a model, texts or a device for granted
 OWN_TEST = {"README.md", "recovery.md", "memory.md"}
+NEEDS = {"map.md": ("onnxruntime", "onnxscript")}  # tried by scripts/test_inference.sh
 
 
 def text_of(path: Path) -> str:
@@ -67,6 +68,8 @@ def promised(code: str) -> list[str]:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("page", PAGES_WITH_CODE)
 def test_blocks_run_and_print_what_they_say(page, tmp_path, monkeypatch, capsys):
+    for package in NEEDS.get(page, ()):
+        pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
     code = "\n".join(blocks_of(DOCS / page))
     exec(compile(code, page, "exec"), {"__name__": "page"})

@@ -205,9 +205,12 @@ def test_columns_for_dpo_are_those_that_trl_computes_and_it_trains_on_them(tmp_p
     columns = {}
     for name in ("chosen", "rejected"):
         answers = [answer + tokenizer.eos_token for answer in data[name]]
-        scores = score_dataset(reference, tokenizer, data["prompt"], answers=answers, **SMALL)
+        scores = score_dataset(
+            reference, tokenizer, data["prompt"], answers=answers, max_length=16, **SMALL
+        )
         columns[f"ref_{name}_logps"] = [score["sum"] for score in scores]
     settings: Any = {"report_to": [], "use_cpu": True, "bf16": False, "max_steps": 2}
+    settings["max_length"] = 16
 
     def trainer(data: Any, **changes: Any) -> Any:
         args = trl.DPOConfig(str(tmp_path), **settings, **changes)
