@@ -8,7 +8,7 @@ import numpy as np
 from dynagroup.budget.learning import LearningBudget
 from dynagroup.distributed import SingleProcess
 from dynagroup.errors import ConfigError
-from dynagroup.jobs.inference import classify_dataset, embed_dataset, generate_dataset
+from dynagroup.jobs import classify_dataset, embed_dataset, generate_dataset
 from dynagroup.validation import check_choice
 
 # task -> (function that runs it, name of the new column)

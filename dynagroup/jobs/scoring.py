@@ -1,24 +1,112 @@
-"""Log-probabilities of texts and answers; logits exist for a few tokens at a time."""
+"""Scores every text or answer of a dataset by its log-probabilities; logits exist for a few tokens at a time."""
 
 import copy
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from dynagroup.distributed import World
 from dynagroup.errors import ConfigError
+from dynagroup.jobs.formats import JSON_LINES
+from dynagroup.jobs.run import Job, all_results, results_as_they_come
+from dynagroup.jobs.texts import (
+    Batch,
+    Encoded,
+    JobOptions,
+    Task,
+    TokenizedJob,
+    without_wrapper,
+)
 from dynagroup.memory import MemoryRegressor
 from dynagroup.memory.phases import FloatArray
 from dynagroup.memory.trace.model import is_encoder
 from dynagroup.shapes import TOKENS, BatchShape
+from dynagroup.text.measure import by_position, is_pair
 
 _CHUNK = 256  # tokens whose logits exist at a time
-_NO_CAUSAL_MODEL = (
-    "give a causal model of transformers with its head, as AutoModelForCausalLM loads it"
-)
+
+
+def score_dataset(
+    model: Any,
+    tokenizer: Any,
+    texts: Sequence[str],
+    *,
+    answers: Sequence[str] | None = None,
+    per_token: bool = False,
+    output: str | Path | None = None,
+    world: World | None = None,
+    **options: Any,
+) -> list[dict[str, Any]]:
+    """Returns how likely a causal model finds each text, or each answer after its prompt.
+
+    A result is ``{"sum": ..., "mean": ..., "num_tokens": ...}``: the natural logarithms of the probabilities of the scored
+    tokens, summed; their mean (None without tokens); and their number. A text's first token has nothing before it and is
+    not scored. With answers, tokens are scored from the first one that the prompt alone does not have. The logits of at
+    most 256 tokens exist at a time, and memory budgets know this.
+
+    Args:
+        model: a causal model of transformers with its head; also a LoRA of ``peft`` on one.
+        texts: the texts, or the prompts of ``answers``.
+        answers: sequence of str, one per prompt; the model reads ``prompt + answer``. None: the texts are scored.
+        per_token: True adds ``"tokens"``, the logarithm of each scored token's probability.
+        output: path of a ``.jsonl`` file. ``output``, ``world``, ``options`` and errors are as in
+            :func:`generate_dataset`; texts are truncated only to your ``max_length``.
+
+    >>> scores = score_dataset(model, tokenizer, prompts, answers=answers)  # doctest: +SKIP
+    >>> [round(score["sum"], 2) for score in scores]  # doctest: +SKIP
+    [-12.03, -7.21]
+    """
+    job = _scoring(model, tokenizer, texts, answers, per_token, options)
+    return all_results(job, output, world)
+
+
+def iter_score(
+    model: Any,
+    tokenizer: Any,
+    texts: Sequence[str],
+    *,
+    answers: Sequence[str] | None = None,
+    per_token: bool = False,
+    skip: Collection[int] = (),
+    **options: Any,
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields (index, score) like :func:`score_dataset`, longest texts first, without those in ``skip``."""
+    job = _scoring(model, tokenizer, texts, answers, per_token, options)
+    return results_as_they_come(job, skip)
+
+
+def _scoring(
+    model: Any,
+    tokenizer: Any,
+    prompts: Any,
+    answers: Any,
+    per_token: bool,
+    options: Mapping[str, Any],
+) -> Job:
+    scorer = Scorer.of(model)
+    texts = by_position(prompts)
+    if any(map(is_pair, texts)):
+        raise ConfigError("`texts` are pairs; pass the second texts as `answers`")
+    if answers is not None:
+        texts = _with_answers(texts, by_position(answers))
+        tokenizer = AnswerTokenizer(tokenizer)
+
+    def run(batch: Batch, encoded: Encoded) -> list[dict[str, Any]]:
+        starts = encoded.get("num_prompt_tokens", [1] * len(batch["input_ids"]))
+        return [_as_result(scores, per_token) for scores in scorer.scores(batch, starts)]
+
+    task = Task(
+        run=run,
+        settings={"task": "score", "per_token": int(per_token)},
+        formats=(JSON_LINES,),
+        memory=scorer.memory,
+        is_cut_to_model=False,
+    )
+    return TokenizedJob(model, tokenizer, texts, task, JobOptions(**options)).job()
 
 
 class Scorer(torch.nn.Module):
@@ -32,18 +120,16 @@ class Scorer(torch.nn.Module):
     @classmethod
     def of(cls, model: Any) -> "Scorer":
         """Makes a scorer. ConfigError: the model is not a causal model with its head."""
-        peft = sys.modules.get("peft")  # whoever has a peft model has imported peft
-        if peft is not None and isinstance(model, peft.PeftModel):
-            if model.active_peft_config.is_prompt_learning:
-                raise ConfigError(
-                    "an adapter that puts tokens before the text (prompt tuning) cannot be scored"
-                )
-            model = model.get_base_model()
-        config = getattr(model, "config", None)
-        has_head = getattr(model, "base_model", model) is not model
-        if not has_head or config is None or is_encoder(config) or config.is_encoder_decoder:
-            raise ConfigError(f"a {type(model).__name__} cannot score texts; {_NO_CAUSAL_MODEL}")
-        return cls(model)
+        inner = without_wrapper(model)
+        config = getattr(inner, "config", None)
+        is_causal = config is not None and not is_encoder(config) and not config.is_encoder_decoder
+        has_head = getattr(inner, "base_model", inner) is not inner
+        if not is_causal or not has_head:
+            raise ConfigError(
+                f"a {type(model).__name__} cannot score texts; give a causal model of transformers with its head, as "
+                "AutoModelForCausalLM loads it, without prompt tuning"
+            )
+        return cls(inner)
 
     def set_attn_implementation(self, name: str) -> None:
         self.model.set_attn_implementation(name)
@@ -162,7 +248,7 @@ def _num_equal(prompt: Sequence[int], whole: Sequence[int]) -> int:
     return min(len(prompt), len(whole))
 
 
-def with_answers(prompts: Sequence[str], answers: Sequence[str]) -> list[tuple[str, str]]:
+def _with_answers(prompts: Sequence[str], answers: Sequence[str]) -> list[tuple[str, str]]:
     """Returns pairs of prompt and answer. ConfigError: there is not one answer per prompt."""
     if len(prompts) != len(answers):
         raise ConfigError(
@@ -171,7 +257,7 @@ def with_answers(prompts: Sequence[str], answers: Sequence[str]) -> list[tuple[s
     return list(zip(prompts, answers, strict=True))
 
 
-def as_result(scores: torch.Tensor, per_token: bool) -> dict[str, Any]:
+def _as_result(scores: torch.Tensor, per_token: bool) -> dict[str, Any]:
     """Returns the result of one text, as values for JSON."""
     values = scores.tolist()
     total = sum(values)

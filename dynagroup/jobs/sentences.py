@@ -34,6 +34,10 @@ class SentenceJob(TextJob):
             raise ConfigError(
                 "`max_length` and `shapes` are not for a SentenceTransformer; set model.max_seq_length"
             )
+        if per_token and normalize:
+            raise ConfigError(
+                "`normalize` is for one vector per text; leave it out with pooling=None"
+            )
         super().__init__(texts, options)
         self._model = model
         self._prompt = model.prompts.get(model.default_prompt_name) or ""

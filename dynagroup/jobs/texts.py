@@ -1,12 +1,14 @@
 """Texts as the items of a job: their lengths, their batches, and the budget of the model that runs them."""
 
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 
@@ -29,6 +31,11 @@ from dynagroup.text.loader import fields_of, pad_texts
 from dynagroup.text.measure import by_position, measure_lengths, tokenized
 from dynagroup.update.filling import FillingCollator
 from dynagroup.validation import check_identity, check_int
+
+Batch: TypeAlias = dict[str, torch.Tensor]
+"""A padded batch on the model's device."""
+Encoded: TypeAlias = Mapping[str, Any]
+"""What the tokenizer made of the texts of a batch."""
 
 _log = logging.getLogger(__name__)
 _BATCH_SIZE = 16
@@ -80,8 +87,8 @@ class JobOptions:
 class Task:
     """What a model does with texts."""
 
-    run: Callable[[dict[str, torch.Tensor], Mapping[str, Any]], Any]
-    """A padded batch on the model's device, and the tokenized texts that it was made of -> the results of its rows."""
+    run: Callable[[Batch, Encoded], Any]
+    """Returns the results of the rows of a batch."""
     settings: Mapping[str, Any]
     """On which results depend, besides model, tokenizer and texts."""
     formats: Sequence[Format] = (VECTORS,)
@@ -291,3 +298,29 @@ def learned_positions(model: Any) -> int | None:
             num_unused = module.padding_idx + 1
         return module.num_embeddings - num_unused
     return None
+
+
+def check_tokens(values: torch.Tensor, mask: torch.Tensor) -> None:
+    """Raises ConfigError if a model has not returned one row of values per token."""
+    if values.shape[:2] != mask.shape:
+        raise ConfigError(
+            f"the model returned values {tuple(values.shape)} for {mask.shape[0]} texts of {mask.shape[1]} tokens; it must "
+            "return one row per token"
+        )
+
+
+def without_padding(values: torch.Tensor, mask: torch.Tensor) -> list[np.ndarray]:
+    """Returns the values of each text's tokens, float32 (num_tokens, features); rows are padded on the right."""
+    check_tokens(values, mask)
+    on_cpu = values.float().cpu().numpy()
+    counts = mask.sum(dim=1).tolist()
+    return [row[:count].copy() for row, count in zip(on_cpu, counts, strict=True)]
+
+
+def without_wrapper(model: Any) -> Any:
+    """Returns the model that peft has wrapped, with the adapters in its layers. None: the adapter is around the model, as
+    in prompt tuning."""
+    peft = sys.modules.get("peft")  # not imported here: whoever has a peft model has imported peft
+    if peft is None or not isinstance(model, peft.PeftModel):
+        return model
+    return None if model.active_peft_config.is_prompt_learning else model.get_base_model()

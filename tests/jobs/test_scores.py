@@ -169,7 +169,7 @@ def test_adapters_count_as_they_are_set() -> None:
     with model.disable_adapter():
         assert score_dataset(model, tokenizer, TEXTS, **SMALL) == plain
     prompt = peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
-    with pytest.raises(ConfigError, match="puts tokens before the text"):
+    with pytest.raises(ConfigError, match="without prompt tuning"):
         score_dataset(adapted(small_llama(), prompt), tokenizer, TEXTS, **SMALL)
 
 

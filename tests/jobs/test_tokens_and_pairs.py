@@ -229,3 +229,12 @@ def test_a_classifier_of_the_other_kind_is_refused_by_its_logits() -> None:
         classify_dataset(texts, tokenizer, TEXTS, per_token=True, **SMALL)
     with pytest.raises(ConfigError, match="`output` must end in .npy or .parquet"):
         classify_dataset(tokens, tokenizer, TEXTS, per_token=True, output="x.jsonl", **SMALL)
+
+
+@pytest.mark.parametrize("pooling", [None, "last"])
+def test_states_of_tokens_that_no_text_has_are_refused(pooling: Any) -> None:
+    peft = pytest.importorskip("peft")
+    prompt = peft.PromptTuningConfig(num_virtual_tokens=2, task_type="FEATURE_EXTRACTION")
+    model = models.adapted(bert("BertModel"), prompt)
+    with pytest.raises(ConfigError, match="it must return one row per token"):
+        embed_dataset(model, bert_tokenizer(), TEXTS, pooling=pooling, **SMALL)
