@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 import numpy as np
+import torch
 
 from dynagroup.errors import ConfigError
 from dynagroup.memory.phases import needed
@@ -75,7 +76,15 @@ class Vectors:
     suffixes: tuple[str, ...] = (".npy",)
 
     def pack(self, result: Any) -> bytes:
-        return np.ascontiguousarray(result, dtype="<f4").tobytes()
+        if isinstance(result, torch.Tensor):
+            result = result.detach().float().cpu().numpy()
+        vector = np.ascontiguousarray(result, dtype="<f4")
+        if vector.ndim > 1:
+            raise ConfigError(
+                f"a .npy file takes one vector per item, but a result has the shape {vector.shape}; flatten it, or "
+                "give `output` the ending .jsonl"
+            )
+        return vector.tobytes()
 
     def unpack(self, data: bytes) -> np.ndarray:
         return np.frombuffer(data, dtype="<f4")
@@ -199,5 +208,14 @@ def _write_header(file: IO[bytes], shape: tuple[int, ...], dtype: str) -> None:
 
 
 def _as_json(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
+    text = json.dumps(value, ensure_ascii=False, default=_plain)
     return _ESCAPED.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+def _plain(value: Any) -> Any:
+    """Returns numbers and arrays of numpy and torch as values for JSON."""
+    if not hasattr(value, "tolist"):
+        raise ConfigError(
+            f"a result contains {value!r:.100}, which JSON cannot store; return texts, numbers, lists or dicts"
+        )
+    return value.tolist()

@@ -17,6 +17,7 @@ from dynagroup.jobs.formats import JSON_LINES, VECTORS
 from dynagroup.jobs.run import Job, Plan, all_results, results_as_they_come
 from dynagroup.lengths import as_streams
 from dynagroup.shapes import Streams
+from dynagroup.text.measure import by_position, is_hf_dataset
 from dynagroup.validation import check_function, check_identity
 
 T = TypeVar("T")
@@ -117,6 +118,8 @@ def _mapping(
     check_function("function", function, "from a batch to one result per item")
     check_function("collate_fn", collate_fn, "from a list of items to a batch")
     check_function("is_out_of_memory", is_out_of_memory, "from an error to True or False")
+    if not is_hf_dataset(items):
+        items = by_position(items, "items")
     streams = as_streams(lengths)
     for values in streams.values():
         if len(values) != len(items):

@@ -23,6 +23,7 @@ from dynagroup.oom.take import BatchSplitter
 from dynagroup.plan.cost import Work
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.shapes import BatchShape, IntArray, Streams, primary
+from dynagroup.validation import fetch
 
 _log = logging.getLogger(__name__)
 # A month: ranks wait for each other until all have finished. Dead ranks close their connections.
@@ -197,7 +198,12 @@ def _planned(plan: Plan, indices: IntArray) -> Iterator[list[int]]:
 
 
 def _run_part(job: Job, indices: list[int]) -> list[Any]:
-    results = list(job.run([job.items[index] for index in indices]))
+    results = job.run(fetch(job.items, indices))
+    if not isinstance(results, Iterable):
+        raise ConfigError(
+            f"the function returned {results!r:.200} for {len(indices)} items; it must return one result per item, in order"
+        )
+    results = list(results)
     if len(results) != len(indices):
         raise ConfigError(
             f"the function returned {len(results)} results for {len(indices)} items; it must return one per item, in "

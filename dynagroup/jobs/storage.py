@@ -68,12 +68,13 @@ class Output:
         files = [self._path] if self._path.exists() else self._own_files(".journal")
         begun = time.localtime(min(path.stat().st_mtime for path in files))
         _log.warning(
-            "%s: %d of %d results are from %s, by a job of the same texts, arguments, tokenizer, config, weights and "
-            "`identity`; code is not compared. To start anew, remove %s, %s and %s, or name another `output`",
+            "%s: %d of %d results are from %s, by a job with the same %s; code is not compared. To start anew, remove %s, %s "
+            "and %s, or name another `output`",
             self._path,
             num_finished,
             self.num_samples,
             time.strftime("%Y-%m-%d %H:%M:%S", begun),
+            ", ".join(self.identity),
             self._path.name,
             self._receipt.name,
             self.journal.name,

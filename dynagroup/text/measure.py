@@ -70,13 +70,13 @@ def measure_lengths(
     if _is_table(data) and column is not None:
         data = data[column]
         column = None
-    if not _is_hf_dataset(data):
+    if not is_hf_dataset(data):
         data = by_position(data, "data")
 
     if length_of is not None:
         chunks = _Chunks(data, partial(_apply, length_of), SAMPLES_PER_CALL)
         lengths = by_stream(chunks.measured(num_proc, progress), range(len(data)))
-    elif tokenizer is not None and _is_hf_dataset(data):
+    elif tokenizer is not None and is_hf_dataset(data):
         lengths = _map_texts(data, tokenizer, column, max_length, num_proc)
     elif tokenizer is not None:
         count = partial(_count_texts, tokenizer, column, max_length)
@@ -232,7 +232,7 @@ def _check_column(data: Any, column: str) -> None:
 
 def _ids_of_rows(data: Any, column: str | None, num_proc: int | None, progress: bool) -> Any:
     """Counts the ids of each row, with an attention mask those that it marks; warns of padding."""
-    if _is_hf_dataset(data):
+    if is_hf_dataset(data):
         if column is None:
             column = _id_field(data.column_names)
         _check_column(data, column)
@@ -386,7 +386,7 @@ def by_position(values: Any, name: str = "texts") -> Sequence[Any]:
 
 
 def _is_sequence(values: Any) -> bool:
-    if isinstance(values, (str, bytes, Mapping)) or _is_table(values) or _is_hf_dataset(values):
+    if isinstance(values, (str, bytes, Mapping)) or _is_table(values) or is_hf_dataset(values):
         return False
     return hasattr(values, "__len__")
 
@@ -395,6 +395,6 @@ def _is_table(data: Any) -> bool:
     return hasattr(data, "columns") and hasattr(data, "shape")  # of pandas, polars or pyarrow
 
 
-def _is_hf_dataset(data: Any) -> bool:
+def is_hf_dataset(data: Any) -> bool:
     datasets = sys.modules.get("datasets")  # whoever has a Dataset has imported datasets
     return datasets is not None and isinstance(data, datasets.Dataset)

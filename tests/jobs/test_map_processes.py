@@ -122,3 +122,38 @@ def test_a_npy_file_takes_vectors_of_one_width(tmp_path: Path) -> None:
     message = "result 1 has 2 numbers, but result 0 has 1; .*ending .jsonl"
     with pytest.raises(ConfigError, match=message):
         map_batches(vectors, ITEMS, LENGTHS, BUDGET, output=tmp_path / "v.npy", progress=False)
+
+
+def test_results_of_numpy_and_torch_are_stored(tmp_path: Path) -> None:
+    def run(name: str, convert: Any) -> Any:
+        def function(batch: list[int]) -> Any:
+            return convert(np.array(batch, np.float32))
+
+        return map_batches(function, ITEMS, LENGTHS, BUDGET, output=tmp_path / name)
+
+    assert run("numbers.jsonl", lambda batch: batch) == ITEMS
+    assert run("rows.jsonl", lambda batch: batch[:, None]) == [[item] for item in ITEMS]
+    assert run("dicts.jsonl", lambda batch: [{"x": x} for x in batch])[3] == {"x": 3.0}
+    of_torch = run("v.npy", lambda batch: torch.tensor(batch[:, None], requires_grad=True))
+    assert of_torch.tolist() == [[item] for item in ITEMS]
+    halves = run("h.npy", lambda batch: torch.tensor(batch[:, None]).bfloat16())
+    assert halves.tolist() == [[item] for item in ITEMS]
+    with pytest.raises(ConfigError, match=r"one vector per item, .* the shape \(1, 1\)"):
+        run("m.npy", lambda batch: batch[:, None, None])
+    with pytest.raises(ConfigError, match="a result contains <object object .* JSON cannot store"):
+        run("o.jsonl", lambda batch: [object() for _ in batch])
+    with pytest.raises(ConfigError, match="returned None for 2 items; it must return one result"):
+        run("n.jsonl", lambda batch: None)
+
+
+def test_items_may_be_a_column_or_a_dataset_but_no_stream() -> None:
+    pandas = pytest.importorskip("pandas")
+    datasets = pytest.importorskip("datasets")
+    column = pandas.Series(["a", "bb"], index=[5, 6])
+    rows = datasets.Dataset.from_dict({"text": ["a", "bb"]})
+    assert map_batches(list, column, [1, 2], 9, progress=False) == ["a", "bb"]
+    assert map_batches(list, rows, [1, 2], 9, progress=False) == [{"text": "a"}, {"text": "bb"}]
+    with pytest.raises(
+        ConfigError, match="`items` must be a list or one column, but is .* generator"
+    ):
+        map_batches(list, (item for item in ITEMS), LENGTHS, BUDGET)  # pyright: ignore
