@@ -78,7 +78,7 @@ def _classification(
         if logits.dim() != num_dimensions:
             raise ConfigError(
                 f"{type(model).__name__} returns logits {tuple(logits.shape)} for {len(batch['input_ids'])} texts; "
-                "for a classifier of tokens pass per_token=True, for one of texts leave it out"
+                "for a classifier of tokens pass per_token=True or return_offsets=True, for one of texts leave them out"
             )
         if not by_token:
             return logits.float().cpu().numpy()

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import cross_entropy
 
 from dynagroup.distributed import World
 from dynagroup.errors import ConfigError
@@ -92,7 +93,7 @@ def _scoring(
     if any(map(is_pair, texts)):
         raise ConfigError("`texts` are pairs; pass the second texts as `answers`")
     if answers is not None:
-        texts = _with_answers(texts, by_position(answers))
+        texts = _with_answers(texts, by_position(answers, "answers"))
         tokenizer = AnswerTokenizer(tokenizer)
 
     def run(batch: Batch, encoded: Encoded) -> list[dict[str, Any]]:
@@ -165,20 +166,20 @@ class Scorer(torch.nn.Module):
         outputs = body(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
         states = outputs.last_hidden_state.flatten(0, 1)
         ids = input_ids.flatten()
+        scores = []
         replay = _Replay(outputs, body)
         name = self.model.base_model_prefix
-        # The model's own forward pass makes logits of the states, with any scaling or capping that it has.
+        # The model's own forward pass makes logits of the states, with any scaling or capping that it has. A compiled one
+        # would be compiled again for each replay.
         setattr(self.model, name, replay)
-        scores = []
         try:
-            for places in chunks:
-                replay.states = states[places - 1].unsqueeze(0)
-                targets = ids[places]
-                logits = self.model(input_ids=targets.unsqueeze(0), use_cache=False).logits
-                losses = torch.nn.functional.cross_entropy(
-                    logits[0].float(), targets, reduction="none"
-                )
-                scores.append(-losses)
+            with torch.compiler.set_stance("force_eager"):
+                for places in chunks:
+                    targets = ids[places]
+                    replay.states = states[places - 1].unsqueeze(0)
+                    logits = self.model(input_ids=targets.unsqueeze(0), use_cache=False).logits[0]
+                    losses = cross_entropy(logits.float(), targets, reduction="none")
+                    scores.append(-losses)
         finally:
             setattr(self.model, name, body)
         return torch.cat(scores)

@@ -312,7 +312,7 @@ def check_tokens(values: torch.Tensor, mask: torch.Tensor) -> None:
 def without_padding(values: torch.Tensor, mask: torch.Tensor) -> list[np.ndarray]:
     """Returns the values of each text's tokens, float32 (num_tokens, features); rows are padded on the right."""
     check_tokens(values, mask)
-    on_cpu = values.float().cpu().numpy()
+    on_cpu = values.cpu().float().numpy()
     counts = mask.sum(dim=1).tolist()
     return [row[:count].copy() for row, count in zip(on_cpu, counts, strict=True)]
 

@@ -225,7 +225,7 @@ def test_a_classifier_of_the_other_kind_is_refused_by_its_logits() -> None:
     texts = bert("BertForSequenceClassification")
     with pytest.raises(ConfigError, match="for a classifier of tokens pass per_token=True"):
         classify_dataset(tokens, tokenizer, TEXTS, **SMALL)
-    with pytest.raises(ConfigError, match=r"logits \(\d+, 2\) for \d+ texts; .* leave it out"):
+    with pytest.raises(ConfigError, match=r"logits \(\d+, 2\) for \d+ texts; .* leave them out"):
         classify_dataset(texts, tokenizer, TEXTS, per_token=True, **SMALL)
     with pytest.raises(ConfigError, match="`output` must end in .npy or .parquet"):
         classify_dataset(tokens, tokenizer, TEXTS, per_token=True, output="x.jsonl", **SMALL)
