@@ -50,8 +50,9 @@ def embed_dataset(
             all tokens that the tokenizer makes.
         normalize: True scales vectors to length 1.
         output: path of a ``.npy`` file. With ``pooling=None`` it has all tokens of all texts, and the file with the
-            ending ``.offsets.npy`` says where each text begins; results are then mapped from the file. Or a ``.parquet``
-            file with a list of lists per text. ``output``, ``world`` and errors are as in :func:`generate_dataset`.
+            ending ``.offsets.npy`` says where each text begins; results are then mapped from the file, and read-only. Or
+            a ``.parquet`` file with a list of lists per text. ``output``, ``world`` and errors are as in
+            :func:`generate_dataset`.
         options: as in :func:`generate_dataset`, but texts are truncated to what model and tokenizer accept (logged).
             ``shapes``: int, largest number of shapes (samples, tokens) that a compiled model sees.
 

@@ -1,7 +1,7 @@
 """What the results of a job belong to: they are continued only by a job with an equal description."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from zlib import crc32
 
@@ -37,10 +37,9 @@ def identity_of_model(model: Any) -> dict[str, Any]:
 
 
 def identity_of_texts(
-    tokenizer: Any, texts: Iterable[str], settings: Mapping[str, Any], identity: Any
+    tokenizer: Any, texts: Sequence[Any], settings: Mapping[str, Any], identity: Any
 ) -> dict[str, Any]:
     """Returns what else results on texts depend on. ``identity``: what the user wants compared."""
-    texts = list(texts)
     compared = {
         "tokenizer": tokenizer_text(tokenizer),
         "texts": f"{len(texts)} texts {checksum(texts)}",
@@ -51,7 +50,7 @@ def identity_of_texts(
     return compared
 
 
-def checksum(parts: Iterable[str]) -> str:
+def checksum(parts: Iterable[Any]) -> str:
     """Returns a hash of the parts, each in quotes, so that "ab", "c" and "a", "bc" have different hashes."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:

@@ -7,8 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import transformers
 
-from dynagroup import ConfigError, StateError, TokenBudget, embed_dataset, iter_embed
+from dynagroup import (
+    ConfigError,
+    StateError,
+    TokenBudget,
+    classify_dataset,
+    embed_dataset,
+    iter_embed,
+)
 from dynagroup.testing import run_ranks
 from tests import models
 from tests.models import TEXTS, Allocator, save_encoder, small_tokenizer
@@ -136,3 +145,14 @@ def test_what_a_model_says_itself_is_refused(tmp_path: Path) -> None:
         embed_dataset(model, None, TEXTS, **per_token)
     with pytest.raises(ConfigError, match="its own tokenizer and pooling; leave `pooling` out"):
         embed_dataset(model, models.small_tokenizer(), TEXTS)
+
+
+def test_pairs_have_the_scores_of_a_cross_encoder(tmp_path: Path) -> None:
+    config = models.bert(vocab=30, inner=16, num_labels=1)
+    model = transformers.BertForSequenceClassification(config).eval()
+    model.save_pretrained(tmp_path)
+    small_tokenizer().save_pretrained(tmp_path)
+    reranker = st.CrossEncoder(str(tmp_path), device="cpu", activation_fn=torch.nn.Identity())
+    pairs = list(zip(TEXTS, TEXTS[::-1], strict=True))
+    logits = classify_dataset(reranker.model, reranker.tokenizer, pairs, **SMALL)
+    np.testing.assert_allclose(logits[:, 0], reranker.predict(pairs), rtol=0, atol=1e-6)
