@@ -1,6 +1,7 @@
 """Scores every text or answer of a dataset by its log-probabilities; logits exist for a few tokens at a time."""
 
 import copy
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -261,7 +262,7 @@ def _with_answers(prompts: Sequence[str], answers: Sequence[str]) -> list[tuple[
 def _as_result(scores: torch.Tensor, per_token: bool) -> dict[str, Any]:
     """Returns the result of one text, as values for JSON."""
     values = scores.tolist()
-    total = sum(values)
+    total = math.fsum(values)
     result: dict[str, Any] = {"sum": total, "mean": None, "num_tokens": len(values)}
     if values:
         result["mean"] = total / len(values)

@@ -241,9 +241,7 @@ class Finished(Sequence[Any]):
         return self._places >= 0
 
     def note(self, index: int, path: Path, start: int, size: int) -> None:
-        """Remembers where a result is; the first one counts."""
-        if self._places[index] >= 0:
-            return
+        """Remembers where a result is."""
         if path not in self._paths[-1:]:
             self._paths.append(path)
         self._places[index] = len(self._paths) - 1
