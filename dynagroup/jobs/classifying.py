@@ -108,10 +108,11 @@ def _labels(
 ) -> list[list[dict[str, Any]]]:
     """Returns the label of each token that is not special, with its probability and its place in the text."""
     results = []
-    for text, values in enumerate(logits):
+    texts = zip(encoded["offset_mapping"], encoded["special_tokens_mask"], strict=True)
+    for values, (offsets, are_special) in zip(
+        logits, texts, strict=False
+    ):  # more rows fill a shape
         probabilities = torch.from_numpy(values).softmax(dim=1).numpy()
-        offsets = encoded["offset_mapping"][text]
-        are_special = encoded["special_tokens_mask"][text]
         tokens = []
         for (start, end), is_special, row in zip(offsets, are_special, probabilities, strict=True):
             if not is_special:

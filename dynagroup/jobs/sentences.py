@@ -67,6 +67,9 @@ class SentenceJob(TextJob):
 
     def _lengths(self) -> NDArray[np.int32]:
         """Returns the tokens of each text with the prompt; of models that tell none, its characters."""
+        for index, text in enumerate(self._texts):
+            if not isinstance(text, str):
+                raise ConfigError(f"text {index} must be a string, but is {text!r:.200}")
         lengths: list[int] = []
         for start in range(0, len(self._texts), _CHUNK):
             texts = [self._prompt + text for text in self._texts[start : start + _CHUNK]]

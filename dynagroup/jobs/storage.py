@@ -128,8 +128,7 @@ class Output:
         """Returns the results of samples that any run has finished. Warns about damaged records."""
         finished = Finished(self._format, self.num_samples)
         for path in self._own_files(".journal"):
-            with path.open("rb") as file:
-                end = self._find_records(file, finished)
+            end = self._find_records(path, finished)
             num_bytes = path.stat().st_size
             if end < num_bytes:
                 _log.warning(
@@ -141,19 +140,19 @@ class Output:
                 )
         return finished
 
-    def _find_records(self, file: IO[bytes], finished: "Finished") -> int:
+    def _find_records(self, path: Path, finished: "Finished") -> int:
         """Notes the intact records of a journal in ``finished``; returns where the last of them ends."""
+        finished.paths.append(path)
         end = 0
-        while True:
-            head = file.read(_HEAD.size)
-            if len(head) < _HEAD.size:
-                return end
-            length, checksum, index = _HEAD.unpack(head)
-            data = file.read(length)
-            if len(data) < length or self._checksum(index, data) != checksum:
-                return end
-            finished.note(index, Path(file.name), end + _HEAD.size, length)
-            end = file.tell()
+        with path.open("rb") as file:
+            while len(head := file.read(_HEAD.size)) == _HEAD.size:
+                length, checksum, index = _HEAD.unpack(head)
+                data = file.read(length)
+                if len(data) < length or self._checksum(index, data) != checksum:
+                    break
+                finished.note(index, end + _HEAD.size, length)
+                end = file.tell()
+        return end
 
     def append(self, indices: Sequence[int], results: Iterable[Any]) -> None:
         """Appends finished samples to the journal; they are on disk when the call returns."""
@@ -229,10 +228,11 @@ class Finished(Sequence[Any]):
     """The finished results of a job by index, read from the journals one at a time."""
 
     def __init__(self, form: Format, num_samples: int) -> None:
+        self.paths: list[Path] = []
+        """Of the journals that have been read."""
         self._format = form
-        self._paths: list[Path] = []
-        self._files: dict[int, IO[bytes]] = {}  # open ones, by their place in ``_paths``
-        self._places = np.full(num_samples, -1, np.int32)  # in ``_paths``; -1: not finished
+        self._files: dict[int, IO[bytes]] = {}  # open ones, by their place in ``paths``
+        self._places = np.full(num_samples, -1, np.int32)  # in ``paths``; -1: not finished
         self._starts = np.zeros(num_samples, np.int64)
         self._sizes = np.zeros(num_samples, np.int64)
 
@@ -240,11 +240,9 @@ class Finished(Sequence[Any]):
     def are_finished(self) -> NDArray[np.bool_]:
         return self._places >= 0
 
-    def note(self, index: int, path: Path, start: int, size: int) -> None:
-        """Remembers where a result is."""
-        if path not in self._paths[-1:]:
-            self._paths.append(path)
-        self._places[index] = len(self._paths) - 1
+    def note(self, index: int, start: int, size: int) -> None:
+        """Remembers where a result is in the last journal."""
+        self._places[index] = len(self.paths) - 1
         self._starts[index] = start
         self._sizes[index] = size
 
@@ -254,7 +252,7 @@ class Finished(Sequence[Any]):
     def __getitem__(self, index: Any) -> Any:
         place = int(self._places[index])
         if place not in self._files:
-            self._files[place] = self._paths[place].open("rb")
+            self._files[place] = self.paths[place].open("rb")
         file = self._files[place]
         file.seek(int(self._starts[index]))
         return self._format.unpack(file.read(int(self._sizes[index])))

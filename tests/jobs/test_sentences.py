@@ -143,6 +143,8 @@ def test_what_a_model_says_itself_is_refused(tmp_path: Path) -> None:
             embed_dataset(model, None, TEXTS, **options)
     with pytest.raises(ConfigError, match="`normalize` is for one vector per text"):
         embed_dataset(model, None, TEXTS, **per_token)
+    with pytest.raises(ConfigError, match=r"text 1 must be a string, but is \('w1', 'w2'\)"):
+        embed_dataset(model, None, ["w1", ("w1", "w2")], **SMALL)
     with pytest.raises(ConfigError, match="its own tokenizer and pooling; leave `pooling` out"):
         embed_dataset(model, models.small_tokenizer(), TEXTS)
 

@@ -170,6 +170,8 @@ def test_labels_and_offsets_of_tokens_are_those_of_the_pipeline_of_transformers(
     results = classify_dataset(
         model, tokenizer, TEXTS, return_offsets=True, output=tmp_path / "labels.jsonl", **SMALL
     )
+    filled = classify_dataset(model, tokenizer, TEXTS, return_offsets=True, shapes=2, **SMALL)
+    assert [len(entries) for entries in filled] == [len(entries) for entries in results]
     assert {entry["label"] for entries in results for entry in entries} == {"O", "PER", "LOC"}
     for text, entries in zip(TEXTS, results, strict=True):
         expected = pipeline(text)
