@@ -4,6 +4,7 @@ import json
 import re
 import struct
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -147,7 +148,7 @@ class RaggedArrays(_Ragged):
             values = np.load(paths[0])
         else:
             values = np.load(paths[0], mmap_mode="r")
-        return [values[start:stop] for start, stop in zip(offsets, offsets[1:])]  # noqa: B905
+        return [values[start:stop] for start, stop in pairwise(offsets)]
 
 
 class ParquetLists(_Ragged):
