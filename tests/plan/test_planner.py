@@ -1,7 +1,7 @@
 """Plans: each sample once, in rows that fit; the samples of updates; kinds; times of real plans, as commit bbc3155 had them."""
 
 import json
-import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from benchmarks.data import LENGTHS
 from dynagroup import (
@@ -31,65 +32,100 @@ from dynagroup.plan.planner import Planner
 from dynagroup.shapes import BatchShape
 from dynagroup.testing import assert_conserves, run_ranks
 from tests import strategies
-from tests.plan.test_packed import CAPS
+from tests.plan.helpers import CAPS, joined, streams
 
 RANKS = st.integers(1, 16)
 
 
 def planner_of(values: Any, budget: Any, **settings: Any) -> Planner:
-    return Planner({"tokens": np.asarray(values, np.int32)}, budget, PlanConfig(**settings))
+    return Planner(streams(values), budget, PlanConfig(**settings))
+
+
+# Laws of all plans
+
+
+def labels_of(num_samples: int, num_kinds: int) -> list[int | None]:
+    """Labels of so many kinds or fewer, of which None is one."""
+    labels = []
+    for sample in range(num_samples):
+        label = sample * sample % num_kinds
+        labels.append(label or None)
+    return labels
+
+
+def assert_rows_of_one_kind(plan: BatchPlan, labels: list[Any], one_kind: str) -> None:
+    """Law 10."""
+    for batches, kinds in zip(plan.rows, plan.kinds, strict=True):
+        for batch, kind in zip(batches, kinds, strict=True):
+            assert {labels[index] for index in batch} == {kind}
+        assert one_kind == "batch" or len(set(kinds)) == 1
+
+
+def assert_batches_fit(plan: BatchPlan, planner: Planner) -> None:
+    oversize = set(plan.oversize.tolist())
+    for batch in joined(plan.rows):
+        shape = BatchShape.of_samples({"tokens": plan.lengths["tokens"][batch]})
+        is_oversize = len(batch) == 1 and batch[0] in oversize
+        assert is_oversize or planner.budget.fits(shape)[0]
+
+
+def assert_few_are_repeated_or_dropped(
+    plan: BatchPlan, config: PlanConfig, num_samples: int, num_kinds: int
+) -> None:
+    """At most what the last rows of windows and kinds lack."""
+    num_windows = 1
+    if config.samples_per_update:
+        num_windows = -(-num_samples // config.samples_per_update)
+    num_parts = num_windows
+    if config.one_kind == "step":
+        num_parts *= num_kinds
+    num_lacking = num_parts * (plan.world_size - 1)
+    if config.uneven == "repeat":
+        assert len(plan.repeated) <= num_lacking
+    else:
+        assert not len(plan.repeated)
+    assert len(plan.dropped) <= num_lacking or config.oversize == "drop"
+    is_one_cut = num_windows == 1 and num_kinds == 1 and not config.round_batch
+    if is_one_cut and plan.budget.layout == "padded" and len(plan.repeated):
+        assert (plan.batches.sizes == 1).all()
+
+
+def by_update(plan: BatchPlan) -> list[list[int]]:
+    """The samples of each update."""
+    ends = np.flatnonzero(plan.update_ends) + 1
+    parts = np.split(plan.table, ends[:-1])
+    return [np.unique(plan.batches.take(part.ravel()).order).tolist() for part in parts]
 
 
 @settings(max_examples=160, deadline=None)
 @given(
-    strategies.lengths,
-    strategies.budgets,
-    strategies.configs,
-    RANKS,
-    st.integers(0, 9),
-    st.integers(0, 2),
+    values=strategies.lengths,
+    budget=strategies.budgets,
+    config=strategies.configs,
+    ranks=RANKS,
+    num_labels=st.integers(0, 9),
+    epoch=st.integers(0, 2),
 )
-def test_laws_of_a_plan(values, budget, config, ranks, number, epoch):
-    """With ``number`` kinds or fewer, of which None is one; 0: without."""
-    labels = (
-        [None if k * k % number == 0 else k * k % number for k in range(len(values))]
-        if number
-        else None
-    )
-    planner = Planner.of(
-        values, budget, config if number else replace(config, one_kind="step"), labels
-    )
-    plan, labels = planner.plan(epoch, ranks), labels or [None] * len(values)
-    emitted, oversize = [batch for row in plan.rows for batch in row], set(plan.oversize.tolist())
-    assert_conserves(
-        [*emitted, plan.dropped.tolist()], [*range(len(values)), *plan.repeated.tolist()]
-    )
-    assert all(len(row) == ranks and all(row) for row in plan.rows), "equal steps"
-    kinds = [[{labels[i] for i in batch} for batch in row] for row in plan.rows]
-    assert kinds == [[{kind} for kind in row] for row in plan.kinds]
-    assert config.one_kind == "batch" or all(len(set(row)) == 1 for row in plan.kinds), "law 10"
-    for batch in emitted:
-        shape = BatchShape.of_samples({"tokens": plan.lengths["tokens"][batch]})
-        assert planner.budget.fits(shape)[0] or (len(batch) == 1 and batch[0] in oversize)
-    windows = -(-len(values) // config.samples_per_update) if config.samples_per_update else 1
-    unfilled = windows * (len(set(labels)) if config.one_kind == "step" else 1) * (ranks - 1)
-    assert len(plan.repeated) <= (unfilled if config.uneven == "repeat" else 0)
-    assert len(plan.dropped) <= unfilled or config.oversize == "drop"
-    if (
-        windows == 1
-        and number < 2
-        and not config.round_batch
-        and budget.layout == "padded"
-        and len(plan.repeated)
-    ):
-        assert (plan.batches.sizes == 1).all()
-    again = Planner(planner.lengths, budget, planner.config, planner.kinds).plan(epoch, ranks)
-    assert again.fingerprint == plan.fingerprint
-    if config.samples_per_update and number:
-        plain = Planner.of(values, budget, replace(config, one_kind="step")).plan(epoch, ranks)
-        assert by_update(plan) == by_update(plain), (
-            "the samples of each update are those without kinds"
-        )
+def test_laws_of_a_plan(values, budget, config, ranks, num_labels, epoch):
+    without_kinds = replace(config, one_kind="step")
+    labels = labels_of(len(values), num_labels) if num_labels else None
+    config = config if num_labels else without_kinds
+    planner = Planner.of(values, budget, config, labels)
+    plan = planner.plan(epoch, ranks)
+    emitted = [*joined(plan.rows), plan.dropped.tolist()]
+    assert_conserves(emitted, [*range(len(values)), *plan.repeated.tolist()])
+    for row in plan.rows:
+        assert len(row) == ranks, "equal steps"
+        assert all(row)
+    known_labels = labels or [None] * len(values)
+    assert_rows_of_one_kind(plan, known_labels, config.one_kind)
+    assert_batches_fit(plan, planner)
+    assert_few_are_repeated_or_dropped(plan, config, len(values), len(set(known_labels)))
+    again = Planner(planner.lengths, budget, planner.config, planner.kinds)
+    assert again.plan(epoch, ranks).fingerprint == plan.fingerprint
+    if config.samples_per_update and labels:
+        plain = Planner.of(values, budget, without_kinds).plan(epoch, ranks)
+        assert by_update(plan) == by_update(plain)
 
 
 @settings(max_examples=60, deadline=None)
@@ -102,284 +138,419 @@ def test_no_sample_is_lost_where_lengths_of_two_streams_are_equal(targets, ranks
         "target": np.asarray(targets, np.int32),
     }
     plan = Planner(lengths, TokenBudget(200), PlanConfig(samples_per_update=8)).plan(0, ranks)
-    assert_conserves(
-        [batch for row in plan.rows for batch in row],
-        [*range(len(targets)), *plan.repeated.tolist()],
-    )
+    assert_conserves(joined(plan.rows), [*range(len(targets)), *plan.repeated.tolist()])
 
 
-def by_update(plan: BatchPlan) -> list[list[int]]:
-    """The samples of each update."""
-    parts = np.split(plan.table, np.flatnonzero(plan.update_ends)[:-1] + 1)
-    return [np.unique(plan.batches.take(part.ravel()).order).tolist() for part in parts]
+# Updates
+
+UPDATES = (
+    strategies.lengths,
+    strategies.token_budgets,
+    st.integers(16, 40),
+    RANKS,
+    st.integers(0, 2),
+)
+
+
+def rows_of_updates(plan: BatchPlan) -> Iterator[slice]:
+    """The rows of each update."""
+    start = 0
+    for stop in (np.flatnonzero(plan.update_ends) + 1).tolist():
+        yield slice(start, stop)
+        start = stop
 
 
 @settings(max_examples=40, deadline=None)
-@given(strategies.lengths, strategies.token_budgets, st.integers(16, 40), RANKS, st.integers(0, 2))
+@given(*UPDATES)
 def test_an_update_holds_the_samples_that_fixed_batches_would(values, budget, size, ranks, epoch):
     plan = planner_of(values, budget, samples_per_update=size, seed=7).plan(epoch, ranks)
-    order, first = epoch_order(len(values), seed=7, epoch=epoch), 0
-    ends = np.flatnonzero(plan.update_ends) + 1
-    assert len(ends) == plan.num_updates == -(-len(values) // size)
-    for number, stop in enumerate(ends.tolist()):
-        wanted = order[number * size : (number + 1) * size]
-        assert {index for row in plan.rows[first:stop] for batch in row for index in batch} == set(
-            wanted.tolist()
-        )
-        # with mean losses, the ranks' averaged gradient gives each sample of the update the weight 1 / its size
-        scales, sizes = plan.loss_scale[first:stop], plan.batches.sizes[plan.table[first:stop]]
+    order = epoch_order(len(values), seed=7, epoch=epoch)
+    fixed = [order[first : first + size].tolist() for first in range(0, len(values), size)]
+    assert plan.num_updates == len(fixed)
+    for rows, samples in zip(rows_of_updates(plan), fixed, strict=True):
+        used = joined(joined(plan.rows[rows]))
+        assert set(used) == set(samples)
+
+
+@settings(max_examples=40, deadline=None)
+@given(*UPDATES)
+def test_mean_losses_of_an_update_give_each_sample_the_same_weight(
+    values, budget, size, ranks, epoch
+):
+    """The ranks' gradients are averaged: 1 / the update's samples remains for each."""
+    plan = planner_of(values, budget, samples_per_update=size, seed=7).plan(epoch, ranks)
+    for number, rows in enumerate(rows_of_updates(plan)):
+        num_samples = len(values[number * size : (number + 1) * size])
+        scales = plan.loss_scale[rows]
+        sizes = plan.batches.sizes[plan.table[rows]]
         assert np.isclose(scales.sum() / ranks, 1.0)
-        assert ((scales == 0) | np.isclose(scales, sizes * ranks / len(wanted))).all()
-        first = stop
+        assert ((scales == 0) | np.isclose(scales, sizes * ranks / num_samples)).all()
 
 
-def test_literal_rectangles_and_rows_that_cannot_be_filled() -> None:
+# By hand
+
+
+def test_neighbours_in_length_share_a_step() -> None:
     plan = planner_of([1, 9, 2, 8, 3, 7], TokenBudget(18)).plan(0, 2)
-    assert list(plan.rows) == [
-        [[1, 3], [5, 4]],
-        [[2], [0]],
-    ]  # four batches, neighbours in length share a step
+    assert list(plan.rows) == [[[1, 3], [5, 4]], [[2], [0]]]
     assert plan.statistics["padding"] == 1 - 30 / (18 + 14 + 2 + 1)
+
+
+def test_no_samples_are_no_steps() -> None:
     assert planner_of([], TokenBudget(9)).plan(0, 3).num_steps == 0
-    repeated = planner_of([9, 9, 8, 9, 9], TokenBudget(9)).plan(0, 4)
-    assert (repeated.num_steps, len(repeated.repeated), repeated.repeated[0]) == (
-        2,
-        3,
-        2,
-    )  # the smallest first
-    assert repeated.loss_scale[1].tolist() == [4.0, 0.0, 0.0, 0.0]
-    dropped = planner_of([9, 9, 8, 9, 9], TokenBudget(9), uneven="drop").plan(0, 4)
-    assert (dropped.num_steps, dropped.dropped.tolist()) == (1, [2])
-    assert list(planner_of([4], TokenBudget(9)).plan(0, 3).rows) == [[[0], [0], [0]]]
 
 
-def test_shuffled_epochs_share_hardly_a_batch_lead_with_the_longest_and_windows_stay_windows() -> (
-    None
-):
-    values = np.random.default_rng(0).lognormal(5, 1, 3000).astype(np.int32) + 1
-    plans = [
-        planner_of(values, TokenBudget(8192), shuffle=True).plan(epoch, 2) for epoch in range(2)
-    ]
-    packed = planner_of(values, TokenBudget(8192, layout="packed"), shuffle=True).plan(0, 2)
-    assert all(
-        any(int(values.argmax()) in batch for batch in plan.rows[0]) for plan in [*plans, packed]
-    )
-    groups = [{tuple(sorted(b)) for row in plan.rows for b in row if len(b) > 3} for plan in plans]
-    assert len(groups[0] & groups[1]) <= 1  # two long samples may meet again
-    assert plans[0].statistics["padding"] < 0.1
+def test_the_smallest_samples_are_repeated_where_a_row_lacks_some_and_weigh_nothing() -> None:
+    plan = planner_of([9, 9, 8, 9, 9], TokenBudget(9)).plan(0, 4)
+    assert plan.num_steps == 2
+    assert len(plan.repeated) == 3
+    assert plan.repeated[0] == 2
+    assert plan.loss_scale[1].tolist() == [4.0, 0.0, 0.0, 0.0]
+    alone = planner_of([4], TokenBudget(9)).plan(0, 3)
+    assert list(alone.rows) == [[[0], [0], [0]]]
+
+
+def test_a_row_that_lacks_some_may_be_dropped() -> None:
+    plan = planner_of([9, 9, 8, 9, 9], TokenBudget(9), uneven="drop").plan(0, 4)
+    assert plan.num_steps == 1
+    assert plan.dropped.tolist() == [2]
+
+
+# Shuffled epochs
+
+VARIED = np.random.default_rng(0).lognormal(5, 1, 3000).astype(np.int32) + 1
+
+
+def shuffled_plan(epoch: int, layout: Any = "padded") -> BatchPlan:
+    budget = TokenBudget(8192, layout=layout)
+    return planner_of(VARIED, budget, shuffle=True).plan(epoch, 2)
+
+
+def groups_of(plan: BatchPlan) -> set[tuple[int, ...]]:
+    """The batches of more than three samples."""
+    return {tuple(sorted(batch)) for batch in joined(plan.rows) if len(batch) > 3}
+
+
+def test_shuffled_epochs_share_hardly_a_batch_and_hardly_pad() -> None:
+    first = shuffled_plan(0)
+    shared = groups_of(first) & groups_of(shuffled_plan(1))
+    assert len(shared) <= 1  # two long samples may meet again
+    assert first.statistics["padding"] < 0.1
+
+
+@pytest.mark.parametrize(("epoch", "layout"), [(0, "padded"), (1, "padded"), (0, "packed")])
+def test_a_shuffled_epoch_begins_with_the_longest_sample(epoch: int, layout: str) -> None:
+    plan = shuffled_plan(epoch, layout)
+    assert int(VARIED.argmax()) in joined(plan.rows[0])
+
+
+def test_the_hardest_steps_of_a_window_are_first_and_only_those() -> None:
     values = np.arange(1, 401)
-    plan = planner_of(values, TokenBudget(1000), shuffle=True, window=400, hardest_first=3).plan(
-        1, 2
-    )
-    longest = [max(values[i] for batch in row for i in batch) for row in plan.rows]
-    assert longest[:3] == sorted(longest, reverse=True)[:3]
-    assert longest != sorted(longest, reverse=True)
-    plan = planner_of(values[:100], TokenBudget(300), window=20, hardest_first=0).plan()
-    seen = [index for row in plan.rows for batch in row for index in batch]
-    assert [set(seen[k : k + 20]) for k in range(0, 100, 20)] == [
-        set(range(k, k + 20)) for k in range(0, 100, 20)
-    ]
+    planner = planner_of(values, TokenBudget(1000), shuffle=True, window=400, hardest_first=3)
+    longest = [max(values[joined(row)]) for row in planner.plan(1, 2).rows]
+    from_the_longest = sorted(longest, reverse=True)
+    assert longest[:3] == from_the_longest[:3]
+    assert longest != from_the_longest
 
 
-@pytest.mark.filterwarnings("ignore:2 samples do not fit")
-def test_oversize_samples() -> None:
-    alone = planner_of([5, 50, 3, 60], TokenBudget(10)).plan()
-    assert [batch for row in alone.rows for batch in row] == [[3], [1], [0, 2]]
-    assert alone.oversize.tolist() == [1, 3]
-    dropping = planner_of([5, 50, 3, 60], TokenBudget(10), oversize="drop")
-    assert dropping.plan().dropped.tolist() == dropping.left_out.tolist() == [1, 3]
-    assert (dropping.num_samples, dropping.num_planned) == (4, 2)
-    how = {"oversize": "drop", "rank": 0, "world_size": 1}
-    for order in ([1, 0, 1, 2], [2, 0]):
-        drawn = LengthAwareBatchSampler([5, 50, 3, 60], TokenBudget(10), order=order, **how).plan
-        assert sorted([*drawn.batches.order, *drawn.dropped]) == sorted(order), (
-            "as often as it was drawn"
-        )
-    several = {**alone.lengths, "patches": np.array([0, 0, 99, 0], np.int32)}
-    assert Planner(
-        several, TokenBudget(55) & AdditiveCap("patches", 9), PlanConfig()
-    ).oversize.tolist() == [2, 3]
+def test_windows_are_used_one_after_the_other() -> None:
+    planner = planner_of(np.arange(1, 101), TokenBudget(300), window=20, hardest_first=0)
+    seen = joined(joined(planner.plan().rows))
+    for start in range(0, 100, 20):
+        assert set(seen[start : start + 20]) == set(range(start, start + 20))
 
 
-def test_samples_that_fill_no_row_go_on_to_the_next_and_the_proof_catches_what_a_plan_must_never_be() -> (
-    None
-):
+# Samples that do not fit
+
+oversize_is_warned = pytest.mark.filterwarnings("ignore:2 samples do not fit")
+
+
+@oversize_is_warned
+def test_samples_that_do_not_fit_are_batches_of_their_own() -> None:
+    plan = planner_of([5, 50, 3, 60], TokenBudget(10)).plan()
+    assert joined(plan.rows) == [[3], [1], [0, 2]]
+    assert plan.oversize.tolist() == [1, 3]
+
+
+@oversize_is_warned
+def test_samples_that_do_not_fit_may_be_dropped() -> None:
+    planner = planner_of([5, 50, 3, 60], TokenBudget(10), oversize="drop")
+    assert planner.plan().dropped.tolist() == [1, 3]
+    assert planner.left_out.tolist() == [1, 3]
+    assert planner.num_samples == 4
+    assert planner.num_planned == 2
+
+
+@oversize_is_warned
+@pytest.mark.parametrize("order", [[1, 0, 1, 2], [2, 0]])
+def test_samples_are_dropped_as_often_as_they_were_drawn(order: list[int]) -> None:
+    plan = LengthAwareBatchSampler(
+        [5, 50, 3, 60], TokenBudget(10), order=order, oversize="drop", rank=0, world_size=1
+    ).plan
+    assert sorted([*plan.batches.order, *plan.dropped]) == sorted(order)
+
+
+@oversize_is_warned
+def test_a_sample_does_not_fit_if_any_of_its_lengths_does_not() -> None:
+    lengths = streams([5, 50, 3, 60], patches=[0, 0, 99, 0])
+    budget = TokenBudget(55) & AdditiveCap("patches", 9)
+    assert Planner(lengths, budget, PlanConfig()).oversize.tolist() == [2, 3]
+
+
+# Windows one by one
+
+
+def test_samples_that_fill_no_row_go_on_to_the_next_window_also_after_a_resume() -> None:
     planner = planner_of([9, 9, 9, 9, 9, 9, 1, 1, 1, 1], TokenBudget(10), window=4, hardest_first=0)
     first, second = planner.steps_from(planner.start_of(0, 4), 4)
-    assert (len(first.table), first.end.carried, len(first.dropped)) == (1, (4, 5), 0)
+    assert len(first.table) == 1
+    assert first.end.carried == (4, 5)
+    assert len(first.dropped) == 0
     assert sorted(second.batches.order.tolist()) == [4, 5, 6, 7, 8, 9]
     assert second.end.carried == ()
-    resumed = list(planner.steps_from(Cursor.of(json.loads(json.dumps(first.end.state()))), 4))
-    assert resumed[0].batches.order.tolist() == second.batches.order.tolist()
-    lengths, normal, order = (
-        {"tokens": np.ones(14, np.int32)},
-        np.zeros(14, np.bool_),
-        np.arange(14),
-    )
-    prove(Batches(order, np.array([0, 7, 14])), 14, lengths, TokenBudget(7), normal)
-    with pytest.raises(BudgetError, match="a batch of 7 samples, longest 1 tokens, does not fit"):
-        prove(Batches(order, np.array([0, 7, 14])), 14, lengths, TokenBudget(6), normal)
-    for wrong in (order[:13], np.array([0, 0, *range(2, 14)])):
-        with pytest.raises(AssertionError, match="lost or repeated"):
-            prove(Batches(wrong, np.array([0, 7, len(wrong)])), 14, lengths, TokenBudget(7), normal)
+    state = json.loads(json.dumps(first.end.state()))
+    [resumed] = planner.steps_from(Cursor.of(state), 4)
+    assert resumed.batches.order.tolist() == second.batches.order.tolist()
 
+
+FOURTEEN = np.arange(14)
+
+
+def prove_two_batches(order: NDArray[np.int64], limit: int) -> None:
+    """Of 14 samples of length 1: the first seven of an order, and the rest."""
+    batches = Batches(order, np.array([0, 7, len(order)]))
+    prove(batches, 14, streams(np.ones(14)), TokenBudget(limit), np.zeros(14, np.bool_))
+
+
+def test_a_plan_is_proved_to_fit() -> None:
+    prove_two_batches(FOURTEEN, 7)
+    with pytest.raises(BudgetError, match="a batch of 7 samples, longest 1 tokens, does not fit"):
+        prove_two_batches(FOURTEEN, 6)
+
+
+@pytest.mark.parametrize("order", [FOURTEEN[:13], np.array([0, 0, *range(2, 14)])])
+def test_a_plan_is_proved_to_have_each_sample_once(order: Any) -> None:
+    with pytest.raises(AssertionError, match="lost or repeated"):
+        prove_two_batches(order, 7)
+
+
+# Times
 
 SAMPLES = 2048
 BEFORE: list[Any] = json.loads((Path(__file__).parent / "predicted_times.json").read_text())
 """[layout, lengths, update, ranks, predicted time in linear tokens] of some plans of commit bbc3155."""
+COLUMNS = {"tokens": "tokens"}
+COLUMNS_OF_PAIRS = {"tokens": "src_tokens", "target": "tgt_tokens"}
+
+
+def real_lengths(file: str, columns: dict[str, str]) -> dict[str, NDArray[np.int32]]:
+    arrays = np.load(LENGTHS / f"{file}.npz")
+    order = np.random.default_rng(0).permutation(len(arrays["tokens"]))[:SAMPLES]
+    return {name: arrays[column][order].astype(np.int32) for name, column in columns.items()}
+
+
+def four_long_samples(lengths: dict[str, NDArray[np.int32]]) -> TokenBudget:
+    """Room for four of them, and for one as long as any."""
+    total = np.sum(list(lengths.values()), axis=0)
+    longest = sum(int(values.max()) for values in lengths.values())
+    return TokenBudget(max(4 * int(np.quantile(total, 0.99)), longest))
 
 
 def predicted_time(layout: str, file: str, update: str, ranks: int) -> float:
-    found = np.load(LENGTHS / f"{file}.npz")
-    names = (
-        {"tokens": "src_tokens", "target": "tgt_tokens"}
-        if layout == "pairs"
-        else {"tokens": "tokens"}
-    )
-    order = np.random.default_rng(0).permutation(len(found["tokens"]))[:SAMPLES]
-    lengths = {name: found[column][order].astype(np.int32) for name, column in names.items()}
-    total = np.sum(list(lengths.values()), axis=0)
-    budget = TokenBudget(
-        max(
-            4 * int(np.quantile(total, 0.99)), sum(int(values.max()) for values in lengths.values())
-        )
-    )
+    lengths = real_lengths(file, COLUMNS_OF_PAIRS if layout == "pairs" else COLUMNS)
+    budget = four_long_samples(lengths)
     if layout == "packed":
         budget = TokenBudget(CAPS[file], layout="packed")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        how: Any = {"shuffle": True} if update == "window" else {"samples_per_update": int(update)}
-        return LengthAwareBatchSampler(
-            lengths, budget, rank=0, world_size=ranks, **how
-        ).plan.predicted_time
+    config = PlanConfig(shuffle=True)
+    if update != "window":
+        config = PlanConfig(samples_per_update=int(update))
+    return Planner.of(lengths, budget, config).plan(0, ranks).predicted_time
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_plans_take_about_the_time_that_they_took() -> None:
-    more = {str(case): predicted_time(*case) / time - 1 for *case, time in BEFORE}
+    more = {}
+    for *case, time in BEFORE:
+        more[str(case)] = predicted_time(*case) / time - 1
     assert np.mean(list(more.values())) <= 0.006
     assert max(more.values()) <= 0.03, max(more, key=lambda case: more[case])
 
 
+# Kinds
+
 RNG = np.random.default_rng(0)
 MANY = np.clip(RNG.lognormal(4, 0.8, 6000), 4, 2000).astype(np.int32)
 SHARES = RNG.choice(["text", "image", None], 6000, p=[0.75, 0.2, 0.05])
+FIVE: Any = ["a", None, "a", None, ("b", 1)]
 
 
-def plan(lengths: Any, ranks: int, kinds: Any = None, budget: Any = 60, **how: Any) -> Any:
+def plan(lengths: Any, ranks: int, kinds: Any = None, budget: Any = 60, **options: Any) -> Any:
     return LengthAwareBatchSampler(
-        lengths, budget, kinds=kinds, rank=0, world_size=ranks, **how
+        lengths, budget, kinds=kinds, rank=0, world_size=ranks, **options
     ).plan
 
 
-def test_rows_by_hand_and_one_kind_is_none():
-    """Two ranks: one kind fills its row, a single sample idles beside itself, None is a kind."""
-    made = plan([5, 4, 3, 2, 9], 2, ["a", None, "a", None, ("b", 1)], samples_per_update=5)
-    assert made.rows == [[[0], [2]], [[1], [3]], [[4], [4]]]
-    assert made.kinds == [["a", "a"], [None, None], [("b", 1), ("b", 1)]]
-    assert made.loss_scale[2].tolist() == [2 / 5, 0]
-    assert made.repeated.tolist() == [4]
-    dropped = plan(
-        [5, 4, 3, 2, 9], 2, ["a", None, "a", None, ("b", 1)], samples_per_update=5, uneven="drop"
-    )
-    assert (dropped.num_steps, dropped.dropped.tolist()) == (2, [4])
-    assert plan([5, 4, 3], 8, [1, 1, 2], samples_per_update=8).num_steps == 2, (
-        "fewer samples of a kind than ranks"
-    )
-    apart = plan([5, 4, 3, 2], 2, [*"aabb"], one_kind="batch")
-    assert apart.kinds == [["a", "b"]], "ranks may run different kinds at a time"
-    for how in ({"shuffle": True}, {"samples_per_update": 64}):
-        one, same = (
-            plan(MANY, 4, budget=4000, **how),
-            plan(MANY, 4, ["x"] * 6000, budget=4000, **how),
-        )
-        assert one.fingerprint == same.fingerprint
-        assert (one.kinds[0], same.kinds[0]) == ([None] * 4, ["x"] * 4)
+def test_a_step_has_one_kind_and_a_single_sample_idles_beside_itself() -> None:
+    planned = plan([5, 4, 3, 2, 9], 2, FIVE, samples_per_update=5)
+    assert planned.rows == [[[0], [2]], [[1], [3]], [[4], [4]]]
+    assert planned.kinds == [["a", "a"], [None, None], [("b", 1), ("b", 1)]]
+    assert planned.loss_scale[2].tolist() == [2 / 5, 0]
+    assert planned.repeated.tolist() == [4]
 
 
-def test_without_updates_kinds_come_throughout_an_epoch_in_full_batches():
-    free = [plan(MANY, 4, SHARES, budget=4000, shuffle=True, seed=seed) for seed in range(3)]
-    for made in free:
-        first = [row[0] for row in made.kinds]
-        quarters = np.array_split(np.arange(len(first)), 4)
-        assert all({first[row] for row in quarter} >= {"text", "image"} for quarter in quarters)
-        assert not len(made.repeated)
-        assert made.statistics["padding"] < 0.07
-        assert made.predicted_time < 1.06 * plan(MANY, 4, budget=4000, shuffle=True).predicted_time
-        assert max(max(MANY[i] for i in batch) for batch in made.rows[0]) == MANY.max(), (
-            "the hardest lead"
-        )
-    assert free[0].rows != free[1].rows
-    tokens = [
-        max(MANY[i] for batch in row for i in batch)
-        for row in plan(MANY, 4, SHARES, budget=4000).rows
-    ]
-    assert tokens == sorted(tokens, reverse=True), (
-        "without shuffle the longest come first, whatever their kind"
-    )
+def test_a_single_sample_of_a_kind_may_be_dropped() -> None:
+    planned = plan([5, 4, 3, 2, 9], 2, FIVE, samples_per_update=5, uneven="drop")
+    assert planned.num_steps == 2
+    assert planned.dropped.tolist() == [4]
 
 
-def test_what_is_found_by_blocks_is_what_all_lengths_say(monkeypatch):
-    monkeypatch.setattr(blocks, "CHUNK", 8)
-    rng, limit = np.random.default_rng(0), 60
-    for size in range(1, 200, 3):
-        lengths = {
-            name: rng.integers(0, 40, size, np.int32)
-            for name in ("tokens", "target")[: 1 + size % 2]
-        }
-        tokens, budget, maxima = (
-            sum(lengths.values()),
-            TokenBudget(limit := limit - size % 2),
-            maxima_of(lengths),
-        )
-        assert (
-            oversize_of(lengths, budget, maxima).tolist() == np.flatnonzero(tokens > limit).tolist()
-        )
-        out = np.flatnonzero(rng.random(size) < 0.3)
-        kept, found = np.delete(np.arange(size), out), longest_of(lengths, budget, out, maxima)
-        assert not len(kept) or (found in kept and tokens[found] == tokens[kept].max())
+def test_a_kind_may_have_fewer_samples_than_there_are_ranks() -> None:
+    assert plan([5, 4, 3], 8, [1, 1, 2], samples_per_update=8).num_steps == 2
 
 
-def test_lengths_of_which_one_changes_or_moves_have_another_checksum():
-    size = 2 * blocks.CHUNK + 5
-    values = np.random.default_rng(0).integers(1, 500, size).astype(np.int32)
-    others = [
-        values[:-1],
-        values[::-1],
-        np.roll(values, 1024),
-        np.roll(values, blocks.CHUNK),
-    ]
-    for place in (0, 7, blocks.CHUNK, size - 7):
-        for step in (
-            1,
-            2,
-            6,
-            1024,
-            blocks.CHUNK,
-            size // 2,
-        ):  # within a block, and over blocks
-            swapped, to = values.copy(), (place + step) % size
-            swapped[to] = values[place]
-            others.append(swapped.copy())
-            swapped[place] = values[to]
-            others += [swapped] if values[place] != values[to] else []
-    assert len({scanned(array)[1] for array in [values, *others]}) == 1 + len(others)
-    assert scanned(np.stack([values, values], axis=1)[:, 0])[1] == scanned(values)[1]
+def test_ranks_may_run_different_kinds_at_a_time() -> None:
+    assert plan([5, 4, 3, 2], 2, [*"aabb"], one_kind="batch").kinds == [["a", "b"]]
 
 
-def test_what_kinds_cost_is_told():
-    made = plan(MANY, 8, SHARES, budget=4000, samples_per_update=64)
-    report = made.report()
+@pytest.mark.parametrize("options", [{"shuffle": True}, {"samples_per_update": 64}], ids=str)
+def test_one_kind_is_as_none(options: dict[str, Any]) -> None:
+    without = plan(MANY, 4, budget=4000, **options)
+    same = plan(MANY, 4, ["x"] * 6000, budget=4000, **options)
+    assert without.fingerprint == same.fingerprint
+    assert without.kinds[0] == [None] * 4
+    assert same.kinds[0] == ["x"] * 4
+
+
+@pytest.fixture(scope="module")
+def plans_of_kinds() -> list[Any]:
+    """One for each of three seeds."""
+    return [plan(MANY, 4, SHARES, budget=4000, shuffle=True, seed=seed) for seed in range(3)]
+
+
+def test_without_updates_kinds_come_throughout_an_epoch(plans_of_kinds: list[Any]) -> None:
+    for planned in plans_of_kinds:
+        kinds = np.array([row[0] for row in planned.kinds])
+        for quarter in np.array_split(kinds, 4):
+            assert set(quarter) >= {"text", "image"}
+
+
+def test_without_updates_batches_of_kinds_are_full(plans_of_kinds: list[Any]) -> None:
+    time = plan(MANY, 4, budget=4000, shuffle=True).predicted_time
+    for planned in plans_of_kinds:
+        assert not len(planned.repeated)
+        assert planned.statistics["padding"] < 0.07
+        assert planned.predicted_time < 1.06 * time
+
+
+def test_the_longest_sample_of_any_kind_comes_first(plans_of_kinds: list[Any]) -> None:
+    for planned in plans_of_kinds:
+        assert MANY[joined(planned.rows[0])].max() == MANY.max()
+
+
+def test_plans_of_kinds_differ_by_their_seeds(plans_of_kinds: list[Any]) -> None:
+    assert plans_of_kinds[0].rows != plans_of_kinds[1].rows
+
+
+def test_without_shuffle_the_longest_come_first_whatever_their_kind() -> None:
+    longest = [max(MANY[joined(row)]) for row in plan(MANY, 4, SHARES, budget=4000).rows]
+    assert longest == sorted(longest, reverse=True)
+
+
+def test_a_report_says_how_many_steps_each_kind_has() -> None:
+    report = plan(MANY, 8, SHARES, budget=4000, samples_per_update=64).report()
     assert "steps of each of 3 kinds" in report
-    found = compare(MANY, 8, world_size=8, kinds=SHARES).figures()["ways"]
-    assert found["fixed 8, shuffled"]["mixed_steps"] > 80
-    assert all(
-        way["mixed_steps"] == 0 for name, way in found.items() if name.startswith("dynagroup")
-    )
-    how = {"kinds": ["a", "a", "b"], "collate_fn": list, "weigh": "samples"}
 
+
+def test_only_fixed_batches_mix_kinds_and_a_comparison_says_so() -> None:
+    ways = compare(MANY, 8, world_size=8, kinds=SHARES).figures()["ways"]
+    assert ways["fixed 8, shuffled"]["mixed_steps"] > 80
+    ours = [way["mixed_steps"] for name, way in ways.items() if name.startswith("dynagroup")]
+    assert ours
+    assert not any(ours)
+
+
+def test_idle_steps_of_a_kind_are_counted() -> None:
     def stats_of(world: Any) -> str:
-        loader = PlannedDataLoader(range(3), [5, 4, 3], 60, world=world, **how)
+        loader = PlannedDataLoader(
+            range(3),
+            [5, 4, 3],
+            60,
+            world=world,
+            kinds=["a", "a", "b"],
+            collate_fn=list,
+            weigh="samples",
+        )
         list(loader)
         return str(loader.stats)
 
     assert "(1 idle, of 3 tokens)" in run_ranks(2, stats_of)[1]
+
+
+# Blocks of lengths
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "CHUNK", 8)
+
+
+def drawn_streams(size: int) -> dict[str, NDArray[np.int32]]:
+    """One stream or two."""
+    rng = np.random.default_rng(size)
+    lengths = {"tokens": rng.integers(0, 40, size, np.int32)}
+    if size % 2:
+        lengths["target"] = rng.integers(0, 40, size, np.int32)
+    return lengths
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("limit", [30, 59, 60])
+def test_samples_that_do_not_fit_are_those_that_all_lengths_say(limit: int) -> None:
+    for size in range(1, 200, 3):
+        lengths = drawn_streams(size)
+        total = np.sum(list(lengths.values()), axis=0)
+        oversize = oversize_of(lengths, TokenBudget(limit), maxima_of(lengths))
+        assert oversize.tolist() == np.flatnonzero(total > limit).tolist()
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_the_longest_sample_of_those_kept_is_that_of_all_lengths() -> None:
+    for size in range(1, 200, 3):
+        lengths = drawn_streams(size)
+        total = np.sum(list(lengths.values()), axis=0)
+        is_out = np.random.default_rng(size).random(size) < 0.3
+        kept = np.flatnonzero(~is_out)
+        longest = longest_of(lengths, TokenBudget(60), np.flatnonzero(is_out), maxima_of(lengths))
+        if len(kept):
+            assert longest in kept
+            assert total[longest] == total[kept].max()
+
+
+SIZE = 2 * blocks.CHUNK + 5
+MANY_LENGTHS = np.random.default_rng(0).integers(1, 500, SIZE).astype(np.int32)
+
+
+def changed_at(place: int, other: int) -> Iterator[NDArray[np.int32]]:
+    """One length replaced by another one; and both swapped, if they differ."""
+    changed = MANY_LENGTHS.copy()
+    changed[other] = MANY_LENGTHS[place]
+    yield changed.copy()
+    if MANY_LENGTHS[place] != MANY_LENGTHS[other]:
+        changed[place] = MANY_LENGTHS[other]
+        yield changed
+
+
+def test_lengths_of_which_one_changes_or_moves_have_another_checksum():
+    """Within a block, and over blocks."""
+    arrays = [MANY_LENGTHS, MANY_LENGTHS[:-1], MANY_LENGTHS[::-1]]
+    arrays += [np.roll(MANY_LENGTHS, 1024), np.roll(MANY_LENGTHS, blocks.CHUNK)]
+    for place in (0, 7, blocks.CHUNK, SIZE - 7):
+        for step in (1, 2, 6, 1024, blocks.CHUNK, SIZE // 2):
+            arrays += changed_at(place, (place + step) % SIZE)
+    checksums = {scanned(array)[1] for array in arrays}
+    assert len(checksums) == len(arrays)
+
+
+def test_a_checksum_does_not_depend_on_how_lengths_lie_in_memory():
+    strided = np.stack([MANY_LENGTHS, MANY_LENGTHS], axis=1)[:, 0]
+    assert scanned(strided)[1] == scanned(MANY_LENGTHS)[1]
