@@ -42,6 +42,17 @@ CONFIGS: dict[str, Any] = {
 }
 
 
+TOKENIZER = small_tokenizer()
+
+
+def scores_of(model: Any, texts: Any = TEXTS, **options: Any) -> Any:
+    return score_dataset(model, TOKENIZER, texts, **{**SMALL, **options})
+
+
+def ids_of(text: str) -> list[int]:
+    return TOKENIZER(text)["input_ids"]
+
+
 def log_probabilities(model: Any, ids: list[int]) -> list[float]:
     """Of the second token on, from the logits of the whole text."""
     with torch.no_grad():
@@ -64,9 +75,8 @@ def assert_scores(results: Any, expected: list[list[float]]) -> None:
 def test_scores_are_those_of_one_text_at_a_time(name: str) -> None:
     torch.manual_seed(0)
     model = models.sharp(transformers.AutoModelForCausalLM.from_config(CONFIGS[name]).eval())
-    tokenizer = small_tokenizer()
-    expected = [log_probabilities(model, tokenizer(text)["input_ids"]) for text in TEXTS]
-    results = score_dataset(model, tokenizer, TEXTS, per_token=True, **SMALL)
+    expected = [log_probabilities(model, ids_of(text)) for text in TEXTS]
+    results = scores_of(model, per_token=True)
     assert_scores(results, expected)
     for result, values in zip(results, expected, strict=True):
         assert result["tokens"] == pytest.approx(values, rel=1e-6, abs=2e-6)
@@ -75,16 +85,15 @@ def test_scores_are_those_of_one_text_at_a_time(name: str) -> None:
 
 def test_an_answer_is_scored_after_its_prompt() -> None:
     model = small_llama()
-    tokenizer = small_tokenizer()
     expected = []
     for prompt, answer in zip(PROMPTS, ANSWERS, strict=True):
-        num_prompt = len(tokenizer(prompt)["input_ids"])
-        whole = tokenizer(prompt + answer)["input_ids"]
+        num_prompt = len(ids_of(prompt))
+        whole = ids_of(prompt + answer)
         expected.append(log_probabilities(model, whole)[num_prompt - 1 :])
-    results = score_dataset(model, tokenizer, PROMPTS, answers=ANSWERS, **SMALL)
+    results = scores_of(model, PROMPTS, answers=ANSWERS)
     assert_scores(results, expected)
     assert results[0].keys() == {"sum", "mean", "num_tokens"}
-    assert_scores(score_dataset(model, tokenizer, PROMPTS, answers=[""] * 20, **SMALL), [[]] * 20)
+    assert_scores(scores_of(model, PROMPTS, answers=[""] * 20), [[]] * 20)
 
 
 def test_a_token_that_joins_prompt_and_answer_is_the_answers() -> None:
@@ -100,24 +109,21 @@ def test_a_token_that_joins_prompt_and_answer_is_the_answers() -> None:
 
 def test_memory_ranks_files_and_skipped_texts_change_nothing(tmp_path: Path) -> None:
     model = small_llama()
-    tokenizer = small_tokenizer()
-    expected = score_dataset(model, tokenizer, TEXTS, batch_size=1, progress=False)
+    expected = scores_of(model, budget=None, batch_size=1)
     sums = [[result["sum"]] for result in expected]
     allocator = Allocator(30)
     remove = allocator.in_forward(model.model.layers[0])
-    split = score_dataset(model, tokenizer, TEXTS, **SMALL)
+    split = scores_of(model)
     assert [[result["sum"]] for result in split] == [pytest.approx(values) for values in sums]
     assert allocator.failures
     remove()
-    rest = dict(iter_score(model, tokenizer, TEXTS, skip=range(1, 40), **SMALL))
+    rest = dict(iter_score(model, TOKENIZER, TEXTS, skip=range(1, 40), **SMALL))
     assert rest == {0: pytest.approx(expected[0], nan_ok=True)}
     copies = [copy.deepcopy(model), copy.deepcopy(model)]
 
     def rank(world: Any) -> Any:
         output = tmp_path / "scores.jsonl"
-        return score_dataset(
-            copies[world.rank], tokenizer, TEXTS, output=output, world=world, **SMALL
-        )
+        return scores_of(copies[world.rank], output=output, world=world)
 
     first, second = run_ranks(2, rank)
     assert first == second
@@ -131,7 +137,7 @@ def test_logits_of_at_most_256_tokens_exist_at_a_time() -> None:
         lambda _, args, logits: sizes.append(logits[..., 0].numel())
     )
     texts = ["w1 w2 w3 w4 w5 w6 w7 w8 w9 w10"] * 100
-    results = score_dataset(model, small_tokenizer(), texts, budget=2000, progress=False)
+    results = scores_of(model, texts, budget=2000)
     assert sum(result["num_tokens"] for result in results) == sum(sizes) == 900
     assert sizes == [256, 256, 256, 132]
 
@@ -160,21 +166,19 @@ def test_the_memory_that_a_budget_predicts_is_that_of_the_run() -> None:
 
 def test_adapters_count_as_they_are_set() -> None:
     peft = pytest.importorskip("peft")
-    tokenizer = small_tokenizer()
-    plain = score_dataset(small_llama(), tokenizer, TEXTS, **SMALL)
+    plain = scores_of(small_llama())
     lora = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
     model = adapted(small_llama(), lora)
-    expected = [log_probabilities(model, tokenizer(text)["input_ids"]) for text in TEXTS]
-    assert_scores(score_dataset(model, tokenizer, TEXTS, **SMALL), expected)
+    expected = [log_probabilities(model, ids_of(text)) for text in TEXTS]
+    assert_scores(scores_of(model), expected)
     with model.disable_adapter():
-        assert score_dataset(model, tokenizer, TEXTS, **SMALL) == plain
+        assert scores_of(model) == plain
     prompt = peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
     with pytest.raises(ConfigError, match="without prompt tuning"):
-        score_dataset(adapted(small_llama(), prompt), tokenizer, TEXTS, **SMALL)
+        scores_of(adapted(small_llama(), prompt))
 
 
 def test_what_has_no_scores_is_refused() -> None:
-    tokenizer = small_tokenizer()
     llama = small_llama()
     without_scores = [
         llama.model,
@@ -183,14 +187,14 @@ def test_what_has_no_scores_is_refused() -> None:
     ]
     for model in without_scores:
         with pytest.raises(ConfigError, match="cannot score texts; give a causal model"):
-            score_dataset(model, tokenizer, TEXTS, **SMALL)
+            scores_of(model)
     with pytest.raises(ConfigError, match="`answers` has 1 texts for 40 prompts"):
-        score_dataset(llama, tokenizer, TEXTS, answers=["w1"], **SMALL)
+        scores_of(llama, answers=["w1"])
     with pytest.raises(ConfigError, match="pass the second texts as `answers`"):
-        score_dataset(llama, tokenizer, [("w1", "w2")], **SMALL)
+        scores_of(llama, [("w1", "w2")])
     short = transformers.GPT2LMHeadModel(models.gpt2(vocab=30, n_positions=8))
     with pytest.raises(ConfigError, match="8 positions: .*max_length=8"):
-        score_dataset(short, tokenizer, TEXTS, **SMALL)
+        scores_of(short)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -198,16 +202,13 @@ def test_columns_for_dpo_are_those_that_trl_computes_and_it_trains_on_them(tmp_p
     trl = pytest.importorskip("trl")
     from datasets import Dataset
 
-    tokenizer = small_tokenizer()
     rows = {"prompt": PROMPTS, "chosen": ANSWERS, "rejected": ANSWERS[::-1]}
     data = Dataset.from_dict(rows)
     reference = small_llama()
     columns = {}
     for name in ("chosen", "rejected"):
-        answers = [answer + tokenizer.eos_token for answer in data[name]]
-        scores = score_dataset(
-            reference, tokenizer, data["prompt"], answers=answers, max_length=16, **SMALL
-        )
+        answers = [answer + TOKENIZER.eos_token for answer in data[name]]
+        scores = scores_of(reference, data["prompt"], answers=answers, max_length=16)
         columns[f"ref_{name}_logps"] = [score["sum"] for score in scores]
     settings: Any = {"report_to": [], "use_cpu": True, "bf16": False, "max_steps": 2}
     settings["max_length"] = 16
@@ -222,7 +223,7 @@ def test_columns_for_dpo_are_those_that_trl_computes_and_it_trains_on_them(tmp_p
             ref_model=reference,
             args=args,
             train_dataset=data,
-            processing_class=tokenizer,
+            processing_class=TOKENIZER,
         )
 
     precomputed = trainer(data, precompute_ref_log_probs=True)

@@ -48,50 +48,63 @@ def bert(head: str, **options: Any) -> Any:
     )
 
 
-def alone(model: Any, tokenizer: Any, item: Any) -> Any:
+TOKENIZER = bert_tokenizer()
+
+
+def alone(model: Any, item: Any) -> Any:
     """The model's output for one text or pair."""
     texts = (item,) if isinstance(item, str) else item
     with torch.no_grad():
-        return model(**tokenizer(*texts, return_tensors="pt"))
+        return model(**TOKENIZER(*texts, return_tensors="pt"))
+
+
+def classified(model: Any, items: Any, **options: Any) -> Any:
+    return classify_dataset(model, TOKENIZER, items, **SMALL, **options)
+
+
+def states_of(model: Any, texts: Any = TEXTS, **options: Any) -> Any:
+    return embed_dataset(model, TOKENIZER, texts, pooling=None, **SMALL, **options)
+
+
+def assert_close(arrays: Any, expected: Any) -> None:
+    for array, values in zip(arrays, expected, strict=True):
+        np.testing.assert_allclose(array, values, rtol=1e-4, atol=1e-5)
 
 
 def test_a_pair_has_the_logits_that_it_has_alone_and_the_order_of_its_texts_counts() -> None:
     model = bert("BertForSequenceClassification", num_labels=2)
-    tokenizer = bert_tokenizer()
-    expected = [alone(model, tokenizer, pair).logits[0].tolist() for pair in PAIRS]
-    logits = classify_dataset(model, tokenizer, PAIRS, **SMALL)
+    expected = [alone(model, pair).logits[0].tolist() for pair in PAIRS]
+    logits = classified(model, PAIRS)
     np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-5)
-    as_lists = classify_dataset(model, tokenizer, [list(pair) for pair in PAIRS], **SMALL)
+    as_lists = classified(model, [list(pair) for pair in PAIRS])
     np.testing.assert_array_equal(as_lists, logits)
-    swapped = classify_dataset(model, tokenizer, [pair[::-1] for pair in PAIRS], **SMALL)
+    swapped = classified(model, [pair[::-1] for pair in PAIRS])
     np.testing.assert_allclose(swapped, expected[::-1], rtol=1e-4, atol=1e-5)
     assert not np.allclose(swapped, logits, atol=1e-2)
 
 
 def test_lengths_of_pairs_are_those_of_the_joined_texts() -> None:
-    tokenizer = bert_tokenizer()
-    lengths = measure_lengths(PAIRS, tokenizer)
-    expected = [len(tokenizer(first, second)["input_ids"]) for first, second in PAIRS]
+    lengths = measure_lengths(PAIRS, TOKENIZER)
+    expected = [len(TOKENIZER(first, second)["input_ids"]) for first, second in PAIRS]
     assert lengths.tolist() == expected
-    assert measure_lengths([("w1 w2", "w3")], tokenizer).tolist() == [6]  # with three special ones
-    assert measure_lengths(PAIRS, tokenizer, max_length=9).max() == 9
-    loader = text_dataloader(PAIRS, tokenizer, TokenBudget(200))
+    assert measure_lengths([("w1 w2", "w3")], TOKENIZER).tolist() == [6]  # with three special ones
+    assert measure_lengths(PAIRS, TOKENIZER, max_length=9).max() == 9
+    loader = text_dataloader(PAIRS, TOKENIZER, TokenBudget(200))
     batch = next(iter(loader))
     assert batch["token_type_ids"].unique().tolist() == [0, 1]
 
 
 def test_texts_and_pairs_are_not_mixed_and_other_items_are_refused() -> None:
     model = bert("BertForSequenceClassification")
-    tokenizer = bert_tokenizer()
     for texts, message in (
         (["w1", ("w1", "w2")], "1 of 2 texts are pairs; give texts or pairs only"),
         ([("w1", "w2", "w3")], "text 0 must be a string"),
         ([("w1", None)], "text 0 must be a string"),
     ):
         with pytest.raises(ConfigError, match=message):
-            classify_dataset(model, tokenizer, texts, **SMALL)
+            classified(model, texts)
     with pytest.raises(ConfigError, match="pairs of texts with `token_type_ids` cannot be packed"):
-        next(iter(text_dataloader(PAIRS, tokenizer, TokenBudget(200, layout="packed"))))
+        next(iter(text_dataloader(PAIRS, TOKENIZER, TokenBudget(200, layout="packed"))))
 
 
 @pytest.mark.parametrize("ending", [None, ".npy", ".parquet"])
@@ -101,31 +114,23 @@ def test_without_pooling_each_text_has_the_states_of_its_tokens(
     if ending == ".parquet":
         pytest.importorskip("pyarrow")
     model = bert("BertModel")
-    tokenizer = bert_tokenizer()
     output = None if ending is None else tmp_path / f"states{ending}"
     allocator = Allocator(40)
     remove = allocator.in_forward(model.encoder.layer[0])
-    arrays = embed_dataset(model, tokenizer, TEXTS, pooling=None, output=output, **SMALL)
+    arrays = states_of(model, output=output)
     remove()
     assert allocator.failures
-    for text, array in zip(TEXTS, arrays, strict=True):
-        states = alone(model, tokenizer, text).last_hidden_state[0]
-        assert array.dtype == np.float32
-        np.testing.assert_allclose(array, states, rtol=1e-4, atol=1e-5)
-    again = embed_dataset(model, tokenizer, TEXTS, pooling=None, output=output, **SMALL)
-    for array, other in zip(arrays, again, strict=True):
-        np.testing.assert_allclose(array, other, rtol=0, atol=1e-5)
-    normal = embed_dataset(model, tokenizer, TEXTS, pooling=None, normalize=True, **SMALL)
+    assert {array.dtype for array in arrays} == {np.dtype(np.float32)}
+    assert_close(arrays, [alone(model, text).last_hidden_state[0] for text in TEXTS])
+    assert_close(states_of(model, output=output), arrays)
+    normal = states_of(model, normalize=True)
     norms = np.linalg.norm(np.concatenate(normal), axis=1)
     np.testing.assert_allclose(norms, 1.0, rtol=1e-5)
 
 
 def test_numpy_reads_the_files_and_pandas_the_lists(tmp_path: Path) -> None:
     model = bert("BertModel")
-    tokenizer = bert_tokenizer()
-    arrays = embed_dataset(
-        model, tokenizer, TEXTS, pooling=None, output=tmp_path / "states.npy", **SMALL
-    )
+    arrays = states_of(model, output=tmp_path / "states.npy")
     values = np.load(tmp_path / "states.npy", mmap_mode="r")
     offsets = np.load(tmp_path / "states.offsets.npy")
     assert offsets.tolist() == np.cumsum([0, *map(len, arrays)]).tolist()
@@ -137,24 +142,22 @@ def test_numpy_reads_the_files_and_pandas_the_lists(tmp_path: Path) -> None:
     ]
     (tmp_path / "states.offsets.npy").unlink()
     with pytest.raises(StateError, match="states.npy.job was written by another job"):
-        embed_dataset(
-            model, tokenizer, TEXTS, pooling=None, output=tmp_path / "states.npy", **SMALL
-        )
+        states_of(model, output=tmp_path / "states.npy")
     parquet = pytest.importorskip("pyarrow.parquet")
-    embed_dataset(
-        model, tokenizer, TEXTS, pooling=None, output=tmp_path / "states.parquet", **SMALL
-    )
+    states_of(model, output=tmp_path / "states.parquet")
     (column,) = parquet.read_table(tmp_path / "states.parquet").to_pydict().values()
     np.testing.assert_allclose(column[7], arrays[7], rtol=0, atol=1e-6)
 
 
 def test_no_text_and_texts_without_tokens_have_files_too(tmp_path: Path) -> None:
     model = bert("BertModel")
-    tokenizer = small_tokenizer()
+    without_special = small_tokenizer()
     for ending in ("npy", "parquet"):
         for number, texts in enumerate(([], [""], ["", "w1", ""])):
             output = tmp_path / f"{number}.{ending}"
-            arrays = embed_dataset(model, tokenizer, texts, pooling=None, output=output, **SMALL)
+            arrays = embed_dataset(
+                model, without_special, texts, pooling=None, output=output, **SMALL
+            )
             assert [array.shape for array in arrays] == [(len(text.split()), 16) for text in texts]
 
 
@@ -163,14 +166,11 @@ def test_labels_and_offsets_of_tokens_are_those_of_the_pipeline_of_transformers(
     tmp_path: Path,
 ) -> None:
     model = bert("BertForTokenClassification", **LABELS)
-    tokenizer = bert_tokenizer()
     pipeline = transformers.pipeline(
-        "token-classification", model=model, tokenizer=tokenizer, ignore_labels=[], device="cpu"
+        "token-classification", model=model, tokenizer=TOKENIZER, ignore_labels=[], device="cpu"
     )
-    results = classify_dataset(
-        model, tokenizer, TEXTS, return_offsets=True, output=tmp_path / "labels.jsonl", **SMALL
-    )
-    filled = classify_dataset(model, tokenizer, TEXTS, return_offsets=True, shapes=2, **SMALL)
+    results = classified(model, TEXTS, return_offsets=True, output=tmp_path / "labels.jsonl")
+    filled = classified(model, TEXTS, return_offsets=True, shapes=2)
     assert [len(entries) for entries in filled] == [len(entries) for entries in results]
     assert {entry["label"] for entries in results for entry in entries} == {"O", "PER", "LOC"}
     for text, entries in zip(TEXTS, results, strict=True):
@@ -184,35 +184,22 @@ def test_labels_and_offsets_of_tokens_are_those_of_the_pipeline_of_transformers(
 
 def test_logits_of_tokens_are_those_of_one_text_at_a_time(tmp_path: Path) -> None:
     model = bert("BertForTokenClassification", **LABELS)
-    tokenizer = bert_tokenizer()
     output = tmp_path / "logits.npy"
     copies = [copy.deepcopy(model), copy.deepcopy(model)]
 
     def rank(world: Any) -> Any:
-        return classify_dataset(
-            copies[world.rank],
-            tokenizer,
-            TEXTS,
-            per_token=True,
-            output=output,
-            world=world,
-            **SMALL,
-        )
+        return classified(copies[world.rank], TEXTS, per_token=True, output=output, world=world)
 
-    expected = [alone(model, tokenizer, text).logits[0] for text in TEXTS]
+    expected = [alone(model, text).logits[0] for text in TEXTS]
     for results in run_ranks(2, rank):
-        for logits, wanted in zip(results, expected, strict=True):
-            np.testing.assert_allclose(logits, wanted, rtol=1e-4, atol=1e-5)
-    rows = dict(iter_classify(model, tokenizer, TEXTS, per_token=True, skip=range(1, 40), **SMALL))
-    np.testing.assert_allclose(rows[0], expected[0], rtol=1e-4, atol=1e-5)
+        assert_close(results, expected)
+    rows = dict(iter_classify(model, TOKENIZER, TEXTS, per_token=True, skip=range(1, 40), **SMALL))
+    assert_close([rows[0]], expected[:1])
 
 
 def test_truncated_texts_have_the_offsets_of_the_tokens_that_are_left() -> None:
     model = bert("BertForTokenClassification", max_position_embeddings=6, **LABELS)
-    tokenizer = bert_tokenizer()
-    (entries,) = classify_dataset(
-        model, tokenizer, ["w1 w2 w3 w4 w5 w6 w7"], return_offsets=True, **SMALL
-    )
+    (entries,) = classified(model, ["w1 w2 w3 w4 w5 w6 w7"], return_offsets=True)
     assert [(entry["start"], entry["end"]) for entry in entries] == [
         (0, 2),
         (3, 5),
@@ -222,15 +209,14 @@ def test_truncated_texts_have_the_offsets_of_the_tokens_that_are_left() -> None:
 
 
 def test_a_classifier_of_the_other_kind_is_refused_by_its_logits() -> None:
-    tokenizer = bert_tokenizer()
     tokens = bert("BertForTokenClassification", **LABELS)
     texts = bert("BertForSequenceClassification")
     with pytest.raises(ConfigError, match="for a classifier of tokens pass per_token=True"):
-        classify_dataset(tokens, tokenizer, TEXTS, **SMALL)
+        classified(tokens, TEXTS)
     with pytest.raises(ConfigError, match=r"logits \(\d+, 2\) for \d+ texts; .* leave them out"):
-        classify_dataset(texts, tokenizer, TEXTS, per_token=True, **SMALL)
+        classified(texts, TEXTS, per_token=True)
     with pytest.raises(ConfigError, match="`output` must end in .npy or .parquet"):
-        classify_dataset(tokens, tokenizer, TEXTS, per_token=True, output="x.jsonl", **SMALL)
+        classified(tokens, TEXTS, per_token=True, output="x.jsonl")
 
 
 @pytest.mark.parametrize("pooling", [None, "last"])
@@ -239,4 +225,4 @@ def test_states_of_tokens_that_no_text_has_are_refused(pooling: Any) -> None:
     prompt = peft.PromptTuningConfig(num_virtual_tokens=2, task_type="FEATURE_EXTRACTION")
     model = models.adapted(bert("BertModel"), prompt)
     with pytest.raises(ConfigError, match="it must return one row per token"):
-        embed_dataset(model, bert_tokenizer(), TEXTS, pooling=pooling, **SMALL)
+        embed_dataset(model, TOKENIZER, TEXTS, pooling=pooling, **SMALL)
