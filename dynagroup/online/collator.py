@@ -32,7 +32,7 @@ from dynagroup.plan.rules import CutRules
 from dynagroup.shapes import TOKENS, IntArray, Streams, check_names, primary, units_of
 from dynagroup.update.filling import FillingCollator, Pad
 from dynagroup.update.loss_weight import Weigh, weigher
-from dynagroup.update.step import shown, total_of
+from dynagroup.update.step import collated_shape, has_rows_of_all, shown, total_of
 from dynagroup.validation import (
     check_choice,
     check_collating,
@@ -136,6 +136,7 @@ class RefinementCollator:
         self._weight_of = weigher(self.weigh)
         self.filling = FillingCollator(self.collate_fn, self.budget.ladder, self.pad)
         self._warned_wide = False
+        self._warned_rows = False
 
     @sendable(lambda: "making batches failed")
     def __call__(self, window: WindowSamples | Sequence[Any]) -> RefinedWindow:
@@ -323,6 +324,8 @@ class RefinementCollator:
     ) -> None:
         """Writes true lengths into ``lengths`` if a collated batch is longer than its samples were measured to be."""
         packed = is_packed(self.budget, lengths)
+        if not packed and not self._warned_rows:
+            self._compare_rows(lengths, members, batch, indices)
         multiple = self.budget.pad_to_multiple_of
         streams = padded_streams(self.budget, lengths)
         for name, tokens in shown(batch, len(members), streams, packed=packed).items():
@@ -338,6 +341,24 @@ class RefinementCollator:
             if not self._warned_wide:
                 self._warned_wide = True
                 _warn_of_width(f"{tokens} {name}", expected, indices, packed=packed)
+
+    def _compare_rows(
+        self, lengths: Streams, members: IntArray, batch: Any, indices: Sequence[int]
+    ) -> None:
+        """Warns once if a padded batch lacks rows of some samples, or has more of some than of others."""
+        name = primary(lengths)
+        collated = collated_shape(batch, name, lengths)
+        if collated is None or len(collated) != 2:
+            return
+        num_tokens = int(lengths[name][members].sum(dtype=np.int64))
+        if has_rows_of_all(batch, collated, len(members), num_tokens):
+            return
+        self._warned_rows = True
+        warn_user(
+            f"`collate_fn` made {collated[0]} rows of the {len(members)} samples {shorten(indices)}: it "
+            "left out or added some. If that is on purpose, weigh='samples' is wrong: pass `weigh`, a "
+            "function of a batch"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,7 +402,7 @@ def _label(kind_of: Callable[[Sample], Hashable], sample: Sample, index: int) ->
 
 
 def _warn_of_width(width: str, expected: int, indices: Sequence[int], *, packed: bool) -> None:
-    form = "in total" if packed else "per row"
+    form = "in total" if packed else "per sample"
     whose = "measured as" if packed else "whose longest sample was measured as"
     warn_user(
         f"`collate_fn` made a batch of {width} {form} from dataset indices {shorten(indices)}, {whose} "

@@ -177,7 +177,7 @@ class PlannedDataLoader(StepLoader[B]):
         self._place = Cursor()  # the point in the run after all yielded steps
         # a loaded resume point; iteration resumes while `_place` is this object
         self._resumed: Cursor | None = None
-        self._warned_of_shape = False
+        self._warned_of: set[bool] = set()  # whether batches of another shape than planned fit
         planner.warn_of_oversize()
 
     def _check_size(self, planner: Planner) -> None:
@@ -305,21 +305,24 @@ class PlannedDataLoader(StepLoader[B]):
             self.stats.oversize += int(self._plan.planner.unfit(step.indices)[0])
 
     def _compare_shapes(self, loaded: "_LoadedUpdate") -> None:
-        """Warns once if a collated batch does not have its planned shape, before any of its update is used."""
+        """Warns once if a collated batch does not have its planned shape, and once if it does not fit either, before any of
+        its update is used."""
         for step, batch in zip(loaded.update.steps, loaded.batches, strict=True):
-            if step.idle or self._warned_of_shape:
+            if step.idle or False in self._warned_of:
                 continue
-            batches = Batches.of([np.asarray(step.indices)])
-            difference = unplanned(
-                batch, shapes_of(batches, self._plan.planner.lengths), self.budget
+            shape = shapes_of(Batches.of([np.asarray(step.indices)]), self._plan.planner.lengths)
+            difference = unplanned(batch, shape, self.budget)
+            if difference is None or difference.fits in self._warned_of:
+                continue
+            self._warned_of.add(difference.fits)
+            excess = "" if difference.fits else ", and does not fit the budget"
+            warn_user(
+                f"a batch does not have its planned shape{excess}: {difference.text}. Give `lengths` "
+                "in dataset order, measured as samples are processed and collated (all rows of a "
+                "sample, padded to the budget's `pad_to_multiple_of`); or use OnlineDataLoader, which "
+                "measures samples itself. layout='packed' needs a packing collator. Where rows are left "
+                "out or added on purpose, weigh='samples' is wrong: pass `weigh`, a function of a batch"
             )
-            if difference is not None:
-                self._warned_of_shape = True
-                warn_user(
-                    f"a batch does not have its planned shape: {difference}. Give `lengths` in dataset "
-                    "order, measured as samples are processed and collated; or use OnlineDataLoader, "
-                    "which measures them itself"
-                )
 
     def _identity(self) -> dict[str, object]:
         return {

@@ -1,8 +1,9 @@
 """What a training loop receives (one batch with its exact loss weight), and counts of what a loader has done."""
 
+import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Generic, TypeVar
@@ -89,73 +90,111 @@ def loss_scales(
 def width_of(
     batch: object, num_samples: int, stream: str, streams: Iterable[str] = (TOKENS,)
 ) -> int | None:
-    """Returns the padded length of a stream in a collated batch. It is read from the field of that name, or of
-    transformers' name for it (``input_ids`` for the primary one of ``streams``). None: there is no such field."""
-    for shape in _shapes_shown(batch, stream, streams):
-        if len(shape) == 2 and shape[0] == num_samples:
-            return int(shape[1])
-    return None
+    """Returns the padded tokens of a stream for each sample of a collated batch: the width of its rows; if samples have
+    several rows (answers, choices), that of all of them. None: no field shows them."""
+    shape = collated_shape(batch, stream, streams)
+    if shape is None or len(shape) != 2:
+        return None
+    return -(-math.prod(shape) // num_samples)
 
 
 def total_of(batch: object, stream: str, streams: Iterable[str] = (TOKENS,)) -> int | None:
     """Returns the tokens of a stream in a packed batch; None: no field shows them."""
-    for shape in _shapes_shown(batch, stream, streams):
-        if len(shape) == 1 or (len(shape) == 2 and shape[0] == 1):
-            return int(shape[-1])
-    return None
+    shape = collated_shape(batch, stream, streams)
+    if shape is None or (len(shape) == 2 and shape[0] != 1):
+        return None
+    return shape[-1]
 
 
-def _shapes_shown(batch: Any, stream: str, streams: Iterable[str]) -> Iterator[tuple[int, ...]]:
+def collated_shape(batch: Any, stream: str, streams: Iterable[str]) -> tuple[int, ...] | None:
+    """Returns (rows, width), or (tokens,), of a stream in a collated batch. It is read from the field of that name, or of
+    transformers' name for it (``input_ids`` for the primary one of ``streams``). None: there is no such field."""
     if not hasattr(batch, "keys"):
-        return
+        return None
     fallback = SHOWN_IN[TOKENS] if stream == primary(streams) else stream
-    field_names = dict.fromkeys((stream, SHOWN_IN.get(stream, fallback)))
-    for field_name in field_names:
+    for name in (stream, SHOWN_IN.get(stream, fallback)):
+        shape: tuple[int, ...] = ()
         with suppress(TypeError, KeyError, AttributeError):
-            yield tuple(batch[field_name].shape)
+            shape = tuple(batch[name].shape)
+        if len(shape) == 3 and name == "input_ids":  # a row for each choice
+            return (shape[0] * shape[1], shape[2])
+        if len(shape) in (1, 2):
+            return shape
+    return None
 
 
 def shown(
     batch: object, num_samples: int, streams: Sequence[str], *, packed: bool
 ) -> dict[str, int]:
-    """Returns the tokens of each padded stream that a collated batch has: per row, or in total if it is packed."""
+    """Returns the tokens of each padded stream that a collated batch has: for each sample, or in total if it is packed."""
     tokens_by_stream = {}
     for name in streams:
-        if packed:
-            num_tokens = total_of(batch, name, streams)
-        else:
-            num_tokens = width_of(batch, num_samples, name, streams)
+        num_tokens = total_of(batch, name, streams) if packed else None
+        if num_tokens is None:
+            num_tokens = width_of(batch, 1 if packed else num_samples, name, streams)
         if num_tokens is not None:
             tokens_by_stream[name] = num_tokens
     return tokens_by_stream
 
 
-def unplanned(batch: object, shape: BatchShape, budget: Budget) -> str | None:
-    """Returns text that tells how a collated batch differs from its planned shape (K = 1); None: no visible difference."""
+def has_rows_of_all(batch: Any, collated: Sequence[int], num_samples: int, num_tokens: int) -> bool:
+    """Returns False if a padded batch, of this collated (rows, width), lacks tokens of its samples, or has more rows of some
+    than of others. A row may hold several samples."""
+    num_rows = collated[0]
+    if num_rows >= num_samples:
+        return num_rows % num_samples == 0
+    mask = batch["attention_mask"] if "attention_mask" in batch else None
+    if np.shape(mask) != collated:
+        return True  # no number shows it
+    return np.count_nonzero(mask) >= num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How a collated batch differs from its planned shape."""
+
+    text: str
+    fits: bool  # whether the batch fits the budget nevertheless
+
+
+def unplanned(batch: object, shape: BatchShape, budget: Budget) -> Difference | None:
+    """Compares a collated batch with its planned shape (K = 1). None: there is no visible difference."""
     packed = is_packed(budget, shape.longest)
     names = padded_streams(budget, shape.longest)
     run = budget.as_run(shape)
     num_samples = int(shape.num_samples[0])
-    if packed and num_samples > 1:
-        width = width_of(batch, num_samples, primary(shape.longest), names)
-        if width is not None:
-            return (
-                f"{num_samples} samples were padded to {width} tokens, but planned as packed: use a "
-                "packing collator, or layout='padded'"
-            )
     num_rows = int(run.num_samples[0])
-    for stream, num_tokens in shown(batch, num_rows, names, packed=packed).items():
+    for stream in names:
+        collated = collated_shape(batch, stream, names)
+        if collated is None or not (packed or len(collated) == 2):
+            continue
+        num_tokens = math.prod(collated)
+        longest = int(shape.longest[stream][0])
+        total = int(shape.total[stream][0])
         if packed:
-            least = shape.total[stream]
-            most = np.maximum(round_up(least, budget.pad_to_multiple_of), run.total[stream])
-            planned = "tokens long, but was planned with"
+            planned = str(total)
+            least = total
+            rounded = round_up(shape.total[stream], budget.pad_to_multiple_of)
+            most = int(np.maximum(rounded, run.total[stream])[0])
         else:
-            least = shape.longest[stream]
-            most = run.longest[stream]
-            planned = "tokens wide, but the longest of them was planned with"
-        if not least[0] <= num_tokens <= most[0]:
-            unit = "" if stream == TOKENS else f"{stream} "
-            return f"{num_samples} samples were collated to {num_tokens} {unit}{planned} {least[0]}"
+            planned = f"{num_samples} x {longest}"
+            least = num_rows * longest if collated[0] == num_rows else total
+            most = num_rows * int(run.longest[stream][0])
+        has_all_rows = packed or has_rows_of_all(batch, collated, num_rows, total)
+        if has_all_rows and least <= num_tokens <= most:
+            continue
+        fits = num_tokens <= most
+        if not fits:
+            longest = longest if packed else -(-num_tokens // num_samples)
+            true = BatchShape.of(
+                num_samples,
+                {**shape.longest, stream: longest},
+                {**shape.total, stream: num_tokens},
+            )
+            fits = bool(budget.fits(true)[0])
+        size = " x ".join(map(str, collated))
+        text = f"{num_samples} samples were collated to {size} {stream}, but planned as {planned}"
+        return Difference(text, fits)
     return None
 
 

@@ -77,7 +77,7 @@ def test_a_batch_that_is_collated_twice_is_made_of_the_samples_that_came() -> No
 
     refine = refining(expanded, max_tokens=8, weigh="samples")
     window = [{"input_ids": torch.tensor(ids)} for ids in ([1, 9, 9], [4, 5])]
-    with pytest.warns(UserWarning, match="5 tokens per row.*collated_length"):
+    with pytest.warns(UserWarning, match="5 tokens per sample.*collated_length"):
         batches = list(refine(window))
     assert [batch.batch["input_ids"].tolist() for batch in batches] == [[[1, 9, 8, 9, 8]], [[4, 5]]]
     assert tokens_of(batches) == [[5], [2]]
@@ -209,14 +209,14 @@ def with_images(batch: list[Any]) -> Any:
 
 
 def test_true_lengths_are_read_from_the_mask() -> None:
-    with pytest.warns(UserWarning, match="90 tokens per row .*longest sample was measured as 5"):
+    with pytest.warns(UserWarning, match="90 tokens per sample .*longest sample was measured as 5"):
         batches = list(refining(with_images, max_tokens=100)(samples(5, 3, 4, 2)))
     assert indices_of(batches) == [[1], [0, 2, 3]]
     assert tokens_of(batches) == [[90], [5, 4, 2]]
 
 
 def test_a_sample_that_is_too_long_once_collated_is_oversize() -> None:
-    with pytest.warns(UserWarning, match="90 tokens per row"):
+    with pytest.warns(UserWarning, match="90 tokens per sample"):
         batches = list(refining(with_images, max_tokens=80)(samples(5, 3, 4)))
     assert indices_of(batches) == [[1], [0, 2]]
     assert [batch.oversize for batch in batches] == [True, False]
@@ -302,7 +302,7 @@ def longer_labels(batch: list[list[int]]) -> dict[str, np.ndarray]:
 
 def test_the_second_stream_is_corrected_as_the_first_is() -> None:
     refine = refining(longer_labels, 110, length_of=both, weigh="samples")
-    with pytest.warns(UserWarning, match="95 target per row.*measured as 5"):
+    with pytest.warns(UserWarning, match="95 target per sample.*measured as 5"):
         batches = list(refine([[3, 5], [4, 2]]))
     assert indices_of(batches) == [[0], [1]]
     assert [batch.padded for batch in batches] == [98, 96]

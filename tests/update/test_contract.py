@@ -289,7 +289,7 @@ def test_a_collate_function_that_pads_under_a_packed_budget_is_told_of():
     )
     with pytest.warns(
         UserWarning,
-        match=r"samples were padded to \d+ tokens, but planned as packed: use a packing collator",
+        match=r"samples were collated to \d+ x \d+ tokens, but planned as \d+.*needs a packing collator",
     ):
         list(loader)
 
