@@ -272,6 +272,13 @@ class OnlineDataLoader(StepLoader[Any]):
     def _changes(self) -> list[list[int]]:
         return [] if self.sizes is None else [list(change) for change in self.sizes.changes]
 
+    def _place_to_begin(self) -> tuple[Cursor, list[State] | None]:
+        return self.cursor, self._resume
+
+    def _go_back(self, place: tuple[Cursor, list[State] | None]) -> None:
+        self._cursor, self._resume = place
+        self._run_of = None
+
     def _checked(self, states: list[State]) -> tuple[list[State], LearnedLengths | None]:
         needed = together(states, *self._rank_and_size())
         running = needed[0]["running"]

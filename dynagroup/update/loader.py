@@ -6,6 +6,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import fields
 from functools import partial
 from typing import Any, ClassVar, Generic, TypeAlias
 
@@ -31,6 +32,7 @@ from dynagroup.validation import (
     check_number,
     explained,
     sendable,
+    warn_user,
 )
 
 State: TypeAlias = Mapping[str, Any]  # for JSON
@@ -41,7 +43,8 @@ class StepLoader(ABC, Generic[B]):
     """Yields steps, epoch after epoch: singly (``for step in loader``) or as lists per update (``loader.updates()``).
 
     Every rank gets the same number of steps. Each iteration is one epoch, the next one unless :meth:`set_epoch`
-    chooses. :meth:`state_dict` can be called after any step; :meth:`load_state_dict` resumes with what remained.
+    chooses; one that is left before its first update was used is none, and :meth:`peek` shows a step.
+    :meth:`state_dict` can be called after any step; :meth:`load_state_dict` resumes with what remained.
 
     Attributes:
         dataset: the dataset, as given.
@@ -66,6 +69,10 @@ class StepLoader(ABC, Generic[B]):
         # True: `_epoch` began in this loader, so choosing any epoch starts at its beginning
         self._begun = False
         self._live: Generator[Step[B]] | None = None  # steps of the running iteration
+        # Updates of the running or last iteration after which the loop went on; None: it has ended, or none has begun.
+        self._num_used: int | None = None
+        # Where it began, as long as none of its updates was used.
+        self._began_at: Any = None
 
     @property
     @abstractmethod
@@ -123,6 +130,14 @@ class StepLoader(ABC, Generic[B]):
     def _restore(self, checked: Any, /) -> None:
         """Resumes from the result of :meth:`_checked`; sets ``_epoch`` and ``_next``. An error changes nothing."""
 
+    @abstractmethod
+    def _place_to_begin(self) -> Any:
+        """Returns where the next iteration begins, for :meth:`_go_back`."""
+
+    @abstractmethod
+    def _go_back(self, place: Any, /) -> None:
+        """Moves back to where the last iteration began."""
+
     @property
     def world(self) -> World:
         """The ranks that share the data; the first use is a collective call, so all ranks must make it."""
@@ -154,18 +169,41 @@ class StepLoader(ABC, Generic[B]):
         self._next = check_int("epoch", epoch, least=0)
         if self._live is None:
             self._choose()
+            self._num_used = None
 
     def restart_epoch(self) -> None:
         """Makes the next iteration start at the beginning of the current epoch."""
         self._next = self.epoch
+        self._began_at = None
         if self._live is None:
             self._choose(anew=True)
 
     def _choose(self, *, anew: bool = False) -> None:
-        if anew or self._begun or self._next != self._epoch:
+        if not (anew or self._begun or self._next != self._epoch):
+            return
+        if self._began_at is not None and self._next == self._epoch:
+            self._go_back(self._began_at)
+        else:
             self._forget()
             self._epoch = self._next
-            self._begun = False
+        self._begun = False
+
+    def peek(self) -> Step[B]:
+        """Returns the first step of the next iteration, to look at. That iteration yields it again, and a saved state does
+        not count it. Call it on every rank, between iterations."""
+        if self._live is not None:
+            raise ConfigError(
+                "peek() shows the first step of the next iteration; call it while none is running"
+            )
+        stats = self.stats.copy()
+        with closing(iter(self)) as steps:
+            first = next(steps, None)
+        self._choose()
+        for count in fields(stats):
+            setattr(self.stats, count.name, getattr(stats, count.name))
+        if first is None:
+            raise ConfigError("peek() needs a loader with at least one step, but this one has none")
+        return first
 
     @property
     def num_changes(self) -> int:
@@ -194,9 +232,17 @@ class StepLoader(ABC, Generic[B]):
         """Yields the steps of an epoch with ``fn`` applied to each batch, e.g. to move it to a device. Unlike in a loop's own
         body, a step for which ``fn`` fails does not count as used."""
         self._stop()
+        if self._num_used and self._next == self._epoch + 1:
+            warn_user(
+                f"epoch {self._epoch} was left after {self._num_used} updates, and this iteration is epoch "
+                f"{self._next}: each iteration is an epoch. To go on in an epoch, keep one iterator; to "
+                "begin an epoch again on purpose, call set_epoch(...) first"
+            )
         self._choose()
         self._next = self._epoch + 1
         self._begun = True
+        self._began_at = self._place_to_begin()
+        self._num_used = 0
         live = self._run(fn)
         self._live = live
         try:
@@ -206,6 +252,10 @@ class StepLoader(ABC, Generic[B]):
                     raise ConfigError(
                         "another iteration of this loader has begun; finish one before the next"
                     )
+                if step.ends_update:
+                    self._num_used += 1
+                    self._began_at = None
+            self._num_used = None
         finally:
             self._stop(live)
 
@@ -217,7 +267,9 @@ class StepLoader(ABC, Generic[B]):
             return
         if self._live is live:
             self._live = None
-            if self._next != self._epoch + 1:
+            if self._num_used == 0 and self._next == self._epoch + 1:
+                self._next = self._epoch  # no update was used, so this was no epoch
+            elif self._next != self._epoch + 1:
                 self._choose()  # set_epoch was called during the iteration
         live.close()
 
@@ -277,6 +329,7 @@ class StepLoader(ABC, Generic[B]):
             self._stop()
             self._restore(checked)
         self._begun = False
+        self._num_used = None
 
 
 def check_updates(samples_per_update: object, accumulation: int, **needs_set_sizes: bool) -> int:

@@ -339,6 +339,13 @@ class PlannedDataLoader(StepLoader[B]):
             "left_out": self._plan.planner.left_print,
         }
 
+    def _place_to_begin(self) -> tuple[Cursor, bool]:
+        return self._place, self._place is self._resumed
+
+    def _go_back(self, place: tuple[Cursor, bool]) -> None:
+        cursor, is_resumed = place
+        self._stand(cursor, resumed=is_resumed)
+
     def _checked(self, states: list[State]) -> State:
         """Returns the state of any rank, which is complete, after comparing the states of all ranks."""
         state = agreed(states)

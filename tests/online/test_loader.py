@@ -419,6 +419,7 @@ def text_of(world: Any, fault: str) -> str:
     return "ended"
 
 
+@pytest.mark.filterwarnings("ignore:epoch 0 was left")
 @pytest.mark.parametrize(
     ("fault", "of_faulty", "of_others"),
     [
