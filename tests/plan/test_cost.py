@@ -22,6 +22,7 @@ from transformers import (
 
 from dynagroup import (
     AdditiveCap,
+    BatchPlan,
     ConfigError,
     LearningBudget,
     LengthAwareBatchSampler,
@@ -35,67 +36,86 @@ from dynagroup.plan.few_shapes import ShapeLadder
 from dynagroup.testing import assert_budget_law
 from dynagroup.update.planned import PlannedDataLoader
 from tests import models
+from tests.plan.helpers import streams
 
 LLAMA = models.llama(vocab=512, width=256, inner=688, heads=4, num_key_value_heads=2)
 GPT2 = models.gpt2(vocab=512, width=256, heads=4)
 VALUES = st.lists(st.integers(0, 300), min_size=1, max_size=60)
 
 
-def test_literal_work_prices_and_where_ranks_meet() -> None:
-    work, budget = Work(per_step=10, crossover=100), TokenBudget(1000, pad_to_multiple_of=8)
-    lengths = {"tokens": np.array([10, 3, 20], np.int32)}
-    batches = Batches(np.array([0, 1, 2]), np.array([0, 2, 3]))
-    assert work.of_batches(batches, lengths, budget).tolist() == [2 * (16 + 2.56), 24 + 5.76]
-    packed = work.of_batches(batches, lengths, TokenBudget(1000, layout="packed"))
-    assert packed.tolist() == pytest.approx([11 + 3.09, 24])
-    assert work.of_rows(np.array([[5.0, 7.0], [1.0, 0.0]])) == 2 * 10 + 7 + 1
+def plan_of(lengths: Any, budget: Any, **options: Any) -> BatchPlan:
+    return LengthAwareBatchSampler(lengths, budget, rank=0, world_size=1, **options).plan
+
+
+TWO_BATCHES = Batches(np.array([0, 1, 2]), np.array([0, 2, 3]))
+IMAGES = streams([10, 30, 20], patches=[0, 8, 40])
+PRICED = Work(per_step=7, crossover=math.inf, streams={"patches": Price(unit=0.5, crossover=40)})
+CAPPED = TokenBudget(99) & AdditiveCap("patches", 99)
+
+
+def test_the_work_of_a_batch_is_that_of_its_longest_sample_times_their_number() -> None:
+    work = Work(per_step=10, crossover=100)
+    lengths = streams([10, 3, 20])
+    padded = TokenBudget(1000, pad_to_multiple_of=8)
+    expected = [2 * (16 + 2.56), 24 + 5.76]
+    assert work.of_batches(TWO_BATCHES, lengths, padded).tolist() == expected
+    packed = TokenBudget(1000, layout="packed")
+    assert work.of_batches(TWO_BATCHES, lengths, packed) == pytest.approx([11 + 3.09, 24])
+
+
+def test_a_step_takes_a_fixed_time_and_that_of_its_dearest_batch() -> None:
+    assert Work(per_step=10).of_rows(np.array([[5.0, 7.0], [1.0, 0.0]])) == 2 * 10 + 7 + 1
+
+
+def test_without_attention_a_token_costs_one() -> None:
     assert Work(per_step=0, crossover=math.inf).of_lengths([7]).tolist() == [7]
-    lengths = {
-        "tokens": np.array([10, 30, 20], np.int32),
-        "patches": np.array([0, 8, 40], np.int32),
-    }
-    prices = {"patches": Price(unit=0.5, crossover=40)}
-    work, budget = (
-        Work(per_step=7, crossover=math.inf, streams=prices),
-        TokenBudget(99) & AdditiveCap("patches", 99),
-    )
-    batches = Batches(np.array([0, 1, 2]), np.array([0, 2, 3]))
-    found = work.by_stream(batches, lengths, budget)
-    assert found.tolist() == [[2 * 30, 0.5 * (8 + 1.6)], [20, 0.5 * (40 + 40)]]
-    assert work.of_batches(batches, lengths, budget).tolist() == pytest.approx([64.8, 60])
-    assert work.of_rows(found[None]) == pytest.approx(7 + 64.8)
-    assert dataclasses.replace(work, meet="stream").of_rows(found[None]) == pytest.approx(
-        7 + 60 + 40
-    )
-    unpriced = Work(crossover=math.inf).of_batches(batches, lengths, budget)
-    assert unpriced.tolist() == [60, 20], "without a price, no time"
-    assert work.of_batches(batches, {"tokens": lengths["tokens"]}, TokenBudget(99)).tolist() == [
-        60,
-        20,
-    ]
-    with pytest.raises(
-        ConfigError, match="`work` has a price for the stream 'patches', but `lengths` has"
-    ):
-        work.of_batches(
-            batches, {"tokens": lengths["tokens"], "frames": lengths["patches"]}, TokenBudget(99)
-        )
+
+
+def test_a_stream_with_a_price_costs_time() -> None:
+    by_stream = PRICED.by_stream(TWO_BATCHES, IMAGES, CAPPED)
+    assert by_stream.tolist() == [[2 * 30, 0.5 * (8 + 1.6)], [20, 0.5 * (40 + 40)]]
+    work = PRICED.of_batches(TWO_BATCHES, IMAGES, CAPPED)
+    assert work.tolist() == pytest.approx([64.8, 60])
+
+
+def test_ranks_meet_after_each_step_or_after_each_stream() -> None:
+    by_stream = PRICED.by_stream(TWO_BATCHES, IMAGES, CAPPED)[None]
+    assert PRICED.of_rows(by_stream) == pytest.approx(7 + 64.8)
+    by_streams = dataclasses.replace(PRICED, meet="stream")
+    assert by_streams.of_rows(by_stream) == pytest.approx(7 + 60 + 40)
+
+
+def test_a_stream_without_a_price_costs_no_time() -> None:
+    unpriced = Work(crossover=math.inf)
+    assert unpriced.of_batches(TWO_BATCHES, IMAGES, CAPPED).tolist() == [60, 20]
+    tokens = {"tokens": IMAGES["tokens"]}
+    assert PRICED.of_batches(TWO_BATCHES, tokens, TokenBudget(99)).tolist() == [60, 20]
+
+
+def test_a_price_of_a_stream_of_another_name_is_refused() -> None:
+    lengths = {"tokens": IMAGES["tokens"], "frames": IMAGES["patches"]}
+    message = "`work` has a price for the stream 'patches', but `lengths` has"
+    with pytest.raises(ConfigError, match=message):
+        PRICED.of_batches(TWO_BATCHES, lengths, TokenBudget(99))
+
+
+def operations_of(config: Any, num_tokens: int) -> float:
+    """A forward pass with one sample, traced."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        ids = torch.zeros((1, num_tokens), dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=ids)
+    return float(counter.get_total_flops())
 
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
-def test_the_crossover_is_what_a_traced_model_multiplies(config: object) -> None:
-    def operations(tokens: int) -> float:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-            ids = torch.zeros((1, tokens), dtype=torch.int64)
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
-            model(input_ids=ids)
-        return float(counter.get_total_flops())
-
-    short, long = operations(128), operations(512)
-    quadratic = (long / 512 - short / 128) / (512 - 128)
-    assert Work.of(config).crossover == pytest.approx(
-        (short / 128 - 128 * quadratic) / quadratic, rel=0.05
-    )
+def test_the_crossover_is_what_a_traced_model_multiplies(config: Any) -> None:
+    of_token = operations_of(config, 128) / 128
+    of_later_token = operations_of(config, 512) / 512
+    quadratic = (of_later_token - of_token) / (512 - 128)
+    linear = of_token - 128 * quadratic
+    assert Work.of(config).crossover == pytest.approx(linear / quadratic, rel=0.05)
 
 
 SMALL: Any = {
@@ -157,6 +177,11 @@ def grown(model: Any, field: str, shapes: list[tuple[int, ...]], kind: Any, devi
     return counts[1] / counts[0]
 
 
+def assert_grows(work: Work, lengths: list[int], growth: float) -> None:
+    short, long = work.of_lengths(lengths)
+    assert growth / 1.5 < long / short < 1.5 * growth
+
+
 @pytest.mark.parametrize("convolutions", [{}, FEW_CONVOLUTIONS], ids=["seven", "two"])
 @pytest.mark.parametrize("kind", SPEECH, ids=lambda kind: kind.__name__)
 def test_only_what_convolutions_leave_of_a_waveform_attends(kind: Any, convolutions: Any) -> None:
@@ -165,9 +190,8 @@ def test_only_what_convolutions_leave_of_a_waveform_attends(kind: Any, convoluti
     with torch.device("meta"):
         model = AutoModel.from_config(config, attn_implementation="eager").eval()
     shapes: Any = [(1, 16_000), (1, 160_000)]
-    wanted = grown(model, "input_values", shapes, torch.float32, "meta")
-    short, long = Work.of(config).of_lengths([16_000, 160_000])
-    assert wanted / 1.5 < long / short < 1.5 * wanted
+    growth = grown(model, "input_values", shapes, torch.float32, "meta")
+    assert_grows(Work.of(config), [16_000, 160_000], growth)
 
 
 def test_frames_of_speech_to_text_are_joined_by_its_convolutions() -> None:
@@ -184,10 +208,9 @@ def test_frames_of_speech_to_text_are_joined_by_its_convolutions() -> None:
     with torch.device("meta"):
         encoder = transformers.Speech2TextModel(config).eval().get_encoder()
     shapes: Any = [(1, 1000, 80), (1, 10_000, 80)]
-    wanted = grown(encoder, "input_features", shapes, torch.float32, "meta")
+    growth = grown(encoder, "input_features", shapes, torch.float32, "meta")
     work = Work.of(config)
-    short, long = work.of_lengths([1000, 10_000])
-    assert wanted / 1.5 < long / short < 1.5 * wanted
+    assert_grows(work, [1000, 10_000], growth)
     assert work.price("target").unit == 1.0
 
 
@@ -195,9 +218,8 @@ def test_frames_of_speech_to_text_are_joined_by_its_convolutions() -> None:
 def test_attention_counts_in_the_layers_that_have_it(name: str) -> None:
     config = HYBRID[name]
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    wanted = grown(model, "input_ids", [(1, 256), (1, 2048)], torch.int64, "cpu")
-    short, long = Work.of(config).of_lengths([256, 2048])
-    assert wanted / 1.5 < long / short < 1.5 * wanted
+    growth = grown(model, "input_ids", [(1, 256), (1, 2048)], torch.int64, "cpu")
+    assert_grows(Work.of(config), [256, 2048], growth)
 
 
 def test_attention_within_a_window_grows_with_the_length_and_not_with_its_square() -> None:
@@ -214,30 +236,33 @@ def test_attention_within_a_window_grows_with_the_length_and_not_with_its_square
 
 def test_without_a_known_model_attention_takes_at_most_half_of_the_time_at_the_median() -> None:
     with pytest.warns(UserWarning, match="half of the samples are longer than 160,000"):
-        plan = LengthAwareBatchSampler([160_000] * 9, 640_000, rank=0, world_size=1).plan
+        plan = plan_of([160_000] * 9, 640_000)
     assert plan.work.of_lengths([160_000])[0] == 320_000
-    known = LengthAwareBatchSampler([160_000] * 9, 640_000, work=Work(), rank=0, world_size=1)
-    assert known.plan.work == Work()
-    short = LengthAwareBatchSampler([100] * 9, 640_000, rank=0, world_size=1)
-    assert short.plan.work.crossover == Work().crossover
+    assert plan_of([160_000] * 9, 640_000, work=Work()).work == Work()
+    assert plan_of([100] * 9, 640_000).work.crossover == Work().crossover
 
 
-@pytest.mark.parametrize("wrap", [lambda b: b, lambda b: b & TokenBudget(10**6), LearningBudget])
+FORWARD = MemoryBudget.from_model(LLAMA, "1GB", mode="forward")
+GENERATE = MemoryBudget.from_model(LLAMA, "1GB", mode="generate", max_new_tokens=32)
+
+
+def as_it_is(budget: Any) -> Any:
+    return budget
+
+
+def capped(budget: Any) -> Any:
+    return budget & TokenBudget(10**6)
+
+
+@pytest.mark.parametrize("wrap", [as_it_is, capped, LearningBudget])
 def test_a_step_of_generation_costs_a_forward_pass_for_each_new_token(wrap: Any) -> None:
     lengths = np.random.default_rng(0).integers(5, 60, 300)
-    budgets = {
-        mode: wrap(MemoryBudget.from_model(LLAMA, "1GB", mode=mode, **more))
-        for mode, more in (("forward", {}), ("generate", {"max_new_tokens": 32}))
-    }
-    work = Work(per_step=100)
-    plans = {
-        mode: LengthAwareBatchSampler(lengths, budget, work=work, rank=0, world_size=1).plan
-        for mode, budget in budgets.items()
-    }
-    assert plans["forward"].work.per_step == 100
-    assert plans["generate"].work.per_step == 3200
-    assert plans["generate"].num_steps < plans["forward"].num_steps
-    assert plans["generate"].predicted_time > 3200 * plans["generate"].num_steps
+    forward = plan_of(lengths, wrap(FORWARD), work=Work(per_step=100))
+    generate = plan_of(lengths, wrap(GENERATE), work=Work(per_step=100))
+    assert forward.work.per_step == 100
+    assert generate.work.per_step == 3200
+    assert generate.num_steps < forward.num_steps
+    assert generate.predicted_time > 3200 * generate.num_steps
 
 
 @pytest.mark.parametrize(
@@ -245,73 +270,90 @@ def test_a_step_of_generation_costs_a_forward_pass_for_each_new_token(wrap: Any)
 )
 def test_the_planning_page_shows_what_configs_say(name: str, config: Any) -> None:
     work = Work.of(config)
-    row = f"| {name} | {config.hidden_size:,}, {config.num_hidden_layers} | {work.per_step:,.0f} | {work.crossover:,.0f} |"
-    assert row in (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+    sizes = f"{config.hidden_size:,}, {config.num_hidden_layers}"
+    row = f"| {name} | {sizes} | {work.per_step:,.0f} | {work.crossover:,.0f} |"
+    page = Path(__file__).parents[2] / "docs" / "planning.md"
+    assert row in page.read_text()
+
+
+# Few shapes
+
+
+def assert_few_shapes_of_which_one_may_be_too_large(ladder: ShapeLadder, num_shapes: int) -> None:
+    """That of all samples that do not fit even alone."""
+    assert len(ladder.shapes) <= num_shapes
+    too_large = [shape for shape in ladder.shapes if math.prod(shape) > 400]
+    assert len(too_large) <= 1
+
+
+def assert_about_the_smallest_shape_that_holds(
+    ladder: ShapeLadder, size: int, longest: int
+) -> None:
+    """The cheapest, attention counted."""
+    shape = ladder.shape_for(size, longest)
+    holding = []
+    for num_samples, width in ladder.shapes:
+        if num_samples >= size and width >= longest:
+            holding.append((num_samples, width))
+    assert shape in holding
+    least = min(math.prod(other) for other in holding)
+    assert math.prod(shape) <= 1.1 * least or math.prod(shape) > 400
 
 
 @settings(max_examples=60, deadline=None)
 @given(VALUES, st.integers(2, 9), st.sampled_from([1, 8]), st.integers(1, 3))
-def test_planned_batches_have_few_shapes_that_fit(values, most, multiple, ranks) -> None:
-    """Also of samples that do not fit even alone, of which all have one shape; no other batch has it."""
-    budget, lengths = (
-        TokenBudget(400, pad_to_multiple_of=multiple),
-        {"tokens": np.asarray(values, np.int32)},
-    )
-    ladder = ShapeLadder(lengths, budget, most, window=7)
-    assert len(ladder.shapes) <= most
-    assert sum(samples * sum(longest) > 400 for samples, *longest in ladder.shapes) <= 1
+def test_planned_batches_have_few_shapes_that_fit(values, num_shapes, multiple, ranks) -> None:
+    lengths = streams(values)
+    budget = TokenBudget(400, pad_to_multiple_of=multiple)
+    ladder = ShapeLadder(lengths, budget, num_shapes, window=7)
+    assert_few_shapes_of_which_one_may_be_too_large(ladder, num_shapes)
     assert_budget_law(ladder, lengths)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         plan = LengthAwareBatchSampler(lengths, ladder, rank=0, world_size=ranks).plan
     work = plan.work.of_batches(plan.batches, lengths, ladder)
     for number, batch in enumerate(plan.batches):
-        longest = [max(int(values[batch].max()), 1) for values in lengths.values()]
-        samples, *wide = ladder.shape_for(len(batch), *longest)
-        holds = [
-            (n, *w) for n, *w in ladder.shapes if n >= len(batch) and (np.array(longest) <= w).all()
-        ]
-        assert (samples, *wide) in holds
-        assert work[number] == pytest.approx(samples * plan.work.of_lengths(wide).sum())
-        assert plan.padded[number] == samples * sum(wide)
-        assert samples * sum(wide) <= 400 or bool(np.isin(plan.oversize, batch).any())
-        least = min(n * sum(w) for n, *w in holds)
-        assert samples * sum(wide) <= 1.1 * least or samples * sum(wide) > 400, (
-            "the cheapest, attention counted"
-        )
+        longest = max(int(lengths["tokens"][batch].max()), 1)
+        assert_about_the_smallest_shape_that_holds(ladder, len(batch), longest)
+        num_samples, width = ladder.shape_for(len(batch), longest)
+        [work_of_sample] = plan.work.of_lengths([width])
+        assert work[number] == pytest.approx(num_samples * work_of_sample)
+        assert plan.padded[number] == num_samples * width
+        is_oversize = bool(np.isin(plan.oversize, batch).any())
+        assert num_samples * width <= 400 or is_oversize
 
 
-def test_literal_ladders_and_what_was_learned_rules_rungs_out() -> None:
+def test_a_literal_ladder() -> None:
     lengths = [100] * 50 + [300] * 50 + [290] * 20 + [900] * 2
-    assert ShapeLadder(lengths, 1800, num_shapes=3, window=122, work=Work()).shapes == [
-        (17, 100),
-        (6, 300),
-        (2, 900),
-    ]
+    ladder = ShapeLadder(lengths, 1800, num_shapes=3, window=122, work=Work())
+    assert ladder.shapes == [(17, 100), (6, 300), (2, 900)]
+
+
+def test_what_was_learned_rules_rungs_out() -> None:
     budget = LearningBudget(TokenBudget(1000))
     ladder = ShapeLadder([10] * 90 + [100] * 9, budget, 4, window=20, work=Work())
-    before = ladder.largest(np.array([10, 100])).tolist()
-    budget.record_failed_cost(before[1] * 100.0)
+    lengths = np.array([10, 100])
+    short_before, long_before = ladder.largest(lengths).tolist()
+    budget.record_failed_cost(long_before * 100.0)
     budget.apply()
-    after = ladder.largest(np.array([10, 100]))
-    assert after[1] < before[1]
+    short_after, long_after = ladder.largest(lengths).tolist()
+    assert long_after < long_before
+    assert short_after == short_before
     assert ladder.learner is not None
-    assert after[0] == before[0]
 
 
-@pytest.mark.parametrize(("values", "most"), [("narrow", 1.12), ("wide", 1.35)])
-def test_few_shapes_cost_little_more_than_free_ones(values: str, most: float) -> None:
+@pytest.mark.parametrize(("sigma", "most"), [(0.35, 1.12), (1.0, 1.35)], ids=["narrow", "wide"])
+def test_few_shapes_cost_little_more_than_free_ones(sigma: float, most: float) -> None:
     """Of updates of 64: against any shape, and against uniform lengths at their largest sizes."""
-    rng, spread = np.random.default_rng(0), 0.35 if values == "narrow" else 1.0
-    lengths = rng.lognormal(6, spread, 6400).astype(np.int32).clip(1, 8000)
+    drawn = np.random.default_rng(0).lognormal(6, sigma, 6400)
+    lengths = drawn.astype(np.int32).clip(1, 8000)
     budget = TokenBudget(4 * int(lengths.max()))
-    how = {"samples_per_update": 64, "work": Work(), "rank": 0, "world_size": 1}
     ladder = ShapeLadder(lengths, budget, 16, window=64, work=Work())
-    free, few = (
-        LengthAwareBatchSampler(lengths, asked, **how).plan.predicted_time
-        for asked in (budget, ladder)
-    )
-    assert few <= most * free
+    free = plan_of(lengths, budget, samples_per_update=64, work=Work())
+    few = plan_of(lengths, ladder, samples_per_update=64, work=Work())
+    assert few.predicted_time <= most * free.predicted_time
+
+
+# Defaults and measured steps
 
 
 @pytest.mark.parametrize(("device", "price"), [("cpu", CPU_PER_STEP), ("cuda", 1024)])
@@ -320,35 +362,37 @@ def test_the_default_is_that_of_the_device_that_torch_has(
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: device == "cuda")
     data: list[dict] = [{"input_ids": [1, 2]}]
-    found = [
-        LengthAwareBatchSampler([2], 8, rank=0, world_size=1).plan.work,
-        PlannedDataLoader(data, [2], 8, work=None).plan.work,
-        OnlineDataLoader(data, 8).config.work,
-    ]
-    assert [work.per_step for work in found] == [price] * 3
+    assert plan_of([2], 8).work.per_step == price
+    assert PlannedDataLoader(data, [2], 8, work=None).plan.work.per_step == price
+    assert OnlineDataLoader(data, 8).config.work.per_step == price
+
+
+def time_of(work: Work, num_samples: int, lengths: dict[str, int]) -> float:
+    return work.per_step + num_samples * float(work.of_lengths(lengths))
 
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.floats(0, 5000),
-    st.floats(100, 1e5),
-    st.floats(0.01, 9),
-    st.floats(10, 1e5),
-    st.integers(0, 99),
+    per_step=st.floats(0, 5000),
+    crossover=st.floats(100, 1e5),
+    unit=st.floats(0.01, 9),
+    crossover_of_patches=st.floats(10, 1e5),
+    seed=st.integers(0, 99),
 )
 def test_measured_steps_with_several_lengths_are_fitted(
-    a: float, b: float, unit: float, c: float, seed: int
+    per_step: float, crossover: float, unit: float, crossover_of_patches: float, seed: int
 ) -> None:
-    rng, rows = np.random.default_rng(seed), []
-    work = Work(per_step=a, crossover=b, streams={"patches": Price(unit=unit, crossover=c)})
+    rng = np.random.default_rng(seed)
+    patches = Price(unit=unit, crossover=crossover_of_patches)
+    work = Work(per_step=per_step, crossover=crossover, streams={"patches": patches})
+    steps = []
     for _ in range(30):
-        each = {"tokens": int(rng.integers(1, 8000)), "patches": int(rng.integers(0, 4000))}
-        n = int(rng.integers(1, 32))
-        rows.append((n, each, 1e-6 * (a + n * float(work.of_lengths(each)))))
-    fitted = Work.fit(rows)
-    for n, each, _ in rows:
-        predicted = (fitted.per_step + n * float(fitted.of_lengths(each))) / (
-            a + n * float(work.of_lengths(each))
-        )
-        assert predicted == pytest.approx(1, rel=1e-3)
+        lengths = {"tokens": int(rng.integers(1, 8000)), "patches": int(rng.integers(0, 4000))}
+        num_samples = int(rng.integers(1, 32))
+        seconds = 1e-6 * time_of(work, num_samples, lengths)
+        steps.append((num_samples, lengths, seconds))
+    fitted = Work.fit(steps)
+    for num_samples, lengths, _ in steps:
+        expected = time_of(work, num_samples, lengths)
+        assert time_of(fitted, num_samples, lengths) == pytest.approx(expected, rel=1e-3)
     assert fitted.streams["patches"].unit == pytest.approx(unit, rel=0.02)
