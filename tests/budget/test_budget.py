@@ -3,6 +3,7 @@
 import json
 import math
 import pickle
+import re
 from typing import Any
 
 import numpy as np
@@ -80,102 +81,104 @@ def test_sizes_may_leave_out_the_word_for_bytes(text: str, size: float) -> None:
     assert parsed_bytes(text) == size
 
 
+def whole_memory(batch_size: int, longest: Any = None) -> MemoryBudget:
+    return MemoryBudget(batch_size, longest=longest, model=PaddedTokens(), headroom=1.0)
+
+
+def bytes_for(limit: int) -> Budget:
+    return MemoryBudget.from_bytes(limit, model=Bytes(), headroom=1.0)
+
+
 FIRST = MemoryBudget(4, longest=100, model=PaddedTokens(), headroom=0.5)
-BOUND = MemoryBudget(2, model=PaddedTokens(), headroom=1.0).bind(
-    {"tokens": np.array([4, 10, 2], np.int32)}
-)
+BOUND = whole_memory(2).bind({"tokens": np.array([4, 10, 2], np.int32)})
 LABELS = {"tokens": np.array([4], np.int32), "labels": np.array([30], np.int32)}
-PARTLY = MemoryBudget(2, longest=10, model=PaddedTokens(), headroom=1.0).bind(LABELS)
-PACKED = (
-    TokenBudget(64, layout="packed", pad_to_multiple_of=8)
-    & AdditiveCap("tokens", 20)
-    & AdditiveCap("patches", 9)
-)
-KNOWN = MemoryBudget(4, longest=100, headroom=0.5).with_memory(PaddedTokens)
-BY_HAND: dict[str, tuple[Budget, BatchShape, list[bool]]] = {
-    "padding counts": (
-        TokenBudget(64, pad_to_multiple_of=8),
-        BatchShape.of([4, 4, 8], [16, 17, 8]),
-        [True, False, True],
-    ),
-    "packed: the sum": (
-        TokenBudget(64, layout="packed"),
-        BatchShape.of([4, 4], 60, [64, 65]),
-        [True, False],
-    ),
-    "empty samples": (TokenBudget(64), BatchShape.of([64, 65], 0), [True, False]),
+PARTLY = whole_memory(2, longest=10).bind(LABELS)
+TOKENS = TokenBudget(64)
+TO_EIGHT = TokenBudget(64, pad_to_multiple_of=8)
+PACKED = TokenBudget(64, layout="packed")
+PACKED_TO_EIGHT = TokenBudget(64, layout="packed", pad_to_multiple_of=8)
+PATCHES = AdditiveCap("patches", 10)
+BY_HAND: dict[str, Any] = {
+    "padding counts": (TO_EIGHT, ([4, 4, 8], [16, 17, 8]), [True, False, True]),
+    "packed: the sum": (PACKED, ([4, 4], 60, [64, 65]), [True, False]),
+    "empty samples": (TOKENS, ([64, 65], 0), [True, False]),
     "64 bits": (
         TokenBudget(2**41),
-        BatchShape.of([2**40, 2**40, 2**41], [2**31 - 1, 2, 2]),
+        ([2**40, 2**40, 2**41], [2**31 - 1, 2, 2]),
         [False, True, False],
     ),
     "as the first batch": (
         FIRST,
-        BatchShape.of([4, 3, 5, 2], [100, 100, 100, 101]),
+        ([4, 3, 5, 2], [100, 100, 100, 101]),
         [True, True, False, False],
     ),
-    "the first batch by the data": (BOUND, BatchShape.of(5, [4, 5]), [True, False]),
+    "the first batch by the data": (BOUND, (5, [4, 5]), [True, False]),
     "one stream by the data": (
         PARTLY,
-        BatchShape.of([2, 2, 3], {"tokens": 10, "labels": [30, 31, 20]}),
+        ([2, 2, 3], {"tokens": 10, "labels": [30, 31, 20]}),
         [True, False, False],
     ),
-    "bytes": (
-        MemoryBudget.from_bytes(4000, model=Bytes(), headroom=1.0),
-        BatchShape.of([10, 11], 10),
-        [True, False],
-    ),
+    "bytes": (bytes_for(4000), ([10, 11], 10), [True, False]),
     "bytes of two streams": (
-        MemoryBudget.from_bytes(2800, model=Bytes(), headroom=1.0),
-        BatchShape.of([6, 7], {"tokens": 10, "labels": 10}),
+        bytes_for(2800),
+        ([6, 7], {"tokens": 10, "labels": 10}),
         [True, False],
     ),
     "padded tokens of two streams": (
         TokenBudget(80, pad_to_multiple_of=8),
-        BatchShape.of([2, 2, 2], {"tokens": 17, "target": [16, 17, 8]}),
+        ([2, 2, 2], {"tokens": 17, "target": [16, 17, 8]}),
         [True, False, True],
     ),
     "all parts": (
-        TokenBudget(100) & AdditiveCap("patches", 10) & TokenBudget(50),
-        BatchShape.of([1, 1, 1], {"tokens": [50, 51, 50], "patches": [10, 1, 11]}),
+        TokenBudget(100) & PATCHES & TokenBudget(50),
+        ([1, 1, 1], {"tokens": [50, 51, 50], "patches": [10, 1, 11]}),
         [True, False, False],
     ),
     "a first batch beside a cap": (
-        MemoryBudget(2, longest=7, model=PaddedTokens(), headroom=1.0) & AdditiveCap("patches", 10),
-        BatchShape.of([2, 2, 3], {"tokens": 7, "patches": [5, 6, 1]}),
+        whole_memory(2, longest=7) & PATCHES,
+        ([2, 2, 3], {"tokens": 7, "patches": [5, 6, 1]}),
         [True, False, False],
     ),
     "a cap is not shown a packed row's padding": (
-        PACKED,
-        BatchShape.of(
-            [3, 3, 3], {"tokens": 8, "patches": 5}, {"tokens": [20, 21, 20], "patches": [9, 9, 10]}
+        PACKED_TO_EIGHT & AdditiveCap("tokens", 20) & AdditiveCap("patches", 9),
+        (
+            [3, 3, 3],
+            {"tokens": 8, "patches": 5},
+            {"tokens": [20, 21, 20], "patches": [9, 9, 10]},
         ),
         [True, False, False],
     ),
 }
 
 
-@pytest.mark.parametrize(("budget", "shape", "fits"), BY_HAND.values(), ids=BY_HAND)
-def test_what_fits_by_hand(budget: Budget, shape: BatchShape, fits: list[bool]) -> None:
-    assert budget.fits(shape).tolist() == fits
+@pytest.mark.parametrize(("budget", "sizes", "fits"), BY_HAND.values(), ids=BY_HAND)
+def test_what_fits_by_hand(budget: Budget, sizes: Any, fits: list[bool]) -> None:
+    """``sizes``: samples, longest lengths and sums of the batches."""
+    assert budget.fits(BatchShape.of(*sizes)).tolist() == fits
 
 
-def test_figures_by_hand() -> None:
-    by_layout = (
-        TokenBudget(64, pad_to_multiple_of=8),
-        TokenBudget(64, layout="packed", pad_to_multiple_of=8),
-    )
-    assert [padded_tokens(BatchShape.of(3, 17), budget).tolist() for budget in by_layout] == [
-        [72],
-        [56],
-    ]
-    assert TokenBudget.from_sequence_length(2048, 4) == TokenBudget(16384) == as_budget(16384)
-    assert TokenBudget(64).largest(np.array([0])).tolist() == [64]  # type: ignore[union-attr]
-    assert (TokenBudget(100) & TokenBudget(50)).largest(np.array([10])).tolist() == [5]  # type: ignore[union-attr]
-    assert (TokenBudget(100) & AdditiveCap("patches", 10)).largest(np.array([10])) is None
-    assert (
-        TokenBudget(100, pad_to_multiple_of=4) & TokenBudget(50, pad_to_multiple_of=6)
-    ).pad_to_multiple_of == 12
+def test_padded_tokens_by_hand() -> None:
+    shape = BatchShape.of(3, 17)
+    assert padded_tokens(shape, TO_EIGHT).tolist() == [72]
+    assert padded_tokens(shape, PACKED_TO_EIGHT).tolist() == [56]
+
+
+def test_a_number_and_a_sequence_length_are_budgets() -> None:
+    assert as_budget(16384) == TokenBudget(16384)
+    assert TokenBudget.from_sequence_length(2048, 4) == TokenBudget(16384)
+
+
+def test_largest_by_hand() -> None:
+    assert TOKENS.largest(np.array([0])).tolist() == [64]
+    both = TokenBudget(100) & TokenBudget(50)
+    assert both.largest(np.array([10])).tolist() == [5]
+    assert (TokenBudget(100) & PATCHES).largest(np.array([10])) is None
+
+
+def test_parts_of_several_paddings_pad_to_a_multiple_of_all() -> None:
+    four = TokenBudget(100, pad_to_multiple_of=4)
+    six = TokenBudget(50, pad_to_multiple_of=6)
+    assert (four & six).pad_to_multiple_of == 12
 
 
 @given(
@@ -187,45 +190,63 @@ def test_figures_by_hand() -> None:
 @example([5] * 3, [(40, 4), (1000, 6)], "packed")
 def test_combined_budgets_count_what_the_collate_function_pads_to(lengths, parts, layout):
     """It pads to a multiple of all parts: each part holds for that, also one that asks for less padding itself."""
-    both = AllOf.of(
-        *(TokenBudget(most, pad_to_multiple_of=pad, layout=layout) for most, pad in parts)
-    )
-    pad = both.pad_to_multiple_of
-    width = -(-max(lengths) // pad) * pad
-    made = len(lengths) * width if layout == "padded" else -(-sum(lengths) // pad) * pad
-    least = min(most for most, _ in parts)
+    budgets = []
+    for limit, multiple in parts:
+        budgets.append(TokenBudget(limit, pad_to_multiple_of=multiple, layout=layout))
+    both = AllOf.of(*budgets)
+    multiple = both.pad_to_multiple_of
+    width = -(-max(lengths) // multiple) * multiple
+    num_padded = len(lengths) * width
+    if layout == "packed":
+        num_padded = -(-sum(lengths) // multiple) * multiple
+    least = min(limit for limit, _ in parts)
     shape = BatchShape.of_samples({"tokens": np.array(lengths, np.int32)})
-    assert bool(both.fits(shape)[0]) == (made <= least and len(lengths) <= least)
+    assert bool(both.fits(shape)[0]) == (num_padded <= least and len(lengths) <= least)
     if layout == "padded" and width:
         assert both.largest(np.array([max(lengths)]))[0] == least // width
 
 
-def test_memory_that_nobody_described_is_what_a_host_knows_of_its_model() -> None:
+# Memory
+
+
+def as_it_is(budget: Budget) -> Budget:
+    return budget
+
+
+def capped(budget: Budget) -> Budget:
+    return budget & AdditiveCap("tokens", 99)
+
+
+@pytest.mark.parametrize("wrap", [as_it_is, LearningBudget, capped])
+def test_memory_that_nobody_described_is_what_a_host_knows_of_its_model(wrap: Any) -> None:
     """Before or after lengths are known, within what wraps a budget; a model that was given stays."""
-    lengths, cap = {"tokens": LENGTHS["tokens"]}, AdditiveCap("tokens", 99)
-    for wrap in (lambda budget: budget, LearningBudget, lambda budget: budget & cap):
-        plain, told = (
-            wrap(MemoryBudget(4)),
-            wrap(MemoryBudget(4, model=PaddedTokens())).bind(lengths).fingerprint,
-        )
-        assert (
-            plain.with_memory(PaddedTokens).bind(lengths).fingerprint
-            == told
-            != plain.bind(lengths).fingerprint
-        )
-        assert plain.bind(lengths).with_memory(PaddedTokens).fingerprint == told
-        assert plain.with_memory(PaddedTokens).with_memory(Bytes).bind(lengths).fingerprint == told
-    assert (TokenBudget(9).with_memory(Bytes), KNOWN) == (TokenBudget(9), FIRST)
-    learned = LearningBudget(MemoryBudget(4))
-    learned.with_memory(PaddedTokens).record_failed_cost(7.0)
-    assert learned.limit == 0.9 * 7.0
+    lengths = {"tokens": LENGTHS["tokens"]}
+    described = wrap(MemoryBudget(4, model=PaddedTokens())).bind(lengths).fingerprint
+    plain = wrap(MemoryBudget(4))
+    assert plain.bind(lengths).fingerprint != described
+    known = plain.with_memory(PaddedTokens)
+    assert known.bind(lengths).fingerprint == described
+    assert plain.bind(lengths).with_memory(PaddedTokens).fingerprint == described
+    assert known.with_memory(Bytes).bind(lengths).fingerprint == described
+
+
+def test_what_a_host_knows_of_memory_changes_no_other_budget() -> None:
+    assert TokenBudget(9).with_memory(Bytes) == TokenBudget(9)
+    known = MemoryBudget(4, longest=100, headroom=0.5).with_memory(PaddedTokens)
+    assert known == FIRST
+
+
+def test_a_budget_and_its_copy_with_a_known_model_learn_together() -> None:
+    budget = LearningBudget(MemoryBudget(4))
+    budget.with_memory(PaddedTokens).record_failed_cost(7.0)
+    assert budget.limit == 0.9 * 7.0
 
 
 @settings(max_examples=40)
 @given(
     st.one_of(
         st.builds(TokenBudget, st.integers(1, 400), pad_to_multiple_of=st.sampled_from([1, 8])),
-        st.builds(lambda n: MemoryBudget(n, model=PaddedTokens(), headroom=1.0), st.integers(1, 6)),
+        st.builds(whole_memory, st.integers(1, 6)),
     ),
     PAIRS,
     st.integers(1, 300),
@@ -235,84 +256,92 @@ def test_a_capped_stream_is_not_counted_as_padding(budget, lengths, limit, learn
     tokens, patches = np.array(lengths, np.int32).T
     streams = {"tokens": tokens, "patches": patches}
     alone = budget.bind({"tokens": tokens})
-    both = ((LearningBudget(budget) if learns else budget) & AdditiveCap("patches", limit)).bind(
-        streams
-    )
+    part = LearningBudget(budget) if learns else budget
+    both = (part & AdditiveCap("patches", limit)).bind(streams)
     count = np.arange(1, 9)
-    shape = BatchShape.of(count, {"tokens": int(tokens.max()), "patches": 5})
-    expected = alone.fits(BatchShape.of(count, int(tokens.max()))) & (count * 5 <= limit)
+    longest = int(tokens.max())
+    shape = BatchShape.of(count, {"tokens": longest, "patches": 5})
+    expected = alone.fits(BatchShape.of(count, longest)) & (count * 5 <= limit)
     assert both.fits(shape).tolist() == expected.tolist()
     assert both.cost(shape).tolist() == alone.cost(shape.without(["patches"])).tolist()
     assert_budget_law(both, streams, num_shapes=100)
 
 
+# What is refused
+
+
 def own(base: type[Any] = Budget, **methods: Any) -> Any:
     """A budget of the user's own."""
-    return type("Mine", (base,), methods)(*(() if base is Budget else (99,)))
+    arguments = () if base is Budget else (99,)
+    return type("Mine", (base,), methods)(*arguments)
 
 
 def planned(budget: Any) -> Any:
-    return LengthAwareBatchSampler(np.array([3, 40, 5, 6], np.int32), budget, **ALONE).plan
+    lengths = np.array([3, 40, 5, 6], np.int32)
+    return LengthAwareBatchSampler(lengths, budget, **ALONE).plan
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        *(
-            (lambda a=a: planned(own(fits=lambda self, shape, /: a)), "Mine.fits` must return")
-            for a in (True, None, np.ones(3))
-        ),
-        (
-            lambda: planned(own(TokenBudget, largest=lambda self, longest, /: 4)),
-            "Mine.largest` must return an array with one number",
-        ),
-        (lambda: TokenBudget(0), "`max_tokens` must be an int of at least 1, but is 0"),
-        (
-            lambda: TokenBudget(8, layout="ragged"),
-            "`layout` must be one of 'padded', 'packed', but is 'ragged'",
-        ),  # type: ignore[arg-type]
-        (
-            lambda: MemoryBudget(4, longest={"tokens": 8, "target": -1}),
-            "`target` must be an int of at least 1",
-        ),
-        (lambda: MemoryBudget(4, model=object()), "`model` must be a memory model, but is object"),  # type: ignore[arg-type]
-        (lambda: MemoryBudget.from_bytes(9, model=PaddedTokens()), "`model` must predict bytes"),  # type: ignore[arg-type]
-        (lambda: TokenBudget(8) & TokenBudget(8, layout="packed"), "cannot join padded and packed"),
-        (lambda: MemoryBudget(4).fits(BatchShape.of(1, 1)), "`longest` is missing"),
-        (lambda: as_budget(True), "`budget` must be a budget such as TokenBudget(4096)"),
-        (
-            lambda: MemoryBudget(2, longest=7, model=PaddedTokens()).fits(
-                BatchShape.of(1, {"tokens": 1, "labels": 1})
-            ),
-            "the longest length of 'labels' is missing",
-        ),
-        (
-            lambda: AdditiveCap("patches", 4).fits(BatchShape.of(1, 1)),
-            "needs the stream 'patches', but `lengths` has",
-        ),
-    ],
-)
+@pytest.mark.parametrize("answer", [True, None, np.ones(3)], ids=repr)
+def test_fits_must_answer_for_each_batch(answer: Any) -> None:
+    with pytest.raises(ConfigError, match="Mine.fits` must return"):
+        planned(own(fits=lambda self, shape, /: answer))
+
+
+def test_largest_must_answer_for_each_length() -> None:
+    budget = own(TokenBudget, largest=lambda self, longest, /: 4)
+    with pytest.raises(ConfigError, match="Mine.largest` must return an array with one number"):
+        planned(budget)
+
+
+SAMPLE = BatchShape.of(1, 1)
+PAIR = BatchShape.of(1, {"tokens": 1, "labels": 1})
+WRONG: list[Any] = [
+    (lambda: TokenBudget(0), "`max_tokens` must be an int of at least 1, but is 0"),
+    (
+        lambda: TokenBudget(8, layout="ragged"),
+        "`layout` must be one of 'padded', 'packed', but is 'ragged'",
+    ),
+    (
+        lambda: MemoryBudget(4, longest={"tokens": 8, "target": -1}),
+        "`target` must be an int of at least 1",
+    ),
+    (lambda: MemoryBudget(4, model=object()), "`model` must be a memory model, but is object"),
+    (lambda: MemoryBudget.from_bytes(9, model=PaddedTokens()), "`model` must predict bytes"),
+    (lambda: TokenBudget(8) & TokenBudget(8, layout="packed"), "cannot join padded and packed"),
+    (lambda: MemoryBudget(4).fits(SAMPLE), "`longest` is missing"),
+    (lambda: as_budget(True), "`budget` must be a budget such as TokenBudget(4096)"),
+    (
+        lambda: whole_memory(2, longest=7).fits(PAIR),
+        "the longest length of 'labels' is missing",
+    ),
+    (lambda: PATCHES.fits(SAMPLE), "needs the stream 'patches', but `lengths` has"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), WRONG)
 def test_bad_arguments_name_themselves(make: Any, message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=re.escape(message)):
         make()
-    assert message in str(caught.value)
+
+
+def only_even_numbers(self: Any, shape: BatchShape, /) -> Any:
+    return shape.num_samples % 2 == 0
+
+
+def only_long_samples(self: Any, shape: BatchShape, /) -> Any:
+    return shape.longest["tokens"] > 10
+
+
+def always_three(self: Any, longest: Any, /) -> Any:
+    return longest * 0 + 3
 
 
 @pytest.mark.parametrize(
     ("budget", "message"),
     [
-        (
-            own(fits=lambda self, shape, /: shape.num_samples % 2 == 0),
-            "but accepts the batch after a sample",
-        ),
-        (
-            own(TokenBudget, fits=lambda self, shape, /: shape.longest["tokens"] > 10),
-            "but accepts the batch after",
-        ),
-        (
-            own(TokenBudget, largest=lambda self, longest, /: longest * 0 + 3),
-            "`largest` allows 3 samples",
-        ),
+        (own(fits=only_even_numbers), "but accepts the batch after a sample"),
+        (own(TokenBudget, fits=only_long_samples), "but accepts the batch after"),
+        (own(TokenBudget, largest=always_three), "`largest` allows 3 samples"),
     ],
 )
 def test_a_law_breaking_budget_is_caught(budget: Budget, message: str) -> None:
@@ -320,41 +349,53 @@ def test_a_law_breaking_budget_is_caught(budget: Budget, message: str) -> None:
         assert_budget_law(budget, {"tokens": LENGTHS["tokens"]})
 
 
-def test_messages_and_budgets_know_the_names_that_the_user_gave() -> None:
-    pairs = {"source": [3, 90], "target": [4, 5]}
-    assert (
-        MemoryBudget(1, longest=90)
-        .bind(as_streams(pairs))
-        .most_samples({"source": 90, "target": 5})
-        == 1
-    )
-    mine = own(fits=lambda self, shape, /: shape.total["source"] < 93)
-    assert len(LengthAwareBatchSampler(pairs, mine, **ALONE).plan.rows) == 2
-    with pytest.raises(
-        BudgetError, match=r"sample 1 \(90 source, 5 target\) does not fit even alone"
-    ):
-        LengthAwareBatchSampler(pairs, 50, oversize="error", **ALONE)
+# Names that the user gave
+
+SENTENCES = {"source": [3, 90], "target": [4, 5]}
+
+
+def sampler_of(budget: Any, **options: Any) -> LengthAwareBatchSampler:
+    return LengthAwareBatchSampler(SENTENCES, budget, **ALONE, **options)
+
+
+def test_budgets_know_the_names_that_the_user_gave() -> None:
+    bound = MemoryBudget(1, longest=90).bind(as_streams(SENTENCES))
+    assert bound.most_samples({"source": 90, "target": 5}) == 1
+    budget = own(fits=lambda self, shape, /: shape.total["source"] < 93)
+    assert len(sampler_of(budget).plan.rows) == 2
+
+
+def test_messages_know_the_names_that_the_user_gave() -> None:
+    message = r"sample 1 \(90 source, 5 target\) does not fit even alone"
+    with pytest.raises(BudgetError, match=message):
+        sampler_of(50, oversize="error")
     with pytest.warns(UserWarning, match="the first is sample 1 with 90 source, 5 target;"):
-        LengthAwareBatchSampler(pairs, 50, **ALONE)
-    with pytest.raises(
-        ConfigError,
-        match=r"needs the stream 'patches', but `lengths` has only \['source', 'target'\]",
-    ):
-        LengthAwareBatchSampler(pairs, TokenBudget(100) & AdditiveCap("patches", 5), **ALONE)
-    report = LengthAwareBatchSampler(pairs, 200, **ALONE).plan.report()
+        sampler_of(50)
+    message = r"needs the stream 'patches', but `lengths` has only \['source', 'target'\]"
+    with pytest.raises(ConfigError, match=message):
+        sampler_of(TokenBudget(100) & AdditiveCap("patches", 5))
+
+
+def test_reports_know_the_names_that_the_user_gave() -> None:
+    report = sampler_of(200).plan.report()
     assert "sample length in 'source', median" in report
     assert "'tokens'" not in report
 
 
+# Limits that are learned
+
 LONGER = {"tokens": np.array([3, 90, 40, 100, 7], dtype=np.int32)}
+IN_BYTES = bytes_for(11_000)
+BUDGETS: dict[str, Any] = {
+    "none": None,
+    "tokens": TokenBudget(1000, pad_to_multiple_of=8, max_samples=30),
+    "bytes": IN_BYTES,
+    "packed": TokenBudget(1000, layout="packed"),
+    "capped": TokenBudget(1000) & AdditiveCap("patches", 50),
+}
 
 
-IN_BYTES = MemoryBudget.from_bytes(11_000, model=Bytes(), headroom=1.0)
-BUDGETS: list[Any] = [None, TokenBudget(1000, pad_to_multiple_of=8, max_samples=30), IN_BYTES]
-BUDGETS += [TokenBudget(1000, layout="packed"), TokenBudget(1000) & AdditiveCap("patches", 50)]
-
-
-@pytest.mark.parametrize("budget", BUDGETS, ids=lambda b: "none" if b is None else b.fingerprint)
+@pytest.mark.parametrize("budget", BUDGETS.values(), ids=BUDGETS)
 @settings(max_examples=25)
 @given(failures=st.lists(FAILURES, max_size=30))
 def test_what_failed_and_all_that_is_predicted_as_heavy_never_fits_again(
@@ -362,18 +403,21 @@ def test_what_failed_and_all_that_is_predicted_as_heavy_never_fits_again(
 ) -> None:
     learning = LearningBudget(budget)
     bound = learning.bind({**LONGER, "patches": LONGER["tokens"]})
-    counts, longests = (a.ravel() for a in np.meshgrid(np.arange(1, 13), np.arange(1, 121, 7)))
-    grid = BatchShape.of(counts, {"tokens": longests, "patches": 1})
-    own = np.ones(len(grid), bool) if budget is None else budget.fits(grid)
+    counts, longest_of_shapes = np.meshgrid(np.arange(1, 13), np.arange(1, 121, 7))
+    longest = {"tokens": longest_of_shapes.ravel(), "patches": 1}
+    grid = BatchShape.of(counts.ravel(), longest)
+    fits = np.ones(len(grid), bool)
+    if budget is not None:
+        fits = budget.fits(grid)
     failed = math.inf
-    for count, longest in failures:
-        shape = BatchShape.of(count, {"tokens": longest, "patches": 1})
+    for count, num_tokens in failures:
+        shape = BatchShape.of(count, {"tokens": num_tokens, "patches": 1})
         failed = min(failed, float(learning.cost(shape)[0]))
         learning.record_oom(shape)
         learning.apply()
-        ok = learning.fits(grid)
-        assert (ok == (own & learning.allows(grid))).all()
-        assert not ok[learning.cost(grid) >= failed].any()
+        fits_now = learning.fits(grid)
+        assert (fits_now == (fits & learning.allows(grid))).all()
+        assert not fits_now[learning.cost(grid) >= failed].any()
         assert bound.limit == learning.limit, "what is learned is shared"
     if not isinstance(budget, AllOf):
         assert_budget_law(learning, LONGER, num_shapes=50)
@@ -409,28 +453,44 @@ def test_plans_follow_only_what_is_applied_and_ranks_the_lowest_of_all(costs: An
     assert run_ranks(2, run) == [(None, limit, limit)] * 2
 
 
-def test_state_goes_through_json_and_belongs_to_a_budget() -> None:
-    learning = LearningBudget(TokenBudget(1000))
-    learning.record_oom(BatchShape.of(8, 100), wasted_s=1.5)
-    learning.apply()
-    state = json.loads(json.dumps(learning.state_dict(), allow_nan=False))
+@pytest.fixture
+def learned() -> LearningBudget:
+    """A batch of 8 samples of 100 tokens ran out of memory."""
+    budget = LearningBudget(TokenBudget(1000))
+    budget.record_oom(BatchShape.of(8, 100), wasted_s=1.5)
+    budget.apply()
+    return budget
+
+
+def state_of(budget: LearningBudget) -> Any:
+    return json.loads(json.dumps(budget.state_dict(), allow_nan=False))
+
+
+def test_what_was_learned_goes_through_json(learned: LearningBudget) -> None:
     again = LearningBudget(TokenBudget(1000))
-    again.load_state_dict(state)
-    assert json.dumps(again.state_dict()) == json.dumps(learning.state_dict())
-    assert again.applied == learning.applied == 720
+    again.load_state_dict(state_of(learned))
+    assert state_of(again) == state_of(learned)
+    assert learned.applied == 720
+    assert again.applied == 720
     assert str(again.report).startswith("1 out-of-memory errors, 2 parts run again, 1.5 s wasted")
-    with pytest.raises(
-        StateError, match=r"budget was .*max_tokens=1000.* then, is .*max_tokens=2000.* now"
-    ):
-        LearningBudget(TokenBudget(2000)).load_state_dict(state)
-    for damaged in [{**state, key: "x"} for key in state] + [
-        {**state, "limits": [1, *state["limits"][1:]]},
-        [],
-        3,
-    ]:
+
+
+def test_a_state_belongs_to_a_budget(learned: LearningBudget) -> None:
+    message = r"budget was .*max_tokens=1000.* then, is .*max_tokens=2000.* now"
+    with pytest.raises(StateError, match=message):
+        LearningBudget(TokenBudget(2000)).load_state_dict(state_of(learned))
+
+
+def test_a_damaged_state_is_refused_and_half_of_nothing_is_taken_over(
+    learned: LearningBudget,
+) -> None:
+    state = state_of(learned)
+    damaged = [{**state, key: "x"} for key in state]
+    damaged += [{**state, "limits": [1, *state["limits"][1:]]}, [], 3]
+    for wrong in damaged:
         with pytest.raises(StateError):
-            again.load_state_dict(damaged)
-    assert json.dumps(again.state_dict()) == json.dumps(state), "half of nothing is taken over"
+            learned.load_state_dict(wrong)
+    assert state_of(learned) == state
 
 
 def fits_in_a_worker(learning: LearningBudget, asked: Any, answers: Any) -> None:
