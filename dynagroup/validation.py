@@ -67,6 +67,18 @@ class sendable(ContextDecorator):
             raise RuntimeError(f"{self._what()}: {type(error).__name__}: {error}") from error
 
 
+def called(name: str, function: Callable[..., Any], *args: Any, of: int | list[int]) -> Any:
+    """Calls the user's function; errors name it and its samples."""
+
+    def what() -> str:
+        if isinstance(of, list):
+            return f"{name} failed on the batch of dataset indices {shorten(of)}"
+        return f"{name} failed on sample {of}"
+
+    with sendable(what, always=True):
+        return function(*args)
+
+
 def _arrives(kind: Any) -> bool:
     with suppress(Exception):  # torch sends the class and a text, and makes a new error of them
         pickle.dumps(kind)

@@ -15,6 +15,7 @@ from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.update.loader import StepLoader
 from dynagroup.update.split_test import LossOf, check_loader
 from dynagroup.update.step import Step
+from dynagroup.validation import warn_user
 
 Batch: TypeAlias = Any  # what the user's collate function makes
 
@@ -107,4 +108,9 @@ def _check_loss(
 ) -> None:
     send = partial(send_to_device, device=accelerator.device)
     is_half = accelerator.mixed_precision != "no"
-    check_loader(model, lambda step: loss_of(step.map(send)), loader, is_half=is_half)
+    rule = check_loader(model, lambda step: loss_of(step.map(send)), loader, is_half=is_half)
+    if rule == "sum":
+        warn_user(
+            "`loss_of` returns a loss that is a sum, not a mean: leave `step.loss_scale` out of the "
+            "loop, and multiply the loss by the number of ranks"
+        )

@@ -84,7 +84,7 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
     _scale: Scale = None  # of the running step
     _loss: float | None = None  # of the running step, before this factor
     _compute: Any = None  # with several losses, the function that returns them
-    _num_unchecked = 4  # weighed steps whose `training_step` is still checked
+    _num_unchecked = 4  # weighed steps, or sums of several losses, that are still checked
 
     @property
     def samples_per_update(self) -> int:
@@ -341,10 +341,12 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
     def _losses_of(self, model: Model, inputs: Batch, items: Items) -> Any:
         """Returns the losses that the model, or the Trainer's ``compute_loss``, returns as ``losses``."""
         compute = self._compute or self.compute_loss
-        _, outputs = compute(model, {**inputs}, return_outputs=True, num_items_in_batch=items)
+        loss, outputs = compute(model, {**inputs}, return_outputs=True, num_items_in_batch=items)
         losses = outputs.get("losses") if isinstance(outputs, Mapping) else None
         weigh: Any = self.dynagroup.weigh
-        check_losses(losses, weigh)
+        is_checked = self._num_unchecked > 0  # reading the loss waits for the device
+        self._num_unchecked -= int(is_checked)
+        check_losses(losses, weigh, loss if is_checked else None)
         return losses
 
     @contextlib.contextmanager

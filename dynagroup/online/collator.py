@@ -34,6 +34,7 @@ from dynagroup.update.filling import FillingCollator, Pad
 from dynagroup.update.loss_weight import Weigh, weigher
 from dynagroup.update.step import collated_shape, has_rows_of_all, shown, total_of
 from dynagroup.validation import (
+    called,
     check_choice,
     check_collating,
     check_function,
@@ -170,7 +171,7 @@ class RefinementCollator:
         """Returns the true lengths of these samples: stream -> int32 (N,)."""
         length_of = self.length_of or measure_sample
         measured = [
-            _called("length_of", length_of, sample, of=index)
+            called("length_of", length_of, sample, of=index)
             for sample, index in zip(samples, indices, strict=True)
         ]
         if isinstance(measured[0], Mapping):
@@ -257,7 +258,7 @@ class RefinementCollator:
         for number, members in enumerate(batches):
             indices = measured.indices_of(members)
             samples = _copied(measured.samples_of(members), deep=number in kept)
-            batch = _called("collate_fn", self.collate_fn or default_collate, samples, of=indices)
+            batch = called("collate_fn", self.collate_fn or default_collate, samples, of=indices)
             self._correct_lengths(true, members, batch, indices)
             collated.append(batch)
         corrected = replace(measured, lengths=true)
@@ -300,7 +301,7 @@ class RefinementCollator:
                 f"sample {indices[0]} ({units_of(lengths, 0)}) does not fit even alone; truncate it, "
                 "filter it out, raise the budget, or pass oversize='alone'"
             )
-        weight = _called("weigh", self._weight_of, batch, len(indices), of=indices)
+        weight = called("weigh", self._weight_of, batch, len(indices), of=indices)
         if self.budget.ladder is not None:
             batch = self.filling.fill(batch, len(indices))
         label = measured.labels[members[0]]
@@ -392,7 +393,7 @@ class _BatchFacts:
 
 
 def _label(kind_of: Callable[[Sample], Hashable], sample: Sample, index: int) -> Label:
-    label = _called("kind_of", kind_of, sample, of=index)
+    label = called("kind_of", kind_of, sample, of=index)
     with explained(
         f"`kind_of` must return a hashable label, but returned {label!r:.80} for sample {index}",
         way_out="; return a text, or a tuple",
@@ -470,18 +471,6 @@ def _copied(samples: list[Sample], *, deep: bool) -> list[Sample]:
     with suppress(Exception):
         return copy.deepcopy(samples) if deep else list(map(copy.copy, samples))
     return samples
-
-
-def _called(name: str, function: Callable[..., Any], *args: Any, of: int | list[int]) -> Any:
-    """Calls the user's function; errors name it and its samples."""
-
-    def what() -> str:
-        if isinstance(of, list):
-            return f"{name} failed on the batch of dataset indices {shorten(of)}"
-        return f"{name} failed on sample {of}"
-
-    with sendable(what, always=True):
-        return function(*args)
 
 
 def _whole_numbers(values: list[Any], indices: Sequence[int]) -> NDArray[np.int32]:

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from dynagroup.errors import ConfigError
+from dynagroup.validation import explained
 
 Weigh: TypeAlias = Literal["tokens", "labels", "samples"] | Callable[[Any], float]
 WeightOf: TypeAlias = Callable[[Any, int], float]  # of a batch, and its number of samples
@@ -57,7 +58,11 @@ def count_label_tokens(batch: Any, *, shifted: bool = True) -> int:
         )
     labels = batch[name]
     if not hasattr(labels, "ndim"):
-        labels = np.asarray(labels)
+        with explained(
+            f"`{name}` of a batch must be a tensor, or lists of equal lengths, but are {labels!r:.80}",
+            way_out="; pad them with -100 in `collate_fn`, or pass `weigh`, a function of a batch",
+        ):
+            labels = np.asarray(labels)
     if "float" in str(labels.dtype):  # torch's or numpy's
         return math.prod(labels.shape)
     if shifted and name == "labels" and labels.ndim > 1:

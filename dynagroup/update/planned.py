@@ -44,6 +44,7 @@ from dynagroup.update.updates import (
     compare_ranks,
 )
 from dynagroup.validation import (
+    called,
     check_collating,
     check_int,
     fetch,
@@ -474,7 +475,8 @@ class _Feed(Inner):
             return 0.0
         if collated.weight is not None:
             return collated.weight
-        return self._weight_of(collated.batch, len(step.indices))
+        num_samples = len(step.indices)
+        return called("weigh", self._weight_of, collated.batch, num_samples, of=step.indices)
 
     def _tell_other_ranks(self, world: World) -> None:
         self.loader = None  # its workers may be dead
@@ -522,14 +524,14 @@ class _CollatedDataset(Dataset[Any]):
             torch.manual_seed(request.seed)
             random.seed(request.seed)
             np.random.seed(request.seed % 2**32)
-        samples = fetch(self.dataset, request.indices)
-        num_samples = len(request.indices)
-        with sendable(lambda: f"collate_fn failed on dataset samples {shorten(request.indices)}"):
+        indices = request.indices
+        samples = fetch(self.dataset, indices)
+        with sendable(lambda: f"collate_fn failed on dataset samples {shorten(indices)}"):
             batch = self.filling.collated(samples)
-            if self.weight_of is None:
-                return [_Collated(batch, None)]
-            weight = self.weight_of(batch, num_samples)
-            return [_Collated(self.filling.fill(batch, num_samples), weight)]
+        if self.weight_of is None:
+            return [_Collated(batch, None)]
+        weight = called("weigh", self.weight_of, batch, len(indices), of=indices)
+        return [_Collated(self.filling.fill(batch, len(indices)), weight)]
 
     def __len__(self) -> int:
         return len(self.dataset)

@@ -9,7 +9,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, TypeAlias
@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import default_collate
 
 from dynagroup.distributed import SingleProcess, World
-from dynagroup.errors import ConfigError
+from dynagroup.errors import AlignmentError, ConfigError
 from dynagroup.shapes import BatchShape, primary
 from dynagroup.update.filling import Collate, FillingCollator
 from dynagroup.update.loader import StepLoader
@@ -245,11 +245,12 @@ class _SplitTest:
         if finding.failure is not None or not finding.differences:
             return False
         first_loss = next(iter(losses.values()))
-        with _without_dropout(self.model, trains=True):
+        differs = True
+        with _without_dropout(self.model, trains=True), suppress(Exception):  # the user's loss
             gradients = [
                 self._gradient(first_loss, self.pieces.together, None, seed) for seed in (0, 1)
             ]
-        differs = not torch.equal(*gradients)
+            differs = not torch.equal(*gradients)
         return not self.world.all_max([int(differs)])[0]
 
     def _without_rule(self, finding: _Finding) -> Any:
@@ -281,18 +282,20 @@ class _SplitTest:
         differences: dict[str, float] = {}
         failure: str | None = None
         for rule, loss_of in losses.items():
-            weights = self._normalized_weights(rule)
-            if weights is None:
-                continue
+            squares = None
+            error = None
             try:
-                whole = gradient_together(first_loss)
-                parts = gradients_alone(loss_of)
-            except ConfigError:
-                raise
-            except Exception as error:  # the loss is the user's code
-                failure = failure or f"{type(error).__name__}: {error}"
+                weights = self._normalized_weights(rule)
+                if weights is not None:
+                    squares = _squares(
+                        gradient_together(first_loss), gradients_alone(loss_of), weights
+                    )
+            except Exception as caught:  # the loss is the user's code
+                error = caught
+            difference, failure_now = self._of_all_ranks(squares, error)
+            failure = failure or failure_now
+            if difference is None:
                 continue
-            difference = self._difference(whole, parts, weights)
             if math.isnan(difference):
                 return _Finding()
             differences[rule] = difference
@@ -303,20 +306,28 @@ class _SplitTest:
             rule=rule, differences=differences, failure=None if differences else failure
         )
 
-    def _difference(
-        self, whole: torch.Tensor, parts: Sequence[torch.Tensor], weights: Sequence[float]
-    ) -> float:
-        """Returns the norm of (weighted sum of parts - whole), relative to that of the whole, over all ranks, because each
-        may have a part of a gradient. nan: the gradient of the whole shows nothing. Infinity: a sample alone has none."""
-        difference = -whole
-        for part, weight in zip(parts, weights, strict=True):
-            if weight != 0:
-                difference = difference + weight * part
-        squares = [float(vector.square().sum()) for vector in (difference, whole)]
-        apart, length = self.world.all_sum(squares)
+    def _of_all_ranks(
+        self, squares: tuple[float, float] | None, error: Exception | None
+    ) -> tuple[float | None, str | None]:
+        """Returns the difference relative to the whole over all ranks, because each may have a part of a gradient, and why a
+        rank could not compute it. nan: the gradient of the whole shows nothing. Infinity: a sample alone has none.
+        ConfigError, AlignmentError: this or another rank raised a ConfigError."""
+        is_refused = isinstance(error, ConfigError)
+        flags = [squares is None, error is not None, is_refused]
+        apart, length, num_without, num_failed, num_refused = self.world.all_sum(
+            [*(squares or (0.0, 0.0)), *map(int, flags)]
+        )
+        if error is not None and is_refused:
+            raise error
+        if num_refused:
+            raise AlignmentError("another rank refused the loss; see its error")
+        if error is not None:
+            return None, f"{type(error).__name__}: {error}"
+        if num_without:
+            return None, "it failed on another rank; see its log" if num_failed else None
         if length == 0 or not math.isfinite(length):
-            return math.nan
-        return math.sqrt(apart / length) if math.isfinite(apart) else math.inf
+            return math.nan, None
+        return math.sqrt(apart / length) if math.isfinite(apart) else math.inf, None
 
     def _normalized_weights(self, rule: str) -> list[float] | None:
         """Returns what each sample alone weighs, of 1 in all; None: there is nothing to count. Losses that are sums have
@@ -366,6 +377,17 @@ class _SplitTest:
         return _elements(self.tensors, gradients)
 
 
+def _squares(
+    whole: torch.Tensor, parts: Sequence[torch.Tensor], weights: Sequence[float]
+) -> tuple[float, float]:
+    """Returns the squared norms of (weighted sum of parts - whole), and of the whole."""
+    difference = -whole
+    for part, weight in zip(parts, weights, strict=True):
+        if weight != 0:
+            difference = difference + weight * part
+    return float(difference.square().sum()), float(whole.square().sum())
+
+
 def _rule_that_holds(differences: Mapping[str, float], limit: float) -> str | None:
     """Returns the first rule that holds, unless a later one is clearly closer."""
     closest = min(differences.values(), default=math.inf)
@@ -389,13 +411,25 @@ def sum_of(losses: Mapping[str, torch.Tensor], scales: Mapping[str, float]) -> t
     return torch.stack(scaled).sum()
 
 
-def check_losses(losses: object, weigh: Mapping[str, object]) -> None:
-    """Raises ConfigError if ``losses`` is not a mapping with the names of ``weigh``."""
+def check_losses(
+    losses: object, weigh: Mapping[str, object], loss: torch.Tensor | None = None
+) -> None:
+    """Raises ConfigError if ``losses`` is not a mapping with the names of ``weigh``, or if ``loss`` is not their sum."""
     names = sorted(losses) if isinstance(losses, Mapping) else type(losses).__name__
     if names != sorted(weigh):
         raise ConfigError(
             f"`weigh` is a dict for the losses {sorted(weigh)}, but the losses are {names}; return a "
             "mapping with these names (a Trainer's model or compute_loss: as `losses` of its outputs)"
+        )
+    if loss is None or not isinstance(losses, Mapping):
+        return
+    total = sum(float(one) for one in losses.values())
+    tolerance = HALF if loss.itemsize < 4 else EXACT
+    both_are_nan = math.isnan(total) and bool(loss.isnan())
+    if not both_are_nan and not math.isclose(float(loss), total, rel_tol=tolerance, abs_tol=1e-6):
+        raise ConfigError(
+            f"with `weigh` as a dict the sum of `losses` is trained, {total:.6g}, but the loss beside "
+            f"them is {float(loss):.6g}; return each of its terms in `losses`, with its factor"
         )
 
 
