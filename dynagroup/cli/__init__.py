@@ -64,10 +64,10 @@ def tokens(text: str) -> int:
 
 
 DATA = "data --column --kinds --tokenizer --max-length --world-size --layout --pad-to-multiple-of --json"
-TODAY = f"{DATA} --batch-size! --max-tokens --accumulation --model"
+TODAY = f"{DATA} --batch-size! --max-tokens --accumulation --model --device"
 MEASURE = "data --column --tokenizer --max-length --output! --processes --json"
-PLAN = f"{DATA} --max-tokens! --shuffle --window --samples-per-update --picture"
-DOCTOR = f"{TODAY} --gpu-memory --dtype --gradient-checkpointing --html"
+PLAN = f"{DATA} --max-tokens! --shuffle --window --samples-per-update --device --picture"
+DOCTOR = f"{TODAY} --gpu-memory --dtype --gradient-checkpointing --lora --html"
 DEMO = "--texts --tokenizer --model --device --budget --max-length --samples --seconds"
 FOR = "verl|trl|llamafactory|nemo|megatron"
 FILES = "npy, npz, txt, csv, tsv, jsonl, json, parquet, a folder of datasets, or a pattern"
@@ -145,7 +145,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {  # name -> placeholder of its value, mea
     ),
     "--texts": ("FILE", "file with one text per line; default: docstrings found on this machine"),
     "--budget": ("T", "most tokens of a batch, with padding"),
-    "--device": ("NAME", "cpu, cuda, ...; default: cuda if available"),
+    "--device": ("NAME", "device of the training, cpu, cuda, ...; default: cuda if available"),
     "--samples": ("N", "most texts to train on"),
     "--seconds": ("S", "stop training after this many seconds"),
 }

@@ -12,6 +12,8 @@ from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from dynagroup.budget.memory import LENGTHS, WAY_OUT, MemoryBudget, parsed_bytes
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.device import CudaDevice
@@ -22,10 +24,10 @@ from dynagroup.memory import ProfiledMemory, Workload, measure
 from dynagroup.memory.trace.model import as_config, as_random_model
 from dynagroup.plan.compare import MEGA_BATCHES, Comparison, most_units
 from dynagroup.plan.compare import compare as compared
-from dynagroup.plan.cost import Work
+from dynagroup.plan.cost import Work, local_device
 from dynagroup.plan.plots import drawn, new_figure, save_picture
 from dynagroup.plan.sampler import LengthAwareBatchSampler
-from dynagroup.shapes import Streams
+from dynagroup.shapes import BatchShape, Streams, primary
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -143,69 +145,111 @@ def plan(args: argparse.Namespace) -> Result:
         shuffle=args.shuffle,
         window=args.window,
         samples_per_update=args.samples_per_update,
-        work=Work(is_assumed=True),
+        work=_work(args),
         rank=0,
         world_size=args.world_size,
     )
     planned = sampler.plan
     figures = {**planned.statistics, "fingerprint": planned.fingerprint}
-    return Result(figures=figures, text=planned.report(), draw=planned.plot)
+    text = f"{planned.report()}\n{_device_line(args)}"
+    return Result(figures=figures, text=text, draw=planned.plot)
 
 
 def compare(args: argparse.Namespace) -> Result:
-    comparison = _comparison(args)
-    return Result(figures=comparison.figures(), text=comparison.report(), draw=comparison.plot)
-
-
-def _comparison(args: argparse.Namespace) -> Comparison:
     lengths, kinds = lengths_of(args)
+    comparison = _comparison(args, lengths, kinds)
+    text = f"{comparison.report()}\n{_device_line(args)}"
+    return Result(figures=comparison.figures(), text=text, draw=comparison.plot)
+
+
+def _work(args: argparse.Namespace) -> Work:
+    """Returns the predicted time of the given or an unknown model on the given or this machine's device."""
+    device = args.device or local_device()
+    model = vars(args).get("model")
+    if model is None:
+        return Work.of_known(None, device=device)
+    return Work.of(as_config(model), device=device)
+
+
+def _device_line(args: argparse.Namespace) -> str:
+    if args.device:
+        return f"time is predicted for {args.device}"
+    return f"time is predicted for {local_device()}, this machine; for another: --device cuda or --device cpu"
+
+
+def _comparison(
+    args: argparse.Namespace,
+    lengths: Streams,
+    kinds: list[Any] | None,
+    most_tokens: int | None = None,
+) -> Comparison:
+    """Compares ways under the given budget or today's largest batch, and under at most ``most_tokens``."""
     max_tokens = args.max_tokens
     if max_tokens is None:
         max_tokens = args.batch_size * most_units(lengths)
+    if most_tokens is not None:
+        max_tokens = min(max_tokens, most_tokens)
     budget = TokenBudget(max_tokens, layout=args.layout, pad_to_multiple_of=args.pad_to_multiple_of)
     return compared(
         lengths,
         args.batch_size,
         budget=budget,
-        work=None if args.model is None else Work.of(as_config(args.model)),
+        work=_work(args),
         kinds=kinds,
         world_size=args.world_size,
         accumulation=args.accumulation,
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """What the memory of a device allows.
+
+    Args:
+        text: whether today's batch fits if all samples are the longest, and how many would.
+        num_fit: samples of the longest lengths that fit in one batch; None: memory is not known.
+        safe_tokens: a token budget with which all batches fit; None: memory is not known, or not one sample fits.
+    """
+
+    text: str
+    num_fit: int | None = None
+    safe_tokens: int | None = None
+
+
 def doctor(args: argparse.Namespace) -> Result:
     """Reports padding, waiting ranks, memory, the predicted time of each way to form batches, and what to change."""
-    comparison = _comparison(args)
-    memory, safe_tokens = _memory(args, comparison)
+    lengths, kinds = lengths_of(args)
+    memory = _memory(args, lengths)
+    comparison = _comparison(args, lengths, kinds, memory.safe_tokens)
     today, grouped = comparison.ways[:2]
     ranks = "one rank, so no rank waits"
     if comparison.world_size > 1:
         ranks = f"{comparison.world_size} ranks wait {today.waiting:.0%} of their time for the slowest of a step"
+    change = _change(comparison, args.layout, memory)
+    if memory.num_fit == 0:
+        change = _what_would_fit(args, lengths)
     findings = {
-        "change": _change(comparison, args.layout, safe_tokens),
+        "change": change,
         "waste": f"{today.padding:.0%} of the tokens of {today.name} batches are padding "
         f"(group_by_length: {grouped.padding:.0%})",
         "ranks": ranks,
-        "memory": memory,
+        "memory": memory.text or _largest_batch(comparison),
     }
     lines = [f"{name:6}  {text}" for name, text in findings.items()]
-    text = "\n".join([*lines, "", comparison.report()])
+    text = "\n".join([*lines, "", comparison.report(), _device_line(args)])
     figures = {"findings": findings, **comparison.figures()}
     return Result(figures=figures, text=text, draw=comparison.plot)
 
 
-def _change(comparison: Comparison, layout: str, safe_tokens: int | None) -> str:
+def _change(comparison: Comparison, layout: str, memory: Memory) -> str:
     """Returns what to change: the fastest way that keeps the quality of training, as code."""
     today, _, exact, stratified = comparison.ways[:4]
     limit = WORTH * today.plan.predicted_time
     fastest = min(exact.plan.predicted_time, stratified.plan.predicted_time)
-    fits_today = safe_tokens is None or safe_tokens >= today.largest_batch
+    fits_today = memory.safe_tokens is None or memory.safe_tokens >= today.largest_batch
     if fastest > limit and fits_today:
         return "nothing: other batches of the same updates would save little time here"
     max_tokens = getattr(comparison.budget, "max_tokens", today.largest_batch)
-    if safe_tokens is not None:
-        max_tokens = min(max_tokens, max(safe_tokens, 1))
     budget = f"TokenBudget({max_tokens})"
     if layout == "packed":
         budget = f'TokenBudget({max_tokens}, layout="packed")'
@@ -217,34 +261,79 @@ def _change(comparison: Comparison, layout: str, safe_tokens: int | None) -> str
     return f"PlannedDataLoader(dataset, lengths, {budget}, {updates}); with the Trainer: dynagroup={trainer}"
 
 
-def _memory(args: argparse.Namespace, comparison: Comparison) -> tuple[str, int | None]:
-    """Returns a text that says whether today's batch fits the device if all samples are the longest, and how many would
-    fit; and a token budget that is safe for all lengths (None: memory is not known)."""
+def _memory(args: argparse.Namespace, lengths: Streams) -> Memory:
     if args.gpu_memory is None:
-        return _largest_batch(comparison), None
+        return Memory(text="")
     if args.model is None:
         raise ConfigError("`--gpu-memory` needs `--model`, whose memory is predicted; give both")
     workload = _workload(args)
-    padded = {**workload, "layout": "padded"}
-    budget = MemoryBudget.from_model(args.model, args.gpu_memory, **padded)
+    longest = _longest(lengths)
+    what = " and ".join(f"{units:,} {name}" for name, units in longest.items())
+    try:
+        budget = MemoryBudget.from_model(
+            args.model, args.gpu_memory, **{**workload, "layout": "padded"}
+        )
+    except BudgetError as error:  # not even the weights fit
+        return Memory(text=str(error), num_fit=0)
+    num_fit = int(budget.most_samples(longest)[0])
+    if num_fit == 0:
+        return Memory(
+            text=f"no sample of {what} fits {args.gpu_memory} ({budget.model})", num_fit=0
+        )
     ours = budget
     if args.layout == "packed":
         ours = MemoryBudget.from_model(args.model, args.gpu_memory, **workload)
-    longest = {}
-    for name, values in comparison.lengths.items():
-        longest[name] = max(int(values.max()), 1)
-    num_fit = int(budget.most_samples(longest)[0])
     safe_tokens = ours.max_tokens(max(longest.values()))
-    if num_fit >= comparison.batch_size:
+    verdict = f"do not fit {args.gpu_memory}: {num_fit} do"
+    if num_fit >= args.batch_size:
         verdict = f"fit {args.gpu_memory}; up to {num_fit:,} would"
-    else:
-        verdict = f"do not fit {args.gpu_memory}: {num_fit} do"
-    what = " and ".join(f"{units:,} {name}" for name, units in longest.items())
     text = (
-        f"{comparison.batch_size} samples of {what} {verdict} ({budget.model}); "
+        f"{args.batch_size} samples of {what} {verdict} ({budget.model}); "
         f"a budget that is safe: {safe_tokens:,} tokens"
     )
-    return text, safe_tokens
+    return Memory(text=text, num_fit=num_fit, safe_tokens=safe_tokens)
+
+
+def _longest(lengths: Streams) -> dict[str, int]:
+    return {name: max(int(values.max()), 1) for name, values in lengths.items()}
+
+
+def _what_would_fit(args: argparse.Namespace, lengths: Streams) -> str:
+    """Returns which samples would fit as they are, and if the model took less memory."""
+    ways: dict[str, dict[str, Any]] = {
+        "as it is": {},
+        "--dtype bfloat16": {"dtype": "bfloat16"},
+        "--gradient-checkpointing": {"gradient_checkpointing": True},
+        "--lora": {"lora": True},
+    }
+    everything: dict[str, Any] = {}
+    for options in ways.values():
+        everything |= options
+    ways["all three"] = everything
+    workload = _workload(args)
+    parts = []
+    for name, options in ways.items():
+        shares = _samples_that_fit(args, {**workload, **options}, lengths)
+        parts.append(f"{name}: {shares}")
+    return (
+        f"nothing: not one of the longest samples fits {args.gpu_memory}. Samples that fit alone: "
+        f"{'; '.join(parts)}. Or cut them: --max-length"
+    )
+
+
+def _samples_that_fit(
+    args: argparse.Namespace, workload: Mapping[str, Any], lengths: Streams
+) -> str:
+    try:
+        budget = MemoryBudget.from_model(args.model, args.gpu_memory, **workload)
+    except BudgetError:  # not even the weights fit
+        return "none"
+    longest = {name: np.maximum(values, 1) for name, values in lengths.items()}
+    fits = budget.fits(BatchShape.of(1, longest))
+    if not fits.any():
+        return "none"
+    tokens = lengths[primary(lengths)][fits]
+    return f"{fits.mean():.1%}, up to {int(tokens.max()):,} {primary(lengths)}"
 
 
 def _largest_batch(comparison: Comparison) -> str:

@@ -11,7 +11,7 @@ from dynagroup.budget.base import Budget
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.lengths import as_streams
 from dynagroup.plan.batches import Batches
-from dynagroup.plan.cost import Work
+from dynagroup.plan.cost import Work, check_work
 from dynagroup.plan.epoch import NONE, epoch_order
 from dynagroup.plan.inputs import PlanConfig
 from dynagroup.plan.plan import BatchPlan, fixed_batches, format_table
@@ -139,7 +139,7 @@ def compare(
         batch_size: int, samples per batch on one rank today. accumulation: int, number of such batches per update.
         world_size: int, number of ranks.
         budget: limit of a batch. None: the padded tokens of today's largest possible batch (``batch_size`` x longest).
-        work: predicted time of a batch. None: ``Work()``, a small decoder on a fast GPU.
+        work: predicted time of a batch. None: a small decoder on this machine's device, as in loaders.
         kinds: label of each sample: dynagroup's steps then have one kind; in other ways, mixed steps are counted.
 
     >>> found = compare([3, 9, 2, 8, 4, 4], batch_size=2)
@@ -152,8 +152,7 @@ def compare(
     streams = as_streams(lengths)
     if budget is None:
         budget = TokenBudget(batch_size * most_units(streams))
-    if work is None:
-        work = Work(is_assumed=True)
+    work = check_work(work)
     per_update = batch_size * world_size * accumulation
     updates = PlanConfig(work=work, samples_per_update=per_update)
     grouped = PlanConfig(work=work, samples_per_update=per_update, grouping=MEGA_BATCHES)

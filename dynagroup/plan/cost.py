@@ -418,7 +418,14 @@ def check_work(work: Work | None = None) -> Work:
         return work
     if work is not None:
         raise ConfigError(f"`work` must be a Work, such as Work.of(model), but is {work!r}")
+    return Work.of_known(None, device=local_device())
+
+
+def local_device() -> str:
+    """Returns the type of the device that a training on this machine would use: "cuda", "xpu", "mps" or "cpu"."""
     import torch  # heavy
 
-    on_cpu = not any(getattr(torch, name).is_available() for name in ("cuda", "xpu", "mps"))
-    return Work.of_known(None, device="cpu" if on_cpu else "")
+    for name in ("cuda", "xpu", "mps"):
+        if getattr(torch, name).is_available():
+            return name
+    return "cpu"

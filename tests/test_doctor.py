@@ -1,0 +1,85 @@
+"""`dynagroup doctor`: what it says where memory decides, and for which device it predicts."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dynagroup import MemoryBudget, TokenBudget
+from dynagroup.cli import main
+from dynagroup.plan.compare import compare
+from dynagroup.plan.cost import Work
+from dynagroup.shapes import BatchShape
+from tests import models
+
+LENGTHS = np.random.default_rng(0).integers(20, 400, 300)
+CONFIG = models.llama(vocab=500, width=64, layers=1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("doctor")
+    np.save(path / "lengths.npy", LENGTHS)
+    CONFIG.save_pretrained(path / "model")
+    return path
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(arguments) == 0
+    return capsys.readouterr().out
+
+
+def doctor(folder: Path, memory: str) -> list[str]:
+    data = str(folder / "lengths.npy")
+    model = str(folder / "model")
+    return ["doctor", data, "--batch-size", "8", "--model", model, "--gpu-memory", memory]
+
+
+def memory_between(samples: int) -> str:
+    """A memory of which the usable part is enough for so many of the longest samples, and for no more."""
+    budget = MemoryBudget.from_model(CONFIG, "80GB")
+    batch = BatchShape.of([samples, samples + 1], LENGTHS.max())
+    least, most = budget.predicted(batch) * 80e9
+    return str(round((least + most) / 2 / 0.9))
+
+
+def test_the_table_is_that_of_the_budget_which_doctor_recommends(folder, capsys) -> None:
+    memory = memory_between(samples=3)
+    safe_tokens = MemoryBudget.from_model(CONFIG, float(memory)).max_tokens(LENGTHS.max())
+    change, *_ = lines = answer(capsys, *doctor(folder, memory)).splitlines()
+    assert f"TokenBudget({safe_tokens})" in change
+    work = Work.of(CONFIG, device="cpu")
+    expected = compare(LENGTHS, 8, budget=TokenBudget(safe_tokens), work=work)
+    assert lines[5:-1] == expected.report().splitlines()
+
+
+def test_where_no_sample_fits_doctor_says_so_first_and_what_would_make_it_fit(
+    folder, capsys
+) -> None:
+    longest = int(LENGTHS.max())
+    memory = memory_between(samples=0)
+    change, *_ = answer(capsys, *doctor(folder, memory)).splitlines()
+    assert "nothing: not one of the longest samples fits" in change
+    budget = MemoryBudget.from_model(CONFIG, float(memory))
+    fits = budget.fits(BatchShape.of(1, LENGTHS))
+    assert 0 < fits.sum() < len(LENGTHS)
+    assert f"as it is: {fits.mean():.1%}, up to {LENGTHS[fits].max()} tokens" in change
+    assert f"all three: 100.0%, up to {longest} tokens" in change
+
+
+def test_where_not_even_the_weights_fit_doctor_says_it_too(folder, capsys) -> None:
+    change, *_ = answer(capsys, *doctor(folder, "1MB")).splitlines()
+    assert "nothing: not one of the longest samples fits 1MB" in change
+    assert "as it is: none" in change
+
+
+@pytest.mark.parametrize("command", ["doctor", "compare"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_time_is_predicted_for_the_device_that_is_given(folder, capsys, command, device) -> None:
+    data = str(folder / "lengths.npy")
+    arguments = [command, data, "--batch-size", "8", "--device", device]
+    assert answer(capsys, *arguments).splitlines()[-1] == f"time is predicted for {device}"
+    figures = json.loads(answer(capsys, *arguments, "--json"))
+    expected = compare(LENGTHS, 8, work=Work.of_known(None, device=device))
+    assert figures["ways"] == expected.figures()["ways"]
