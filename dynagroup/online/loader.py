@@ -31,7 +31,7 @@ from dynagroup.plan.few_shapes import few_shapes
 from dynagroup.plan.inputs import OneKind
 from dynagroup.shapes import TOKENS, BatchShape, Streams, largest_within
 from dynagroup.update.filling import Pad
-from dynagroup.update.loader import StepLoader
+from dynagroup.update.loader import StepLoader, check_options
 from dynagroup.update.loss_weight import Weigh
 from dynagroup.update.schedule import BatchSizeSchedule, Walk, begun
 from dynagroup.update.step import Step
@@ -140,6 +140,7 @@ class OnlineDataLoader(StepLoader[Any]):
         world: World | None = None,
         **dataloader_kwargs: Any,
     ) -> None:
+        check_options(OnlineDataLoader, dataloader_kwargs)
         super().__init__(dataset, world=world, identity=identity)
         self.config = config = OnlineConfig(
             window=window,

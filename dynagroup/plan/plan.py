@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_KINDS = 8  # largest number of kinds that a report lists
+RARELY = 0.5  # a token budget of which the largest batch uses less never limits a batch
 ROWS_PER_GROUP = 4096  # steps that are written to a parquet file at a time
 
 
@@ -380,6 +381,7 @@ def _report_rows(plan: BatchPlan, batch_size: int | None) -> Iterator[tuple[str,
     yield "batch size, smallest / median / largest", sizes
     tokens = _quantiles(plan.padded, (0.0, 0.5, 1.0))
     yield "tokens a batch, with padding, smallest / median / largest", tokens
+    yield from _budget_rows(plan)
     yield "row imbalance (1: ranks never wait)", f"{figures['row_imbalance']:.3f}"
     if len(plan.lengths) > 1:
         for name in plan.lengths:
@@ -405,6 +407,19 @@ def _fixed_rows(plan: BatchPlan, batch_size: int | None) -> Iterator[tuple[str, 
     result = f"{padding:.1%} padding, {shuffled.num_steps:,} steps"
     yield f"(shuffled batches of {size} instead{unfit})", result
     yield f"(predicted time against batches of {size})", f"{share:.1%}"
+
+
+def _budget_rows(plan: BatchPlan) -> Iterator[tuple[str, str]]:
+    """Yields the share of a token budget that the largest batch uses."""
+    whole = plan.budget if isinstance(plan.budget, AllOf) else AllOf((plan.budget,))
+    for part in whole.parts:
+        if isinstance(part, TokenBudget) and len(plan.batches):
+            share = int(plan.padded.max()) / part.max_tokens
+            never = ", so the budget decides nothing" if share < RARELY else ""
+            yield (
+                "largest batch, share of the token budget",
+                f"{share:.0%} of {part.max_tokens:,}{never}",
+            )
 
 
 def _memory_rows(plan: BatchPlan) -> Iterator[tuple[str, str]]:

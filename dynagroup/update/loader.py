@@ -4,10 +4,11 @@ determine where an epoch's steps come from, and what their saved states contain.
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import fields
 from functools import partial
+from inspect import signature
 from typing import Any, ClassVar, Generic, TypeAlias
 
 import numpy as np
@@ -29,6 +30,7 @@ from dynagroup.validation import (
     check_function,
     check_identity,
     check_int,
+    check_names,
     check_number,
     explained,
     sendable,
@@ -73,6 +75,21 @@ class StepLoader(ABC, Generic[B]):
         self._num_used: int | None = None
         # Where it began, as long as none of its updates was used.
         self._began_at: Any = None
+
+    def __repr__(self) -> str:
+        place = self.cursor
+        num_samples = "a stream" if self.num_samples is None else f"{self.num_samples:,} samples"
+        if self.sizes is None:
+            updates = "batches as large as the budget allows"
+        elif self.sizes.is_constant:
+            updates = f"updates of {self.sizes.schedule:,}"
+        else:
+            updates = "updates by a schedule"
+        rank, world_size = self._rank_and_size()
+        return (
+            f"{type(self).__name__}({num_samples}, {self.budget!r}, {updates})\n"
+            f"  rank {rank} of {world_size}, epoch {self.epoch}, after {place.update:,} updates of the run"
+        )
 
     @property
     @abstractmethod
@@ -330,6 +347,12 @@ class StepLoader(ABC, Generic[B]):
             self._restore(checked)
         self._begun = False
         self._num_used = None
+
+
+def check_options(loader: type[StepLoader[Any]], options: Iterable[str]) -> None:
+    """Raises ConfigError for an option that torch's DataLoader does not have, and suggests one of either loader."""
+    torch_options = signature(DataLoader).parameters
+    check_names(loader.__name__, options, [*signature(loader).parameters, *torch_options])
 
 
 def check_updates(samples_per_update: object, accumulation: int, **needs_set_sizes: bool) -> int:

@@ -20,18 +20,26 @@ from dynagroup.budget.base import Budget
 from dynagroup.distributed import World
 from dynagroup.errors import AlignmentError, ConfigError, StateError
 from dynagroup.fingerprint import described
-from dynagroup.plan.batches import Batches, shapes_of
-from dynagroup.plan.cost import check_work
+from dynagroup.plan.batches import Batches, RoundBatch, shapes_of
+from dynagroup.plan.cost import Work, check_work
 from dynagroup.plan.cursor import Cursor
 from dynagroup.plan.epoch import OrderSource
 from dynagroup.plan.few_shapes import few_shapes
-from dynagroup.plan.inputs import PlanConfig
+from dynagroup.plan.inputs import OneKind, Oversize, PlanConfig
 from dynagroup.plan.plan import BatchPlan
 from dynagroup.plan.planner import Planner
 from dynagroup.shapes import Streams
 from dynagroup.state import agreed
 from dynagroup.update.filling import FillingCollator, Pad
-from dynagroup.update.loader import ENDED_EARLY, Inner, State, StepLoader, check_updates, seed_of
+from dynagroup.update.loader import (
+    ENDED_EARLY,
+    Inner,
+    State,
+    StepLoader,
+    check_options,
+    check_updates,
+    seed_of,
+)
 from dynagroup.update.loss_weight import Share, Weigh, WeightOf, loss_scale, weigher
 from dynagroup.update.schedule import LARGEST_UPDATE, BatchSizeSchedule
 from dynagroup.update.step import B, LoaderStats, Step, unplanned
@@ -86,8 +94,9 @@ class PlannedDataLoader(StepLoader[B]):
         identity: a text, or another value for JSON, that a saved state must have in common with the run that loads it,
             for example the version of your code and data. Settings and lengths are compared without it.
         world: ranks that share the data; None: all of ``torch.distributed``.
-        further: ``window``, ``hardest_first``, ``round_batch``, ``work``, ``oversize`` and ``one_kind``, as in
-            :class:`~dynagroup.LengthAwareBatchSampler`; and arguments of ``DataLoader`` (``collate_fn``, ...).
+        window, hardest_first, round_batch, work, oversize, one_kind: as in :class:`~dynagroup.LengthAwareBatchSampler`.
+        collate_fn: function from a list of samples to a batch. None: torch's ``default_collate``.
+        dataloader_kwargs: for torch's ``DataLoader``: ``num_workers``, ``pin_memory``, ``prefetch_factor``, ...
 
     Raises ConfigError if an argument is wrong; BudgetError if a sample does not fit and ``oversize="error"``; during
     iteration AlignmentError if ranks have different data, seeds or settings, or one of them failed.
@@ -120,10 +129,18 @@ class PlannedDataLoader(StepLoader[B]):
         drop_last: bool = False,
         shapes: int | None = None,
         pad: Pad | None = None,
+        window: int | None = None,
+        hardest_first: int = 1,
+        round_batch: RoundBatch | None = None,
+        work: Work | None = None,
+        oversize: Oversize = "alone",
+        one_kind: OneKind = "step",
+        collate_fn: Callable[[list[Any]], Any] | None = None,
         identity: object = None,
         world: World | None = None,
-        **further: Any,
+        **dataloader_kwargs: Any,
     ) -> None:
+        check_options(PlannedDataLoader, dataloader_kwargs)
         super().__init__(dataset, world=world, identity=identity)
         if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
             raise ConfigError(
@@ -143,12 +160,12 @@ class PlannedDataLoader(StepLoader[B]):
             samples_per_update=None if samples_per_update is None else LARGEST_UPDATE,
             grouping=grouping,
             strata=strata,
-            window=further.pop("window", None),
-            hardest_first=further.pop("hardest_first", 1),
-            round_batch=further.pop("round_batch", None),
-            work=check_work(further.pop("work", None)),
-            oversize=further.pop("oversize", "alone"),
-            one_kind=further.pop("one_kind", "step"),
+            window=window,
+            hardest_first=hardest_first,
+            round_batch=round_batch,
+            work=check_work(work),
+            oversize=oversize,
+            one_kind=one_kind,
         )
         budget = few_shapes(
             shapes,
@@ -168,13 +185,12 @@ class PlannedDataLoader(StepLoader[B]):
             order = None if sampler is None else OrderSource(sampler, planner.num_samples)
             self.sizes = PreservedUpdates(planner, samples_per_update, order, drop_last=drop_last)
             self._plan = self.sizes
-        collate_fn = further.pop("collate_fn", None)
         check_collating(collate_fn, pad)
         filling = FillingCollator(collate_fn, planner.budget.ladder, pad)
         weight_of = weigher(weigh)
         is_filled = filling.ladder is not None
         collated = _CollatedDataset(dataset, filling, weight_of if is_filled else None)
-        self._feed = _Feed(collated, config.seed, weight_of, self.stats, further)
+        self._feed = _Feed(collated, config.seed, weight_of, self.stats, dataloader_kwargs)
         self._place = Cursor()  # the point in the run after all yielded steps
         # a loaded resume point; iteration resumes while `_place` is this object
         self._resumed: Cursor | None = None

@@ -117,3 +117,31 @@ def test_peek_while_a_loop_runs_is_refused() -> None:
     for _ in loader:
         with pytest.raises(ConfigError, match="while none is running"):
             loader.peek()
+
+
+@pytest.mark.parametrize("make", [planned, online])
+def test_a_loader_says_what_it_is_in_two_lines(make: Any) -> None:
+    loader = make(samples_per_update=8)
+    next(loader.updates())
+    first, second = repr(loader).splitlines()
+    assert f"{type(loader).__name__}(23 samples, TokenBudget(max_tokens=60" in first
+    assert "updates of 8" in first
+    assert second == "  rank 0 of 1, epoch 0, after 1 updates of the run"
+
+
+@pytest.mark.parametrize("make", [planned, online])
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [("sample_per_update", "samples_per_update"), ("num_worker", "num_workers")],
+)
+def test_a_misspelt_argument_suggests_the_right_one(make: Any, wrong: str, right: str) -> None:
+    with pytest.raises(ConfigError, match=f"no option `{wrong}`; did you mean `{right}`"):
+        make(**{wrong: 2})
+
+
+def test_a_report_says_how_much_of_the_budget_the_largest_batch_uses() -> None:
+    assert "of 60\n" in planned().plan.report()
+    roomy = PlannedDataLoader(
+        Tokens(LENGTHS), LENGTHS, TokenBudget(100_000), collate_fn=collate, samples_per_update=4
+    )
+    assert "of 100,000, so the budget decides nothing" in roomy.plan.report()
