@@ -178,7 +178,10 @@ def faults(found: Figures) -> str:
     return f"{sum(row['cases'] for row in rows):,} cases, {len(rows)} kinds of faults, {findings}"
 
 
-DOCTOR = "doctor benchmarks/lengths/azure_llm_conv_2023.npz --column tokens --max-length 4k --batch-size 8 --world-size 4"
+DOCTOR = (
+    "doctor benchmarks/lengths/azure_llm_conv_2023.npz --column tokens --max-length 4k "
+    "--batch-size 8 --world-size 4 --device cuda"
+)
 
 
 def doctor() -> list[str]:

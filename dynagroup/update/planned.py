@@ -94,7 +94,12 @@ class PlannedDataLoader(StepLoader[B]):
         identity: a text, or another value for JSON, that a saved state must have in common with the run that loads it,
             for example the version of your code and data. Settings and lengths are compared without it.
         world: ranks that share the data; None: all of ``torch.distributed``.
-        window, hardest_first, round_batch, work, oversize, one_kind: as in :class:`~dynagroup.LengthAwareBatchSampler`.
+        window: int, samples planned together, as in :class:`~dynagroup.LengthAwareBatchSampler`; None: it chooses.
+        hardest_first: int, batches that come first in an epoch because they need the most memory.
+        round_batch: function from a number of samples to a smaller one, to which batches are cut; None: any number.
+        work: predicted time of a batch, e.g. ``Work.of(model)``; None: that of a small decoder on this device.
+        oversize: a sample that does not fit even alone: "alone" (a batch of its own, one warning), "error" or "drop".
+        one_kind: "batch": only each batch has one kind; batches of one step may have different kinds.
         collate_fn: function from a list of samples to a batch. None: torch's ``default_collate``.
         dataloader_kwargs: for torch's ``DataLoader``: ``num_workers``, ``pin_memory``, ``prefetch_factor``, ...
 
