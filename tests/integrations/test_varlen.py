@@ -408,3 +408,19 @@ def test_a_shallow_config_has_one_layer_of_every_kind_and_its_widths():
     assert set(small.layer_types) == set(config.layer_types)
     assert (small.num_hidden_layers, small.num_experts, small.hidden_size) == (4, 16, 96)
     assert config.num_experts == 512
+
+
+@pytest.mark.parametrize("as_row", [list, torch.tensor])
+def test_packed_batches_are_those_of_transformers_own_collator(as_row: Any) -> None:
+    """dynagroup only makes them faster, without a Python number for every token."""
+    options = {"return_flash_attn_kwargs": True, "return_seq_idx": True, "separator_id": -7}
+    rows = [{"input_ids": as_row([5, 6, 7])}, {"input_ids": as_row([8])}]
+    labelled = [{**row, "labels": row["input_ids"] * 1} for row in rows]
+    collate = packing_collator(llama(), **options)
+    expected_collate = DataCollatorWithFlattening(**options)
+    for samples in (rows, labelled):
+        batch = collate(samples)
+        expected = expected_collate(samples)
+        torch.testing.assert_close(batch, expected, rtol=0, atol=0)
+        assert batch["input_ids"].tolist() == [[5, 6, 7, 8]]
+        assert batch["labels"].tolist() == [[-7, 6, 7, -7]]
