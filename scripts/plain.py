@@ -202,6 +202,10 @@ class Measured:
 
     def line(self, name: str) -> str:
         sizes = sorted(self.sizes)
+        if not sizes:
+            return (
+                f"{name:24s} {self.num_files:3d} files, {self.num_lines:6,d} lines, no statements"
+            )
         last = len(sizes) - 1
         mean = sum(sizes) / len(sizes)
         large = sum(size > LARGE for size in sizes) / len(sizes)

@@ -206,7 +206,7 @@ TOO_LARGE: list[tuple[Any, str]] = [
     (lambda: shard_micro_batches([3, 12], 1, 10, oversize="error"), "sample 1 .12 tokens."),
     (
         lambda: plan([5, 50, 3, 60], 10, oversize="error"),
-        r"sample 1 \(50 tokens\) does not fit even alone, nor do 1 others",
+        r"sample 1 \(50 tokens\) does not fit even alone \(one of 2 such samples\)",
     ),
     (lambda: plan([1, 5], Falling(9)), "must allow at least as many shorter samples"),
 ]

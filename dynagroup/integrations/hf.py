@@ -221,7 +221,8 @@ class DynagroupTrainerMixin(Evaluator):
         loader = self.update_loader
         if loader is None:
             return resumed
-        self.state.num_train_epochs = self._num_epochs or self.state.num_train_epochs
+        if self._num_epochs is not None:
+            self.state.num_train_epochs = self._num_epochs
         if self.dynagroup.budget.layout == "packed":
             check_packed_training(self)
         checkpoint = kwargs.get("resume_from_checkpoint", args[3] if len(args) > 3 else None)

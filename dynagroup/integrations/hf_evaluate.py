@@ -50,7 +50,7 @@ class Row:
 
     samples: IntArray  # dataset indices, int64 (samples of a rank, ranks)
     num_real: int  # ranks whose samples are not repeated from another rank
-    shape: tuple[int, ...] | None  # to which its batches are padded; None: not padded further
+    shape: tuple[int, int] | None  # to which its batches are padded; None: not padded further
 
 
 # Forms rows of W batches, one per rank. Batches of a row have equally many samples, because the Trainer gathers results
@@ -119,14 +119,13 @@ class EvaluationRows:
     def _append(self, samples: IntArray, num_real: int) -> None:
         self.rows.append(Row(samples=samples, num_real=num_real, shape=self._shape(samples)))
 
-    def _shape(self, samples: IntArray) -> tuple[int, ...] | None:
+    def _shape(self, samples: IntArray) -> tuple[int, int] | None:
         ladder = self.budget.ladder
         if ladder is None:
             return None
-        longest = {name: int(values[samples].max()) for name, values in self.lengths.items()}
-        padded = ladder.as_run(BatchShape.of(len(samples), longest))
-        widths = [int(padded.longest[name][0]) for name in ladder.streams]
-        return (int(padded.num_samples[0]), *widths)
+        longest = int(self.lengths[ladder.stream][samples].max())
+        padded = ladder.as_run(BatchShape.of(len(samples), {ladder.stream: longest}))
+        return (int(padded.num_samples[0]), int(padded.longest[ladder.stream][0]))
 
     def __len__(self) -> int:
         return len(self.rows) * self.num_ranks

@@ -75,7 +75,7 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
     changes_known = 0
     _begun = 0  # number of the last update that began, from 1
     _before: dict[str, Any] | None = None  # with JIT checkpoints, the state before that update
-    _num_epochs = 0  # number of epochs in the run, as known at its start
+    _num_epochs: int | None = None  # of the run, as known at its start
     _logged_at = 0.0
     _stats_logged: LoaderStats
     _ooms_logged = 0
@@ -110,7 +110,7 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
         self._stats_logged = loader.stats.copy()
         self.changes_known = loader.num_changes
         self._logged_at = time.perf_counter()
-        self._num_epochs = 0
+        self._num_epochs = None
         self._begun = 0
         if loader.num_samples is None or not has_length(dataloader):
             return super().set_initial_training_values(args, dataloader)  # type: ignore[arg-type]

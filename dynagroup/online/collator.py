@@ -180,7 +180,7 @@ class RefinementCollator:
             columns = {TOKENS: measured}
         check_names(columns)
         ladder = self.budget.ladder
-        if ladder is not None and len(columns) > len(ladder.streams):
+        if ladder is not None and len(columns) > 1:
             raise ConfigError(
                 f"`shapes` are for one length, but `length_of` returns {[*columns]}; leave `shapes` out"
             )

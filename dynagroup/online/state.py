@@ -2,9 +2,9 @@
 
 import base64
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from dynagroup.distributed import World
 from dynagroup.errors import StateError
 from dynagroup.shapes import IntArray, Streams
-
-State: TypeAlias = Mapping[str, Any]  # a rank's saved state, or a part of it: JSON values
+from dynagroup.update.loader import State
 
 
 def pack(values: Iterable[int] | NDArray[np.integer]) -> str:

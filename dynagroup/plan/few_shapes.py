@@ -112,11 +112,6 @@ class ShapeLadder(Wrapper):
     def ladder(self) -> "ShapeLadder":
         return self
 
-    @property
-    def streams(self) -> tuple[str]:
-        """The name of the padded stream."""
-        return (self.stream,)
-
     def _drawn(self, tokens: IntArray, windows: WindowSettings) -> Iterator[IntArray]:
         """Yields the padded lengths of random windows, which are cut to find good shapes."""
         num = len(tokens)
@@ -359,11 +354,6 @@ class PackedTotals(Wrapper):
     @property
     def ladder(self) -> "PackedTotals":
         return self
-
-    @property
-    def streams(self) -> tuple[str]:
-        """The name of the only stream."""
-        return (self.stream,)
 
     @property
     def shapes(self) -> list[tuple[int, int]]:

@@ -192,15 +192,18 @@ class PlanInputs:
         num = len(self.oversize)
         first = int(self.oversize[0])
         units = units_of(self.lengths, first)
+        others = ""
+        if num > 1:
+            others = f" (one of {num} such samples)"
         if self.config.oversize == "error":
             raise BudgetError(
-                f"sample {first} ({units}) does not fit even alone, nor do {num - 1} others; truncate "
-                "or filter them, raise the budget, or pass oversize='alone' or 'drop'"
+                f"sample {first} ({units}) does not fit even alone{others}; truncate or filter such "
+                "samples, raise the budget, or pass oversize='alone' or 'drop'"
             )
-        kept = "left out" if self.config.oversize == "drop" else "each a batch of its own"
+        kept = "left out" if self.config.oversize == "drop" else "a batch of its own"
         warn_user(
-            f"{num} samples do not fit the budget even alone and are {kept}; the first is sample "
-            f"{first} with {units}; truncate them, raise the budget, or pass oversize='error'"
+            f"sample {first} with {units} does not fit the budget even alone{others} and is {kept}; "
+            "truncate it, raise the budget, or pass oversize='error'"
         )
 
     @cached_property

@@ -1,7 +1,7 @@
 """Pads collated batches to one of a few shapes, with padding tokens and with rows of weight 0."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -9,11 +9,11 @@ import torch
 from torch.utils.data import default_collate
 
 from dynagroup.errors import ConfigError
-from dynagroup.shapes import BatchShape, primary
+from dynagroup.shapes import BatchShape
 from dynagroup.update.loss_weight import IGNORED
-from dynagroup.update.step import SHOWN_IN, total_of, width_of
+from dynagroup.update.step import total_of, width_of
 
-Shape: TypeAlias = tuple[int, ...]
+Shape: TypeAlias = tuple[int, int]  # rows, width; of packed batches: samples, tokens
 Collate: TypeAlias = Callable[[list[Any]], Any]
 PadFunction: TypeAlias = Callable[[Any, int, Any], Any]
 Pad: TypeAlias = Mapping[str, float | None] | PadFunction
@@ -73,47 +73,42 @@ class FillingCollator:
 
     def _with_rows(self, batch: Any, num_samples: int, shape: Shape | None) -> Any:
         """Adds padding columns and rows of weight 0 to a padded batch."""
-        streams = self.ladder.streams
-        widths = self._widths(batch, num_samples)
-        collated = BatchShape.of(num_samples, widths)
+        width = self._width(batch, num_samples)
+        collated = BatchShape.of(num_samples, {self.ladder.stream: width})
         if num_samples > 1 and not self.ladder.holds(collated).any():
             raise ConfigError(
-                f"a batch of {num_samples} samples has {list(widths.values())} tokens after "
-                f"collating, more than any of the shapes {self.ladder.shapes}; give `lengths` in "
+                f"a batch of {num_samples} samples has {width} tokens after collating, "
+                f"more than any of the shapes {self.ladder.shapes}; give `lengths` in "
                 "dataset order, and pad no further than the budget's `pad_to_multiple_of`"
             )
         if shape is None:
             run = self.ladder.as_run(collated)
-            shape = (int(run.num_samples[0]), *(int(run.longest[name][0]) for name in streams))
-        num_rows = shape[0]
-        new_widths = dict(zip(streams, shape[1:], strict=True))
+            shape = (int(run.num_samples[0]), int(run.longest[self.ladder.stream][0]))
+        num_rows, new_width = shape
         padding = self._padding()
         filled = copy.copy(batch)
         for key in batch:
-            stream = _stream_of(key, streams)
             value = batch[key]
             if _has_rows(key, value, num_samples):
-                value = _widened(key, value, widths[stream], new_widths[stream], padding)
+                value = _widened(key, value, width, new_width, padding)
             filled[key] = _with_added_rows(key, value, num_samples, num_rows)
         return filled
 
-    def _widths(self, batch: object, num_samples: int) -> dict[str, int]:
-        widths = {}
-        for stream in self.ladder.streams:
-            width = width_of(batch, num_samples, stream, self.ladder.streams)
-            if width is None:
-                raise ConfigError(
-                    f"cannot find the length of {stream!r} in any field of the batch; {WAY_OUT}"
-                )
-            widths[stream] = width
-        return widths
+    def _width(self, batch: object, num_samples: int) -> int:
+        stream = self.ladder.stream
+        width = width_of(batch, num_samples, stream, [stream])
+        if width is None:
+            raise ConfigError(
+                f"cannot find the length of {stream!r} in any field of the batch; {WAY_OUT}"
+            )
+        return width
 
     def _with_tail(self, batch: Any, num_samples: int, shape: Shape | None) -> Any:
         """Fills a packed batch up to the shape's tokens and samples: first with samples of weight 0, none longer than
         the dataset's longest, then with samples without tokens."""
         ladder = self.ladder
-        [stream] = ladder.streams
-        num_tokens = total_of(batch, stream, ladder.streams)
+        stream = ladder.stream
+        num_tokens = total_of(batch, stream, [stream])
         if num_tokens is None:
             raise ConfigError(
                 f"cannot find the packed {stream!r} of the samples in any field of the batch; {WAY_OUT}"
@@ -145,19 +140,6 @@ class FillingCollator:
         if isinstance(self.pad, Mapping):
             padding.update(self.pad)
         return padding
-
-
-def _stream_of(key: str, streams: Sequence[str]) -> str:
-    """Returns the stream whose tokens a field has: the one of its name, that of the decoder, or the primary one."""
-    first = primary(streams)
-    for name in streams:
-        if name != first and key in (name, SHOWN_IN.get(name)):
-            return name
-    if key in LABELS or key.startswith("decoder_"):
-        for name in streams:
-            if name == "target" or name in LABELS or name.startswith("decoder_"):
-                return name
-    return first
 
 
 def _has_rows(key: str, value: object, num_samples: int) -> bool:

@@ -254,8 +254,8 @@ class FreeUpdates(_Updates):
             yield _update_of(taken, before)
 
     def cursors(self, cursor: Cursor) -> Iterator[Cursor]:
-        is_start_of_running_epoch = cursor == self._starts[0] != self._place
-        if is_start_of_running_epoch:
+        has_begun = self._place != self._starts[0]
+        if has_begun and cursor == self._starts[0]:
             cursor = self._place
             yield cursor
         for update in self.updates(cursor, 0):

@@ -31,7 +31,7 @@ from tests.laws.loaders import ENTRIES, LENGTHS, MOST_EDGES, TOKENS, Entry, grap
 from tests.online.helpers import Tokens, collate, lengths_of
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:there are too few samples", "ignore:.*do not fit the budget even alone"
+    "ignore:there are too few samples", "ignore:.*does not fit the budget even alone"
 )
 PLACES: Any = [
     (1, 1, "padded", 0),

@@ -18,7 +18,7 @@ from dynagroup.plan.strata import (
 )
 from dynagroup.plan.update_cuts import cut_updates
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*do not fit the budget even alone")
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not fit the budget even alone")
 LENGTHS = np.random.default_rng(0).lognormal(4, 0.8, 2000).astype(np.int32) + 1
 WORK = Work(per_step=64)
 

@@ -34,7 +34,7 @@ from tests.laws import loaders
 from tests.online.helpers import Tokens, collate, lengths_of
 from tests.online.helpers import used as samples_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*do not fit the budget even alone")
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not fit the budget even alone")
 LENGTHS = lengths_of(37, seed=2, top=40)
 Make = Callable[..., StepLoader[Any]]
 

@@ -170,7 +170,7 @@ REFUSED = [
     ({"ids": ROWS}, "cannot find the length of 'tokens' in any field of the batch"),
     (
         {"input_ids": torch.ones(2, 6)},
-        r"has \[6\] tokens after collating, more than any of the shapes \[\(3, 5\)\]",
+        r"has 6 tokens after collating, more than any of the shapes \[\(3, 5\)\]",
     ),
 ]
 
