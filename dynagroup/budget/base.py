@@ -349,7 +349,7 @@ class AllOf(Budget):
         return part.cost(self.seen_by(part, shape))
 
     def bind(self, lengths: Streams, /) -> "AllOf":
-        hidden = self._capped - {primary(lengths)}
+        hidden = self._capped - {primary(lengths)}  # any part may need the primary stream
         seen = {name: values for name, values in lengths.items() if name not in hidden}
         return AllOf(tuple(part.bind(seen) for part in self.parts))
 

@@ -227,15 +227,16 @@ def _pair_lengths(
 
 
 def _real_lengths(trainer: ReadTrainer, dataset: Dataset, column: str) -> IntArray:
-    """Returns the lengths of rows, without padding that their attention masks show if the collator removes it."""
+    """Returns the lengths of rows without the padding that their attention masks show; or with it, if the collator keeps
+    that of the row with the fewest tokens."""
     real = measure_lengths(dataset, column=column)  # tells of rows that are padded in advance
     widths = row_lengths(dataset, column)
     if np.array_equal(real, widths):
         return real
-    place = int(np.argmin(real))
-    width = width_of(trainer.data_collator([dataset[place]]), 1, TOKENS)
-    removes_padding = width is None or width <= real[place]
-    return real if removes_padding else widths
+    shortest = int(np.argmin(real))
+    width = width_of(trainer.data_collator([dataset[shortest]]), 1, TOKENS)
+    keeps_padding = width is not None and width > real[shortest]
+    return widths if keeps_padding else real
 
 
 def _row_by_row(

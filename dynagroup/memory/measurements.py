@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -253,7 +254,8 @@ def measure(
     resident_bytes = counters.allocated()
     rows = []
     for num_samples, longest in checked_shapes:
-        peaks = _peaks(model, workload, _MakeBatch(num_samples, longest, inputs), counters)
+        run = partial(_run, model, workload, num_samples, longest, inputs, counters.device)
+        peaks = _peaks(run, counters)
         allocated, reserved = peaks or (None, None)
         rows.append(
             Measurement(
@@ -291,31 +293,7 @@ def _make_trainable(model: torch.nn.Module, workload: Workload) -> int:
     return int(state_bytes) + bucket_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class _MakeBatch:
-    """Makes the arguments of a forward pass over a batch of this shape."""
-
-    num_samples: int
-    longest: Mapping[str, int]
-    inputs: MakeInputs | None
-
-    def __call__(self, model: torch.nn.Module, workload: Workload, device: torch.device) -> Any:
-        from dynagroup.memory.trace.model import make_inputs
-
-        if self.inputs is not None:
-            with device:
-                batch = self.inputs(model, self.num_samples, self.longest)
-        else:
-            with_labels = workload.mode == "train"
-            batch = make_inputs(model, self.num_samples, self.longest, with_labels, str(device))
-        if "attention_mask" in batch and self.num_samples > 1:
-            batch["attention_mask"][0, 0] = 0  # one padding token, because real batches are padded
-        return batch
-
-
-def _peaks(
-    model: torch.nn.Module, workload: Workload, make_batch: _MakeBatch, counters: Device
-) -> tuple[int, int] | None:
+def _peaks(run: Callable[[], None], counters: Device) -> tuple[int, int] | None:
     """Runs a batch twice, as the first run also fills caches. Returns the second run's peaks of allocated and reserved
     bytes; None: it ran out of memory."""
     from dynagroup.device import is_out_of_memory
@@ -324,7 +302,7 @@ def _peaks(
         ran_out = False
         counters.reset()
         try:
-            _run(model, workload, make_batch(model, workload, counters.device), counters.device)
+            run()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -335,10 +313,27 @@ def _peaks(
     return counters.peaks()
 
 
-def _run(model: Any, workload: Workload, batch: dict[str, Any], device: torch.device) -> None:
+def _run(
+    model: Any,
+    workload: Workload,
+    num_samples: int,
+    longest: Mapping[str, int],
+    inputs: MakeInputs | None,
+    device: torch.device,
+) -> None:
+    """Runs a batch of this shape: generation, or a forward pass, for training also a backward pass."""
     import torch
 
+    from dynagroup.memory.trace.model import make_inputs
+
     is_training = workload.mode == "train"
+    if inputs is None:
+        batch = make_inputs(model, num_samples, longest, is_training, str(device))
+    else:
+        with device:
+            batch = inputs(model, num_samples, longest)
+    if "attention_mask" in batch and num_samples > 1:
+        batch["attention_mask"][0, 0] = 0  # one padding token, because real batches are padded
     lower = getattr(torch, workload.autocast) if workload.autocast else None
     with (
         torch.autocast(device.type, dtype=lower, enabled=lower is not None),

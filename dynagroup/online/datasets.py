@@ -32,25 +32,26 @@ def is_stream(dataset: Any) -> bool:
     )
 
 
-def sample_bytes(sample: Sample, seen: dict[int, Any] | None = None) -> int:
-    """Returns the approximate bytes of a processed sample. ``seen``: objects, by id, that are counted (a node's parent)."""
-    if seen is None:
-        seen = {}
+def sample_bytes(sample: Sample, counted: dict[int, Any] | None = None) -> int:
+    """Returns the approximate bytes of a processed sample. ``counted``: objects, by id, that count as 8
+    bytes from now on, because they are counted already (a node's parent)."""
+    if counted is None:
+        counted = {}
     if type(sample) is dict or hasattr(sample, "items"):  # dicts first: the check runs per sample
-        return sum([sample_bytes(value, seen) for value in sample.values()])
+        return sum([sample_bytes(value, counted) for value in sample.values()])
     if isinstance(sample, (torch.Tensor, np.ndarray)):
         return sample.nbytes
     if isinstance(sample, (list, tuple)):
         if not sample or isinstance(sample[0], (int, float)):
             return 8 * len(sample)
-        return sum([sample_bytes(value, seen) for value in sample])
+        return sum([sample_bytes(value, counted) for value in sample])
     if isinstance(sample, (str, bytes)):
         return len(sample)
-    if isinstance(sample, type) or id(sample) in seen:
+    if isinstance(sample, type) or id(sample) in counted:
         return 8
-    seen[id(sample)] = sample
+    counted[id(sample)] = sample
     values = getattr(sample, "__dict__", {}).values()
-    return sum([sample_bytes(value, seen) for value in values]) or 8
+    return sum([sample_bytes(value, counted) for value in values]) or 8
 
 
 def opening_of(samples: Sequence[Sample]) -> int:

@@ -108,7 +108,7 @@ class Limits:
             if total + units[item] > limit:
                 return False
         if self._largest_sum is None or self._lengths[item] <= bin.longest:
-            return True
+            return True  # `bin.room` already is what the longest item so far leaves
         largest = self._largest_sum(len(bin.members) + 1, self._lengths[item])
         return bin.size + size <= largest
 
@@ -343,9 +343,11 @@ class Packing:
         num_bins = min(num_steps * self._num_ranks, num_samples) - len(self._oversize)
         if num_bins < 1:
             return None if self._order else []
-        paces = np.asarray(_paces(self._dearest_first, num_steps, self._num_ranks))
-        head_starts = np.repeat(paces.max() - paces, self._num_ranks)[-num_bins:]
-        bins = [self._limits.bin(load) for load in head_starts.tolist()]
+        # Batches start with a load, and end with equal loads if each gets the work of its step's pace. Oversize samples
+        # take the places of the first batches, which have the most work.
+        paces = np.repeat(_paces(self._dearest_first, num_steps, self._num_ranks), self._num_ranks)
+        first_loads = (paces.max() - paces)[-num_bins:]
+        bins = [self._limits.bin(load) for load in first_loads.tolist()]
         if not least_loaded(self._order, self._costs, bins, self._limits):
             return None
         parts = [bin.members for bin in bins]

@@ -127,15 +127,16 @@ class BatchPlan:
     def rows(self) -> list[list[list[int]]]:
         """The batches: ``rows[step][rank]`` is a list of dataset indices."""
         batches = [batch.tolist() for batch in self.batches]
-        return [[batches[number] for number in row] for row in self.table.tolist()]
+        size = self.world_size
+        return [batches[first : first + size] for first in range(0, len(batches), size)]
 
     @cached_property
     def kinds(self) -> list[list[Any]]:
         """The kinds of the batches: ``kinds[step][rank]``."""
         labels = self.sample_kinds.labels
         first_samples = self.batches.order[self.batches.offsets[:-1]]
-        codes = self.sample_kinds.codes[first_samples]
-        return [[labels[code] for code in row] for row in codes[self.table].tolist()]
+        codes = self.sample_kinds.codes[first_samples].reshape(self.loss_scale.shape)
+        return [[labels[code] for code in row] for row in codes.tolist()]
 
     @property
     def num_steps(self) -> int:
@@ -178,7 +179,8 @@ class BatchPlan:
     @cached_property
     def _work(self) -> NDArray[np.float64]:
         """Predicted work of every batch by stream, in linear tokens: float64 (num_steps, world_size, streams)."""
-        return self.work.by_stream(self.batches, self.lengths, self.budget)[self.table]
+        work = self.work.by_stream(self.batches, self.lengths, self.budget)
+        return work.reshape(*self.loss_scale.shape, work.shape[1])
 
     @property
     def work_by_row(self) -> NDArray[np.float64]:
@@ -232,7 +234,7 @@ class BatchPlan:
 
     def _imbalance(self, stream: str) -> float:
         """Returns a stream's largest sum on a rank over the mean sum of the ranks: the median over steps."""
-        by_row = self.shapes.total[stream][self.table].astype(np.float64)
+        by_row = self.shapes.total[stream].reshape(self.loss_scale.shape).astype(np.float64)
         by_row = by_row[by_row.any(axis=1)]
         if not len(by_row):
             return 1.0

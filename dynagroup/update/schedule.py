@@ -140,10 +140,13 @@ class UpdateSizes(Walk):
         """Sets the size of all updates after ``cursor``; returns the number of the first. If that is past an epoch's
         last update, the size applies from the next epoch on, and samples that drop_last left out stay left out."""
         samples = check_int("samples", samples)
-        is_over = next(self.spans(cursor), None) is None
-        when = (cursor.epoch + is_over, cursor.update)
+        epoch = cursor.epoch
+        if next(self.spans(cursor), None) is None:  # the epoch has no further update
+            epoch += 1
+        when = (epoch, cursor.update)
         earlier = [change for change in self.changes if change[:2] < when]
         self.changes = [*earlier, (*when, samples)]
+        # What was computed of later epochs had the old size.
         self._starts = [start for start in self._starts if (start.epoch, start.update) <= when]
         return cursor.update
 
