@@ -28,98 +28,95 @@ from tests.online.helpers import Tokens, collate
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 LENGTHS = [5, 2, 9, 4, 7, 1, 3, 8]
-STRANGE: list[Any] = [
-    None,
-    "7",
-    "",
-    math.nan,
-    math.inf,
-    -3,
-    0,
-    True,
-    2.5,
-    np.int8(3),
-    np.float32(2.0),
-    10**30,
-    -(10**30),
-    [1],
-    {},
-    object(),
-    torch.tensor([1, 2]),
-    1j,
-    (i for i in [1]),
-    [[0, 2.5]],
-]
+STRANGE: list[Any] = [None, "7", "", math.nan, math.inf, -3, 0, True, 2.5]
+STRANGE += [np.int8(3), np.float32(2.0), 10**30, -(10**30), [1], {}, object()]
+STRANGE += [torch.tensor([1, 2]), 1j, (number for number in [1]), [[0, 2.5]]]
 UPDATES: dict[str, Any] = {"collate_fn": collate, "samples_per_update": 4}
 
 
-def sampler(**given: Any) -> None:
-    made = LengthAwareBatchSampler(**{"lengths": LENGTHS, "budget": 20, **given})
-    assert len(list(made)) == len(made)
-    json.dumps(made.state_dict())
+def sampler(**arguments: Any) -> None:
+    one = LengthAwareBatchSampler(**{"lengths": LENGTHS, "budget": 20, **arguments})
+    assert len(list(one)) == len(one)
+    json.dumps(one.state_dict())
 
 
-def planned(**given: Any) -> None:
-    loader = PlannedDataLoader(
-        **{"dataset": Tokens(LENGTHS), "lengths": LENGTHS, "budget": 20, **UPDATES, **given}
-    )
+def planned(**arguments: Any) -> None:
+    usual = {"dataset": Tokens(LENGTHS), "lengths": LENGTHS, "budget": 20, **UPDATES}
+    loader = PlannedDataLoader(**{**usual, **arguments})
     list(islice(loader, 5))
     json.dumps(loader.state_dict())
 
 
-def online(**given: Any) -> None:
-    loader = OnlineDataLoader(**{"dataset": Tokens(LENGTHS), "budget": 20, **UPDATES, **given})
+def online(**arguments: Any) -> None:
+    usual = {"dataset": Tokens(LENGTHS), "budget": 20, **UPDATES}
+    loader = OnlineDataLoader(**{**usual, **arguments})
     list(islice(loader, 5))
     json.dumps(loader.state_dict())
 
 
-CALLS: dict[str, Callable[..., Any]] = {
-    "lengths budget shuffle window seed hardest_first work samples_per_update order oversize uneven rank world_size": sampler,
-    "lengths budget samples_per_update shuffle seed weigh world": planned,
-    "budget length_of batch_sampler shuffle length_hint window samples_per_update accumulation seed weigh world": online,
-    "max_tokens max_samples pad_to_multiple_of layout": lambda **how: sampler(
-        budget=TokenBudget(**{"max_tokens": 20, **how})
-    ),
-    "batch_size longest headroom pad_to_multiple_of": lambda **how: sampler(
-        budget=MemoryBudget(**{"batch_size": 2, **how})
-    ),
-    "length": lambda length: sampler(lengths=[3, 3, length]),
-    "index": lambda index: sampler(order=[0, 1, index]),
-    "weight": lambda weight: planned(weigh=lambda batch: weight),
-    "answer": lambda answer: online(length_of=lambda sample: answer),
-}
+def with_token_budget(**arguments: Any) -> None:
+    sampler(budget=TokenBudget(**{"max_tokens": 20, **arguments}))
 
 
-@pytest.mark.parametrize("arguments", CALLS)
-def test_strange_arguments_are_refused_at_once_or_work(arguments: str) -> None:
-    call = CALLS[arguments]
-    for argument in arguments.split():
+def with_memory_budget(**arguments: Any) -> None:
+    sampler(budget=MemoryBudget(**{"batch_size": 2, **arguments}))
+
+
+CALLS: list[tuple[Callable[..., Any], str]] = [
+    (sampler, "lengths budget shuffle window seed hardest_first work samples_per_update"),
+    (sampler, "order oversize uneven rank world_size"),
+    (planned, "lengths budget samples_per_update shuffle seed weigh world"),
+    (online, "budget length_of batch_sampler shuffle length_hint window samples_per_update"),
+    (online, "accumulation seed weigh world"),
+    (with_token_budget, "max_tokens max_samples pad_to_multiple_of layout"),
+    (with_memory_budget, "batch_size longest headroom pad_to_multiple_of"),
+    (lambda length: sampler(lengths=[3, 3, length]), "length"),
+    (lambda index: sampler(order=[0, 1, index]), "index"),
+    (lambda weight: planned(weigh=lambda batch: weight), "weight"),
+    (lambda answer: online(length_of=lambda sample: answer), "answer"),
+]
+
+
+@pytest.mark.parametrize(("call", "names"), CALLS, ids=str)
+def test_strange_arguments_are_refused_at_once_or_work(
+    call: Callable[..., Any], names: str
+) -> None:
+    for name in names.split():
         for value in STRANGE:
             try:
-                call(**{argument: value})
+                call(**{name: value})
             except (TypeError, ValueError):
                 continue
             except Exception as error:
-                raise AssertionError(
-                    f"{argument}={value!r} ends in {type(error).__name__}: {error}"
-                ) from error
+                kind = type(error).__name__
+                raise AssertionError(f"{name}={value!r} ends in {kind}: {error}") from error
 
 
-def test_a_switch_is_true_or_false_and_indices_are_not_cut_off() -> None:
-    for make in (sampler, planned, online):
-        for value in ("False", 0, None):
-            with pytest.raises(ConfigError, match="`shuffle` must be True or False"):
-                make(shuffle=value)
-        make(shuffle=np.bool_(False))
-    for batch in ([0, 1.5], "12"):
-        with pytest.raises(ConfigError, match="as an integer"):
-            online(batch_sampler=[[0, 1], batch], samples_per_update=None)
+@pytest.mark.parametrize("make", [sampler, planned, online])
+def test_a_switch_is_true_or_false(make: Callable[..., None]) -> None:
+    for value in ("False", 0, None):
+        with pytest.raises(ConfigError, match="`shuffle` must be True or False"):
+            make(shuffle=value)
+    make(shuffle=np.bool_(False))
+
+
+@pytest.mark.parametrize("batch", [[0, 1.5], "12"])
+def test_indices_are_not_cut_off(batch: Any) -> None:
+    with pytest.raises(ConfigError, match="as an integer"):
+        online(batch_sampler=[[0, 1], batch], samples_per_update=None)
 
 
 def plan(
-    lengths: Any = (1, 2, 3), budget: Any = 60, *, rank: Any = 0, world_size: Any = 1, **how: Any
+    lengths: Any = (1, 2, 3),
+    budget: Any = 60,
+    *,
+    rank: Any = 0,
+    world_size: Any = 1,
+    **options: Any,
 ) -> Any:
-    return list(LengthAwareBatchSampler(lengths, budget, rank=rank, world_size=world_size, **how))
+    return list(
+        LengthAwareBatchSampler(lengths, budget, rank=rank, world_size=world_size, **options)
+    )
 
 
 class Falling(TokenBudget):
@@ -127,18 +124,8 @@ class Falling(TokenBudget):
         return longest
 
 
-HARD, HARD_LIMIT = (
-    [5, 3, 2, 10, 5, 9, 12],
-    23,
-)  # 12 + 9 + 2 and 10 + 5 + 5 + 3, which none of the heuristics finds
-SHARES = [
-    {"a": 1},
-    {"a": 1, "b": -1},
-    {"a": 0, "b": 0},
-    {"a": 1, "b": float("nan")},
-    [1, 2],
-    {"a": "x", "b": 1},
-]
+HARD = [5, 3, 2, 10, 5, 9, 12]
+HARD_LIMIT = 23  # 12 + 9 + 2 and 10 + 5 + 5 + 3, which none of the heuristics finds
 PACKED = TokenBudget(100, layout="packed")
 WRONG: list[tuple[Any, str]] = [
     (lambda: Work(streams={"patches": 0.5}), "`streams` must be a dict from names to prices"),
@@ -176,27 +163,6 @@ WRONG: list[tuple[Any, str]] = [
         lambda: plan([1] * 9, samples_per_update=3, world_size=4),
         "must be at least the number of ranks",
     ),
-    *(
-        (
-            lambda n=n: plan(round_batch=lambda size: n),
-            "`round_batch` must return an int of at least 1, but returned",
-        )
-        for n in (0, 2.5, True, None)
-    ),
-    *(
-        (
-            lambda shares=shares: Mixture({"a": [0], "b": [1]}, shares),
-            r"`shares` must have a weight .* for each of \['a', 'b'\]",
-        )
-        for shares in SHARES
-    ),
-    *(
-        (
-            lambda source=source: Mixture({"a": source}, {"a": 1}),
-            "`sources` must map names to dataset indices, .*'a': ",
-        )
-        for source in ([], [0.5], [True, False], [[0]], None)
-    ),
     (lambda: balanced_partitions([1, -1], 2), "`costs` must be one finite number"),
     (lambda: shard_micro_batches([3, 3, 3], 4, 10), "4 .num_ranks x multiple_of.; collect 1 more"),
 ]
@@ -210,10 +176,40 @@ TOO_LARGE: list[tuple[Any, str]] = [
     ),
     (lambda: plan([1, 5], Falling(9)), "must allow at least as many shorter samples"),
 ]
-CASES = [*((ConfigError, *row) for row in WRONG), *((BudgetError, *row) for row in TOO_LARGE)]
 
 
-@pytest.mark.parametrize(("error", "call", "message"), CASES)
-def test_what_cannot_be_planned_is_refused(error: type[Exception], call: Any, message: str) -> None:
-    with pytest.raises(error, match=message):
+@pytest.mark.parametrize(("call", "message"), WRONG)
+def test_what_is_wrong_is_refused(call: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         call()
+
+
+@pytest.mark.parametrize(("call", "message"), TOO_LARGE)
+def test_what_does_not_fit_is_refused(call: Any, message: str) -> None:
+    with pytest.raises(BudgetError, match=message):
+        call()
+
+
+@pytest.mark.parametrize("size", [0, 2.5, True, None])
+def test_a_rounding_returns_a_size(size: Any) -> None:
+    message = "`round_batch` must return an int of at least 1, but returned"
+    with pytest.raises(ConfigError, match=message):
+        plan(round_batch=lambda _: size)
+
+
+SHARES: list[Any] = [{"a": 1}, {"a": 1, "b": -1}, {"a": 0, "b": 0}, {"a": 1, "b": math.nan}]
+SHARES += [[1, 2], {"a": "x", "b": 1}]
+
+
+@pytest.mark.parametrize("shares", SHARES)
+def test_a_mixture_has_a_weight_for_each_source(shares: Any) -> None:
+    message = r"`shares` must have a weight .* for each of \['a', 'b'\]"
+    with pytest.raises(ConfigError, match=message):
+        Mixture({"a": [0], "b": [1]}, shares)
+
+
+@pytest.mark.parametrize("source", [[], [0.5], [True, False], [[0]], None])
+def test_a_source_of_a_mixture_has_dataset_indices(source: Any) -> None:
+    message = "`sources` must map names to dataset indices, .*'a': "
+    with pytest.raises(ConfigError, match=message):
+        Mixture({"a": source}, {"a": 1})

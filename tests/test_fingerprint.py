@@ -33,9 +33,9 @@ from tests.models import small_tokenizer
 from tests.torchrun import ROOT
 
 PROGRAM = """
-import json, sys
-from tests.test_fingerprint import ALIKE, DIFFERENT, described
-print(json.dumps([described(v) for pairs in (ALIKE, DIFFERENT) for pair in pairs.values() for v in pair]))
+import json
+from tests.test_fingerprint import texts
+print(json.dumps(texts()))
 """
 IDENTITY = {"seed": 0}
 STATE = sealed("Loader", IDENTITY, {"epoch": 2, "segments": [[2, 3]], "order": None})
@@ -80,12 +80,21 @@ class Own(Budget):
 
 
 class Colour(enum.Enum):
-    RED, BLUE = 1, 2
+    RED = 1
+    BLUE = 2
 
 
 @dataclasses.dataclass(slots=True)
 class Slotted:
     limit: int
+
+
+def memory(limit):
+    return MemoryBudget(2, longest=8, model=Holder(limit))
+
+
+def capped(max_tokens):
+    return TokenBudget(max_tokens) & AdditiveCap("patches", 4)
 
 
 LARGE = np.arange(5000)
@@ -97,16 +106,14 @@ DIFFERENT = {
     "partial": (functools.partial(pow, 2), functools.partial(pow, 3)),
     "large array": (LARGE, OTHER),
     "array of objects": (np.array([1, "a"], object), np.array([1, "b"], object)),
-    "tensor": (torch.zeros(3000), torch.zeros(3000).index_fill(0, torch.tensor([1500]), 1.0)),
+    "tensor": (torch.zeros(3000), (torch.arange(3000) == 1500).float()),
     "array in an object": (Holder(LARGE), Holder(OTHER)),
     "object": (Holder(3), Holder(4)),
     "object in an object": (Holder(Holder(3)), Holder(Holder(4))),
     "long text": ("a" * 900, "a" * 899 + "b"),
     "name": (friendly_size, multiple_of(8)),
     "rule": (multiple_of(16), multiple_of(8)),
-    "a budget's model": tuple(
-        MemoryBudget(2, longest=8, model=Holder(factor)) for factor in (1, 2)
-    ),
+    "a budget's model": (memory(1), memory(2)),
     "set": ({1, 2}, {1, 3}),
     "dtype": (torch.float32, torch.float64),
     "device": (torch.device("cpu"), torch.device("meta")),
@@ -132,9 +139,7 @@ ALIKE = {
     "code, closures and constants": (make(3), make(4)),
     "methods": (Holder(3).rule, Holder(4).rule),
     "numpy numbers": (np.float64(0.5), 0.5),
-    "a budget's numbers": tuple(
-        TokenBudget(most) & AdditiveCap("patches", 4) for most in (np.int64(16), 16)
-    ),
+    "a budget's numbers": (capped(np.int64(16)), capped(16)),
     "order of a mapping": ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
     "two copies of an array": (LARGE, LARGE.copy()),
     "list and tuple, as JSON gives them back": ((1, 2), [1, 2]),
@@ -143,24 +148,35 @@ ALIKE = {
 }
 
 
-def test_equal_settings_are_described_alike_in_another_process_too():
-    assert [
-        name for name, (one, other) in ALIKE.items() if described(one) != described(other)
-    ] == []
-    here = [described(v) for pairs in (ALIKE, DIFFERENT) for pair in pairs.values() for v in pair]
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert json.loads(done.stdout) == here
+@pytest.mark.parametrize(("one", "other"), ALIKE.values(), ids=ALIKE)
+def test_equal_settings_are_described_alike(one, other):
+    assert described(one) == described(other)
 
 
-def test_objects_that_contain_themselves_end_and_an_objects_own_fingerprint_goes_first():
+def texts():
+    """All settings of this file."""
+    result = []
+    for one, other in [*ALIKE.values(), *DIFFERENT.values()]:
+        result += [described(one), described(other)]
+    return result
+
+
+def test_settings_are_described_alike_in_another_process():
+    command = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == texts()
+
+
+def test_objects_that_contain_themselves_end():
     ring = []
     ring.append(ring)
     circle = Holder(None)
     circle.limit = circle
     assert described(ring) == "(^1)"
     assert described(circle) == "Holder(limit=^1)"
+
+
+def test_an_objects_own_fingerprint_goes_first():
     own = types.SimpleNamespace(fingerprint="mine-3", limit=4)
     assert described([own]) == "(mine-3)"
     assert "limit=4" in described(own, ask=False)
@@ -173,12 +189,15 @@ def test_labels_have_one_number_each():
 
 
 def test_a_tokenizer_is_compared_by_its_file_special_tokens_and_settings():
-    used, changed, cut = small_tokenizer(), small_tokenizer(), small_tokenizer()
+    used = small_tokenizer()
     used(["a b c d"], truncation=True, max_length=2, padding=True)
+    changed = small_tokenizer()
     changed.add_tokens(["w1 w2"])
+    cut = small_tokenizer()
     cut.truncation_side = "left"
     assert tokenizer_text(used) == tokenizer_text(small_tokenizer())
-    assert len({tokenizer_text(one) for one in (used, changed, cut, None, len)}) == 5
+    others = {tokenizer_text(tokenizer) for tokenizer in (used, changed, cut, None, len)}
+    assert len(others) == 5
 
 
 @pytest.mark.parametrize(
@@ -197,17 +216,24 @@ def test_what_is_damaged_is_named(change, said):
         opened({**STATE, **change}, "Loader", IDENTITY)
 
 
-def test_a_state_of_another_run_says_what_differs_and_ranks_agree_but_for_what_each_learned():
-    for identity, said in (
-        ({"seed": 1}, "seed was 1 then, is 0 now"),
-        ({}, "seed was None then, is 0 now"),
-    ):
-        with pytest.raises(StateError, match=said):
-            opened(sealed("Loader", identity, {}), "Loader", IDENTITY)
-    for no_states in (None, [], 3, "state"):
-        with pytest.raises(StateError, match="one saved state, or the list of all ranks' states"):
-            listed(no_states)
-    assert agreed([{**STATE, "learned": 2}, {**STATE, "learned": 3, "seal": "x"}])["learned"] == 2
+@pytest.mark.parametrize(
+    ("identity", "message"),
+    [({"seed": 1}, "seed was 1 then, is 0 now"), ({}, "seed was None then, is 0 now")],
+)
+def test_a_state_of_another_run_says_what_differs(identity, message):
+    with pytest.raises(StateError, match=message):
+        opened(sealed("Loader", identity, {}), "Loader", IDENTITY)
+
+
+@pytest.mark.parametrize("states", [None, [], 3, "state"])
+def test_what_is_no_state_is_refused(states):
+    with pytest.raises(StateError, match="one saved state, or the list of all ranks' states"):
+        listed(states)
+
+
+def test_ranks_agree_but_for_what_each_learned():
+    other = {**STATE, "learned": 3, "seal": "x"}
+    assert agreed([{**STATE, "learned": 2}, other])["learned"] == 2
     with pytest.raises(StateError, match="after different steps"):
         agreed([STATE, {**STATE, "epoch": 3}])
 
