@@ -64,6 +64,15 @@ def parsed_bytes(memory: str | float) -> int:
     return int(number * UNITS[unit])
 
 
+def in_words(num_bytes: float) -> str:
+    """Returns a size as text.
+
+    >>> in_words(7_904_082_944), in_words(24_000_000)
+    ('7.9 GB', '24 MB')
+    """
+    return f"{num_bytes / 1e9:.3g} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.3g} MB"
+
+
 class MemoryBudget(Budget):
     """Allows batches that need no more memory than the ``batch_size`` longest samples, which you know to fit.
 
@@ -271,6 +280,32 @@ class MemoryBudget(Budget):
             size=len(BatchShape.of(1, longest)),
         )
 
+    def bytes_of(self, num_samples: int, longest: int | Mapping[str, int]) -> int:
+        """Returns the predicted peak bytes of one batch, with parameters and optimizer; ``longest`` in tokens, or a dict by
+        stream. ConfigError: this budget compares with the hardest batch, and knows no bytes."""
+        raise ConfigError(
+            "this MemoryBudget compares batches with the hardest one, and knows no bytes; use "
+            "MemoryBudget.from_model(model, memory), or why(), which gives shares"
+        )
+
+    def why(self, num_samples: int, longest: int | Mapping[str, int]) -> str:
+        """Returns a sentence that says why a batch fits or not, and how many samples of these lengths would.
+
+        >>> from dynagroup.memory.protocols import PaddedTokens
+        >>> MemoryBudget(4, longest=100, model=PaddedTokens(), headroom=1.0).why(9, 50)
+        '9 samples of 50 tokens do not fit: 112.5% of the limit, 100% may be used; 8 would fit'
+        """
+        shape = BatchShape.of(check_int("num_samples", num_samples), longest)
+        verdict = "fit" if self.fits(shape)[0] else "do not fit"
+        units = " and ".join(f"{values[0]:,} {name}" for name, values in shape.longest.items())
+        return (
+            f"{num_samples:,} samples of {units} {verdict}: {self._needed_in_words(shape)}, "
+            f"{self.headroom:.0%} may be used; {int(self.most_samples(longest)[0]):,} would fit"
+        )
+
+    def _needed_in_words(self, shape: BatchShape) -> str:
+        return f"{float(self.cost(shape)[0]):.1%} of the limit"
+
     def max_tokens(self, longest: int) -> int:
         """Returns the largest token budget with which every batch of samples of up to ``longest`` tokens fits. For
         generation, the token budget also counts the new tokens of each prompt.
@@ -437,12 +472,23 @@ class _DeviceBudget(MemoryBudget):
         needed = self.model.static_bytes + self.model.batch_bytes(self._padded(shape))
         return needed <= self.headroom * self._limit_bytes
 
+    def bytes_of(self, num_samples: int, longest: int | Mapping[str, int]) -> int:
+        shape = BatchShape.of(check_int("num_samples", num_samples), longest)
+        return int(self.model.static_bytes + self.model.batch_bytes(self._padded(shape))[0])
+
+    def _needed_in_words(self, shape: BatchShape) -> str:
+        of_batch = float(self.model.batch_bytes(self._padded(shape))[0])
+        static = self.model.static_bytes
+        return (
+            f"{in_words(static + of_batch)} ({in_words(static)} of them for the model) of "
+            f"{in_words(self._limit_bytes)}"
+        )
+
     @property
     def _limit(self) -> str:
         return f"limit_bytes={self._limit_bytes}"
 
     @property
     def _limit_in_words(self) -> str:
-        static = self.model.static_bytes
-        size = f"{static / 1e9:.3g} GB" if static >= 1e8 else f"{static / 1e6:.3g} MB"
-        return f"{self._limit_bytes:,} bytes, of which {size} are static"
+        static = in_words(self.model.static_bytes)
+        return f"{self._limit_bytes:,} bytes, of which {static} are static"

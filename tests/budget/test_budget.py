@@ -512,3 +512,13 @@ def test_workers_see_shared_lessons_at_once() -> None:
     asked.put(None)
     worker.join()
     assert pickle.loads(pickle.dumps(learning)).fingerprint == learning.fingerprint
+
+
+def test_a_memory_budget_says_why_a_batch_fits_or_not() -> None:
+    budget = MemoryBudget(4, longest=100, model=PaddedTokens(), headroom=1.0)
+    assert budget.why(8, 50) == (
+        "8 samples of 50 tokens fit: 100.0% of the limit, 100% may be used; 8 would fit"
+    )
+    assert "9 samples of 50 tokens do not fit" in budget.why(9, 50)
+    with pytest.raises(ConfigError, match="knows no bytes"):
+        budget.bytes_of(8, 50)
