@@ -14,18 +14,16 @@
 """
 
 import copy
-import io
-import pickle
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-import torch
 
 from dynagroup.fingerprint import described, hashed
 from dynagroup.shapes import IntArray, Streams
+from dynagroup.update.blocks import reduced
 
 Sample: TypeAlias = Any  # what the user's dataset returns
 Label: TypeAlias = Any  # what the user's ``kind_of`` returns
@@ -172,13 +170,7 @@ class RefinedWindow:
         return iter(self.batches)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles all tensors in a few blocks of memory; if that fails, in torch's usual way."""
-        fields = (self.number, self.batches, self.place)
-        try:
-            packed = pack_tensors(fields)
-        except Exception:
-            return RefinedWindow, fields
-        return unpack_tensors, (RefinedWindow, *packed)
+        return reduced(RefinedWindow, (self.number, self.batches, self.place))
 
     def pin_memory(self) -> "RefinedWindow":
         pinned = [replace(batch, batch=pin(batch.batch)) for batch in self.batches]
@@ -199,81 +191,3 @@ def pin(batch: Any) -> Any:
     for key in batch if isinstance(batch, Mapping) else range(len(batch)):
         copied[key] = pin(batch[key])
     return copied
-
-
-# A window is sent from a worker to the main process in a few blocks of shared memory, not tensor by tensor: each tensor
-# would cost a file descriptor and a connection, and a window of a hundred batches has hundreds, which halves the speed.
-# Location: dtype, shape, number of its block, first byte.
-Location: TypeAlias = tuple[torch.dtype, torch.Size, int, int]
-
-ALIGN = 64  # bytes: a cache line, and a multiple of every element size
-BLOCK_BYTES = 8 << 20  # the allocator reuses blocks of this size; larger ones cause page faults
-
-
-def _is_plain(value: Any) -> bool:
-    if type(value) is not torch.Tensor or value.device.type != "cpu":
-        return False
-    if value.layout is not torch.strided or value.requires_grad:
-        return False
-    return not (value.is_quantized or value.is_complex())
-
-
-class _Packer(pickle.Pickler):
-    """Pickles numbers in place of plain CPU tensors, which it collects."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self.tensors: list[torch.Tensor] = []
-        self._numbers: dict[int, int] = {}  # by id; the tensors live as long as this object
-
-    def persistent_id(self, obj: Any) -> int | None:
-        if not _is_plain(obj):
-            return None
-        if id(obj) not in self._numbers:
-            self._numbers[id(obj)] = len(self.tensors)
-            self.tensors.append(obj)
-        return self._numbers[id(obj)]
-
-
-class _Unpacker(pickle.Unpickler):
-    def __init__(self, payload: bytes, tensors: list[torch.Tensor]) -> None:
-        super().__init__(io.BytesIO(payload))
-        self._tensors = tensors
-
-    def persistent_load(self, pid: int) -> torch.Tensor:
-        return self._tensors[pid]
-
-
-def pack_tensors(value: Any) -> tuple[bytes, list[Location], list[torch.Tensor]]:
-    """Returns (pickle of ``value`` with numbers for plain CPU tensors, location of each tensor, blocks of uint8)."""
-    file = io.BytesIO()
-    packer = _Packer(file)
-    packer.dump(value)
-    locations: list[Location] = []
-    block_sizes = [0]
-    for tensor in packer.tensors:
-        size = -(-tensor.numel() * tensor.element_size() // ALIGN) * ALIGN
-        if block_sizes[-1] and block_sizes[-1] + size > BLOCK_BYTES:
-            block_sizes.append(0)
-        locations.append((tensor.dtype, tensor.shape, len(block_sizes) - 1, block_sizes[-1]))
-        block_sizes[-1] += size
-    blocks = [torch.empty(size, dtype=torch.uint8) for size in block_sizes]
-    for tensor, location in zip(packer.tensors, locations, strict=True):
-        _view(blocks, location).copy_(tensor)
-    return file.getvalue(), locations, blocks
-
-
-def unpack_tensors(
-    make: Any, payload: bytes, locations: list[Location], blocks: list[torch.Tensor]
-) -> Any:
-    """Returns what ``make`` makes of the packed fields; their tensors are views of the blocks."""
-    tensors = [_view(blocks, location) for location in locations]
-    return make(*_Unpacker(payload, tensors).load())
-
-
-def _view(blocks: list[torch.Tensor], location: Location) -> torch.Tensor:
-    dtype, shape, number, start = location
-    size = shape.numel() * dtype.itemsize
-    if not size:
-        return torch.empty(shape, dtype=dtype)
-    return blocks[number][start : start + size].view(dtype).view(shape)

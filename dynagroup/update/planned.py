@@ -30,6 +30,7 @@ from dynagroup.plan.plan import BatchPlan
 from dynagroup.plan.planner import Planner
 from dynagroup.shapes import Streams
 from dynagroup.state import agreed
+from dynagroup.update.blocks import reduced
 from dynagroup.update.filling import FillingCollator, Pad
 from dynagroup.update.loader import (
     ENDED_EARLY,
@@ -521,6 +522,9 @@ class _Collated(NamedTuple):
 
     batch: Any
     weight: float | None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return reduced(_Collated, tuple(self))
 
 
 class _CollatedDataset(Dataset[Any]):

@@ -16,8 +16,8 @@ from dynagroup import (
     collated_length,
 )
 from dynagroup.online.collator import measure_sample
-from dynagroup.online.messages import pack_tensors, unpack_tensors
 from dynagroup.testing import assert_conserves
+from dynagroup.update.blocks import pack_tensors, unpack_tensors
 from tests.online.helpers import collate, collate_packed
 
 PAIRS = np.random.default_rng(0).lognormal(3, 0.8, (300, 2)).clip(1, 200).astype(int).tolist()
@@ -333,7 +333,7 @@ def test_tensors_of_any_type_survive_packing(dtype: torch.dtype) -> None:
 
 
 def test_windows_survive_pickling(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dynagroup.online.messages.BLOCK_BYTES", 256)
+    monkeypatch.setattr("dynagroup.update.blocks.BLOCK_BYTES", 256)
     window = refining(max_tokens=20)(samples(4, 5, 3, 19, 7, 7))
     pickled = pickle.loads(pickle.dumps(window))
     assert indices_of(pickled) == indices_of(window)

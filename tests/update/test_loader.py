@@ -495,3 +495,20 @@ def test_samples_that_no_batch_may_hold_after_what_was_learned_are_told_and_coun
         match="sample 0 .* does not fit the budget even alone .*and is left out",
     ):
         assert sorted(i for step in loader for i in step.indices) == [2, 3]
+
+
+def two_tensors(indices: list[int]) -> dict[str, torch.Tensor]:
+    ids = torch.tensor(indices)
+    return {"ids": ids, "twice": 2 * ids}
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_worker_sends_all_tensors_of_a_batch_as_one_block(num_workers: int) -> None:
+    loader = loader_of(collate_fn=two_tensors, samples_per_update=9, num_workers=num_workers)
+    for step in loader:
+        ids = step.batch["ids"]
+        twice = step.batch["twice"]
+        assert ids.tolist() == step.indices
+        assert twice.tolist() == [2 * index for index in step.indices]
+        is_one_block = ids.untyped_storage().data_ptr() == twice.untyped_storage().data_ptr()
+        assert is_one_block == (num_workers == 1)
