@@ -39,11 +39,18 @@ def held(values: np.ndarray, layout: str) -> float:
     return float(values.max(initial=0) * len(values) if layout == "padded" else values.sum())
 
 
-# Padding: real over padded tokens and steps, one rank; 16 of the longest samples set the peak for all.
+# Padding: real over padded tokens, steps and predicted time, one rank; 16 of the longest samples set the peak for all.
+
+
+def predicted_time_of(batches: list[list[int]], tokens: np.ndarray) -> float:
+    """Predicted time of padded batches on one rank, in linear tokens, by the default ``Work``."""
+    sizes = np.array([len(batch) for batch in batches])
+    longest = np.array([tokens[batch].max() for batch in batches])
+    return float((WORK.per_step + sizes * WORK.of_lengths(longest)).sum())
 
 
 def padding(_machine: Machine) -> dict[str, Any]:
-    """One row a length file: (real tokens / padded tokens, steps) of each method."""
+    """One row a length file: (real tokens / padded tokens, steps, predicted time over that of fixed batches) of each method."""
     figures = {}
     for name in FILES:
         tokens = lengths_of(name, 20_000)
@@ -69,9 +76,11 @@ def padding(_machine: Machine) -> dict[str, Any]:
             for way, how in ways.items()
         }
         real = int(tokens.sum(dtype=np.int64))
-        rows = {
-            way: (real / padded_tokens(made, tokens), len(made)) for way, made in batches.items()
-        }
+        time_of_fixed = predicted_time_of(batches["fixed_16_shuffled"], tokens)
+        rows = {}
+        for way, made in batches.items():
+            time = predicted_time_of(made, tokens) / time_of_fixed
+            rows[way] = (real / padded_tokens(made, tokens), len(made), time)
         figures[name] = {"samples": len(tokens), "cv": float(tokens.std() / tokens.mean()), **rows}
     return figures
 
