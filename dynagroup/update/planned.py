@@ -453,7 +453,7 @@ class _Feed(Inner):
             self.asked.append(update)
             epoch = update.before.epoch
             for row, step in enumerate(update.steps, start=update.before.steps):
-                yield _Request(epoch, seed_of(self._seed, epoch, row, rank), step.indices)
+                yield _Request(epoch, (self._seed, epoch, row, rank), step.indices)
 
     def _load(self, batches: Iterator["_Collated"], world: World) -> _LoadedUpdate | None:
         """Loads the next update, and adds its weights over all ranks. None: the epoch is over."""
@@ -513,7 +513,7 @@ class _Request(NamedTuple):
     """What a worker is asked for: one batch."""
 
     epoch: int
-    seed: int
+    seed_place: tuple[int, ...]  # see :func:`seed_of`, which only workers need
     indices: list[int]
 
 
@@ -546,9 +546,10 @@ class _CollatedDataset(Dataset[Any]):
             with sendable(lambda: "the dataset's set_epoch failed"):
                 set_epoch(self.dataset, request.epoch)
         if get_worker_info() is not None:
-            torch.manual_seed(request.seed)
-            random.seed(request.seed)
-            np.random.seed(request.seed % 2**32)
+            seed = seed_of(*request.seed_place)
+            torch.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed)
         indices = request.indices
         samples = fetch(self.dataset, indices)
         with sendable(lambda: f"collate_fn failed on dataset samples {shorten(indices)}"):
