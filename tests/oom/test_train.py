@@ -16,17 +16,18 @@ from tests import models
 from tests.integrations.toys import parameters
 from tests.models import Allocator, fails_in_backward
 
+Batch = dict[str, torch.Tensor]
 VOCAB = 23
 PLACES = {
     "forward": "transformer.h.0",
     "third layer": "transformer.h.2",
     "start of backward": "lm_head",
-}
-PLACES |= {
     "backward": "transformer.h.1",
-    "end of backward": "transformer.wte",
-}  # then most buckets are sent
-STEPS, ACCUMULATION, SAMPLES = 6, 2, 6
+    "end of backward": "transformer.wte",  # by then most buckets are sent
+}
+STEPS = 6
+ACCUMULATION = 2
+SAMPLES = 6
 X = torch.arange(10, dtype=torch.float64).reshape(5, 2)
 
 
@@ -46,7 +47,7 @@ def small_model() -> Any:
     return GPT2LMHeadModel(config).double().train()
 
 
-def batch_of(seed: int, num_samples: int = SAMPLES) -> dict[str, torch.Tensor]:
+def batch_of(seed: int, num_samples: int = SAMPLES) -> Batch:
     """Right padded; every third sample has no label to learn from."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(2, 13, (num_samples,), generator=generator)
@@ -58,36 +59,39 @@ def batch_of(seed: int, num_samples: int = SAMPLES) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
-def mean_loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def next_token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """The mean over next-token labels, in float64 (transformers' own casts logits to float32)."""
-    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-    return F.cross_entropy(
-        logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100
-    )
+    predicted = logits[:, :-1].flatten(0, 1)
+    return F.cross_entropy(predicted, labels[:, 1:].flatten(), ignore_index=-100)
 
 
-def batches_of(step: int, rank: int) -> list[dict[str, torch.Tensor]]:
+def mean_loss(model: Any, batch: Batch) -> torch.Tensor:
+    output = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+    return next_token_loss(output.logits, batch["labels"])
+
+
+def batches_of(step: int, rank: int) -> list[Batch]:
     return [batch_of(1000 * step + 10 * rank + k) for k in range(ACCUMULATION)]
+
+
+def num_labels(batch: Batch) -> int:
+    return int((batch["labels"][:, 1:] != -100).sum())
 
 
 def loss_scales(step: int, size: int) -> list[list[float]]:
     """[rank][micro-batch]: so that DDP's mean over ranks is the mean over all labels of the update."""
-    counts = [
-        [int((b["labels"][:, 1:] != -100).sum()) for b in batches_of(step, rank)]
-        for rank in range(size)
-    ]
-    return [[c * size / sum(map(sum, counts)) for c in row] for row in counts]
+    counts = np.array([list(map(num_labels, batches_of(step, rank))) for rank in range(size)])
+    return (counts * size / counts.sum()).tolist()
 
 
 def trained(model: Any, backward: Any, ranks: Iterable[int], size: int) -> torch.Tensor:
     """Parameters after all steps; ``backward(batch, scale, ends)`` of each micro-batch of these ranks."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     for step in range(STEPS):
+        scales = loss_scales(step, size)
         for rank in ranks:
-            for k, (batch, scale) in enumerate(
-                zip(batches_of(step, rank), loss_scales(step, size)[rank], strict=True)
-            ):
-                backward(batch, scale, k == ACCUMULATION - 1)
+            for k, batch in enumerate(batches_of(step, rank)):
+                backward(batch, scales[rank][k], k == ACCUMULATION - 1)
         optimizer.step()
         optimizer.zero_grad()
     return parameters(model)
@@ -96,29 +100,34 @@ def trained(model: Any, backward: Any, ranks: Iterable[int], size: int) -> torch
 def train_plainly(size: int) -> torch.Tensor:
     """What all of this must come to: one process, every rank's batches, nothing fails."""
     model = small_model()
-    return trained(
-        model,
-        lambda b, scale, _: (mean_loss(model, b) * scale / size).backward(),
-        range(size),
-        size,
-    )
+
+    def backward(batch: Batch, scale: float, ends: bool) -> None:
+        (mean_loss(model, batch) * scale / size).backward()
+
+    return trained(model, backward, range(size), size)
 
 
 def train_with_failures(
     place: str, limit: float, rank: int = 0, size: int = 1, **options: Any
 ) -> tuple[Any, Any, int]:
     """The same training in which a batch above ``limit`` tokens fails at ``place``. Returns parameters and failures."""
-    model, allocator = small_model(), Allocator(limit)
-    (allocator.in_backward if "backward" in place else allocator.in_forward)(
-        model.get_submodule(PLACES[place])
-    )
+    model = small_model()
+    allocator = Allocator(limit)
+    layer = model.get_submodule(PLACES[place])
+    if "backward" in place:
+        allocator.in_backward(layer)
+    else:
+        allocator.in_forward(layer)
     wrapped = DistributedDataParallel(model) if size > 1 else model
     backward = OomSafeBackward(wrapped, **options)
 
-    def guarded(batch: Any, scale: float, ends: bool) -> None:
-        backward(lambda b: mean_loss(wrapped, b), batch, loss_scale=scale, ends_update=ends)
+    def loss_of(batch: Batch) -> torch.Tensor:
+        return mean_loss(wrapped, batch)
 
-    return trained(model, guarded, [rank], size), backward, len(allocator.failures)
+    def run_batch(batch: Batch, scale: float, ends: bool) -> None:
+        backward(loss_of, batch, loss_scale=scale, ends_update=ends)
+
+    return trained(model, run_batch, [rank], size), backward, len(allocator.failures)
 
 
 @pytest.fixture(scope="module")
@@ -130,29 +139,31 @@ def untroubled() -> torch.Tensor:
 def test_parameters_are_those_of_a_run_that_never_failed(
     place: str, untroubled: torch.Tensor
 ) -> None:
-    found, backward, failures = train_with_failures(place, limit=48, learned=Forgetful())
-    assert failures > 5
-    assert backward.learned.report.num_ooms == failures
-    assert (found - untroubled).abs().max() < 1e-8
+    final, backward, num_failures = train_with_failures(place, limit=48, learned=Forgetful())
+    assert num_failures > 5
+    assert backward.learned.report.num_ooms == num_failures
+    assert (final - untroubled).abs().max() < 1e-8
     assert untroubled.abs().max() > 0.1
 
 
 class Linear(torch.nn.Module):
     """One weight vector, so gradients can be computed by hand; fails above a limit of samples."""
 
-    def __init__(self, allocator: Allocator, features: int = 2) -> None:
+    def __init__(self, limit: float, features: int = 2) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(features, dtype=torch.float64))
-        self.allocator = allocator
+        self.allocator = Allocator(limit)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.allocator.claim(len(x))
         return x @ self.weight
 
+    def mean(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x).mean()
 
-def linear(limit: float, **options: Any) -> tuple[Linear, OomSafeBackward]:
-    model = Linear(Allocator(limit))
-    return model, OomSafeBackward(model, weigh="samples", **options)
+
+def guarded(model: torch.nn.Module, **options: Any) -> OomSafeBackward:
+    return OomSafeBackward(model, weigh="samples", **options)
 
 
 @pytest.mark.parametrize("size", [1, 2], ids=["one rank", "two ranks"])
@@ -160,44 +171,45 @@ def test_parts_and_batches_that_wait_heed_what_failed_before_them_in_the_update(
     """Ranks learn together, at the vote; until then each heeds what failed on itself. Gradients are exact either way."""
     x = torch.arange(16, dtype=torch.float64).reshape(8, 2)
 
-    def rank(world: Any) -> tuple[list[int], list[float], Any]:
-        model, backward = linear(limit=2, world=world)
-        for ends in (False, True):
-            assert (
-                backward(
-                    lambda part: model(part).mean(), x, ends_update=ends, loss_scale=0.5
-                ).num_parts
-                == 4
-            )
-        assert getattr(world, "num_exchanges", 1) == 1, "one vote an update"
+    def run(world: Any) -> tuple[list[int], list[float], Any]:
+        model = Linear(limit=2)
+        backward = guarded(model, world=world)
+        first = backward(model.mean, x, ends_update=False, loss_scale=0.5)
+        second = backward(model.mean, x, ends_update=True, loss_scale=0.5)
+        assert first.num_parts == second.num_parts == 4
+        if size > 1:
+            assert world.num_exchanges == 1, "one vote an update"
         return model.allocator.claims, model.weight.grad.tolist(), backward.learned.limit
 
-    found = run_ranks(size, rank)
-    assert found == [found[0]] * size
-    passes, gradient, _ = found[0]
-    assert passes == [8, 4, 2, 2, 2, 2] + [2, 2, 2, 2]
+    ranks = run_ranks(size, run)
+    assert ranks == [ranks[0]] * size
+    claims, gradient, _ = ranks[0]
+    assert claims == [8, 4, 2, 2, 2, 2] + [2, 2, 2, 2]
     assert gradient == x.mean(0).tolist()
 
 
 def test_what_has_run_before_is_repeated_as_it_was() -> None:
     """Ten samples pass, eleven fail in backward. The ten cost nearly as much, but cut they would draw other dropout masks."""
-    ten, eleven = (torch.ones(n, 2, dtype=torch.float64) for n in (10, 11))
+    ten = torch.ones(10, 2, dtype=torch.float64)
+    eleven = torch.ones(11, 2, dtype=torch.float64)
     torch.manual_seed(3)
-    drawn = [F.dropout(x, 0.5).sum(0) for x in (ten, eleven[:6], eleven[6:])]
+    dropped = [F.dropout(x, 0.5).sum(0) for x in (ten, eleven[:6], eleven[6:])]
     torch.manual_seed(3)
-    model, allocator, drew = Linear(Allocator(11)), Allocator(10), list[Any]()
-    backward = OomSafeBackward(model, weigh="samples")
+    model = Linear(limit=11)
+    allocator = Allocator(10)
+    randoms = []
+    backward = guarded(model)
 
-    def loss(part: torch.Tensor) -> torch.Tensor:
-        drew.append((random.random(), np.random.rand()))
-        return fails_in_backward(model(F.dropout(part, 0.5)).mean(), allocator, len(part))
+    def loss_of(part: torch.Tensor) -> torch.Tensor:
+        randoms.append((random.random(), np.random.rand()))
+        return fails_in_backward(model.mean(F.dropout(part, 0.5)), allocator, len(part))
 
-    assert [backward(loss, ten, ends_update=False).num_parts, backward(loss, eleven).num_parts] == [
-        1,
-        2,
-    ]
-    assert (model.allocator.claims, drew[0]) == ([10, 11, 10, 6, 5], drew[2])
-    torch.testing.assert_close(model.weight.grad, drawn[0] / 10 + (drawn[1] + drawn[2]) / 11)
+    assert backward(loss_of, ten, ends_update=False).num_parts == 1
+    assert backward(loss_of, eleven).num_parts == 2
+    assert model.allocator.claims == [10, 11, 10, 6, 5]
+    assert randoms[0] == randoms[2]
+    expected = dropped[0] / 10 + (dropped[1] + dropped[2]) / 11
+    torch.testing.assert_close(model.weight.grad, expected)
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
@@ -205,51 +217,61 @@ def test_what_has_run_before_is_repeated_as_it_was() -> None:
 def test_an_error_that_passes_through_ends_its_update(
     error: type[BaseException], cleared: bool
 ) -> None:
-    """What came before it is not run again when memory runs out later; gradients are those of a plain"""
+    """What came before it is not run again when memory runs out later; gradients are those of plain backwards."""
     layers = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1)).double()
-    limit = Allocator(9)
-    remove = limit.in_backward(layers[0])
-    backward = OomSafeBackward(layers, weigh="samples")
-    loss = lambda x: layers(x[None]).mean()  # noqa: E731
+    allocator = Allocator(9)
+    remove = allocator.in_backward(layers[0])
+    backward = guarded(layers)
 
-    def gradients_are(*batches: torch.Tensor) -> None:
-        wanted = torch.autograd.grad(
-            torch.stack([loss(x) for x in batches]).sum(), list(layers.parameters())
-        )
-        torch.testing.assert_close([p.grad for p in layers.parameters()], [*wanted])
+    def loss_of(x: torch.Tensor) -> torch.Tensor:
+        return layers(x[None]).mean()
+
+    def assert_gradients_are_of(*batches: torch.Tensor) -> None:
+        loss = torch.stack(list(map(loss_of, batches))).sum()
+        expected = torch.autograd.grad(loss, list(layers.parameters()))
+        gradients = tuple(parameter.grad for parameter in layers.parameters())
+        torch.testing.assert_close(gradients, expected)
 
     def broken(x: torch.Tensor) -> torch.Tensor:
         raise error
 
-    loss(X[4:]).backward()  # there before the update
-    backward(loss, X[:2], ends_update=False)
+    loss_of(X[4:]).backward()  # there before the update
+    backward(loss_of, X[:2], ends_update=False)
     with pytest.raises(error):
         backward(broken, X[2:3], ends_update=False)
-    gradients_are(X[4:], X[:2])
+    assert_gradients_are_of(X[4:], X[:2])
     if cleared:
         layers.zero_grad()
-    limit.limit = 3
-    backward(loss, X[:4])
-    assert limit.failures == [4]
+    allocator.limit = 3
+    backward(loss_of, X[:4])
+    assert allocator.failures == [4]
     remove()
-    gradients_are(*([X[:4]] if cleared else [X[4:], X[:2], X[:4]]))
+    if cleared:
+        assert_gradients_are_of(X[:4])
+    else:
+        assert_gradients_are_of(X[4:], X[:2], X[:4])
 
 
-def test_a_step_of_a_loader_an_idle_one_and_a_sample_that_does_not_fit_alone() -> None:
-    model, backward = linear(limit=2)
-    step = Step(X, range(5), Share(5, 5), Share(5, 5), loss_scale=2.0, ends_update=False)
-    backward.step(lambda x: model(x).mean(), step)
-    idle = Step(X, (), Share(0, 5), Share(0, 5), loss_scale=0.0, ends_update=True, idle=True)
-    assert backward.step(lambda x: model(x).mean(), idle).num_parts == 0
+def test_a_loaders_step_has_its_scale_and_an_idle_one_runs_nothing() -> None:
+    model = Linear(limit=2)
+    backward = guarded(model)
+    whole = Share(5, 5)
+    backward.step(model.mean, Step(X, range(5), whole, whole, loss_scale=2.0, ends_update=False))
+    none = Share(0, 5)
+    idle = Step(X, (), none, none, loss_scale=0.0, ends_update=True, idle=True)
+    assert backward.step(model.mean, idle).num_parts == 0
     torch.testing.assert_close(model.weight.grad, 2 * X.mean(0))
-    model, backward = linear(limit=0)
-    with pytest.raises(
-        BudgetError, match=r"sample 42 \(2 tokens\) does not fit on rank 0 even alone; truncate"
-    ):
-        backward(lambda x: model(x).mean(), X[:2], indices=[42, 43])
+
+
+def test_a_sample_that_does_not_fit_alone_is_named_and_the_next_update_is_none_the_worse() -> None:
+    model = Linear(limit=0)
+    backward = guarded(model)
+    message = r"sample 42 \(2 tokens\) does not fit on rank 0 even alone; truncate"
+    with pytest.raises(BudgetError, match=message):
+        backward(model.mean, X[:2], indices=[42, 43])
     assert model.weight.grad is None
     model.allocator.limit = 9
-    backward(lambda x: model(x).mean(), X)  # the next update is none the worse
+    backward(model.mean, X)
     torch.testing.assert_close(model.weight.grad, X.mean(0))
 
 
@@ -258,108 +280,137 @@ def test_parts_of_a_batch_that_is_filled_to_a_shape_have_the_weight_of_its_sampl
     limit: int, num: int
 ) -> None:
     """The filling is left out first, so a sample that does not fit with it is run alone."""
-    model, backward = linear(limit)
-    share, filled = Share(num, num), torch.cat([X[:num], X[:1].expand(8 - num, 2)])
-    backward.step(
-        lambda x: model(x)[:num].mean(),
-        Step(filled, range(num), share, share, 1.0, True, filled=True),
-    )
+    model = Linear(limit)
+    batch = torch.cat([X[:num], X[:1].expand(8 - num, 2)])
+    share = Share(num, num)
+
+    def loss_of(x: torch.Tensor) -> torch.Tensor:
+        return model(x)[:num].mean()
+
+    guarded(model).step(loss_of, Step(batch, range(num), share, share, 1.0, True, filled=True))
     torch.testing.assert_close(model.weight.grad, X[:num].mean(0))
 
 
 def test_parts_have_at_least_min_samples() -> None:
-    model, _ = linear(limit=2)
-    backward = OomSafeBackward(model, weigh="samples", min_samples=2)
-    assert backward(lambda x: model(x).mean(), X[:4]).num_parts == 2
+    model = Linear(limit=2)
+    backward = guarded(model, min_samples=2)
+    assert backward(model.mean, X[:4]).num_parts == 2
     model.allocator.limit = 1
-    with pytest.raises(
-        BudgetError,
-        match=r"fewer than 4 samples, from sample 7 on \(2 tokens\).*reduce `min_samples`",
-    ):
-        backward(lambda x: model(x).mean(), X[:3], indices=[7, 8, 9])
+    message = r"fewer than 4 samples, from sample 7 on \(2 tokens\).*reduce `min_samples`"
+    with pytest.raises(BudgetError, match=message):
+        backward(model.mean, X[:3], indices=[7, 8, 9])
 
 
-def test_weights_come_from_the_user_the_loss_or_the_tokens_as_loaders_count_them() -> None:
-    model = Linear(Allocator(2))
-    backward = OomSafeBackward(
-        model, weigh="sum", backward=lambda loss: (8 * loss).backward()
-    )  # as scalers do
-    result = backward(lambda x: model(x).sum() / 5, X)
+def test_parts_of_a_sum_have_its_own_weights_and_a_backward_of_the_user_is_called() -> None:
+    model = Linear(limit=2)
+
+    def scaled_backward(loss: torch.Tensor) -> None:  # as gradient scalers do
+        (8 * loss).backward()
+
+    def loss_of(x: torch.Tensor) -> torch.Tensor:
+        return model(x).sum() / 5
+
+    result = OomSafeBackward(model, weigh="sum", backward=scaled_backward)(loss_of, X)
     torch.testing.assert_close(model.weight.grad, 8 * X.mean(0))
     assert result.num_parts == 3
-    model = Linear(Allocator(1))
-    backward = OomSafeBackward(model, weigh=lambda batch: float(batch["w"].sum()))
+
+
+def test_weights_may_be_a_function_of_the_batch() -> None:
+    model = Linear(limit=1)
+
+    def weight_of(batch: Batch) -> float:
+        return float(batch["w"].sum())
+
+    def loss_of(batch: Batch) -> torch.Tensor:
+        return (model(batch["x"] + 1) * batch["w"]).sum() / batch["w"].sum()
+
     batch = {"x": X[:2], "w": torch.tensor([1.0, 3.0])}
-    result = backward(
-        lambda b: (model(b["x"] + 1) * b["w"]).sum() / b["w"].sum(), batch, loss_scale=0.1
-    )
+    result = OomSafeBackward(model, weigh=weight_of)(loss_of, batch, loss_scale=0.1)
     torch.testing.assert_close(model.weight.grad, (X[0] + 1 + 3 * (X[1] + 1)) / 40)
-    assert result.loss.item() == 0  # its own, without the scale
-    model, batch = Linear(Allocator(1)), {"x": X[:3], "labels": torch.tensor([-100, 4, -100])}
-    result = OomSafeBackward(model)(lambda b: model(b["x"])[b["labels"] != -100].mean(), batch)
-    assert (result.num_parts, model.weight.grad.tolist()) == (1, X[1].tolist()), (
-        "a part without labels adds no NaN"
-    )
-    result = OomSafeBackward(model)(
-        lambda b: model(b["x"])[:0].mean(), {"x": X[:1], "labels": X[:1]}, loss_scale=0.0
-    )
-    assert (result.loss.item(), model.weight.grad.tolist()) == (0.0, X[1].tolist()), (
-        "nor does a batch without labels"
-    )
-    # The first label of a sample is not predicted: lengths 9 and 4 have 8 and 3 tokens in the mean.
+    assert result.loss.item() == 0, "its own, without the scale"
+
+
+def test_a_part_without_labels_adds_no_nan() -> None:
+    model = Linear(limit=1)
+
+    def loss_of(batch: Batch) -> torch.Tensor:
+        return model(batch["x"])[batch["labels"] != -100].mean()
+
+    batch = {"x": X[:3], "labels": torch.tensor([-100, 4, -100])}
+    result = OomSafeBackward(model)(loss_of, batch)
+    assert result.num_parts == 1
+    assert model.weight.grad.tolist() == X[1].tolist()
+
+
+def test_a_batch_without_labels_adds_no_nan() -> None:
+    model = Linear(limit=1)
+    model.weight.grad = X[1].clone()
+
+    def mean_of_none(batch: Batch) -> torch.Tensor:
+        return model(batch["x"])[:0].mean()
+
+    batch = {"x": X[:1], "labels": X[:1]}
+    result = OomSafeBackward(model)(mean_of_none, batch, loss_scale=0.0)
+    assert result.loss.item() == 0.0
+    assert model.weight.grad.tolist() == X[1].tolist()
+
+
+def test_weights_are_label_tokens_but_the_first_as_loaders_count_them() -> None:
+    """The first label of a sample is not predicted: lengths 9 and 4 have 8 and 3 tokens in the mean."""
     model = torch.nn.Sequential(torch.nn.Embedding(30, 6), torch.nn.Linear(6, 30)).double()
-    ids = torch.nn.utils.rnn.pad_sequence(
-        [torch.arange(1, 10), torch.arange(3, 7)], batch_first=True
-    )
+    rows = [torch.arange(1, 10), torch.arange(3, 7)]
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     batch = {"input_ids": ids, "labels": ids.masked_fill(ids == 0, -100)}
 
-    def loss_of(part: dict[str, torch.Tensor]) -> torch.Tensor:
-        predicted, labels = model(part["input_ids"])[:, :-1], part.pop("labels")[:, 1:]
-        return F.cross_entropy(predicted.reshape(-1, 30), labels.reshape(-1), ignore_index=-100)
+    def loss_of(part: Batch) -> torch.Tensor:
+        return next_token_loss(model(part["input_ids"]), part.pop("labels"))
 
     whole = torch.autograd.grad(loss_of({**batch}), list(model.parameters()))
-    (allocator := Allocator(17)).in_forward(model)
+    allocator = Allocator(17)
+    allocator.in_forward(model)
     OomSafeBackward(model)(loss_of, batch)
     assert allocator.failures == [18]
-    torch.testing.assert_close(
-        [p.grad for p in model.parameters()], [*whole], rtol=1e-12, atol=1e-15
-    )
+    gradients = tuple(parameter.grad for parameter in model.parameters())
+    torch.testing.assert_close(gradients, whole, rtol=1e-12, atol=1e-15)
 
 
 class FSDPModule(torch.nn.Linear):
     """Named like those that share their parameters among ranks."""
 
 
-@pytest.mark.parametrize(
-    ("model", "options", "message"),
-    [
-        (
-            Linear(Allocator(1)),
-            {"weigh": "bytes"},
-            "`weigh` must be 'tokens', 'labels', 'samples' or a function .*'bytes'",
-        ),
-        (
-            Linear(Allocator(2)),
-            {},
-            "weigh='tokens' or 'labels' needs a field 'labels' in every batch, but this Tensor has none",
-        ),
-        (Linear(Allocator(2)), {"learned": 3}, "`learned` must be a LearningBudget .* but is 3"),
-        (
-            FSDPModule(1, 1),
-            {},
-            "`model` contains FSDPModule, with which no rank can repeat a step alone",
-        ),
-        (
-            Linear(Allocator(9), features=3),
-            {},
-            "mat1 and mat2|size mismatch|inconsistent",
-        ),  # not ours: it passes through
-    ],
-)
+REFUSED: list[tuple[torch.nn.Module, dict[str, Any], str]] = [
+    (
+        Linear(1),
+        {"weigh": "bytes"},
+        "`weigh` must be 'tokens', 'labels', 'samples' or a function .*'bytes'",
+    ),
+    (
+        Linear(2),
+        {},
+        "weigh='tokens' or 'labels' needs a field 'labels' in every batch, but this Tensor has none",
+    ),
+    (Linear(2), {"learned": 3}, "`learned` must be a LearningBudget .* but is 3"),
+    (
+        FSDPModule(1, 1),
+        {},
+        "`model` contains FSDPModule, with which no rank can repeat a step alone",
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "options", "message"), REFUSED)
 def test_what_cannot_be_is_refused(model: Any, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(RuntimeError if "size" in message else ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message):
         OomSafeBackward(model, **options)(lambda x: model(x).mean(), X)
-    with pytest.raises(
-        ConfigError, match=r"`compute_loss` must return a scalar, but returned shape \(5, 2\)"
-    ):
-        OomSafeBackward(Linear(Allocator(9)))(lambda x: x, X)
+
+
+def test_other_errors_of_a_model_pass_through() -> None:
+    model = Linear(limit=9, features=3)
+    with pytest.raises(RuntimeError, match="mat1 and mat2|size mismatch|inconsistent"):
+        OomSafeBackward(model)(model.mean, X)
+
+
+def test_a_loss_that_is_no_scalar_is_refused() -> None:
+    message = r"`compute_loss` must return a scalar, but returned shape \(5, 2\)"
+    with pytest.raises(ConfigError, match=message):
+        OomSafeBackward(Linear(limit=9))(lambda x: x, X)
