@@ -17,29 +17,20 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # The rooms in reading order: a module imports only from its own room and those before it. See docs/architecture.md.
 GROUND = ["errors", "shapes", "fingerprint", "validation", "distributed", "state", "device"]
-ROOMS = [
-    *GROUND,
-    "lengths",
-    "memory",
-    "budget",
-    "plan",
-    "update",
-    "online",
-    "oom",
-    "text",
-    "jobs",
-    "integrations",
-]
-ROOMS += ["files", "testing", "demo", "cli", "__main__"]
+BEFORE_FRAMEWORKS = "lengths memory budget plan update online oom text jobs"
+AFTER_FRAMEWORKS = "files testing demo cli __main__"
+ROOMS = [*GROUND, *BEFORE_FRAMEWORKS.split(), "integrations", *AFTER_FRAMEWORKS.split()]
 HEAVY = {"torch", "xgboost", "transformers", "datasets", "matplotlib", "accelerate", "lightning"}
 PRIVATE_LOADER_NAMES = {
-    *(
-        "_BaseDataLoaderIter",
-        "_SingleProcessDataLoaderIter",
-        "_MultiProcessingDataLoaderIter",
-        "_DatasetKind",
-    ),
-    *("_get_iterator", "_iterator", "_index_sampler", "_dataset_kind", "_auto_collation"),
+    "_BaseDataLoaderIter",
+    "_SingleProcessDataLoaderIter",
+    "_MultiProcessingDataLoaderIter",
+    "_DatasetKind",
+    "_get_iterator",
+    "_iterator",
+    "_index_sampler",
+    "_dataset_kind",
+    "_auto_collation",
 }
 # torch documents TorchDispatchMode for extension authors, but has no public alias for its module
 PRIVATE_MODULES = ("dynagroup", "__future__", "torch.utils._python_dispatch")
@@ -66,18 +57,19 @@ def imported_modules(tree: ast.AST) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, "relative imports hide where a module stands"
             module = node.module or ""
-            yield from (
-                (f"{module}.{alias.name}" for alias in node.names)
-                if module == "dynagroup"
-                else (module,)
-            )
+            if module == "dynagroup":
+                yield from (f"{module}.{alias.name}" for alias in node.names)
+            else:
+                yield module
 
 
 def rooms_imported_by(path: Path) -> set[str]:
-    names = (name.split(".") for name in imported_modules(tree_of(path)))
-    return {parts[1] for parts in names if parts[0] == "dynagroup" and len(parts) > 1} - {
-        layer_of(path)
-    }
+    rooms = set()
+    for name in imported_modules(tree_of(path)):
+        package, *parts = name.split(".")
+        if package == "dynagroup" and parts:
+            rooms.add(parts[0])
+    return rooms - {layer_of(path)}
 
 
 def points_upstream(importer: str, imported: str) -> bool:
@@ -85,102 +77,123 @@ def points_upstream(importer: str, imported: str) -> bool:
 
 
 def test_imports_point_upstream():
-    arrows = {
-        (layer_of(path), name)
-        for path in MODULES
-        if layer_of(path)
-        for name in rooms_imported_by(path)
-    }
-    assert [arrow for arrow in sorted(arrows) if not points_upstream(*arrow)] == []
+    wrong = set()
+    for path in MODULES:
+        room = layer_of(path)
+        for imported in rooms_imported_by(path):
+            if room and not points_upstream(room, imported):
+                wrong.add((room, imported))
+    assert wrong == set()
     assert not points_upstream("plan", "update")
 
 
-def output_of(code: str) -> list[str]:
+def output_of(code: str, *arguments: str) -> list[str]:
     """What a fresh interpreter prints."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 
 
-def test_importing_is_light_and_importing_everything_changes_nothing():
+def module_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(("dynagroup", *parts)).removesuffix(".__init__")
+
+
+LIGHT = f"""
+import sys, dynagroup, dynagroup.plan.planner, dynagroup.plan.compare, dynagroup.cli
+print(sorted({HEAVY!r} & set(sys.modules)))
+print(dynagroup.memory.Workload.__name__, dynagroup.testing.run_ranks.__name__)
+"""
+UNCHANGED = f"""
+import os, sys, threading, torch, transformers, accelerate
+before = dict(os.environ), threading.active_count(), torch.get_num_threads()
+for name in sys.argv[1:]:
+    __import__(name)
+assert before == (dict(os.environ), threading.active_count(), torch.get_num_threads())
+print("torch" in {HEAVY!r} & set(sys.modules))
+"""
+
+
+def test_importing_is_light():
     """A name is loaded when it is first asked for."""
-    names = [
-        ".".join(("dynagroup", *p.relative_to(PACKAGE).with_suffix("").parts))
-        for p in MODULES
-        if layer_of(p)
-    ]
-    names = [
-        name.removesuffix(".__init__")
-        for name in names
-        if not name.startswith("dynagroup.integrations.")
-    ]
-    code = (
-        "import sys, dynagroup, dynagroup.plan.planner, dynagroup.plan.compare, dynagroup.cli\n"
-        f"print(sorted({HEAVY!r} & set(sys.modules)))\n"
-        "print(dynagroup.memory.Workload.__name__, dynagroup.testing.run_ranks.__name__)\n"
-        "import os, threading, torch, transformers, accelerate\n"
-        "before = dict(os.environ), threading.active_count(), torch.get_num_threads()\n"
-        f"for name in {names!r}: __import__(name)\n"
-        "assert before == (dict(os.environ), threading.active_count(), torch.get_num_threads())\n"
-        f"print('torch' in {HEAVY!r} & set(sys.modules))\n"
-    )
-    assert output_of(code) == ["[]", "Workload", "run_ranks", "True"]
+    assert output_of(LIGHT) == ["[]", "Workload", "run_ranks"]
+
+
+def test_importing_everything_changes_nothing():
+    modules = [module_of(path) for path in MODULES if layer_of(path)]
+    names = [name for name in modules if not name.startswith("dynagroup.integrations.")]
+    assert output_of(UNCHANGED, *names) == ["True"]
+
+
+def is_of_self(node: ast.Attribute) -> bool:
+    return isinstance(node.value, ast.Name) and node.value.id == "self"
+
+
+def names_in(path: Path) -> set[str]:
+    """Names that a file uses, but for what only ``self`` has."""
+    names = set()
+    own = set()
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Attribute):
+            names.add(node.attr)
+            if is_of_self(node):
+                own.add(node.attr)
+        elif isinstance(node, ast.Name):
+            names.add(node.id)
+        elif isinstance(node, ast.ImportFrom):
+            names.update(alias.name for alias in node.names)
+    return names - (own & PRIVATE_LOADER_NAMES)
+
+
+def is_private(module: str) -> bool:
+    return any(part.startswith("_") for part in module.split("."))
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_no_environment_variable_and_no_private_loader_name(path):
-    nodes = list(ast.walk(tree_of(path)))
-    attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
-    own = {
-        node.attr
-        for node in attributes
-        if isinstance(node.value, ast.Name) and node.value.id == "self"
-    }
-    named = {node.attr for node in attributes} | {
-        node.id for node in nodes if isinstance(node, ast.Name)
-    }
-    named |= {
-        alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names
-    }
-    assert not named & {"environ", "getenv", "putenv"}, "environment variables are no options"
-    assert not (named - own) & PRIVATE_LOADER_NAMES, (
-        "only public PyTorch: batch_sampler, collate_fn, iteration"
-    )
-    names = imported_modules(tree_of(path))
-    private = {name for name in names if any(part.startswith("_") for part in name.split("."))}
-    assert not {name for name in private if not name.startswith(PRIVATE_MODULES)}
+def test_environment_variables_are_no_options(path):
+    assert not names_in(path) & {"environ", "getenv", "putenv"}
 
 
-def test_public_names_are_sorted_real_and_seen_by_type_checkers():
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_only_public_names_of_torch_are_used(path):
+    """Batch samplers, collate functions, iteration."""
+    assert not names_in(path) & PRIVATE_LOADER_NAMES
+    private = [name for name in imported_modules(tree_of(path)) if is_private(name)]
+    assert not [name for name in private if not name.startswith(PRIVATE_MODULES)]
+
+
+ROOMS_OF_THE_FRONT = {"__version__", "integrations", "jobs", "memory", "oom", "testing"}
+KNOWN = {"LengthAwareBatchSampler", "Step", "TokenBudget", "run_with_oom_retry", "StateError"}
+
+
+def names_for_type_checkers() -> set[str]:
+    """What the front imports if a type checker reads it."""
+    names = set()
+    for block in tree_of(PACKAGE / "__init__.py").body:
+        if not isinstance(block, ast.If) or not isinstance(block.test, ast.Name):
+            continue
+        for node in block.body:
+            if isinstance(node, ast.ImportFrom):
+                names.update(alias.name for alias in node.names)
+    return names
+
+
+def test_public_names_are_sorted_and_real():
     assert dynagroup.__all__ == sorted(dynagroup.__all__)
-    assert set(dir(dynagroup)) - set(dynagroup.__all__) == {
-        "__version__",
-        "integrations",
-        "jobs",
-        "memory",
-        "oom",
-        "testing",
-    }
+    assert set(dir(dynagroup)) - set(dynagroup.__all__) == ROOMS_OF_THE_FRONT
     assert set(dynagroup.__all__) <= set(dir(dynagroup))
     for name in dynagroup.__all__:
         value = getattr(dynagroup, name)
         assert getattr(import_module(value.__module__), value.__qualname__) is value
-    nodes = tree_of(PACKAGE / "__init__.py").body
-    blocks = [n for n in nodes if isinstance(n, ast.If) and isinstance(n.test, ast.Name)]
-    seen = {
-        a.name
-        for block in blocks
-        for n in block.body
-        if isinstance(n, ast.ImportFrom)
-        for a in n.names
-    }
-    assert seen == set(dynagroup.__all__)
-    assert {
-        "LengthAwareBatchSampler",
-        "Step",
-        "TokenBudget",
-        "run_with_oom_retry",
-        "StateError",
-    } <= seen
+
+
+def test_public_names_are_seen_by_type_checkers():
+    names = names_for_type_checkers()
+    assert names == set(dynagroup.__all__)
+    assert names >= KNOWN
+
+
+def test_other_names_are_none():
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = dynagroup.nothing  # type: ignore[attr-defined]
