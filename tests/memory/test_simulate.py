@@ -47,32 +47,20 @@ MAPPINGS = (
     hf.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
 )
 KINDS = sorted({kind for mapping in MAPPINGS for kind in mapping}, key=lambda kind: kind.__name__)
+HEADS_NAMES = (
+    "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads"
+)
+LAYER_NAMES = "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers"
+INNER_NAMES = "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff n_inner"
 SIZES = {
     512: ("vocab_size",),
     64: ("hidden_size", "d_model", "n_embd"),
-    3: (
-        "num_hidden_layers",
-        "n_layer",
-        "n_layers",
-        "num_layers",
-        "encoder_layers",
-        "decoder_layers",
-    ),
-    4: (
-        "num_attention_heads",
-        "n_head",
-        "n_heads",
-        "num_heads",
-        "encoder_attention_heads",
-        "decoder_attention_heads",
-        "num_experts",
-        "num_local_experts",
-        "n_routed_experts",
-    ),
+    3: tuple(LAYER_NAMES.split()),
+    4: (*HEADS_NAMES.split(), "num_experts", "num_local_experts", "n_routed_experts"),
     2: ("num_key_value_heads", "num_experts_per_tok", "eos_token_id"),
     16: ("head_dim",),
     0: ("pad_token_id",),
-    128: ("intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "n_inner"),
+    128: tuple(INNER_NAMES.split()),
     1: ("bos_token_id",),
     32: ("moe_intermediate_size",),
     2048: ("max_position_embeddings",),
@@ -126,136 +114,158 @@ def batch_bytes(config, shapes, mode="train", **known):
 
 
 class Net(torch.nn.Module):
-    """Two linear layers; or, with ``limit``, a model that runs out of memory beyond so many tokens, or asks for a value."""
+    """Two linear layers."""
 
-    def __init__(self, limit=None):
+    def __init__(self) -> None:
         super().__init__()
-        self.config, self.limit, self.scale = SMALL, limit, torch.nn.Parameter(torch.ones(()))
-        if limit is None:
-            self.up, self.down = (
-                torch.nn.Linear(256, 1024, bias=False),
-                torch.nn.Linear(1024, 256, bias=False),
-            )
+        self.config = SMALL
+        self.up = torch.nn.Linear(256, 1024, bias=False)
+        self.down = torch.nn.Linear(1024, 256, bias=False)
 
-    def forward(self, input_ids=None, x=None, **kwargs):
-        if self.limit is None:
-            return {"loss": self.down(self.up(x)).sum()}
-        if self.limit and input_ids.numel() > self.limit:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return {
-            "loss": self.scale * (input_ids.float().sum() if self.limit else input_ids.sum().item())
-        }
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.down(self.up(x)).sum()}
+
+
+class Repeated(Net):
+    """Runs its second layer so many times."""
+
+    times = 1
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        hidden = self.up(x)
+        return {"loss": sum(self.down(hidden).sum() for _ in range(self.times))}
+
+
+class CastBefore(Net):
+    """Runs its layers without gradients, then with them."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        with torch.no_grad():
+            hidden = self.down(self.up(x))
+        return super().forward(x + hidden)
+
+
+def rows_of_hidden_states(model: Any, num_samples: int, longest: Any) -> dict[str, torch.Tensor]:
+    return {"x": torch.zeros(num_samples, longest["tokens"], 256)}
+
+
+def bytes_of_net(model: Net, shape: tuple[int, int], workload: Workload) -> Any:
+    [row] = simulate(model, workload, [shape], inputs=rows_of_hidden_states)
+    return row.batch_bytes
+
+
+AUTOCAST = TRAIN.replace(autocast="bfloat16")
 
 
 def test_autocast_casts_a_weight_once_a_forward_pass():
-    class Again(Net):
-        def forward(self, input_ids=None, x=None, **kwargs):
-            hidden = self.up(x)
-            return {"loss": sum(self.down(hidden).sum() for _ in range(self.times))}
-
-    def bytes_of(times):
-        (model := Again()).times = times
-        inputs = lambda *_: {"x": torch.zeros(1, 1, 256)}  # noqa: E731
-        return (
-            simulate(model, TRAIN.replace(autocast="bfloat16"), [(1, 1)], inputs=inputs)
-            .rows[0]
-            .batch_bytes
-        )
-
-    assert bytes_of(20) - bytes_of(2) < 2 * 2 * 1024 * 256  # not as much as two further copies
+    twice = Repeated()
+    twice.times = 2
+    often = Repeated()
+    often.times = 20
+    further = bytes_of_net(often, (1, 1), AUTOCAST) - bytes_of_net(twice, (1, 1), AUTOCAST)
+    assert further < 2 * 2 * 1024 * 256  # not as much as two further copies
 
 
 def test_weights_that_were_cast_without_gradients_are_cast_again_where_gradients_are_needed():
-    class Recurrent(Net):
-        def forward(self, input_ids=None, x=None, **kwargs):
-            with torch.no_grad():
-                hidden = self.down(self.up(x)) if self.times > 1 else x
-            return {"loss": self.down(self.up(x + hidden)).sum()}
-
-    def bytes_of(times):
-        (model := Recurrent()).times = times
-        inputs = lambda _, n, longest: {"x": torch.zeros(n, longest["tokens"], 256)}  # noqa: E731
-        return (
-            simulate(model, TRAIN.replace(autocast="bfloat16"), [(4, 128)], inputs=inputs)
-            .rows[0]
-            .batch_bytes
-        )
-
-    assert bytes_of(2) >= bytes_of(1)  # inputs are kept for the gradients of weights, too
+    """Inputs are kept for the gradients of weights, too."""
+    before = bytes_of_net(CastBefore(), (4, 128), AUTOCAST)
+    assert before >= bytes_of_net(Net(), (4, 128), AUTOCAST)
 
 
-def test_a_linear_model_and_dropout_without_scores_are_counted_by_hand():
-    def inputs(model, num_samples, longest):
-        return {"x": torch.zeros(num_samples, longest["tokens"], 256)}
+def test_a_linear_model_is_counted_by_hand():
+    """In the backward pass: input, hidden, hidden's gradient and a fresh weight gradient are alive together."""
+    size = bytes_of_net(Net(), (4, 128), TRAIN)
+    x = 4 * 128 * 256 * 4
+    hidden = 4 * 128 * 1024 * 4
+    weight = 1024 * 256 * 4
+    alive = x + 2 * hidden + weight
+    assert alive <= size <= alive + x + 4096  # the output is as large as the input
 
-    (row,) = simulate(Net(), TRAIN, [(4, 128)], inputs=inputs)
-    x, hidden, out, weight = (
-        4 * 128 * 256 * 4,
-        4 * 128 * 1024 * 4,
-        4 * 128 * 256 * 4,
-        1024 * 256 * 4,
-    )
-    # In the backward pass: input, hidden, hidden's gradient and a fresh weight gradient are alive together.
-    assert x + 2 * hidden + weight <= row.batch_bytes <= x + 2 * hidden + out + weight + 4096
+
+def growth_with_length(attention: str) -> float:
+    """Of a batch of one sample, from 1,024 to 4,096 tokens."""
     config = models.gpt2(vocab=500, width=64, heads=8, dropout=0.1, n_positions=4096)
-    short, long = batch_bytes(config, [(1, 1024), (1, 4096)], attention="flash", dtype="bfloat16")
-    assert long / short == pytest.approx(4, rel=0.05)
-    eager_short, eager_long = batch_bytes(
-        config, [(1, 1024), (1, 4096)], attention="eager", dtype="bfloat16"
-    )
-    assert eager_long / eager_short > 10
+    short, long = batch_bytes(config, [(1, 1024), (1, 4096)], attention=attention, dtype="bfloat16")
+    return long / short
 
 
-def test_what_masks_logits_and_caches_cost():
-    masked, unmasked = (
-        batch_bytes(SMALL, [(4, 1024)], attention=a, dtype="bfloat16")[0] for a in ("sdpa", "flash")
-    )
-    assert (
-        masked - unmasked >= 2 * 4 * 1024 * 1024 * 2
-    )  # one bias of two bytes a pair, in each of two layers
+def test_dropout_without_scores_grows_with_the_length_and_with_them_with_its_square():
+    assert growth_with_length("flash") == pytest.approx(4, rel=0.05)
+    assert growth_with_length("eager") > 10
+
+
+def bytes_of_one(config: Any, shape: tuple[int, int], mode: Any = "train", **known: Any) -> Any:
+    [size] = batch_bytes(config, [shape], mode, **known)
+    return size
+
+
+def test_a_mask_costs_a_bias_of_two_bytes_a_pair_in_each_layer():
+    masked = bytes_of_one(SMALL, (4, 1024), attention="sdpa", dtype="bfloat16")
+    unmasked = bytes_of_one(SMALL, (4, 1024), attention="flash", dtype="bfloat16")
+    assert masked - unmasked >= 2 * 4 * 1024 * 1024 * 2
+
+
+def test_outputs_that_are_kept_cost_their_logits():
     wide = models.llama(vocab=50_000, width=64)
-    kept, gone = (
-        batch_bytes(wide, [(4, 128)], dtype="bf16", keeps_outputs=keeps)[0]
-        for keeps in (None, False)
-    )
+    kept = bytes_of_one(wide, (4, 128), dtype="bf16")
+    gone = bytes_of_one(wide, (4, 128), dtype="bf16", keeps_outputs=False)
     assert kept - gone == pytest.approx(4 * 128 * 50_000 * 2, rel=0.01)
-    falcon = models.config(
-        hf.FalconConfig, width=64, heads=8
-    )  # one key head: no fused kernel takes it, scores are stored
-    assert (
-        batch_bytes(falcon, [(2, 1024)], "forward", attention="sdpa")[0] > 2 * 8 * 1024 * 1024 * 4
-    )
-    for dtype, size, stores in (
+
+
+def test_one_key_head_stores_its_scores():
+    """No fused kernel takes it."""
+    falcon = models.config(hf.FalconConfig, width=64, heads=8)
+    size = bytes_of_one(falcon, (2, 1024), "forward", attention="sdpa")
+    assert size > 2 * 8 * 1024 * 1024 * 4
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_size", "stores"),
+    [
         ("float32", 26, True),
         ("float32", 28, False),
         ("bfloat16", 28, True),
         ("bfloat16", 24, False),
-    ):
-        bert = models.bert(
-            vocab=64, width=2 * size, inner=64, layers=1, heads=2, max_position_embeddings=1024
-        )  # as TinyBERT: 26
-        scores = 2 * 2 * 1024 * 1024 * 4  # of two samples and two heads, in float32
-        assert (batch_bytes(bert, [(2, 1024)], "forward", dtype=dtype)[0] > scores) == stores, (
-            dtype,
-            size,
-        )
-    few, many = (batch_bytes(SMALL, [(8, 64)], "generate", max_new_tokens=t)[0] for t in (16, 1016))
-    assert (
-        many - few >= 900 * 2 * 8 * 2 * 16 * 4 * 2
-    )  # tokens, keys and values, samples, heads of 16, float32, layers
-    sizes = (models.llama(vocab=words, width=64, layers=3) for words in (100, 3100))
-    few, many = (
-        batch_bytes(config, [(4, 8)], "generate", max_new_tokens=2000)[0] for config in sizes
+    ],
+)
+def test_heads_of_odd_sizes_store_their_scores(dtype, head_size, stores):
+    """As TinyBERT: 26. Of two samples and two heads, in float32."""
+    bert = models.bert(
+        vocab=64, width=2 * head_size, inner=64, layers=1, heads=2, max_position_embeddings=1024
     )
-    assert many - few == pytest.approx(
-        4 * 3000 * 4, rel=0.01
-    )  # generate() keeps a step's logits while the cache grows
+    scores = 2 * 2 * 1024 * 1024 * 4
+    assert (bytes_of_one(bert, (2, 1024), "forward", dtype=dtype) > scores) == stores
+
+
+def test_generation_keeps_a_cache():
+    """Tokens, keys and values, samples, heads of 16, float32, layers."""
+    few = bytes_of_one(SMALL, (8, 64), "generate", max_new_tokens=16)
+    many = bytes_of_one(SMALL, (8, 64), "generate", max_new_tokens=1016)
+    assert many - few >= 900 * 2 * 8 * 2 * 16 * 4 * 2
+
+
+def test_generation_keeps_a_steps_logits_while_the_cache_grows():
+    few = models.llama(vocab=100, width=64, layers=3)
+    many = models.llama(vocab=3100, width=64, layers=3)
+    further = bytes_of_one(many, (4, 8), "generate", max_new_tokens=2000)
+    further -= bytes_of_one(few, (4, 8), "generate", max_new_tokens=2000)
+    assert further == pytest.approx(4 * 3000 * 4, rel=0.01)
+
+
+# Peaks of a GPU
 
 
 def measured_rows(name: str) -> list[dict[str, Any]]:
-    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["figures"][
-        "rows"
-    ]
+    results = ROOT / "benchmarks" / "results" / f"{name}.json"
+    return json.loads(results.read_text())["figures"]["rows"]
+
+
+def measured_bytes(model: str, mode: str, shape: tuple[int, int]) -> int:
+    for row in measured_rows("gpu_memory"):
+        row_shape = (row["num_samples"], row["longest_tokens"])
+        if (row["model"], row["mode"], row_shape) == (model, mode, shape):
+            return row["batch_bytes"]
+    raise LookupError(f"{model}, {mode}, {shape} was not measured")
 
 
 @pytest.mark.parametrize(
@@ -277,82 +287,102 @@ def test_peaks_are_those_of_an_h100(model, mode, shape, monkeypatch):
         return torch.where(below if mask is None else mask, bias, torch.finfo(query.dtype).min)
 
     monkeypatch.setattr(sdpa_attention, "create_position_bias_mask", older)
-    row = next(
-        row
-        for row in measured_rows("gpu_memory")
-        if (row["model"], row["mode"], row["num_samples"], row["longest_tokens"])
-        == (model, mode, *shape)
-    )
     family = FAMILIES[model]
-    found = batch_bytes(
-        family.build(family.known),
-        [shape],
-        mode,
-        dtype="bfloat16",
-        max_new_tokens=64 * (mode == "generate"),
-    )
-    assert found[0] == pytest.approx(row["batch_bytes"], rel=0.021)
+    config = family.build(family.known)
+    max_new_tokens = 64 if mode == "generate" else 0
+    size = bytes_of_one(config, shape, mode, dtype="bfloat16", max_new_tokens=max_new_tokens)
+    assert size == pytest.approx(measured_bytes(model, mode, shape), rel=0.021)
 
 
-def test_packed_peaks_with_stored_scores_are_those_of_an_h100():
+SIZES_OF_PACKED = {"vocab": 32768, "width": 1024, "inner": 4096, "layers": 8}
+PACKED_CONFIGS = {
+    "llama": models.llama(**SIZES_OF_PACKED, heads=16, num_key_value_heads=4),
+    "gemma2": models.config(
+        hf.Gemma2Config,
+        **SIZES_OF_PACKED,
+        heads=8,
+        num_key_value_heads=4,
+        head_dim=128,
+        sliding_window=1024,
+    ),
+}
+
+
+@pytest.mark.parametrize("model", PACKED_CONFIGS)
+def test_packed_peaks_with_stored_scores_are_those_of_an_h100(model):
     """The backward pass of a softmax holds its result and as much again; Gemma 2 has a mask for each way to attend."""
-    sizes = {
-        "vocab_size": 32768,
-        "hidden_size": 1024,
-        "intermediate_size": 4096,
-        "num_hidden_layers": 8,
-    }
-    configs = {
-        "llama": hf.LlamaConfig(**sizes, num_attention_heads=16, num_key_value_heads=4),
-        "gemma2": hf.Gemma2Config(
-            **sizes, num_attention_heads=8, num_key_value_heads=4, head_dim=128, sliding_window=1024
-        ),
-    }
-    rows = [
-        row
-        for row in measured_rows("gpu_packed")
-        if row["attention"] == "eager" and row["num_samples"] == 8
-    ]
-    for row in (row for row in rows if row["model"] in configs):
-        packed = {"dtype": "bfloat16", "attention": "eager", "layout": "packed"}
-        found = batch_bytes(configs[row["model"]], [(8, 512)], **packed)
-        assert found[0] == pytest.approx(row["batch_bytes"], rel=0.005), row["model"]
+    of_model = [row for row in measured_rows("gpu_packed") if row["model"] == model]
+    rows = [row for row in of_model if (row["attention"], row["num_samples"]) == ("eager", 8)]
+    assert rows
+    for row in rows:
+        size = bytes_of_one(
+            PACKED_CONFIGS[model], (8, 512), dtype="bfloat16", attention="eager", layout="packed"
+        )
+        assert size == pytest.approx(row["batch_bytes"], rel=0.005)
 
 
 @pytest.mark.parametrize(("attention", "size"), [("sdpa", 1), ("eager", 2)])
 def test_packed_layers_that_attend_in_two_ways_hold_two_masks(attention, size):
-    def held(kinds):
-        sizes = {
-            "hidden_size": 64,
-            "intermediate_size": 64,
-            "num_hidden_layers": 4,
-            "vocab_size": 64,
-        }
-        config = hf.Gemma3TextConfig(
-            **sizes, num_attention_heads=2, num_key_value_heads=1, head_dim=16, layer_types=kinds
+    """And another kind of rotary embeddings."""
+
+    def bytes_of_kinds(kinds: list[str]) -> int:
+        config = models.config(
+            hf.Gemma3TextConfig,
+            width=64,
+            inner=64,
+            layers=4,
+            num_key_value_heads=1,
+            head_dim=16,
+            layer_types=kinds,
         )
-        return batch_bytes(
-            config, [(8, 128)], dtype="bfloat16", attention=attention, layout="packed"
-        )[0]
+        return bytes_of_one(
+            config, (8, 128), dtype="bfloat16", attention=attention, layout="packed"
+        )
 
-    both = held(["sliding_attention", "full_attention"] * 2)
-    further = both - held(["full_attention"] * 4)
-    assert further == pytest.approx(
-        size * (8 * 128) ** 2, rel=0.07
-    )  # and another kind of rotary embeddings
+    both = bytes_of_kinds(["sliding_attention", "full_attention"] * 2)
+    further = both - bytes_of_kinds(["full_attention"] * 4)
+    assert further == pytest.approx(size * (8 * 128) ** 2, rel=0.07)
 
 
-def test_what_cannot_be_simulated_is_named_and_running_out_of_memory_is_a_row_without_a_size():
-    model = Net(limit=0)
+# Measured rows
+
+
+class Scaled(torch.nn.Module):
+    """One parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SMALL
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+
+class AsksForAValue(Scaled):
+    def forward(self, input_ids: torch.Tensor, **kwargs: Any) -> dict[str, torch.Tensor]:
+        return {"loss": self.scale * input_ids.sum().item()}
+
+
+class RunsOutOfMemory(Scaled):
+    """Beyond 100 tokens."""
+
+    def forward(self, input_ids: torch.Tensor, **kwargs: Any) -> dict[str, torch.Tensor]:
+        if input_ids.numel() > 100:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return {"loss": self.scale * input_ids.float().sum()}
+
+
+def test_what_cannot_be_simulated_is_named():
+    model = AsksForAValue()
     with pytest.raises(ConfigError, match=r"cannot run without data .*measure\(\) on a device"):
         simulate(model, TRAIN, [(1, 8)])
-    assert (model.scale.device.type, model.scale.grad) == ("cpu", None)
-    rows = measure(Net(limit=100), TRAIN, [(2, 8), (2, 800), (4, 8)], device=Counters(1500, 1700))
-    assert [(row.batch_bytes, row.oom) for row in rows] == [
-        (500, False),
-        (None, True),
-        (700, False),
-    ]
+    assert model.scale.device.type == "cpu"
+    assert model.scale.grad is None
+
+
+def test_running_out_of_memory_is_a_row_without_a_size():
+    device = Counters(1500, 1700)
+    rows = measure(RunsOutOfMemory(), TRAIN, [(2, 8), (2, 800), (4, 8)], device=device)
+    assert [row.batch_bytes for row in rows] == [500, None, 700]
+    assert [row.oom for row in rows] == [False, True, False]
     assert rows.source == "measured"
     assert rows.rows[0].static_bytes == 1000 + 8
 
@@ -360,15 +390,19 @@ def test_what_cannot_be_simulated_is_named_and_running_out_of_memory_is_a_row_wi
 class Counters:
     """An allocator's counters that were written down before, on the CPU."""
 
-    device, reset, allocated = (
-        torch.device("cpu"),
-        staticmethod(lambda: None),
-        staticmethod(lambda: 1000),
-    )
+    device = torch.device("cpu")
 
-    def __init__(self, *peaks):
-        left = iter(peaks)
-        self.peaks = lambda: (next(left), 9999)
+    def __init__(self, *peaks: int) -> None:
+        self._left = iter(peaks)
+
+    def reset(self) -> None:
+        pass
+
+    def allocated(self) -> int:
+        return 1000
+
+    def peaks(self) -> tuple[int, int]:
+        return next(self._left), 9999
 
 
 @pytest.mark.filterwarnings(
@@ -377,7 +411,8 @@ class Counters:
 def test_what_fails_or_has_no_time_left_is_written_down_and_the_others_are_measured(
     tmp_path, monkeypatch, capsys
 ):
-    build, now = measure_gpu.as_random_model, iter([0.0] * 5 + [9e9])
+    build = measure_gpu.as_random_model
+    times = iter([0.0] * 5 + [9e9])
 
     def fails_for_gpt2(config, workload, device):
         if config.model_type == "gpt2":
@@ -385,15 +420,14 @@ def test_what_fails_or_has_no_time_left_is_written_down_and_the_others_are_measu
         return build(config, workload, device)
 
     monkeypatch.setattr(measure_gpu, "as_random_model", fails_for_gpt2)
-    rows, about = measure_all(
-        ["gpt2", "qwen2", "bert"], DRY, DryDevice(), tmp_path / "d", 25, lambda: next(now)
-    )
-    assert (about["failed"], about["left_out"]) == ({"gpt2": "RuntimeError: no kernel"}, ["bert"])
-    assert {(row["model"], row["mode"]) for row in rows} == {
-        ("qwen2", "train"),
-        ("qwen2", "generate"),
-    }
-    assert all(row["error"] == row["simulated_peak_bytes"] / row["peak_bytes"] - 1 for row in rows)
+    names = ["gpt2", "qwen2", "bert"]
+    rows, about = measure_all(names, DRY, DryDevice(), tmp_path / "d", 25, lambda: next(times))
+    assert about["failed"] == {"gpt2": "RuntimeError: no kernel"}
+    assert about["left_out"] == ["bert"]
+    assert {row["model"] for row in rows} == {"qwen2"}
+    assert {row["mode"] for row in rows} == {"train", "generate"}
+    for row in rows:
+        assert row["error"] == row["simulated_peak_bytes"] / row["peak_bytes"] - 1
     full = {**rows[0], "peak_bytes": None, "reserved_bytes": None, "error": None, "oom": True}
     shown = shown_of([{**rows[0], "error": 0.06}, full])
     assert "out of memory" in shown
@@ -405,9 +439,8 @@ def smaller(kind: Any) -> Iterator[Any]:
     for depth, left_out in (*product((3, 8), LEFT_OUT), (3, OF_ANY)):
         sizes = {**OF_ANY, **dict.fromkeys(SIZES[3], depth)}
         with suppress(Exception):  # whatever the architecture's own code raises: other sizes may do
-            config = kind(
-                **{k: v for k, v in sizes.items() if k in kind().to_dict() and k not in left_out}
-            )
+            names = (sizes.keys() & kind().to_dict().keys()) - set(left_out)
+            config = kind(**{name: sizes[name] for name in names})
             with torch.device("meta"):
                 hf.AutoModel.from_config(config)
             yield config
@@ -420,10 +453,11 @@ def shares(config: Any, mode: str) -> list[float] | None:
         rows = simulate(config, memory.workload, SHAPES)
     except ConfigError:
         return None
-    return [
-        float(memory.batch_bytes(BatchShape.of(r.num_samples, dict(r.longest)))[0]) / r.batch_bytes
-        for r in rows
-    ]
+    result = []
+    for row in rows:
+        [predicted] = memory.batch_bytes(BatchShape.of(row.num_samples, dict(row.longest)))
+        result.append(float(predicted) / row.batch_bytes)
+    return result
 
 
 @pytest.fixture
@@ -439,108 +473,153 @@ def timed():
 @pytest.mark.parametrize("mode", ["train", "forward"])
 @pytest.mark.parametrize("shard", range(SHARDS))
 def test_no_architecture_is_predicted_smaller_than_it_is_simulated(shard, mode, timed):
-    found = {}
+    shares_of = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for kind in KINDS[shard::SHARDS]:
             timed()
             tried = (shares(config, mode) for config in smaller(kind))
-            found[kind.__name__] = next((values for values in tried if values is not None), None)
-    known = {name: values for name, values in found.items() if values is not None}
-    assert {name: values for name, values in known.items() if min(values) < LEAST} == {}
-    assert len(known) > len(KINDS) / SHARDS / 2
+            first = next((values for values in tried if values is not None), None)
+            if first is not None:
+                shares_of[kind.__name__] = first
+    too_small = {name: values for name, values in shares_of.items() if min(values) < LEAST}
+    assert too_small == {}
+    assert len(shares_of) > len(KINDS) / SHARDS / 2
+
+
+# The regressor
+
+
+@pytest.mark.parametrize("name", ["train", "eager", "generate", "strange"])
+def test_shares_of_a_formula_are_shares(name):
+    regressor = MemoryRegressor.pretrained(WORKLOADS[name])
+    assert regressor.sharp
+    form = closed_form(WORKLOADS[name], regressor.card["constants"])
+    assert np.min(form.phases.rows) >= 0
+    constant, quadratic = form.shares(BatchShape.of(4, 100))
+    assert 0 <= constant + quadratic <= 1
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_shipped_artifact_is_monotone_on_a_dense_grid_and_budgets_say_what_it_says(name):
+def test_shipped_artifact_is_monotone_on_a_dense_grid(name):
     regressor = MemoryRegressor.pretrained(WORKLOADS[name])
-    if regressor.sharp:
-        form = closed_form(WORKLOADS[name], regressor.card["constants"])
-        assert np.min(form.phases.rows) >= 0
-        assert 0 <= sum(form.shares(BatchShape.of(4, 100))) <= 1
-    n = np.unique(np.geomspace(1, 4096, 30).astype(int))
-    mesh_n, mesh_length = np.meshgrid(
-        n, np.unique(np.geomspace(4, 16384, 30).astype(int)), indexing="ij"
-    )
+    counts = np.unique(np.geomspace(1, 4096, 30).astype(int))
+    lengths = np.unique(np.geomspace(4, 16384, 30).astype(int))
+    mesh_counts, mesh_lengths = np.meshgrid(counts, lengths, indexing="ij")
+    grid = BatchShape.of(mesh_counts.ravel(), mesh_lengths.ravel())
     for baseline in (BatchShape.of(1, 64), BatchShape.of(16, 2048), BatchShape.of(512, 128)):
-        ratio = regressor.relative(
-            BatchShape.of(mesh_n.ravel(), mesh_length.ravel()), baseline
-        ).reshape(mesh_n.shape)
+        ratio = regressor.relative(grid, baseline).reshape(mesh_counts.shape)
         assert (np.diff(ratio, axis=0) >= -1e-9 * ratio[1:]).all()
         assert (np.diff(ratio, axis=1) >= -1e-9 * ratio[:, 1:]).all()
-    budget = MemoryBudget(16, longest=2048, model=regressor)
-    most = budget.largest(lengths := np.unique(np.geomspace(1, 4096, 12).astype(np.int64)))
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_budgets_say_what_the_artifact_says(name):
+    budget = MemoryBudget(16, longest=2048, model=MemoryRegressor.pretrained(WORKLOADS[name]))
+    lengths = np.unique(np.geomspace(1, 4096, 12).astype(np.int64))
+    most = budget.largest(lengths)
     assert budget.fits(BatchShape.of(np.maximum(most, 1), lengths))[most > 0].all()
     assert not budget.fits(BatchShape.of(most + 1, lengths)).any()
     assert (most[lengths <= 2048] >= 16).all()
 
 
-def test_batch_size_alone_is_enough_knowing_more_is_bolder_and_the_regressor_is_asked_once():
+def test_batch_size_alone_is_enough_and_knowing_more_is_bolder():
     """Nothing known must allow for generation; training known need not."""
     budget = MemoryBudget(32).bind({"tokens": np.array([10, 500], np.int32)})
+    short, long = budget.largest(np.array([50, 500])).tolist()
+    assert long >= 32
     training = MemoryRegressor.pretrained(Workload(mode="train"))
-    assert budget.largest(np.array([500, 50])).tolist()[0] >= 32
-    bolder = MemoryBudget(32, longest=500, model=training).largest(np.array([50]))[0]
-    assert 48 < budget.largest(np.array([50]))[0] < bolder
+    [bolder] = MemoryBudget(32, longest=500, model=training).largest(np.array([50]))
+    assert 48 < short < bolder
+
+
+def test_a_first_batch_of_pairs_is_known_by_both_lengths():
+    training = MemoryRegressor.pretrained(Workload(mode="train"))
     pairs = MemoryBudget(8, longest={"tokens": 1280, "target": 640}, model=training)
     shape = BatchShape.of([8, 9, 16], {"tokens": [1280, 1280, 8], "target": [640, 640, 4]})
     assert pairs.fits(shape).tolist() == [True, False, True]
 
-    class Counting(MemoryRegressor):
-        calls = 0
 
-        def relative(self, shape, baseline, /):
-            type(self).calls += 1
-            return super().relative(shape, baseline)
+class Counting(MemoryRegressor):
+    calls = 0
 
+    def relative(self, shape, baseline, /):
+        type(self).calls += 1
+        return super().relative(shape, baseline)
+
+
+def test_the_regressor_is_asked_once():
     shipped = MemoryRegressor.pretrained()
     budget = MemoryBudget(8, longest=512, model=Counting(shipped.trees, shipped.card))
     budget.fits(BatchShape.of([1, 9], 100))
-    asked = Counting.calls
+    num_calls = Counting.calls
     for length in range(1, 512):
         budget.fits(BatchShape.of([8, 16, 32], length))
-    assert Counting.calls == asked
+    assert Counting.calls == num_calls
 
 
-def rows(form, static=1000, shapes=None):
-    shapes = shapes or [(n, length) for n in (1, 2, 4, 8) for length in (64, 128, 512, 1024)]
-    return tuple(
-        Measurement(n, {"tokens": length}, static, int(form(n, length))) for n, length in shapes
-    )
+GRID = tuple(product((1, 2, 4, 8), (64, 128, 512, 1024)))
 
 
-def test_a_profile_finds_the_phases_and_says_once_when_it_guesses():
-    def truth(n, length):
-        return max(1e6 + 50 * n * length, 900 * n * length, 300 * n * length + 2 * n * length**2)
+def rows(form: Any, shapes: Any = GRID) -> tuple[Measurement, ...]:
+    """As if a device needed ``form(samples, length)`` bytes."""
+    result = []
+    for num_samples, length in shapes:
+        size = int(form(num_samples, length))
+        result.append(Measurement(num_samples, {"tokens": length}, 1000, size))
+    return tuple(result)
 
-    profile = ProfiledMemory.fit(Measurements(rows(truth), Workload()))
-    for n, length in ((3, 100), (16, 2048), (1, 16)):
-        assert profile.batch_bytes(BatchShape.of(n, length))[0] == pytest.approx(
-            truth(n, length), rel=0.05
-        )
+
+def three_phases(n, length):
+    return max(1e6 + 50 * n * length, 900 * n * length, 300 * n * length + 2 * n * length**2)
+
+
+@pytest.fixture(scope="module")
+def profile() -> ProfiledMemory:
+    return ProfiledMemory.fit(Measurements(rows(three_phases), Workload()))
+
+
+@pytest.mark.parametrize(("num_samples", "length"), [(3, 100), (16, 2048), (1, 16)])
+@pytest.mark.filterwarnings("ignore:.*but a batch has one of")
+def test_a_profile_finds_the_phases(profile, num_samples, length):
+    [size] = profile.batch_bytes(BatchShape.of(num_samples, length))
+    assert size == pytest.approx(three_phases(num_samples, length), rel=0.05)
     assert profile.error < 0.02
+
+
+def test_a_profile_says_once_when_it_guesses():
+    profile = ProfiledMemory.fit(Measurements(rows(three_phases), Workload()))
     with pytest.warns(UserWarning, match="up to 1024 tokens, but a batch has one of 4096"):
         profile.batch_bytes(BatchShape.of(1, 4096))
     profile.batch_bytes(BatchShape.of(1, 4096))
 
 
-def test_measurements_survive_parquet_absurd_ones_name_their_row_and_those_without_a_size_do_not_count(
-    tmp_path,
-):
-    for size, oom in ((float("nan"), False), (-1, False), (float("inf"), False), (5, True)):
-        with pytest.raises(
-            ConfigError, match="row 0: sizes must be finite and at least 0, and `batch_bytes` None"
-        ):
-            Measurements((Measurement(1, {"tokens": 4}, 0, size, oom),), Workload())
-    three = rows(lambda n, length: n * length, shapes=[(1, 8), (2, 8), (3, 8)])
+@pytest.mark.parametrize(
+    ("size", "oom"),
+    [(float("nan"), False), (-1, False), (float("inf"), False), (5, True)],
+)
+def test_absurd_measurements_name_their_row(size, oom):
+    row = Measurement(1, {"tokens": 4}, 0, size, oom)
+    message = "row 0: sizes must be finite and at least 0, and `batch_bytes` None"
+    with pytest.raises(ConfigError, match=message):
+        Measurements((row,), Workload())
+
+
+def pairs_of_tokens(n, length):
+    return n * length
+
+
+def test_measurements_without_a_size_do_not_count():
+    three = rows(pairs_of_tokens, [(1, 8), (2, 8), (3, 8)])
     few = Measurements((*three, FULL), Workload(mode="train"))
     with pytest.raises(ConfigError, match="at least 4 rows"):
         ProfiledMemory.fit(few)
     with pytest.raises(ConfigError, match="at least 8 rows"):
         MemoryRegressor.fit(few)
-    kept = Measurements(
-        (*rows(lambda n, length: n * length), FULL), KNOWN, "measured", {"gpu": "x"}
-    )
+
+
+def test_measurements_survive_parquet(tmp_path):
+    kept = Measurements((*rows(pairs_of_tokens), FULL), KNOWN, "measured", {"gpu": "x"})
     kept.to_parquet(tmp_path / "rows.parquet")
     assert Measurements.from_parquet(tmp_path / "rows.parquet") == kept
 
@@ -557,38 +636,60 @@ def fitted(tmp_path_factory):
     return regressor, path
 
 
-def test_a_regressor_learns_a_workload_of_your_own_and_says_the_same_after_loading(fitted):
+def test_a_regressor_learns_a_workload_of_your_own(fitted):
+    regressor, _ = fitted
+    shapes = BatchShape.of([8, 4, 2], [512, 1024, 128])
+    sizes = np.array([truth(8, 512), truth(4, 1024), truth(2, 128)])
+    ratio = regressor.relative(shapes, BatchShape.of(8, 1024))
+    assert ratio == pytest.approx(sizes / truth(8, 1024), abs=0.1)
+    assert "traced" not in str(regressor)
+
+
+def test_a_regressor_says_the_same_after_loading(fitted):
     regressor, path = fitted
-    shape, baseline = BatchShape.of([8, 4, 2], [512, 1024, 128]), BatchShape.of(8, 1024)
-    true = np.array([truth(8, 512), truth(4, 1024), truth(2, 128)]) / truth(8, 1024)
-    assert regressor.relative(shape, baseline) == pytest.approx(true, abs=0.1)
     again = MemoryRegressor.load(path)
-    assert (again.relative(shape, baseline) == regressor.relative(shape, baseline)).all()
-    assert (again.workload, again.fingerprint) == (KNOWN, regressor.fingerprint)
-    assert "traced" not in str(again)
-    other = MemoryRegressor.fit(
-        Measurements(rows(lambda n, length: 2 * truth(n, length) + n**2), KNOWN)
-    )
+    shapes = BatchShape.of([8, 4, 2], [512, 1024, 128])
+    baseline = BatchShape.of(8, 1024)
+    assert (again.relative(shapes, baseline) == regressor.relative(shapes, baseline)).all()
+    assert again.workload == KNOWN
+    assert again.fingerprint == regressor.fingerprint
+
+
+def test_regressors_of_other_rows_have_another_fingerprint(fitted):
+    regressor, _ = fitted
+    larger = rows(lambda n, length: 2 * truth(n, length) + n**2)
+    other = MemoryRegressor.fit(Measurements(larger, KNOWN))
     assert other.fingerprint != regressor.fingerprint
 
 
-def test_fitted_to_a_traced_workload_it_only_raises_the_trace():
-    aligned = Phases(((0, 0, 0, 90, 0, 0.7, *[0] * 6),))  # type: ignore[arg-type]
-    traced = Phases(((5000.0, *[0.0] * 11), (0, 0, 0, 100, 0, 1, *[0] * 6)), aligned=aligned)  # type: ignore[arg-type]
-    shapes = [(n, length) for n in (1, 3, 20) for length in (16, 100, 900)]
-    taken = rows(
-        lambda n, length: max(5000, 100 * n * length + n * length**2) + 40_000, shapes=shapes
-    )
-    regressor = MemoryRegressor.fit(Measurements(taken, Workload(mode="train", phases=traced)))
+NONE: Any = [0.0] * 6
+CONSTANT: Any = (5000.0, 0, 0, 0, 0, 0, *NONE)
+ALIGNED = Phases(((0, 0, 0, 90, 0, 0.7, *NONE),))
+PADDED = Phases((CONSTANT, (0, 0, 0, 100, 0, 1, *NONE)), aligned=ALIGNED)
+
+
+def above_the_trace(n, length):
+    return max(5000, 100 * n * length + n * length**2) + 40_000
+
+
+@pytest.fixture(scope="module")
+def fitted_to_a_trace() -> MemoryRegressor:
+    measured = rows(above_the_trace, product((1, 3, 20), (16, 100, 900)))
+    return MemoryRegressor.fit(Measurements(measured, Workload(mode="train", phases=PADDED)))
+
+
+@pytest.mark.parametrize(
+    ("length", "phases"), [(912, ALIGNED), (900, PADDED)], ids=["aligned", "padded"]
+)
+def test_fitted_to_a_traced_workload_it_only_raises_the_trace(fitted_to_a_trace, length, phases):
     unseen = BatchShape.of([1, 2, 30], [50, 700, 300])
-    for first, baseline in ((BatchShape.of(20, 912), aligned), (BatchShape.of(20, 900), traced)):
-        said, plain = (
-            regressor.relative(unseen, first),
-            traced.bytes(unseen) / baseline.bytes(first),
-        )
-        assert (said >= plain * (1 - 1e-6)).all()
-    assert said[0] > 1.2 * plain[0]  # the constant weighs on small batches
-    assert "is traced (" in str(regressor)
+    first = BatchShape.of(20, length)
+    ratio = fitted_to_a_trace.relative(unseen, first)
+    traced = PADDED.bytes(unseen) / phases.bytes(first)
+    assert (ratio >= traced * (1 - 1e-6)).all()
+    if phases is PADDED:
+        assert ratio[0] > 1.2 * traced[0]  # the constant weighs on small batches
+    assert "is traced (" in str(fitted_to_a_trace)
 
 
 def edit(path, sealed=True, **changes):
@@ -652,28 +753,24 @@ def test_outside_the_trained_range_it_is_careful_and_says_so_once():
     regressor.relative(BatchShape.of([8, 16], 512), BatchShape.of(8, 512))
 
 
+def dump_of(trees: bytes) -> list[str]:
+    return xgboost.Booster(model_file=bytearray(trees)).get_dump()
+
+
 def test_data_figures_and_report_belong_to_the_artifact_and_give_its_first_trees():
     """All its trees: below."""
-    xgboost = pytest.importorskip("xgboost")
-    card, result = MemoryRegressor.pretrained().card, json.loads(report.RESULTS.read_text())
-    assert (
-        card["data_sha256"]
-        == result["data_sha256"]
-        == hashlib.sha256(DATA.read_bytes()).hexdigest()
-    )
+    card = MemoryRegressor.pretrained().card
+    result = json.loads(report.RESULTS.read_text())
+    assert card["data_sha256"] == hashlib.sha256(DATA.read_bytes()).hexdigest()
+    assert result["data_sha256"] == card["data_sha256"]
     assert card["recipe"] == result["recipe"]
     assert report.REPORT.read_text() == report.write(result)
     few = Recipe(trees=replace(Recipe().trees, rounds=20))
     again = train(load_groups(DATA), few, constants=card["constants"])
-    boosters = [
-        xgboost.Booster(model_file=bytearray(trees))
-        for trees in (again.trees, SHIPPED.read_bytes())
-    ]
-    made, shipped = (booster.get_dump() for booster in boosters)
-    assert made == shipped[:20]
-    said = json.loads(json.dumps(again.card))
-    del said["hashes"]
-    assert {name: card.get(name) for name in said} == said
+    assert dump_of(again.trees) == dump_of(SHIPPED.read_bytes())[:20]
+    card_again = json.loads(json.dumps(again.card))
+    del card_again["hashes"]
+    assert {name: card.get(name) for name in card_again} == card_again
 
 
 @pytest.mark.slow  # half a minute, nearly all of it for the constants
@@ -686,10 +783,15 @@ def test_the_committed_data_gives_the_artifact_bit_for_bit(tmp_path):
 
 
 def test_the_trees_of_a_regressor_are_read_once(monkeypatch):
-    made, booster = [], xgboost.Booster
-    monkeypatch.setattr(
-        xgboost, "Booster", lambda *args, **how: made.append(1) or booster(*args, **how)
-    )
+    boosters = []
+    booster = xgboost.Booster
+
+    def noted(*args: Any, **options: Any) -> Any:
+        boosters.append(booster(*args, **options))
+        return boosters[-1]
+
+    monkeypatch.setattr(xgboost, "Booster", noted)
     for _ in range(3):
-        MemoryRegressor.pretrained(KNOWN).relative(BatchShape.of(8, 100), BatchShape.of(4, 256))
-    assert len(made) <= 1
+        regressor = MemoryRegressor.pretrained(KNOWN)
+        regressor.relative(BatchShape.of(8, 100), BatchShape.of(4, 256))
+    assert len(boosters) <= 1
