@@ -136,7 +136,7 @@ class BatchPlan:
         labels = self.sample_kinds.labels
         first_samples = self.batches.order[self.batches.offsets[:-1]]
         codes = self.sample_kinds.codes[first_samples].reshape(self.loss_scale.shape)
-        return [[labels[code] for code in row] for row in codes.tolist()]
+        return [[labels[code] for code in row.tolist()] for row in codes]
 
     @property
     def num_steps(self) -> int:
