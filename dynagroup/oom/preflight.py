@@ -1,6 +1,5 @@
 """Runs the largest batches before training, so that an out-of-memory error comes in the first seconds, on all ranks."""
 
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from dynagroup.plan.batches import longest_of, maxima_of
 from dynagroup.shapes import BatchShape, IntArray, Streams, largest_within
 from dynagroup.update.filling import Shape
 from dynagroup.update.loader import StepLoader
+from dynagroup.update.split_test import random_numbers
 
 NUM_LENGTHS = 4  # lengths to try, each with as many samples as fit
 SAMPLED = 1 << 16  # most samples whose lengths are read
@@ -96,7 +96,7 @@ def preflight(
 
     passed: list[Shape] = []
     waiting = _trials(lengths, loader)
-    with _unchanged(model):
+    with _unchanged(model), random_numbers(0):
         while waiting:
             trial = waiting.pop(0)
             needs_no_more = any(np.less_equal(trial.shape, shape).all() for shape in passed)
@@ -236,21 +236,16 @@ def _drop_gradients(model: torch.nn.Module) -> None:
 
 @contextmanager
 def _unchanged(model: torch.nn.Module) -> Iterator[None]:
-    """Context manager that starts without gradients and restores gradients, buffers and random states at its end."""
+    """Context manager that starts without gradients and restores gradients and buffers at its end."""
     gradients = []
     for parameter in model.parameters():
         copied = None if parameter.grad is None else parameter.grad.clone()
         gradients.append((parameter, copied))
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    python_state = random.getstate()
-    numpy_state = np.random.get_state()
     _drop_gradients(model)
     try:
-        with torch.random.fork_rng():
-            yield
+        yield
     finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
         for parameter, gradient in gradients:
             parameter.grad = gradient
         with torch.no_grad():

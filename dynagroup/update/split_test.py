@@ -368,7 +368,7 @@ class _SplitTest:
             loss_scale=1.0,
             ends_update=True,
         )
-        with _random_numbers(seed), torch.enable_grad(), _no_sync(self.model):
+        with random_numbers(seed), torch.enable_grad(), _no_sync(self.model):
             loss = loss_of(step)
             if _is_sharded(self.model):
                 gradients = _by_backward(self.model, self.tensors, loss)
@@ -472,7 +472,7 @@ def pieces_of(
 ) -> Pieces | None:
     """Reads samples, and returns those that show most about a loss; None: fewer than two have labels."""
     filling = collate if isinstance(collate, FillingCollator) else FillingCollator(collate, None)
-    with _random_numbers(0):
+    with random_numbers(0):
         samples = {index: read(index) for index in indices[:: max(len(indices) // NUM_READ, 1)]}
         if kind_of is not None:
             samples = _of_one_kind(samples, kind_of)
@@ -514,7 +514,7 @@ def _masked_at_random(
     a first token, if possible, because only such a label shows whether it counts. None: the batch is the same."""
     batch: Any = together
     for seed in range(1, NUM_DRAWS):
-        with _random_numbers(seed):
+        with random_numbers(seed):
             batch = filling.collated(samples)
         if _equal(together, batch):
             return None
@@ -728,7 +728,7 @@ def _moved(tensors: Sequence[torch.nn.Parameter]) -> Iterator[None]:
 
 
 @contextmanager
-def _random_numbers(seed: int) -> Iterator[None]:
+def random_numbers(seed: int) -> Iterator[None]:
     """Context manager with random numbers of its own; afterwards all generators continue as before."""
     python_state = random.getstate()
     numpy_state = np.random.get_state()
