@@ -8,6 +8,7 @@ from dynagroup.budget.tokens import as_budget
 from dynagroup.distributed import World
 from dynagroup.errors import ConfigError
 from dynagroup.oom.take import Splitter
+from dynagroup.plan.epoch import Mixture
 from dynagroup.update.loss_weight import Weigh, weigher
 from dynagroup.update.schedule import BatchSizeSchedule
 from dynagroup.validation import check_choice, check_flag, check_identity, check_int
@@ -28,6 +29,8 @@ class DynagroupConfig:
             None: per_device_train_batch_size x gradient_accumulation_steps x data-parallel ranks.
         grouping: int: the samples of this many updates are dealt anew to stratified updates of the same size, so that
             small updates need little padding. Only with updates="preserved".
+        mixture: a :class:`~dynagroup.Mixture` of dataset indices, instead of the Trainer's sampler. With its own
+            ``samples_per_update``, every update has its shares, and the log has them as ``share_<source>``.
         kinds: name of a column of labels, used in evaluation as well; or a label for each training sample.
         kind_of: function from a processed sample to its label, instead of ``kinds``, with mode="online".
         one_kind: with labels: "step": all batches of a step, on all ranks, have one kind; "batch": each batch has.
@@ -66,6 +69,7 @@ class DynagroupConfig:
     updates: Literal["preserved", "free"] = "preserved"
     samples_per_update: int | BatchSizeSchedule | None = None
     grouping: int | None = None
+    mixture: Mixture | None = None
     kinds: Any = None
     kind_of: Callable[[Any], Any] | None = None
     one_kind: Literal["step", "batch"] = "step"
@@ -114,6 +118,19 @@ class DynagroupConfig:
         if self.updates == "free" and self.samples_per_update is not None:
             raise ConfigError(
                 "`samples_per_update` needs updates='preserved', because 'free' updates have no set size"
+            )
+        if "sampler" in self.plan:
+            raise ConfigError(
+                "`plan` has a 'sampler', but the Trainer's sampler orders samples; for a Mixture pass "
+                "DynagroupConfig(mixture=...), else override _get_train_sampler"
+            )
+        if self.mixture is not None and not isinstance(self.mixture, Mixture):
+            raise ConfigError(
+                f"`mixture` must be a dynagroup.Mixture or None, but is {self.mixture!r}"
+            )
+        if self.mixture is not None and self.updates == "free":
+            raise ConfigError(
+                "`mixture` needs updates='preserved', because 'free' updates draw their own order"
             )
         if self.kind_of is not None and self.mode == "offline":
             raise ConfigError(

@@ -139,7 +139,9 @@ class DynagroupTrainerMixin(Evaluator):
         if isinstance(dataset, IterableDatasetShard):
             dataset = vars(dataset)["dataset"]  # users divide an iterable dataset themselves
         if not is_stream(dataset):
-            order = hf_data.host_order(host)
+            order = config.mixture
+            if order is None:
+                order = hf_data.host_order(host)
             if config.mode == "online":
                 return self._online_loader(host, dataset, order)
             return self._planned_loader(host, dataset, order)

@@ -159,6 +159,12 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
         self._logged_at = now
         logs["samples_per_update"] = stats.update_samples / stats.updates
         logs["padding"] = round(stats.padding, 4)
+        mixture = self.dynagroup.mixture
+        if mixture is not None and mixture.samples_per_update is not None:
+            stop = self.update_loader.cursor.samples_seen
+            counts = mixture.counts_between(stop - stats.update_samples, stop)
+            for name, count in counts.items():
+                logs[f"share_{name}"] = round(count / max(sum(counts.values()), 1), 4)
         logs["tokens_per_s"] = round(stats.real_tokens / seconds, 1)
         if self.guard is not None:
             num_ooms = self.guard.learned.report.num_ooms

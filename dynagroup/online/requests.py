@@ -167,6 +167,13 @@ class EpochOrders:
         self.size = None if is_iterable else len(dataset)
         self.decided_by = orders[0] if orders else "dataset"
         self._source = _source_of(batch_sampler, sampler, self.size or 0)
+        if self._source is not None and self._source.mixture is not None:
+            self._source.check_updates(config.samples_per_update)
+            if config.grouping is not None:
+                raise ConfigError(
+                    "`grouping` here would change a Mixture's shares of each update; use a "
+                    "PlannedDataLoader, or leave `grouping` out"
+                )
         self.sizes: UpdateSizes | None = None  # sizes of updates, if `samples_per_update` is set
         if config.samples_per_update is not None:
             self.sizes = UpdateSizes(

@@ -19,7 +19,7 @@ from dynagroup.lengths import Kinds
 from dynagroup.plan.batches import RoundBatch, longest_of, oversize_of, scanned, tokens_of
 from dynagroup.plan.cost import Work, check_work
 from dynagroup.plan.cut import cut
-from dynagroup.plan.epoch import NONE
+from dynagroup.plan.epoch import NONE, OrderSource
 from dynagroup.plan.padded import FEWEST
 from dynagroup.plan.rules import CutRules
 from dynagroup.shapes import IntArray, Streams, primary, units_of
@@ -95,6 +95,9 @@ def _int_or_none(name: str, value: int | None) -> int | None:
 class PlanInputs:
     """Lengths, kinds, a budget bound to the lengths, and settings. Keeps no state of a run."""
 
+    source_of: IntArray | None = None
+    """The source of each sample, if each update has fixed shares of them: int (N,)."""
+
     def __init__(
         self,
         lengths: Streams,
@@ -145,6 +148,11 @@ class PlanInputs:
         other._hold(self.budget.applied)
         other._leave_out()
         return other
+
+    def take_sources(self, order: OrderSource) -> None:
+        """Makes stratified updates keep the shares that a mixture gives them."""
+        if order.mixture is not None and self.config.grouping is not None:
+            self.source_of = order.mixture.sources_of(self.num_samples)
 
     @property
     def num_planned(self) -> int:

@@ -133,6 +133,7 @@ class Planner(PlanInputs):
             strata=self._num_strata(size, config.grouping),
             seed=config.seed,
             epoch=epoch,
+            source_of=self.source_of,
         )
 
     def _num_strata(self, size: int, pool: int) -> int:

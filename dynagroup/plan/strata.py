@@ -128,6 +128,22 @@ def deal_pool(
     return np.append(updates.ravel(), left_over)
 
 
+def stratified_places(update_of: IntArray, num_strata: int, rng: np.random.Generator) -> IntArray:
+    """Returns in which order places of updates get samples, longest first, as in :func:`dealt`, but for updates that have
+    different numbers of places.
+
+    Args:
+        update_of: (places,), the update of each place, rising.
+    """
+    num_places = np.bincount(update_of)
+    first = np.cumsum(num_places) - num_places
+    place_in_update = np.arange(len(update_of)) - first[update_of]
+    stratum = place_in_update * num_strata // num_places[update_of]
+    number = rng.permutation(len(num_places))[update_of]
+    chunk = np.where(stratum == 0, number, len(num_places) - 1 - number)
+    return np.lexsort((chunk, stratum))
+
+
 class StratifiedOrder:
     """An order in which consecutive samples form stratified updates of ``size``, dealt from pools of ``pool`` updates.
 
@@ -142,6 +158,7 @@ class StratifiedOrder:
         pool: int, updates that are dealt together.
         strata: int, strata of an update, at most one a sample; see :func:`fewest_strata`.
         seed, epoch: int; the order depends on these and the arguments above alone.
+        source_of: source of each dataset index, int (N,): each update keeps its number of samples of each source.
 
     >>> lengths = np.array([5, 1, 4, 2, 9, 3, 8, 7])
     >>> order = StratifiedOrder(np.arange(8), lengths.take, size=4, pool=2, strata=2, seed=0)
@@ -159,8 +176,10 @@ class StratifiedOrder:
         strata: int,
         seed: int = 0,
         epoch: int = 0,
+        source_of: IntArray | None = None,
     ) -> None:
         self._order = order
+        self._source_of = source_of
         self._tokens_of = tokens_of
         self._strata = min(strata, size)
         self._seeds = (seed, epoch)
@@ -190,6 +209,25 @@ class StratifiedOrder:
         return self._dealt
 
     def _deal(self, drawn: IntArray, rng: np.random.Generator) -> IntArray:
+        if self._source_of is not None:
+            return self._deal_sources(drawn, self._source_of[drawn], rng)
         drawn = rng.permutation(drawn)  # samples of one length are dealt at random
         by_length = longest_first({TOKENS: self._tokens_of(drawn)})
         return drawn[deal_pool(by_length, self.size, self._strata, rng)]
+
+    def _deal_sources(
+        self, drawn: IntArray, sources: IntArray, rng: np.random.Generator
+    ) -> IntArray:
+        """Deals each source's samples by itself, to as many places as the source has in each update. A source has strata in
+        proportion to its share, at least two, so that a source's long and short samples balance."""
+        update_of = np.arange(len(drawn)) // self.size
+        dealt_pool = np.empty_like(drawn)
+        for source in np.unique(sources):
+            places = np.flatnonzero(sources == source)
+            samples = rng.permutation(drawn[places])
+            by_length = samples[longest_first({TOKENS: self._tokens_of(samples)})]
+            num_strata = max(round(self._strata * len(places) / len(drawn)), 2)
+            order = stratified_places(update_of[places], num_strata, rng)
+            dealt_pool[places[order]] = by_length
+        by_length = longest_first({TOKENS: self._tokens_of(dealt_pool)})
+        return dealt_pool[by_length[np.argsort(update_of[by_length], kind="stable")]]

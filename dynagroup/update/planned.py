@@ -3,6 +3,7 @@
 import math
 import random
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -191,6 +192,11 @@ class PlannedDataLoader(StepLoader[B]):
             order = None if sampler is None else OrderSource(sampler, planner.num_samples)
             self.sizes = PreservedUpdates(planner, samples_per_update, order, drop_last=drop_last)
             self._plan = self.sizes
+            if order is not None:
+                order.check_updates(samples_per_update)
+                planner.take_sources(order)
+            if self._plan.mixture is not None:
+                self._plan.mixture.bind(self._set_shares)
         check_collating(collate_fn, pad)
         filling = FillingCollator(collate_fn, planner.budget.ladder, pad)
         weight_of = weigher(weigh)
@@ -262,6 +268,18 @@ class PlannedDataLoader(StepLoader[B]):
         if self._live is None or not self._feed.asked:
             return self.cursor
         return self._feed.asked[-1].after
+
+    def _set_shares(self, shares: dict[str, float]) -> int:
+        """Sets the shares of a mixture after the updates that workers were asked for; all ranks must call it."""
+        assert isinstance(self._plan, PreservedUpdates)
+        mark = zlib.crc32(repr(shares).encode())
+        highest, lowest = self.world.all_max([mark, -mark])
+        if highest != -lowest:
+            raise AlignmentError(
+                f"ranks set different shares of a Mixture, this one {shares}; give all ranks the same, "
+                "e.g. by a metric that was reduced over ranks"
+            )
+        return self._plan.change_shares(self._asked(), shares)
 
     def examples(self) -> tuple[Streams, Callable[[int], object], Callable[..., Any]]:
         return self._plan.planner.lengths, self.dataset.__getitem__, self._feed.dataset.filling
@@ -358,6 +376,7 @@ class PlannedDataLoader(StepLoader[B]):
         return {
             "cursor": self._place.state(),
             "changes": [list(change) for change in self._plan.changes],
+            "shares": [list(change) for change in self._plan.shares],
             "order": self._plan.order_print(self._place.epoch),
             "left_out": self._plan.planner.left_print,
         }
@@ -373,7 +392,11 @@ class PlannedDataLoader(StepLoader[B]):
         """Returns the state of any rank, which is complete, after comparing the states of all ranks."""
         state = agreed(states)
         epoch = state["cursor"]["epoch"]
-        if state["order"] != self._plan.order_print(epoch):
+        order_print = self._plan.order_print(epoch)
+        if self._plan.mixture is not None:
+            saved = self._plan.mixture.with_changes(state["shares"])
+            order_print = zlib.crc32(saved.of_epoch(epoch).data)
+        if state["order"] != order_print:
             raise StateError(
                 f"`sampler` must give the indices of the saved run in epoch {epoch}; seed both alike"
             )
@@ -389,6 +412,7 @@ class PlannedDataLoader(StepLoader[B]):
         plan.renew(planner)
         if self.sizes is not None:
             self.sizes.restore(checked["changes"])
+            plan.restore_shares(checked["shares"])
         self._stand(place, resumed=True)
         is_over = not place.begun_rows and next(plan.cursors(place), None) is None
         self._epoch = place.epoch

@@ -14,7 +14,7 @@ from dynagroup.errors import AlignmentError
 from dynagroup.fingerprint import described, ends_of
 from dynagroup.plan.batches import shapes_of
 from dynagroup.plan.cursor import Cursor
-from dynagroup.plan.epoch import OrderSource
+from dynagroup.plan.epoch import Change, Mixture, OrderSource
 from dynagroup.plan.plan import BatchPlan
 from dynagroup.plan.planner import Order, Planner, UpdatePlans
 from dynagroup.update.schedule import Sizes, UpdateSizes, Walk, begun
@@ -130,6 +130,22 @@ class _Updates(Walk):
         """Returns a checksum of the order of the user's sampler in an epoch; None: there is no sampler."""
         return None if self.order is None else self.order.checksum(epoch)
 
+    @property
+    def mixture(self) -> Mixture | None:
+        """The user's sampler, if it gives every update the same shares."""
+        return None if self.order is None else self.order.mixture
+
+    @property
+    def shares(self) -> list[Change]:
+        """Changes of a mixture's shares."""
+        return [] if self.mixture is None else self.mixture.changes
+
+    def restore_shares(self, changes: Sequence[Sequence[Any]]) -> None:
+        if self.mixture is not None and self.order is not None:
+            self.mixture.restore(changes)
+            self._remembered = None
+            self.order.forget()
+
     def facts(self, place: Cursor) -> dict[str, object]:
         """Returns what else must be equal on all ranks, by the name that a user knows."""
         return {}
@@ -177,6 +193,24 @@ class PreservedUpdates(UpdateSizes, _Updates):
             sizes = [stop for _, stop, _ in self.spans(place)]
         return {"order of samples": self.order_print(place.epoch), "samples_per_update": sizes}
 
+    def change_shares(self, cursor: Cursor, shares: dict[str, float]) -> int:
+        """Sets a mixture's shares from ``cursor`` on, with ``grouping`` from the next group on."""
+        assert self.mixture is not None
+        position = cursor.samples_used
+        grouping = self.planner.config.grouping
+        if grouping is not None:
+            group = grouping * self._size_of_first(cursor.epoch)
+            position = -(-position // group) * group
+        update = self.mixture.change(cursor.epoch, position, shares)
+        self.restore_shares(self.mixture.changes)
+        return update
+
+    def _size_of_first(self, epoch: int) -> int:
+        """Returns the size of an epoch's first update."""
+        for _, _, after in self.spans(self.start(epoch)):
+            return after.current or 1
+        return self.planner.num_samples or 1
+
     # The epoch's first update decides how many samples are grouped, so a change of size leaves the order as it is.
     def order_of(self, epoch: int) -> Order:
         """Returns dataset indices in the epoch's order; with ``grouping``, stratified updates."""
@@ -184,12 +218,8 @@ class PreservedUpdates(UpdateSizes, _Updates):
         drawn = None
         if self.order is not None:
             drawn = self.order.counted_epoch(epoch, planner.left_out)
-        size = planner.num_samples
-        if planner.config.grouping is not None:
-            for _, _, after in self.spans(self.start(epoch)):
-                size = after.current or 1
-                break
-        return planner.order_of(epoch, drawn, shuffle=planner.config.shuffle, size=size or 1)
+        size = 1 if planner.config.grouping is None else self._size_of_first(epoch)
+        return planner.order_of(epoch, drawn, shuffle=planner.config.shuffle, size=size)
 
     def updates(self, cursor: Cursor, rank: int) -> Iterator[PlannedUpdate]:
         for window, before, after in self._windows(cursor):
@@ -198,7 +228,11 @@ class PreservedUpdates(UpdateSizes, _Updates):
     def _windows(self, cursor: Cursor) -> Iterator[tuple[BatchPlan, Cursor, Cursor]]:
         """Yields (remaining plan, point before, point after) of each update."""
         plans = UpdatePlans(self.planner, self.order_of(cursor.epoch), self._world_size)
+        shares = self.shares
         for start, stop, after in self.spans(cursor):
+            if self.shares != shares:
+                shares = self.shares
+                plans = UpdatePlans(self.planner, self.order_of(cursor.epoch), self._world_size)
             window = plans.plan(start, stop, cursor)
             after = replace(after, steps=cursor.steps + len(window.table))
             yield window, cursor, after

@@ -116,3 +116,11 @@ def test_a_run_that_ran_out_of_memory_goes_on_with_smaller_batches_to_the_same_p
         line for path in tmp_path.glob("again/seen-*.txt") for line in path.read_text().split()
     )
     assert seen == Counter({str(index): 2 for index in range(128)})
+
+
+def test_a_mixture_follows_the_loss_of_each_source():
+    counts = example("train_mixture.py")["main"]()
+    assert len(counts) == 40
+    assert all(sum(of_update.values()) == 16 for of_update in counts)
+    assert counts[:5] == [{"easy": 10, "hard": 5, "rare": 1}] * 5
+    assert counts[-1]["hard"] > 2 * counts[-1]["easy"]
