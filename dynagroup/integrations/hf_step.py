@@ -221,6 +221,7 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
             return super().training_step(model, inputs, num_items_in_batch)
         if self._rule is None:
             self._rule = self._find_rule(model, inputs)
+            self._tell_of_sums(num_items_in_batch)
         rule = self._unknown_rule(num_items_in_batch) if self._rule is None else self._rule
         scales = self._scales(inputs, rule)
         items = num_items_in_batch if rule == "sum" else None
@@ -262,6 +263,19 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
         if rule is self._weigh or rule == self._weigh:
             return [step.loss_scale for step in update]
         return [scale["loss"] for scale in loss_scales(update, {"loss": rule}, world)]
+
+    def _tell_of_sums(self, items: Items) -> None:
+        """Says that the plain Trainer would log a larger loss: it adds up means of models that ignore the items."""
+        batches = self.accumulation
+        adds_up = items is not None and self.model_accepts_loss_kwargs and self._rule in MEANS
+        if adds_up and batches > 1 and self.state.is_world_process_zero:
+            _log.warning(
+                "dynagroup: this model's loss is a mean that ignores num_items_in_batch. The plain "
+                "Trainer adds up the means of the %s batches of an update, so it logs a loss %s times "
+                "as large, and clips a gradient %s times as large: to clip as before, divide "
+                "max_grad_norm by %s",
+                *[batches] * 4,
+            )
 
     def _unknown_rule(self, items: Items) -> Rule:
         """Returns how losses are weighed as long as no sample has shown it."""
