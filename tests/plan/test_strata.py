@@ -1,5 +1,7 @@
 """Stratified updates: what shares an update, and into which batches many updates are cut at once."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import example, given
@@ -17,6 +19,7 @@ from dynagroup.plan.strata import (
     strata_of,
 )
 from dynagroup.plan.update_cuts import cut_updates
+from tests.plan.helpers import joined
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not fit the budget even alone")
 LENGTHS = np.random.default_rng(0).lognormal(4, 0.8, 2000).astype(np.int32) + 1
@@ -24,19 +27,18 @@ WORK = Work(per_step=64)
 
 
 def plan_of(lengths, max_tokens, *, ranks=1, epoch=0, **options):
-    options = {"work": WORK, "rank": 0, "world_size": ranks, **options}
-    sampler = LengthAwareBatchSampler(lengths, TokenBudget(max_tokens), **options)
+    budget = TokenBudget(max_tokens)
+    sampler = LengthAwareBatchSampler(
+        lengths, budget, work=WORK, rank=0, world_size=ranks, **options
+    )
     return sampler.plan_of(epoch)
 
 
 def updates_of(plan):
     """The dataset indices of each update, sorted."""
     bounds = np.append(0, 1 + np.flatnonzero(plan.update_ends)).tolist()
-    rows = [[index for batch in row for index in batch] for row in plan.rows]
-    updates = []
-    for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
-        updates.append(sorted(index for row in rows[start:stop] for index in row))
-    return updates
+    rows = [joined(row) for row in plan.rows]
+    return [sorted(joined(rows[start:stop])) for start, stop in pairwise(bounds)]
 
 
 # What shares an update
@@ -57,9 +59,11 @@ def test_pools_keep_their_samples_and_updates_get_a_chunk_of_each_stratum(
     lengths = np.array(drawn_lengths, np.int32)
     drawn = epoch_order(count, seed=seed, epoch=1)
     epoch = EpochOrder(count, seed=seed, epoch=1)
-    how = {"size": size, "pool": pool, "strata": strata, "seed": seed, "epoch": 1}
-    order = StratifiedOrder(epoch, lengths.take, **how)
-    whole, span = order[:], size * pool
+    order = StratifiedOrder(
+        epoch, lengths.take, size=size, pool=pool, strata=strata, seed=seed, epoch=1
+    )
+    whole = order[:]
+    span = size * pool
     for start in range(0, count, span):
         here = whole[start : start + span]
         assert sorted(here) == sorted(drawn[start : start + span])
@@ -88,7 +92,8 @@ def test_an_update_gets_long_middle_and_short_samples():
 def test_each_sample_is_in_each_update_of_its_pool_equally_often():
     """Also in the smaller last one. 4,000 epochs: the largest of 54 frequencies is within 4.5 standard errors."""
     lengths = np.arange(1, 19, dtype=np.int32)
-    size, epochs = 5, 4000
+    size = 5
+    epochs = 4000
     counts = np.zeros((18, 4))
     for epoch in range(epochs):
         order = StratifiedOrder(
@@ -125,17 +130,22 @@ def test_one_stratum_varies_more_than_random_updates():
 
 
 def test_small_updates_hardly_pad_and_are_as_many_as_before():
-    padding, sizes = {}, {}
+    padding = []
     for grouping in (None, 50):
-        options = {"samples_per_update": 8, "grouping": grouping, "work": Work(per_step=8)}
-        dataset, budget = range(len(LENGTHS)), TokenBudget(8 * int(LENGTHS.max()))
         loader = PlannedDataLoader(
-            dataset, LENGTHS, budget, collate_fn=list, weigh="samples", **options
+            range(len(LENGTHS)),
+            LENGTHS,
+            TokenBudget(8 * int(LENGTHS.max())),
+            samples_per_update=8,
+            grouping=grouping,
+            work=Work(per_step=8),
+            collate_fn=list,
+            weigh="samples",
         )
-        padding[grouping] = loader.plan.statistics["padding"]
-        sizes[grouping] = [len(update) for update in updates_of(loader.plan)]
-    assert sizes[None] == sizes[50] == [8] * 250
-    assert padding[50] < padding[None] / 2
+        assert [len(update) for update in updates_of(loader.plan)] == [8] * 250
+        padding.append(loader.plan.statistics["padding"])
+    exact, stratified = padding
+    assert stratified < exact / 2
 
 
 def test_strata_need_grouping():
@@ -155,16 +165,26 @@ def test_strata_need_grouping():
     multiple=st.sampled_from([1, 8]),
 )
 @example(lengths=[60] * 9, size=3, ranks=1, max_tokens=20, grouping=2, multiple=1)  # none fits
+@example(lengths=[11, 1, 1, 1, 1, 1, 11], size=3, ranks=2, max_tokens=20, grouping=None, multiple=1)
 def test_updates_are_cut_into_equal_steps_that_fit(
     lengths, size, ranks, max_tokens, grouping, multiple
 ):
     size = max(size, ranks)
     budget = TokenBudget(max_tokens, pad_to_multiple_of=multiple)
-    options = {"samples_per_update": size, "grouping": grouping, "uneven": "drop", "work": WORK}
-    plan = LengthAwareBatchSampler(lengths, budget, rank=0, world_size=ranks, **options).plan
-    used = [index for row in plan.rows for batch in row for index in batch]
-    assert sorted([*used, *plan.dropped.tolist()]) == list(range(len(lengths)))
-    assert [len(update) for update in updates_of(plan)][:-1] == [size] * (plan.num_updates - 1)
+    plan = LengthAwareBatchSampler(
+        lengths,
+        budget,
+        samples_per_update=size,
+        grouping=grouping,
+        work=WORK,
+        rank=0,
+        world_size=ranks,
+    ).plan
+    used = joined(joined(plan.rows))
+    assert sorted(used) == sorted([*range(len(lengths)), *plan.repeated.tolist()])
+    sizes = [len(set(update)) for update in updates_of(plan)]
+    assert sizes[:-1] == [size] * (plan.num_updates - 1)
+    assert sum(sizes) == len(lengths)
     for row in plan.rows:
         assert len(row) == ranks
         for batch in row:
@@ -236,12 +256,11 @@ def test_a_run_resumes_in_mid_update_on_other_ranks():
     steps = list(first)
     for used in (0, 1, 7, 20, 61):
         state = first.state_dict(used)
-        taken = [index for batch in steps[: 3 * used] for index in batch]
+        taken = joined(steps[: 3 * used])
         for ranks in (3, 2):
             resumed = LengthAwareBatchSampler(LENGTHS, budget, world_size=ranks, **options)
             resumed.load_state_dict(state)
             rest = list(resumed)
-            indices = [index for batch in rest for index in batch]
-            assert sorted(indices + taken) == list(range(len(LENGTHS)))
+            assert sorted(joined(rest) + taken) == list(range(len(LENGTHS)))
             if ranks == 3:
                 assert rest == steps[3 * used :]
