@@ -1,13 +1,15 @@
 """Laws of a loader whose items are updates; and loaders apply what running out of memory has taught."""
 
 import json
+import math
 import os
 import re
 import signal
 import time
 import warnings
 from collections import Counter
-from itertools import islice, product
+from functools import partial
+from itertools import chain, islice, product
 from typing import Any
 
 import datasets
@@ -31,7 +33,8 @@ from dynagroup.testing import run_ranks
 from dynagroup.update.schedule import UpdateSizes, linear_ramp, scale_learning_rate
 
 LENGTHS = np.random.default_rng(0).integers(1, 40, 53).tolist()
-BUDGET, RAMP = TokenBudget(80), linear_ramp(5, 20, num_updates=4)
+BUDGET = TokenBudget(80)
+RAMP = linear_ramp(5, 20, num_updates=4)
 MODES = [
     {"samples_per_update": 9},
     {"samples_per_update": RAMP},
@@ -43,26 +46,31 @@ ROWS = [{"input_ids": [1] * length} for length in VARIED]
 FAILED = BatchShape.of(9, 100)
 LEARNED = 810  # 0.9 of what failed
 HOW: dict[str, Any] = {"collate_fn": list, "weigh": "samples"}
-SIZED = {**HOW, "samples_per_update": 48}
-KINDS = {
-    "sampler": lambda learning, world: LengthAwareBatchSampler(
-        VARIED, learning, shuffle=True, rank=0, world_size=1
-    ),
-    "preserved": lambda learning, world: PlannedDataLoader(
-        ROWS, VARIED, learning, world=world, **SIZED
-    ),
-    "free": lambda learning, world: PlannedDataLoader(ROWS, VARIED, learning, world=world, **HOW),
-    "online": lambda learning, world: OnlineDataLoader(
-        ROWS, learning, shuffle=True, window=64, world=world, **HOW
-    ),
-}
+
+
+def sampler_of(learning, world):
+    return LengthAwareBatchSampler(VARIED, learning, shuffle=True, rank=0, world_size=1)
+
+
+def preserved_of(learning, world):
+    return PlannedDataLoader(ROWS, VARIED, learning, world=world, samples_per_update=48, **HOW)
+
+
+def free_of(learning, world):
+    return PlannedDataLoader(ROWS, VARIED, learning, world=world, **HOW)
+
+
+def online_of(learning, world):
+    return OnlineDataLoader(ROWS, learning, shuffle=True, window=64, world=world, **HOW)
+
+
+KINDS = {"sampler": sampler_of, "preserved": preserved_of, "free": free_of, "online": online_of}
 
 
 def loader_of(lengths=LENGTHS, budget=BUDGET, data=None, **settings):
     data = range(len(lengths)) if data is None else data
-    return PlannedDataLoader(
-        data, lengths, budget, **{"weigh": "samples", "collate_fn": list, **settings}
-    )
+    settings = {**HOW, **settings}
+    return PlannedDataLoader(data, lengths, budget, **settings)
 
 
 def samples(update):
@@ -77,18 +85,25 @@ class Noise(torch.utils.data.Dataset):
         return float(torch.rand(()))
 
 
-def test_samples_too_large_even_alone_are_counted_and_mistakes_are_named():
-    with pytest.warns(
-        UserWarning,
-        match="sample 1 with 90 tokens does not fit the budget even alone and is a batch of its own",
-    ):
+def test_samples_too_large_even_alone_are_told_and_counted():
+    message = "sample 1 with 90 tokens does not fit the budget even alone and is a batch of its own"
+    with pytest.warns(UserWarning, match=message):
         loader = loader_of([5, 90, 6], samples_per_update=3)
     list(loader)
     assert loader.stats.oversize == 1
+
+
+def test_samples_too_large_even_alone_may_be_an_error():
     with pytest.raises(BudgetError, match="sample 1 .90 tokens. does not fit even alone"):
         loader_of([5, 90, 6], oversize="error")
+
+
+def test_a_sampler_needs_a_size_of_updates():
     with pytest.raises(ConfigError, match="`sampler` needs `samples_per_update`"):
         loader_of(sampler=range(53))
+
+
+def test_lengths_of_another_dataset_are_refused():
     with pytest.raises(ConfigError, match="`lengths` has 53 entries, but the dataset has 60"):
         loader_of(data=range(60))
 
@@ -106,21 +121,31 @@ def test_stats_tell_the_seconds_spent_on_samples(monkeypatch):
     assert sum(step.samples.local for step in loader) == loader.stats.wait_s == 53
 
 
+def noise_loader(num_workers, **settings):
+    """Its samples are random numbers, drawn in the workers."""
+    return loader_of(data=Noise(), samples_per_update=12, num_workers=num_workers, **settings)
+
+
+def batches_of_updates(loader):
+    return [[step.batch for step in update] for update in loader.updates()]
+
+
 def test_workers_process_a_resumed_run_alike():
-    def run(loader):
-        return [[step.batch for step in update] for update in loader.updates()]
-
-    def made(num_workers, **more):
-        return loader_of(data=Noise(), samples_per_update=12, num_workers=num_workers, **more)
-
-    whole, first, resumed = run(made(2)), made(1), made(1)
+    whole = batches_of_updates(noise_loader(2))
+    first = noise_loader(1)
     assert len(list(islice(first.updates(), 2))) == 2
+    resumed = noise_loader(1)
     resumed.load_state_dict(first.state_dict())
-    assert run(resumed) == whole[2:]
-    found = run_ranks(
-        2, lambda world: [n for step in made(1, world=world) if not step.idle for n in step.batch]
-    )
-    assert len({*found[0], *found[1]}) == 53, "ranks draw numbers of their own"
+    assert batches_of_updates(resumed) == whole[2:]
+
+
+def test_ranks_draw_numbers_of_their_own():
+    def run(world):
+        steps = noise_loader(1, world=world)
+        return list(chain.from_iterable(step.batch for step in steps if not step.idle))
+
+    first, second = run_ranks(2, run)
+    assert len({*first, *second}) == 53
 
 
 def test_ranks_with_another_order_are_told():
@@ -132,47 +157,55 @@ def test_ranks_with_another_order_are_told():
         run_ranks(2, one)
 
 
-def parts(kind: str, rank: int, by: int) -> Any:
-    """Of 40 samples of one length those of one rank, or (``by`` is 1) all of them, as one of several types."""
-    data = [{"input_ids": [i] * 9} for i in range(rank % by, 40, by)]
+def with_times(rows):
+    return {**rows, "t": [time.time() for _ in rows["input_ids"]]}
+
+
+def part_of_data(kind, indices):
+    """Of 40 samples of one length those of a rank, as one of several types."""
+    data = [{"input_ids": [index] * 9} for index in range(40)]
+    part = [data[index] for index in indices]
     if kind == "subset":
-        return torch.utils.data.Subset(
-            [{"input_ids": [i] * 9} for i in range(40)], range(rank % by, 40, by)
-        )
-    timed = lambda rows: {**rows, "t": [time.time() for _ in rows["input_ids"]]}  # noqa: E731
-    return datasets.Dataset.from_list(data).with_transform(timed) if kind == "hf" else data
+        return torch.utils.data.Subset(data, indices)
+    if kind == "hf":
+        return datasets.Dataset.from_list(part).with_transform(with_times)
+    return part
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda data, **how: PlannedDataLoader(data, [9] * len(data), BUDGET, **how),
-        lambda data, **how: OnlineDataLoader(data, BUDGET, **how),
-    ],
-)
+def planned_nines(data, world):
+    return PlannedDataLoader(data, [9] * len(data), BUDGET, world=world, **HOW)
+
+
+def online_nines(data, world):
+    return OnlineDataLoader(data, BUDGET, world=world, **HOW)
+
+
+@pytest.mark.parametrize("make", [planned_nines, online_nines])
 @pytest.mark.parametrize("kind", ["list", "subset", "hf"])
 def test_ranks_that_were_given_parts_of_the_data_are_told(make, kind):
     """Each part would be divided once more. Files may have other names on other machines, so it is no error."""
 
-    def used(by):
-        return run_ranks(
-            2,
-            lambda world: [
-                i
-                for step in make(parts(kind, world.rank, by), world=world, **HOW)
-                if not step.idle
-                for i in step.indices
-            ],
-        )
+    def run(world):
+        return list(make(part_of_data(kind, range(world.rank, 40, 2)), world))
 
-    with pytest.warns(
-        UserWarning,
-        match="ranks have different first or last samples in their datasets: give every rank the",
-    ):
-        used(2)
+    message = "ranks have different first or last samples in their datasets: give every rank the"
+    with pytest.warns(UserWarning, match=message):
+        run_ranks(2, run)
+
+
+@pytest.mark.parametrize("make", [planned_nines, online_nines])
+@pytest.mark.parametrize("kind", ["list", "subset", "hf"])
+def test_ranks_that_were_given_all_of_the_data_share_it(make, kind):
+    """Also where reading a sample twice gives other fields."""
+
+    def run(world):
+        steps = make(part_of_data(kind, range(40)), world)
+        return list(chain.from_iterable(step.indices for step in steps if not step.idle))
+
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert sorted(sum(used(1), [])) == [*range(40)]
+        first, second = run_ranks(2, run)
+    assert sorted(first + second) == list(range(40))
 
 
 @pytest.mark.filterwarnings("ignore:.*does not fit the budget even alone")
@@ -181,37 +214,45 @@ def test_samples_that_are_dropped_leave_updates_whole(sampler):
     """Three of nine do not fit: updates are drawn from the others, in the seeded order and in a sampler's."""
     lengths = [90, 90, 90, 5, 6, 7, 8, 9, 10]
     loader = loader_of(lengths, samples_per_update=3, oversize="drop", sampler=sampler)
-    assert (loader.num_samples, loader.num_updates) == (6, 2)
+    assert loader.num_samples == 6
+    assert loader.num_updates == 2
     assert loader.plan.dropped.tolist() == [0, 1, 2]
-    found = [samples(update) for update in loader.updates()]
-    assert [len(update) for update in found] == [3, 3]
-    assert sorted(sum(found, [])) == [3, 4, 5, 6, 7, 8]
-    twice = loader_of(lengths, samples_per_update=2, oversize="drop", sampler=[0, 3, 0, 4])
-    assert twice.plan.dropped.tolist() == [0, 0]
+    updates = list(map(samples, loader.updates()))
+    assert list(map(len, updates)) == [3, 3]
+    assert sorted(chain.from_iterable(updates)) == [3, 4, 5, 6, 7, 8]
 
 
-@pytest.mark.parametrize("where", ["load", "weigh"])
-@pytest.mark.parametrize("how", [{"samples_per_update": 10}, {}])
-def test_a_rank_that_fails_ends_the_others_at_once(where, how):
+@pytest.mark.filterwarnings("ignore:.*does not fit the budget even alone")
+def test_a_sample_that_is_drawn_twice_is_dropped_twice():
+    lengths = [90, 90, 90, 5, 6, 7, 8, 9, 10]
+    loader = loader_of(lengths, samples_per_update=2, oversize="drop", sampler=[0, 3, 0, 4])
+    assert loader.plan.dropped.tolist() == [0, 0]
+
+
+def failing_at_seven(rows):
+    if 7 in rows:
+        raise OSError("cannot read 7")
+    return rows
+
+
+def failing_weight(rows):
+    return len(failing_at_seven(rows))
+
+
+@pytest.mark.parametrize("failing", [{"collate_fn": failing_at_seven}, {"weigh": failing_weight}])
+@pytest.mark.parametrize("sizes", [{"samples_per_update": 10}, {}])
+def test_a_rank_that_fails_ends_the_others_at_once(failing, sizes):
     """Not after the ten minutes in which a rank that does not answer counts as gone."""
 
-    def fail(place, held):
-        if place == where and 7 in held:
-            raise OSError("cannot read 7")
-        return held
+    def run(world):
+        with pytest.raises((OSError, RuntimeError)) as error:
+            list(loader_of(world=world, **failing, **sizes))
+        return str(error.value)
 
-    def one(world):
-        weigh = lambda rows: len(fail("weigh", rows))  # noqa: E731
-        loader = loader_of(
-            world=world, collate_fn=lambda rows: fail("load", rows), weigh=weigh, **how
-        )
-        with pytest.raises((OSError, RuntimeError)) as found:
-            list(loader)
-        return str(found.value)
-
-    told, failed = sorted(run_ranks(2, one), key=lambda text: text.endswith("cannot read 7"))
-    assert failed.endswith("cannot read 7")
-    assert "another rank failed while it loaded or weighed update" in told
+    texts = run_ranks(2, run)
+    [failed] = [text for text in texts if text.endswith("cannot read 7")]
+    texts.remove(failed)
+    assert "another rank failed while it loaded or weighed update" in texts[0]
 
 
 class Deadly(torch.utils.data.Dataset):
@@ -228,75 +269,100 @@ class Deadly(torch.utils.data.Dataset):
         return index
 
 
-@pytest.mark.parametrize("kind", [PlannedDataLoader, OnlineDataLoader])
+def planned(data, **settings):
+    return PlannedDataLoader(data, LENGTHS, BUDGET, **settings)
+
+
+def online(data, **settings):
+    return OnlineDataLoader(data, BUDGET, length_of=LENGTHS.__getitem__, **settings)
+
+
+@pytest.mark.parametrize("kind", [planned, online])
 def test_after_a_worker_died_all_ranks_go_on_with_new_workers(kind):
-    def one(world):
-        data, how = (
-            Deadly(),
-            {
-                **HOW,
-                "samples_per_update": 10,
-                "num_workers": 1,
-                "persistent_workers": True,
-                "world": world,
-            },
-        )
-        online = {"length_of": LENGTHS.__getitem__}
-        loader = (
-            kind(data, BUDGET, **how, **online)
-            if kind is OnlineDataLoader
-            else kind(data, LENGTHS, BUDGET, **how)
-        )
+    def run(world):
+        data = Deadly()
+        settings = {**HOW, "samples_per_update": 10, "world": world}
+        loader = kind(data, num_workers=1, persistent_workers=True, **settings)
         with pytest.raises((RuntimeError, AlignmentError)):
             list(loader)
         data.mended = True
         loader.restart_epoch()
-        return [index for update in loader.updates() for index in samples(update)]
+        return list(chain.from_iterable(map(samples, loader.updates())))
 
-    assert sorted(sum(run_ranks(2, one), [])) == list(range(53))
+    first, second = run_ranks(2, run)
+    assert sorted(first + second) == list(range(53))
 
 
-def warned_by(lengths, budget, collate, data):
+def warned_by(lengths, budget, collate, data=LENGTHS):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         list(loader_of(lengths, budget, data, collate_fn=collate, samples_per_update=10))
-    return [str(w.message) for w in caught]
+    return [str(warning.message) for warning in caught]
 
 
-def padded_to(multiple):
-    return lambda rows: {"input_ids": torch.zeros(len(rows), -(-max(rows) // multiple) * multiple)}
+def pad(rows):
+    return {"input_ids": torch.zeros(len(rows), max(rows))}
 
 
-def test_batches_that_are_not_what_was_planned_are_noticed_once_packed_labels_by_their_own_stream():
+def pad_to_eight(rows):
+    return {"input_ids": torch.zeros(len(rows), 8 * math.ceil(max(rows) / 8))}
+
+
+def pack_pairs(rows):
+    sources, labels = zip(*rows, strict=True)
+    return {"input_ids": torch.zeros(1, sum(sources)), "labels": torch.zeros(1, sum(labels))}
+
+
+UNPLANNED = r"does not have its planned shape: .* collated to \d+ x \d+ {}, but planned as \d+"
+NOT_FITTING = r"planned shape, and does not fit the budget: .* to \d+ x \d+ {}, but planned as \d+"
+
+
+def test_packed_labels_that_were_not_planned_are_noticed_by_their_own_stream():
     """Sources are as planned, targets were measured in another order: only their field shows it."""
-    targets = [min(n, 20) for n in LENGTHS[::-1]]
+    targets = [min(length, 20) for length in LENGTHS[::-1]]
+    data = list(zip(LENGTHS, targets, strict=True))
+    budget = TokenBudget(160, layout="packed")
+    assert warned_by({"source": LENGTHS, "target": targets}, budget, pack_pairs, data) == []
+    reversed_targets = {"source": LENGTHS, "target": targets[::-1]}
+    first, second = warned_by(reversed_targets, budget, pack_pairs, data)
+    assert re.search(UNPLANNED.format("target"), first)
+    assert re.search(NOT_FITTING.format("target"), second)
+    assert re.search(r"to 1 x \d+ target, but", first)
 
-    def both(rows):
-        sources, labels = zip(*rows, strict=True)
-        return {"input_ids": torch.zeros(1, sum(sources)), "labels": torch.zeros(1, sum(labels))}
 
-    data, budget = list(zip(LENGTHS, targets, strict=True)), TokenBudget(160, layout="packed")
-    assert warned_by({"source": LENGTHS, "target": targets}, budget, both, data) == []
-    [text, _] = warned_by({"source": LENGTHS, "target": targets[::-1]}, budget, both, data)
-    assert re.search(r"to 1 x \d+ target, but planned as \d+", text)
-    [text, *_] = warned_by(LENGTHS[::-1], BUDGET, padded_to(1), LENGTHS)
-    assert re.search(
-        r"\d+ samples were collated to \d+ x \d+ tokens, but planned as \d+ x \d+", text
-    )
-    assert "in dataset order" in text
-    assert len(warned_by(LENGTHS, BUDGET, padded_to(8), LENGTHS)) in (1, 2), (
-        "padded further than the budget was told"
-    )
-    assert warned_by(LENGTHS, TokenBudget(160, pad_to_multiple_of=8), padded_to(8), LENGTHS) == []
+def test_lengths_in_another_order_are_noticed_once_and_once_where_a_batch_does_not_fit():
+    first, second = warned_by(LENGTHS[::-1], BUDGET, pad)
+    assert re.search(UNPLANNED.format("tokens"), first)
+    assert re.search(NOT_FITTING.format("tokens"), second)
+    assert "in dataset order" in first
+
+
+def test_padding_further_than_the_budget_was_told_is_noticed():
+    first, second = warned_by(LENGTHS, BUDGET, pad_to_eight)
+    assert re.search(UNPLANNED.format("tokens"), first)
+    assert re.search(NOT_FITTING.format("tokens"), second)
+    assert warned_by(LENGTHS, TokenBudget(160, pad_to_multiple_of=8), pad_to_eight) == []
+
+
+def test_batches_that_the_loader_fills_to_a_shape_are_as_planned():
     ladder = ShapeLadder(LENGTHS, BUDGET, num_shapes=4, window=10)
-    assert warned_by(LENGTHS, ladder, padded_to(1), LENGTHS) == [], "filled by the loader"
-    with pytest.raises(
-        ConfigError, match="more than any of the shapes .* give `lengths` in dataset order"
-    ):
-        warned_by(LENGTHS[::-1], ladder, padded_to(1), LENGTHS)
-    assert warned_by(LENGTHS, BUDGET, torch.tensor, LENGTHS) == [], (
-        "a batch without names shows nothing"
-    )
+    assert warned_by(LENGTHS, ladder, pad) == []
+    message = "more than any of the shapes .* give `lengths` in dataset order"
+    with pytest.raises(ConfigError, match=message):
+        warned_by(LENGTHS[::-1], ladder, pad)
+
+
+def test_a_batch_without_names_shows_nothing():
+    assert warned_by(LENGTHS, BUDGET, torch.tensor) == []
+
+
+def assert_plan_is_of(plan, steps, rank):
+    assert plan.num_steps == len(steps)
+    assert plan.update_ends.tolist() == [step.ends_update for step in steps]
+    scales = [step.loss_scale for step in steps]
+    assert plan.loss_scale[:, rank] == pytest.approx(scales)
+    for row, step in zip(plan.rows, steps, strict=True):
+        assert step.idle or list(row[rank]) == list(step.batch)
 
 
 @settings(max_examples=40)
@@ -304,53 +370,49 @@ def test_batches_that_are_not_what_was_planned_are_noticed_once_packed_labels_by
     ranks=st.integers(1, 4),
     epoch=st.integers(0, 2),
     stop=st.integers(0, 9),
-    how=st.sampled_from(MODES),
+    mode=st.sampled_from(MODES),
 )
-def test_a_plan_is_what_the_steps_are_that_remain(ranks, epoch, stop, how):
+def test_a_plan_is_what_the_steps_are_that_remain(ranks, epoch, stop, mode):
     """Of a whole epoch, and after a resume; free updates go on over the borders of windows of a few rows each."""
 
-    def one(world):
-        first, again = loader_of(world=world, **how), loader_of(world=world, **how)
-        first.set_epoch(epoch)
-        whole, counted = first.plan, (len(first), first.num_updates)
-        assert counted == (whole.num_steps, whole.num_updates)
-        begun = list(islice(first, stop))
-        again.load_state_dict(first.state_dict())
-        plan = again.plan if again.epoch == epoch else None
-        assert again.plan_of(epoch).fingerprint == whole.fingerprint, "reading moves nothing"
-        return whole, plan, begun, list(again) if plan is not None else []
+    def run(world):
+        loader = loader_of(world=world, **mode)
+        loader.set_epoch(epoch)
+        whole = loader.plan
+        assert whole.epoch == epoch
+        assert len(loader) == whole.num_steps
+        assert loader.num_updates == whole.num_updates
+        steps = list(islice(loader, stop))
+        resumed = loader_of(world=world, **mode)
+        resumed.load_state_dict(loader.state_dict())
+        if resumed.epoch == epoch:
+            plan = resumed.plan
+            assert plan.epoch == epoch
+            rest = list(resumed)
+            assert_plan_is_of(plan, rest, world.rank)
+            steps += rest
+        assert resumed.plan_of(epoch).fingerprint == whole.fingerprint, "reading moves nothing"
+        assert_plan_is_of(whole, steps, world.rank)
+        return whole.fingerprint
 
-    on_ranks = run_ranks(ranks, one)
-    for rank, (whole, plan, begun, rest) in enumerate(on_ranks):
-        assert whole.fingerprint == on_ranks[0][0].fingerprint
-        for found, steps in ((whole, begun + rest), (plan, rest)):
-            if found is not None:
-                assert (found.num_steps, found.epoch) == (len(steps), epoch)
-                assert found.update_ends.tolist() == [step.ends_update for step in steps]
-                assert found.loss_scale[:, rank] == pytest.approx(
-                    [step.loss_scale for step in steps]
-                )
-                rows = [
-                    list(row[rank])
-                    for row, step in zip(found.rows, steps, strict=True)
-                    if not step.idle
-                ]
-                assert rows == [list(step.batch) for step in steps if not step.idle]
+    assert len(set(run_ranks(ranks, run))) == 1
 
 
-def test_a_rank_may_ask_alone(monkeypatch):
+@pytest.mark.parametrize("sizes", [{"samples_per_update": 10}, {}])
+def test_a_rank_may_ask_alone(monkeypatch, sizes):
     """Looking the ranks up is collective: one that prints its plan before the others iterate must not wait for them."""
-    monkeypatch.setattr(
-        "dynagroup.update.loader.current_world", lambda: pytest.fail("asked the other ranks")
-    )
-    for how in ({"samples_per_update": 10}, {}):
-        loader = loader_of(**how)
-        assert loader.plan.num_steps == len(loader)
-        assert loader.num_updates == loader.updates_in(1)
-        assert loader.cursor.samples_seen == 0
-        again = loader_of(**how)
-        again.load_state_dict(loader.state_dict())
-        assert again.cursor == loader.cursor
+
+    def current_world():
+        pytest.fail("asked the other ranks")
+
+    monkeypatch.setattr("dynagroup.update.loader.current_world", current_world)
+    loader = loader_of(**sizes)
+    assert loader.plan.num_steps == len(loader)
+    assert loader.num_updates == loader.updates_in(1)
+    assert loader.cursor.samples_seen == 0
+    resumed = loader_of(**sizes)
+    resumed.load_state_dict(loader.state_dict())
+    assert resumed.cursor == loader.cursor
 
 
 @pytest.mark.filterwarnings("ignore:. samples do not fit")
@@ -359,53 +421,58 @@ def test_a_sampler_that_draws_what_is_left_out_more_often_in_some_epoch_is_refus
         def set_epoch(self, epoch):
             self[:] = [0, 1, 2, 3] if epoch == 0 else [0, 0, 1, 2]
 
-    loader = loader_of(
-        [1000, 5, 5, 5],
-        TokenBudget(50),
-        sampler=Other(range(4)),
-        samples_per_update=1,
-        oversize="drop",
-    )
+    settings = {"sampler": Other(range(4)), "samples_per_update": 1, "oversize": "drop"}
+    loader = loader_of([1000, 5, 5, 5], TokenBudget(50), **settings)
     assert len(list(loader)) == 3
     with pytest.raises(ConfigError, match=r"\(2 that fit\) in epoch 1, but \d+ \(3"):
         list(loader)
 
 
-def test_literal_rules_of_the_learning_rate_ramps_and_changes_that_hold_in_later_epochs():
-    for rule, expected in (("linear", 0.4), ("sqrt", 0.2), ("none", 0.1)):
-        found = scale_learning_rate(
-            0.1, samples_per_update=64, base_samples_per_update=16, rule=rule
-        )
-        assert found == pytest.approx(expected)
-    assert [linear_ramp(8, 32, num_updates=4, multiple_of=8)(u, None) for u in range(5)] == [
-        8,
-        8,
-        16,
-        24,
-        32,
-    ]
-    assert [linear_ramp(32, 8, num_updates=3)(u, None) for u in range(5)] == [32, 24, 16, 8, 8]
+@pytest.mark.parametrize(("rule", "expected"), [("linear", 0.4), ("sqrt", 0.2), ("none", 0.1)])
+def test_a_learning_rate_follows_the_size_of_updates_by_a_rule(rule, expected):
+    sizes = {"samples_per_update": 64, "base_samples_per_update": 16}
+    assert scale_learning_rate(0.1, rule=rule, **sizes) == pytest.approx(expected)
+
+
+def test_a_ramp_goes_from_one_size_to_another_in_equal_steps():
+    up = linear_ramp(8, 32, num_updates=4, multiple_of=8)
+    down = linear_ramp(32, 8, num_updates=3)
+    assert [up(update, None) for update in range(5)] == [8, 8, 16, 24, 32]
+    assert [down(update, None) for update in range(5)] == [32, 24, 16, 8, 8]
+
+
+def test_a_changed_size_holds_in_later_epochs():
     sizes = UpdateSizes(4, lambda: 10)
     assert sizes.change(next(sizes.cursors(sizes.start(0))), 5) == 1
-    assert [
-        stop - start for epoch in (0, 1) for start, stop, _ in sizes.spans(sizes.start(epoch))
-    ] == [4, 5, 1, 5, 5]
+    spans = [*sizes.spans(sizes.start(0)), *sizes.spans(sizes.start(1))]
+    assert [stop - start for start, stop, _ in spans] == [4, 5, 1, 5, 5]
+
+
+def test_updates_before_a_far_epoch_are_counted_at_once():
     assert UpdateSizes(8, lambda: 1000).start(10**6).update == 125 * 10**6
 
 
 @pytest.fixture(params=KINDS)
 def make(request: pytest.FixtureRequest) -> Any:
-    return lambda learning, world=None: KINDS[request.param](learning, world)
+    """Makes a loader of that kind, or a sampler, with what has been learned."""
+    return partial(KINDS[request.param], world=None)
 
 
 def batches(items: Any) -> list[list[int]]:
-    return [
-        list(getattr(item, "indices", item)) for item in items if not getattr(item, "idle", False)
-    ]
+    """The dataset indices of each batch, of a sampler's or of a loader's steps."""
+    rows = []
+    for item in items:
+        if not getattr(item, "idle", False):
+            rows.append(list(getattr(item, "indices", item)))
+    return rows
 
 
-def largest(found: list[list[int]]) -> int:
-    return max(len(batch) * max(VARIED[i] for i in batch) for batch in found)
+def flat(rows: list[list[int]]) -> list[int]:
+    return list(chain.from_iterable(rows))
+
+
+def largest(rows: list[list[int]]) -> int:
+    return max(len(batch) * int(VARIED[batch].max()) for batch in rows)
 
 
 def test_an_epoch_follows_what_the_one_before_taught_and_states_hold_it(make):
@@ -418,18 +485,17 @@ def test_an_epoch_follows_what_the_one_before_taught_and_states_hold_it(make):
     items = iter(loader)
     second = batches([next(items) for _ in range(2)])
     learning.record_oom(BatchShape.of(8, 100))
-    again = LearningBudget(TokenBudget(1000))
-    resumed = make(again)
+    relearned = LearningBudget(TokenBudget(1000))
+    resumed = make(relearned)
     resumed.load_state_dict(json.loads(json.dumps(loader.state_dict())))
-    assert again.report.num_ooms == 2
+    assert relearned.report.num_ooms == 2
     rest = batches(items)
     assert largest(second + rest) <= LEARNED
-    assert sorted(i for batch in second + rest for i in batch) == list(range(300))
+    assert sorted(flat(second + rest)) == list(range(300))
     assert batches(resumed) == rest
     if hasattr(loader, "cursor"):
-        assert resumed.cursor == loader.cursor, (
-            "the books count what was, not what the new limit would have made of it"
-        )
+        # The books count what was, not what the new limit would have made of it.
+        assert resumed.cursor == loader.cursor
     assert largest(batches(resumed)) <= 0.9 * 800
 
 
@@ -437,22 +503,24 @@ def test_an_epoch_that_fails_as_it_begins_leaves_the_one_before_used_up(make):
     """Samples that do not fit what was learned are warned of as the next epoch begins, or in it; here warnings are errors."""
     used: Counter[tuple[int, int]] = Counter()
 
-    def train(loader: Any) -> None:
+    def train(loader: Any, learning: LearningBudget) -> None:
         for epoch in range(loader.epoch, 2):
             loader.set_epoch(epoch)
             for item in loader:
-                used.update((epoch, index) for batch in batches([item]) for index in batch)
+                used.update((epoch, index) for index in flat(batches([item])))
             learning.record_oom(BatchShape.of(1, 90))
 
-    loader = make(learning := LearningBudget(TokenBudget(1000)))
+    learning = LearningBudget(TokenBudget(1000))
+    loader = make(learning)
     warnings.simplefilter("error")
     with pytest.raises(UserWarning, match="not fit"):
-        train(loader)
+        train(loader, learning)
     state = json.loads(json.dumps(loader.state_dict()))
     warnings.simplefilter("ignore")
-    loader = make(learning := LearningBudget(TokenBudget(1000)))
+    learning = LearningBudget(TokenBudget(1000))
+    loader = make(learning)
     loader.load_state_dict(state)
-    train(loader)
+    train(loader, learning)
     assert used == Counter(product(range(2), range(300)))
 
 
@@ -461,9 +529,10 @@ def test_free_updates_that_were_done_are_counted_as_they_were():
     loader = KINDS["free"](learning, None)
     list(loader)
     learning.record_oom(FAILED)
-    first, announced = loader.cursor.update, loader.num_updates
+    first = loader.cursor.update
+    assert loader.num_updates == first
     list(loader)
-    assert first == announced < loader.cursor.update - first
+    assert first < loader.cursor.update - first
     assert loader.updates_in(2) == loader.cursor.update
 
 
@@ -477,24 +546,20 @@ def test_ranks_follow_the_one_that_learned_most(kind):
             learning.record_oom(FAILED)
         return batches(loader), loader.budget.fingerprint
 
-    results = run_ranks(2, run)
-    assert largest([batch for found, _ in results for batch in found]) <= LEARNED
-    assert results[0][1] == results[1][1]
-    assert sorted(i for found, _ in results for batch in found for i in batch) == list(range(300))
+    (first, fingerprint), (second, other_fingerprint) = run_ranks(2, run)
+    assert largest(first + second) <= LEARNED
+    assert fingerprint == other_fingerprint
+    assert sorted(flat(first + second)) == list(range(300))
 
 
 def test_samples_that_no_batch_may_hold_after_what_was_learned_are_told_and_counted():
     budget = LearningBudget(TokenBudget(64))
-    loader = PlannedDataLoader(
-        range(4), [50, 40, 4, 3], budget, samples_per_update=2, oversize="drop", **HOW
-    )
-    assert sorted(i for step in loader for i in step.indices) == [0, 1, 2, 3]
+    loader = loader_of([50, 40, 4, 3], budget, samples_per_update=2, oversize="drop")
+    assert sorted(flat(batches(loader))) == [0, 1, 2, 3]
     loader.budget.learner.record_oom(BatchShape.of(2, longest=16))
-    with pytest.warns(
-        UserWarning,
-        match="sample 0 .* does not fit the budget even alone .*and is left out",
-    ):
-        assert sorted(i for step in loader for i in step.indices) == [2, 3]
+    message = "sample 0 .* does not fit the budget even alone .*and is left out"
+    with pytest.warns(UserWarning, match=message):
+        assert sorted(flat(batches(loader))) == [2, 3]
 
 
 def two_tensors(indices: list[int]) -> dict[str, torch.Tensor]:
