@@ -1,5 +1,6 @@
 """The Trainer adapter against the real Trainer: the same updates, books, checkpoints, lengths, refusals."""
 
+from itertools import chain
 from typing import Any
 
 import datasets
@@ -31,30 +32,42 @@ from tests.packed.test_training import BUDGET, FLAT, llama
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 ONLINE = {"mode": "online", "lengths": None}
 SAVED = {"save_strategy": "steps", "save_steps": 1}
-REFUSED = {
-    "auto_find_batch_size=True .*: the budget limits batches already": {
-        "auto_find_batch_size": True
-    },
-    "dispatch_batches=True .* set it to False": {"accelerator_config": {"dispatch_batches": True}},
-    "split_batches=True .* set it to False": {"accelerator_config": {"split_batches": True}},
-    "dataloader_in_order=False .* True": {
-        "dataloader_in_order": False,
-        "dataloader_num_workers": 1,
-    },
-    "batch_rebalance' cannot be combined with dynagroup": {
-        "train_sampling_strategy": "batch_rebalance"
-    },
-    "`weigh` must be 'tokens', 'labels', 'samples' or a function": {"config": {"weigh": "words"}},
-    "`updates` must be one of": {"config": {"updates": "some"}},
-    "needs updates='preserved'": {"config": {"updates": "free", "samples_per_update": 4}},
-}
+REFUSED = [
+    (
+        {"auto_find_batch_size": True},
+        "auto_find_batch_size=True .*: the budget limits batches already",
+    ),
+    (
+        {"accelerator_config": {"dispatch_batches": True}},
+        "dispatch_batches=True .* set it to False",
+    ),
+    ({"accelerator_config": {"split_batches": True}}, "split_batches=True .* set it to False"),
+    (
+        {"dataloader_in_order": False, "dataloader_num_workers": 1},
+        "dataloader_in_order=False .* True",
+    ),
+    (
+        {"train_sampling_strategy": "batch_rebalance"},
+        "batch_rebalance' cannot be combined with dynagroup",
+    ),
+    (
+        {"config": {"weigh": "words"}},
+        "`weigh` must be 'tokens', 'labels', 'samples' or a function",
+    ),
+    ({"config": {"updates": "some"}}, "`updates` must be one of"),
+    (
+        {"config": {"updates": "free", "samples_per_update": 4}},
+        "needs updates='preserved'",
+    ),
+]
 
 
 class Recorder(TrainerCallback):
     """Epochs as callbacks read them; ``samples``: those that each update's model learns from."""
 
     def __init__(self):
-        self.epochs, self.samples = [], {}
+        self.epochs = []
+        self.samples = {}
 
     def on_step_end(self, args, state, control, **kwargs):
         self.epochs.append(state.epoch)
@@ -88,124 +101,173 @@ def two_of_three(row):
     return len(row["input_ids"]) % 2
 
 
-SAME = {
-    "clipped": ({"max_grad_norm": 0.3}, {}),
-    "shapes": ({}, {"config": {"shapes": 3}}),
-    "preflight": ({}, {"config": {"preflight": True}}),
-    "online": ({}, {"config": ONLINE, "dataloader_num_workers": 1}),
-    "kind_of": ({}, {"config": {**ONLINE, "kind_of": two_of_three}}),
-    "kinds": ({}, {"config": {"kinds": [None, "a", "a"] * 32}}),
-    "library loss": ({"exact_loss": False}, {}),
-    "packed": ({}, {"config": {"budget": BUDGET}}),
-    "label smoothing": ({"exact_loss": False, "label_smoothing_factor": 0.1}, {}),
+UPDATES_OF_ALL = {"exact_loss": True, "max_grad_norm": 0.0, "max_steps": 8, "logging_steps": 4}
+LARGEST_NORM = 0.3
+LIBRARY_LOSS = {"exact_loss": False}
+
+
+def both(kind, folder, changes, ours):
+    """The same training twice: of fixed batches, and of batches that fit."""
+    common = {**UPDATES_OF_ALL, **changes}
+    if kind == "classifier":
+        common["exact_loss"] = False
+    fixed = trainer(kind, folder, fits=False, **common)
+    fitting = trainer(kind, folder, fits=True, **common, **ours)
+    return fixed, fitting
+
+
+def losses(run):
+    return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+
+
+def assert_trained_alike(fixed, fitting, *, largest_difference=1e-8, least_change=1e-2):
+    """``fixed`` and ``fitting`` begin with the same parameters."""
+    before = parameters(fixed.model)
+    assert torch.equal(parameters(fitting.model), before)
+    fixed.train()
+    fitting.train()
+    expected = parameters(fixed.model)
+    assert (expected - before).abs().max() > least_change, "nothing was trained"
+    assert (expected - parameters(fitting.model)).abs().max() < largest_difference
+    assert losses(fitting)[0] == pytest.approx(losses(fixed)[0], rel=1e-5)
+    last_logs = [run.state.log_history[-2] for run in (fixed, fitting)]
+    assert last_logs[0]["epoch"] == last_logs[1]["epoch"]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_parameters_are_those_of_fixed_batches_where_gradients_are_clipped(kind, tmp_path):
+    fixed, fitting = both(kind, tmp_path, {"max_grad_norm": LARGEST_NORM}, {})
+    assert_trained_alike(fixed, fitting, least_change=1e-3)
+    norms = [entry.get("grad_norm", 0.0) for entry in fitting.state.log_history]
+    assert max(norms) > LARGEST_NORM, "nothing was clipped"
+
+
+OPTIONS = {
+    "preflight": {"config": {"preflight": True}},
+    "online": {"config": ONLINE, "dataloader_num_workers": 1},
+    "kind_of": {"config": {**ONLINE, "kind_of": two_of_three}},
+    "kinds": {"config": {"kinds": [None, "a", "a"] * 32}},
 }
-CASES = [(kind, "clipped") for kind in MODELS]
-CASES += [(kind, "shapes") for kind in MODELS if kind != "seq2seq"]  # it has two lengths
-CASES += [
-    ("causal", name)
-    for name in ("preflight", "online", "kind_of", "kinds", "packed", "library loss")
-]
-CASES += [("seq2seq", "label smoothing")]
 
 
-@pytest.mark.parametrize(("kind", "name"), CASES)
-def test_parameters_are_those_of_fixed_batches(kind, name, tmp_path):
-    """Few shapes: filled rows weigh nothing, and the model meets three."""
-    found, (both, ours) = [], SAME[name]
-    for fits in (False, True):
-        changes = {
-            "exact_loss": kind != "classifier",
-            "max_grad_norm": 0.0,
-            "max_steps": 8,
-            "logging_steps": 4,
-            **both,
-        }
-        changes |= {"model": llama("sdpa")} if name == "packed" else {}
-        run = trainer(kind, tmp_path, fits=fits, **changes, **(ours if fits else {}))
-        run.data_collator = FLAT if name == "packed" and fits else run.data_collator
-        before = parameters(run.model)
-        if name == "label smoothing":
-            run.model_accepts_loss_kwargs = True
-        shapes = models.shapes_seen(run.model)
-        run.train()
-        found.append((parameters(run.model), run.state.log_history))
-    if name == "packed":
-        with pytest.warns(UserWarning, match="predictions of packed batches are one row a batch"):
-            run.predict(run.train_dataset)
-    (fixed, fixed_logs), (ours, our_logs) = found
-    assert (fixed - ours).abs().max() < (
-        1e-5 if name == "library loss" else 1e-8
-    )  # the library's is of float32
-    assert (fixed - before).abs().max() > (1e-3 if name == "clipped" else 1e-2), (
-        "nothing was trained"
+@pytest.mark.parametrize("name", OPTIONS)
+def test_parameters_are_those_of_fixed_batches(name, tmp_path):
+    fixed, fitting = both("causal", tmp_path, {}, OPTIONS[name])
+    assert_trained_alike(fixed, fitting)
+
+
+@pytest.mark.parametrize("kind", ["causal", "classifier"])
+def test_filled_rows_weigh_nothing_and_the_model_meets_three_shapes(kind, tmp_path):
+    fixed, fitting = both(kind, tmp_path, {}, {"config": {"shapes": 3}})
+    shapes = models.shapes_seen(fitting.model)
+    assert_trained_alike(fixed, fitting)
+    assert len(set(shapes)) <= 3 + 1, "besides the unfilled samples of the split test"
+    assert len(set(shapes) & set(fitting.update_loader.budget.shapes)) > 1
+
+
+def test_the_librarys_loss_is_of_float32(tmp_path):
+    fixed, fitting = both("causal", tmp_path, LIBRARY_LOSS, {})
+    assert_trained_alike(fixed, fitting, largest_difference=1e-5)
+
+
+def test_label_smoothing_is_that_of_fixed_batches(tmp_path):
+    smoothed = {**LIBRARY_LOSS, "label_smoothing_factor": 0.1}
+    fixed, fitting = both("seq2seq", tmp_path, smoothed, {})
+    fixed.model_accepts_loss_kwargs = True
+    fitting.model_accepts_loss_kwargs = True
+    assert_trained_alike(fixed, fitting)
+
+
+def test_packed_batches_have_no_padding_and_predictions_of_them_are_warned_of(tmp_path):
+    fixed = trainer("causal", tmp_path, fits=False, model=llama("sdpa"), **UPDATES_OF_ALL)
+    config = {"budget": BUDGET}
+    fitting = trainer(
+        "causal", tmp_path, fits=True, model=llama("sdpa"), config=config, **UPDATES_OF_ALL
     )
-    assert name != "packed" or our_logs[0]["padding"] == 0
-    assert our_logs[0]["loss"] == pytest.approx(fixed_logs[0]["loss"], rel=1e-5)
-    assert our_logs[-2]["epoch"] == fixed_logs[-2]["epoch"]
-    assert name != "clipped" or max(log.get("grad_norm", 0.0) for log in our_logs) > 0.3, (
-        "nothing was clipped"
+    fitting.data_collator = FLAT
+    assert_trained_alike(fixed, fitting)
+    assert fitting.state.log_history[0]["padding"] == 0
+    with pytest.warns(UserWarning, match="predictions of packed batches are one row a batch"):
+        fitting.predict(fitting.train_dataset)
+
+
+def resumable(folder, mode):
+    """Dropout, random processing, and in one mode updates whose size is changed."""
+    config = {}
+    callbacks = []
+    if mode in ("online", "scheduled"):
+        config.update(ONLINE)
+    if mode == "scheduled":
+        config["samples_per_update"] = toys.doubling(6, 2)
+        callbacks.append(Resize(3, 20))
+    run = trainer(
+        "causal",
+        folder,
+        fits=True,
+        model=toys.with_dropout(toys.causal_lm()),
+        exact_loss=True,
+        max_steps=5,
+        count=48,
+        dataloader_num_workers=int(mode == "workers"),
+        config=config,
+        callbacks=callbacks,
+        **SAVED,
     )
-    if name == "shapes":
-        assert len({*shapes}) <= 3 + 1, "besides the unfilled samples of the split test"
-        assert len({*shapes} & set(run.update_loader.budget.shapes)) > 1
+    if mode != "online":
+        run.data_collator = toys.collate_noisily
+    return run
 
 
-@pytest.mark.parametrize("mode", ["offline", "workers", "online", "scheduled"])
-def test_a_resumed_run_ends_with_the_same_parameters(mode, tmp_path):
-    """In epoch 0, at its end, in epoch 1, at the end; with dropout, random processing, and updates whose size was changed."""
-    scheduled = {"samples_per_update": toys.doubling(6, 2)} if mode == "scheduled" else {}
-    config = {**(ONLINE if mode in ("online", "scheduled") else {}), **scheduled}
+# In epoch 0, at its end, in epoch 1, at the end of the run.
+STOPS = [("offline", (1, 3, 4, 5)), ("workers", (4,)), ("online", (4,)), ("scheduled", (4,))]
 
-    def run(folder, resume=None):
-        found = trainer(
-            "causal",
-            tmp_path / folder,
-            fits=True,
-            model=toys.with_dropout(toys.causal_lm()),
-            exact_loss=True,
-            max_steps=5,
-            count=48,
-            dataloader_num_workers=int(mode == "workers"),
-            config=config,
-            callbacks=[Resize(3, 20)] * bool(scheduled),
-            **SAVED,
-        )
-        if mode != "online":
-            found.data_collator = toys.collate_noisily
-        found.train(resume_from_checkpoint=resume)
-        return found
 
-    whole = run("whole")
-    for step in (1, 3, 4, 5) if mode == "offline" else (4,):
-        resumed = run(f"resumed{step}", str(tmp_path / "whole" / f"checkpoint-{step}"))
-        assert torch.equal(parameters(resumed.model), parameters(whole.model)), (
-            f"resumed after update {step}"
-        )
-        assert (resumed.state.epoch, resumed.state.global_step) == (whole.state.epoch, 5)
+@pytest.mark.parametrize(("mode", "stops"), STOPS)
+def test_a_resumed_run_ends_with_the_same_parameters(mode, stops, tmp_path):
+    whole = resumable(tmp_path / "whole", mode)
+    whole.train()
+    for stop in stops:
+        resumed = resumable(tmp_path / f"resumed{stop}", mode)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{stop}"))
+        message = f"resumed after update {stop}"
+        assert torch.equal(parameters(resumed.model), parameters(whole.model)), message
+        assert resumed.state.epoch == whole.state.epoch
+        assert resumed.state.global_step == 5
         assert resumed.update_loader.cursor == whole.update_loader.cursor
 
 
-def test_checkpoints_of_others_are_refused_and_an_epoch_can_begin_anew(tmp_path):
-    changes = {"max_steps": 4, "count": 48, **SAVED}
-    for fits in (False, True):
-        trainer("causal", tmp_path / str(fits), fits=fits, **changes).train()
-    fixed, ours = (str(tmp_path / str(fits) / "checkpoint-2") for fits in (False, True))
-    with pytest.raises(
-        StateError, match="saved by a Trainer without dynagroup.*ignore_data_skip=True"
-    ):
-        trainer("causal", tmp_path, fits=True, **changes).train(resume_from_checkpoint=fixed)
+SHORT = {"max_steps": 4, "count": 48, **SAVED}
+
+
+def checkpoint_of(folder, *, fits):
+    trainer("causal", folder, fits=fits, **SHORT).train()
+    return str(folder / "checkpoint-2")
+
+
+def test_a_checkpoint_of_a_trainer_without_dynagroup_is_refused(tmp_path):
+    checkpoint = checkpoint_of(tmp_path / "fixed", fits=False)
+    message = "saved by a Trainer without dynagroup.*ignore_data_skip=True"
+    with pytest.raises(StateError, match=message):
+        trainer("causal", tmp_path, fits=True, **SHORT).train(resume_from_checkpoint=checkpoint)
+
+
+def test_a_checkpoint_of_other_data_is_refused(tmp_path):
+    checkpoint = checkpoint_of(tmp_path / "ours", fits=True)
+    run = trainer("causal", tmp_path, fits=True, **{**SHORT, "count": 64})
     with pytest.raises(StateError, match="num_samples was 48 then, is 64 now"):
-        trainer("causal", tmp_path, fits=True, **{**changes, "count": 64}).train(
-            resume_from_checkpoint=ours
-        )
-    for checkpoint in (fixed, ours):
-        run, recorder = recorded(tmp_path, resume=checkpoint, ignore_data_skip=True, **changes)
-        run.update_loader.set_epoch(0)
-        first = [
-            sorted(i for step in update for i in step.indices)
-            for update in run.update_loader.updates()
-        ]
-        assert list(map(sorted, recorder.samples.values())) == first[:2]
+        run.train(resume_from_checkpoint=checkpoint)
+
+
+@pytest.mark.parametrize("fits", [False, True])
+def test_an_epoch_can_begin_anew_after_any_checkpoint(fits, tmp_path):
+    checkpoint = checkpoint_of(tmp_path / "first", fits=fits)
+    run, recorder = recorded(tmp_path, resume=checkpoint, ignore_data_skip=True, **SHORT)
+    run.update_loader.set_epoch(0)
+    epoch = []
+    for update in run.update_loader.updates():
+        indices = [list(step.indices) for step in update]
+        epoch.append(sorted(sum(indices, [])))
+    assert list(map(sorted, recorder.samples.values())) == epoch[:2]
 
 
 class Inside(TrainerCallback):  # saves as transformers does when a machine is taken away (SIGTERM)
@@ -214,23 +276,25 @@ class Inside(TrainerCallback):  # saves as transformers does when a machine is t
             self.run._save_checkpoint(self.run.model, None)
 
 
-def test_a_checkpoint_inside_an_update_has_the_samples_before_it_or_is_refused(tmp_path):
+def test_a_checkpoint_inside_an_update_is_refused(tmp_path):
     with pytest.raises(StateError, match="checkpoint-2 is inside an update; save later, or set"):
         recorded(tmp_path, [Inside()], max_steps=4)
-    how = {"max_steps": 4, "enable_jit_checkpoint": True}
-    whole, rest = (
-        recorded(tmp_path, resume=resume, callbacks=[Inside()] * (not resume), **how)[1].samples
-        for resume in (None, str(tmp_path / "checkpoint-2"))
-    )
-    assert rest == {update: whole[update] for update in (2, 3)}
+
+
+def test_a_checkpoint_on_a_signal_has_the_samples_before_its_update(tmp_path):
+    on_signal = {"max_steps": 4, "enable_jit_checkpoint": True}
+    _, whole = recorded(tmp_path, [Inside()], **on_signal)
+    _, rest = recorded(tmp_path, resume=str(tmp_path / "checkpoint-2"), **on_signal)
+    assert rest.samples == {update: whole.samples[update] for update in (2, 3)}
 
 
 ONLINE_POOLS = {**ONLINE, "grouping": 2}
 
 
-@pytest.mark.parametrize(
-    "config", [{}, {"updates": "free"}, {"grouping": 2}, ONLINE_POOLS], ids=str
-)
+CONFIGS = [{}, {"updates": "free"}, {"grouping": 2}, ONLINE_POOLS]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_every_sample_is_trained_on_once_an_epoch(tmp_path, config):
     """A callback that looks at the data in the middle of training changes nothing."""
     looker = Looker()
@@ -242,7 +306,7 @@ def test_every_sample_is_trained_on_once_an_epoch(tmp_path, config):
     assert run.update_loader.stats.updates == run.state.global_step
     if "grouping" in config:
         assert recorder.sizes == [16, 16, 16, 16, 6] * 2
-    seen = [i for update in recorder.samples.values() for i in update]
+    seen = list(chain.from_iterable(recorder.samples.values()))
     assert sorted(seen[:70]) == sorted(seen[70:]) == list(range(70))
     assert recorder.epochs[-1] == 2.0
     assert run.state.max_steps == run.state.global_step == len(recorder.samples)
@@ -253,9 +317,9 @@ def test_every_sample_is_trained_on_once_an_epoch(tmp_path, config):
 def test_epochs_and_figures_are_logged_and_read_as_they_are(config, tmp_path):
     counted = {"include_num_input_tokens_seen": "non_padding"}
     run, recorder = recorded(tmp_path, max_steps=30, logging_steps=3, config=config, **counted)
+    assert recorder.epochs == pytest.approx([update / 6 for update in range(1, 31)])
     logs = [entry for entry in run.state.log_history if "loss" in entry]
     assert [entry["epoch"] for entry in logs[:3]] == [0.5, 1.0, 1.5]
-    assert recorder.epochs == pytest.approx([(k + 1) / 6 for k in range(30)])
     for entry in logs:
         assert 0 < entry["padding"] < 0.5
         assert entry["tokens_per_s"] > 0
@@ -289,88 +353,111 @@ class Resize(TrainerCallback):
     """After ``step`` updates they hold ``samples``."""
 
     def __init__(self, step, samples):
-        self.step, self.samples = step, samples
+        self.step = step
+        self.samples = samples
 
     def on_step_end(self, args, state, control, train_dataloader=None, **kwargs):
         if state.global_step == self.step:
             assert train_dataloader.set_samples_per_update(self.samples) == self.step
 
 
-@pytest.mark.parametrize(
-    ("changes", "sizes"),
-    [
-        (
-            {"config": {"samples_per_update": toys.doubling(8, 3)}},
-            [8] * 3 + [16] * 4 + [8] + [16] * 6,
-        ),
-        ({"callbacks": [Resize(2, 32)]}, [16, 16] + [32] * 5),
-        ({"callbacks": [Resize(2, 4)], "num_train_epochs": 1}, [16, 16] + [4] * 16),
-        (
-            {"callbacks": [Resize(2, 32)], "max_steps": 12},
-            [16, 16] + [32] * 10,
-        ),  # past the epochs that it began with
-    ],
-    ids=["scheduled", "grown", "shrunk", "grown, so many steps"],
-)
-def test_the_size_of_updates_changes_and_no_sample_is_lost(changes, sizes, tmp_path):
-    run, recorder = recorded(tmp_path, **{"max_steps": -1, "num_train_epochs": 2, **changes})
+TWO_EPOCHS = {"max_steps": -1, "num_train_epochs": 2}
+ONE_EPOCH = {"max_steps": -1, "num_train_epochs": 1}
+DOUBLING = {"config": {"samples_per_update": toys.doubling(8, 3)}}
+SIZES = {
+    "scheduled": ({**TWO_EPOCHS, **DOUBLING}, [8] * 3 + [16] * 4 + [8] + [16] * 6),
+    "grown": ({**TWO_EPOCHS, "callbacks": [Resize(2, 32)]}, [16] * 2 + [32] * 5),
+    "shrunk": ({**ONE_EPOCH, "callbacks": [Resize(2, 4)]}, [16] * 2 + [4] * 16),
+    # Past the epochs that it began with.
+    "grown, so many steps": (
+        {**TWO_EPOCHS, "max_steps": 12, "callbacks": [Resize(2, 32)]},
+        [16] * 2 + [32] * 10,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_the_size_of_updates_changes_and_no_sample_is_lost(name, tmp_path):
+    changes, sizes = SIZES[name]
+    run, recorder = recorded(tmp_path, **changes)
     assert recorder.sizes == sizes
     assert run.state.max_steps == run.state.global_step == len(sizes)
     assert recorder.epochs[-1] == sum(sizes) / 96
 
 
-@pytest.mark.parametrize("epochs", [0.3, 2.1])
-def test_a_run_has_as_many_updates_as_the_plain_trainers(tmp_path, epochs):
+@pytest.mark.parametrize(("epochs", "num_updates"), [(0.3, 3), (2.1, 21)])
+def test_a_run_has_as_many_updates_as_the_plain_trainers(tmp_path, epochs, num_updates):
     """2.1 epochs of 10 updates are 21 updates: (2.1 - 2) * 10 is a little more than 1 in floating point."""
-    steps = []
     for fits in (False, True):
-        how = {
-            "gradient_accumulation_steps": 2,
-            "per_device_train_batch_size": 1,
-            "num_train_epochs": epochs,
-        }
-        run = trainer("causal", tmp_path, fits=fits, count=20, max_steps=-1, **how)
-        run.train()
-        steps.append(run.state.global_step)
-    assert steps == [run.state.max_steps] * 2 == [int(10 * epochs)] * 2
-
-
-def test_a_sampler_that_groups_by_length_groups_by_the_update(tmp_path, monkeypatch):
-    runs = [
-        trainer(
+        run = trainer(
             "causal",
             tmp_path,
             fits=fits,
-            train_sampling_strategy="group_by_length",
-            per_device_train_batch_size=4,
+            count=20,
+            max_steps=-1,
             gradient_accumulation_steps=2,
+            per_device_train_batch_size=1,
+            num_train_epochs=epochs,
         )
-        for fits in (False, True)
-    ]
-    hosts, upstream = [], Trainer.get_train_dataloader
-    monkeypatch.setattr(
-        Trainer, "get_train_dataloader", lambda self: hosts.append(upstream(self)) or hosts[-1]
-    )
-    for run in runs:
-        run.get_train_dataloader()
-    assert [host_order(host).batch_size for host in hosts] == [8, 8]
-    runs[1]._train_batch_size = 3  # as a search for hyperparameters sets it
-    assert runs[1].get_train_dataloader().loader.sizes.schedule == 6
+        run.train()
+        assert run.state.global_step == run.state.max_steps == num_updates
 
 
-def test_free_updates_and_streams_take_as_many_steps_as_asked(tmp_path):
-    run, _ = recorded(
-        tmp_path, max_steps=2, config={"updates": "free"}, gradient_accumulation_steps=3
-    )
+@pytest.fixture
+def hosts(monkeypatch):
+    """The DataLoaders that the plain Trainer makes from now on."""
+    loaders = []
+    make = Trainer.get_train_dataloader
+
+    def note(self):
+        loaders.append(make(self))
+        return loaders[-1]
+
+    monkeypatch.setattr(Trainer, "get_train_dataloader", note)
+    return loaders
+
+
+GROUPED = {
+    "train_sampling_strategy": "group_by_length",
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+}
+
+
+@pytest.mark.parametrize("fits", [False, True])
+def test_a_sampler_that_groups_by_length_groups_by_the_update(tmp_path, hosts, fits):
+    trainer("causal", tmp_path, fits=fits, **GROUPED).get_train_dataloader()
+    assert [host_order(host).batch_size for host in hosts] == [8]
+
+
+def test_the_size_of_updates_follows_a_batch_size_that_is_set_later(tmp_path):
+    """As a search for hyperparameters sets it."""
+    run = trainer("causal", tmp_path, fits=True, **GROUPED)
+    run.get_train_dataloader()
+    run._train_batch_size = 3
+    assert run.get_train_dataloader().loader.sizes.schedule == 6
+
+
+def test_free_updates_take_as_many_steps_as_asked(tmp_path):
+    free = {"updates": "free"}
+    run, _ = recorded(tmp_path, max_steps=2, config=free, gradient_accumulation_steps=3)
     assert sum(run.update_loader.stats.batch_sizes.values()) == 6
-    for config in ({"mode": "offline", "lengths": None}, ONLINE, {**ONLINE, "updates": "free"}):
-        run = trainer("causal", tmp_path, fits=True, max_steps=2, config=config)
-        run.train_dataset = toys.Stream()
-        if "updates" not in config:
-            with pytest.raises(
-                ConfigError, match=r"mode='online', updates='free'\), and max_steps"
-            ):
-                run.train()
+
+
+def streaming(folder, config):
+    run = trainer("causal", folder, fits=True, max_steps=2, config=config)
+    run.train_dataset = toys.Stream()
+    return run
+
+
+@pytest.mark.parametrize("config", [{"mode": "offline", "lengths": None}, ONLINE])
+def test_a_stream_needs_free_updates_of_mode_online(tmp_path, config):
+    with pytest.raises(ConfigError, match=r"mode='online', updates='free'\), and max_steps"):
+        streaming(tmp_path, config).train()
+
+
+def test_a_stream_takes_as_many_steps_as_asked(tmp_path):
+    run = streaming(tmp_path, {**ONLINE, "updates": "free"})
     run.train()
     assert run.state.global_step == 2
 
@@ -389,49 +476,68 @@ def test_free_updates_keep_the_trainers_sampler_or_refuse_it(tmp_path, monkeypat
     free.get_train_dataloader()
     online = trainer("causal", tmp_path, fits=True, config={**ONLINE, "updates": "free"})
     monkeypatch.setattr(Trainer, "_get_train_sampler", lambda self, dataset: sampler(dataset))
-    with pytest.raises(
-        ConfigError,
-        match="updates='free' draws its own order, so the Trainer's .*Sampler would be ignored",
-    ):
-        free.get_train_dataloader()
-    drawn = sorted(i for step in online.get_train_dataloader().loader for i in step.indices)
-    assert drawn != [*range(96)] or sampler is SequentialSampler
-
-
-def test_lengths_are_measured_where_there_is_no_column(tmp_path):
-    rows, args = toys.samples("seq2seq", 16), arguments(tmp_path, max_steps=1)
-    how = {"train_dataset": rows, "data_collator": toys.collate_seq2seq}
-    run = DynagroupTrainer(toys.seq2seq(), args, dynagroup=TokenBudget(4096), **how)
-    with_lengths = datasets.Dataset.from_list([{**r, "length": 5} for r in rows])
-    for data in (
-        rows,
-        datasets.Dataset.from_list(rows[::-1]).select(range(15, -1, -1)),
-        with_lengths,
-    ):
-        found = sample_lengths(run, data, name="train_dataset")
-        assert found["target"].tolist() == [len(row["labels"]) for row in rows]
-        assert found["tokens"].tolist() == (
-            [5] * 16 if data is with_lengths else toys.lengths(rows)
-        )
-    for unknown in ([{"text": "a"}], [["a", "b"]]):
-        with pytest.raises(
-            ConfigError, match="lengths of train_dataset: .* neither 'length' nor 'input_ids'"
-        ):
-            sample_lengths(run, unknown, name="train_dataset")
-    pairs = datasets.Dataset.from_dict(
-        {"chosen_input_ids": [[1, 2, 3]], "rejected_input_ids": [[1]]}
-    )
-    assert sample_lengths(run, pairs, name="")["tokens"].tolist() == [6]
-    causal = trainer("causal", tmp_path, fits=True)
-    for kind in (list, np.asarray, torch.tensor):
-        plain = [kind(row["input_ids"]) for row in rows]
-        assert sample_lengths(causal, plain, name="")["tokens"].tolist() == toys.lengths(rows)
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_what_would_lose_samples_is_refused(tmp_path, message):
+    message = "updates='free' draws its own order, so the Trainer's .*Sampler would be ignored"
     with pytest.raises(ConfigError, match=message):
-        trainer("causal", tmp_path, fits=True, **REFUSED[message])
+        free.get_train_dataloader()
+    steps = online.get_train_dataloader().loader
+    drawn = sorted(index for step in steps for index in step.indices)
+    takes_all_once = drawn == list(range(96))
+    assert takes_all_once == (sampler is SequentialSampler)
+
+
+@pytest.fixture
+def seq2seq_run(tmp_path):
+    return DynagroupTrainer(
+        toys.seq2seq(),
+        arguments(tmp_path, max_steps=1),
+        dynagroup=TokenBudget(4096),
+        train_dataset=toys.samples("seq2seq", 16),
+        data_collator=toys.collate_seq2seq,
+    )
+
+
+PAIRS = toys.samples("seq2seq", 16)
+REVERSED_TWICE = datasets.Dataset.from_list(PAIRS[::-1]).select(range(15, -1, -1))
+WITH_LENGTHS = datasets.Dataset.from_list([{**row, "length": 5} for row in PAIRS])
+MEASURED = {
+    "list": (PAIRS, toys.lengths(PAIRS)),
+    "selected": (REVERSED_TWICE, toys.lengths(PAIRS)),
+    "column": (WITH_LENGTHS, [5] * 16),
+}
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_lengths_are_measured_where_there_is_no_column(seq2seq_run, name):
+    data, num_tokens = MEASURED[name]
+    measured = sample_lengths(seq2seq_run, data, name="train_dataset")
+    assert measured["target"].tolist() == [len(row["labels"]) for row in PAIRS]
+    assert measured["tokens"].tolist() == num_tokens
+
+
+@pytest.mark.parametrize("unknown", [[{"text": "a"}], [["a", "b"]]])
+def test_samples_without_a_length_are_refused(seq2seq_run, unknown):
+    message = "lengths of train_dataset: .* neither 'length' nor 'input_ids'"
+    with pytest.raises(ConfigError, match=message):
+        sample_lengths(seq2seq_run, unknown, name="train_dataset")
+
+
+def test_both_texts_of_a_preference_are_measured(seq2seq_run):
+    columns = {"chosen_input_ids": [[1, 2, 3]], "rejected_input_ids": [[1]]}
+    measured = sample_lengths(seq2seq_run, datasets.Dataset.from_dict(columns), name="")
+    assert measured["tokens"].tolist() == [6]
+
+
+@pytest.mark.parametrize("as_row", [list, np.asarray, torch.tensor])
+def test_rows_of_ids_are_measured(tmp_path, as_row):
+    rows = [as_row(row["input_ids"]) for row in PAIRS]
+    measured = sample_lengths(trainer("causal", tmp_path, fits=True), rows, name="")
+    assert measured["tokens"].tolist() == toys.lengths(PAIRS)
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED)
+def test_what_would_lose_samples_is_refused(tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        trainer("causal", tmp_path, fits=True, **changes)
 
 
 def test_ranks_that_share_samples_are_asked_for_the_ranks_that_do_not(tmp_path, monkeypatch):
@@ -441,149 +547,199 @@ def test_ranks_that_share_samples_are_asked_for_the_ranks_that_do_not(tmp_path, 
     trainer("causal", tmp_path, fits=True, config={"world": SingleProcess()})
 
 
+def workload_of(budget):
+    workload = budget.model.workload
+    return workload.mode, workload.autocast, workload.gradient_checkpointing
+
+
 def test_a_memory_budget_without_a_model_is_told_the_trainers(tmp_path):
-    """A regressor that knows nothing stays near the hardest batch: half as many steps again as with a model that is traced."""
-    given = [MemoryBudget(4), MemoryBudget(4, model=MemoryRegressor.pretrained())]
-    own, careful = (
-        trainer("causal", tmp_path, fits=True, config={"budget": budget}) for budget in given
-    )
-    assert careful.dynagroup.budget == given[1]
-    assert 1.5 * len(own.get_train_dataloader().loader) < len(careful.get_train_dataloader().loader)
+    run = trainer("causal", tmp_path, fits=True, config={"budget": MemoryBudget(4)})
+    assert workload_of(run.dynagroup.budget) == ("train", None, False)
+
+
+def test_a_memory_budget_is_told_how_the_trainer_runs(tmp_path):
     how = {"bf16": True, "gradient_checkpointing": True}
-    attach(
-        other := trainer("causal", tmp_path, fits=False, **how),
-        MemoryBudget(4),
-        dynagroup_eval=MemoryBudget(8),
-    )
-    budgets = (own.dynagroup.budget, other.dynagroup.budget, other.dynagroup_eval)
-    known = [
-        (w.mode, w.autocast, w.gradient_checkpointing)
-        for w in (b.model.workload for b in budgets)
-        if w.phases
-    ]
-    assert known == [
-        ("train", None, False),
-        ("train", "bfloat16", True),
-        ("forward", "bfloat16", False),
-    ]
+    run = trainer("causal", tmp_path, fits=False, **how)
+    attach(run, MemoryBudget(4), dynagroup_eval=MemoryBudget(8))
+    assert workload_of(run.dynagroup.budget) == ("train", "bfloat16", True)
+    assert workload_of(run.dynagroup_eval) == ("forward", "bfloat16", False)
+
+
+def test_a_memory_budget_with_a_model_keeps_it(tmp_path):
+    """A regressor that knows nothing stays near the hardest batch: half as many steps again as with a model that is traced."""
+    budget = MemoryBudget(4, model=MemoryRegressor.pretrained())
+    careful = trainer("causal", tmp_path, fits=True, config={"budget": budget})
+    assert careful.dynagroup.budget == budget
+    traced = trainer("causal", tmp_path, fits=True, config={"budget": MemoryBudget(4)})
+    num_steps = len(traced.get_train_dataloader().loader)
+    assert 1.5 * num_steps < len(careful.get_train_dataloader().loader)
+
+
+class NoteFailures(TrainerCallback):
+    """How often memory had run out when each update began."""
+
+    def __init__(self, allocator):
+        self.allocator = allocator
+        self.num_before = []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.num_before.append(len(self.allocator.failures))
 
 
 def test_what_runs_out_of_memory_before_the_first_update_never_does_again(tmp_path):
-    run = trainer(
-        "causal",
-        tmp_path,
-        fits=True,
-        config={"preflight": True, "out_of_memory": "retry"},
-        max_steps=8,
-    )
-    allocator, before = Allocator(100), []
+    allocator = Allocator(100)
+    note = NoteFailures(allocator)
+    config = {"preflight": True, "out_of_memory": "retry"}
+    run = trainer("causal", tmp_path, fits=True, config=config, max_steps=8, callbacks=[note])
     allocator.in_forward(run.model)
-    note = {"on_step_begin": lambda *args, **kwargs: before.append(len(allocator.failures))}
-    run.add_callback(type("Note", (TrainerCallback,), note)())
     run.train()
-    assert before == [len(allocator.failures)] * 8
-    assert run.update_loader.budget.learner.report.num_ooms == before[0] > 0
+    num_failures = len(allocator.failures)
+    assert num_failures > 0
+    assert note.num_before == [num_failures] * 8
+    assert run.update_loader.budget.learner.report.num_ooms == num_failures
 
 
-def test_attaching_makes_the_trainer_that_the_class_makes_and_too_late_twice_or_in_vain_is_refused(
-    tmp_path,
-):
+def test_attaching_makes_the_trainer_that_the_class_makes(tmp_path):
     changes = {"exact_loss": True, "max_steps": 8, "count": 48}
-    made = trainer("causal", tmp_path / "a", fits=True, config={"lengths": None}, **changes)
+    of_class = trainer("causal", tmp_path / "a", fits=True, config={"lengths": None}, **changes)
     attached = trainer("causal", tmp_path / "b", fits=False, **changes)
     attach(attached, 160)
-    for run in (made, attached):
-        run.train()
-    assert torch.equal(parameters(made.model), parameters(attached.model))
-    batches = [sum(run.update_loader.stats.batch_sizes.values()) for run in (made, attached)]
-    assert batches[0] == batches[1] > 8
     assert type(attached) is dynagroup_trainer(Trainer)
+    of_class.train()
+    attached.train()
+    assert torch.equal(parameters(of_class.model), parameters(attached.model))
+    num_batches = sum(of_class.update_loader.stats.batch_sizes.values())
+    assert num_batches > 8
+    assert sum(attached.update_loader.stats.batch_sizes.values()) == num_batches
     rows = toys.samples("causal", 9)
-    assert attached.evaluate(rows)["eval_loss"] == made.evaluate(rows)["eval_loss"]
+    assert attached.evaluate(rows)["eval_loss"] == of_class.evaluate(rows)["eval_loss"]
     rows += rows[:2]
-    assert len(made.predict(rows).label_ids) == 11, "a list may grow"
-    (late := trainer("causal", tmp_path, fits=False, max_steps=1)).train()
-    alone = trainer("causal", tmp_path, fits=False, auto_find_batch_size=True)
-    for run, message in (
-        (late, "has made 1 updates"),
-        (alone, "auto_find_batch_size=True cannot be combined with"),
-    ):
-        before, callbacks = run.args, len(run.callback_handler.callbacks)
-        with pytest.raises(ConfigError, match=message):
-            attach(run, 160)
-        assert (type(run), run.args, len(run.callback_handler.callbacks)) == (
-            Trainer,
-            before,
-            callbacks,
-        )
-    step = {
-        "training_step": lambda self, model, inputs, items=None: (
-            self.accelerator.backward(self.compute_loss(model, inputs)) or torch.tensor(0.0)
-        )
-    }
-    old = dynagroup_trainer(type("Old", (Trainer,), step))
-    with pytest.raises(
-        ConfigError, match="training_step of DynagroupOld must weigh the loss: call"
-    ):
-        old(
-            toys.causal_lm(),
-            arguments(tmp_path),
-            dynagroup=DynagroupConfig(budget=TokenBudget(64), weigh="tokens"),
-            train_dataset=rows,
-            data_collator=toys.collate,
-            compute_loss_func=lambda outputs, labels, num_items_in_batch=None: (
-                toys.float64_causal_loss(outputs, labels, (labels[:, 1:] != -100).sum())
-            ),
-        ).train()
-    batches = type("Balanced", (torch.utils.data.BatchSampler,), {})(range(9), 4, False)
-    balanced = {
-        "get_train_dataloader": lambda self: torch.utils.data.DataLoader(
-            self.train_dataset, batch_sampler=batches
-        )
-    }
-    given = {"dynagroup": 64, "train_dataset": rows[:9], "data_collator": toys.collate}
-    chosen = dynagroup_trainer(type("Chosen", (Trainer,), balanced))(
-        toys.causal_lm(), arguments(tmp_path), **given
-    )
-    with pytest.raises(
-        ConfigError,
-        match="must come from torch's BatchSampler, not .*Balanced.*use _get_train_sampler",
-    ):
-        chosen.train()
-    taken = trainer("causal", tmp_path, fits=True)
-    for make, *given in ((attach, taken, 160), (attach, "x", 160), (dynagroup_trainer, int)):
-        with pytest.raises(ConfigError, match="must be a Trainer without dynagroup"):
-            make(*given)
+    assert len(of_class.predict(rows).label_ids) == 11, "a list may grow"
 
 
-@pytest.mark.parametrize("multiple", [1, 8])
-def test_an_automatic_budget_is_the_batch_that_must_fit_today(tmp_path, multiple):
-    lengths = np.array([9, 30, 17, 3, 22, 5, 8, 12] * 4)
-    rows = [{"input_ids": [3] * n} for n in lengths.tolist()]
-    data = datasets.Dataset.from_list(rows)
-    collator = DataCollatorForLanguageModeling(
-        train_tokenizer(["a word or two"], vocabulary=32), mlm=False, pad_to_multiple_of=multiple
+def trained_already(folder):
+    run = trainer("causal", folder, fits=False, max_steps=1)
+    run.train()
+    return run
+
+
+def with_batch_sizes_of_its_own(folder):
+    return trainer("causal", folder, fits=False, auto_find_batch_size=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (trained_already, "has made 1 updates"),
+        (with_batch_sizes_of_its_own, "auto_find_batch_size=True cannot be combined with"),
+    ],
+)
+def test_where_attaching_is_refused_nothing_has_changed(tmp_path, make, message):
+    run = make(tmp_path)
+    args = run.args
+    callbacks = list(run.callback_handler.callbacks)
+    with pytest.raises(ConfigError, match=message):
+        attach(run, 160)
+    assert type(run) is Trainer
+    assert run.args == args
+    assert run.callback_handler.callbacks == callbacks
+
+
+class Old(Trainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        self.accelerator.backward(self.compute_loss(model, inputs))
+        return torch.tensor(0.0)
+
+
+def mean_over_tokens(outputs, labels, num_items_in_batch=None):
+    num_tokens = (labels[:, 1:] != -100).sum()
+    return toys.float64_causal_loss(outputs, labels, num_tokens)
+
+
+def test_a_training_step_that_does_not_weigh_the_loss_is_refused(tmp_path):
+    run = dynagroup_trainer(Old)(
+        toys.causal_lm(),
+        arguments(tmp_path),
+        dynagroup=DynagroupConfig(budget=TokenBudget(64), weigh="tokens"),
+        train_dataset=toys.samples("causal", 11),
+        data_collator=toys.collate,
+        compute_loss_func=mean_over_tokens,
     )
+    message = "training_step of DynagroupOld must weigh the loss: call"
+    with pytest.raises(ConfigError, match=message):
+        run.train()
+
+
+class Balanced(torch.utils.data.BatchSampler):
+    pass
+
+
+class Chosen(Trainer):
+    def get_train_dataloader(self):
+        batches = Balanced(range(9), 4, False)
+        return torch.utils.data.DataLoader(self.train_dataset, batch_sampler=batches)
+
+
+def test_batches_of_the_users_own_are_refused(tmp_path):
+    run = dynagroup_trainer(Chosen)(
+        toys.causal_lm(),
+        arguments(tmp_path),
+        dynagroup=64,
+        train_dataset=toys.samples("causal", 9),
+        data_collator=toys.collate,
+    )
+    message = "must come from torch's BatchSampler, not .*Balanced.*use _get_train_sampler"
+    with pytest.raises(ConfigError, match=message):
+        run.train()
+
+
+def test_only_a_trainer_without_dynagroup_is_taken(tmp_path):
+    message = "must be a Trainer without dynagroup"
+    with pytest.raises(ConfigError, match=message):
+        attach(trainer("causal", tmp_path, fits=True), 160)
+    with pytest.raises(ConfigError, match=message):
+        attach("x", 160)
+    with pytest.raises(ConfigError, match=message):
+        dynagroup_trainer(int)
+
+
+def tokenizer():
+    return train_tokenizer(["a word or two"], vocabulary=32)
+
+
+@pytest.mark.parametrize(("multiple", "longest"), [(1, 30), (8, 32)])
+def test_an_automatic_budget_is_the_batch_that_must_fit_today(tmp_path, multiple, longest):
+    lengths = [9, 30, 17, 3, 22, 5, 8, 12] * 4
+    rows = [{"input_ids": [3] * length} for length in lengths]
+    collator = DataCollatorForLanguageModeling(tokenizer(), mlm=False, pad_to_multiple_of=multiple)
     args = TrainingArguments(
         str(tmp_path), per_device_train_batch_size=4, max_steps=2, report_to=[], use_cpu=True
     )
-    model = MODELS["causal"]()
-    how = {"train_dataset": data, "data_collator": collator}
-    run = DynagroupTrainer(model, args, dynagroup="auto", **how)
-    assert run.dynagroup.budget == TokenBudget(
-        4 * -(-30 // multiple) * multiple, pad_to_multiple_of=multiple
+    run = DynagroupTrainer(
+        toys.causal_lm(),
+        args,
+        dynagroup="auto",
+        train_dataset=datasets.Dataset.from_list(rows),
+        data_collator=collator,
     )
+    assert run.dynagroup.budget == TokenBudget(4 * longest, pad_to_multiple_of=multiple)
     run.train()
     assert run.update_loader.num_updates == 8
+
+
+def test_an_automatic_budget_needs_data_whose_lengths_are_known(tmp_path):
     with pytest.raises(ConfigError, match="`budget='auto'` needs a train_dataset"):
-        DynagroupTrainer(model, args, dynagroup="auto", data_collator=collator)
+        DynagroupTrainer(
+            toys.causal_lm(), arguments(tmp_path), dynagroup="auto", data_collator=toys.collate
+        )
     with pytest.raises(ConfigError, match="`budget='auto'` needs mode='offline'"):
         DynagroupConfig(budget="auto", mode="online")
 
 
 def test_a_run_says_what_exact_updates_cost(tmp_path, caplog):
     trainer("causal", tmp_path, fits=True, max_steps=1).train()
-    exact, stratified = [one.message for one in caplog.records if "fixed batches" in one.message]
+    messages = [record.message for record in caplog.records]
+    exact, stratified = [message for message in messages if "fixed batches" in message]
     assert exact.startswith("dynagroup: exact updates: padding ")
     assert stratified.startswith("dynagroup: grouping=50: padding ")
     caplog.clear()
