@@ -38,18 +38,18 @@ RUNS = {"offline": (True, False), "online": (True, True), "manual": (False, Fals
 class Module(lightning.LightningModule):
     def __init__(self, automatic=True):
         super().__init__()
-        self.model, self.automatic_optimization, self.seen, self.kinds = (
-            toys.causal_lm(),
-            automatic,
-            [],
-            set(),
-        )
+        self.model = toys.causal_lm()
+        self.automatic_optimization = automatic
+        self.seen = []
+        self.kinds = set()
 
     def training_step(self, step, batch_idx):
         self.kinds.add(step.kind)
         assert step.kind is None or {LABELS[i] for i in step.indices} == {step.kind}
-        if step.idle or step.indices:  # not in the split test
-            self.seen.append((self.current_epoch, [] if step.idle else sorted(step.indices)))
+        if step.idle:
+            self.seen.append((self.current_epoch, []))
+        elif step.indices:  # not in the split test
+            self.seen.append((self.current_epoch, sorted(step.indices)))
         outputs = self.model(step.batch["input_ids"], attention_mask=step.batch["attention_mask"])
         loss = toys.float64_causal_loss(outputs, step.batch["labels"], max(tokens(step.batch), 1))
         if self.automatic_optimization:
@@ -69,8 +69,10 @@ class Module(lightning.LightningModule):
 
 class Estimating(Module):
     def configure_optimizers(self):
-        optimizer, total = super().configure_optimizers(), self.trainer.estimated_stepping_batches
-        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1 - k / total)]
+        optimizer = super().configure_optimizers()
+        total = self.trainer.estimated_stepping_batches
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 1 - update / total)
+        return [optimizer], [schedule]
 
 
 class Early(lightning.Callback):
@@ -87,6 +89,19 @@ def tokens(batch):
     return float(batch["labels"][:, 1:].ne(-100).sum())
 
 
+def indices_of(module):
+    """Of each step; Lightning's own epoch numbers differ under max_steps."""
+    return [indices for _, indices in module.seen]
+
+
+def samples_of(module, epoch):
+    samples = []
+    for epoch_of_step, indices in module.seen:
+        if epoch_of_step == epoch:
+            samples += indices
+    return samples
+
+
 def loader(online=False, budget=160, **how):
     how = {"collate_fn": toys.collate, "samples_per_update": 16, **how}
     if online:
@@ -96,20 +111,18 @@ def loader(online=False, budget=160, **how):
 
 def fit(tmp_path, module, source, resume=None, callbacks=(), **settings):
     steps = LightningSteps(source)
-    settings = {
-        "max_epochs": 2,
-        "callbacks": [*callbacks, steps],
-        "enable_checkpointing": bool(callbacks),
+    settings.setdefault("max_epochs", 2)
+    trainer = lightning.Trainer(
+        default_root_dir=tmp_path,
+        precision="64-true",
+        callbacks=[*callbacks, steps],
+        enable_checkpointing=bool(callbacks),
+        **QUIET,
         **settings,
-    }
-    trainer = lightning.Trainer(**QUIET, default_root_dir=tmp_path, precision="64-true", **settings)
-    trainer.fit(module, steps, [0], ckpt_path=resume and tmp_path / resume)
+    )
+    checkpoint = None if resume is None else tmp_path / resume
+    trainer.fit(module, steps, [0], ckpt_path=checkpoint)
     return trainer
-
-
-def scheduled(module, schedule):
-    optimizer = Module.configure_optimizers(module)
-    return [optimizer], [{**schedule, "scheduler": schedule["scheduler"](optimizer, 1)}]
 
 
 class Summing(Module):
@@ -128,10 +141,13 @@ class Skipping(Module):
 
     def __init__(self, before):
         super().__init__()
-        self.before, self.gradients = before, []
+        self.before = before
+        self.gradients = []
 
     def on_train_batch_start(self, batch, batch_idx):
-        return -1 if (self.current_epoch, batch_idx) == (0, self.before) else None
+        if self.current_epoch == 0 and batch_idx == self.before:
+            return -1
+        return None
 
     def on_before_optimizer_step(self, optimizer):
         self.gradients.append(torch.cat([p.grad.flatten() for p in self.parameters()]))
@@ -140,41 +156,54 @@ class Skipping(Module):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
-def test_an_update_that_is_skipped_leaves_no_gradient_behind(tmp_path):
-    fit(tmp_path, whole := Skipping(before=99), loader())
-    known = torch.stack(whole.gradients)
-    for before in (1, 3):  # inside an update of two batches
-        fit(tmp_path, module := Skipping(before), loader())
-        assert len(module.gradients) == 3 + before // 2
-        assert torch.cdist(torch.stack(module.gradients), known).min(dim=1).values.max() < 1e-12
+@pytest.mark.parametrize(("before", "num_updates"), [(1, 3), (3, 4)])
+def test_an_update_that_is_skipped_leaves_no_gradient_behind(tmp_path, before, num_updates):
+    """Skipped inside an update of two batches."""
+    whole = Skipping(before=99)
+    fit(tmp_path, whole, loader())
+    module = Skipping(before)
+    fit(tmp_path, module, loader())
+    assert len(module.gradients) == num_updates
+    distances = torch.cdist(torch.stack(module.gradients), torch.stack(whole.gradients))
+    assert distances.min(dim=1).values.max() < 1e-12
 
 
 @pytest.mark.parametrize("automatic", [True, False])
 def test_updates_do_not_depend_on_how_they_are_cut(tmp_path, automatic):
-    whole, parts = Module(automatic), Module(automatic)
-    assert fit(tmp_path, whole, loader(budget=10**6, work=Work(per_step=1e12))).global_step == 6
+    whole = Module(automatic)
+    one_batch = loader(budget=10**6, work=Work(per_step=1e12))
+    assert fit(tmp_path, whole, one_batch).global_step == 6
+    parts = Module(automatic)
     assert fit(tmp_path, parts, loader(kinds=LABELS)).global_step == 6
-    assert parts.kinds == {*LABELS}
+    assert parts.kinds == set(LABELS)
     assert len(parts.seen) > len(whole.seen) == 6
     assert (parameters(whole) - parameters(parts)).abs().max() < 1e-10
     assert (parameters(whole) - parameters(Module())).abs().max() > 1e-2
-    by_epoch = [[i for epoch, indices in parts.seen if epoch == e for i in indices] for e in (0, 1)]
-    assert [sorted(indices) for indices in by_epoch] == [list(range(48))] * 2
-    assert by_epoch[0] != by_epoch[1]
+    first = samples_of(parts, epoch=0)
+    second = samples_of(parts, epoch=1)
+    assert sorted(first) == sorted(second) == list(range(48))
+    assert first != second
+
+
+def saver_of(folder, step):
+    """Saves a checkpoint at this step: within an epoch, at its end (3), in the first update (0), before validation (4)."""
+    if step in (0, 4):
+        return Early()
+    every = None if step == 3 else step
+    return lightning.callbacks.ModelCheckpoint(
+        dirpath=folder, save_top_k=-1, every_n_train_steps=every
+    )
 
 
 def resumed_and_whole(tmp_path, module, online, step):
-    saving = {} if step == 3 else {"every_n_train_steps": step}
-    saver = (
-        lightning.callbacks.ModelCheckpoint(dirpath=tmp_path, save_top_k=-1, **saving)
-        if step not in (0, 4)
-        else Early()
-    )
-    whole, resumed = module(), module()
-    fit(tmp_path, whole, loader(online), callbacks=[saver], max_steps=STEPS, max_epochs=4)
+    whole = module()
+    limits = {"max_steps": STEPS, "max_epochs": 4}
+    fit(tmp_path, whole, loader(online), callbacks=[saver_of(tmp_path, step)], **limits)
     [saved] = tmp_path.glob(f"*step={step}.ckpt")
-    how = {"max_steps": STEPS, "max_epochs": 4, "reload_dataloaders_every_n_epochs": int(step == 2)}
-    fit(tmp_path, resumed, loader(online), resume=str(saved), **how)
+    if step == 2:
+        limits["reload_dataloaders_every_n_epochs"] = 1
+    resumed = module()
+    fit(tmp_path, resumed, loader(online), resume=str(saved), **limits)
     return whole, resumed
 
 
@@ -185,104 +214,138 @@ def resumed_and_whole(tmp_path, module, online, step):
 def test_any_checkpoint_resumes_exactly(tmp_path, module, online, at):
     """Within an epoch, at its end, in the first update; pytorch-lightning#20550: also where the loader was read early."""
     whole, resumed = resumed_and_whole(tmp_path, module, online, at)
-    rest = [
-        indices for _, indices in resumed.seen
-    ]  # Lightning's own epoch numbers differ under max_steps
-    assert [indices for _, indices in whole.seen][-len(rest) :] == rest
+    rest = indices_of(resumed)
+    assert indices_of(whole)[-len(rest) :] == rest
     assert sum(map(len, rest)) == 16 * (STEPS - at)
     assert (parameters(whole) - parameters(resumed)).abs().max() < 1e-12
 
 
+LEGS = [({"max_steps": 2}, None), ({"max_steps": 4}, None), ({}, 6), ({}, None)]
+
+
 @pytest.mark.parametrize("online", [False, True])
 def test_an_epoch_that_max_steps_ended_is_finished_before_the_next(tmp_path, online):
-    whole, legs, saver = Module(), [], Early()
+    """The last leg goes on from where the second epoch ended."""
+    whole = Module()
     fit(tmp_path, whole, loader(online), max_epochs=3)
-    for limits, every in (({"max_steps": 2}, None), ({"max_steps": 4}, None), ({}, 6), ({}, None)):
-        saved = vars(saver).get("best_model_path")
+    legs = []
+    saved = None
+    for number, (limits, every) in enumerate(LEGS):
         saver = lightning.callbacks.ModelCheckpoint(
-            dirpath=tmp_path / str(len(legs)), every_n_train_steps=every
+            dirpath=tmp_path / str(number), every_n_train_steps=every
         )
-        fit(
-            tmp_path,
-            leg := Module(),
-            loader(online),
-            resume=saved,
-            callbacks=[saver],
-            max_epochs=3,
-            **limits,
-        )
-        legs.append([indices for _, indices in leg.seen])
-    assert sum(legs[:3], []) == [indices for _, indices in whole.seen]
-    assert (legs[3], sum(map(len, legs[3]))) == (legs[2][-len(legs[3]) :], 48), (
-        "from where the finished epoch ended"
-    )
+        leg = Module()
+        source = loader(online)
+        fit(tmp_path, leg, source, resume=saved, callbacks=[saver], max_epochs=3, **limits)
+        legs.append(indices_of(leg))
+        saved = saver.best_model_path
+    first, second, third, last = legs
+    assert first + second + third == indices_of(whole)
+    assert last == third[-len(last) :]
+    assert sum(map(len, last)) == 48
     assert (parameters(whole) - parameters(leg)).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize(
-    "first", [{"max_epochs": 2}, {"max_epochs": 3, "max_steps": 4}, {"resume": "1.ckpt"}], ids=str
-)
-def test_a_second_fit_goes_on_where_the_first_one_ended(tmp_path, first):
-    fit(tmp_path, whole := Module(), loader(), callbacks=[Early()], max_epochs=3)
-    trainer = fit(tmp_path, module := Module(), loader(), **first)
-    trainer.fit_loop.max_epochs, trainer.fit_loop.epoch_loop.max_steps = 3, -1
+FIRST = [
+    ({"max_epochs": 2}, 3 * 48),
+    ({"max_epochs": 3, "max_steps": 4}, 3 * 48),
+    ({"resume": "1.ckpt"}, 48),
+]
+
+
+@pytest.mark.parametrize(("first", "num_seen"), FIRST, ids=str)
+def test_a_second_fit_goes_on_where_the_first_one_ended(tmp_path, first, num_seen):
+    whole = Module()
+    fit(tmp_path, whole, loader(), callbacks=[Early()], max_epochs=3)
+    module = Module()
+    trainer = fit(tmp_path, module, loader(), **first)
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit_loop.epoch_loop.max_steps = -1
     [steps] = [callback for callback in trainer.callbacks if isinstance(callback, LightningSteps)]
     trainer.fit(module, steps)
-    seen = [indices for _, indices in module.seen]
-    assert seen == [indices for _, indices in whole.seen][-len(seen) :]
-    assert sum(map(len, seen)) == (48 if "resume" in first else 3 * 48)
+    seen = indices_of(module)
+    assert seen == indices_of(whole)[-len(seen) :]
+    assert sum(map(len, seen)) == num_seen
 
 
 def test_a_place_that_comes_too_late_is_refused(tmp_path, monkeypatch):
     """As from strategies that restore after optimizers are made."""
-    restored = LightningSteps.load_state_dict
-    late = lambda self, *_: restored(self, self.late) if hasattr(self, "late") else None  # noqa: E731
-    monkeypatch.setattr(
-        LightningSteps, "load_state_dict", lambda self, state: setattr(self, "late", state)
-    )
-    monkeypatch.setattr(LightningSteps, "on_train_start", late, raising=False)
-    with pytest.raises(
-        StateError, match=r"would repeat them .*; use `max_steps` or `loader.num_updates"
-    ):
+    load = LightningSteps.load_state_dict
+    states = {}
+
+    def keep(self, state):
+        states[self] = state
+
+    def load_late(self, *_):
+        if self in states:
+            load(self, states[self])
+
+    monkeypatch.setattr(LightningSteps, "load_state_dict", keep)
+    monkeypatch.setattr(LightningSteps, "on_train_start", load_late, raising=False)
+    message = r"would repeat them .*; use `max_steps` or `loader.num_updates"
+    with pytest.raises(StateError, match=message):
         resumed_and_whole(tmp_path, Estimating, False, 4)
 
 
-def test_misuse_is_named_and_a_fast_run_is_none(tmp_path):
-    fit(tmp_path, Module(), loader(), fast_dev_run=True)
-    with pytest.raises(ConfigError, match="`accumulate_grad_batches` must be 1"):
-        fit(tmp_path, Module(), loader(), accumulate_grad_batches=2)
-    schedule = {"scheduler": torch.optim.lr_scheduler.StepLR, "interval": "step", "frequency": 2}
-    waiting = type(
-        "Waiting", (Module,), {"configure_optimizers": lambda self: scheduled(self, schedule)}
-    )
-    with pytest.raises(
-        ConfigError,
-        match="scheduler's `frequency` in steps must be 1, as Lightning counts batches; let",
-    ):
-        fit(tmp_path, waiting(), loader())
-    with pytest.raises(
-        ConfigError, match="`accumulate_grad_batches` must be 1, without a scheduler"
-    ):
-        fit(
-            tmp_path,
-            Module(),
-            loader(),
-            None,
-            [lightning.callbacks.GradientAccumulationScheduler({0: 2})],
-        )
-    for number in (1, 3):
-        with pytest.raises(
-            ConfigError, match=rf"`limit_train_batches` must be 1.0, as {number} may end inside"
-        ):
-            fit(tmp_path, Module(), loader(), limit_train_batches=number)
+def test_a_fast_run_is_no_misuse(tmp_path):
+    trainer = fit(tmp_path, Module(), loader(), fast_dev_run=True)
+    assert trainer.global_step <= 1
+
+
+REFUSED = [
+    ({"accumulate_grad_batches": 2}, "`accumulate_grad_batches` must be 1"),
+    ({"limit_train_batches": 1}, "`limit_train_batches` must be 1.0, as 1 may end inside"),
+    ({"limit_train_batches": 3}, "`limit_train_batches` must be 1.0, as 3 may end inside"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), REFUSED)
+def test_settings_that_end_updates_elsewhere_are_refused(tmp_path, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        fit(tmp_path, Module(), loader(), **settings)
+
+
+def test_a_scheduler_of_accumulation_is_refused(tmp_path):
+    accumulation = lightning.callbacks.GradientAccumulationScheduler({0: 2})
+    message = "`accumulate_grad_batches` must be 1, without a scheduler"
+    with pytest.raises(ConfigError, match=message):
+        fit(tmp_path, Module(), loader(), callbacks=[accumulation])
+
+
+class Waiting(Module):
+    """Its learning rate changes every second step."""
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        return [optimizer], [{"scheduler": schedule, "interval": "step", "frequency": 2}]
+
+
+def test_a_schedule_that_counts_batches_is_refused(tmp_path):
+    message = "scheduler's `frequency` in steps must be 1, as Lightning counts batches; let"
+    with pytest.raises(ConfigError, match=message):
+        fit(tmp_path, Waiting(), loader())
+
+
+def test_too_few_samples_for_an_update_are_refused(tmp_path):
+    too_few = loader(samples_per_update=99, drop_last=True)
     with pytest.raises(ConfigError, match="48 samples are too few for one update; use smaller"):
-        fit(tmp_path, Module(), loader(samples_per_update=99, drop_last=True), max_steps=1)
-    steps, broken = LightningSteps(loader()), Module()
+        fit(tmp_path, Module(), too_few, max_steps=1)
+
+
+def test_errors_of_the_users_module_come_through():
+    steps = LightningSteps(loader())
+    broken = Module()
     del broken.model
+    trainer = lightning.Trainer(**QUIET, callbacks=[steps], enable_checkpointing=False)
     with pytest.raises(ValueError, match="empty parameter list"):
-        lightning.Trainer(**QUIET, callbacks=[steps], enable_checkpointing=False).fit(broken, steps)
+        trainer.fit(broken, steps)
+
+
+def test_steps_that_are_no_callback_are_refused():
+    trainer = lightning.Trainer(**QUIET, enable_checkpointing=False)
     with pytest.raises(ConfigError, match=r"callbacks=\[steps\]"):
-        lightning.Trainer(**QUIET, enable_checkpointing=False).fit(Module(), steps)
+        trainer.fit(Module(), LightningSteps(loader()))
 
 
 class Unsized(torch.utils.data.DataLoader):
@@ -303,49 +366,71 @@ class Epochs(Module):
         return sum(p.sum() for p in self.parameters())  # DDP refuses parameters that are not used
 
 
-def on_many_ranks(folder):
-    warnings.simplefilter("ignore")  # Lightning's own, in a process that is not pytest's
-    two, found = {"devices": 2, "strategy": "ddp"}, {}
-    for name, (automatic, online) in RUNS.items():
-        fit(folder, module := Module(automatic), loader(online), **two)
-        found[name] = (module.seen, parameters(module))
-    plain = {
+def plain_trainer(folder, **settings):
+    return lightning.Trainer(
+        devices=2,
+        strategy="ddp",
+        max_epochs=2,
+        enable_checkpointing=False,
+        default_root_dir=folder,
         **QUIET,
-        **two,
-        "max_epochs": 2,
-        "enable_checkpointing": False,
-        "default_root_dir": folder,
-    }
-    lightning.Trainer(**plain, use_distributed_sampler=False).fit(module := Epochs())
-    try:
-        lightning.Trainer(**plain).fit(Epochs())
-    except ConfigError as error:
-        found["refused"] = str(error)
-    return {**found, "plain": module.seen}
+        **settings,
+    )
+
+
+def on_many_ranks(folder):
+    """Of each run: what this rank saw, and its parameters; what a plain loader brings; and what is refused."""
+    warnings.simplefilter("ignore")  # Lightning's own, in a process that is not pytest's
+    results = {}
+    for name, (automatic, online) in RUNS.items():
+        module = Module(automatic)
+        fit(folder, module, loader(online), devices=2, strategy="ddp")
+        results[name] = (module.seen, parameters(module))
+    plain = Epochs()
+    plain_trainer(folder, use_distributed_sampler=False).fit(plain)
+    results["plain"] = plain.seen
+    with pytest.raises(ConfigError) as refusal:
+        plain_trainer(folder).fit(Epochs())
+    results["refused"] = str(refusal.value)
+    return results
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    return on_ranks(2, on_many_ranks, tmp_path_factory.mktemp("ranks"))
+
+
+def in_epoch(seen, epoch):
+    return [indices for epoch_of_step, indices in seen if epoch_of_step == epoch]
 
 
 @pytest.mark.slow
-def test_two_ranks_make_the_updates_of_one_process(tmp_path):
-    """FACTS: Lightning builds a sampler of its own into any loader unless told not to; ours says so before samples are lost."""
-    ranks = on_ranks(2, on_many_ranks, tmp_path)
-    for name, (automatic, online) in RUNS.items():
-        fit(tmp_path, alone := Module(automatic), loader(online, budget=10**6))
-        seen = [rank[name][0] for rank in ranks]
-        assert [epoch for epoch, _ in seen[0]] == [epoch for epoch, _ in seen[1]], (
-            "ranks take the same steps"
-        )
-        for epoch in (0, 1):
-            assert_conserves((used for steps in seen for e, used in steps if e == epoch), range(48))
-        for rank in ranks:
-            assert (rank[name][1] - parameters(alone)).abs().max() < 1e-8
-    epochs = [
-        [used for rank in ranks for e, used in rank["plain"] if e == epoch] for epoch in (0, 1)
-    ]
-    for epoch in epochs:
-        assert_conserves(epoch, range(48))
-    assert epochs[0] != epochs[1], "Lightning tells the sampler its epoch"
-    for rank in ranks:
-        assert all(
-            part in rank["refused"]
-            for part in ("lose samples", "(Lightning: use_distributed_sampler=False)")
-        )
+@pytest.mark.parametrize("name", RUNS)
+def test_two_ranks_make_the_updates_of_one_process(tmp_path, two_ranks, name):
+    automatic, online = RUNS[name]
+    alone = Module(automatic)
+    fit(tmp_path, alone, loader(online, budget=10**6))
+    (first, first_parameters), (second, second_parameters) = (rank[name] for rank in two_ranks)
+    assert [epoch for epoch, _ in first] == [epoch for epoch, _ in second], "as many steps"
+    for epoch in (0, 1):
+        assert_conserves(in_epoch(first + second, epoch), range(48))
+    assert (first_parameters - parameters(alone)).abs().max() < 1e-8
+    assert (second_parameters - parameters(alone)).abs().max() < 1e-8
+
+
+@pytest.mark.slow
+def test_lightning_tells_a_batch_sampler_its_epoch(two_ranks):
+    seen = two_ranks[0]["plain"] + two_ranks[1]["plain"]
+    first = in_epoch(seen, 0)
+    second = in_epoch(seen, 1)
+    assert_conserves(first, range(48))
+    assert_conserves(second, range(48))
+    assert first != second
+
+
+@pytest.mark.slow
+def test_a_sampler_of_lightnings_around_ours_is_refused_before_samples_are_lost(two_ranks):
+    """FACTS: Lightning builds a sampler of its own into any loader unless told not to."""
+    for rank in two_ranks:
+        assert "lose samples" in rank["refused"]
+        assert "(Lightning: use_distributed_sampler=False)" in rank["refused"]
