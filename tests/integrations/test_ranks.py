@@ -34,10 +34,10 @@ LAST = 7
 def shortly(folder: str) -> dict[str, Any]:
     """What one rank finds; accelerate first, which starts the process group."""
     warnings.simplefilter("ignore")
-    return {
-        **{job.__name__: job() for job in (accelerated, gradients)},
-        "trainers": trainers(folder),
-    }
+    results: dict[str, Any] = {"accelerated": accelerated()}
+    results["gradients"] = gradients()
+    results["trainers"] = trainers(folder)
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -56,70 +56,101 @@ def sampler(**options: Any) -> LengthAwareBatchSampler:
     return LengthAwareBatchSampler(lengths, TokenBudget(512), shuffle=True, **options)
 
 
+def batches_of(loader: Any) -> list[list[int]]:
+    return [batch.tolist() for batch in loader]
+
+
 def accelerated() -> dict[str, Any]:
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
     size = accelerator.num_processes
 
-    def emitted(made: Any, prepare: Any = accelerator.prepare) -> list[Any]:
-        return [batch.tolist() for batch in prepare(DataLoader(range(200), batch_sampler=made))]  # type: ignore[arg-type]
+    def loader_of(batches: Any) -> DataLoader[Any]:
+        return DataLoader(range(200), batch_sampler=batches)  # type: ignore[arg-type]
 
-    loader = accelerator.prepare(DataLoader(range(200), batch_sampler=sampler(world_size=size)))  # type: ignore[arg-type]
-    found = {
-        "length": len(loader),
-        "epochs": [[batch.tolist() for batch in loader] for _ in range(2)],
-    }
+    results: dict[str, Any] = {"own": batches_of(loader_of(sampler()))}
+    loader = accelerator.prepare(loader_of(sampler(world_size=size)))
+    results["length"] = len(loader)
+    results["epochs"] = [batches_of(loader) for _ in range(2)]
     with pytest.raises(ConfigError, match="sharding them again"):
-        emitted(sampler())
-    # a framework that counts its epochs from 0 again after a restart must not lose the place
-    saved, again = sampler(world_size=size), sampler(world_size=size)
-    emitted(saved)
+        batches_of(accelerator.prepare(loader_of(sampler())))
+    # A framework that counts its epochs from 0 again after a restart must not lose the place.
+    saved = sampler(world_size=size)
+    batches_of(accelerator.prepare(loader_of(saved)))
+    again = sampler(world_size=size)
     again.load_state_dict(saved.state_dict(num_steps=len(saved) // size))
-    return {**found, "own": emitted(sampler(), lambda made: made), "resumed": emitted(again)}
+    results["resumed"] = batches_of(accelerator.prepare(loader_of(again)))
+    return results
 
 
-def test_accelerate_shards_a_sampler_that_came_out_whole_or_is_refused(ranks: Any) -> None:
-    """Facts read from accelerate 1.15; sharded a second time, each rank would see only every other of its own batches."""
-    first, second = (found["accelerated"] for found in ranks)
-    for key in ("own", "resumed"):
-        assert_conserves([*first[key], *second[key]], range(200))
-    for ours, theirs in zip(first["epochs"], second["epochs"], strict=True):
+def of_both(ranks: Any, name: str) -> list[Any]:
+    return [rank["accelerated"][name] for rank in ranks]
+
+
+@pytest.mark.parametrize("name", ["own", "resumed"])
+def test_ranks_have_every_sample_once_also_where_accelerate_shards(ranks: Any, name: str) -> None:
+    """Sharded a second time, each rank would see only every other of its own batches."""
+    first, second = of_both(ranks, name)
+    assert_conserves(first + second, range(200))
+
+
+def test_epochs_that_accelerate_shards_differ_and_have_as_many_steps_everywhere(ranks: Any) -> None:
+    """The epoch moves on, though nobody could say set_epoch. Facts read from accelerate 1.15."""
+    first, second = of_both(ranks, "epochs")
+    for ours, theirs in zip(first, second, strict=True):
         assert len(ours) == len(theirs)
-        assert_conserves([*ours, *theirs], range(200))
-    assert first["length"] == len(first["epochs"][0])
-    assert first["epochs"][0] != first["epochs"][1], (
-        "the epoch moved on, though nobody could say set_epoch"
-    )
-    assert [first["resumed"], second["resumed"]] == [first["epochs"][1], second["epochs"][1]]
+        assert_conserves(ours + theirs, range(200))
+    assert of_both(ranks, "length") == [len(first[0]), len(second[0])]
+    assert first[0] != first[1]
+
+
+def test_a_sampler_that_accelerate_shards_resumes_in_its_second_epoch(ranks: Any) -> None:
+    for resumed, epochs in zip(of_both(ranks, "resumed"), of_both(ranks, "epochs"), strict=True):
+        assert resumed == epochs[1]
+
+
+def relative_difference(model: Any, expected: Any) -> float:
+    """The largest difference of their gradients, each relative to the largest of its parameter."""
+    differences = []
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        scale = theirs.grad.abs().max().item()
+        difference = (ours.grad - theirs.grad).abs().max().item()
+        differences.append(difference if scale == 0.0 else difference / scale)
+    return max(differences)
 
 
 def difference_of(**options: Any) -> float:
     """The largest of the updates' accumulated gradients from those of one process on their samples, relative."""
-    model, whole = Model(), Model()
+    model = Model()
+    whole = Model()
     parallel = DistributedDataParallel(model)
     data = [text for text in map(Texts().__getitem__, range(60)) if len(text) > 1]
-    how: dict[str, Any] = {
-        "collate_fn": collate,
-        "length_of": len,
-        "window": 8,
-        "shuffle": True,
+    loader = OnlineDataLoader(
+        data,
+        TokenBudget(90),
+        collate_fn=collate,
+        length_of=len,
+        window=8,
+        shuffle=True,
         **options,
-    }
-    held, difference = [], 0.0
-    for step in OnlineDataLoader(data, TokenBudget(90), **how):
+    )
+    differences = []
+    indices: list[int] = []
+    for step in loader:
         with contextlib.nullcontext() if step.ends_update else parallel.no_sync():
             (parallel(**step.batch) * step.loss_scale).backward()
-        held += [] if step.idle else step.indices
-        if step.ends_update:
-            whole.zero_grad()
-            whole(**collate([data[i] for ids in gathered(held) for i in ids])).backward()
-            for ours, truth in zip(model.parameters(), whole.parameters(), strict=True):
-                scale = truth.grad.abs().max().item() or 1.0
-                difference = max(difference, (ours.grad - truth.grad).abs().max().item() / scale)
-            parallel.zero_grad()
-            held = []
-    return difference
+        if not step.idle:
+            indices += step.indices
+        if not step.ends_update:
+            continue
+        whole.zero_grad()
+        update = sum(gathered(indices), [])
+        whole(**collate([data[index] for index in update])).backward()
+        differences.append(relative_difference(model, whole))
+        parallel.zero_grad()
+        indices = []
+    return max(differences)
 
 
 def gradients() -> list[float]:
@@ -160,10 +191,8 @@ class OfSums(DynagroupTrainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
-        loss = (
-            toys.float64_causal_loss(outputs, inputs["labels"], num_items_in_batch)
-            * self.accelerator.num_processes
-        )
+        mean = toys.float64_causal_loss(outputs, inputs["labels"], num_items_in_batch)
+        loss = mean * self.accelerator.num_processes
         return (loss, outputs) if return_outputs else loss
 
 
@@ -173,70 +202,90 @@ def loss_of(cls: type, folder: str) -> float:
     return run.evaluate()["eval_loss"]
 
 
+def predictions(folder: str) -> list[Any]:
+    """Without and with few shapes; ranks whose settings differ from then on do not train."""
+    run = trainer("classifier", folder, fits=True, eval_dataset=toys.samples("classifier", 11))
+    padded = run.predict(run.eval_dataset)
+    run.dynagroup_eval = ShapeLadder(toys.lengths(run.eval_dataset), TokenBudget(160), 2)
+    with pytest.raises(ConfigError, match="ranks would train apart: after evaluate"):
+        run.train()
+    return [padded, run.predict(run.eval_dataset)]
+
+
 def trainers(folder: str) -> dict[str, Any]:
-    cut = {
+    changes = {
         "exact_loss": True,
         "gradient_accumulation_steps": 2,
         "count": 48,
         "max_steps": 3,
         "logging_steps": 2,
+        "max_grad_norm": 0.3,
     }
-    run = trainer("classifier", folder, fits=True, eval_dataset=toys.samples("classifier", 11))
-    evaluated, lengths = (
-        [run.predict(run.eval_dataset)],
-        [len(row["input_ids"]) for row in run.eval_dataset],
-    )
-    run.dynagroup_eval = ShapeLadder(lengths, TokenBudget(160), 2)
-    with pytest.raises(ConfigError, match="ranks would train apart: after evaluate"):
-        run.train()
     return {
-        "same": train_both("causal", f"{folder}/same", {**cut, "max_grad_norm": 0.3}),
-        "evaluated": [*evaluated, run.predict(run.eval_dataset)],
+        "evaluated": predictions(folder),
+        "same": train_both("causal", f"{folder}/same", changes),
         "packed": [training.packed(kind, "sdpa") for kind in ("planned", "online")],
         "resumed": resumed_at_an_epochs_end(folder),
         "losses": [loss_of(OfSums, folder), loss_of(DynagroupTrainer, folder)],
     }
 
 
-def test_two_ranks_make_the_updates_of_fixed_batches_also_of_packed_ones(ranks):
-    assert max(ranks[0]["gradients"] + ranks[1]["gradients"]) < 1e-6
+def trained(ranks: Any, name: str) -> list[Any]:
+    return [rank["trainers"][name] for rank in ranks]
+
+
+def test_gradients_of_two_ranks_are_those_of_one_process(ranks: Any) -> None:
     for rank in ranks:
-        (fixed, fixed_logs), (ours, our_logs) = rank["trainers"]["same"]
+        assert max(rank["gradients"]) < 1e-6
+
+
+def test_two_ranks_make_the_updates_of_fixed_batches(ranks: Any) -> None:
+    for (fixed, fixed_logs), (ours, our_logs) in trained(ranks, "same"):
         assert (fixed - ours).abs().max() < 1e-8
-        rates = [[row.get("learning_rate") for row in logs] for logs in (fixed_logs, our_logs)]
-        assert rates[0] == rates[1], "a scheduler counts updates, not ranks"
-    assert torch.equal(ranks[0]["trainers"]["same"][1][0], ranks[1]["trainers"]["same"][1][0])
-    theirs, ours = (
-        [rank["trainers"]["same"][fits][1][-1]["train_loss"] for rank in ranks] for fits in (0, 1)
-    )
-    assert theirs[0] != theirs[1], "the plain Trainer adds a rank's own losses since the last log"
+        rates = [entry.get("learning_rate") for entry in our_logs]
+        fixed_rates = [entry.get("learning_rate") for entry in fixed_logs]
+        assert rates == fixed_rates, "a scheduler counts updates, not ranks"
+    first, second = (ours for _, (ours, _) in trained(ranks, "same"))
+    assert torch.equal(first, second)
+
+
+def test_the_loss_of_a_run_is_the_mean_over_ranks(ranks: Any) -> None:
+    """The plain Trainer adds a rank's own losses since the last log."""
+    theirs = [logs[-1]["train_loss"] for (_, logs), _ in trained(ranks, "same")]
+    ours = [logs[-1]["train_loss"] for _, (_, logs) in trained(ranks, "same")]
+    assert theirs[0] != theirs[1]
     assert ours == pytest.approx([np.mean(theirs)] * 2)
-    for (ours, losses, updates, *_), (others, *_) in zip(
-        *(rank["trainers"]["packed"] for rank in ranks), strict=True
-    ):
-        assert torch.equal(ours, others)
-        theirs, fixed_losses = training.fixed(updates)
+
+
+def test_two_ranks_make_the_updates_of_fixed_batches_also_of_packed_ones(ranks: Any) -> None:
+    for first, second in zip(*trained(ranks, "packed"), strict=True):
+        ours, losses, updates, *_ = first
+        assert torch.equal(ours, second[0])
+        fixed, fixed_losses = training.fixed(updates)
         assert losses == pytest.approx(fixed_losses, rel=1e-9)
-        assert (ours - theirs).abs().max() < 1e-8
+        assert (ours - fixed).abs().max() < 1e-8
 
 
-def test_a_run_resumed_at_an_epochs_end_goes_on_and_predictions_are_in_dataset_order(
-    ranks, tmp_path
-):
-    for rank in ranks:
-        end, step, whole, again = rank["trainers"]["resumed"]
+def test_a_run_resumed_at_an_epochs_end_goes_on(ranks: Any) -> None:
+    for end, last, whole, again in trained(ranks, "resumed"):
         assert 1 < end < LAST
-        assert step == LAST, "the training ended silently"
+        assert last == LAST, "the training ended silently"
         assert (whole - again).abs().max() < 1e-8
+
+
+def test_losses_of_an_evaluation_are_those_of_one_process(ranks: Any, tmp_path: Any) -> None:
+    alone = loss_of(DynagroupTrainer, tmp_path)
+    for losses in trained(ranks, "losses"):
+        assert losses == pytest.approx([alone] * 2)
+
+
+def test_predictions_are_in_dataset_order(ranks: Any, tmp_path: Any) -> None:
     run = trainer("classifier", tmp_path, fits=False, eval_dataset=toys.samples("classifier", 11))
     expected = run.predict(run.eval_dataset)
-    for rank in ranks:
-        assert rank["trainers"]["losses"] == pytest.approx(
-            [loss_of(DynagroupTrainer, tmp_path)] * 2
-        )
-    for found in (found for rank in ranks for found in rank["trainers"]["evaluated"]):
-        assert abs(found.predictions - expected.predictions).max() < 1e-6
-        assert found.metrics["test_loss"] == pytest.approx(expected.metrics["test_loss"], rel=1e-6)
+    for outputs in sum(trained(ranks, "evaluated"), []):
+        assert abs(outputs.predictions - expected.predictions).max() < 1e-6
+        loss = outputs.metrics["test_loss"]
+        assert loss == pytest.approx(expected.metrics["test_loss"], rel=1e-6)
 
 
 ONLINE = {"mode": "online", "lengths": None}
