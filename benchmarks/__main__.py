@@ -43,7 +43,10 @@ COMMANDS: dict[str, dict[str, tuple[str, str, str]]] = {
     },
     "check": {"architectures": ("check", "architectures", "check")},
     "ablation": {"ablation": ("ablation", "ablation", "ablation")},
-    "loader": {"speed": ("loader", "speed", "loader_speed")},
+    "loader": {
+        "speed": ("loader", "speed", "loader_speed"),
+        "cost": ("loader", "own_cost", "loader_cost"),
+    },
     "ranks": {
         "windows": ("ranks", "windows", "loader_ranks"),
         "train": ("ranks", "train", "loader_train"),

@@ -11,9 +11,10 @@ import numpy as np
 from torch.utils.data import DataLoader
 
 from benchmarks.data import CV_ONE, Numbered, collate, lengths_of
-from benchmarks.machine import Machine, paired
+from benchmarks.machine import Machine, build, paired
 from benchmarks.methods import online_dynamic_batching
-from dynagroup import OnlineDataLoader, TokenBudget
+from benchmarks.record import spread
+from dynagroup import OnlineDataLoader, PlannedDataLoader, TokenBudget
 
 BUDGET = TokenBudget(16_384)
 PLAIN, RIVAL = "plain, 16 a batch", "online-dynamic-batching"
@@ -81,4 +82,59 @@ def speed(machine: Machine, samples: int = 8_000, repeats: int = 3) -> dict[str,
             **over,
             **wall,
         }
+    return figures
+
+
+def own_cost(_machine: Machine, samples: int = 1_000, repeats: int = 5) -> dict[str, Any]:
+    """Microseconds of the main process for a batch from one worker, of :class:`PlannedDataLoader` and of a plain ``DataLoader``
+    with the same batches; and milliseconds of a packed collator for 16,000 tokens, ours and transformers'."""
+    lengths = lengths_of(CV_ONE, samples)
+    how: dict[str, Any] = {"collate_fn": collate, "num_workers": 1}
+    planned = PlannedDataLoader(
+        Numbered(lengths), lengths, BUDGET, samples_per_update=32, weigh="samples", **how
+    )
+    batches = [batch.tolist() for batch in planned.plan.batches]
+    plain = DataLoader(Numbered(lengths), batch_sampler=batches, **how)
+    taken: dict[str, list[float]] = {"planned": [], "plain": []}
+    for _ in range(repeats):
+        planned.set_epoch(0)
+        for name, loader in {"planned": planned, "plain": plain}.items():
+            taken[name].append(_main_seconds(loader) / len(batches) * 1e6)
+    figures: dict[str, Any] = {name: spread(each) for name, each in taken.items()}
+    figures["planned_over_plain"] = paired(taken["planned"], taken["plain"])
+    return {"us_a_batch": figures, "ms_a_packed_batch": _collators(lengths, repeats)}
+
+
+def _main_seconds(loader: Iterable[Any]) -> float:
+    """CPU seconds of this process, without its workers and without their start."""
+    items = iter(loader)
+    next(items)
+    began = time.process_time()
+    for _ in items:
+        pass
+    return time.process_time() - began
+
+
+def _collators(lengths: np.ndarray, repeats: int) -> dict[str, Any]:
+    from transformers import DataCollatorWithFlattening
+
+    from dynagroup.integrations.packing import packing_collator
+
+    ours = packing_collator(build("tiny", packed=True))
+    theirs = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    number = int(np.searchsorted(np.cumsum(lengths), BUDGET.max_tokens))
+    lists = [{"input_ids": [7] * int(length)} for length in lengths[:number]]
+    arrays = [{"input_ids": np.array(row["input_ids"])} for row in lists]
+    full = [
+        {**row, "attention_mask": row["input_ids"], "labels": row["input_ids"]} for row in lists
+    ]
+    figures: dict[str, Any] = {}
+    for kind, rows in {"lists": lists, "arrays": arrays, "lists, masks, labels": full}.items():
+        for name, collator in {"dynagroup": ours, "transformers": theirs}.items():
+            taken = []
+            for _ in range(5 * repeats):
+                began = time.process_time()
+                collator(rows)
+                taken.append((time.process_time() - began) * 1e3)
+            figures[f"{name}, {kind}"] = spread(taken)
     return figures

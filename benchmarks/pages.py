@@ -252,6 +252,19 @@ SENTENCES: dict[str, tuple[str, str | Callable[[Any], str]]] = {
         "{texts} docstrings of CV {cv:.2f}; vectors differ by at most {largest_difference_of_vectors:.0e}",
     ),
     "faults_summary": ("faults", faults),
+    "worker_cost": (
+        "loader_cost",
+        "{us_a_batch[planned][median]:.0f} microseconds a batch; with a plain `DataLoader` and the same batches "
+        "{us_a_batch[plain][median]:.0f}",
+    ),
+    "packing_cost": (
+        "loader_cost",
+        "arrays {ms_a_packed_batch[dynagroup, arrays][median]:.1f} ms (transformers' own collator "
+        "{ms_a_packed_batch[transformers, arrays][median]:.1f}), lists {ms_a_packed_batch[dynagroup, lists][median]:.1f} "
+        "({ms_a_packed_batch[transformers, lists][median]:.1f}), lists with masks and labels "
+        "{ms_a_packed_batch[dynagroup, lists, masks, labels][median]:.1f} "
+        "({ms_a_packed_batch[transformers, lists, masks, labels][median]:.1f})",
+    ),
     "gpu_shapes": ("gpu_steps", gpu_shapes),
     "gpu_oom": (
         "gpu_oom",
