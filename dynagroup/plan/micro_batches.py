@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from dynagroup.budget.base import Budget
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.lengths import as_streams
-from dynagroup.plan.cost import Work, check_work
+from dynagroup.plan.cost import Work
 from dynagroup.plan.cursor import MOST_RANKS
 from dynagroup.plan.cut import cut
 from dynagroup.plan.inputs import Oversize, PlanConfig, PlanInputs
@@ -176,7 +176,7 @@ def shard_micro_batches(
     """
     num_ranks = check_int("num_ranks", num_ranks, most=MOST_RANKS)
     multiple = num_ranks * check_int("multiple_of", multiple_of, most=MOST_RANKS)
-    config = PlanConfig(work=check_work(work or Work()), oversize=oversize)
+    config = PlanConfig(work=work or Work(), oversize=oversize)
     inputs = PlanInputs(as_streams(lengths), budget, config)
     inputs.warn_of_oversize()
     kept = np.delete(np.arange(inputs.num_samples), inputs.left_out)
