@@ -258,11 +258,14 @@ class OnlineDataLoader(StepLoader[Any]):
         running = None if run is None else run.state()
         if running is not None:
             running["order"] = self._orders.fingerprint(self._epoch)
+        epoch = self._epoch
         is_used_up = self._resume is None if run is None else running is None
+        if is_used_up:
+            epoch += 1
         return {
             "world_size": size,
             "rank": rank,
-            "epoch": self._epoch + is_used_up,
+            "epoch": epoch,
             "running": running,
             "cursor": (self._cursor if run is None else run.stands).state(),
             "changes": self._changes,

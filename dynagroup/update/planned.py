@@ -414,9 +414,10 @@ class PlannedDataLoader(StepLoader[B]):
             self.sizes.restore(checked["changes"])
             plan.restore_shares(checked["shares"])
         self._stand(place, resumed=True)
-        is_over = not place.begun_rows and next(plan.cursors(place), None) is None
         self._epoch = place.epoch
-        self._next = place.epoch + is_over
+        self._next = place.epoch
+        if not place.begun_rows and next(plan.cursors(place), None) is None:
+            self._next += 1
 
 
 @dataclass(frozen=True, slots=True)

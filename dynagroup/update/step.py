@@ -143,10 +143,10 @@ def has_rows_of_all(batch: Any, collated: Sequence[int], num_samples: int, num_t
     num_rows = collated[0]
     if num_rows >= num_samples:
         return num_rows % num_samples == 0
-    mask = batch["attention_mask"] if "attention_mask" in batch else None
+    mask: Any = batch["attention_mask"] if "attention_mask" in batch else None
     if np.shape(mask) != collated:
         return True  # no number shows it
-    return np.count_nonzero(mask) >= num_tokens
+    return int(np.count_nonzero(mask)) >= num_tokens
 
 
 @dataclass(frozen=True, slots=True)
