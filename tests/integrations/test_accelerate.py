@@ -58,7 +58,8 @@ def train(steps, accelerator, model, optimizer, epochs=(0, 1), stop=None):
 
 
 def run(online, budget=160, **settings):
-    accelerator, model = Accelerator(cpu=True), toys.classifier()
+    accelerator = Accelerator(cpu=True)
+    model = toys.classifier()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     steps = prepare(accelerator, loader(online, budget))
     train(steps, accelerator, model, optimizer, **settings)
@@ -68,10 +69,10 @@ def run(online, budget=160, **settings):
 def agreeing():
     """Parameters of updates in one batch a rank, and of updates in several."""
     whole = parameters(run(False, budget=10**6)[1])
-    return {
-        f"accelerate, online={online}": [whole, parameters(run(online)[1])]
-        for online in (False, True)
-    }
+    results = {}
+    for online in (False, True):
+        results[f"accelerate, online={online}"] = [whole, parameters(run(online)[1])]
+    return results
 
 
 @pytest.mark.parametrize("online", [False, True])
@@ -85,55 +86,84 @@ def test_a_state_saved_within_an_epoch_resumes_exactly(tmp_path, online):
     assert (parameters(model) - whole).abs().max() < 1e-12
 
 
+def stateful(num_workers):
+    AcceleratorState._reset_state(True)
+    configuration = DataLoaderConfiguration(use_stateful_dataloader=True)
+    accelerator = Accelerator(cpu=True, dataloader_config=configuration)
+    sampler = LengthAwareBatchSampler(toys.lengths(ROWS), 160, shuffle=True, world_size=1)
+    loader = DataLoader(range(48), batch_sampler=sampler, collate_fn=tuple, num_workers=num_workers)
+    return accelerator, prepare(accelerator, loader)
+
+
+@pytest.fixture(scope="module")
+def four_epochs():
+    _, loader = stateful(num_workers=0)
+    return [list(loader) for _ in range(4)]
+
+
+def save_in_second_epoch(folder, num_workers, stop, second_epoch):
+    """After so many batches; None: when the epoch is over."""
+    accelerator, loader = stateful(num_workers)
+    list(loader)
+    for number, batch in enumerate(loader, start=1):
+        assert batch == second_epoch[number - 1]
+        if number == stop:
+            accelerator.save_state(folder)
+            return
+    accelerator.save_state(folder)
+
+
 @pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")
-@pytest.mark.parametrize("chosen", [False, True], ids=["counted", "set_epoch"])
-@pytest.mark.parametrize("workers", [0, 2])
-def test_torchdatas_loader_goes_on_with_what_remained_after_a_resume(tmp_path, workers, chosen):
+@pytest.mark.parametrize("sets_epoch", [False, True], ids=["counted", "set_epoch"])
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("stop", ["first batch", "last batch", "over"])
+def test_torchdatas_loader_goes_on_with_what_remained_after_a_resume(
+    tmp_path, four_epochs, num_workers, sets_epoch, stop
+):
     """It loads the sampler's state late: accelerate, which counts from 0 again, has set the epoch by then."""
-
-    def made():
-        AcceleratorState._reset_state(True)
-        accelerator = Accelerator(
-            cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True)
-        )
-        sampler = LengthAwareBatchSampler(toys.lengths(ROWS), 160, shuffle=True, world_size=1)
-        how = {"batch_sampler": sampler, "collate_fn": tuple, "num_workers": workers}
-        return accelerator, prepare(accelerator, DataLoader(range(48), **how))
-
-    _, whole = made()
-    epochs = [list(whole) for _ in range(4)]
-    for stop in (1, len(epochs[1]), None):
-        accelerator, stopped = made()
-        list(stopped)
-        for number, batch in enumerate(stopped, start=1):
-            assert batch == epochs[1][number - 1]
-            if number == stop:
-                accelerator.save_state(tmp_path)
-                break
-        if stop is None:
-            accelerator.save_state(tmp_path)
-        accelerator, resumed = made()
-        accelerator.load_state(tmp_path)
-        comes = [epochs[1][1:], *epochs[2:]] if stop == 1 else epochs[2:]
-        for epoch, batches in enumerate(comes, start=4 - len(comes)):
-            if chosen:
-                resumed.set_epoch(epoch)
-            assert list(resumed) == batches
+    second_epoch = four_epochs[1]
+    num_batches = {"first batch": 1, "last batch": len(second_epoch), "over": None}[stop]
+    save_in_second_epoch(tmp_path, num_workers, num_batches, second_epoch)
+    accelerator, resumed = stateful(num_workers)
+    accelerator.load_state(tmp_path)
+    expected = {2: four_epochs[2], 3: four_epochs[3]}
+    if stop == "first batch":
+        expected = {1: second_epoch[1:], **expected}
+    for epoch, batches in expected.items():
+        if sets_epoch:
+            resumed.set_epoch(epoch)
+        assert list(resumed) == batches
 
 
-def test_misuse_is_named():
-    with pytest.raises(
-        ConfigError, match="`gradient_accumulation_steps` must be 1, because `loss_scale` weighs"
-    ):
-        prepare(Accelerator(cpu=True, gradient_accumulation_steps=2), loader())
-    accelerator = Accelerator(cpu=True)
+@pytest.fixture
+def accelerator():
+    return Accelerator(cpu=True)
+
+
+@pytest.fixture
+def sampler():
+    return LengthAwareBatchSampler(toys.lengths(ROWS), TokenBudget(160))
+
+
+def test_accumulation_of_accelerates_own_is_refused():
+    accumulating = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    message = "`gradient_accumulation_steps` must be 1, because `loss_scale` weighs"
+    with pytest.raises(ConfigError, match=message):
+        prepare(accumulating, loader())
+
+
+def test_a_loader_of_fixed_batches_is_refused(accelerator):
     with pytest.raises(ConfigError, match="must be dynagroup's, or have"):
         prepare(accelerator, DataLoader(range(4)))
-    sampler = LengthAwareBatchSampler(toys.lengths(ROWS), TokenBudget(160))
-    prepared = prepare(
-        accelerator, DataLoader(ROWS, batch_sampler=sampler, collate_fn=toys.collate)
-    )
+
+
+def test_a_data_loader_with_our_sampler_is_prepared_whole(accelerator, sampler):
+    plain = DataLoader(ROWS, batch_sampler=sampler, collate_fn=toys.collate)
+    prepared = prepare(accelerator, plain)
     assert sum(len(batch["labels"]) for batch in prepared) == 48
+
+
+def test_batches_that_accelerate_splits_are_refused(accelerator, sampler):
     accelerator.dataloader_config.split_batches = True
     with pytest.raises(ConfigError, match="`split_batches` must be False"):
         prepare(accelerator, DataLoader(ROWS, batch_sampler=sampler))
@@ -149,7 +179,8 @@ def axolotl(monkeypatch):
     """Axolotl does not install beside this torch; these are the names of its documented interface that the plugin uses."""
     for part in ("", ".core", ".core.trainers", ".integrations", ".integrations.base"):
         module = ModuleType(f"axolotl{part}")
-        module.AxolotlTrainer, module.BasePlugin = AxolotlTrainer, type("BasePlugin", (), {})
+        module.AxolotlTrainer = AxolotlTrainer
+        module.BasePlugin = type("BasePlugin", (), {})
         monkeypatch.setitem(sys.modules, module.__name__, module)
     yield importlib.import_module("dynagroup.integrations.axolotl")
     sys.modules.pop("dynagroup.integrations.axolotl", None)
@@ -157,11 +188,11 @@ def axolotl(monkeypatch):
 
 def test_axolotls_plugin_gives_its_trainer_batches_that_fit(axolotl, tmp_path):
     plugin = axolotl.DynagroupPlugin()
-    name, _, cls = plugin.get_input_args().rpartition(".")
-    keys = getattr(sys.modules[name], cls)(dynagroup_max_tokens=512)
-    run = plugin.get_trainer_cls(
-        SimpleNamespace(**keys.model_dump(), sample_packing=False, pad_to_sequence_len=False)
-    )(
+    module, _, name = plugin.get_input_args().rpartition(".")
+    keys = getattr(sys.modules[module], name)(dynagroup_max_tokens=512)
+    config = SimpleNamespace(**keys.model_dump(), sample_packing=False, pad_to_sequence_len=False)
+    cls = plugin.get_trainer_cls(config)
+    run = cls(
         toys.causal_lm(),
         args=arguments(tmp_path, max_steps=2),
         train_dataset=toys.samples("causal", 40),
@@ -172,13 +203,16 @@ def test_axolotls_plugin_gives_its_trainer_batches_that_fit(axolotl, tmp_path):
     assert isinstance(run, AxolotlTrainer)
     assert run.update_loader.stats.update_samples == 32
     assert run.update_loader.budget == TokenBudget(512)
-    for name in ("sample_packing", "rl", "pad_to_sequence_len"):
-        with pytest.raises(ConfigError, match=name):
-            plugin.get_trainer_cls(SimpleNamespace(dynagroup_max_tokens=512, **{name: True}))
-        assert (
-            plugin.get_trainer_cls(SimpleNamespace(dynagroup_max_tokens=None, **{name: True}))
-            is None
-        )
+
+
+@pytest.mark.parametrize("name", ["sample_packing", "rl", "pad_to_sequence_len"])
+def test_what_axolotls_plugin_cannot_do_is_refused_where_it_is_used(axolotl, name):
+    plugin = axolotl.DynagroupPlugin()
+    used = SimpleNamespace(dynagroup_max_tokens=512, **{name: True})
+    with pytest.raises(ConfigError, match=name):
+        plugin.get_trainer_cls(used)
+    unused = SimpleNamespace(dynagroup_max_tokens=None, **{name: True})
+    assert plugin.get_trainer_cls(unused) is None
 
 
 @pytest.mark.filterwarnings("ignore:You are using DynamicBucketingSampler")
