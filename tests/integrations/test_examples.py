@@ -13,9 +13,8 @@ from tests.torchrun import ROOT, on_ranks, started
 
 
 def losses_of(script: str, ranks: int) -> list[float]:
-    return [
-        float(word) for word in started(ROOT / script, ranks=ranks).strip().splitlines()[-1].split()
-    ]
+    lines = started(ROOT / script, ranks=ranks).strip().splitlines()
+    return list(map(float, lines[-1].split()))
 
 
 def example(name: str) -> dict[str, Any]:
@@ -55,11 +54,11 @@ def two_towers() -> tuple[list[float], dict[str, torch.Tensor]]:
 
 @pytest.mark.slow
 def test_towers_that_some_batches_skip_are_trained_by_two_ranks_as_by_one_process():
-    [(losses, alone)], ranks = on_ranks(1, two_towers), on_ranks(2, two_towers)
+    [(losses, weights)] = on_ranks(1, two_towers)
     assert losses[-1] < 0.9 * losses[0]
-    for found, whole in ranks:
-        assert found == pytest.approx(losses, abs=1e-12)
-        torch.testing.assert_close(whole, alone, rtol=1e-9, atol=1e-12)
+    for losses_of_rank, weights_of_rank in on_ranks(2, two_towers):
+        assert losses_of_rank == pytest.approx(losses, abs=1e-12)
+        torch.testing.assert_close(weights_of_rank, weights, rtol=1e-9, atol=1e-12)
 
 
 def test_graphs_fit_both_budgets_and_are_learned_from():
@@ -69,10 +68,11 @@ def test_graphs_fit_both_budgets_and_are_learned_from():
     program = example("train_graphs.py")
     losses, batches = program["main"](epochs=2)
     assert losses[-1] < losses[0]
-    graphs = [program["graph"](number) for number in range(240)]
-    assert sum(nodes for nodes, _ in batches) == 2 * sum(graph.num_nodes for graph in graphs)
-    assert 290 < max(nodes for nodes, _ in batches) <= 300
-    assert 1490 < max(edges for _, edges in batches) <= 1500
+    num_nodes, num_edges = zip(*batches, strict=True)
+    graphs = map(program["graph"], range(240))
+    assert sum(num_nodes) == 2 * sum(graph.num_nodes for graph in graphs)
+    assert 290 < max(num_nodes) <= 300
+    assert 1490 < max(num_edges) <= 1500
 
 
 def test_clips_of_one_bucket_share_a_batch_within_the_pixels_and_are_learned_from():
@@ -80,7 +80,8 @@ def test_clips_of_one_bucket_share_a_batch_within_the_pixels_and_are_learned_fro
     losses, shapes = program["main"](epochs=3)
     assert losses[-1] < 0.7 * losses[0]
     assert {shape[2:] for shape in shapes} == set(program["BUCKETS"])
-    assert 10_000 < max(torch.Size(shape).numel() for shape in shapes) <= 12_000
+    num_pixels = [torch.Size(shape).numel() for shape in shapes]
+    assert 10_000 < max(num_pixels) <= 12_000
     assert sum(shape[0] for shape in shapes) == 3 * 96
 
 
@@ -88,12 +89,14 @@ def test_a_vision_language_batch_has_an_image_for_every_sample_or_for_none():
     pytest.importorskip("PIL")
     losses, steps = example("train_vision_language.py")["main"](epochs=2)
     assert losses[-1] < losses[0]
-    batches = [(step.kind, len(step.indices), step.batch) for step in steps]
-    assert {kind for kind, _, _ in batches} == {"image", "text"}
-    for kind, samples, batch in batches:
-        assert len(batch.get("image_grid_thw", ())) == (samples if kind == "image" else 0)
-    assert 180 < max(batch["input_ids"].numel() for _, _, batch in batches) <= 200
-    assert 70 < max(len(batch.get("pixel_values", ())) for _, _, batch in batches) <= 80
+    assert {step.kind for step in steps} == {"image", "text"}
+    for step in steps:
+        num_images = len(step.batch.get("image_grid_thw", ()))
+        assert num_images == (len(step.indices) if step.kind == "image" else 0)
+    num_tokens = [step.batch["input_ids"].numel() for step in steps]
+    num_patches = [len(step.batch.get("pixel_values", ())) for step in steps]
+    assert 180 < max(num_tokens) <= 200
+    assert 70 < max(num_patches) <= 80
 
 
 def trained(folder: Path, *pretended: float) -> dict[str, Any]:
@@ -112,10 +115,10 @@ def test_a_run_that_ran_out_of_memory_goes_on_with_smaller_batches_to_the_same_p
     for result in on_ranks(2, trained, tmp_path / "again"):
         assert result["limit"] <= 0.9 * 256
         torch.testing.assert_close(result["weights"], whole["weights"], rtol=1e-9, atol=1e-12)
-    seen = Counter(
-        line for path in tmp_path.glob("again/seen-*.txt") for line in path.read_text().split()
-    )
-    assert seen == Counter({str(index): 2 for index in range(128)})
+    seen: Counter[str] = Counter()
+    for path in tmp_path.glob("again/seen-*.txt"):
+        seen.update(path.read_text().split())
+    assert seen == Counter(list(map(str, range(128))) * 2)
 
 
 def test_a_mixture_follows_the_loss_of_each_source():
