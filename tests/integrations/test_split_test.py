@@ -15,10 +15,15 @@ from tests.integrations import toys
 from tests.packed.test_training import llama
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-ROWS = [
-    {"input_ids": [3 + (i * j) % 50 for j in range(2 + 7 * i % 40)], "intent": int(i % 8 == 0)}
-    for i in range(64)
-]
+
+
+def row(number: int) -> dict[str, Any]:
+    length = 2 + 7 * number % 40
+    ids = [3 + (number * place) % 50 for place in range(length)]
+    return {"input_ids": ids, "intent": int(number % 8 == 0)}
+
+
+ROWS = list(map(row, range(64)))
 WEIGHTS = torch.tensor([1.0, 7.0], dtype=torch.float64)
 BUDGET = TokenBudget(160)
 
@@ -41,19 +46,21 @@ class Tagger(torch.nn.Module):
         sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
         config = BertConfig(vocab_size=64, intermediate_size=32, **sizes)
         self.encoder = BertModel(config)
-        self.intent, self.slots = torch.nn.Linear(16, 2), torch.nn.Linear(16, 5)
+        self.intent = torch.nn.Linear(16, 2)
+        self.slots = torch.nn.Linear(16, 5)
         self.loss_of = loss_of
         for module in self.modules():
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.0
 
     def forward(self, **batch: torch.Tensor) -> dict[str, Any]:
-        ids, mask = batch["input_ids"], batch["attention_mask"]
+        ids = batch["input_ids"]
+        mask = batch["attention_mask"]
         hidden = self.encoder(ids, attention_mask=mask).last_hidden_state
-        found = self.loss_of(self.slots(hidden), self.intent(hidden[:, 0]), batch)
-        if isinstance(found, dict):
-            return {"loss": sum(found.values()), "losses": found}
-        return {"loss": found}
+        loss = self.loss_of(self.slots(hidden), self.intent(hidden[:, 0]), batch)
+        if isinstance(loss, dict):
+            return {"loss": sum(loss.values()), "losses": loss}
+        return {"loss": loss}
 
 
 def by_tokens(slots, intent, batch):
@@ -167,51 +174,84 @@ class Penalized(Trainer):
         return loss + 0.05 * sum((p - 0.1).pow(2).sum() for p in model.parameters())
 
 
+class PenalizedAndFitting(DynagroupTrainer, Penalized):
+    pass
+
+
 def test_a_penalty_beside_the_loss_counts_once_an_update(tmp_path):
-    found = [
-        toys.trainer("causal", tmp_path, fits=fits, max_steps=4, model=llama("sdpa"))
-        for fits in (False, True)
-    ]
-    for run, kinds in zip(found, ((Penalized,), (DynagroupTrainer, Penalized)), strict=True):
-        run.__class__ = type("Run", kinds, {})
+    """Fixed: one batch of sixteen. The library's loss is of float32."""
+    fixed = toys.trainer("causal", tmp_path, fits=False, max_steps=4, model=llama("sdpa"))
+    fixed.__class__ = Penalized
+    fixed.args.gradient_accumulation_steps = 1
+    fixed._train_batch_size = 16
+    fitting = toys.trainer("causal", tmp_path, fits=True, max_steps=4, model=llama("sdpa"))
+    fitting.__class__ = PenalizedAndFitting
+    for run in (fixed, fitting):
         run.args.max_grad_norm = 0.0
-    found[0].args.gradient_accumulation_steps, found[0]._train_batch_size = 1, 16
-    for run in found:
         run.train()
-    apart = toys.parameters(found[0].model) - toys.parameters(found[1].model)
-    assert apart.abs().max() < 1e-5, "the library's loss is of float32"
+    difference = toys.parameters(fixed.model) - toys.parameters(fitting.model)
+    assert difference.abs().max() < 1e-5
 
 
 def loader_of(weigh: Any) -> PlannedDataLoader[Any]:
     lengths = [len(row["input_ids"]) for row in ROWS]
-    how = {"samples_per_update": 16, "collate_fn": collate, "shuffle": False}
-    return PlannedDataLoader(ROWS, lengths, BUDGET, weigh=weigh, **how)
+    return PlannedDataLoader(
+        ROWS,
+        lengths,
+        BUDGET,
+        weigh=weigh,
+        samples_per_update=16,
+        collate_fn=collate,
+        shuffle=False,
+    )
 
 
-def test_the_public_test_names_what_fits_and_leaves_no_trace():
-    model = Tagger(by_tokens).double()
-    torch.nn.modules.module.Module.train(model)
-    model.encoder.eval()
+@pytest.fixture
+def tagger():
+    return Tagger(by_tokens).double()
+
+
+def test_the_public_test_names_what_fits_and_leaves_no_trace(tagger):
+    tagger.train()
+    tagger.encoder.eval()
 
     def loss_of(step):
         torch.rand(1)
-        return model(**step.batch)["loss"]
+        return tagger(**step.batch)["loss"]
 
-    modes, numbers = [m.training for m in model.modules()], torch.get_rng_state()
+    modes = [module.training for module in tagger.modules()]
+    random_state = torch.get_rng_state()
     loader = loader_of("labels")
-    assert check_loss(model, loss_of, loader) == "labels"
-    assert check_loss(model, loss_of, ROWS, collate_fn=collate) == "labels"
-    assert [m.training for m in model.modules()] == modes
-    assert torch.equal(torch.get_rng_state(), numbers)
-    assert all(p.grad is None for p in model.parameters())
+    assert check_loss(tagger, loss_of, loader) == "labels"
+    assert check_loss(tagger, loss_of, ROWS, collate_fn=collate) == "labels"
+    assert [module.training for module in tagger.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert all(parameter.grad is None for parameter in tagger.parameters())
     assert loader.stats.steps == 0
+
+
+def test_the_public_test_says_which_weigh_a_loader_needs(tagger):
     with pytest.raises(ConfigError, match="make the loader with weigh='labels'"):
-        check_loss(model, loss_of, loader_of("tokens"))
+        check_loss(tagger, lambda step: tagger(**step.batch)["loss"], loader_of("tokens"))
+
+
+def test_samples_without_labels_say_nothing(tagger):
     blank = [{**row, "input_ids": [0] * len(row["input_ids"])} for row in ROWS]
-    assert check_loss(model, loss_of, blank, collate_fn=collate) is None
-    noisy = Tagger(lambda slots, intent, batch: (slots * torch.rand_like(slots)).mean())
+
+    def loss_of(step):
+        return tagger(**step.batch)["loss"]
+
+    assert check_loss(tagger, loss_of, blank, collate_fn=collate) is None
+
+
+def noisy(slots, intent, batch):
+    return (slots * torch.rand_like(slots)).mean()
+
+
+def test_a_loss_that_draws_random_numbers_is_refused():
+    model = Tagger(noisy)
     with pytest.raises(ConfigError, match="depends on how an update is cut.*draws random numbers"):
-        check_loss(noisy, lambda step: noisy(**step.batch)["loss"], ROWS, collate_fn=collate)
+        check_loss(model, lambda step: model(**step.batch)["loss"], ROWS, collate_fn=collate)
 
 
 def test_its_samples_fit_into_one_batch():
@@ -224,30 +264,46 @@ def test_its_samples_fit_into_one_batch():
     assert pieces.together["input_ids"].numel() <= 64
 
 
-def test_several_losses_have_weights_of_their_own_in_a_loop():
-    model = Tagger(named_losses).double()
-    weigh = {"intent": class_weight, "slots": "labels"}
+SEVERAL = {"intent": class_weight, "slots": "labels"}
 
+
+@pytest.fixture
+def tagger_of_two():
+    return Tagger(named_losses).double()
+
+
+def test_several_losses_have_weights_of_their_own(tagger_of_two):
     def losses_of(step):
-        return model(**step.batch)["losses"]
+        return tagger_of_two(**step.batch)["losses"]
 
     loader = loader_of("samples")
-    assert check_loss(model, losses_of, loader, weigh) == weigh
+    assert check_loss(tagger_of_two, losses_of, loader, SEVERAL) == SEVERAL
     wrong = {"intent": "samples", "slots": "samples"}
     with pytest.warns(UserWarning, match="`weigh` does not fit the loss"):
-        check_loss(model, losses_of, loader, wrong)
+        check_loss(tagger_of_two, losses_of, loader, wrong)
     with pytest.raises(ConfigError, match="`weigh` is a dict for the losses"):
-        check_loss(model, losses_of, loader, {"intent": "samples"})
+        check_loss(tagger_of_two, losses_of, loader, {"intent": "samples"})
+
+
+def take_gradients(model):
+    gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
+    model.zero_grad()
+    return gradients
+
+
+def test_several_losses_of_an_update_have_the_gradient_of_one_batch(tagger_of_two):
+    loader = loader_of("samples")
     update = next(loader.updates())
     assert len(update) > 1
-    for step, scales in zip(update, loss_scales(update, weigh, loader.world), strict=True):
-        losses = losses_of(step)
+    for step, scales in zip(update, loss_scales(update, SEVERAL, loader.world), strict=True):
+        losses = tagger_of_two(**step.batch)["losses"]
         sum(losses[name] * scale for name, scale in scales.items()).backward()
-    found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    model.zero_grad()
-    model(**collate([ROWS[i] for step in update for i in step.indices]))["loss"].backward()
-    whole = [p.grad for p in model.parameters() if p.grad is not None]
-    assert all((a - b).abs().max() < 1e-12 for a, b in zip(found, whole, strict=True))
+    gradients = take_gradients(tagger_of_two)
+    indices = sum((list(step.indices) for step in update), [])
+    tagger_of_two(**collate([ROWS[index] for index in indices]))["loss"].backward()
+    expected = take_gradients(tagger_of_two)
+    for ours, theirs in zip(gradients, expected, strict=True):
+        assert (ours - theirs).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("of_batch", [torch.std, lambda outputs: outputs.corrcoef()[0, 1]])
