@@ -138,6 +138,15 @@ class DynagroupTrainerMixin(Evaluator):
         dataset: Dataset = host.dataset
         if isinstance(dataset, IterableDatasetShard):
             dataset = vars(dataset)["dataset"]  # users divide an iterable dataset themselves
+        elif (
+            self.args.world_size > 1
+            and self.accelerator.dispatch_batches is False
+            and is_stream(dataset)
+        ):
+            raise ConfigError(
+                "dispatch_batches=False divides a stream once more, and samples would be lost; "
+                "leave it out, and divide the stream yourself"
+            )
         if not is_stream(dataset):
             order = config.mixture
             if order is None:

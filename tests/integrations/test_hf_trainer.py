@@ -462,6 +462,24 @@ def test_a_stream_takes_as_many_steps_as_asked(tmp_path):
     assert run.state.global_step == 2
 
 
+def test_a_stream_that_accelerate_would_divide_once_more_is_refused(tmp_path, monkeypatch):
+    """After ``split_dataset_by_node``, as the page on streams asks, half of the samples would be lost."""
+    run = trainer(
+        "causal",
+        tmp_path,
+        fits=True,
+        max_steps=2,
+        accelerator_config={"dispatch_batches": False},
+        config={**ONLINE, "updates": "free"},
+    )
+    rows = datasets.Dataset.from_list(toys.samples("causal", 8))
+    run.train_dataset = rows.to_iterable_dataset(num_shards=4)
+    run.get_train_dataloader()
+    monkeypatch.setattr(type(run.args), "world_size", 2)
+    with pytest.raises(ConfigError, match="divides a stream once more.*; leave it out"):
+        run.get_train_dataloader()
+
+
 ODD: list[Any] = [
     SequentialSampler,
     lambda data: RandomSampler(data, replacement=True),
