@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from dynagroup.errors import ConfigError
 from dynagroup.lengths import as_streams, limit_of
 from dynagroup.shapes import primary
-from dynagroup.text.measure import measure_lengths
+from dynagroup.text.measure import CHATS, is_chat, measure_lengths
 from dynagroup.validation import warn_user
 
 if TYPE_CHECKING:
@@ -255,7 +255,7 @@ def _chosen(
     names = [name for name in _names(table) if name != kinds]
     if isinstance(table, dict) or len(names) == 1:  # every array of an .npz file is a stream
         return names
-    for name in ("text",) if has_tokenizer else USUAL:
+    for name in ("text", *CHATS) if has_tokenizer else USUAL:
         if name in names:
             return [name]
     raise ConfigError(
@@ -277,6 +277,8 @@ def _lengths(
         return measure_lengths(table, tokenizer, name, num_proc=num_proc)
     if dtype is not None:
         return _as_lengths(table.with_format("numpy")[name][:], name)
+    if tokenizer is not None and len(table) and is_chat(table[0][name]):
+        return measure_lengths(table, tokenizer, name, num_proc=num_proc)
     return measure_lengths(table, column=name)
 
 

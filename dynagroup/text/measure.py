@@ -18,6 +18,8 @@ VALUES = "input_values"  # field of speech models: fractions
 IDS = ("input_ids", VALUES)  # usual names of fields with one entry per position
 MASK = "attention_mask"  # 1 for entries of these fields that count, 0 for padding
 LENGTH_OF = "for other samples give `length_of`, e.g. lambda row: len(row['audio']['array'])"
+CHATS = ("messages", "conversations")  # usual names of columns of chats
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 CHAT = "turn a chat into a text with tokenizer.apply_chat_template(messages, tokenize=False)"
 PADDED_ROWS = 0.01  # a larger share of padding in rows is told
 TEXTS_PER_CALL = 1000  # as in datasets.map; a fast tokenizer works in parallel within one call
@@ -42,8 +44,9 @@ def measure_lengths(
     longest. ``datasets`` caches the lengths of a ``datasets.Dataset``'s texts, as it caches transforms.
 
     Args:
-        data: texts or pairs of texts (with a ``tokenizer``), a ``datasets.Dataset``, tokenized samples (sequences of
-            token ids, or mappings that contain one), or any map-style dataset (with ``length_of``).
+        data: texts, pairs of texts or chats (lists of messages, by the tokenizer's template), all with a ``tokenizer``; a
+            ``datasets.Dataset``; tokenized samples (sequences of token ids, or mappings that contain one); or any
+            map-style dataset (with ``length_of``).
         tokenizer: called like a transformers tokenizer; special tokens are counted.
         column: name of the text or id field of a table, or of samples that are mappings. None: the only text column of
             a ``datasets.Dataset`` if a tokenizer is given, else ``input_ids`` or ``input_values``.
@@ -144,6 +147,8 @@ def _count_texts(
     first: int,
 ) -> list[int]:
     texts = samples if column is None else [sample[column] for sample in samples]
+    if texts and all(map(is_chat, texts)):
+        return _count_chats(tokenizer, max_length, texts)
     for index, text in enumerate(texts, first):
         if not isinstance(text, str) and not is_pair(text):
             raise ConfigError(
@@ -157,6 +162,39 @@ def _count_texts(
         way_out="; for lone surrogates, text.encode('utf-8', 'replace').decode() helps",
     ):
         return list(map(len, tokenized(tokenizer, texts, max_length)["input_ids"]))
+
+
+def is_chat(item: Any) -> bool:
+    """Returns whether an item is a chat: a list of messages."""
+    if not isinstance(item, (list, tuple)) or not item:
+        return False
+    return all(isinstance(message, Mapping) for message in item)
+
+
+def _count_chats(
+    tokenizer: Tokenizer, max_length: int | None, chats: Sequence[Sequence[Mapping[str, Any]]]
+) -> list[int]:
+    """Counts the tokens of chats as the tokenizer's template writes them."""
+    template = getattr(tokenizer, "apply_chat_template", None)
+    if template is None or not getattr(tokenizer, "chat_template", None):
+        raise ConfigError(
+            "the samples are chats, and `tokenizer` has no chat template; set tokenizer.chat_template, "
+            "or give texts"
+        )
+    texts = []
+    for chat in chats:
+        texts.append(template([_message(message) for message in chat], tokenize=False))
+    # A template writes the special tokens itself.
+    tokens = tokenized(tokenizer, texts, max_length, add_special_tokens=False)
+    return list(map(len, tokens["input_ids"]))
+
+
+def _message(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a message with "role" and "content"; ShareGPT's have "from" and "value"."""
+    if "from" not in message:
+        return message
+    role = SHAREGPT_ROLES.get(message["from"], message["from"])
+    return {"role": role, "content": message["value"]}
 
 
 def is_pair(item: Any) -> bool:
@@ -216,6 +254,8 @@ def _only_text_column(data: Any) -> str:
     for name, kind in data.features.items():
         if getattr(kind, "dtype", None) in ("string", "large_string"):
             texts.append(name)
+    if not texts:
+        texts = [name for name in CHATS if name in data.features]
     if len(texts) != 1:
         raise ConfigError(
             f"the dataset has {len(texts)} text columns ({texts}); name one with `column`"
