@@ -77,7 +77,7 @@ CALLS: list[tuple[Callable[..., Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("call", "names"), CALLS, ids=str)
+@pytest.mark.parametrize(("call", "names"), CALLS, ids=range(len(CALLS)))
 def test_strange_arguments_are_refused_at_once_or_work(
     call: Callable[..., Any], names: str
 ) -> None:
