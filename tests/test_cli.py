@@ -210,7 +210,7 @@ def zipped(**arrays) -> bytes:
             "x.jsonl",
             CHATS,
             ["--column", "c", *TOKENIZED],
-            "apply_chat_template(messages, tokenize=False)",
+            "`tokenizer` has no chat template; set tokenizer.chat_template",
         ),
         (
             "x.jsonl",

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
@@ -209,11 +210,13 @@ class Memory:
         text: whether today's batch fits if all samples are the longest, and how many would.
         num_fit: samples of the longest lengths that fit in one batch; None: memory is not known.
         safe_tokens: a token budget with which all batches fit; None: memory is not known, or not one sample fits.
+        budget: predicts the memory of padded batches; None: memory is not known, or not even the weights fit.
     """
 
     text: str
     num_fit: int | None = None
     safe_tokens: int | None = None
+    budget: MemoryBudget | None = None
 
 
 def doctor(args: argparse.Namespace) -> Result:
@@ -225,9 +228,10 @@ def doctor(args: argparse.Namespace) -> Result:
     ranks = "one rank, so no rank waits"
     if comparison.world_size > 1:
         ranks = f"{comparison.world_size} ranks wait {today.waiting:.0%} of their time for the slowest of a step"
-    change = _change(comparison, args.layout, memory)
     if memory.num_fit == 0:
-        change = _what_would_fit(args, lengths)
+        change = _what_would_fit(args, lengths, memory.budget)
+    else:
+        change = _change(comparison, args.layout, memory)
     findings = {
         "change": change,
         "waste": f"{today.padding:.0%} of the tokens of {today.name} batches are padding "
@@ -267,7 +271,7 @@ def _memory(args: argparse.Namespace, lengths: Streams) -> Memory:
     if args.model is None:
         raise ConfigError("`--gpu-memory` needs `--model`, whose memory is predicted; give both")
     workload = _workload(args)
-    longest = _longest(lengths)
+    longest = {name: max(int(values.max()), 1) for name, values in lengths.items()}
     what = " and ".join(f"{units:,} {name}" for name, units in longest.items())
     try:
         budget = MemoryBudget.from_model(
@@ -277,9 +281,8 @@ def _memory(args: argparse.Namespace, lengths: Streams) -> Memory:
         return Memory(text=str(error), num_fit=0)
     num_fit = int(budget.most_samples(longest)[0])
     if num_fit == 0:
-        return Memory(
-            text=f"no sample of {what} fits {args.gpu_memory} ({budget.model})", num_fit=0
-        )
+        text = f"no sample of {what} fits {args.gpu_memory} ({budget.model})"
+        return Memory(text=text, num_fit=0, budget=budget)
     ours = budget
     if args.layout == "packed":
         ours = MemoryBudget.from_model(args.model, args.gpu_memory, **workload)
@@ -291,42 +294,38 @@ def _memory(args: argparse.Namespace, lengths: Streams) -> Memory:
         f"{args.batch_size} samples of {what} {verdict} ({budget.model}); "
         f"a budget that is safe: {safe_tokens:,} tokens"
     )
-    return Memory(text=text, num_fit=num_fit, safe_tokens=safe_tokens)
+    return Memory(text=text, num_fit=num_fit, safe_tokens=safe_tokens, budget=budget)
 
 
-def _longest(lengths: Streams) -> dict[str, int]:
-    return {name: max(int(values.max()), 1) for name, values in lengths.items()}
-
-
-def _what_would_fit(args: argparse.Namespace, lengths: Streams) -> str:
+def _what_would_fit(
+    args: argparse.Namespace, lengths: Streams, as_it_is: MemoryBudget | None
+) -> str:
     """Returns which samples would fit as they are, and if the model took less memory."""
     ways: dict[str, dict[str, Any]] = {
-        "as it is": {},
         "--dtype bfloat16": {"dtype": "bfloat16"},
         "--gradient-checkpointing": {"gradient_checkpointing": True},
         "--lora": {"lora": True},
     }
-    everything: dict[str, Any] = {}
+    all_options: dict[str, Any] = {}
     for options in ways.values():
-        everything |= options
-    ways["all three"] = everything
+        all_options |= options
+    ways["all three"] = all_options
     workload = _workload(args)
-    parts = []
+    parts = [f"as it is: {_samples_that_fit(as_it_is, lengths)}"]
     for name, options in ways.items():
-        shares = _samples_that_fit(args, {**workload, **options}, lengths)
-        parts.append(f"{name}: {shares}")
+        budget = None
+        with suppress(BudgetError):  # not even the weights fit
+            budget = MemoryBudget.from_model(args.model, args.gpu_memory, **{**workload, **options})
+        parts.append(f"{name}: {_samples_that_fit(budget, lengths)}")
     return (
         f"nothing: not one of the longest samples fits {args.gpu_memory}. Samples that fit alone: "
         f"{'; '.join(parts)}. Or cut them: --max-length"
     )
 
 
-def _samples_that_fit(
-    args: argparse.Namespace, workload: Mapping[str, Any], lengths: Streams
-) -> str:
-    try:
-        budget = MemoryBudget.from_model(args.model, args.gpu_memory, **workload)
-    except BudgetError:  # not even the weights fit
+def _samples_that_fit(budget: MemoryBudget | None, lengths: Streams) -> str:
+    """Returns the share of the samples that fit alone, and the longest of them, as text."""
+    if budget is None:
         return "none"
     longest = {name: np.maximum(values, 1) for name, values in lengths.items()}
     fits = budget.fits(BatchShape.of(1, longest))

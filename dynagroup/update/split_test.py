@@ -732,7 +732,7 @@ def random_numbers(seed: int) -> Iterator[None]:
     """Context manager with random numbers of its own; afterwards all generators continue as before."""
     python_state = random.getstate()
     numpy_state = np.random.get_state()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
     try:
         with torch.random.fork_rng(devices):
             torch.manual_seed(seed)

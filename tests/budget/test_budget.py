@@ -369,7 +369,7 @@ def test_messages_know_the_names_that_the_user_gave() -> None:
     message = r"sample 1 \(90 source, 5 target\) does not fit even alone"
     with pytest.raises(BudgetError, match=message):
         sampler_of(50, oversize="error")
-    with pytest.warns(UserWarning, match="the first is sample 1 with 90 source, 5 target;"):
+    with pytest.warns(UserWarning, match="sample 1 with 90 source, 5 target does not fit"):
         sampler_of(50)
     message = r"needs the stream 'patches', but `lengths` has only \['source', 'target'\]"
     with pytest.raises(ConfigError, match=message):

@@ -3,8 +3,9 @@
 import random
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -98,7 +99,8 @@ UPDATES: list[dict[str, Any]] = [
 ]
 
 
-class Case(NamedTuple):
+@dataclass(frozen=True)
+class Case:
     """A loader's data and settings."""
 
     lengths: list[int]
@@ -197,7 +199,7 @@ def test_whatever_the_settings_every_sample_comes_once(
     """Stopped and saved anywhere in three epochs, twice, and resumed on other ranks: what came is read from the batches."""
     if case.source in OF_THE_USERS_RANKS:
         sizes = (sizes[0],) * 3
-        case = case._replace(update=None)
+        case = replace(case, update=None)
     if case.source != "sampler" and case.update is not DROPPING:
         # A stream's indices say how far it was read.
         num_samples = None if case.source == "stream" else len(case.lengths)

@@ -262,17 +262,13 @@ def test_windows_are_used_one_after_the_other() -> None:
 
 # Samples that do not fit
 
-oversize_is_warned = pytest.mark.filterwarnings("ignore:2 samples do not fit")
 
-
-@oversize_is_warned
 def test_samples_that_do_not_fit_are_batches_of_their_own() -> None:
     plan = planner_of([5, 50, 3, 60], TokenBudget(10)).plan()
     assert joined(plan.rows) == [[3], [1], [0, 2]]
     assert plan.oversize.tolist() == [1, 3]
 
 
-@oversize_is_warned
 def test_samples_that_do_not_fit_may_be_dropped() -> None:
     planner = planner_of([5, 50, 3, 60], TokenBudget(10), oversize="drop")
     assert planner.plan().dropped.tolist() == [1, 3]
@@ -281,7 +277,6 @@ def test_samples_that_do_not_fit_may_be_dropped() -> None:
     assert planner.num_planned == 2
 
 
-@oversize_is_warned
 @pytest.mark.parametrize("order", [[1, 0, 1, 2], [2, 0]])
 def test_samples_are_dropped_as_often_as_they_were_drawn(order: list[int]) -> None:
     plan = LengthAwareBatchSampler(
@@ -290,7 +285,6 @@ def test_samples_are_dropped_as_often_as_they_were_drawn(order: list[int]) -> No
     assert sorted([*plan.batches.order, *plan.dropped]) == sorted(order)
 
 
-@oversize_is_warned
 def test_a_sample_does_not_fit_if_any_of_its_lengths_does_not() -> None:
     lengths = streams([5, 50, 3, 60], patches=[0, 0, 99, 0])
     budget = TokenBudget(55) & AdditiveCap("patches", 9)

@@ -87,7 +87,7 @@ LONG_PAIRS = {
 
 def test_the_fixed_batch_that_a_plan_is_held_against_fits_at_its_hardest() -> None:
     """The longest source and the longest target may meet."""
-    with pytest.warns(UserWarning, match="do not fit"):
+    with pytest.warns(UserWarning, match="sample 4 with 900 tokens, 900 labels does not fit"):
         planned = plan(TokenBudget(400), LONG_PAIRS, 1)
     assert most_of_the_longest(LONG_PAIRS, planned.budget) == 2
     text = planned.report()

@@ -415,7 +415,6 @@ def test_a_rank_may_ask_alone(monkeypatch, sizes):
     assert resumed.cursor == loader.cursor
 
 
-@pytest.mark.filterwarnings("ignore:. samples do not fit")
 def test_a_sampler_that_draws_what_is_left_out_more_often_in_some_epoch_is_refused():
     class Other(list):
         def set_epoch(self, epoch):
