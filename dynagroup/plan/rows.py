@@ -216,44 +216,65 @@ def divide(steps: Steps, low: NDArray[np.float64], high: NDArray[np.float64]) ->
 # By an exchange argument, no division of a step's samples has a cheaper most expensive batch than runs of the sorted
 # samples, and `divide` finds the best runs. All uneven steps are divided at once.
 def levelled(window: OrderedWindow, batches: Batches, num_ranks: int) -> Batches:
-    """Divides the samples of uneven steps over the ranks again, for windows of one padded stream.
+    """Divides the samples of uneven steps over the ranks again, for windows of one padded stream. A step that would not
+    become cheaper stays as it is.
 
     Args:
         batches: positions in the window, step after step, the most expensive batch of a step first. The last step may
             lack some.
     """
-    work = window.work_of(batches.order[batches.offsets[:-1]], batches.sizes)
-    num_steps = len(batches) // num_ranks
-    by_step = work[: num_steps * num_ranks].reshape(num_steps, num_ranks)
-    is_uneven = np.ptp(by_step, axis=1) > EQUAL * by_step.mean(axis=1)
-    is_uneven &= (
-        batches.sizes[: num_steps * num_ranks : num_ranks] > 1
-    )  # a single sample cannot be divided
-    uneven = np.flatnonzero(is_uneven)
+    uneven, dearest = _uneven_steps(window, batches, num_ranks)
     if not len(uneven):
         return batches
-    step_of = np.repeat(np.arange(len(batches)) // num_ranks, batches.sizes)
-    slots = np.flatnonzero(np.isin(step_of, uneven))
+    step_of_sample = np.repeat(np.arange(len(batches)) // num_ranks, batches.sizes)
+    slots = np.flatnonzero(np.isin(step_of_sample, uneven))  # where their samples are in `order`
     places = batches.order[slots]
-    places = places[np.lexsort([places, step_of[slots]])]
-    num_samples = np.bincount(step_of)[uneven]
-    ends = np.cumsum(num_samples)
-    num_left = np.repeat(ends, num_samples) - np.arange(len(places))
-    largest = np.minimum(window.largest[places], num_left)
-    part = OrderedWindow(window.work[places], largest, window.allowed)
-    steps = Steps(part, ends - num_samples, ends, num_ranks)
-    sizes = divide(steps, steps.least(), by_step[uneven].max(axis=1) * (1 + TINY))
-    is_better = steps.dearest(sizes) < by_step[uneven].max(axis=1)
-    is_better &= (sizes > 0).all(axis=1) & (sizes.sum(axis=1) == num_samples)
+    places = places[np.lexsort([places, step_of_sample[slots]])]  # sorted in each step
+    num_samples = np.bincount(step_of_sample)[uneven]
+
+    steps = _steps_of(window, places, num_samples, num_ranks)
+    sizes = divide(steps, steps.least(), dearest * (1 + TINY))
+    is_divided = (sizes > 0).all(axis=1) & (sizes.sum(axis=1) == num_samples)
+    is_better = is_divided & (steps.dearest(sizes) < dearest)
+
     order = batches.order.copy()
-    is_divided = np.repeat(is_better, num_samples)
-    order[slots[is_divided]] = places[is_divided]
-    all_sizes = batches.sizes.copy()
+    of_better = np.repeat(is_better, num_samples)
+    order[slots[of_better]] = places[of_better]
+    new_sizes = batches.sizes.copy()
     numbers = uneven[is_better, None] * num_ranks + np.arange(num_ranks)
-    all_sizes[numbers] = sizes[is_better]
-    divided = Batches(order, offsets_of(all_sizes))
-    work = window.work_of(order[divided.offsets[:-1]], all_sizes)
-    return divided.take(np.lexsort([-work, np.arange(len(batches)) // num_ranks]))
+    new_sizes[numbers] = sizes[is_better]
+    return _dearest_first_in_steps(window, Batches(order, offsets_of(new_sizes)), num_ranks)
+
+
+def _uneven_steps(
+    window: OrderedWindow, batches: Batches, num_ranks: int
+) -> tuple[IntArray, NDArray[np.float64]]:
+    """Returns the numbers of steps whose batches differ in work, and the work of their most expensive batches. A batch of
+    one sample cannot be divided."""
+    num_steps = len(batches) // num_ranks  # without a last step that lacks batches
+    num_batches = num_steps * num_ranks
+    work = window.work_of(batches.order[batches.offsets[:-1]], batches.sizes)
+    by_step = work[:num_batches].reshape(num_steps, num_ranks)
+    is_uneven = np.ptp(by_step, axis=1) > EQUAL * by_step.mean(axis=1)
+    can_be_divided = batches.sizes[:num_batches:num_ranks] > 1
+    uneven = np.flatnonzero(is_uneven & can_be_divided)
+    return uneven, by_step[uneven].max(axis=1)
+
+
+def _steps_of(
+    window: OrderedWindow, places: IntArray, num_samples: IntArray, num_ranks: int
+) -> Steps:
+    """Returns steps of ``num_samples`` consecutive ones of these places each, whose batches stay in their step."""
+    ends = np.cumsum(num_samples)
+    num_left_in_step = np.repeat(ends, num_samples) - np.arange(len(places))
+    largest = np.minimum(window.largest[places], num_left_in_step)
+    part = OrderedWindow(window.work[places], largest, window.allowed)
+    return Steps(part, ends - num_samples, ends, num_ranks)
+
+
+def _dearest_first_in_steps(window: OrderedWindow, batches: Batches, num_ranks: int) -> Batches:
+    work = window.work_of(batches.order[batches.offsets[:-1]], batches.sizes)
+    return batches.take(np.lexsort([-work, np.arange(len(batches)) // num_ranks]))
 
 
 def complete(
