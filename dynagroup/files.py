@@ -114,6 +114,14 @@ def read_column(data: Any, name: str, option: str) -> list[Any]:
     return values
 
 
+def name_of_samples(data: Any, sample_by: SampleBy) -> str:
+    """Returns what a sample of these files is: "lines", "paragraphs" or "documents" of txt files, else "rows"."""
+    endings = {_ending(path) for path in _paths(data)}
+    if endings == {".txt"}:
+        return f"{sample_by}s"
+    return "rows"
+
+
 @contextmanager
 def _progress_bars(is_shown: bool) -> Iterator[None]:
     from datasets.utils import (

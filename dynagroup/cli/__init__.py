@@ -65,7 +65,7 @@ def tokens(text: str) -> int:
 
 DATA = "data --column --kinds --tokenizer --max-length --world-size --layout --pad-to-multiple-of --json"
 TODAY = f"{DATA} --batch-size! --max-tokens --accumulation --model --device"
-MEASURE = "data --column --tokenizer --max-length --output! --processes --json"
+MEASURE = "data --column --tokenizer --max-length --sample-by --output! --processes --json"
 PLAN = f"{DATA} --max-tokens! --shuffle --window --samples-per-update --device --picture"
 DOCTOR = f"{TODAY} --gpu-memory --dtype --gradient-checkpointing --lora --html"
 DEMO = "--texts --tokenizer --model --device --budget --max-length --samples --seconds"
@@ -100,6 +100,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {  # name -> placeholder of its value, mea
     "--kinds": ("C", "column of labels; all batches of a step then have samples of one kind"),
     "--tokenizer": ("NAME", "transformers tokenizer, if DATA contains texts"),
     "--max-length": ("T", "truncate longer samples to this many tokens"),
+    "--sample-by": ("line|paragraph|document", "what is a sample of a .txt file", "line"),
     "--max-tokens": (
         "T",
         "most tokens of a batch with padding, e.g. 16k; default: --batch-size times the longest",

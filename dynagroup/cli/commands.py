@@ -19,7 +19,7 @@ from dynagroup.budget.memory import LENGTHS, WAY_OUT, MemoryBudget, parsed_bytes
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.device import CudaDevice
 from dynagroup.errors import BudgetError, ConfigError
-from dynagroup.files import measure_files, read_column
+from dynagroup.files import measure_files, name_of_samples, read_column
 from dynagroup.lengths import as_streams, limit_of
 from dynagroup.memory import ProfiledMemory, Workload, measure
 from dynagroup.memory.trace.model import as_config, as_random_model
@@ -86,15 +86,24 @@ def lengths(args: argparse.Namespace) -> Result:
         args.max_length,
         num_proc=args.processes,
         output=args.output,
+        sample_by=args.sample_by,
     )
+    counted = name_of_samples(args.data, args.sample_by)
     figures = {}
     lines = []
     for name, values in as_streams(measured).items():
         num_samples = len(values)
         total = int(values.sum(dtype="int64"))
         longest = int(values.max())
-        figures[name] = {"num_samples": num_samples, "sum": total, "longest": longest}
-        lines.append(f"{name}: {num_samples:,} samples, {total:,} in all, the longest {longest:,}")
+        figures[name] = {
+            "num_samples": num_samples,
+            "counted": counted,
+            "sum": total,
+            "longest": longest,
+        }
+        lines.append(
+            f"{name}: {num_samples:,} samples ({counted}), {total:,} in all, the longest {longest:,}"
+        )
     lines.append(f"written: {args.output}")
     return Result(figures=figures, text="\n".join(lines), draw=_nothing)
 
