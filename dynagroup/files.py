@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from dynagroup.errors import ConfigError
 from dynagroup.lengths import as_streams, limit_of
 from dynagroup.shapes import primary
-from dynagroup.text.measure import CHATS, is_chat, measure_lengths
+from dynagroup.text.measure import CHATS, is_chat, measure_lengths, with_answers
 from dynagroup.validation import warn_user
 
 if TYPE_CHECKING:
@@ -85,6 +85,8 @@ def measure_files(
     are_arrays = all(_ending(path) in _ARRAYS for path in paths)
     with nullcontext() if are_arrays else _progress_bars(progress):
         tables = list(_tables(paths, sample_by))
+        if tokenizer is not None and column is None:
+            tables = [table if isinstance(table, dict) else with_answers(table) for table in tables]
         if not any(_num_rows(table) for table in tables):
             raise ConfigError(f"{str(data)!r} has no samples; give files with at least one row")
         names = _chosen(tables[0], data, column, kinds, has_tokenizer=tokenizer is not None)

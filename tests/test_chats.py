@@ -57,3 +57,29 @@ def test_chats_in_files_need_no_column(
 def test_a_tokenizer_without_a_template_is_named() -> None:
     with pytest.raises(ConfigError, match="has no chat template"):
         measure_lengths(CHATS, models.small_tokenizer())
+
+
+ANSWERS = ["w8", "w7 w6", "w5"]
+
+
+@pytest.mark.parametrize("kind", ["texts", "chats"])
+def test_a_prompt_and_its_completion_are_one_sample(
+    tokenizer: Any, kind: str, tmp_path: Path
+) -> None:
+    rows = []
+    whole = []
+    for question, text in zip(QUESTIONS, ANSWERS, strict=True):
+        prompt: Any = f"{question} "
+        completion: Any = text
+        if kind == "chats":
+            prompt = [{"role": "user", "content": question}]
+            completion = [{"role": "assistant", "content": text}]
+        rows.append({"id": text, "prompt": prompt, "completion": completion})
+        whole.append(prompt + completion)
+    expected = measure_lengths(whole, tokenizer).tolist()
+    assert measure_lengths(Dataset.from_list(rows), tokenizer).tolist() == expected
+    path = tmp_path / "answers.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    assert measure_files(path, tokenizer, progress=False).tolist() == expected
+    prompts = measure_files(path, tokenizer, "prompt", progress=False)
+    assert (prompts < expected).all()

@@ -1,7 +1,9 @@
 """`dynagroup doctor`: what it says where memory decides, and for which device it predicts."""
 
 import json
+import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -83,3 +85,44 @@ def test_time_is_predicted_for_the_device_that_is_given(folder, capsys, command,
     figures = json.loads(answer(capsys, *arguments, "--json"))
     expected = compare(LENGTHS, 8, work=Work.of_known(None, device=device))
     assert figures["ways"] == expected.figures()["ways"]
+
+
+def page_of(folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    """The page of `doctor --html`, read by a parser that refuses what is not closed."""
+    path = folder / "new" / "page.html"
+    data = str(folder / "lengths.npy")
+    answer(capsys, "doctor", data, "--batch-size", "8", "--html", str(path), *options)
+    text = path.read_text(encoding="utf-8")
+    ElementTree.fromstring(re.sub(r"<!doctype html>|<meta [^>]*>|<br>", "", text))
+    return text
+
+
+def test_the_page_shows_the_code_first_and_marks_its_row_in_the_table(folder, capsys) -> None:
+    page = page_of(folder, capsys)
+    comparison = compare(LENGTHS, 8)
+    code = f"TokenBudget({8 * LENGTHS.max()}), samples_per_update=8"
+    assert page.index(code) < page.index("<table>")
+    [row] = re.findall(r'<tr class="chosen">(.*)</tr>', page)
+    assert f"{comparison.ways[2].padding:.1%}" in row
+    for way in comparison.ways:
+        assert f"<dt>{way.name}</dt>" in page
+
+
+def test_the_page_draws_the_same_samples_twice(folder, capsys) -> None:
+    page = page_of(folder, capsys)
+    heights = []
+    for picture in re.findall(r'<svg role="img".*?</svg>', page):
+        columns = re.findall(r"V([\d.]+)h", picture)
+        heights.append(sorted(map(float, columns)))
+    assert heights[0] == heights[1]
+    assert 120 < len(heights[0]) < 180
+
+
+def test_the_page_says_that_nothing_is_to_change(folder, capsys) -> None:
+    np.save(folder / "equal.npy", np.full(200, 64))
+    page = folder / "equal.html"
+    data = str(folder / "equal.npy")
+    answer(capsys, "doctor", data, "--batch-size", "8", "--html", str(page))
+    text = page.read_text(encoding="utf-8")
+    assert "Other batches of the same updates would save little" in text
+    assert "recommended)" not in text

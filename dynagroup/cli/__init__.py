@@ -137,7 +137,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {  # name -> placeholder of its value, mea
     "--fsdp": ("R", "shard parameters, gradients and optimizer state over R ranks"),
     "--measure": ("", "run random weights on the local CUDA device; default: simulate"),
     "--picture": ("PNG", "also save a picture"),
-    "--html": ("FILE", "also save a web page with the table and pictures"),
+    "--html": ("FILE", "also save a web page: the code, the table and pictures"),
     "--json": ("", "print the results as JSON"),
     "--output": ("FILE", "lengths.npy, or .npz for several columns; a killed run continues"),
     "--processes": (

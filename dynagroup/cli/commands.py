@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from html import escape
+from functools import partial
 from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ import numpy as np
 
 from dynagroup.budget.memory import LENGTHS, WAY_OUT, MemoryBudget, parsed_bytes
 from dynagroup.budget.tokens import TokenBudget
+from dynagroup.cli.page import Advice, page
 from dynagroup.device import CudaDevice
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.files import measure_files, name_of_samples, read_column
@@ -26,7 +27,7 @@ from dynagroup.memory.trace.model import as_config, as_random_model
 from dynagroup.plan.compare import MEGA_BATCHES, Comparison, most_units
 from dynagroup.plan.compare import compare as compared
 from dynagroup.plan.cost import Work, local_device
-from dynagroup.plan.plots import drawn, new_figure, save_picture
+from dynagroup.plan.plots import new_figure, save_picture
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.shapes import BatchShape, Streams, primary
 
@@ -43,6 +44,7 @@ class Result:
     figures: Mapping[str, Any]  # for JSON
     text: str
     draw: Callable[[], Figure]
+    page: Callable[[], str] | None = None  # as HTML
 
 
 def run(args: argparse.Namespace) -> None:
@@ -55,26 +57,11 @@ def run(args: argparse.Namespace) -> None:
     if args.picture:
         save_picture(result.draw(), args.picture)
         print(f"picture: {args.picture}", file=sys.stderr if args.json else sys.stdout)
-    if args.html:
-        text = page(f"dynagroup {args.command}", result.text, result.draw())
-        Path(args.html).write_text(text, encoding="utf-8")
-
-
-STYLE = (
-    "body{font:15px sans-serif;margin:2em;max-width:75em}"
-    "pre{font-size:13px}svg{max-width:100%;height:auto}"
-)
-
-
-def page(title: str, text: str, figure: Figure) -> str:
-    """Returns a static HTML page with a report and a figure as SVG, in one file without scripts."""
-    svg = drawn(figure, "svg").decode()
-    svg = svg[svg.index("<svg") :]
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n"
-        f"<body><h1>{escape(title)}</h1>\n<pre>{escape(text)}</pre>\n{svg}</body></html>\n"
-    )
+    if args.html and result.page is not None:
+        path = Path(args.html)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(result.page(), encoding="utf-8")
+        print(f"page: {args.html}", file=sys.stderr if args.json else sys.stdout)
 
 
 def lengths(args: argparse.Namespace) -> Result:
@@ -238,11 +225,11 @@ def doctor(args: argparse.Namespace) -> Result:
     if comparison.world_size > 1:
         ranks = f"{comparison.world_size} ranks wait {today.waiting:.0%} of their time for the slowest of a step"
     if memory.num_fit == 0:
-        change = _what_would_fit(args, lengths, memory.budget)
+        advice = Advice(text=_what_would_fit(args, lengths, memory.budget))
     else:
-        change = _change(comparison, args.layout, memory)
+        advice = _advice(comparison, args.layout, memory)
     findings = {
-        "change": change,
+        "change": advice.text,
         "waste": f"{today.padding:.0%} of the tokens of {today.name} batches are padding "
         f"(group_by_length: {grouped.padding:.0%})",
         "ranks": ranks,
@@ -251,27 +238,35 @@ def doctor(args: argparse.Namespace) -> Result:
     lines = [f"{name:6}  {text}" for name, text in findings.items()]
     text = "\n".join([*lines, "", comparison.report(), _device_line(args)])
     figures = {"findings": findings, **comparison.figures()}
-    return Result(figures=figures, text=text, draw=comparison.plot)
+    sentences = [findings["waste"], findings["ranks"], findings["memory"]]
+    as_page = partial(
+        page, comparison, advice, data=args.data, findings=sentences, device=_device_line(args)
+    )
+    return Result(figures=figures, text=text, draw=comparison.plot, page=as_page)
 
 
-def _change(comparison: Comparison, layout: str, memory: Memory) -> str:
+def _advice(comparison: Comparison, layout: str, memory: Memory) -> Advice:
     """Returns what to change: the fastest way that keeps the quality of training, as code."""
     today, _, exact, stratified = comparison.ways[:4]
     limit = WORTH * today.plan.predicted_time
     fastest = min(exact.plan.predicted_time, stratified.plan.predicted_time)
     fits_today = memory.safe_tokens is None or memory.safe_tokens >= today.largest_batch
     if fastest > limit and fits_today:
-        return "nothing: other batches of the same updates would save little time here"
+        return Advice(text="nothing: other batches of the same updates would save little time here")
     max_tokens = getattr(comparison.budget, "max_tokens", today.largest_batch)
     budget = f"TokenBudget({max_tokens})"
     if layout == "packed":
         budget = f'TokenBudget({max_tokens}, layout="packed")'
     updates = f"samples_per_update={comparison.samples_per_update}"
     trainer = budget
+    way = exact
     if stratified.plan.predicted_time <= WORTH * exact.plan.predicted_time:
         updates = f"{updates}, grouping={MEGA_BATCHES}"
         trainer = f"DynagroupConfig(budget={budget}, grouping={MEGA_BATCHES})"
-    return f"PlannedDataLoader(dataset, lengths, {budget}, {updates}); with the Trainer: dynagroup={trainer}"
+        way = stratified
+    loader = f"PlannedDataLoader(dataset, lengths, {budget}, {updates})"
+    text = f"{loader}; with the Trainer: dynagroup={trainer}"
+    return Advice(text=text, way=way, loader=loader, trainer=trainer)
 
 
 def _memory(args: argparse.Namespace, lengths: Streams) -> Memory:

@@ -102,16 +102,21 @@ class Comparison:
 
     def report(self) -> str:
         """Returns a table, one row per way: steps, padding, waiting, largest batch, time as a share of the first's."""
+        head, *rows = self.table()
+        return format_table(head, rows)
+
+    def table(self) -> list[list[str]]:
+        """Returns the cells of :meth:`report`: the head, and one row per way."""
         columns = dict(COLUMNS)
         if len(self.ways[0].plan.sample_kinds.labels) > 1:
             columns["steps that mix kinds"] = ("mixed_steps", "{:,}")
-        rows = []
+        rows = [["", *columns]]
         for name, figures in self.figures()["ways"].items():
             row = [name]
             for figure, form in columns.values():
                 row.append(form.format(figures[figure]))
             rows.append(row)
-        return format_table(["", *columns], rows)
+        return rows
 
     def plot(self) -> "Figure":
         """Returns a matplotlib figure: the padding of the first way and of two ways of dynagroup, side by side."""

@@ -309,15 +309,17 @@ class BatchPlan:
         shuffled = self.shuffled(size)
         return draw_panels([shuffled.panel(f"fixed {size}, shuffled"), self.panel("this plan")])
 
-    def panel(self, name: str) -> Panel:
-        """Returns what a picture of the padding in each batch needs, over all padded streams."""
+    def panel(self, name: str, batches: Batches | None = None) -> Panel:
+        """Returns what a picture of the padding in each batch needs, over all padded streams; None: of all batches."""
+        drawn = self.batches if batches is None else batches
         streams = self.padded_lengths
         tokens = np.stack([*streams.values()]).sum(axis=0, dtype=np.int64)
-        widths = np.sum([self.shapes.longest[stream] for stream in streams], axis=0)
+        shapes = shapes_of(drawn, self.lengths)
+        widths = np.sum([shapes.longest[stream] for stream in streams], axis=0)
         padding = self.statistics["padding"]
         return Panel(
             title=f"{name}: {padding:.0%} padding, {self.num_steps:,} steps",
-            batches=[tokens[batch] for batch in self.batches],
+            batches=[tokens[batch] for batch in drawn],
             widths=widths.tolist(),
             packed=is_packed(self.budget, self.lengths),
         )

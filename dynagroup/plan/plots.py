@@ -92,7 +92,7 @@ def draw_padding(
     axes.set(xlabel="samples, batch after batch", ylabel="tokens")
     if widths is None:
         widths = [int(batch.max(initial=0)) for batch in batches]
-    numbers = _shown([len(batch) for batch in batches])
+    numbers = shown_batches([len(batch) for batch in batches], SAMPLES_SHOWN)
     if not numbers:
         return axes
     real = np.concatenate([np.sort(batches[number])[::-1] for number in numbers])
@@ -117,12 +117,12 @@ def draw_padding(
     return axes
 
 
-def _shown(sizes: Sequence[int]) -> list[int]:
-    """Returns the numbers of evenly spaced batches with about ``SAMPLES_SHOWN`` samples; of all batches if they have fewer."""
+def shown_batches(sizes: Sequence[int], num_samples: int) -> list[int]:
+    """Returns the numbers of evenly spaced batches with about ``num_samples`` samples; of all batches if they have fewer."""
     filled = np.flatnonzero(sizes)
     if not len(filled):
         return []
-    share = SAMPLES_SHOWN / sum(sizes)
+    share = num_samples / sum(sizes)
     num_shown = int(np.clip(len(filled) * share, 1, len(filled)))
     chosen = np.linspace(0, len(filled) - 1, num_shown).astype(int)
     return filled[chosen].tolist()

@@ -19,6 +19,10 @@ IDS = ("input_ids", VALUES)  # usual names of fields with one entry per position
 MASK = "attention_mask"  # 1 for entries of these fields that count, 0 for padding
 LENGTH_OF = "for other samples give `length_of`, e.g. lambda row: len(row['audio']['array'])"
 CHATS = ("messages", "conversations")  # usual names of columns of chats
+ANSWERED = (
+    "prompt",
+    "completion",
+)  # columns that together are one sample: two texts, or two lists of messages
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 CHAT = "turn a chat into a text with tokenizer.apply_chat_template(messages, tokenize=False)"
 PADDED_ROWS = 0.01  # a larger share of padding in rows is told
@@ -49,7 +53,8 @@ def measure_lengths(
             map-style dataset (with ``length_of``).
         tokenizer: called like a transformers tokenizer; special tokens are counted.
         column: name of the text or id field of a table, or of samples that are mappings. None: the only text column of
-            a ``datasets.Dataset`` if a tokenizer is given, else ``input_ids`` or ``input_values``.
+            a ``datasets.Dataset`` if a tokenizer is given, or its columns ``prompt`` and ``completion`` as one; else
+            ``input_ids`` or ``input_values``.
         max_length: int, tokens: texts are truncated to this many, or counted as this many (in the primary stream).
         num_proc: int, number of processes. None: only this process.
         length_of: function from a sample to its length, or to a mapping from stream names to lengths, whose primary
@@ -229,6 +234,7 @@ def _map_texts(
 ) -> Any:
     """Tokenizes a column of a ``datasets.Dataset`` by ``map``, which caches the lengths."""
     if column is None:
+        data = with_answers(data)
         column = _only_text_column(data)
     _check_column(data, column)
 
@@ -249,7 +255,21 @@ def _map_texts(
     return lengths.with_format("numpy")["length"][:] if len(lengths) else []
 
 
+def with_answers(data: Any) -> Any:
+    """Returns a dataset of the columns prompt and completion with one column, of both; any other dataset as it is."""
+    names = data.column_names
+    if not set(ANSWERED) <= set(names) or not {"text", *CHATS}.isdisjoint(names):
+        return data
+
+    def joined(prompt: Any, completion: Any) -> dict[str, Any]:
+        return {"text": prompt + completion}
+
+    return data.map(joined, input_columns=list(ANSWERED), remove_columns=names)
+
+
 def _only_text_column(data: Any) -> str:
+    if len(data.column_names) == 1:
+        return data.column_names[0]
     texts = []
     for name, kind in data.features.items():
         if getattr(kind, "dtype", None) in ("string", "large_string"):
