@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from dynagroup.oom.preflight import preflight
     from dynagroup.plan.batches import friendly_size, multiple_of
     from dynagroup.plan.cost import Price, Work
-    from dynagroup.plan.epoch import Mixture
     from dynagroup.plan.few_shapes import ShapeLadder
     from dynagroup.plan.micro_batches import balanced_partitions, shard_micro_batches
+    from dynagroup.plan.mixture import Mixture
     from dynagroup.plan.plan import BatchPlan
     from dynagroup.plan.sampler import LengthAwareBatchSampler
     from dynagroup.text.loader import text_dataloader
@@ -57,7 +57,7 @@ _NAMES = {
     "budget.tokens": "TokenBudget",
     "plan.batches": "friendly_size multiple_of",
     "plan.cost": "Price Work",
-    "plan.epoch": "Mixture",
+    "plan.mixture": "Mixture",
     "plan.micro_batches": "balanced_partitions shard_micro_batches",
     "plan.plan": "BatchPlan",
     "plan.sampler": "LengthAwareBatchSampler",

@@ -20,10 +20,10 @@ from dynagroup import (
 from dynagroup.budget.learning import LearningBudget
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.plan.cost import Work
-from dynagroup.plan.epoch import Mixture
 from dynagroup.plan.few_shapes import ShapeLadder
 from dynagroup.plan.inputs import PlanConfig
 from dynagroup.plan.micro_batches import balanced_partitions, shard_micro_batches
+from dynagroup.plan.mixture import Mixture
 from tests.online.helpers import Tokens, collate
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -8,7 +8,7 @@ from dynagroup.budget.tokens import as_budget
 from dynagroup.distributed import World
 from dynagroup.errors import ConfigError
 from dynagroup.oom.take import Splitter
-from dynagroup.plan.epoch import Mixture
+from dynagroup.plan.mixture import Mixture
 from dynagroup.update.loss_weight import Weigh, weigher
 from dynagroup.update.schedule import BatchSizeSchedule
 from dynagroup.validation import check_choice, check_flag, check_identity, check_int

@@ -20,8 +20,9 @@ from dynagroup.online.protocol import print_of
 from dynagroup.online.state import KINDS, LearnedLengths
 from dynagroup.plan.cost import Work, check_work
 from dynagroup.plan.cursor import Cursor
-from dynagroup.plan.epoch import NONE, EpochOrder, OrderSource
+from dynagroup.plan.epoch import NONE, EpochOrder
 from dynagroup.plan.inputs import OneKind, PlanConfig
+from dynagroup.plan.order import OrderSource
 from dynagroup.plan.plan import BatchPlan
 from dynagroup.plan.planner import Planner
 from dynagroup.plan.window import plan_update

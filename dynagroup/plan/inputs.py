@@ -19,7 +19,8 @@ from dynagroup.lengths import Kinds
 from dynagroup.plan.batches import RoundBatch, longest_of, oversize_of, scanned, tokens_of
 from dynagroup.plan.cost import Work, check_work
 from dynagroup.plan.cut import cut
-from dynagroup.plan.epoch import NONE, OrderSource
+from dynagroup.plan.epoch import NONE
+from dynagroup.plan.order import OrderSource
 from dynagroup.plan.padded import FEWEST
 from dynagroup.plan.rules import CutRules
 from dynagroup.shapes import IntArray, Streams, primary, units_of

@@ -16,8 +16,8 @@ from dynagroup.errors import ConfigError, StateError
 from dynagroup.plan.batches import RoundBatch
 from dynagroup.plan.cost import Work, check_work
 from dynagroup.plan.cursor import MOST_RANKS, Cursor
-from dynagroup.plan.epoch import OrderSource, check_alike
 from dynagroup.plan.inputs import OneKind, Oversize, PlanConfig, Uneven
+from dynagroup.plan.order import OrderSource, check_alike
 from dynagroup.plan.plan import BatchPlan
 from dynagroup.plan.planner import Planner
 from dynagroup.shapes import IntArray

@@ -24,9 +24,9 @@ from dynagroup.fingerprint import described
 from dynagroup.plan.batches import Batches, RoundBatch, shapes_of
 from dynagroup.plan.cost import Work, check_work
 from dynagroup.plan.cursor import Cursor
-from dynagroup.plan.epoch import OrderSource
 from dynagroup.plan.few_shapes import few_shapes
 from dynagroup.plan.inputs import OneKind, Oversize, PlanConfig
+from dynagroup.plan.order import OrderSource
 from dynagroup.plan.plan import BatchPlan
 from dynagroup.plan.planner import Planner
 from dynagroup.shapes import Streams

@@ -14,7 +14,8 @@ from dynagroup.errors import AlignmentError
 from dynagroup.fingerprint import described, ends_of
 from dynagroup.plan.batches import shapes_of
 from dynagroup.plan.cursor import Cursor
-from dynagroup.plan.epoch import Change, Mixture, OrderSource
+from dynagroup.plan.mixture import Change, Mixture
+from dynagroup.plan.order import OrderSource
 from dynagroup.plan.plan import BatchPlan
 from dynagroup.plan.planner import Order, Planner, UpdatePlans
 from dynagroup.update.schedule import Sizes, UpdateSizes, Walk, begun

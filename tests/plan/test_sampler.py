@@ -27,18 +27,14 @@ from dynagroup import (
 )
 from dynagroup.distributed import World
 from dynagroup.errors import AlignmentError, ConfigError, StateError
-from dynagroup.plan import epoch as epoch_module
+from dynagroup.plan import order as order_module
 from dynagroup.plan import sampler as sampler_module
 from dynagroup.plan import window as window_module
 from dynagroup.plan.cursor import Cursor
 from dynagroup.plan.cut import cut_kinds
-from dynagroup.plan.epoch import (
-    EpochOrder,
-    Mixture,
-    OrderSource,
-    Windows,
-    epoch_order,
-)
+from dynagroup.plan.epoch import EpochOrder, Windows, epoch_order
+from dynagroup.plan.mixture import Mixture
+from dynagroup.plan.order import OrderSource
 from dynagroup.testing import assert_conserves, run_ranks
 from tests import strategies
 from tests.plan.helpers import joined
@@ -364,7 +360,7 @@ def run_with_order(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs two ranks whose samplers find their world; each draws its order from a seed."""
     mine = threading.local()
     monkeypatch.setattr(sampler_module, "rank_and_size", lambda: (mine.world.rank, mine.world.size))
-    monkeypatch.setattr(epoch_module, "current_world", lambda: mine.world)
+    monkeypatch.setattr(order_module, "current_world", lambda: mine.world)
 
     def run(seeds: list[int]) -> list[list[list[int]]]:
         def batches(world: World) -> list[list[int]]:
