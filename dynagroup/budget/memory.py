@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dynagroup.budget.base import BoolArray, Budget, FloatArray
+from dynagroup.budget.base import AllOf, BoolArray, Budget, FloatArray, Wrapper
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.fingerprint import described
 from dynagroup.memory.phases import MASK_ALIGNMENT, Layout, Mode
@@ -492,3 +492,17 @@ class _DeviceBudget(MemoryBudget):
     def _limit_in_words(self) -> str:
         static = in_words(self.model.static_bytes)
         return f"{self._limit_bytes:,} bytes, of which {static} are static"
+
+
+def predicted_memory(budget: Budget, shape: BatchShape) -> FloatArray | None:
+    """Returns the largest predicted memory by the parts of a budget that predict it, as a share of the limit: float64 (K,).
+    None: no part predicts it."""
+    while isinstance(budget, Wrapper):
+        budget = budget.base
+    whole = budget if isinstance(budget, AllOf) else AllOf((budget,))
+    shares = []
+    for part in whole.parts:
+        if isinstance(part, MemoryBudget):
+            # Batches are padded as far as any part of the budget requires.
+            shares.append(part.predicted(whole.seen_by(part, shape)))
+    return np.max(shares, axis=0) if shares else None

@@ -155,17 +155,14 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
 
     def _log_stats(self, logs: dict[str, float], stats: LoaderStats) -> None:
         now = time.perf_counter()
-        seconds = max(now - self._logged_at, 1e-9)
+        logs.update(stats.figures(now - self._logged_at))
         self._logged_at = now
-        logs["samples_per_update"] = stats.update_samples / stats.updates
-        logs["padding"] = round(stats.padding, 4)
         mixture = self.dynagroup.mixture
         if mixture is not None and mixture.samples_per_update is not None:
             stop = self.update_loader.cursor.samples_seen
             counts = mixture.counts_between(stop - stats.update_samples, stop)
             for name, count in counts.items():
                 logs[f"share_{name}"] = round(count / max(sum(counts.values()), 1), 4)
-        logs["tokens_per_s"] = round(stats.real_tokens / seconds, 1)
         if self.guard is not None:
             num_ooms = self.guard.learned.report.num_ooms
             logs["oom_retries"] = num_ooms - self._ooms_logged

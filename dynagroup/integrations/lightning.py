@@ -1,5 +1,6 @@
 """Runs dynagroup's steps with Lightning: a loader that is also a callback, which tells Lightning where updates end."""
 
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
@@ -62,7 +63,9 @@ class LightningSteps(Callback):
 
     The object is no ``DataLoader``, so Lightning adds no sampler; and has no ``len()``, because an epoch is as long as
     its samples need. Its state is saved in every checkpoint, and counts what training has used, not what Lightning has
-    fetched. With automatic optimization, return ``update_loss(self, step, loss)`` from ``training_step``.
+    fetched. Every ``log_every_n_steps`` updates, the Trainer's loggers get the padding and other figures of all ranks
+    (:meth:`LoaderStats.figures`). With automatic optimization, return ``update_loss(self, step, loss)`` from
+    ``training_step``.
 
     Raises ConfigError if the object is not a callback of the Trainer, or the Trainer accumulates or limits batches;
     StateError if Lightning read batches before it restored a checkpoint."""
@@ -82,6 +85,8 @@ class LightningSteps(Callback):
         self._listens = False  # as a callback
         self._begins_update = True
         self._is_tested = False  # whether the module's loss is known to add up
+        self._stats_logged = loader.stats.copy()
+        self._logged_at = 0.0
 
     # Lightning reads from a run's first epoch before it calls set_epoch, and may pass a wrong number after a resume.
     def _set_epoch(self, epoch: int) -> None:
@@ -180,6 +185,8 @@ class LightningSteps(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._is_tested = False
+        self._stats_logged = self.loader.stats.copy()
+        self._logged_at = time.perf_counter()
         for schedule in trainer.lr_scheduler_configs:
             if schedule.interval == "step" and schedule.frequency > 1:
                 raise ConfigError(
@@ -268,6 +275,18 @@ class LightningSteps(Callback):
             self._num_due = used.num_due
             self.begun_epoch = None
             self._restored = None
+            if trainer.loggers and trainer.global_step % trainer.log_every_n_steps == 0:
+                self._log(trainer)
+
+    def _log(self, trainer: Trainer) -> None:
+        """Gives the figures of all ranks since the last log to the Trainer's loggers."""
+        loader = self.loader
+        stats = (loader.stats - self._stats_logged).merged(loader.world)
+        now = time.perf_counter()
+        for logger in trainer.loggers:
+            logger.log_metrics(stats.figures(now - self._logged_at), step=trainer.global_step)
+        self._stats_logged = loader.stats.copy()
+        self._logged_at = now
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # After a resume at an epoch's last batch, Lightning ends that epoch, while the next one is already open.

@@ -21,7 +21,7 @@ from dynagroup.budget.base import (
     padded_tokens,
     real_tokens,
 )
-from dynagroup.budget.memory import MemoryBudget
+from dynagroup.budget.memory import predicted_memory
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.lengths import Kinds
 from dynagroup.plan.batches import Batches, maxima_of, oversize_of, shapes_of
@@ -427,15 +427,12 @@ def _budget_rows(plan: BatchPlan) -> Iterator[tuple[str, str]]:
 
 
 def _memory_rows(plan: BatchPlan) -> Iterator[tuple[str, str]]:
-    """Yields the largest predicted memory by each part of the budget that predicts it."""
+    """Yields the largest predicted memory."""
     if not len(plan.batches):
         return
-    whole = plan.budget if isinstance(plan.budget, AllOf) else AllOf((plan.budget,))
-    for part in whole.parts:
-        if isinstance(part, MemoryBudget):
-            # Batches are padded as far as any part of the budget requires.
-            peak = part.predicted(whole.seen_by(part, plan.shapes)).max()
-            yield "predicted peak memory, share of the limit", f"{peak:.1%}"
+    shares = predicted_memory(plan.budget, plan.shapes)
+    if shares is not None:
+        yield "predicted peak memory, share of the limit", f"{shares.max():.1%}"
 
 
 def _kind_rows(plan: BatchPlan) -> Iterator[tuple[str, str]]:

@@ -340,6 +340,7 @@ class PlannedDataLoader(StepLoader[B]):
         step = update.steps[number]
         real_tokens, padded_tokens = step.tokens
         self.stats.count_step(len(step.indices), real_tokens, padded_tokens, idle=step.idle)
+        self.stats.count_memory(step.memory)
         if number == len(update.steps) - 1:
             self.stats.count_update(update.num_samples)
         if len(step.indices) == 1 and not step.idle:

@@ -198,6 +198,10 @@ def unplanned(batch: object, shape: BatchShape, budget: Budget) -> Difference | 
     return None
 
 
+COUNTERS = ("batch_sizes", "memory_percent")  # fields of LoaderStats
+MOST_SHARE = 10.0  # of the memory that is told apart
+
+
 @dataclass(slots=True)
 class LoaderStats:
     """Counts of one rank since its loader was made. Counts can be added and subtracted (``loader.stats - before``, with
@@ -206,7 +210,7 @@ class LoaderStats:
     >>> (LoaderStats(steps=2, real_tokens=30, padded_tokens=40) + LoaderStats(steps=2, padded_tokens=10)).padding
     0.4
     >>> print(LoaderStats(steps=3, samples=8, updates=2, real_tokens=30, padded_tokens=40, batch_sizes=Counter({1: 1, 7: 1})))
-    8 samples in 3 steps (0 idle) and 2 updates; batches of 1 to 7 samples, 25% padding; waited 0.0 s for workers
+    8 samples in 3 steps (0 idle) and 2 updates; batches of 1 to 7 samples, 25% padding; waited 0.0 s for batches
     """
 
     steps: int = 0  # steps taken, including idle ones
@@ -221,7 +225,9 @@ class LoaderStats:
     real_tokens: int = 0  # tokens of the samples
     padded_tokens: int = 0  # tokens that the device computed, with padding, without idle steps
     oversize: int = 0  # samples that did not fit even alone, and were each a batch of their own
-    wait_s: float = 0.0  # seconds that the main process waited for workers
+    # predicted memory in percent of the limit, rounded up -> batches; empty if no budget predicts memory
+    memory_percent: Counter[int] = field(default_factory=Counter)
+    wait_s: float = 0.0  # seconds that the main process waited for batches
 
     def __str__(self) -> str:
         sizes = self.batch_sizes or [0]
@@ -231,8 +237,10 @@ class LoaderStats:
         text = (
             f"{self.samples:,} samples in {self.steps:,} steps ({idle}) and {self.updates:,} updates; "
             f"batches of {min(sizes):,} to {max(sizes):,} samples, {self.padding:.0%} padding; "
-            f"waited {self.wait_s:.1f} s for workers"
+            f"waited {self.wait_s:.1f} s for batches"
         )
+        if self.memory_percent:
+            text = f"{text}; the largest needs {self.predicted_memory:.0%} of the memory"
         if self.oversize:
             text = f"{text}; {self.oversize:,} too large even alone"
         return text
@@ -241,6 +249,28 @@ class LoaderStats:
     def padding(self) -> float:
         """Share of the padded tokens that is padding, from 0 to 1."""
         return 1.0 - self.real_tokens / self.padded_tokens if self.padded_tokens else 0.0
+
+    @property
+    def predicted_memory(self) -> float:
+        """Predicted memory of the largest batch as a share of the limit, up to the next percent; 0: not predicted."""
+        return max(self.memory_percent, default=0) / 100
+
+    def figures(self, seconds: float) -> dict[str, float]:
+        """Returns what a log shows of updates that took so many seconds: samples an update, padding, tokens a second,
+        and the predicted memory, if a budget predicts it."""
+        figures = {
+            "samples_per_update": self.update_samples / max(self.updates, 1),
+            "padding": round(self.padding, 4),
+            "tokens_per_s": round(self.real_tokens / max(seconds, 1e-9), 1),
+        }
+        if self.memory_percent:
+            figures["predicted_memory"] = self.predicted_memory
+        return figures
+
+    def count_memory(self, share: float | None) -> None:
+        """Counts the predicted memory of a batch, a share of the limit; None: not predicted."""
+        if share is not None:
+            self.memory_percent[math.ceil(100 * min(share, MOST_SHARE))] += 1
 
     def count_step(
         self, samples: int = 0, real_tokens: int = 0, padded_tokens: int = 0, *, idle: bool = False
@@ -278,15 +308,20 @@ class LoaderStats:
 
     def merged(self, world: World) -> "LoaderStats":
         """Returns these counts, added over all ranks; all ranks must call it."""
-        names = [one.name for one in fields(self) if one.name != "batch_sizes"]
+        names = [one.name for one in fields(self) if one.name not in COUNTERS]
         counts = [getattr(self, name) for name in names]
-        [largest] = world.all_max([max(self.batch_sizes, default=0)])
-        num_batches = [self.batch_sizes[size] for size in range(largest + 1)]
-        sums = world.all_sum([*counts, *num_batches])
+        counters = [getattr(self, name) for name in COUNTERS]
+        largest = world.all_max([max(counter, default=0) for counter in counters])
+        for counter, most in zip(counters, largest, strict=True):
+            counts += [counter[key] for key in range(most + 1)]
+        sums = world.all_sum(counts)
         merged = LoaderStats()
         for name, total in zip(names, sums, strict=False):
             setattr(merged, name, total if name == "wait_s" else int(total))
-        for size, total in enumerate(sums[len(names) :]):
-            if total:
-                merged.batch_sizes[size] = int(total)
+        totals = iter(sums[len(names) :])
+        for name, most in zip(COUNTERS, largest, strict=True):
+            merged_counter = getattr(merged, name)
+            for key, total in zip(range(most + 1), totals, strict=False):
+                if total:
+                    merged_counter[key] = int(total)
         return merged

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from dynagroup.budget.base import padded_tokens, real_tokens
+from dynagroup.budget.memory import predicted_memory
 from dynagroup.distributed import PARTS, World, without_parts
 from dynagroup.errors import AlignmentError
 from dynagroup.fingerprint import described, ends_of
@@ -28,6 +29,9 @@ class PlannedStep:
     indices: list[int]  # dataset indices
     idle: bool
     tokens: tuple[int, int]  # tokens of this rank's batch: without padding, with padding
+    memory: (
+        float | None
+    )  # predicted for this rank's batch, as a share of the limit; None: not predicted
     row_samples: int  # samples of the step on all ranks
     kind: Any
     cursor: Cursor  # the point in the epoch's windows after this step
@@ -73,6 +77,7 @@ def steps_of(window: BatchPlan, planner: Planner, rank: int) -> Iterator[Planned
     shapes = shapes_of(window.batches.take(batch_numbers), planner.lengths)
     real = real_tokens(shapes, planner.budget).tolist()
     padded = padded_tokens(shapes, planner.budget).tolist()
+    shares = predicted_memory(planner.budget, shapes)
     is_idle = window.loss_scale == 0.0
     row_samples = np.where(is_idle, 0, window.batches.sizes[window.table]).sum(axis=1).tolist()
     num_rows, world_size = window.table.shape
@@ -86,6 +91,7 @@ def steps_of(window: BatchPlan, planner: Planner, rank: int) -> Iterator[Planned
             indices=indices,
             idle=bool(is_idle[row, rank]),
             tokens=(real[row], padded[row]),
+            memory=None if shares is None else float(shares[row]),
             row_samples=row_samples[row],
             kind=planner.kinds.labels[code],
             cursor=after,
