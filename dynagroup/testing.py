@@ -204,13 +204,15 @@ class Allocator:
             )
 
     def in_forward(self, module: torch.nn.Module) -> Callable[[], None]:
-        """Makes every call of ``module`` claim its inputs' padded tokens; returns a function that stops this."""
+        """Makes every call of ``module`` claim its inputs' padded tokens; returns a function that stops this. Inputs
+        without data, with which memory is traced, claim nothing."""
 
         def hook(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             sizes = []
             for value in (*args, *kwargs.values()):
-                if isinstance(value, torch.Tensor) and value.ndim > 1:
+                if isinstance(value, torch.Tensor) and value.ndim > 1 and not value.is_meta:
                     sizes.append(value.shape[0] * value.shape[1])
-            self.claim(max(sizes))
+            if sizes:
+                self.claim(max(sizes))
 
         return module.register_forward_pre_hook(hook, with_kwargs=True).remove

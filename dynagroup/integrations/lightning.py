@@ -275,7 +275,8 @@ class LightningSteps(Callback):
             self._num_due = used.num_due
             self.begun_epoch = None
             self._restored = None
-            if trainer.loggers and trainer.global_step % trainer.log_every_n_steps == 0:
+            settings: Any = trainer
+            if trainer.loggers and trainer.global_step % settings.log_every_n_steps == 0:
                 self._log(trainer)
 
     def _log(self, trainer: Trainer) -> None:

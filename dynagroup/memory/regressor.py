@@ -274,6 +274,8 @@ class MemoryRegressor:
         workload = tables[0].workload
         card = describe(parts, constants={})
         card["workload"] = json.loads(workload.to_json())
+        card["shapes"] = sum(len(table.complete) for table in tables)
+        card["rows_are"] = "pairs of shapes: the memory of one over that of the other"
         if workload.phases is None:
             card["form"] = forms[0].phases.rows
         else:

@@ -426,7 +426,8 @@ SHOWN = {
     "compare_on_your_data": ["fixed 8, shuffled", "dynagroup, updates of 128"],
     "generate_with_oom_retry": ["splits; sizes that did not fit", "True", "(64, True)"],
     "train_custom_regressor": [
-        "('simulated', 24, 12)",
+        "('measured', 8, 2)",
+        "(8, 64)",
         "epoch 0: 5,000 samples for 1 rank",
         "by the trace",
         "True",

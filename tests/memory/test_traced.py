@@ -38,6 +38,7 @@ from dynagroup.memory.trace.model import as_meta_model, checkpoint_layers
 from dynagroup.memory.trace.program import REDUCE_BUCKET, kept_bytes, static_bytes
 from dynagroup.memory.traced import line_above, optimizer_bytes
 from dynagroup.shapes import BatchShape
+from dynagroup.testing import Allocator
 from tests import models
 
 SMALL: Any = {"vocab": 400, "width": 32, "heads": 4, "inner": 64}
@@ -849,3 +850,16 @@ OUT_OF_MEMORY = Measurement(1, {"tokens": 5}, 0, None, oom=True)
 def test_rows_of_no_size_are_refused(rows):
     with pytest.raises(ConfigError, match="at least one row that did not run out of memory"):
         TRACED.corrected(rows)
+
+
+def test_a_tests_allocator_does_not_break_the_trace() -> None:
+    """A limit of 80 tokens, which the shapes of a trace exceed: they have no data."""
+    config = models.llama(vocab=500, width=64, layers=1)
+    model = hf.AutoModelForCausalLM.from_config(config)
+    allocator = Allocator(limit=80)
+    allocator.in_forward(model)
+    traced = MemoryBudget.from_model(model, "1GB")
+    assert allocator.claims == []
+    assert traced.most_samples(100) == MemoryBudget.from_model(config, "1GB").most_samples(100)
+    with pytest.raises(torch.OutOfMemoryError, match="90 tokens; 80 fit"):
+        model(torch.zeros(9, 10, dtype=torch.long))
