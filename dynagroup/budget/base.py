@@ -114,6 +114,9 @@ class Budget(ABC):
         """Text that changes with the class's name and the settings, but not with limits learned from failures."""
         return described(self, ask=False)
 
+    def __repr__(self) -> str:
+        return self.fingerprint
+
     def __and__(self, other: "Budget") -> "Budget":
         for budget in (self, other):
             if not isinstance(budget, Budget):

@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -388,7 +388,15 @@ class MemoryBudget(Budget):
     @property
     def about(self) -> str:
         """The limit, and what is assumed about the model, as text."""
-        return f"MemoryBudget: {self.headroom:g} of {self._limit_in_words}\nmodel: {self.model}"
+        return (
+            f"MemoryBudget: limit {self._limit_in_words}; headroom {self.headroom:g}\n"
+            f"model: {self.model}"
+        )
+
+    @property
+    def limit_in_short(self) -> str:
+        """What predictions are shares of."""
+        return "the hardest batch, which fits"
 
     @property
     def _limit_in_words(self) -> str:
@@ -489,6 +497,10 @@ class _DeviceBudget(MemoryBudget):
         return f"limit_bytes={self._limit_bytes}"
 
     @property
+    def limit_in_short(self) -> str:
+        return in_words(self._limit_bytes)
+
+    @property
     def _limit_in_words(self) -> str:
         static = in_words(self.model.static_bytes)
         return f"{self._limit_bytes:,} bytes, of which {static} are static"
@@ -497,12 +509,16 @@ class _DeviceBudget(MemoryBudget):
 def predicted_memory(budget: Budget, shape: BatchShape) -> FloatArray | None:
     """Returns the largest predicted memory by the parts of a budget that predict it, as a share of the limit: float64 (K,).
     None: no part predicts it."""
+    shares = [predicted for _, predicted in memory_by_part(budget, shape)]
+    return np.max(shares, axis=0) if shares else None
+
+
+def memory_by_part(budget: Budget, shape: BatchShape) -> Iterator[tuple[MemoryBudget, FloatArray]]:
+    """Yields each part of a budget that predicts memory, and its predictions as shares of its limit: float64 (K,)."""
     while isinstance(budget, Wrapper):
         budget = budget.base
     whole = budget if isinstance(budget, AllOf) else AllOf((budget,))
-    shares = []
     for part in whole.parts:
         if isinstance(part, MemoryBudget):
             # Batches are padded as far as any part of the budget requires.
-            shares.append(part.predicted(whole.seen_by(part, shape)))
-    return np.max(shares, axis=0) if shares else None
+            yield part, part.predicted(whole.seen_by(part, shape))

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.memory.formula import Form, closed_form
-from dynagroup.memory.measurements import Measurements
+from dynagroup.memory.measurements import Measurements, Shape
 from dynagroup.memory.phases import (
     ELEMENT_BYTES,
     MONOMIALS,
@@ -325,6 +325,14 @@ class MemoryRegressor:
     def fingerprint(self) -> str:
         values = [self.card.get("hashes"), self.card["data_hash"], self.workload.to_json()]
         return "regressor-" + hashlib.sha256(json.dumps(values).encode()).hexdigest()[:12]
+
+    def relative_of(self, batch: Shape, hardest: Shape) -> float:
+        """Returns the predicted memory of one batch over that of another; each is (samples, tokens of the longest).
+
+        >>> 0.5 < MemoryRegressor.pretrained().relative_of((4, 512), (8, 512)) < 1
+        True
+        """
+        return float(self.relative(BatchShape.of(*batch), BatchShape.of(*hardest))[0])
 
     def relative(self, shape: BatchShape, baseline: BatchShape, /) -> FloatArray:
         if self._traced is not None:

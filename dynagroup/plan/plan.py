@@ -21,7 +21,7 @@ from dynagroup.budget.base import (
     padded_tokens,
     real_tokens,
 )
-from dynagroup.budget.memory import predicted_memory
+from dynagroup.budget.memory import memory_by_part
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.lengths import Kinds
 from dynagroup.plan.batches import Batches, maxima_of, oversize_of, shapes_of
@@ -427,12 +427,12 @@ def _budget_rows(plan: BatchPlan) -> Iterator[tuple[str, str]]:
 
 
 def _memory_rows(plan: BatchPlan) -> Iterator[tuple[str, str]]:
-    """Yields the largest predicted memory."""
+    """Yields the largest predicted memory by each part of the budget that predicts it, and that part's headroom."""
     if not len(plan.batches):
         return
-    shares = predicted_memory(plan.budget, plan.shapes)
-    if shares is not None:
-        yield "predicted peak memory, share of the limit", f"{shares.max():.1%}"
+    for part, shares in memory_by_part(plan.budget, plan.shapes):
+        title = f"predicted peak memory, headroom: shares of {part.limit_in_short}"
+        yield title, f"{shares.max():.1%}, {part.headroom:.1%}"
 
 
 def _kind_rows(plan: BatchPlan) -> Iterator[tuple[str, str]]:

@@ -240,7 +240,7 @@ class LoaderStats:
             f"waited {self.wait_s:.1f} s for batches"
         )
         if self.memory_percent:
-            text = f"{text}; the largest needs {self.predicted_memory:.0%} of the memory"
+            text = f"{text}; the largest needs {self.predicted_memory:.0%} of the limit"
         if self.oversize:
             text = f"{text}; {self.oversize:,} too large even alone"
         return text

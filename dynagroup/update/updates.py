@@ -29,9 +29,7 @@ class PlannedStep:
     indices: list[int]  # dataset indices
     idle: bool
     tokens: tuple[int, int]  # tokens of this rank's batch: without padding, with padding
-    memory: (
-        float | None
-    )  # predicted for this rank's batch, as a share of the limit; None: not predicted
+    memory: float | None  # predicted, as a share of the limit; None: no budget predicts it
     row_samples: int  # samples of the step on all ranks
     kind: Any
     cursor: Cursor  # the point in the epoch's windows after this step

@@ -68,8 +68,8 @@ def test_a_plan_that_fits_takes_at_most_the_whole_limit() -> None:
     budget = MemoryBudget(4, model=Aligned(), headroom=0.9)
     plan = LengthAwareBatchSampler([64, 63, 63, 63, 63], budget, **ALONE).plan
     assert not len(plan.oversize)
-    [line] = [line for line in plan.report().splitlines() if "share of the limit" in line]
-    assert line.split()[-1] == "100.0%"
+    [line] = [line for line in plan.report().splitlines() if "predicted peak" in line]
+    assert line.split()[-2:] == ["100.0%,", "90.0%"]
     assert budget.bind({"tokens": np.array([64])}).predicted(BatchShape.of(5, 64)) > 1
 
 
@@ -522,3 +522,16 @@ def test_a_memory_budget_says_why_a_batch_fits_or_not() -> None:
     assert "9 samples of 50 tokens do not fit" in budget.why(9, 50)
     with pytest.raises(ConfigError, match="knows no bytes"):
         budget.bytes_of(8, 50)
+
+
+def test_a_budget_of_ones_own_is_shown_by_its_name_and_settings() -> None:
+    class AtMost(Budget):
+        def __init__(self, most: int) -> None:
+            self.most = most
+
+        def fits(self, shape: BatchShape, /) -> np.ndarray:
+            return shape.num_samples <= self.most
+
+    name = AtMost.__qualname__
+    assert repr(AtMost(4)) == f"{name}(most=4)"
+    assert f"{name}(most=4)" in repr(AtMost(4) & TokenBudget(90))

@@ -23,6 +23,7 @@ from dynagroup.memory.protocols import PaddedTokens
 from dynagroup.plan import plots
 from dynagroup.plan.compare import compare
 from dynagroup.plan.plan import format_table, most_of_the_longest
+from dynagroup.shapes import BatchShape
 from tests.plan.helpers import joined
 
 LENGTHS = np.random.default_rng(0).integers(1, 200, 300)
@@ -116,11 +117,25 @@ def test_every_padded_stream_is_counted() -> None:
     assert "length in 'patches'" not in text
 
 
+class PaddedBytes(PaddedTokens):
+    """A byte for each padded token, and 10 for all batches."""
+
+    static_bytes = 10
+
+    def batch_bytes(self, shape: BatchShape, /) -> np.ndarray:
+        return shape.num_samples * shape.longest["tokens"]
+
+
 def test_predicted_memory_is_that_of_batches_as_padded_by_any_part() -> None:
     """100 % are 4 samples of 100: batches of 3 of 65 tokens, padded to 128 for the other part, take 384 of 400."""
     memory = MemoryBudget(4, longest=100, model=PaddedTokens(), headroom=1.0)
     both = plan(memory & TokenBudget(10_000, pad_to_multiple_of=64), [65] * 21, 1)
-    assert row_of(both.report(), "predicted peak memory, share of the limit")[-1] == "96.0%"
+    report = both.report()
+    assert row_of(report, "predicted peak memory, headroom: shares of")[-2:] == ["96.0%,", "100.0%"]
+    assert "shares of the hardest batch, which fits" in report
+    by_bytes = plan(MemoryBudget.from_bytes(400, model=PaddedBytes(), headroom=0.9), [65] * 21, 1)
+    report = by_bytes.report()
+    assert row_of(report, "predicted peak memory, headroom: shares of")[-2:] == ["83.8%,", "90.0%"]
 
 
 # Pictures
