@@ -4,8 +4,10 @@ import glob
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,22 +16,25 @@ from dynagroup.errors import ConfigError
 from dynagroup.lengths import as_streams, limit_of
 from dynagroup.shapes import primary
 from dynagroup.text.measure import CHATS, is_chat, measure_lengths, with_answers
-from dynagroup.validation import warn_user
+from dynagroup.validation import check_choice, warn_user
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 FORMATS = (
-    "npy, npz, txt, csv, tsv, jsonl, json, parquet (also .gz or .zst), "
+    "npy, npz, txt, csv, tsv, jsonl, json, parquet, fasta, fastq (also .gz or .zst), "
     "or a folder of them, of a Hub dataset or saved by datasets"
 )
 # Usual names of columns of lengths or token ids.
 USUAL = ("length", "lengths", "num_tokens", "tokens", "input_ids")
+# Usual names of columns of texts.
+TEXTS = ("text", "sequence", *CHATS)
 SampleBy: TypeAlias = Literal["line", "paragraph", "document"]
 Table: TypeAlias = "Dataset | dict[str, np.ndarray]"
 _ARRAYS = (".npy", ".npz")
 _COMPRESSED = (".gz", ".zst")
 _TABLES = {".csv", ".tsv", ".jsonl", ".parquet"}
+_RECORDS = {"columns": ["sequence"]}
 _SAVED = ("state.json", "dataset_dict.json")  # in a folder saved by `datasets`
 _CSV = {"keep_default_na": False, "index_col": False, "encoding": "utf-8-sig"}
 # Ending -> the name of a loading script of `datasets`, and its options.
@@ -40,6 +45,8 @@ _LOADERS: dict[str, tuple[str, dict[str, Any]]] = {
     ".jsonl": ("json", {}),
     ".parquet": ("parquet", {}),
     ".txt": ("text", {"encoding": "utf-8-sig"}),
+    **dict.fromkeys((".fasta", ".fa", ".faa", ".fna", ".ffn"), ("fasta", _RECORDS)),
+    **dict.fromkeys((".fastq", ".fq"), ("fastq", _RECORDS)),
 }
 
 
@@ -53,6 +60,7 @@ def measure_files(
     output: str | Path | None = None,
     kinds: str | None = None,
     sample_by: SampleBy = "line",
+    length_of: Callable[[Any], int] | None = None,
     progress: bool = True,
 ) -> Any:
     """Measures the tokens of every row of files; returns int32 (N,) in file order, or a dict of such arrays by column.
@@ -61,9 +69,9 @@ def measure_files(
     measures what no process had finished.
 
     Args:
-        data: a file (csv, tsv, jsonl, json, parquet, txt; also compressed, ``.gz`` or ``.zst``), a pattern such as
-            "data/*.parquet", a folder of a Hub dataset or one saved by ``datasets`` (only its ``train`` split is read);
-            or a list of these, read in order.
+        data: a file (csv, tsv, jsonl, json, parquet, txt, FASTA, FASTQ; also compressed, ``.gz`` or ``.zst``), a
+            pattern such as "data/*.parquet", a folder of a Hub dataset or one saved by ``datasets`` (only its ``train``
+            split is read); or a list of these, read in order.
         tokenizer: called like a transformers tokenizer; not needed for columns of lengths or of token ids. Without it, a
             txt file has one length per line.
         column: name of a column of texts, token ids or lengths; several columns ("source,target", or a list) are
@@ -74,27 +82,45 @@ def measure_files(
             the file.
         kinds: name of a column of labels, which is not measured unless ``column`` names it.
         sample_by: what is a sample of a txt file: a "line", a "paragraph", or the "document".
+        length_of: function from a value of the column to its length, instead of a tokenizer: ``len`` counts the
+            characters of a text, or the residues of a FASTA record.
 
     Raises ConfigError if a file is missing, cannot be read in its format, or has other rows than texts, ids or lengths.
 
     >>> measure_files("data/*.parquet", tokenizer, "text", output="lengths.npy").dtype  # doctest: +SKIP
     dtype('int32')
     """
+    check_choice("sample_by", sample_by, get_args(SampleBy))
+    measure = partial(_lengths, tokenizer=tokenizer, num_proc=num_proc)
+    if length_of is not None:
+        measure = partial(
+            measure_lengths,
+            tokenizer=tokenizer,
+            length_of=length_of,
+            num_proc=num_proc,
+            progress=progress,
+        )
     limit = limit_of(max_length)
     paths = _paths(data)
+    named = str(data) if isinstance(data, (str, Path)) else ", ".join(map(str, data))
     are_arrays = all(_ending(path) in _ARRAYS for path in paths)
+    if are_arrays and length_of is not None:
+        raise ConfigError(
+            f"{named!r} contains lengths, not samples to count; leave out `length_of`"
+        )
     with nullcontext() if are_arrays else _progress_bars(progress):
         tables = list(_tables(paths, sample_by))
         if tokenizer is not None and column is None:
             tables = [table if isinstance(table, dict) else with_answers(table) for table in tables]
         if not any(_num_rows(table) for table in tables):
-            raise ConfigError(f"{str(data)!r} has no samples; give files with at least one row")
-        names = _chosen(tables[0], data, column, kinds, has_tokenizer=tokenizer is not None)
+            raise ConfigError(f"{named!r} has no samples; give files with at least one row")
+        measures_texts = tokenizer is not None or length_of is not None
+        names = _chosen(tables[0], named, column, kinds, measures_texts=measures_texts)
         if output is not None:
             _check_output(Path(output), names)
         streams = {}
         for name in names:
-            parts = [_lengths(table, name, tokenizer, num_proc) for table in tables]
+            parts = [measure(table, column=name) for table in tables]
             streams[name] = np.concatenate(parts)
     streams = dict(as_streams(streams))
     if limit is not None:
@@ -117,11 +143,15 @@ def read_column(data: Any, name: str, option: str) -> list[Any]:
 
 
 def name_of_samples(data: Any, sample_by: SampleBy) -> str:
-    """Returns what a sample of these files is: "lines", "paragraphs" or "documents" of txt files, else "rows"."""
-    endings = {_ending(path) for path in _paths(data)}
-    if endings == {".txt"}:
+    """Returns what a sample of these files is: "lines", "paragraphs" or "documents" of txt files, "records" of FASTA and
+    FASTQ files, else "rows"."""
+    files: list[Path] = []
+    for path in _paths(data):
+        files.extend(path.rglob("*") if path.is_dir() else [path])
+    loaders = {_LOADERS[_ending(file)][0] for file in files if _ending(file) in _LOADERS}
+    if loaders == {"text"}:
         return f"{sample_by}s"
-    return "rows"
+    return "records" if loaders and loaders <= {"fasta", "fastq"} else "rows"
 
 
 @contextmanager
@@ -170,9 +200,11 @@ def _tables(paths: Sequence[Path], sample_by: SampleBy) -> Iterator[Table]:
         if waiting and _ending(path) != _ending(waiting[0]):
             yield _load_files(waiting, sample_by)
             waiting = []
+        if path.suffix == ".zst" and find_spec("zstandard") is None:
+            raise ConfigError(f"{str(path)!r} needs a package: pip install zstandard")
         ending = _ending(path)
         if path.is_dir():
-            yield _load_folder(path)
+            yield _load_folder(path, sample_by)
         elif ending in _LOADERS:
             waiting.append(path)
         elif ending in _ARRAYS:
@@ -187,22 +219,28 @@ def _load_files(paths: Sequence[Path], sample_by: SampleBy) -> Table:
     from datasets import load_dataset
 
     loader, options = _LOADERS[_ending(paths[0])]
+    names = [str(path) for path in paths]
     if loader == "text":
         options = options | {"sample_by": sample_by}
-    names = [str(path) for path in paths]
+    elif sample_by != "line":
+        raise ConfigError(
+            f"`sample_by` is for txt files, but {names[0]!r} is another; leave it out"
+        )
     with _reading(", ".join(names)):
         load: Any = load_dataset
         return load(loader, data_files=names, split="train", **options)
 
 
-def _load_folder(path: Path) -> Table:
+def _load_folder(path: Path, sample_by: SampleBy) -> Table:
     from datasets import DatasetDict, load_dataset, load_from_disk
 
     with _reading(str(path)):
         if any((path / name).exists() for name in _SAVED):
             saved: Any = load_from_disk(str(path))
             return saved["train"] if isinstance(saved, DatasetDict) else saved
-        table = load_dataset(str(path), split="train")
+        options = {} if sample_by == "line" else {"sample_by": sample_by}  # only of txt files
+        load: Any = load_dataset
+        table = load(str(path), split="train", **options)
     endings = {_ending(file) for file in path.rglob("*")} & _TABLES
     if len(endings) > 1:
         warn_user(
@@ -253,11 +291,11 @@ def _check_column(table: Table, name: str, option: str) -> None:
 
 def _chosen(
     table: Table,
-    data: Any,
+    data: str,
     column: str | Sequence[str] | None,
     kinds: str | None,
     *,
-    has_tokenizer: bool,
+    measures_texts: bool,
 ) -> list[str]:
     """Returns the columns to measure: the named ones, else the only one, else one with a usual name."""
     if column is not None:
@@ -265,31 +303,31 @@ def _chosen(
     names = [name for name in _names(table) if name != kinds]
     if isinstance(table, dict) or len(names) == 1:  # every array of an .npz file is a stream
         return names
-    for name in ("text", *CHATS) if has_tokenizer else USUAL:
+    for name in TEXTS if measures_texts else USUAL:
         if name in names:
             return [name]
     raise ConfigError(
-        f"{str(data)!r} has the columns {names}; choose one with `--column A`, or streams with `A,B`"
+        f"{data!r} has the columns {names}; choose one with `--column A`, or streams with `A,B`"
     )
 
 
 def _lengths(
-    table: Table, name: str, tokenizer: Callable[..., Any] | None, num_proc: int | None
+    table: Table, column: str, tokenizer: Callable[..., Any] | None, num_proc: int | None
 ) -> NDArray[np.int32]:
     """Returns the lengths of a column of texts, token ids or lengths."""
-    _check_column(table, name, "--column")
+    _check_column(table, column, "--column")
     if isinstance(table, dict):
-        return _as_lengths(table[name], name)
-    dtype = getattr(table.features[name], "dtype", None)  # None: of lists
+        return _as_lengths(table[column], column)
+    dtype = getattr(table.features[column], "dtype", None)  # None: of lists
     if dtype is not None and "string" in dtype:
         if tokenizer is None:
-            return _as_lengths(_numbers(table[name], name), name)
-        return measure_lengths(table, tokenizer, name, num_proc=num_proc)
+            return _as_lengths(_numbers(table[column], column), column)
+        return measure_lengths(table, tokenizer, column, num_proc=num_proc)
     if dtype is not None:
-        return _as_lengths(table.with_format("numpy")[name][:], name)
-    if tokenizer is not None and len(table) and is_chat(table[0][name]):
-        return measure_lengths(table, tokenizer, name, num_proc=num_proc)
-    return measure_lengths(table, column=name)
+        return _as_lengths(table.with_format("numpy")[column][:], column)
+    if tokenizer is not None and len(table) and is_chat(table[0][column]):
+        return measure_lengths(table, tokenizer, column, num_proc=num_proc)
+    return measure_lengths(table, column=column)
 
 
 def _as_lengths(values: Any, name: str) -> NDArray[np.int32]:
@@ -302,7 +340,8 @@ def _numbers(texts: Iterable[str], name: str) -> NDArray[np.int64]:
         return np.array([int(text) for text in texts if text.strip()], np.int64)
     except ValueError as error:
         raise ConfigError(
-            f"column {name!r} contains texts; name the `--tokenizer` that measures them ({error})"
+            f"column {name!r} contains texts; name the `--tokenizer` that measures them, or "
+            f"`--length-of characters` or words ({error!s:.200})"
         ) from None
 
 

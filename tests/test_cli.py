@@ -89,6 +89,7 @@ def refusal(*arguments: str) -> str:
 
 
 # The tests run where the commands do, so both predict for this machine's device.
+COUNTED = f"200 rows, {int(LENGTHS.sum()):,} tokens in all, the longest {int(LENGTHS.max()):,}"
 DEVICE = f"time is predicted for {local_device()}, this machine; for another: --device cuda or --device cpu"
 
 
@@ -149,11 +150,12 @@ def test_streams_are_the_columns_that_were_named_and_the_output_says_which(tmp_p
     ).split("\n", 1)
     assert first.startswith("streams: source, target (")
     expected = plan_of({"source": LENGTHS, "target": target}, 800).report()
-    assert report == f"{expected}\n{DEVICE}\n"
+    counted = f"{COUNTED.replace('tokens', 'source')}\n{COUNTED.replace('tokens', 'target')}"
+    assert report == f"{expected}\n{counted}\n{DEVICE}\n"
     one = answer(
         "plan", str(path), "--column", "source", "--kinds", "odd", "--max-tokens", "800"
     )  # of no streams
-    assert one == f"{plan_of(LENGTHS, 800, kinds=kinds).report()}\n{DEVICE}\n"
+    assert one == f"{plan_of(LENGTHS, 800, kinds=kinds).report()}\n{COUNTED}\n{DEVICE}\n"
     if kind == "npz":  # all of them, if none was chosen; beside JSON it is told on standard error
         status, out, error = said("compare", str(path), "--batch-size", "8", "--json")
         assert (status, error.split("(")[0]) == (0, "streams: source, target, chars, odd ")
@@ -244,7 +246,7 @@ def test_plan_says_what_the_plan_says(folder):
     picture = folder / "a new folder" / "plan.png"
     shown = answer(*arguments, "--world-size", "4", "--picture", str(picture))
     report = plan_of(LENGTHS, 800, world_size=4).report()
-    assert shown == f"{report}\n{DEVICE}\npicture: {picture}\n"
+    assert shown == f"{report}\n{COUNTED}\n{DEVICE}\npicture: {picture}\n"
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert figures(*arguments, "--shuffle", "--samples-per-update", "32")["num_updates"] == 7
     for text, tokens in (("16k", 16384), ("16_384", 16384)):
@@ -255,13 +257,13 @@ def test_plan_says_what_the_plan_says(folder):
 def test_compare_says_what_compare_says(folder):
     picture = folder / "new" / "compare.png"
     arguments = ["compare", "lengths.npy", "--batch-size", "8", "--world-size", "2"]
-    said = f"{compare(LENGTHS, 8, world_size=2).report()}\n{DEVICE}\npicture: {picture}\n"
+    report = compare(LENGTHS, 8, world_size=2).report()
+    said = f"{report}\n{COUNTED}\n{DEVICE}\npicture: {picture}\n"
     assert answer(*arguments, "--picture", str(picture)) == said
     work = Work.of(AutoConfig.from_pretrained(folder / "model"), device=local_device())
-    assert (
-        figures(*arguments, "--model", "model")
-        == compare(LENGTHS, 8, world_size=2, work=work).figures()
-    )
+    printed = figures(*arguments, "--model", "model")
+    assert printed.pop("counts")["tokens"]["num_samples"] == len(LENGTHS)
+    assert printed == compare(LENGTHS, 8, world_size=2, work=work).figures()
 
 
 def test_doctor_says_what_is_wrong_and_what_to_change_and_advises_nothing_that_does_not_pay_or_fit(
@@ -269,7 +271,7 @@ def test_doctor_says_what_is_wrong_and_what_to_change_and_advises_nothing_that_d
 ):
     lines = answer("doctor", "lengths.npy", "--batch-size", "8", "--world-size", "4").splitlines()
     found = compare(LENGTHS, 8, world_size=4)
-    assert lines[5:] == [*found.report().splitlines(), DEVICE]
+    assert lines[5:] == [*found.report().splitlines(), COUNTED, DEVICE]
     change, waste, ranks, _ = lines[:4]
     assert [line.split()[0] for line in lines[:4]] == ["change", "waste", "ranks", "memory"]
     assert f"{found.ways[0].padding:.0%} of the tokens" in waste

@@ -147,9 +147,7 @@ def test_a_wrong_row_column_or_file_is_named(tmp_path, capfd):
         str(tmp_path / "n.npy"),
     ]
     assert (main(arguments), main([*arguments, "--processes", "2"])) == (0, 0)
-    assert capfd.readouterr().out.startswith(
-        "tokens: 10 samples (rows), 11 in all, the longest 2\nwritten: "
-    )
+    assert capfd.readouterr().out.startswith("10 rows, 11 tokens in all, the longest 2\nwritten: ")
     assert np.load(tmp_path / "n.npy").tolist() == [2] + [1] * 9
 
 

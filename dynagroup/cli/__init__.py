@@ -10,7 +10,11 @@ from typing import Any, NoReturn
 import dynagroup
 
 # Loggers whose warnings would repeat our own errors, or do not matter when only lengths are asked for.
-QUIET = ("huggingface_hub.utils._http", "transformers.tokenization_utils_base")
+QUIET = (
+    "huggingface_hub.repocard",
+    "huggingface_hub.utils._http",
+    "transformers.tokenization_utils_base",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,14 +67,15 @@ def tokens(text: str) -> int:
         ) from None
 
 
-DATA = "data --column --kinds --tokenizer --max-length --world-size --layout --pad-to-multiple-of --json"
+SAMPLES = "data --column --tokenizer --length-of --sample-by --max-length --json"
+DATA = f"{SAMPLES} --kinds --world-size --layout --pad-to-multiple-of"
 TODAY = f"{DATA} --batch-size! --max-tokens --accumulation --model --device"
-MEASURE = "data --column --tokenizer --max-length --sample-by --output! --processes --json"
+MEASURE = f"{SAMPLES} --output! --processes"
 PLAN = f"{DATA} --max-tokens! --shuffle --window --samples-per-update --device --picture"
 DOCTOR = f"{TODAY} --gpu-memory --dtype --gradient-checkpointing --lora --html"
 DEMO = "--texts --tokenizer --model --device --budget --max-length --samples --seconds"
 FOR = "verl|trl|llamafactory|nemo|megatron"
-FILES = "npy, npz, txt, csv, tsv, jsonl, json, parquet, a folder of datasets, or a pattern"
+FILES = "npy, npz, txt, csv, tsv, jsonl, json, parquet, fasta, a folder of datasets, or a pattern"
 FIT = (
     "model --gpu-memory! --headroom --mode --max-new-tokens --dtype --autocast --attention --gradient-checkpointing --lora "
     "--fsdp --layout --pad-to-multiple-of --for --max-length --picture --json"
@@ -95,10 +100,11 @@ OPTIONS: dict[str, tuple[Any, ...]] = {  # name -> placeholder of its value, mea
     "data": ("DATA", f"lengths, token ids or texts: {FILES}"),
     "--column": (
         "C[,C]",
-        "column of lengths, ids or (with --tokenizer) texts; several columns are several streams",
+        "column of lengths, ids or texts; several columns are several streams",
     ),
     "--kinds": ("C", "column of labels; all batches of a step then have samples of one kind"),
     "--tokenizer": ("NAME", "transformers tokenizer, if DATA contains texts"),
+    "--length-of": ("words|characters|bytes", "what to count in texts, without a tokenizer"),
     "--max-length": ("T", "truncate longer samples to this many tokens"),
     "--sample-by": ("line|paragraph|document", "what is a sample of a .txt file", "line"),
     "--max-tokens": (
@@ -187,4 +193,6 @@ def _add(command: argparse.ArgumentParser, name: str, *, is_required: bool) -> N
         settings["type"] = TYPES.get(metavar, str)
     if is_required:
         settings["required"] = True
+    if name == "data":
+        settings["nargs"] = "+"
     command.add_argument(name, **settings)

@@ -29,7 +29,7 @@ from dynagroup.plan.compare import compare as compared
 from dynagroup.plan.cost import Work, local_device
 from dynagroup.plan.plots import new_figure, save_picture
 from dynagroup.plan.sampler import LengthAwareBatchSampler
-from dynagroup.shapes import BatchShape, Streams, primary
+from dynagroup.shapes import TOKENS, BatchShape, Streams, primary
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -74,25 +74,54 @@ def lengths(args: argparse.Namespace) -> Result:
         num_proc=args.processes,
         output=args.output,
         sample_by=args.sample_by,
+        length_of=_length_of(args),
     )
-    counted = name_of_samples(args.data, args.sample_by)
-    figures = {}
-    lines = []
-    for name, values in as_streams(measured).items():
-        num_samples = len(values)
-        total = int(values.sum(dtype="int64"))
-        longest = int(values.max())
-        figures[name] = {
-            "num_samples": num_samples,
-            "counted": counted,
-            "sum": total,
-            "longest": longest,
+    counts = _counts(args, as_streams(measured))
+    text = f"{_counts_text(counts)}\nwritten: {args.output}"
+    return Result(figures=counts, text=text, draw=_nothing)
+
+
+def _counts(args: argparse.Namespace, lengths: Streams) -> dict[str, Any]:
+    """Returns, for each stream, what was counted as a sample and as its length, and how much of it."""
+    measured = args.length_of
+    if args.tokenizer is not None:
+        measured = TOKENS
+    counts = {}
+    for name, values in lengths.items():
+        unit = name
+        if measured is not None:
+            unit = measured if name == TOKENS else f"{name} {measured}"
+        counts[name] = {
+            "num_samples": len(values),
+            "counted": name_of_samples(args.data, args.sample_by),
+            "unit": unit,
+            "sum": int(values.sum(dtype="int64")),
+            "longest": int(values.max()),
         }
+    return counts
+
+
+def _counts_text(counts: Mapping[str, Any]) -> str:
+    """Returns one line for each stream."""
+    lines = []
+    for count in counts.values():
         lines.append(
-            f"{name}: {num_samples:,} samples ({counted}), {total:,} in all, the longest {longest:,}"
+            f"{count['num_samples']:,} {count['counted']}, {count['sum']:,} {count['unit']} in all, "
+            f"the longest {count['longest']:,}"
         )
-    lines.append(f"written: {args.output}")
-    return Result(figures=figures, text="\n".join(lines), draw=_nothing)
+    return "\n".join(lines)
+
+
+def _length_of(args: argparse.Namespace) -> Callable[[Any], int] | None:
+    return None if args.length_of is None else partial(_size, args.length_of)
+
+
+def _size(unit: str, text: Any) -> int:
+    if not isinstance(text, str):
+        raise ConfigError(f"`--length-of` counts the {unit} of texts, but a value is {text!r:.200}")
+    if unit == "words":
+        return len(text.split())
+    return len(text if unit == "characters" else text.encode())
 
 
 def _nothing() -> Figure:
@@ -117,6 +146,8 @@ def lengths_of(args: argparse.Namespace) -> tuple[Streams, list[Any] | None]:
         num_proc=1,
         progress=False,
         kinds=args.kinds,
+        sample_by=args.sample_by,
+        length_of=_length_of(args),
     )
     streams = as_streams(measured)
     if len(streams) > 1:  # printed to stderr if stdout must be JSON
@@ -147,16 +178,19 @@ def plan(args: argparse.Namespace) -> Result:
         world_size=args.world_size,
     )
     planned = sampler.plan
-    figures = {**planned.statistics, "fingerprint": planned.fingerprint}
-    text = f"{planned.report()}\n{_device_line(args)}"
+    counts = _counts(args, lengths)
+    figures = {**planned.statistics, "fingerprint": planned.fingerprint, "counts": counts}
+    text = f"{planned.report()}\n{_footer(args, counts)}"
     return Result(figures=figures, text=text, draw=planned.plot)
 
 
 def compare(args: argparse.Namespace) -> Result:
     lengths, kinds = lengths_of(args)
     comparison = _comparison(args, lengths, kinds)
-    text = f"{comparison.report()}\n{_device_line(args)}"
-    return Result(figures=comparison.figures(), text=text, draw=comparison.plot)
+    counts = _counts(args, lengths)
+    figures = {**comparison.figures(), "counts": counts}
+    text = f"{comparison.report()}\n{_footer(args, counts)}"
+    return Result(figures=figures, text=text, draw=comparison.plot)
 
 
 def _work(args: argparse.Namespace) -> Work:
@@ -166,6 +200,14 @@ def _work(args: argparse.Namespace) -> Work:
     if model is None:
         return Work.of_known(None, device=device)
     return Work.of(as_config(model), device=device)
+
+
+def _footer(args: argparse.Namespace, counts: Mapping[str, Any]) -> str:
+    """Returns what was counted, and for which device time is predicted."""
+    note = ""
+    if args.length_of is not None:
+        note = "; above, each of them counts as a token"
+    return f"{_counts_text(counts)}{note}\n{_device_line(args)}"
 
 
 def _device_line(args: argparse.Namespace) -> str:
@@ -236,11 +278,17 @@ def doctor(args: argparse.Namespace) -> Result:
         "memory": memory.text or _largest_batch(comparison),
     }
     lines = [f"{name:6}  {text}" for name, text in findings.items()]
-    text = "\n".join([*lines, "", comparison.report(), _device_line(args)])
-    figures = {"findings": findings, **comparison.figures()}
-    sentences = [findings["waste"], findings["ranks"], findings["memory"]]
+    counts = _counts(args, lengths)
+    text = "\n".join([*lines, "", comparison.report(), _footer(args, counts)])
+    figures = {"findings": findings, **comparison.figures(), "counts": counts}
+    sentences = [*_counts_text(counts).splitlines(), *list(findings.values())[1:]]
     as_page = partial(
-        page, comparison, advice, data=args.data, findings=sentences, device=_device_line(args)
+        page,
+        comparison,
+        advice,
+        data=" ".join(args.data),
+        findings=sentences,
+        device=_device_line(args),
     )
     return Result(figures=figures, text=text, draw=comparison.plot, page=as_page)
 

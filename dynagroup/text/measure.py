@@ -57,8 +57,8 @@ def measure_lengths(
             ``input_ids`` or ``input_values``.
         max_length: int, tokens: texts are truncated to this many, or counted as this many (in the primary stream).
         num_proc: int, number of processes. None: only this process.
-        length_of: function from a sample to its length, or to a mapping from stream names to lengths, whose primary
-            stream is ``tokens`` or the first. With mappings the result is a dict of arrays.
+        length_of: function from a sample (or its ``column``) to its length, or to a mapping from stream names to
+            lengths, whose primary stream is ``tokens`` or the first. With mappings the result is a dict of arrays.
         progress: True shows the bar on a terminal.
 
     Raises ConfigError if a text is not a string, a length is not an integer (the message names the sample and its
@@ -82,7 +82,10 @@ def measure_lengths(
         data = by_position(data, "data")
 
     if length_of is not None:
-        chunks = _Chunks(data, partial(_apply, length_of), SAMPLES_PER_CALL)
+        if is_hf_dataset(data) and column is not None:
+            _check_column(data, column)
+            data = data.select_columns([column])
+        chunks = _Chunks(data, partial(_apply, length_of, column), SAMPLES_PER_CALL)
         lengths = by_stream(chunks.measured(num_proc, progress), range(len(data)))
     elif tokenizer is not None and is_hf_dataset(data):
         lengths = _map_texts(data, tokenizer, column, max_length, num_proc)
@@ -140,8 +143,11 @@ class _Chunks:
 
 
 @sendable(lambda: "length_of failed")
-def _apply(length_of: Callable[[Any], Any], samples: Sequence[Any], first: int) -> list[Any]:
-    return [length_of(sample) for sample in samples]
+def _apply(
+    length_of: Callable[[Any], Any], column: str | None, samples: Sequence[Any], first: int
+) -> list[Any]:
+    values = samples if column is None else [sample[column] for sample in samples]
+    return [length_of(value) for value in values]
 
 
 def _count_texts(
