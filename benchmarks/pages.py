@@ -13,9 +13,10 @@ from importlib import import_module
 from io import StringIO
 from operator import getitem
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
-from benchmarks.record import RESULTS, Spread, rows_of, table
+from benchmarks.record import RESULTS, rows_of, table
 
 ROOT = Path(__file__).parents[1]
 MARK = re.compile(r"<!-- figures: (\w+) -->.*?<!-- end -->", re.S)
@@ -43,30 +44,26 @@ def few_shapes(found: Figures) -> list[Row]:
 
 
 def rivals(same: bool) -> Callable[[Figures], list[str]]:
-    """A method a row, a set of lengths a column: speed over fixed with its quartiles, and padding.
+    """A method a row, a set of lengths a column: speed over fixed batches, padding, and a rival's setting.
 
     Samples a second where all have the same updates; else real tokens.
     """
 
     def cell(methods: Figures, name: str) -> str:
-        one, rate = methods[name], methods[name]["samples_per_s"]
-        base = methods["fixed"]["samples_per_s" if same else "real_tokens_per_s"]
-        unit = base["median"] if same else rate["median"] * base / one["real_tokens_per_s"]
-        spread = Spread(
-            {
-                "median": rate["median"] / unit,
-                "quartiles": [each / unit for each in rate["quartiles"]],
-            }
-        )
-        return ", ".join(
-            [f"{spread:.2fx}", f"{one['padding']:.0%}", *map(str, one["setting"].values())]
-        )
+        run = methods[name]
+        fixed = methods["fixed"]
+        if same:
+            speed = run["samples_per_s"]["median"] / fixed["samples_per_s"]["median"]
+        else:
+            speed = run["real_tokens_per_s"] / fixed["real_tokens_per_s"]
+        settings = map(str, run["setting"].values())
+        return ", ".join([f"{speed:.2f}x", f"{run['padding']:.0%}", *settings])
 
     def lines(found: Figures) -> list[str]:
         runs = [one["methods"] for one in found.values()]
         names = [name for name, one in runs[0].items() if one["same_updates"] == same]
         rows = (" | ".join([name, *(cell(methods, name) for methods in runs)]) for name in names)
-        head = " | ".join(["speed over fixed (quartiles), padding, setting", *found])
+        head = " | ".join(["speed over fixed, padding, setting", *found])
         return [f"| {head} |", "|---" * (len(runs) + 1) + "|", *(f"| {row} |" for row in rows)]
 
     return lines
@@ -98,40 +95,45 @@ def small_updates(size: int) -> Callable[[Figures], list[str]]:
 
 
 def rivals_best(found: Figures) -> str:
-    """Ours beside the best rival that keeps the updates, on each set."""
-    sentences = []
-    for case, one in found.items():
-        same = {
+    """Ours over the best rival that keeps the updates: the least and the most of all sets."""
+    padded = []
+    packed = []
+    for one in found.values():
+        speeds = {
             name: run["samples_per_s"]["median"]
             for name, run in one["methods"].items()
             if run["same_updates"]
         }
-        theirs = max(
-            (name for name in same if not name.startswith("dynagroup")), key=same.__getitem__
-        )
-        ours = max((name for name in same if name.startswith("dynagroup")), key=same.__getitem__)
-        packed = f"; {ours}: {same[ours] / same[theirs]:.2f}" * (ours != "dynagroup")
-        sentences.append(f"{same['dynagroup'] / same[theirs]:.2f} on {case} ({theirs}{packed})")
-    return "; ".join(sentences)
+        best = max(speed for name, speed in speeds.items() if not name.startswith("dynagroup"))
+        padded.append(speeds["dynagroup"] / best)
+        packed.append(speeds["dynagroup, packed"] / best)
+    return (
+        f"{min(padded):.2f} to {max(padded):.2f} on the {len(found)} sets; "
+        f"with packed batches {min(packed):.2f} to {max(packed):.2f}"
+    )
 
 
 def quality(found: Figures) -> list[Row]:
     rows = []
-    for name, case in found["cases"].items():
+    for name, case in found.items():
         for way, figures in case["found"].items():
             fields = {key: figures.get(key, []) for key in ("held_out_loss", "accuracy")}
-            rows.append(
-                {
-                    "key": name,
-                    "way": way,
-                    **fields,
-                    "padding": figures["padding"],
-                    "in_one_batch": figures["padding_in_one_batch"],
-                    "tokens_cv": figures["tokens_cv"],
-                    "seeds": len(figures["padding"]),
-                }
-            )
+            rows.append({"key": name, "way": way, **fields, "padding": figures["padding"]})
     return rows
+
+
+def quality_of_all(found: Figures) -> str:
+    """The loss of stratified updates minus that of fixed ones, over all cases."""
+    differences = {}
+    for name, case in found["cases"].items():
+        losses = {way: mean(one["held_out_loss"]) for way, one in case["found"].items()}
+        differences[name] = losses["grouping 50"] - losses["fixed"]
+    most = max(differences, key=differences.__getitem__)
+    others = [difference for name, difference in differences.items() if name != most]
+    return (
+        f"{min(others):+.3f} to {max(others):+.3f} in {len(others)} of {len(differences)} cases, "
+        f"and {differences[most]:+.3f} in one ({most})"
+    )
 
 
 def recipe_speed(found: Figures) -> str:
@@ -145,37 +147,43 @@ def recipe_speed(found: Figures) -> str:
     return f"{speed:.2f} times as fast; held-out loss {losses[0]}, plain {losses[1]}"
 
 
-def recovery(update: Figures) -> list[Row]:
-    work, about = read("oom_work"), f"{update['parameters'] / 1e6:.0f} million parameters"
-    left = f"{work['batches_that_do_not_fit']:.0%} of {work['planned_batches']} planned batches do not fit"
-    texts, knew = (
-        f"{work['texts']:,} texts, {left}",
-        "relative to a run that knew the limit beforehand",
+def recovery(update: Figures) -> str:
+    work = read("oom_work")
+    ratios = [one["ratio"]["median"] for one in update["updates"].values()]
+    return (
+        f"of {work['planned_batches']} planned batches of texts, "
+        f"{work['batches_that_do_not_fit']:.0%} did not fit. "
+        f"Memory ran out {work['learned']['failures']} time, and the run needed "
+        f"{work['ratio']['forward_passes']:.2f} times the forward passes of a run that knew the limit. "
+        f"A training update that can be repeated took {min(ratios):.2f} to {max(ratios):.2f} times as long"
     )
-    found = {
-        f"{texts}: {name.replace('_', ' ')} {knew}": f"{x:.2f}x"
-        for name, x in work["ratio"].items()
-    }
-    found["the same texts: how often memory ran out"] = work["learned"]["failures"]
-    for case, one in update.get("updates", {}).items():
-        found[f"an update of {case}, {about}, wall time relative to a plain update"] = (
-            f"{Spread(one['ratio']):.2fx}"
-        )
-    return [{"key": key, "found": value} for key, value in found.items()]
 
 
-def fault_rows(found: Figures) -> list[Row]:
-    """Of the kinds of faults that the campaign has today."""
-    kinds = import_module("benchmarks.faults.__main__").FAULTS
-    return [
-        {"key": name, "cases": count} for name, count in found["by_fault"].items() if name in kinds
-    ]
+def growth(found: Figures) -> str:
+    """The exponents of what grows with samples, and of what grows with ranks."""
+    of_samples = []
+    of_ranks = []
+    for name, one in found.items():
+        exponents = of_ranks if "ranks" in name else of_samples
+        exponents.append(one["exponent"])
+    return (
+        f"{min(of_samples):.2f} to {max(of_samples):.2f} with the number of samples, "
+        f"{max(of_ranks):.2f} with the number of ranks"
+    )
+
+
+def ablation(found: Figures) -> str:
+    """What switching off a mechanism of planning costs on the file where it costs most."""
+    costs = sorted(found["planning"].items(), key=lambda item: item[1]["most"], reverse=True)
+    return "; ".join(f"{name}: {one['most']:+.0%}" for name, one in costs)
 
 
 def faults(found: Figures) -> str:
-    rows = fault_rows(found)
+    """Of the kinds of faults that the campaign has today."""
+    kinds = import_module("benchmarks.faults.__main__").FAULTS
+    counts = [count for name, count in found["by_fault"].items() if name in kinds]
     findings = f"{len(found['findings'])} findings" if found["findings"] else "nothing found"
-    return f"{sum(row['cases'] for row in rows):,} cases, {len(rows)} kinds of faults, {findings}"
+    return f"{sum(counts):,} cases, {len(counts)} kinds of faults, {findings}"
 
 
 DOCTOR = (
@@ -222,8 +230,6 @@ def gpu_peaks(found: Figures) -> list[str]:
 ROWS = {
     "few_shapes": few_shapes,
     "quality": quality,
-    "recovery": recovery,
-    "faults": fault_rows,
     "gpu_train": gpu_train,
 }
 """The rows of tables that are more than the entries of their file."""
@@ -233,7 +239,6 @@ WIDE = {
     "rivals_of_8": small_updates(8),
     "rivals_of_32": small_updates(32),
     "gpu_memory": gpu_peaks,
-    "gpu_packed": gpu_peaks,
     "gpu_fits": gpu_peaks,
 }
 """Tables whose columns depend on their file."""
@@ -247,6 +252,10 @@ SENTENCES: dict[str, tuple[str, str | Callable[[Any], str]]] = {
     ),
     "demo_threads": ("demo_cpu", "{threads}"),
     "rivals_best": ("train_rivals", rivals_best),
+    "recovery": ("oom_update", recovery),
+    "growth": ("growth", growth),
+    "ablation": ("ablation", ablation),
+    "quality_of_all": ("quality", quality_of_all),
     "embed_summary": (
         "embed",
         "{texts} docstrings of CV {cv:.2f}; vectors differ by at most {largest_difference_of_vectors:.0e}",
@@ -268,9 +277,9 @@ SENTENCES: dict[str, tuple[str, str | Callable[[Any], str]]] = {
     "gpu_shapes": ("gpu_steps", gpu_shapes),
     "gpu_oom": (
         "gpu_oom",
-        "generation was split {generation[num_splits]} time, and {generation[tokens_equal]:.0%} of the tokens were equal; a "
-        "forward pass was run in {forward[num_parts]} parts, with a largest difference of {forward[largest_difference]:.0e}; "
-        "training ran out of memory {training[out_of_memory_errors]} time, and parameters differed by "
+        "generation was split {generation[num_splits]} time, and {generation[tokens_equal]:.0%} of the tokens were equal. A "
+        "forward pass was run in {forward[num_parts]} parts, with a largest difference of {forward[largest_difference]:.0e}. "
+        "Training ran out of memory {training[out_of_memory_errors]} time, and parameters differed by "
         "{training[largest_difference]:.0e}",
     ),
 }
