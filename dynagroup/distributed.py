@@ -5,12 +5,12 @@ from __future__ import annotations
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.pool import ThreadPool
 from operator import index
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 PARTS = "first or last samples in their datasets"
+R = TypeVar("R")
 CONNECTS_S = 600.0  # until ranks must have connected, because a group's own timeout may be a month
 
 
@@ -123,6 +124,23 @@ class DistributedWorld:
                 vector, op=getattr(torch.distributed.ReduceOp, op), group=self._group
             )
         return vector.tolist()
+
+
+def on_all_ranks(world: World, work: Callable[[], R], what: str) -> R:
+    """Returns the result of ``work``, which exchanges nothing. If it fails on one rank, no rank goes on: that rank raises
+    its error, and the others AlignmentError, in which ``what`` says what failed."""
+    result: Any = None
+    error = None
+    try:
+        result = work()
+    except Exception as caught:
+        error = caught
+    (failed_rank,) = world.all_max([-1 if error is None else world.rank])
+    if error is not None:
+        raise error
+    if failed_rank >= 0:
+        raise AlignmentError(f"rank {failed_rank} failed while it {what}; see its error")
+    return result
 
 
 # A thread of gloo lets go of a vector some time after the exchange. If only Python holds it then, the thread takes a lock of the

@@ -15,7 +15,7 @@ from torch.utils.data import (
 
 from dynagroup.budget.base import Budget
 from dynagroup.budget.tokens import as_budget
-from dynagroup.distributed import PARTS, World
+from dynagroup.distributed import PARTS, World, on_all_ranks
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.fingerprint import described, ends_of
 from dynagroup.lengths import LONGEST
@@ -225,15 +225,20 @@ class OnlineDataLoader(StepLoader[Any]):
             raise ConfigError(
                 "preflight cannot try an iterable dataset, which gives a sample only once; leave it out"
             )
-        places = self._example_places()
-        samples = [self.dataset[place] for place in places]
-        collator = self._workers.collator
+        samples, measured = on_all_ranks(
+            self.world, self._measured_examples, "read and measured a few samples"
+        )
         lengths = {
             # Ranks take the largest, because processing may be random.
             name: np.asarray(self.world.all_max(units.tolist()), np.int32)
-            for name, units in collator.measure(samples, places).items()
+            for name, units in measured.items()
         }
-        return lengths, samples.__getitem__, collator.filling
+        return lengths, samples.__getitem__, self._workers.collator.filling
+
+    def _measured_examples(self) -> tuple[list[Any], Streams]:
+        places = self._example_places()
+        samples = [self.dataset[place] for place in places]
+        return samples, self._workers.collator.measure(samples, places)
 
     def _example_places(self) -> list[int]:
         places = np.linspace(0, len(self.dataset) - 1, EXAMPLES).astype(np.int64)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from dynagroup.distributed import SingleProcess, World
+from dynagroup.distributed import SingleProcess, World, on_all_ranks
 from dynagroup.errors import AlignmentError, ConfigError
 from dynagroup.shapes import BatchShape, primary
 from dynagroup.update.filling import Collate, FillingCollator
@@ -48,6 +48,7 @@ NUM_MOVED = 1 << 20  # most elements of tensors that are moved during the test
 MOVED = 0.01  # how far, relative to their size
 NUM_READ = 64  # samples of which some are chosen
 NUM_DRAWS = 16  # random maskings, of which the first with a label of a first token is used
+READ = "read and collated a few samples"
 NUM_TOGETHER = 8  # most samples in one batch
 WAYS_OUT = (
     "pass `weigh`: a function from a batch to the number by which its loss is divided (with class "
@@ -115,9 +116,13 @@ def check_loss(
     chosen: Chosen = None if weigh == "auto" else weigh
     if isinstance(samples, StepLoader):
         return check_loader(model, loss_of, samples, chosen)
-    pieces = pieces_of(samples.__getitem__, range(len(samples)), collate_fn or default_collate)
+    world = world or SingleProcess()
+    collated = partial(
+        pieces_of, samples.__getitem__, range(len(samples)), collate_fn or default_collate
+    )
+    pieces = on_all_ranks(world, collated, READ)
     losses = _losses_by_rule(loss_of, chosen)
-    return split_test(model, losses, pieces, chosen, world=world or SingleProcess())
+    return split_test(model, losses, pieces, chosen, world=world)
 
 
 def check_loader(
@@ -434,7 +439,8 @@ def check_losses(
 
 
 def pieces_of_loader(loader: StepLoader[Any], *, skip: int = 0) -> Pieces | None:
-    """Returns samples of a loader that fit into one batch. ``skip``: another number gives other samples."""
+    """Returns samples of a loader that fit into one batch. All ranks must call it. ``skip``: another number gives other
+    samples."""
     lengths, read, collate = loader.examples()
     budget = loader.budget.held(loader.budget.applied)
     tokens = lengths[primary(lengths)]
@@ -457,9 +463,15 @@ def pieces_of_loader(loader: StepLoader[Any], *, skip: int = 0) -> Pieces | None
         chosen_lengths = {name: values[indices] for name, values in lengths.items()}
         return bool(budget.fits(BatchShape.of_samples(chosen_lengths))[0])
 
-    return pieces_of(
-        read, candidates[places].tolist(), collate, fit=fit, kind_of=loader.kind_of_example
+    collated = partial(
+        pieces_of,
+        read,
+        candidates[places].tolist(),
+        collate,
+        fit=fit,
+        kind_of=loader.kind_of_example,
     )
+    return on_all_ranks(loader.world, collated, READ)
 
 
 def pieces_of(

@@ -7,10 +7,18 @@ import torch
 from accelerate import Accelerator
 from transformers import TrainingArguments
 
-from dynagroup import AlignmentError, ConfigError, PlannedDataLoader, TokenBudget, check_loss
+from dynagroup import (
+    AlignmentError,
+    ConfigError,
+    OnlineDataLoader,
+    PlannedDataLoader,
+    TokenBudget,
+    check_loss,
+)
 from dynagroup.integrations.accelerate import prepare
 from dynagroup.integrations.hf import DynagroupConfig, DynagroupTrainer
 from dynagroup.testing import run_ranks
+from dynagroup.update.loader import StepLoader
 
 ROWS = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 5.0]), torch.tensor([2.0, 7.0])]
 
@@ -48,6 +56,49 @@ def test_a_loss_that_fails_on_one_rank_ends_the_split_test_on_all(
     texts = run_ranks(2, run)
     for text, expected in zip(texts, [of_rank_0, of_rank_1], strict=True):
         assert re.search(expected, text), text
+
+
+class OneGone:
+    """Rows of which those behind the second are missing on rank 1."""
+
+    def __init__(self, world, num_rows=6):
+        self.world = world
+        self.num_rows = num_rows
+
+    def __len__(self):
+        return self.num_rows
+
+    def __getitem__(self, index):
+        if self.world.rank == 1 and index > 1:
+            raise KeyError(f"row {index} is gone")
+        return {"input_ids": torch.ones(3), "labels": torch.ones(3)}
+
+
+def list_of(world):
+    return OneGone(world)
+
+
+def planned(world):
+    return PlannedDataLoader(OneGone(world), [3] * 6, TokenBudget(9), world=world)
+
+
+def online(world):
+    return OnlineDataLoader(OneGone(world), TokenBudget(9), length_of=len, world=world)
+
+
+@pytest.mark.parametrize("samples_of", [list_of, planned, online])
+def test_samples_that_one_rank_cannot_read_end_the_split_test_on_all(samples_of):
+    def run(world):
+        layer = torch.nn.Linear(2, 1)
+        samples = samples_of(world)
+        arguments = {} if isinstance(samples, StepLoader) else {"world": world}
+        with pytest.raises((KeyError, AlignmentError)) as told:
+            check_loss(layer, lambda step: layer.weight.sum(), samples, **arguments)
+        return str(told.value)
+
+    of_rank_0, of_rank_1 = run_ranks(2, run)
+    assert re.search("rank 1 failed while it read and .* a few samples; see its", of_rank_0)
+    assert "is gone" in of_rank_1
 
 
 def loader_of(collate_fn, weigh):
