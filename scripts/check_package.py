@@ -32,7 +32,8 @@ def files(folder: Path) -> None:
     version = re.search(r'__version__ = "(.*)"', (package / "__init__.py").read_text())
     changes = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)
     citation = re.search(r"^version: (\S+)", (ROOT / "CITATION.cff").read_text(), re.M)
-    assert version and changes
+    assert version
+    assert changes
     assert citation
     versions = {version[1], changes[1], citation[1], wheel.name.split("-")[1]}
     assert len(versions) == 1, f"package, changes, citation and wheel have the versions {versions}"

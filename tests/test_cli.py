@@ -338,7 +338,7 @@ def test_doctor_asks_about_all_streams(folder):
     assert budget.fits(BatchShape.of(counts, {"tokens": source, "target": target})).all()
 
 
-@pytest.mark.filterwarnings("ignore:fan_in_fan_out", "ignore:the memory of this model was fitted")
+@pytest.mark.filterwarnings("ignore:the memory of this model was fitted")
 @pytest.mark.parametrize(
     ("line", "told"),
     [

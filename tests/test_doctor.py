@@ -126,3 +126,16 @@ def test_the_page_says_that_nothing_is_to_change(folder, capsys) -> None:
     text = page.read_text(encoding="utf-8")
     assert "Other batches of the same updates would save little" in text
     assert "recommended)" not in text
+
+
+@pytest.mark.parametrize("word", ["--batchsize", "--batchsize=8"])
+def test_a_misspelt_option_suggests_the_right_one(folder, capsys, word) -> None:
+    assert main(["doctor", str(folder / "lengths.npy"), word, "8"]) == 2
+    message = "dynagroup doctor: the command doctor has no option `--batchsize`; did you mean `--batch-size`?\n"
+    assert capsys.readouterr().err == message
+
+
+def test_the_beginning_of_an_option_is_enough(folder, capsys) -> None:
+    data = str(folder / "lengths.npy")
+    whole = answer(capsys, "doctor", data, "--batch-size", "8", "--world-size", "2")
+    assert answer(capsys, "doctor", data, "--batch", "8", "--world", "2") == whole

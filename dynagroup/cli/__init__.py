@@ -13,13 +13,20 @@ import dynagroup
 QUIET = (
     "huggingface_hub.repocard",
     "huggingface_hub.utils._http",
+    "transformers.modeling_utils",
     "transformers.tokenization_utils_base",
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status. A user's mistake is printed in one line, and gives status 2."""
-    args = _parser().parse_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        _check_options(words)
+    except ValueError as error:
+        _say(words[0], str(error))
+        return 2
+    args = _parser().parse_args(words)
     for name in QUIET:
         logging.getLogger(name).setLevel(logging.ERROR)
     with warnings.catch_warnings():
@@ -42,6 +49,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             return 130
     return 0
+
+
+def _check_options(words: Sequence[str]) -> None:
+    """Raises ConfigError for a misspelt option: argparse would first name the ones that are missing."""
+    from dynagroup.validation import check_names
+
+    if not words or words[0] not in COMMANDS:
+        return
+    _, options = COMMANDS[words[0]]
+    known = ["--help", *(option.rstrip("!") for option in options.split())]
+    unknown = []
+    for word in words[1:]:
+        name = word.partition("=")[0]
+        is_known = any(option.startswith(name) for option in known)  # a beginning is enough
+        if name.startswith("--") and not is_known:
+            unknown.append(name)
+    check_names(f"the command {words[0]}", unknown, known)
 
 
 def _say(command: str, message: str) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -465,7 +466,9 @@ def _with_adapters(model: Any, lora: Any) -> Any:
             "`lora` must be True, an int (the adapters' rank) or a LoraConfig of peft, "
             f"but is {lora!r}"
         )
-    adapted = peft.inject_adapter_in_model(config, model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # a setting that peft corrects itself
+        adapted = peft.inject_adapter_in_model(config, model)
     for p in adapted.parameters():
         if p.requires_grad and p.dtype in (torch.float16, torch.bfloat16):
             p.data = p.data.float()
