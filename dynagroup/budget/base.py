@@ -294,6 +294,9 @@ class AllOf(Budget):
             )
         return combined
 
+    def __repr__(self) -> str:
+        return " & ".join(map(repr, self.parts))
+
     @property
     def _others(self) -> list[Budget]:
         return [part for part in self.parts if not isinstance(part, AdditiveCap)]

@@ -36,8 +36,9 @@ class Advice:
 
 
 TERMS = {
-    "batch": "The samples that one rank runs in one forward pass. All are padded to the longest.",
-    "rank": "One process, with one GPU.",
+    "batch": "The samples that one rank runs in one forward pass. In the padded layout, all are as "
+    "wide as the longest.",
+    "rank": "One process, usually with one GPU.",
     "update": "One optimizer step. Its samples may be several batches.",
     "budget": "The most tokens that a batch may have, padding counted.",
     "steps": "Forward passes of an epoch. In a step, every rank runs one batch.",
