@@ -399,7 +399,8 @@ class PlannedDataLoader(StepLoader[B]):
             order_print = zlib.crc32(saved.of_epoch(epoch).data)
         if state["order"] != order_print:
             raise StateError(
-                f"`sampler` must give the indices of the saved run in epoch {epoch}; seed both alike"
+                f"`sampler` must give the indices of the saved run in epoch {epoch}; give it "
+                "a method set_epoch that seeds it by the epoch, the same in both runs"
             )
         return state
 

@@ -428,7 +428,8 @@ def check_losses(
         )
     if loss is None or not isinstance(losses, Mapping):
         return
-    total = sum(float(one) for one in losses.values())
+    loss = loss.detach()
+    total = sum(float(torch.as_tensor(one).detach()) for one in losses.values())
     tolerance = HALF if loss.itemsize < 4 else EXACT
     both_are_nan = math.isnan(total) and bool(loss.isnan())
     if not both_are_nan and not math.isclose(float(loss), total, rel_tol=tolerance, abs_tol=1e-6):
