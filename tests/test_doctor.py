@@ -111,7 +111,7 @@ def test_the_page_shows_the_code_first_and_marks_its_row_in_the_table(folder, ca
 def test_the_page_draws_the_same_samples_twice(folder, capsys) -> None:
     page = page_of(folder, capsys)
     heights = []
-    for picture in re.findall(r'<svg role="img".*?</svg>', page):
+    for picture in re.findall(r"<svg role=.img.*?</svg>", page, re.S):
         columns = re.findall(r"V([\d.]+)h", picture)
         heights.append(sorted(map(float, columns)))
     assert heights[0] == heights[1]

@@ -120,6 +120,14 @@ $terms
 </dl>
 </body></html>
 """)
+FIGURE = Template("""\
+<figure><figcaption><strong>$title</strong><br>$num_samples of the samples, in $num_batches batches; the height is
+$most_tokens tokens<br><svg class="key" viewBox="0 0 16 9"><rect class="real" width="16" height="9"/></svg> tokens
+<svg class="key" viewBox="0 0 16 9"><rect class="padding" width="16" height="9"/></svg> padding</figcaption>
+<svg role="img" aria-label="$title" viewBox="0 0 $width $height"><defs><pattern id="hatch" width="5" height="5"
+patternUnits="userSpaceOnUse" patternTransform="rotate(45)"><rect width="5" height="5" style="fill:var(--padding)"/>
+<rect width="1.4" height="5" style="fill:var(--hatch)"/></pattern></defs>$shapes</svg></figure>
+""")
 
 
 def page(
@@ -130,19 +138,18 @@ def page(
     Args:
         findings: sentences on today's batches. device: a sentence on the device for which time is predicted.
     """
-    terms = []
-    for name, meaning in {**_ways(comparison), **TERMS}.items():
-        terms.append(f"<dt>{escape(name)}</dt><dd>{meaning}</dd>")
+    drawn = comparison.ways[2] if advice.way is None else advice.way
+    items = [f"<li>{escape(_sentence(finding))}</li>" for finding in findings]
     return PAGE.substitute(
         data=escape(data),
         about=escape(_about(comparison, data)),
         lead=escape(_lead(comparison, advice)),
         code=_code(advice),
-        findings="\n".join(f"<li>{escape(_sentence(finding))}</li>" for finding in findings),
+        findings="\n".join(items),
         table=_table(comparison, advice.way),
         device=escape(_sentence(device)),
-        pictures=_pictures(comparison, advice.way or comparison.ways[2]),
-        terms="\n".join(terms),
+        pictures=_pictures(comparison, drawn),
+        terms=_terms(comparison),
     )
 
 
@@ -151,13 +158,14 @@ def _sentence(text: str) -> str:
 
 
 def _about(comparison: Comparison, data: str) -> str:
-    tokens = comparison.lengths[primary(comparison.lengths)]
-    ranks = "1 rank" if comparison.world_size == 1 else f"{comparison.world_size} ranks"
-    return (
-        f"{data}: {len(tokens):,} samples (median {int(np.median(tokens)):,} "
-        f"{primary(comparison.lengths)}, longest {int(tokens.max()):,}); {ranks}; "
-        f"updates of {comparison.samples_per_update:,} samples"
-    )
+    stream = primary(comparison.lengths)
+    tokens = comparison.lengths[stream]
+    median = int(np.median(tokens))
+    lengths = f"{len(tokens):,} samples (median {median:,} {stream}, longest {tokens.max():,})"
+    ranks = f"{comparison.world_size} ranks"
+    if comparison.world_size == 1:
+        ranks = "1 rank"
+    return f"{data}: {lengths}; {ranks}; updates of {comparison.samples_per_update:,} samples"
 
 
 def _lead(comparison: Comparison, advice: Advice) -> str:
@@ -177,13 +185,15 @@ def _code(advice: Advice) -> str:
     return CODE.substitute(loader=escape(advice.loader), trainer=escape(advice.trainer))
 
 
-def _ways(comparison: Comparison) -> dict[str, str]:
+def _terms(comparison: Comparison) -> str:
     meanings = {}
     for way in comparison.ways:
         for start, meaning in WAYS.items():
             if way.name.startswith(start):
                 meanings[way.name] = meaning
-    return meanings
+    meanings.update(TERMS)
+    lines = [f"<dt>{escape(name)}</dt><dd>{meaning}</dd>" for name, meaning in meanings.items()]
+    return "\n".join(lines)
 
 
 def _table(comparison: Comparison, chosen: Way | None) -> str:
@@ -191,57 +201,56 @@ def _table(comparison: Comparison, chosen: Way | None) -> str:
     lines = [_row(head, "th")]
     for way, row in zip(comparison.ways, rows, strict=True):
         if way is chosen:
-            marked = [f"{row[0]} (recommended)", *row[1:]]
-            lines.append(_row(marked, "td", "chosen"))
+            row[0] = f"{row[0]} (recommended)"
+            lines.append(_row(row, "td", "chosen"))
         else:
             lines.append(_row(row, "td"))
     return "\n".join(lines)
 
 
 def _row(cells: list[str], tag: str, kind: str = "") -> str:
-    content = "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells)
-    return f'<tr class="{kind}">{content}</tr>'
+    content = [f"<{tag}>{escape(cell)}</{tag}>" for cell in cells]
+    return f'<tr class="{kind}">{"".join(content)}</tr>'
 
 
 def _pictures(comparison: Comparison, way: Way) -> str:
-    """Draws the same samples twice: in batches of ``way``, evenly spaced in the epoch, and in fixed ones."""
-    plan = way.plan
-    numbers = shown_batches(plan.batches.sizes.tolist(), SAMPLES_DRAWN)
-    batches = plan.batches.take(np.array(numbers, np.int64))
-    order = np.random.default_rng(0).permutation(batches.order)
-    ours = plan.panel(way.name, batches)
+    """Draws the same samples twice: in fixed batches, and in batches of ``way``, evenly spaced in the epoch."""
+    batches = way.plan.batches
+    numbers = shown_batches(batches.sizes.tolist(), SAMPLES_DRAWN)
+    shown = batches.take(np.array(numbers, np.int64))
+    order = np.random.default_rng(0).permutation(shown.order)
     today = comparison.ways[0]
     fixed = today.plan.panel(today.name, fixed_batches(order, comparison.batch_size))
-    most_tokens = max(max(panel.widths, default=1) for panel in (fixed, ours))
-    return "\n".join(_figure(panel, most_tokens) for panel in (fixed, ours))
+    ours = way.plan.panel(way.name, shown)
+    most_tokens = max([1, *fixed.widths, *ours.widths])
+    return _figure(fixed, most_tokens) + _figure(ours, most_tokens)
 
 
 def _figure(panel: Panel, most_tokens: int) -> str:
     """Draws batches side by side: a sample is a column, its tokens filled, its padding hatched."""
     num_samples = sum(map(len, panel.batches))
     column = (WIDTH - GAP * len(panel.batches)) / max(num_samples, 1)
+    scale = HEIGHT / most_tokens
     left = 0.0
     shapes = []
     for tokens, width in zip(panel.batches, panel.widths, strict=True):
+        right = left + column * len(tokens)
+        top = HEIGHT - scale * width
         if not panel.packed:
-            height = HEIGHT * width / most_tokens
-            shapes.append(
-                f'<rect class="padding" x="{left:.1f}" y="{HEIGHT - height:.1f}" '
-                f'width="{column * len(tokens):.1f}" height="{height:.1f}"/>'
-            )
-        path = [f"M{left:.1f} {HEIGHT}"]
+            path = f"M{left:.1f} {HEIGHT}V{top:.1f}H{right:.1f}V{HEIGHT}z"
+            shapes.append(f'<path class="padding" d="{path}"/>')
+        steps = []
         for length in np.sort(tokens)[::-1].tolist():
-            path.append(f"V{HEIGHT * (1 - length / most_tokens):.1f}h{column:.2f}")
-        shapes.append(f'<path class="real" d="{"".join(path)}V{HEIGHT}z"/>')
-        left += column * len(tokens) + GAP
-    return (
-        f"<figure><figcaption><strong>{escape(panel.title)}</strong><br>{num_samples} of the samples, in "
-        f"{len(panel.batches)} batches; the height is {most_tokens:,} tokens<br>"
-        '<svg class="key" viewBox="0 0 16 9"><rect class="real" width="16" height="9"/></svg> tokens '
-        '<svg class="key" viewBox="0 0 16 9"><rect class="padding" width="16" height="9"/></svg> padding</figcaption>'
-        f'<svg role="img" aria-label="{escape(panel.title)}" viewBox="0 0 {WIDTH} {HEIGHT}"><defs><pattern id="hatch" '
-        'width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
-        '<rect width="5" height="5" style="fill:var(--padding)"/>'
-        '<rect width="1.4" height="5" style="fill:var(--hatch)"/></pattern></defs>'
-        f"{''.join(shapes)}</svg></figure>"
+            steps.append(f"V{HEIGHT - scale * length:.1f}h{column:.2f}")
+        path = f"M{left:.1f} {HEIGHT}{''.join(steps)}V{HEIGHT}z"
+        shapes.append(f'<path class="real" d="{path}"/>')
+        left = right + GAP
+    return FIGURE.substitute(
+        title=escape(panel.title),
+        num_samples=num_samples,
+        num_batches=len(panel.batches),
+        most_tokens=f"{most_tokens:,}",
+        width=WIDTH,
+        height=HEIGHT,
+        shapes="".join(shapes),
     )
