@@ -1,5 +1,6 @@
 """`dynagroup doctor`: what it says where memory decides, and for which device it predicts."""
 
+import html
 import json
 import re
 from pathlib import Path
@@ -7,6 +8,8 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from dynagroup import MemoryBudget, TokenBudget
 from dynagroup.cli import main
@@ -14,6 +17,7 @@ from dynagroup.plan.compare import compare
 from dynagroup.plan.cost import Work
 from dynagroup.shapes import BatchShape
 from tests import models
+from tests.integrations import toys
 
 LENGTHS = np.random.default_rng(0).integers(20, 400, 300)
 CONFIG = models.llama(vocab=500, width=64, layers=1)
@@ -139,3 +143,19 @@ def test_the_beginning_of_an_option_is_enough(folder, capsys) -> None:
     data = str(folder / "lengths.npy")
     whole = answer(capsys, "doctor", data, "--batch-size", "8", "--world-size", "2")
     assert answer(capsys, "doctor", data, "--batch", "8", "--world", "2") == whole
+
+
+def test_the_code_of_the_page_runs(folder, capsys) -> None:
+    page = page_of(folder, capsys)
+    [loop, _] = re.findall(r"<pre><code>(.*?)</code></pre>", page, re.S)
+    config = models.llama(vocab=40, width=8, layers=1)
+    model = AutoModelForCausalLM.from_config(config)
+    names = {
+        "dataset": [{"input_ids": [1] * n, "labels": [1] * n} for n in LENGTHS.tolist()],
+        "lengths": LENGTHS,
+        "collate": toys.collate,
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+    }
+    exec(html.unescape(loop), names)
+    assert names["loader"].stats.samples == len(LENGTHS)

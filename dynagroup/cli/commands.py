@@ -312,8 +312,9 @@ def _advice(comparison: Comparison, layout: str, memory: Memory) -> Advice:
         updates = f"{updates}, grouping={MEGA_BATCHES}"
         trainer = f"DynagroupConfig(budget={budget}, grouping={MEGA_BATCHES})"
         way = stratified
-    loader = f"PlannedDataLoader(dataset, lengths, {budget}, {updates})"
-    text = f"{loader}; with the Trainer: dynagroup={trainer}"
+    arguments = f"dataset, lengths, {budget}, {updates}"
+    text = f"PlannedDataLoader({arguments}); with the Trainer: dynagroup={trainer}"
+    loader = f"PlannedDataLoader({arguments}, collate_fn=collate)"
     return Advice(text=text, way=way, loader=loader, trainer=trainer)
 
 

@@ -65,7 +65,12 @@ CODE = Template("""\
 <h2>In your own training loop</h2>
 <pre><code>from dynagroup import PlannedDataLoader, TokenBudget
 
-loader = $loader</code></pre>
+loader = $loader
+for step in loader:
+    (model(**step.batch).loss * step.loss_scale).backward()
+    if step.ends_update:
+        optimizer.step()
+        optimizer.zero_grad()</code></pre>
 <h2>With the Trainer of transformers or TRL</h2>
 <pre><code>from dynagroup import TokenBudget
 from dynagroup.integrations.hf import DynagroupConfig, DynagroupTrainer
