@@ -516,6 +516,7 @@ def predicted_memory(budget: Budget, shape: BatchShape) -> FloatArray | None:
 def memory_by_part(budget: Budget, shape: BatchShape) -> Iterator[tuple[MemoryBudget, FloatArray]]:
     """Yields each part of a budget that predicts memory, and its predictions as shares of its limit: float64 (K,)."""
     while isinstance(budget, Wrapper):
+        shape = budget.as_run(shape)  # a ladder of few shapes pads them further
         budget = budget.base
     whole = budget if isinstance(budget, AllOf) else AllOf((budget,))
     for part in whole.parts:

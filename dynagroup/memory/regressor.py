@@ -188,7 +188,8 @@ class MemoryRegressor:
 
     trees: bytes = field(repr=False)  # XGBoost's UBJSON; read when trees are first used
     card: Mapping[str, Any] = field(repr=False)
-    """Facts about the training: features and their ranges, constants, metrics, versions, hash of the data."""
+    """Facts about the training: features and their ranges, constants, metrics, versions, hash of the data. ``rows`` are
+    pairs of batch shapes, the memory of one over that of the other."""
     workload: Workload = Workload()
 
     @classmethod

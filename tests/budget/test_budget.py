@@ -18,10 +18,11 @@ from dynagroup import (
     LearningBudget,
     LengthAwareBatchSampler,
     MemoryBudget,
+    ShapeLadder,
     StateError,
 )
 from dynagroup.budget.base import AdditiveCap, AllOf, Budget, padded_tokens
-from dynagroup.budget.memory import parsed_bytes
+from dynagroup.budget.memory import parsed_bytes, predicted_memory
 from dynagroup.budget.tokens import TokenBudget, as_budget
 from dynagroup.lengths import as_streams
 from dynagroup.memory.protocols import PaddedTokens
@@ -535,3 +536,13 @@ def test_a_budget_of_ones_own_is_shown_by_its_name_and_settings() -> None:
     name = AtMost.__qualname__
     assert repr(AtMost(4)) == f"{name}(most=4)"
     assert repr(AtMost(4) & TokenBudget(90)) == f"{name}(most=4) & {TokenBudget(90)!r}"
+
+
+def test_memory_is_predicted_for_batches_as_a_ladder_pads_them() -> None:
+    """The only shape is the hardest batch, four samples of 100 tokens: one of 20 takes as much."""
+    memory = MemoryBudget(4, longest=100, model=PaddedTokens(), headroom=1.0)
+    ladder = ShapeLadder([100] * 90, memory, num_shapes=1)
+    alone = BatchShape.of(1, 20)
+    assert predicted_memory(ladder, alone) == [1.0]
+    assert predicted_memory(memory, alone) == [0.05]
+    assert predicted_memory(TokenBudget(400), alone) is None
