@@ -159,8 +159,10 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
         self._logged_at = now
         mixture = self.dynagroup.mixture
         if mixture is not None and mixture.samples_per_update is not None:
-            stop = self.update_loader.cursor.samples_seen
-            counts = mixture.counts_between(stop - stats.update_samples, stop)
+            loader = self.update_loader
+            stop = loader.cursor.samples_seen
+            num_samples = stats.update_samples // loader.world.size  # each rank counts all of them
+            counts = mixture.counts_between(stop - num_samples, stop)
             for name, count in counts.items():
                 logs[f"share_{name}"] = round(count / max(sum(counts.values()), 1), 4)
         if self.guard is not None:

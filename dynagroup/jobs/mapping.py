@@ -133,7 +133,7 @@ def _mapping(
         except Exception as error:
             if is_out_of_memory is None or not is_out_of_memory(error):
                 raise
-            raise MemoryError(str(error)) from error
+            raise MemoryError(f"{type(error).__name__}: {error}") from error
 
     return Job(
         items=items,

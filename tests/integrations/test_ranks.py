@@ -20,7 +20,7 @@ from dynagroup import (
 )
 from dynagroup.integrations.hf import DynagroupTrainer
 from dynagroup.testing import assert_conserves
-from tests.integrations import test_accelerate, test_hf_losses, toys
+from tests.integrations import test_accelerate, test_hf_losses, test_hf_mixture, toys
 from tests.integrations.test_hf_losses import with_and_without_failures
 from tests.integrations.toys import parameters, train, train_both, trainer
 from tests.packed import test_training as training
@@ -227,11 +227,16 @@ def trainers(folder: str) -> dict[str, Any]:
         "packed": [training.packed(kind, "sdpa") for kind in ("planned", "online")],
         "resumed": resumed_at_an_epochs_end(folder),
         "losses": [loss_of(OfSums, folder), loss_of(DynagroupTrainer, folder)],
+        "shares": test_hf_mixture.shares_of_a_run(f"{folder}/shares"),
     }
 
 
 def trained(ranks: Any, name: str) -> list[Any]:
     return [rank["trainers"][name] for rank in ranks]
+
+
+def test_the_log_has_the_shares_of_a_mixture_since_the_entry_before(ranks: Any) -> None:
+    assert trained(ranks, "shares") == [[(0.75, 0.25)] * 3 + [(0.25, 0.75)] * 3] * 2
 
 
 def test_gradients_of_two_ranks_are_those_of_one_process(ranks: Any) -> None:

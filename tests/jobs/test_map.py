@@ -157,3 +157,12 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         with pytest.raises(StateError, match=f"{next(iter(options))} was .* then, is .* now"):
             map_batches(**{**own, **options}, output=output, progress=False)
     assert map_batches(Upper(), [], [], 10, progress=False) == []
+
+
+def test_an_item_that_a_server_refuses_alone_is_told_with_the_servers_own_error() -> None:
+    def server(batch: list[str]) -> list[str]:
+        raise ConnectionError("413")
+
+    options: Any = {"progress": False, "is_out_of_memory": lambda error: True}
+    with pytest.raises(BudgetError, match="ConnectionError: 413"):
+        map_batches(server, ITEMS, LENGTHS, 100, **options)
