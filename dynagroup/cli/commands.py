@@ -43,7 +43,7 @@ class Result:
 
     figures: Mapping[str, Any]  # for JSON
     text: str
-    draw: Callable[[], Figure]
+    draw: Callable[[], Figure] | None = None  # for --picture
     page: Callable[[], str] | None = None  # as HTML
 
 
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
         return
     result = COMMANDS[args.command](args)
     print(json.dumps(result.figures, indent=1) if args.json else result.text)
-    if args.picture:
+    if args.picture and result.draw is not None:
         save_picture(result.draw(), args.picture)
         print(f"picture: {args.picture}", file=sys.stderr if args.json else sys.stdout)
     if args.html and result.page is not None:
@@ -78,7 +78,7 @@ def lengths(args: argparse.Namespace) -> Result:
     )
     counts = _counts(args, as_streams(measured))
     text = f"{_counts_text(counts)}\nwritten: {args.output}"
-    return Result(figures=counts, text=text, draw=_nothing)
+    return Result(figures=counts, text=text)
 
 
 def _counts(args: argparse.Namespace, lengths: Streams) -> dict[str, Any]:
@@ -122,10 +122,6 @@ def _size(unit: str, text: Any) -> int:
     if unit == "words":
         return len(text.split())
     return len(text if unit == "characters" else text.encode())
-
-
-def _nothing() -> Figure:
-    return new_figure(1, 1)
 
 
 def _tokenizer(args: argparse.Namespace) -> Any:
@@ -537,7 +533,7 @@ def check(args: argparse.Namespace) -> Result:
 
     answers = check_model(args.model)
     lines = [f"{name:7}  {text}" for name, text in answers.items()]
-    return Result(figures=answers, text="\n".join(lines), draw=_nothing)
+    return Result(figures=answers, text="\n".join(lines))
 
 
 def demo(args: argparse.Namespace) -> None:

@@ -41,14 +41,14 @@ def new_figure(width: float, height: float) -> Figure:
     module = needed("matplotlib.figure", "a picture", "viz")
     figure = module.Figure(figsize=(width, height), layout="constrained")
     # Notebooks show an object by this method; figures of pyplot get it from pyplot.
-    vars(figure)["_repr_png_"] = partial(drawn, figure, "png")
+    vars(figure)["_repr_png_"] = partial(_as_png, figure)
     return figure
 
 
-def drawn(figure: Figure, form: str) -> bytes:
-    """Returns a figure as the content of a file; ``form``: "png", "svg" or another format of matplotlib."""
+def _as_png(figure: Figure) -> bytes:
+    """Returns a figure as the content of a file."""
     file = BytesIO()
-    figure.savefig(file, format=form)
+    figure.savefig(file, format="png")
     return file.getvalue()
 
 
