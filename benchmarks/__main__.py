@@ -29,6 +29,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str, str]]] = {
         "padding": ("predicted", "padding", "plan_padding"),
         "strata": ("predicted", "strata", "plan_strata"),
         "updates": ("plan", "updates", "plan_updates"),
+        "each": ("plan", "each", "plan_each"),
         "pack": ("predicted", "packs", "pack"),
         "shards": ("predicted", "shards", "shards"),
     },

@@ -18,6 +18,7 @@ from benchmarks.data import lognormal
 from benchmarks.loader import BUDGET, light_loader
 from benchmarks.machine import Machine
 from benchmarks.methods import dynabatch, planned
+from benchmarks.record import spread
 from dynagroup import Budget, LengthAwareBatchSampler, MemoryBudget, TokenBudget
 
 SAMPLES = (10_000, 100_000, 1_000_000, 10_000_000)
@@ -87,6 +88,33 @@ def updates(_machine: Machine) -> dict[str, Any]:
     found["exact updates of 256"] = planned_in(256, 1)
     found["stratified updates of 256"] = planned_in(256, 5, grouping=50)
     return found
+
+
+def each(machine: Machine, samples: int = 8192, repeats: int = 5) -> dict[str, Any]:
+    """Milliseconds of an exact update, by what its plan is asked for; plans of one rank and of eight in turns."""
+    tokens = lognormal(samples)
+    target = np.clip(tokens * np.random.default_rng(1).uniform(0.5, 1.5, samples), 1, None)
+    pairs = {"tokens": tokens, "target": target.astype(np.int32)}
+    kinds: dict[str, tuple[Any, Budget]] = {
+        "padded": (tokens, BUDGET),
+        "two padded streams": (pairs, BUDGET),
+        "packed": (tokens, PACKED),
+    }
+    figures: dict[str, Any] = {}
+    for kind, (lengths, budget) in kinds.items():
+        for size in (32, 256):
+            ways = {
+                name: partial(plan, lengths, budget, ranks, samples_per_update=size)
+                for name, ranks in {"one_rank": 1, "eight_ranks": 8}.items()
+            }
+            machine.in_turns(ways, 1)
+            taken = machine.in_turns(ways, repeats)
+            per_update = {
+                name: spread([1000 * size / samples * taken_s for taken_s in times])
+                for name, times in taken.items()
+            }
+            figures[f"{size} samples, {kind}"] = per_update
+    return figures
 
 
 def growth(_machine: Machine, samples: tuple[int, ...] = SAMPLES) -> dict[str, Any]:
