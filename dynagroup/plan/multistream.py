@@ -1,14 +1,14 @@
 """Plans samples with several lengths (streams): an order with similar neighbours, maxima of runs, costs to balance."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dynagroup.budget.base import padded_streams
-from dynagroup.plan.batches import longest_first
 from dynagroup.plan.rules import CutRules
-from dynagroup.shapes import TOKENS, IntArray, Streams
+from dynagroup.shapes import IntArray, Streams
 
 SAVED_SHARE = 4096
 SAVED_BOUNDS = (128, 2048)
@@ -41,7 +41,7 @@ class RunMaxima:
 # Recursive bisection, like building a k-d tree. At first all samples are one box, padded to its longest sample in each
 # stream. A box is divided along the stream where that saves the most padding, until no division saves enough. The part
 # with larger samples comes first; in an undivided box, samples are sorted by their tokens. Neighbours then need little
-# padding in every stream. O(N log N) per level: 10 ms for 1,000 samples.
+# padding in every stream. All boxes of a level are divided at once. O(N log N) per level: 4 ms for 1,000 samples.
 def alike_order(units: Sequence[IntArray]) -> IntArray:
     """Sorts samples so that neighbours are similar in every stream (``units``: one array each); returns positions.
 
@@ -51,39 +51,63 @@ def alike_order(units: Sequence[IntArray]) -> IntArray:
     lengths = np.stack(units)
     num_samples = lengths.shape[1]
     least_saved = int(np.clip(lengths.sum() // SAVED_SHARE, *SAVED_BOUNDS))
-    box_of = np.zeros(num_samples, np.int64)
-    num_boxes = 0
-    stack = [np.arange(num_samples)]
-    while stack:
-        box = stack.pop()
-        parts = _divided(box, lengths[:, box], least_saved)
-        stack += parts
-        if not parts:
-            box_of[box] = num_boxes
-            num_boxes += 1
+    order = np.arange(num_samples)  # box after box
+    is_first = order == 0  # whether a box begins here
+    places = np.arange(num_samples)  # of the boxes that may be divided
+    while len(places):
+        level = _Level.of(lengths[:, order[places]], is_first[places], least_saved)
+        order[places] = order[places[level.order]]
+        is_first[places[level.cuts]] = True
+        places = places[level.is_divided]
+    box_of = np.empty_like(order)
+    box_of[order] = np.cumsum(is_first)
     keys = [-stream for stream in units[::-1]]
     return np.lexsort([*keys, -lengths.sum(axis=0), box_of])
 
 
-def _divided(box: IntArray, units: IntArray, least_saved: int) -> list[IntArray]:
-    """Returns the two parts of a box of samples that need least padding, larger samples last; [] if little is saved."""
-    num_samples = len(box)
-    highest = num_samples * int(units.max(axis=1).sum()) - least_saved
-    parts: list[IntArray] = []
-    if num_samples == 1:
-        return parts
-    num_before = np.arange(1, num_samples)
-    for stream in units:
-        order = longest_first({TOKENS: stream})
-        ordered = units[:, order]
-        longest_before = np.maximum.accumulate(ordered, axis=1).sum(axis=0)
-        longest_after = np.maximum.accumulate(ordered[:, ::-1], axis=1).sum(axis=0)[::-1]
-        padded = num_before * longest_before[:-1] + num_before[::-1] * longest_after[1:]
-        cut = int(padded.argmin())
-        if padded[cut] <= highest:
-            highest = int(padded[cut]) - 1
-            parts = [box[order[cut + 1 :]], box[order[: cut + 1]]]
-    return parts
+@dataclass(frozen=True)
+class _Level:
+    """Boxes of samples, each divided into the two parts that need least padding; or undivided if little is saved.
+
+    Args:
+        order: positions of the samples; in a divided box those of the first part, which are larger, come first.
+        cuts: positions where second parts begin.
+        is_divided: of each sample, whether its box is divided.
+    """
+
+    order: IntArray
+    cuts: IntArray
+    is_divided: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, lengths: IntArray, is_first: NDArray[np.bool_], least_saved: int) -> "_Level":
+        """Divides boxes. ``lengths``: (streams, samples), box after box; ``is_first``: whether a box begins here."""
+        places = np.arange(len(is_first))
+        firsts = np.flatnonzero(is_first)
+        box = np.cumsum(is_first) - 1
+        ends = np.append(firsts[1:], len(places))
+        num_before = places + 1 - firsts[box]
+        num_after = ends[box] - 1 - places
+        # Numbers of boxes, times more than any length, keep sorting and maxima of one box apart from those of others.
+        rising = box * (lengths.max() + 1)
+        falling = rising[-1] - rising
+        orders = np.argsort(rising - lengths, axis=1, kind="stable")  # by each stream
+        ordered = lengths[:, orders]
+        before = np.maximum.accumulate(ordered + rising, axis=2) - rising
+        after = np.maximum.accumulate((ordered + falling)[..., ::-1], axis=2)[..., ::-1] - falling
+        padded = num_before * before.sum(axis=0)
+        padded[:, :-1] += num_after[:-1] * after[..., 1:].sum(axis=0)
+        undivided = padded[0, ends - 1]
+        least = np.minimum.reduceat(padded, firsts, axis=1)
+        is_divided = (least.min(axis=0) <= undivided - least_saved)[box]
+        stream = least.argmin(axis=0)[box]
+        padded = padded[stream, places]
+        is_least = is_divided & (padded == np.minimum.reduceat(padded, firsts)[box])
+        cuts = np.zeros(len(firsts), np.int64)
+        of_least = np.flatnonzero(is_least)[::-1]
+        cuts[box[of_least]] = of_least + 1  # the first, if several are least
+        order = np.where(is_divided, orders[stream, places], places)
+        return cls(order, cuts[cuts > 0], is_divided)
 
 
 def costs_to_balance(lengths: Streams, rules: CutRules) -> NDArray[np.float64] | None:

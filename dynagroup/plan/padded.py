@@ -25,8 +25,8 @@ FEWEST = 1e12
 NUM_ENDS = 64
 """If batches are large, at least so many of their possible ends are tried, evenly spaced."""
 TILE = 256
-FEW_RUNS = 1 << 12
-"""The work of up to so many runs is computed at once."""
+FEW_RUNS = 1 << 19
+"""The work of up to so many runs of a window with several streams is kept in a table."""
 TINY = 1e-9
 """Replaces the work of an empty sample, to avoid a division by 0."""
 
@@ -52,11 +52,18 @@ class OrderedWindow:
     streams: tuple[NDArray[np.float64], ...] = ()
     limits: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
     maxima: tuple[RunMaxima, ...] = field(init=False)
+    table: NDArray[np.float64] | None = field(init=False)  # work by first position and size - 1
 
     def __post_init__(self) -> None:
         reach = int(self.largest.max(initial=1))
-        maxima = tuple(RunMaxima(work, reach) for work in self.streams)
+        maxima: tuple[RunMaxima, ...] = ()
+        table = None
+        if self.streams and len(self) * reach <= FEW_RUNS:
+            table = _work_of_runs(self.streams, reach)
+        elif self.streams:
+            maxima = tuple(RunMaxima(work, reach) for work in self.streams)
         object.__setattr__(self, "maxima", maxima)
+        object.__setattr__(self, "table", table)
 
     def __len__(self) -> int:
         return len(self.work)
@@ -68,6 +75,8 @@ class OrderedWindow:
 
     def work_of(self, starts: IntArray | int, sizes: IntArray | int) -> NDArray[np.float64]:
         """Returns the predicted time of runs, given by their first positions and their sizes."""
+        if self.table is not None:
+            return self.table[starts, sizes - 1]
         if not self.maxima:
             return sizes * self.work[starts]
         longest = [maxima.of(starts, sizes) for maxima in self.maxima]
@@ -89,18 +98,15 @@ class OrderedWindow:
         ``starts`` and ``limits`` are broadcast against each other.
         """
         largest = self.largest[starts]
-        if not self.maxima:
+        if not self.streams:
             sizes = np.minimum(limits / np.maximum(self.work[starts], TINY), largest)
             return self.rounded(np.maximum(sizes.astype(np.int64), 1))
+        if self.table is not None and starts.shape == limits.shape:
+            num_within = (self.table[starts] <= limits[:, None]).sum(axis=1)
+            return self.rounded(np.minimum(np.maximum(num_within, 1), largest))
         starts, limits, largest = np.broadcast_arrays(starts, limits, largest)
         flat_starts = starts.ravel()
         flat_limits = limits.ravel()
-        reach = int(largest.max(initial=1))
-        if starts.size * reach <= FEW_RUNS:  # one call for all sizes is faster than bisection
-            sizes = np.minimum(np.arange(1, reach + 1), largest.reshape(-1, 1))
-            is_within = self.work_of(flat_starts[:, None], sizes) <= flat_limits[:, None]
-            num_within = np.where(is_within, sizes, 1).max(axis=1)
-            return self.rounded(num_within.reshape(starts.shape))
         sizes = largest_within(
             lambda sizes: self.work_of(flat_starts, sizes) <= flat_limits,
             starts.size,
@@ -127,6 +133,15 @@ class OrderedWindow:
         work_of_second = self.work_of(start + firsts, size - firsts)
         dearer = np.maximum(work_of_first, work_of_second)
         return start + int(firsts[np.argmin(dearer)])
+
+
+def _work_of_runs(streams: tuple[NDArray[np.float64], ...], reach: int) -> NDArray[np.float64]:
+    """Returns the work of all runs by first position and size: (N, reach). Samples behind the window count as empty."""
+    longest = np.zeros((len(streams[0]), reach))
+    for work in streams:
+        behind = np.append(work, np.zeros(reach - 1))
+        longest += np.maximum.accumulate(sliding_window_view(behind, reach), axis=1)
+    return longest * np.arange(1, reach + 1)
 
 
 def in_order(lengths: Streams, rules: CutRules) -> tuple[IntArray, OrderedWindow]:
