@@ -20,7 +20,7 @@ from dynagroup.lengths import as_streams
 from dynagroup.memory import MemoryRegressor
 from dynagroup.memory.phases import Mode
 from dynagroup.online.datasets import is_stream
-from dynagroup.plan.compare import compare
+from dynagroup.plan.compare import Way, compare
 from dynagroup.plan.cost import Work
 from dynagroup.shapes import TARGET, TOKENS, IntArray, Streams, round_up
 from dynagroup.text.measure import IDS, count_ids, measure_lengths, row_lengths
@@ -297,12 +297,11 @@ def with_budget(trainer: ReadTrainer, config: DynagroupConfig) -> DynagroupConfi
 
 
 def banner(trainer: ReadTrainer, loader: StepLoader[Batch]) -> list[str]:
-    """Returns which layout batches have and why, what exact updates cost beside fixed batches, and what stratified ones
-    would. The last two lines are missing if updates are stratified already, are of no set size, or are not padded."""
+    """Returns which layout batches have and why, and padding and steps of fixed batches, of this run, and, if its updates
+    are exact, of stratified ones. Costs are missing if updates have no set size or are not padded."""
     lines = [] if trainer.layout_line is None else [trainer.layout_line]
     config = trainer.dynagroup
-    is_exact = config.updates == "preserved" and config.mode == "offline"
-    if not is_exact or config.grouping is not None:
+    if config.updates != "preserved" or config.mode != "offline":
         return lines
     lengths, *_ = loader.examples()
     if is_packed(loader.budget, lengths):
@@ -323,11 +322,20 @@ def _costs(trainer: ReadTrainer, budget: Budget, lengths: Streams) -> list[str]:
         work=work_of(trainer),
     )
     fixed, _, exact, stratified = comparison.ways[:4]
-    exact_speed = fixed.plan.predicted_time / exact.plan.predicted_time
-    stratified_speed = fixed.plan.predicted_time / stratified.plan.predicted_time
-    return [
-        f"exact updates: padding {exact.padding:.0%}, predicted {exact_speed:.1f}x of fixed batches "
-        f"(their padding: {fixed.padding:.0%})",
-        f"grouping=50: padding {stratified.padding:.0%}, predicted {stratified_speed:.1f}x of fixed "
-        "batches; the same loss in our measurements",
+    num_samples = len(fixed.plan.batches.order)
+    lines = [
+        f"fixed batches: padding {fixed.padding:.0%}, {fixed.plan.num_steps:,} steps "
+        f"for {num_samples:,} samples"
     ]
+    if trainer.dynagroup.grouping is None:
+        lines.append(f"exact updates (this run): {_beside(fixed, exact)}")
+    lines.append(f"grouping=50: {_beside(fixed, stratified)}; the same loss in our measurements")
+    return lines
+
+
+def _beside(fixed: Way, way: Way) -> str:
+    speed = fixed.plan.predicted_time / way.plan.predicted_time
+    return (
+        f"padding {way.padding:.0%}, {way.plan.num_steps:,} steps, "
+        f"predicted {speed:.1f}x of fixed batches"
+    )

@@ -754,12 +754,15 @@ def test_an_automatic_budget_needs_data_whose_lengths_are_known(tmp_path):
         DynagroupConfig(budget="auto", mode="online")
 
 
-def test_a_run_says_what_exact_updates_cost(tmp_path, caplog):
+def test_a_run_says_what_fixed_batches_would_have_cost_and_what_it_costs(tmp_path, caplog):
     trainer("causal", tmp_path, fits=True, max_steps=1).train()
     messages = [record.message for record in caplog.records]
-    exact, stratified = [message for message in messages if "fixed batches" in message]
-    assert exact.startswith("dynagroup: exact updates: padding ")
+    fixed, exact, stratified = [message for message in messages if "fixed batches" in message]
+    assert fixed.startswith("dynagroup: fixed batches: padding ")
+    assert " steps for " in fixed
+    assert exact.startswith("dynagroup: exact updates (this run): padding ")
     assert stratified.startswith("dynagroup: grouping=50: padding ")
     caplog.clear()
     trainer("causal", tmp_path, fits=True, max_steps=1, config={"grouping": 50}).train()
-    assert "fixed batches" not in caplog.text
+    messages = [record.message for record in caplog.records if "fixed batches" in record.message]
+    assert messages == [fixed, stratified]
