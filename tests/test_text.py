@@ -342,24 +342,24 @@ def test_any_map_style_dataset_with_a_length_function_that_may_name_several_stre
 
 
 @pytest.mark.parametrize(
-    ("bad", "said"),
+    ("bad", "num_proc", "said"),
     [
-        (None, "text 1005 must be a string, but is None"),
-        ("one \ud800 two", r"one of the texts 1000 to 1006 .*encode\('utf-8', 'replace'\)"),
+        (None, None, "text 1005 must be a string, but is None"),
+        ("one \ud800 two", 2, r"one of the texts 1000 to 1006 .*encode\('utf-8', 'replace'\)"),
         (
             CHAT,
+            None,
             r"text 1005 must be .*turn a chat into a text with .*apply_chat_template\(messages, tokenize=False\)",
         ),
     ],
 )
-def test_what_is_no_text_is_named(counting, bad, said):
+def test_what_is_no_text_is_named(counting, bad, num_proc, said):
     texts: list[Any] = [*["one"] * 1005, bad, "two"]
-    for data, column, num_proc in (
-        (texts, None, 2),
-        ([{"text": text} for text in texts], "text", None),
-    ):
-        with pytest.raises(ConfigError, match=said):
-            measure_lengths(data, counting, column, num_proc=num_proc)
+    with pytest.raises(ConfigError, match=said):
+        measure_lengths(texts, counting, num_proc=num_proc)
+    rows = [{"text": text} for text in texts]
+    with pytest.raises(ConfigError, match=said):
+        measure_lengths(rows, counting, "text")
 
 
 def test_what_is_no_row_of_ids_is_not_counted_as_one():

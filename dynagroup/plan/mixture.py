@@ -91,7 +91,8 @@ class Mixture:
         Returns:
             The number of the first update (of ``samples_per_update`` samples, in its epoch) with these shares.
 
-        Raises ConfigError without such a loader, or without ``samples_per_update``."""
+        Raises ConfigError without such a loader, or without ``samples_per_update``. AlignmentError: ranks gave different
+        shares."""
         if self._apply is None or self.samples_per_update is None:
             raise ConfigError(
                 "set_shares needs a Mixture with `samples_per_update`, and a PlannedDataLoader that was "

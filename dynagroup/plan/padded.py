@@ -290,10 +290,13 @@ def _places(window: OrderedWindow) -> IntArray:
     return np.asarray(places, np.int64)
 
 
-# Greedy: a batch ends where cutting saves as much padding as a new batch costs. The saving grows with every sample, so
-# bisection finds the end. The next batch gains little from another end because neighbours are similar. O(B log N).
 def one_by_one(window: OrderedWindow, per_step: float) -> IntArray:
-    """Returns a greedy cut for one padded stream: batch after batch, from the longest sample to the shortest."""
+    """Returns a greedy cut for one padded stream: batch after batch, from the longest sample to the shortest.
+
+    Where lengths fall evenly by d a sample, n samples have n * n * d / 2 of padding, and (n * n * d / 2 + per_step) / n, the
+    time a sample beyond its own work, is least where the padding equals the price of a step. So a batch ends where its
+    samples exceed the next sample by that price. This excess equals the padding if lengths fall evenly, and it grows with
+    every sample, so bisection finds the end. O(B log N)."""
     sums = np.append(0.0, np.cumsum(window.work)).data
     work = window.work.data
     largest = window.largest.data
@@ -306,8 +309,8 @@ def one_by_one(window: OrderedWindow, per_step: float) -> IntArray:
         size = largest[start]
         while size - low > 1:
             middle = (low + size) // 2
-            padding_saved = sums[start + middle] - before - middle * work[start + middle]
-            if padding_saved >= per_step:
+            excess = sums[start + middle] - before - middle * work[start + middle]
+            if excess >= per_step:
                 size = middle
             else:
                 low = middle

@@ -1,5 +1,6 @@
 """Plans the samples and batches of updates: of a given number of samples, or of a given number of steps."""
 
+import math
 import zlib
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -268,11 +269,12 @@ class FreeUpdates(_Updates):
         return {**self.planner.identity, "accumulation": self.accumulation}
 
     def stand(self, place: Cursor) -> None:
-        # At most 0: steps of finished updates count backwards, and floor division rounds a part of an update up.
-        num_taken = place.begun_rows - place.steps
+        # Steps of the window that belong to updates that are finished; the first of these may have begun a window earlier.
+        num_steps = place.steps - place.begun_rows
+        num_updates = math.ceil(num_steps / self.accumulation)
         start = Cursor(
             place.epoch,
-            update=place.update + num_taken // self.accumulation,
+            update=place.update - num_updates,
             samples_seen=place.samples_seen - place.samples_used,
         )
         self._place = place
