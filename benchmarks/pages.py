@@ -175,7 +175,7 @@ def growth(found: Figures) -> str:
 def ablation(found: Figures) -> str:
     """What switching off a mechanism of planning costs on the file where it costs most."""
     costs = sorted(found["planning"].items(), key=lambda item: item[1]["most"], reverse=True)
-    return "; ".join(f"{name}: {one['most']:+.0%}" for name, one in costs)
+    return ". ".join(f"{name.capitalize()}: {one['most']:+.0%}" for name, one in costs)
 
 
 def faults(found: Figures) -> str:
@@ -253,6 +253,12 @@ SENTENCES: dict[str, tuple[str, str | Callable[[Any], str]]] = {
     "demo_threads": ("demo_cpu", "{threads}"),
     "rivals_best": ("train_rivals", rivals_best),
     "recovery": ("oom_update", recovery),
+    "trainer": (
+        "trainer",
+        "a plain Trainer over another (control) {plain_over_plain[ratio][median]:.2f}; dynagroup over plain with equal "
+        "batches {equal_batches[ratio][median]:.2f}, with lengths like texts {texts[ratio][median]:.2f}, and over plain with "
+        "`batch_rebalance` {texts_batch_rebalance[ratio][median]:.2f}",
+    ),
     "growth": ("growth", growth),
     "ablation": ("ablation", ablation),
     "quality_of_all": ("quality", quality_of_all),
