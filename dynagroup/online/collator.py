@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch.utils.data import default_collate
 
 from dynagroup.budget.base import Budget, is_packed, padded_streams, padded_tokens, real_tokens
+from dynagroup.budget.memory import predicted_memory
 from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.lengths import LONGEST, Kinds, by_stream
 from dynagroup.online.messages import (
@@ -170,10 +171,12 @@ class RefinementCollator:
     def measure(self, samples: Sequence[Sample], indices: Sequence[int]) -> Streams:
         """Returns the true lengths of these samples: stream -> int32 (N,)."""
         length_of = self.length_of or measure_sample
-        measured = [
-            called("length_of", length_of, sample, of=index)
-            for sample, index in zip(samples, indices, strict=True)
-        ]
+        measured: list[int | Mapping[str, int]] = []
+        with sendable(
+            lambda: f"length_of failed on sample {indices[len(measured)]}", always=True
+        ):  # around all samples, because it costs a microsecond or two
+            for sample in samples:
+                measured.append(length_of(sample))
         if isinstance(measured[0], Mapping):
             columns = by_stream(measured, indices)
         else:
@@ -278,11 +281,13 @@ class RefinementCollator:
 
     def _facts(self, batches: Batches, lengths: Streams) -> "_BatchFacts":
         shapes = shapes_of(batches, lengths)
+        memory = predicted_memory(self.budget, shapes)
         return _BatchFacts(
             fits=self.budget.fits(shapes).tolist(),
             padded=padded_tokens(shapes, self.budget).tolist(),
             real=real_tokens(shapes, self.budget).tolist(),
             work=self.work.of_batches(batches, lengths, self.budget).tolist(),
+            memory=[None] * len(batches) if memory is None else memory.tolist(),
         )
 
     def _refined(
@@ -315,6 +320,7 @@ class RefinementCollator:
             padded=facts.padded[number],
             work=facts.work[number],
             real=facts.real[number],
+            memory=facts.memory[number],
             oversize=is_oversize,
             label=label,
             kind=number_of(label) if is_agreed else 0,
@@ -390,6 +396,7 @@ class _BatchFacts:
     padded: list[int]
     real: list[int]
     work: list[float]
+    memory: list[float] | list[None]  # shares of the limit; None: not predicted
 
 
 def _label(kind_of: Callable[[Sample], Hashable], sample: Sample, index: int) -> Label:

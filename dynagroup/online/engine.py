@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from dynagroup.budget.memory import predicted_memory
 from dynagroup.errors import AlignmentError, StateError
 from dynagroup.online.feeds import IterableFeed, MapFeed, Workers
 from dynagroup.online.messages import Refined, RefinedWindow, by_kind, number_of
@@ -25,7 +24,7 @@ from dynagroup.online.protocol import (
 from dynagroup.online.requests import Source, behind, handed_out
 from dynagroup.online.state import LearnedLengths, State, pack, unpack
 from dynagroup.plan.cursor import Cursor
-from dynagroup.shapes import BatchShape, units_of
+from dynagroup.shapes import units_of
 from dynagroup.update.loss_weight import Share, loss_scale
 from dynagroup.update.step import LoaderStats, Step
 from dynagroup.validation import warn_user
@@ -330,8 +329,7 @@ class Runner(ABC):
 
     def _count(self, batch: Refined) -> None:
         self.stats.count_step(len(batch), batch.real, batch.padded)
-        shares = predicted_memory(self.source.budget, BatchShape.of_samples(batch.lengths))
-        self.stats.count_memory(None if shares is None else float(shares[0]))
+        self.stats.count_memory(batch.memory)
         self.stats.oversize += batch.oversize
         if self.learned is not None:
             kind = number_of(batch.label) if self.workers.collator.has_kinds else None

@@ -101,6 +101,7 @@ class Refined:
     padded: int  # padded tokens
     work: float  # predicted time in linear tokens, without the fixed cost of a step
     real: int  # tokens without padding
+    memory: float | None = None  # predicted memory as a share of the limit; None: not predicted
     group: int = 0  # number of the planned batch that it comes from
     update: int = 0  # place of its update in a pool
     oversize: bool = False  # True: a single sample that does not fit even alone
