@@ -46,6 +46,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str, str]]] = {
     "ablation": {"ablation": ("ablation", "ablation", "ablation")},
     "loader": {
         "speed": ("loader", "speed", "loader_speed"),
+        "same": ("loader", "same_batches", "loader_same"),
         "cost": ("loader", "own_cost", "loader_cost"),
     },
     "ranks": {

@@ -2,6 +2,7 @@
 
 import gc
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from operator import itemgetter
@@ -81,6 +82,31 @@ def speed(machine: Machine, samples: int = 8_000, repeats: int = 3) -> dict[str,
             "real_share": epochs[name][1],
             **over,
             **wall,
+        }
+    return figures
+
+
+def same_batches(machine: Machine, samples: int = 4_000, repeats: int = 5) -> dict[str, Any]:
+    """CPU microseconds a sample, workers counted, of :class:`OnlineDataLoader` and of a plain ``DataLoader`` that is told the
+    same batches."""
+    lengths = lengths_of(CV_ONE, samples)
+    figures: dict[str, Any] = {}
+    for num_workers in (0, 2):
+        how: dict[str, Any] = {"num_workers": num_workers, "collate_fn": collate}
+        ours = partial(OnlineDataLoader, Numbered(lengths), BUDGET, seed=1, shuffle=True, **how)
+        batches = [step.indices for step in ours()]
+        plain = partial(DataLoader, Numbered(lengths), batch_sampler=batches, **how)
+
+        def run(loader: Callable[[], Iterable[Any]]) -> None:
+            deque(loader(), maxlen=0)
+            gc.collect()
+
+        taken = machine.in_turns(
+            {"ours": partial(run, ours), "plain": partial(run, plain)}, repeats
+        )
+        figures[f"{num_workers} workers"] = {
+            name: spread([1e6 * taken_s / samples for taken_s in times])
+            for name, times in taken.items()
         }
     return figures
 
