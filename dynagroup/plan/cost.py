@@ -386,27 +386,17 @@ def _first(config: Any, names: Iterable[str]) -> Any:
 def _convolutions(config: Any) -> tuple[int, float]:
     """Returns how many units of the input become one position of a speech model, and the operations of the convolutions
     in front of it for each position."""
-    num_layers = getattr(config, "num_conv_layers", 0)
-    if isinstance(getattr(config, "conv_stride", None), (list, tuple)):
-        strides = config.conv_stride
-        kernels = config.conv_kernel
-        read = [1, *config.conv_dim[:-1]]
-        written = config.conv_dim
-    elif num_layers > 0:  # Speech2Text: gated, so the next layer reads half of what a layer writes
-        strides = [2] * num_layers
-        kernels = config.conv_kernel_sizes
-        num_inner = num_layers - 1
-        read = [config.input_feat_per_channel, *[config.conv_channels // 2] * num_inner]
-        written = [*[config.conv_channels] * num_inner, 2 * config.d_model]
-    else:
-        return 1, 0.0
-    positions = math.prod(strides)
+    from dynagroup.memory.trace.audio import convolutions, stride_of
+
+    layers = convolutions(config)
+    stride = stride_of(layers)
+    positions = stride
     operations = 0.0
-    for stride, kernel, num_read, num_written in zip(strides, kernels, read, written, strict=True):
-        positions //= stride
-        operations += 2.0 * positions * kernel * num_read * num_written
+    for layer in layers:
+        positions //= layer.stride
+        operations += 2.0 * positions * layer.kernel * layer.num_read * layer.num_written
     squeeze = getattr(config, "squeeze_factor", 1)
-    return math.prod(strides) * squeeze, operations * squeeze
+    return stride * squeeze, operations * squeeze
 
 
 DEFAULT_WORK = Work()

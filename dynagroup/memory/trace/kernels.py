@@ -95,6 +95,10 @@ class CudaKernels(TorchFunctionMode):
             return dropout(*args, **kwargs)
         if func in (F.softmax, F.log_softmax, torch.softmax, torch.Tensor.softmax):
             return _softmax(func, *args, **kwargs)
+        if func is F.ctc_loss:
+            return ctc_loss(*args, **kwargs)
+        if func in (torch.masked_select, torch.Tensor.masked_select) and args[0].is_meta:
+            return args[0].flatten().clone()  # all of them, as nothing is known of the mask
         if getattr(func, "__name__", "") == "_grouped_mm" and args[0].dtype != torch.bfloat16:
             return (
                 args[0] @ args[1][0]
@@ -223,6 +227,32 @@ def _softmax(
     return fused(
         input, dim, True
     )  # CUDA reads float16, and that only, without a copy (aten/native/SoftMax.cpp)
+
+
+class _Ctc(torch.autograd.Function):
+    """What the CTC kernel keeps: the log probability of each prefix of the labels at each position, and in the backward
+    pass as much for the suffixes (aten/native/cuda/LossCTC.cu)."""
+
+    @staticmethod
+    def forward(ctx: Any, log_probs: torch.Tensor, num_states: int) -> torch.Tensor:
+        num_positions, num_samples, _ = log_probs.shape
+        prefixes = log_probs.new_empty(num_samples, num_positions, num_states)
+        ctx.save_for_backward(log_probs, prefixes)
+        return log_probs.new_empty(num_samples)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        log_probs, prefixes = ctx.saved_tensors
+        suffixes = torch.empty_like(prefixes)
+        gradient = torch.empty_like(log_probs)
+        del suffixes
+        return gradient, None
+
+
+def ctc_loss(log_probs: torch.Tensor, targets: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    """Runs CTC as CUDA would, for labels that are as many for each sample."""
+    num_labels = targets.numel() // log_probs.shape[1]
+    return _Ctc.apply(log_probs, 2 * num_labels + 1).sum()
 
 
 BLOCK = 512  # the caching allocator rounds up to multiples of this (c10/cuda/CUDACachingAllocator.h, kMinBlockSize)

@@ -11,6 +11,12 @@ import torch
 
 from dynagroup.errors import ConfigError
 from dynagroup.memory.phases import ELEMENT_BYTES, Attention, Run, needed
+from dynagroup.memory.trace.audio import (
+    convolutions,
+    positions_of_input,
+    reads_sound,
+    sound_inputs,
+)
 from dynagroup.shapes import TARGET, primary
 from dynagroup.validation import explained, warn_user
 
@@ -149,15 +155,25 @@ def _from_config(
 
 
 def is_encoder(config: Any) -> bool:
-    """Returns whether a config is of an encoder such as BERT: every token attends to all others, nothing is decoded."""
+    """Returns whether a config is of an encoder such as BERT or wav2vec2: every token attends to all others, nothing is
+    decoded."""
+    hf = _transformers()
     decodes = getattr(config, "is_decoder", False) or getattr(config, "is_encoder_decoder", False)
-    return type(config) in _transformers().MODEL_FOR_MASKED_LM_MAPPING and not decodes
+    encodes = (
+        type(config) in hf.MODEL_FOR_MASKED_LM_MAPPING or type(config) in hf.MODEL_FOR_CTC_MAPPING
+    )
+    return encodes and not decodes
 
 
 def _auto_class(config: Any) -> Any:
     hf = _transformers()
     if is_encoder(config):
-        classes = [hf.AutoModelForMaskedLM, hf.AutoModelForImageTextToText, hf.AutoModelForCausalLM]
+        classes = [
+            hf.AutoModelForMaskedLM,
+            hf.AutoModelForCTC,
+            hf.AutoModelForImageTextToText,
+            hf.AutoModelForCausalLM,
+        ]
     elif getattr(config, "is_encoder_decoder", False):
         classes = [
             hf.AutoModelForSpeechSeq2Seq,
@@ -219,23 +235,18 @@ def make_inputs(
     """Returns arguments of a forward pass over ``num_samples`` samples, with a padding mask.
 
     Stream ``tokens`` is the input of the encoder or of the only stack; ``target`` is the decoder's output (None: as
-    long). Inputs of speech models always have the full audio window."""
+    long). The labels of CTC are as long as its output, the most that it can align."""
     config: Any = getattr(model, "config", None)
     num_tokens = int(longest[primary(longest)])
-    inputs: dict[str, torch.Tensor] = {}
+    is_encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
     with torch.device(device):
-        ids = torch.zeros(num_samples, num_tokens, dtype=torch.long)
-        if getattr(model, "main_input_name", "input_ids") == "input_features":
-            dtype = next(model.parameters()).dtype
-            num_frames = 2 * config.max_source_positions
-            inputs["input_features"] = torch.zeros(
-                num_samples, config.num_mel_bins, num_frames, dtype=dtype
-            )
+        if reads_sound(model):
+            inputs = sound_inputs(model, num_samples, num_tokens)
+            num_positions = positions_of_input(convolutions(config), num_tokens)
+            words = torch.ones(num_samples, num_positions, dtype=torch.long)  # 0 is no label of CTC
         else:
-            inputs["input_ids"] = ids
-            inputs["attention_mask"] = torch.ones_like(ids)
-        is_encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
-        words = ids
+            words = torch.zeros(num_samples, num_tokens, dtype=torch.long)
+            inputs = {"input_ids": words, "attention_mask": torch.ones_like(words)}
         if is_encoder_decoder:
             num_target_tokens = longest.get(TARGET, num_tokens)
             words = torch.zeros(num_samples, num_target_tokens, dtype=torch.long)

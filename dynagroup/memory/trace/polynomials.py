@@ -16,6 +16,12 @@ import numpy as np
 import torch
 
 from dynagroup.memory.phases import MONOMIALS, FloatArray, MakeInputs, Phases, Run, monomials
+from dynagroup.memory.trace.audio import (
+    Convolution,
+    convolutions,
+    shortest_input,
+    stride_of,
+)
 from dynagroup.memory.trace.kernels import LiveBytes
 from dynagroup.memory.trace.model import (
     ALIKE_LAYERS,
@@ -82,7 +88,8 @@ def trace_phases(
     padded = _Traced(model_or_config, workload, inputs)
     with own_settings():
         phases = _phases(padded)
-        if workload.attention != "sdpa" or padded.packed:
+        # Lengths of waveforms say nothing of the masks, which are as long as what the convolutions leave.
+        if workload.attention != "sdpa" or padded.packed or padded.convolutions:
             return phases
         aligned = _phases(replace(padded, beyond=0))
     return phases if aligned == phases else replace(phases, aligned=aligned)
@@ -118,6 +125,11 @@ class _Traced:
     @cached_property
     def config(self) -> Any:
         return text_config(as_meta_model(self.source, self.workload))
+
+    @cached_property
+    def convolutions(self) -> list[Convolution]:
+        """Convolutions in front of the model. Traced lengths are the shortest ones that leave so many positions."""
+        return convolutions(as_meta_model(self.source, self.workload).config)
 
     def model(self, depths: Sequence[int] = ()) -> torch.nn.Module:
         """Returns the model, ready to trace, with all layers, or at most ``depths`` layers in each stack."""
@@ -300,13 +312,14 @@ def _probes(traced: _Traced, within: int = LONGEST) -> list[Probe]:
     most_target = min(positions_of(config, "max_target_positions") or most, most)
     scaled = []
     for probe in PROBES:
-        tokens = _scaled(probe.tokens, most, traced)
+        tokens = shortest_input(traced.convolutions, _scaled(probe.tokens, most, traced))
         target_tokens = _scaled(probe.target_tokens, most_target, traced)
         scaled.append(Probe(probe.num_samples, tokens, target_tokens))
     columns = traced.columns
     for count in range(len(columns) + 1, len(scaled) + 1):
         probes = scaled[:count]
-        longest = max(probes[-1].tokens, _aligned(most, traced))
+        longest = shortest_input(traced.convolutions, _aligned(most, traced))
+        longest = max(probes[-1].tokens, longest)
         probes[-1] = probes[-1]._replace(tokens=longest)
         known = _monomials(probes, columns)
         if np.linalg.matrix_rank(known / known.max(axis=0)) == len(columns):
@@ -383,9 +396,12 @@ def _binding(polynomials: FloatArray, traced: _Traced) -> FloatArray:
         return np.exp(rng.uniform(0, np.log(most), NUM_DRAWN)).astype(int)
 
     samples = np.ones(NUM_DRAWN, int) if traced.packed else drawn(MAX_SAMPLES)
-    tokens = drawn(MAX_TOKENS)
+    stride = stride_of(traced.convolutions)
+    tokens = drawn(MAX_TOKENS) * stride
     target_tokens = drawn(MAX_TOKENS) if traced.two_streams else np.zeros(NUM_DRAWN, int)
     shapes = monomials(samples, tokens, target_tokens)[:, traced.columns]
-    distinct = np.unique(polynomials.round(1), axis=0)  # most allocations return to an earlier size
+    # Most allocations return to an earlier size. Rounded are the bytes of a position, not of a sample of a waveform.
+    of_position = monomials(np.ones(1), np.full(1, stride), np.ones(1))[:, traced.columns]
+    distinct = np.unique((polynomials * of_position).round(1), axis=0) / of_position
     largest = [(part @ distinct.T).argmax(axis=1) for part in np.array_split(shapes, 12)]
     return distinct[np.unique(np.concatenate(largest))]

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from dynagroup.errors import ConfigError
 from dynagroup.memory.phases import ELEMENT_BYTES, MakeInputs, Run
+from dynagroup.memory.trace.audio import reads_sound
 from dynagroup.memory.trace.kernels import BLOCK, CudaKernels, LiveBytes
 from dynagroup.memory.trace.model import (
     base_model,
@@ -45,6 +47,7 @@ def prepare(model: Any, workload: Run) -> torch.nn.Module:
     model.train(is_training)
     if not is_training:
         return model
+    _without_chance(model)
     if hasattr(getattr(model, "config", None), "use_cache"):
         model.config.use_cache = False
     if workload.gradient_checkpointing:
@@ -58,6 +61,18 @@ def prepare(model: Any, workload: Run) -> torch.nn.Module:
         if p.requires_grad:
             p.grad = torch.empty_like(p)
     return model
+
+
+def _without_chance(model: torch.nn.Module) -> None:
+    """Makes a model of speech run all its layers (no LayerDrop), on all its frames (no SpecAugment): which of them it
+    leaves out depends on random values, and the most memory is needed if it leaves none out."""
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "mask_time_prob"):
+        config.apply_spec_augment = False
+    owners: list[Any] = [config, *model.modules()]
+    for owner in owners:
+        if hasattr(owner, "layerdrop"):
+            owner.layerdrop = 0.0
 
 
 def _trace_checkpoints(model: Any, workload: Run) -> None:
@@ -229,6 +244,10 @@ def _batch(
 ) -> dict[str, torch.Tensor]:
     with_labels = workload.mode == "train"
     if workload.layout == "packed":
+        if reads_sound(model):
+            raise ConfigError(
+                "`layout` 'packed' is for texts, but the model reads sound; leave it out"
+            )
         num_tokens = num_samples * longest[primary(longest)]
         batch = make_inputs(model, 1, {TOKENS: num_tokens}, with_labels)
         _without_mask(model, batch)
