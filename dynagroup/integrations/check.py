@@ -11,6 +11,12 @@ from dynagroup.errors import ConfigError
 from dynagroup.integrations.packing import packing_collator
 from dynagroup.integrations.probe import PROBES, answer, relative_difference
 from dynagroup.integrations.varlen import use_varlen_attention
+from dynagroup.memory.trace.audio import (
+    convolutions,
+    reads_sound,
+    shortest_input,
+    sound_inputs,
+)
 from dynagroup.memory.trace.model import as_config, as_random_model
 from dynagroup.memory.traced import TracedMemory
 from dynagroup.memory.workload import Workload
@@ -27,6 +33,8 @@ SMALL = {
     "n_routed_experts": 16,
 }
 """Largest values of settings that do not change what is tested. Layers keep their widths."""
+LONG_SOUND = 40  # positions of the model, of which the shorter sound has
+SHORT_SOUND = 23
 CLOSE = 1e-4  # largest difference by rounding in float32, relative to all values
 
 
@@ -74,17 +82,13 @@ def shallow(config: PretrainedConfig) -> PretrainedConfig:
     return config
 
 
-def _padding(model: PreTrainedModel) -> str:
+def _padding(model: Any) -> str:
     """Returns whether a short sample gives the same result alone as when padded beside a longer one."""
-    long, short = PROBES
-    missing = len(long) - len(short)
-    ids = torch.tensor([long, short + (model.config.pad_token_id or 0,) * missing])
-    mask = torch.tensor([[1] * len(long), [1] * len(short) + [0] * missing])
-    batch = {"input_ids": ids, "attention_mask": mask}
-    alone = {"input_ids": torch.tensor([short])}
+    batch, alone = _sounds(model) if reads_sound(model) else _texts(model)
     if model.config.is_encoder_decoder:
-        batch["decoder_input_ids"] = ids[:, :2]
-        alone["decoder_input_ids"] = ids[1:, :2]
+        words = torch.tensor([PROBES[0][:2], PROBES[1][:2]])
+        batch["decoder_input_ids"] = words
+        alone["decoder_input_ids"] = words[1:]
     wanted = answer(model, alone)[0]
     difference = relative_difference(answer(model, batch)[1, : len(wanted)], wanted)
     if difference < CLOSE:
@@ -92,12 +96,39 @@ def _padding(model: PreTrainedModel) -> str:
     return f"changes answers by {difference:.1%}: batch equal lengths only"
 
 
+def _texts(model: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Returns two texts of unequal length in a batch, and the shorter one alone."""
+    long, short = PROBES
+    missing = len(long) - len(short)
+    ids = torch.tensor([long, short + (model.config.pad_token_id or 0,) * missing])
+    mask = torch.tensor([[1] * len(long), [1] * len(short) + [0] * missing])
+    return {"input_ids": ids, "attention_mask": mask}, {"input_ids": torch.tensor([short])}
+
+
+def _sounds(model: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Returns two sounds of unequal length in a batch with a mask, and the shorter one alone; both noise."""
+    layers = convolutions(model.config)
+    batch = sound_inputs(model, 2, shortest_input(layers, LONG_SOUND))
+    values = batch[model.main_input_name].normal_()
+    if "attention_mask" not in batch:
+        return batch, {model.main_input_name: values[1:]}
+    num_real = shortest_input(layers, SHORT_SOUND)
+    values[1, num_real:] = 0.0
+    batch["attention_mask"][1, num_real:] = 0
+    return batch, {name: tensor[1:, :num_real] for name, tensor in batch.items()}
+
+
 def _loss(model: Any) -> str:
     """Returns how the model's own loss adds up over batches, by the split test."""
     rows = []
     for ids, num_labels in ((PROBES[0], 5), (PROBES[0][::-1], 3)):
         labels = ids[:num_labels] + (-100,) * (len(ids) - num_labels)
-        rows.append({"input_ids": torch.tensor(ids), "labels": torch.tensor(labels)})
+        row = {"input_ids": torch.tensor(ids)}
+        if reads_sound(model):
+            sounds = sound_inputs(model, 1, shortest_input(convolutions(model.config), LONG_SOUND))
+            sounds[model.main_input_name].normal_()
+            row = {name: tensor[0] for name, tensor in sounds.items()}
+        rows.append({**row, "labels": torch.tensor(labels)})
     rule = check_loss(model, lambda step: model(**step.batch).loss, rows)
     return LOSSES.get(rule, "not known: no gradient")
 
@@ -114,6 +145,8 @@ def _packed(model: PreTrainedModel) -> str:
     """Returns with which attention samples that are packed give the results that each gives alone."""
     if model.config.is_encoder_decoder:
         return "not possible for encoder-decoders: use the padded layout, with both lengths"
+    if reads_sound(model):
+        return "not possible for models of sound: use the padded layout"
     attentions = []
     reason = ""
     try:
