@@ -360,7 +360,7 @@ def settings_for(kind: str, lengths: list[int], seed: int) -> dict[str, Any]:
     return settings
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=8, max_size=40),
     most=st.integers(1, 150),
