@@ -11,7 +11,6 @@ import torch
 from accelerate.utils import gather_object
 from torch.utils.data import BatchSampler, DataLoader
 
-from dynagroup.budget.base import Budget, is_packed
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.distributed import World
 from dynagroup.errors import ConfigError, StateError
@@ -20,9 +19,8 @@ from dynagroup.lengths import as_streams
 from dynagroup.memory import MemoryRegressor
 from dynagroup.memory.phases import Mode
 from dynagroup.online.datasets import is_stream
-from dynagroup.plan.compare import Way, compare
 from dynagroup.plan.cost import Work
-from dynagroup.shapes import TARGET, TOKENS, IntArray, Streams, round_up
+from dynagroup.shapes import TARGET, TOKENS, IntArray, round_up
 from dynagroup.text.measure import IDS, count_ids, measure_lengths, row_lengths
 from dynagroup.update.loader import StepLoader
 from dynagroup.update.step import Step, width_of
@@ -43,7 +41,6 @@ PAIRS = (("chosen_ids", "rejected_ids"), ("chosen_input_ids", "rejected_input_id
 PROMPT = "prompt_ids"
 """Columns of preference data in TRL and LLaMA-Factory. A batch has both answers as rows, padded to the longest; in
 TRL's DPO each answer comes after the prompt."""
-NUM_COMPARED = 4096  # most samples of which the banner compares ways to form batches
 
 Dataset: TypeAlias = Any  # the user's
 Labels: TypeAlias = Any  # of samples: a column's name, or one of each
@@ -294,48 +291,3 @@ def with_budget(trainer: ReadTrainer, config: DynagroupConfig) -> DynagroupConfi
     max_tokens = trainer.args.per_device_train_batch_size * tokens_of_longest
     budget = TokenBudget(max_tokens, pad_to_multiple_of=multiple)
     return replace(config, budget=budget, lengths=lengths)
-
-
-def banner(trainer: ReadTrainer, loader: StepLoader[Batch]) -> list[str]:
-    """Returns which layout batches have and why, and padding and steps of fixed batches, of this run, and, if its updates
-    are exact, of stratified ones. Costs are missing if updates have no set size or are not padded."""
-    lines = [] if trainer.layout_line is None else [trainer.layout_line]
-    config = trainer.dynagroup
-    if config.updates != "preserved" or config.mode != "offline":
-        return lines
-    lengths, *_ = loader.examples()
-    if is_packed(loader.budget, lengths):
-        return lines
-    return lines + _costs(trainer, loader.budget, lengths)
-
-
-def _costs(trainer: ReadTrainer, budget: Budget, lengths: Streams) -> list[str]:
-    examples = {}
-    for name, values in lengths.items():
-        examples[name] = values[:: max(1, len(values) // NUM_COMPARED)]
-    comparison = compare(
-        examples,
-        trainer.args.per_device_train_batch_size,
-        world_size=trainer.args.world_size,  # one rank asks, so nothing here may exchange with others
-        accumulation=trainer.accumulation,
-        budget=budget,
-        work=work_of(trainer),
-    )
-    fixed, _, exact, stratified = comparison.ways[:4]
-    num_samples = len(fixed.plan.batches.order)
-    lines = [
-        f"fixed batches: padding {fixed.padding:.0%}, {fixed.plan.num_steps:,} steps "
-        f"for {num_samples:,} samples"
-    ]
-    if trainer.dynagroup.grouping is None:
-        lines.append(f"exact updates (this run): {_beside(fixed, exact)}")
-    lines.append(f"grouping=50: {_beside(fixed, stratified)}; the same loss in our measurements")
-    return lines
-
-
-def _beside(fixed: Way, way: Way) -> str:
-    speed = fixed.plan.predicted_time / way.plan.predicted_time
-    return (
-        f"padding {way.padding:.0%}, {way.plan.num_steps:,} steps, "
-        f"predicted {speed:.1f}x of fixed batches"
-    )

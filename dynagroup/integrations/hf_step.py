@@ -25,8 +25,9 @@ from transformers.trainer_utils import has_length
 
 from dynagroup.distributed import World, current_world
 from dynagroup.errors import ConfigError
+from dynagroup.integrations.banner import banner
 from dynagroup.integrations.config import DynagroupConfig
-from dynagroup.integrations.hf_data import UpdateItems, banner
+from dynagroup.integrations.hf_data import UpdateItems
 from dynagroup.integrations.trl import FigureMeans, trl_figures
 from dynagroup.online.datasets import is_stream
 from dynagroup.oom.preflight import preflight

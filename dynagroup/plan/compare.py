@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MEGA_BATCHES = 50  # number of batches that transformers' `group_by_length` sorts together
+GROUPING = 50  # updates that are dealt together
 COLUMNS = {  # title of a report's column -> name of the figure, and how it is written
     "steps": ("steps", "{:,}"),
     "padding": ("padding", "{:.1%}"),
@@ -157,10 +158,10 @@ def compare(
     work = check_work(work)
     per_update = batch_size * world_size * accumulation
     updates = PlanConfig(work=work, samples_per_update=per_update)
-    grouped = PlanConfig(work=work, samples_per_update=per_update, grouping=MEGA_BATCHES)
+    grouped = PlanConfig(work=work, samples_per_update=per_update, grouping=GROUPING)
     configs = {
         f"dynagroup, updates of {per_update}": updates,
-        f"dynagroup, grouping={MEGA_BATCHES}": grouped,
+        f"dynagroup, grouping={GROUPING}": grouped,
         "dynagroup, shuffle=True": PlanConfig(work=work, shuffle=True),
         "dynagroup, sorted": PlanConfig(work=work),
     }
