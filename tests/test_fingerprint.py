@@ -39,11 +39,16 @@ print(json.dumps(texts()))
 """
 IDENTITY = {"seed": 0}
 STATE = sealed("Loader", IDENTITY, {"epoch": 2, "segments": [[2, 3]], "order": None})
+
+
+def containers_of(values):
+    return st.lists(values, max_size=3) | st.dictionaries(st.text(max_size=3), values, max_size=3)
+
+
+json_scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
-    ),
+    json_scalars,
+    containers_of,
     max_leaves=6,
 )
 
@@ -89,6 +94,10 @@ class Slotted:
     limit: int
 
 
+def array_of_objects(*values):
+    return np.array(values, object)
+
+
 def memory(limit):
     return MemoryBudget(2, longest=8, model=Holder(limit))
 
@@ -99,31 +108,35 @@ def capped(max_tokens):
 
 LARGE = np.arange(5000)
 OTHER = np.where(LARGE == 2500, 0, LARGE)
+FIRST_DAY = datetime.date(2020, 1, 1)
+SECOND_DAY = datetime.date(2020, 1, 2)
+ZEROS = torch.zeros(3000)
+ONE_IS_SET = (torch.arange(3000) == 1500).float()
 DIFFERENT = {
     "a function's name": (double, make(3)),
-    "a budget's number": (TokenBudget(16), TokenBudget(17)),
-    "a number of the user's own budget": (Own(3), Own(4)),
-    "partial": (functools.partial(pow, 2), functools.partial(pow, 3)),
-    "large array": (LARGE, OTHER),
-    "array of objects": (np.array([1, "a"], object), np.array([1, "b"], object)),
-    "tensor": (torch.zeros(3000), (torch.arange(3000) == 1500).float()),
-    "array in an object": (Holder(LARGE), Holder(OTHER)),
-    "object": (Holder(3), Holder(4)),
-    "object in an object": (Holder(Holder(3)), Holder(Holder(4))),
-    "long text": ("a" * 900, "a" * 899 + "b"),
     "name": (friendly_size, multiple_of(8)),
     "rule": (multiple_of(16), multiple_of(8)),
-    "a budget's model": (memory(1), memory(2)),
     "set": ({1, 2}, {1, 3}),
-    "dtype": (torch.float32, torch.float64),
-    "device": (torch.device("cpu"), torch.device("meta")),
-    "items of a mapping": (collections.OrderedDict(a=1), collections.OrderedDict(a=2)),
-    "slots of a dataclass": (Slotted(1), Slotted(2)),
     "enum": (Colour.RED, Colour.BLUE),
-    "date": (datetime.date(2020, 1, 1), datetime.date(2020, 1, 2)),
+    "date": (FIRST_DAY, SECOND_DAY),
     "module": (np, torch),
     "class": (Holder, Own),
+    "tensor": (ZEROS, ONE_IS_SET),
+    "dtype": (torch.float32, torch.float64),
+    "large array": (LARGE, OTHER),
+    "array in an object": (Holder(LARGE), Holder(OTHER)),
 }
+DIFFERENT["a budget's number"] = (TokenBudget(16), TokenBudget(17))
+DIFFERENT["a number of the user's own budget"] = (Own(3), Own(4))
+DIFFERENT["a budget's model"] = (memory(1), memory(2))
+DIFFERENT["partial"] = (functools.partial(pow, 2), functools.partial(pow, 3))
+DIFFERENT["array of objects"] = (array_of_objects(1, "a"), array_of_objects(1, "b"))
+DIFFERENT["object"] = (Holder(3), Holder(4))
+DIFFERENT["object in an object"] = (Holder(Holder(3)), Holder(Holder(4)))
+DIFFERENT["long text"] = ("a" * 900, "a" * 899 + "b")
+DIFFERENT["device"] = (torch.device("cpu"), torch.device("meta"))
+DIFFERENT["items of a mapping"] = (collections.OrderedDict(a=1), collections.OrderedDict(a=2))
+DIFFERENT["slots of a dataclass"] = (Slotted(1), Slotted(2))
 
 
 @pytest.mark.parametrize(("one", "other"), DIFFERENT.values(), ids=DIFFERENT)
@@ -137,15 +150,15 @@ used = Holder(3)
 assert used.table
 ALIKE = {
     "code, closures and constants": (make(3), make(4)),
-    "methods": (Holder(3).rule, Holder(4).rule),
-    "numpy numbers": (np.float64(0.5), 0.5),
-    "a budget's numbers": (capped(np.int64(16)), capped(16)),
     "order of a mapping": ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
     "two copies of an array": (LARGE, LARGE.copy()),
     "list and tuple, as JSON gives them back": ((1, 2), [1, 2]),
     "cached values": (used, Holder(3)),
-    "what has neither attributes nor a name": (threading.Lock(), threading.Lock()),
 }
+ALIKE["methods"] = (Holder(3).rule, Holder(4).rule)
+ALIKE["numpy numbers"] = (np.float64(0.5), 0.5)
+ALIKE["a budget's numbers"] = (capped(np.int64(16)), capped(16))
+ALIKE["what has neither attributes nor a name"] = (threading.Lock(), threading.Lock())
 
 
 @pytest.mark.parametrize(("one", "other"), ALIKE.values(), ids=ALIKE)
@@ -183,8 +196,9 @@ def test_an_objects_own_fingerprint_goes_first():
 
 
 def test_labels_have_one_number_each():
-    labels = ["image", None, 3, Colour.RED, Colour.BLUE, datetime.date(2020, 1, 1), ("a", 1)]
-    assert len({number_of(label) for label in labels}) == len(labels)
+    labels = ["image", None, 3, Colour.RED, Colour.BLUE, FIRST_DAY, ("a", 1)]
+    numbers = set(map(number_of, labels))
+    assert len(numbers) == len(labels)
     assert number_of(True) == number_of(1.0) == number_of(np.int64(1))
 
 
@@ -196,23 +210,24 @@ def test_a_tokenizer_is_compared_by_its_file_special_tokens_and_settings():
     cut = small_tokenizer()
     cut.truncation_side = "left"
     assert tokenizer_text(used) == tokenizer_text(small_tokenizer())
-    others = {tokenizer_text(tokenizer) for tokenizer in (used, changed, cut, None, len)}
-    assert len(others) == 5
+    texts_of_others = set(map(tokenizer_text, [used, changed, cut, None, len]))
+    assert len(texts_of_others) == 5
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"epoch": 3}, "damaged: its content does not match its checksum"),
-        ({"more": 1}, "not match its checksum"),
-        ({3: 1}, "not match its checksum"),
-        ({"identity": 3}, "not match its checksum"),
-        ({"version": 1}, "has version 1, but dynagroup reads 6"),
-        ({"kind": "Other"}, "of Loader, but got one of 'Other'"),
-    ],
-)
-def test_what_is_damaged_is_named(change, said):
-    with pytest.raises(StateError, match=said):
+BAD_CHECKSUM = "damaged: its content does not match its checksum"
+DAMAGED = [
+    ({"epoch": 3}, BAD_CHECKSUM),
+    ({"more": 1}, BAD_CHECKSUM),
+    ({3: 1}, BAD_CHECKSUM),
+    ({"identity": 3}, BAD_CHECKSUM),
+]
+DAMAGED.append(({"version": 1}, "has version 1, but dynagroup reads 6"))
+DAMAGED.append(({"kind": "Other"}, "of Loader, but got one of 'Other'"))
+
+
+@pytest.mark.parametrize(("change", "message"), DAMAGED)
+def test_what_is_damaged_is_named(change, message):
+    with pytest.raises(StateError, match=message):
         opened({**STATE, **change}, "Loader", IDENTITY)
 
 
