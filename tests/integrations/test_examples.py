@@ -127,3 +127,9 @@ def test_a_mixture_follows_the_loss_of_each_source():
     assert all(sum(of_update.values()) == 16 for of_update in counts)
     assert counts[:5] == [{"easy": 10, "hard": 5, "rare": 1}] * 5
     assert counts[-1]["hard"] > 2 * counts[-1]["easy"]
+
+
+def test_a_speech_model_learns_its_letters_with_little_padding():
+    losses, padding = example("train_speech.py")["main"]()
+    assert losses[-1] < 0.2 * losses[0]
+    assert padding < 0.1
