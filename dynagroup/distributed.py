@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 from collections import deque
@@ -23,8 +24,9 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 PARTS = "first or last samples in their datasets"
-R = TypeVar("R")
 CONNECTS_S = 600.0  # until ranks must have connected, because a group's own timeout may be a month
+R = TypeVar("R")
+_log = logging.getLogger(__name__)
 
 
 class World(Protocol):
@@ -126,20 +128,27 @@ class DistributedWorld:
         return vector.tolist()
 
 
-def on_all_ranks(world: World, work: Callable[[], R], what: str) -> R:
-    """Returns the result of ``work``, which exchanges nothing. If it fails on one rank, no rank goes on: that rank raises
-    its error, and the others AlignmentError, in which ``what`` says what failed."""
+def on_all_ranks(world: World, act: Callable[[], R], what: str) -> R:
+    """Returns the result of ``act``. If it fails on one rank, all raise after all have run it: that rank its error, the
+    others AlignmentError ("rank 1 of 2 could not read the samples", with ``what`` as "read the samples")."""
     result: Any = None
     error = None
     try:
-        result = work()
-    except Exception as caught:
+        result = act()
+    except Exception as caught:  # raised when all ranks know; the others first finish their part
         error = caught
-    (failed_rank,) = world.all_max([-1 if error is None else world.rank])
+        level = logging.ERROR if world.size > 1 else logging.DEBUG
+        _log.log(level, "rank %d failed: %r", world.rank, error)
+    try:
+        (failed_rank,) = world.all_max([-1 if error is None else world.rank])
+    except AlignmentError as lost:
+        raise error or lost from None
     if error is not None:
         raise error
     if failed_rank >= 0:
-        raise AlignmentError(f"rank {failed_rank} failed while it {what}; see its error")
+        raise AlignmentError(
+            f"rank {failed_rank} of {world.size} could not {what}; see that rank's error"
+        )
     return result
 
 

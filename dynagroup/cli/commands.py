@@ -24,7 +24,7 @@ from dynagroup.files import measure_files, name_of_samples, read_column
 from dynagroup.lengths import as_streams, limit_of
 from dynagroup.memory import ProfiledMemory, Workload, measure
 from dynagroup.memory.trace.model import as_config, as_random_model
-from dynagroup.plan.compare import MEGA_BATCHES, Comparison, most_units
+from dynagroup.plan.compare import GROUPING, Comparison, most_units
 from dynagroup.plan.compare import compare as compared
 from dynagroup.plan.cost import Work, local_device
 from dynagroup.plan.plots import new_figure, save_picture
@@ -118,7 +118,10 @@ def _length_of(args: argparse.Namespace) -> Callable[[Any], int] | None:
 
 def _size(unit: str, text: Any) -> int:
     if not isinstance(text, str):
-        raise ConfigError(f"`--length-of` counts the {unit} of texts, but a value is {text!r:.200}")
+        raise ConfigError(
+            f"`--length-of` counts the {unit} of texts, but a value is {text!r:.200}; choose a column "
+            "of texts with `--column`, or a `--tokenizer` for chats"
+        )
     if unit == "words":
         return len(text.split())
     return len(text if unit == "characters" else text.encode())
@@ -305,8 +308,8 @@ def _advice(comparison: Comparison, layout: str, memory: Memory) -> Advice:
     trainer = budget
     way = exact
     if stratified.plan.predicted_time <= WORTH * exact.plan.predicted_time:
-        updates = f"{updates}, grouping={MEGA_BATCHES}"
-        trainer = f"DynagroupConfig(budget={budget}, grouping={MEGA_BATCHES})"
+        updates = f"{updates}, grouping={GROUPING}"
+        trainer = f"DynagroupConfig(budget={budget}, grouping={GROUPING})"
         way = stratified
     arguments = f"dataset, lengths, {budget}, {updates}"
     text = f"PlannedDataLoader({arguments}); with the Trainer: dynagroup={trainer}"

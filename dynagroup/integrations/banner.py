@@ -26,6 +26,8 @@ def _costs(trainer: ReadTrainer, budget: Budget, lengths: Streams) -> list[str]:
     examples = {}
     for name, values in lengths.items():
         examples[name] = values[:: max(1, len(values) // NUM_COMPARED)]
+    own_grouping = trainer.dynagroup.grouping
+    grouping = own_grouping or GROUPING
     comparison = compare(
         examples,
         trainer.args.per_device_train_batch_size,
@@ -33,6 +35,7 @@ def _costs(trainer: ReadTrainer, budget: Budget, lengths: Streams) -> list[str]:
         accumulation=trainer.accumulation,
         budget=budget,
         work=work_of(trainer),
+        grouping=grouping,
     )
     fixed, _, exact, stratified = comparison.ways[:4]
     num_samples = len(fixed.plan.batches.order)
@@ -40,14 +43,12 @@ def _costs(trainer: ReadTrainer, budget: Budget, lengths: Streams) -> list[str]:
         f"fixed batches: padding {fixed.padding:.0%}, {fixed.plan.num_steps:,} steps "
         f"for {num_samples:,} samples"
     ]
-    grouping = trainer.dynagroup.grouping
-    if grouping is None:
-        lines.append(f"exact updates (this run): {_beside(fixed, exact)}")
-    this_run = " (this run)" if grouping == GROUPING else ""
-    lines.append(
-        f"grouping={GROUPING}{this_run}: {_beside(fixed, stratified)}; "
-        "the same loss in our measurements"
-    )
+    this_run = " (this run)"
+    if own_grouping is None:
+        lines.append(f"exact updates{this_run}: {_beside(fixed, exact)}")
+        this_run = ""
+    quality = "; the same loss in our measurements" if grouping == GROUPING else ""
+    lines.append(f"grouping={grouping}{this_run}: {_beside(fixed, stratified)}{quality}")
     return lines
 
 

@@ -1,6 +1,5 @@
 """Runs the items of a dataset through a function, in batches that fit, longest first, on one or several ranks."""
 
-import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 
 from dynagroup.budget.base import Budget
 from dynagroup.budget.learning import LearningBudget
-from dynagroup.distributed import World, current_world
+from dynagroup.distributed import World, current_world, on_all_ranks
 from dynagroup.errors import ConfigError
 from dynagroup.fingerprint import hashed
 from dynagroup.jobs.formats import Format, format_of
@@ -25,7 +24,7 @@ from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.shapes import BatchShape, IntArray, Streams, primary
 from dynagroup.validation import fetch
 
-_log = logging.getLogger(__name__)
+CONTINUE = "continue the job"
 # A month: ranks wait for each other until all have finished. Dead ranks close their connections.
 _PATIENCE_S = 30 * 24 * 3600.0
 _MOST_SETTINGS = 32  # that ranks compare by name
@@ -91,13 +90,11 @@ def all_results(job: Job, output: str | Path | None = None, world: World | None 
         for index, result in results_as_they_come(job):
             results[index] = result
         return job.formats[0].gather(results)
-    outputs: list[Output] = []
-    _on_all(first, lambda: outputs.append(_output_of(job, output, first.size)))
-    out = outputs[0]
+    out = on_all_ranks(first, lambda: _output_of(job, output, first.size), CONTINUE)
     if world is None:
         world = current_world(timeout_s=_PATIENCE_S)
     _check_same_job(out.identity, world)
-    if _on_all(world, out.is_finished):
+    if _is_true_on_any(world, out.is_finished):
         if world.rank == 0 and len(job.items) > 0:
             out.log_earlier_results(len(job.items))
     else:
@@ -138,26 +135,26 @@ def _output_of(job: Job, output: str | Path | None, num_ranks: int) -> Output:
 # before (only then may any add to it); until all have finished (then the first writes the output); and until it
 # exists. The lock is kept until then, so another process is either refused, or finds a complete output.
 def _finish(job: Job, out: Output, world: World) -> None:
-    plans: list[Plan] = []
-    _on_all(world, lambda: plans.append(job.plan()))
-    done = np.zeros(len(job.items), np.bool_)
-
-    def find_done() -> None:
-        np.copyto(done, out.finished().are_finished)
+    plan = on_all_ranks(world, job.plan, CONTINUE)
 
     def run_rest() -> None:
-        for indices, results in _batches(job, plans[0], done, world.rank, world.size):
+        for indices, results in _batches(job, plan, done, world.rank, world.size):
             out.append(indices, results)
 
     with closing(out):
-        is_finished = _on_all(world, lambda: world.rank == 0 and out.claim())
+        is_finished = _is_true_on_any(world, lambda: world.rank == 0 and out.claim())
         if is_finished:  # another process has finished the job
             return
-        _on_all(world, find_done)
+        done = on_all_ranks(world, lambda: out.finished().are_finished, CONTINUE)
         if done.any() and world.rank == 0:
             out.log_earlier_results(int(done.sum()))
-        _on_all(world, run_rest)
-        _on_all(world, lambda: out.publish() if world.rank == 0 else None)
+        on_all_ranks(world, run_rest, CONTINUE)
+        on_all_ranks(world, lambda: out.publish() if world.rank == 0 else None, CONTINUE)
+
+
+def _is_true_on_any(world: World, ask: Callable[[], bool]) -> bool:
+    is_true = on_all_ranks(world, ask, CONTINUE)
+    return bool(world.all_max([int(is_true)])[0])
 
 
 def _batches(
@@ -234,25 +231,3 @@ def _check_same_job(identity: Mapping[str, Any], world: World) -> None:
         raise ConfigError(
             f"all ranks must run the same job, but have different {', '.join(differing)}; give all ranks the same"
         )
-
-
-def _on_all(world: World, act: Callable[[], bool | None]) -> bool:
-    """Returns whether ``act`` returns true on any rank, after all have run it; an error on one is raised on all."""
-    is_true = False
-    error = None
-    try:
-        is_true = bool(act())
-    except Exception as caught:  # raised when all ranks know; the others first finish their part
-        error = caught
-        level = logging.ERROR if world.size > 1 else logging.DEBUG
-        _log.log(level, "rank %d failed: %r", world.rank, error)
-    failed_rank, is_true_anywhere = world.all_max(
-        [world.rank if error is not None else -1, int(is_true)]
-    )
-    if error is not None:
-        raise error
-    if failed_rank >= 0:
-        raise ConfigError(
-            f"rank {failed_rank} of {world.size} could not continue the job; see that rank's error"
-        )
-    return bool(is_true_anywhere)

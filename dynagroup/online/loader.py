@@ -226,7 +226,7 @@ class OnlineDataLoader(StepLoader[Any]):
                 "preflight cannot try an iterable dataset, which gives a sample only once; leave it out"
             )
         samples, measured = on_all_ranks(
-            self.world, self._measured_examples, "read and measured a few samples"
+            self.world, self._measured_examples, "read and measure a few samples"
         )
         lengths = {
             # Ranks take the largest, because processing may be random.

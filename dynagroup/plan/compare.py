@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MEGA_BATCHES = 50  # number of batches that transformers' `group_by_length` sorts together
-GROUPING = 50  # updates that are dealt together
+GROUPING = 50  # updates that stratified ways deal together, unless another number is given
 COLUMNS = {  # title of a report's column -> name of the figure, and how it is written
     "steps": ("steps", "{:,}"),
     "padding": ("padding", "{:.1%}"),
@@ -134,6 +134,7 @@ def compare(
     budget: Budget | None = None,
     work: Work | None = None,
     kinds: Iterable[Any] | None = None,
+    grouping: int = GROUPING,
 ) -> Comparison:
     """Forms batches from the same samples in several ways, and predicts the time of each.
 
@@ -144,6 +145,7 @@ def compare(
         budget: limit of a batch. None: the padded tokens of today's largest possible batch (``batch_size`` x longest).
         work: predicted time of a batch. None: a small decoder on this machine's device, as in loaders.
         kinds: label of each sample: dynagroup's steps then have one kind; in other ways, mixed steps are counted.
+        grouping: int, number of updates that the stratified way deals together.
 
     >>> found = compare([3, 9, 2, 8, 4, 4], batch_size=2)
     >>> [way.name for way in found.ways][:2]
@@ -158,10 +160,10 @@ def compare(
     work = check_work(work)
     per_update = batch_size * world_size * accumulation
     updates = PlanConfig(work=work, samples_per_update=per_update)
-    grouped = PlanConfig(work=work, samples_per_update=per_update, grouping=GROUPING)
+    grouped = PlanConfig(work=work, samples_per_update=per_update, grouping=grouping)
     configs = {
         f"dynagroup, updates of {per_update}": updates,
-        f"dynagroup, grouping={GROUPING}": grouped,
+        f"dynagroup, grouping={grouping}": grouped,
         "dynagroup, shuffle=True": PlanConfig(work=work, shuffle=True),
         "dynagroup, sorted": PlanConfig(work=work),
     }

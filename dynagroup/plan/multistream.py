@@ -85,29 +85,43 @@ class _Level:
         places = np.arange(len(is_first))
         firsts = np.flatnonzero(is_first)
         box = np.cumsum(is_first) - 1
-        ends = np.append(firsts[1:], len(places))
-        num_before = places + 1 - firsts[box]
-        num_after = ends[box] - 1 - places
-        # Numbers of boxes, times more than any length, keep sorting and maxima of one box apart from those of others.
+        lasts = np.append(firsts[1:], len(places)) - 1
+        # Raised by more than any length from box to box, samples of one box stay together.
         rising = box * (lengths.max() + 1)
-        falling = rising[-1] - rising
         orders = np.argsort(rising - lengths, axis=1, kind="stable")  # by each stream
-        ordered = lengths[:, orders]
-        before = np.maximum.accumulate(ordered + rising, axis=2) - rising
-        after = np.maximum.accumulate((ordered + falling)[..., ::-1], axis=2)[..., ::-1] - falling
-        padded = num_before * before.sum(axis=0)
-        padded[:, :-1] += num_after[:-1] * after[..., 1:].sum(axis=0)
-        undivided = padded[0, ends - 1]
+        padded = _padded_tokens(lengths[:, orders], rising, firsts[box], lasts[box])
+        undivided = padded[0, lasts]
         least = np.minimum.reduceat(padded, firsts, axis=1)
         is_divided = (least.min(axis=0) <= undivided - least_saved)[box]
-        stream = least.argmin(axis=0)[box]
+        stream = least.argmin(axis=0)[box]  # along which the box is divided
         padded = padded[stream, places]
         is_least = is_divided & (padded == np.minimum.reduceat(padded, firsts)[box])
+        from_last = np.flatnonzero(is_least)[::-1]
         cuts = np.zeros(len(firsts), np.int64)
-        of_least = np.flatnonzero(is_least)[::-1]
-        cuts[box[of_least]] = of_least + 1  # the first, if several are least
+        cuts[box[from_last]] = from_last + 1  # the first of a box, written last, stays
         order = np.where(is_divided, orders[stream, places], places)
         return cls(order, cuts[cuts > 0], is_divided)
+
+
+def _padded_tokens(
+    ordered: IntArray, rising: IntArray, first: IntArray, last: IntArray
+) -> NDArray[np.int64]:
+    """Returns the padded tokens of each box if it is divided after a place: (streams that sort it, samples). After the
+    last place of a box, they are those of the whole box.
+
+    Args:
+        ordered: lengths of shape (streams, streams that sort the boxes, samples).
+        rising: of each sample, the number of its box times more than any length: a running maximum of lengths raised
+            by it starts anew in each box.
+        first, last: of each sample, the places of the first and last sample of its box.
+    """
+    places = np.arange(len(rising))
+    falling = rising[-1] - rising
+    before = np.maximum.accumulate(ordered + rising, axis=2) - rising
+    after = np.maximum.accumulate((ordered + falling)[..., ::-1], axis=2)[..., ::-1] - falling
+    padded = (places + 1 - first) * before.sum(axis=0)
+    padded[:, :-1] += (last - places)[:-1] * after[..., 1:].sum(axis=0)
+    return padded
 
 
 def costs_to_balance(lengths: Streams, rules: CutRules) -> NDArray[np.float64] | None:

@@ -19,10 +19,8 @@ IDS = ("input_ids", VALUES)  # usual names of fields with one entry per position
 MASK = "attention_mask"  # 1 for entries of these fields that count, 0 for padding
 LENGTH_OF = "for other samples give `length_of`, e.g. lambda row: len(row['audio']['array'])"
 CHATS = ("messages", "conversations")  # usual names of columns of chats
-ANSWERED = (
-    "prompt",
-    "completion",
-)  # columns that together are one sample: two texts, or two lists of messages
+# Columns that together are one sample: two texts, or two lists of messages.
+ANSWERED = ("prompt", "completion")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 CHAT = "turn a chat into a text with tokenizer.apply_chat_template(messages, tokenize=False)"
 PADDED_ROWS = 0.01  # a larger share of padding in rows is told

@@ -48,7 +48,7 @@ NUM_MOVED = 1 << 20  # most elements of tensors that are moved during the test
 MOVED = 0.01  # how far, relative to their size
 NUM_READ = 64  # samples of which some are chosen
 NUM_DRAWS = 16  # random maskings, of which the first with a label of a first token is used
-READ = "read and collated a few samples"
+READ = "read and collate a few samples"
 NUM_TOGETHER = 8  # most samples in one batch
 WAYS_OUT = (
     "pass `weigh`: a function from a batch to the number by which its loss is divided (with class "

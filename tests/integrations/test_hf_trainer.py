@@ -766,3 +766,7 @@ def test_a_run_says_what_fixed_batches_would_have_cost_and_what_it_costs(tmp_pat
     trainer("causal", tmp_path, fits=True, max_steps=1, config={"grouping": 50}).train()
     messages = [record.message for record in caplog.records if "fixed batches" in record.message]
     assert messages == [fixed, stratified.replace("grouping=50", "grouping=50 (this run)")]
+    caplog.clear()
+    trainer("causal", tmp_path, fits=True, max_steps=1, config={"grouping": 7}).train()
+    messages = [record.message for record in caplog.records if "fixed batches" in record.message]
+    assert messages[1].startswith("dynagroup: grouping=7 (this run): padding ")

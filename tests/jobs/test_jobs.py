@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from dynagroup import (
+    AlignmentError,
     BudgetError,
     ConfigError,
     MemoryBudget,
@@ -351,16 +352,18 @@ def test_an_error_on_one_rank_ends_all_and_other_jobs_are_noticed(
                 (generate_dataset, TEXTS, "out.jsonl", NEW),
                 (run, texts, second, how),
             )[world.rank]
-            with pytest.raises(ConfigError) as caught:
+            with pytest.raises((ConfigError, AlignmentError)) as caught:
                 call(model, tokenizer, of, output=name and tmp_path / name, world=world, **more)
-            return str(caught.value)
+            return f"{type(caught.value).__name__}: {caught.value}"
 
         return run_ranks(2, rank)
 
     others = ended("out.jsonl", TEXTS[1:])
     assert (
         others
-        == ["all ranks must run the same job, but have different texts; give all ranks the same"]
+        == [
+            "ConfigError: all ranks must run the same job, but have different texts; give all ranks the same"
+        ]
         * 2
     )
     assert (
@@ -369,16 +372,16 @@ def test_an_error_on_one_rank_ends_all_and_other_jobs_are_noticed(
     )
     first, second = ended("there.jsonl")
     assert "exists, but no 'there.jsonl.job'" in second
-    assert first == "rank 1 of 2 could not continue the job; see that rank's error"
+    assert first == "AlignmentError: rank 1 of 2 could not continue the job; see that rank's error"
     assert ended(None) == [
         first,
-        "2 ranks need `output`, the path of a file that all ranks can read and write",
+        "ConfigError: 2 ranks need `output`, the path of a file that all ranks can read and write",
     ]
 
     def retried(world: Any) -> Any:
         own, fails = copy.deepcopy(model), [world.rank]
         own.register_forward_pre_hook(lambda *_: 1 / (1 - fails[0]) and None)
-        with pytest.raises(ZeroDivisionError if fails[0] else ConfigError):
+        with pytest.raises(ZeroDivisionError if fails[0] else AlignmentError):
             generate_dataset(
                 own, tokenizer, TEXTS, output=tmp_path / "again.jsonl", world=world, **NEW
             )

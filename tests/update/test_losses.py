@@ -97,7 +97,9 @@ def test_samples_that_one_rank_cannot_read_end_the_split_test_on_all(samples_of)
         return str(told.value)
 
     of_rank_0, of_rank_1 = run_ranks(2, run)
-    assert re.search("rank 1 failed while it read and .* a few samples; see its", of_rank_0)
+    assert re.search(
+        "rank 1 of 2 could not read and .* a few samples; see that rank's error", of_rank_0
+    )
     assert "is gone" in of_rank_1
 
 
