@@ -35,46 +35,69 @@ UPDATES: dict[str, Any] = {"collate_fn": collate, "samples_per_update": 4}
 
 
 def sampler(**arguments: Any) -> None:
-    one = LengthAwareBatchSampler(**{"lengths": LENGTHS, "budget": 20, **arguments})
-    assert len(list(one)) == len(one)
-    json.dumps(one.state_dict())
+    settings = {"lengths": LENGTHS, "budget": 20}
+    settings.update(arguments)
+    batches = LengthAwareBatchSampler(**settings)
+    assert len(list(batches)) == len(batches)
+    json.dumps(batches.state_dict())
 
 
 def planned(**arguments: Any) -> None:
-    usual = {"dataset": Tokens(LENGTHS), "lengths": LENGTHS, "budget": 20, **UPDATES}
-    loader = PlannedDataLoader(**{**usual, **arguments})
+    settings = {"dataset": Tokens(LENGTHS), "lengths": LENGTHS, "budget": 20}
+    settings.update(UPDATES)
+    settings.update(arguments)
+    loader = PlannedDataLoader(**settings)
     list(islice(loader, 5))
     json.dumps(loader.state_dict())
 
 
 def online(**arguments: Any) -> None:
-    usual = {"dataset": Tokens(LENGTHS), "budget": 20, **UPDATES}
-    loader = OnlineDataLoader(**{**usual, **arguments})
+    settings = {"dataset": Tokens(LENGTHS), "budget": 20}
+    settings.update(UPDATES)
+    settings.update(arguments)
+    loader = OnlineDataLoader(**settings)
     list(islice(loader, 5))
     json.dumps(loader.state_dict())
 
 
 def with_token_budget(**arguments: Any) -> None:
-    sampler(budget=TokenBudget(**{"max_tokens": 20, **arguments}))
+    settings = {"max_tokens": 20}
+    settings.update(arguments)
+    sampler(budget=TokenBudget(**settings))
 
 
 def with_memory_budget(**arguments: Any) -> None:
-    sampler(budget=MemoryBudget(**{"batch_size": 2, **arguments}))
+    settings = {"batch_size": 2}
+    settings.update(arguments)
+    sampler(budget=MemoryBudget(**settings))
 
 
-CALLS: list[tuple[Callable[..., Any], str]] = [
-    (sampler, "lengths budget shuffle window seed hardest_first work samples_per_update"),
-    (sampler, "order oversize uneven rank world_size"),
-    (planned, "lengths budget samples_per_update shuffle seed weigh world"),
-    (online, "budget length_of batch_sampler shuffle length_hint window samples_per_update"),
-    (online, "accumulation seed weigh world"),
-    (with_token_budget, "max_tokens max_samples pad_to_multiple_of layout"),
-    (with_memory_budget, "batch_size longest headroom pad_to_multiple_of"),
-    (lambda length: sampler(lengths=[3, 3, length]), "length"),
-    (lambda index: sampler(order=[0, 1, index]), "index"),
-    (lambda weight: planned(weigh=lambda batch: weight), "weight"),
-    (lambda answer: online(length_of=lambda sample: answer), "answer"),
-]
+def with_last_length(length: Any) -> None:
+    sampler(lengths=[3, 3, length])
+
+
+def with_last_index(index: Any) -> None:
+    sampler(order=[0, 1, index])
+
+
+def with_weight(weight: Any) -> None:
+    planned(weigh=lambda batch: weight)
+
+
+def with_measured_length(length: Any) -> None:
+    online(length_of=lambda sample: length)
+
+
+CALLS: list[tuple[Callable[..., Any], str]] = []
+CALLS += [(sampler, "lengths budget shuffle window seed hardest_first work samples_per_update")]
+CALLS += [(sampler, "order oversize uneven rank world_size")]
+CALLS += [(planned, "lengths budget samples_per_update shuffle seed weigh world")]
+CALLS += [(online, "budget length_of batch_sampler shuffle length_hint window samples_per_update")]
+CALLS += [(online, "accumulation seed weigh world")]
+CALLS += [(with_token_budget, "max_tokens max_samples pad_to_multiple_of layout")]
+CALLS += [(with_memory_budget, "batch_size longest headroom pad_to_multiple_of")]
+CALLS += [(with_last_length, "length"), (with_last_index, "index")]
+CALLS += [(with_weight, "weight"), (with_measured_length, "length")]
 
 
 @pytest.mark.parametrize(("call", "names"), CALLS, ids=range(len(CALLS)))
@@ -114,9 +137,135 @@ def plan(
     world_size: Any = 1,
     **options: Any,
 ) -> Any:
-    return list(
-        LengthAwareBatchSampler(lengths, budget, rank=rank, world_size=world_size, **options)
+    sampler = LengthAwareBatchSampler(lengths, budget, rank=rank, world_size=world_size, **options)
+    return list(sampler)
+
+
+def test_prices_of_streams_are_a_dict():
+    with pytest.raises(ConfigError, match="`streams` must be a dict from names to prices"):
+        Work(streams={"patches": 0.5})
+
+
+def test_work_is_not_fitted_to_one_shape():
+    with pytest.raises(ConfigError, match="at least 3 distinct shapes, but has 2 rows of 1 shapes"):
+        Work.fit([(1, 8, 0.1)] * 2)
+
+
+def test_a_ladder_needs_a_padded_budget():
+    with pytest.raises(ConfigError, match="needs a padded budget"):
+        ShapeLadder([5], TokenBudget(100, layout="packed"))
+
+
+def test_a_ladder_needs_lengths():
+    with pytest.raises(ConfigError, match="needs at least one length"):
+        ShapeLadder([], 100)
+
+
+def test_a_ladder_has_one_stream():
+    message = (
+        r"lengths in one stream, but `lengths` has .'tokens', 'target'.; leave `shapes` out, or"
     )
+    with pytest.raises(ConfigError, match=message):
+        ShapeLadder({"tokens": [5], "target": [3]}, 100)
+
+
+def test_a_ladder_has_no_shape_for_what_is_larger_than_all():
+    ladder = ShapeLadder([5], 100)
+    with pytest.raises(ConfigError, match=r"2 samples of 9 tokens is larger than all shapes"):
+        ladder.shape_for(2, 9)
+
+
+def test_a_ladder_needs_a_shape_for_samples_that_do_not_fit():
+    message = "must be at least 2: samples that do not fit even alone"
+    with pytest.raises(ConfigError, match=message):
+        ShapeLadder([5, 200], 100, 1)
+
+
+def test_a_ladder_is_no_part_of_an_intersection():
+    ladder = ShapeLadder([5], 100)
+    with pytest.raises(ConfigError, match="a ShapeLadder cannot be a part of `&`"):
+        _ = ladder & TokenBudget(9)
+
+
+def test_what_learns_wraps_a_budget():
+    wrong: Any = "9"
+    with pytest.raises(ConfigError, match="`budget` must be a budget such as"):
+        LearningBudget(wrong)
+
+
+def test_what_learns_wraps_no_ladder():
+    with pytest.raises(ConfigError, match="a LearningBudget cannot contain a ShapeLadder"):
+        LearningBudget(ShapeLadder([5], 100))
+
+
+def test_a_plan_has_a_window_or_updates():
+    with pytest.raises(ConfigError, match="not both"):
+        PlanConfig(window=8, samples_per_update=8)
+
+
+def test_batches_of_one_kind_need_kinds():
+    with pytest.raises(ConfigError, match=r"`one_kind` \('batch'\) needs a label"):
+        plan(one_kind="batch")
+
+
+def test_every_sample_has_a_kind():
+    with pytest.raises(ConfigError, match="`kinds` has 2 labels for 3 lengths"):
+        plan(kinds=["a", "b"])
+
+
+def test_a_kind_equals_its_own_copy():
+    message = r"kinds\[1\] must be a label that equals its own copy: .* but is \['b'\]"
+    with pytest.raises(ConfigError, match=message):
+        plan(kinds=["a", ["b"], "c"])
+
+
+def test_an_order_has_indices_of_samples():
+    with pytest.raises(ConfigError, match="yields index 3, but there are only 3 samples"):
+        plan(order=[2, 3])
+
+
+def test_a_rank_is_one_of_a_number():
+    with pytest.raises(ConfigError, match=r"`rank` \(1\) needs `world_size`"):
+        plan(rank=1, world_size=None)
+
+
+def test_an_update_has_a_sample_for_each_rank():
+    with pytest.raises(ConfigError, match="must be at least the number of ranks"):
+        plan([1] * 9, samples_per_update=3, world_size=4)
+
+
+def test_costs_are_not_negative():
+    with pytest.raises(ConfigError, match="`costs` must be one finite number"):
+        balanced_partitions([1, -1], 2)
+
+
+def test_each_rank_has_a_sample():
+    message = "4 .num_ranks x multiple_of.; collect 1 more"
+    with pytest.raises(ConfigError, match=message):
+        shard_micro_batches([3, 3, 3], 4, 10)
+
+
+def test_heuristics_do_not_find_every_partition():
+    hard = [5, 3, 2, 10, 5, 9, 12]
+    limit = 23  # 12 + 9 + 2 and 10 + 5 + 5 + 3, which none of the heuristics finds
+    with pytest.raises(BudgetError, match="first fit failed.; allow more parts"):
+        balanced_partitions(hard, 2, limit=limit)
+
+
+def test_a_refused_partition_says_how_many_parts_are_needed():
+    with pytest.raises(BudgetError, match="into 2 parts .*at least 3 are needed"):
+        balanced_partitions([3, 3, 3], 2, limit=4)
+
+
+def test_a_sample_that_does_not_fit_a_micro_batch_is_named():
+    with pytest.raises(BudgetError, match="sample 1 .12 tokens."):
+        shard_micro_batches([3, 12], 1, 10, oversize="error")
+
+
+def test_the_first_sample_that_does_not_fit_is_named():
+    message = r"sample 1 \(50 tokens\) does not fit even alone \(one of 2 such samples\)"
+    with pytest.raises(BudgetError, match=message):
+        plan([5, 50, 3, 60], 10, oversize="error")
 
 
 class Falling(TokenBudget):
@@ -124,70 +273,9 @@ class Falling(TokenBudget):
         return longest
 
 
-HARD = [5, 3, 2, 10, 5, 9, 12]
-HARD_LIMIT = 23  # 12 + 9 + 2 and 10 + 5 + 5 + 3, which none of the heuristics finds
-PACKED = TokenBudget(100, layout="packed")
-WRONG: list[tuple[Any, str]] = [
-    (lambda: Work(streams={"patches": 0.5}), "`streams` must be a dict from names to prices"),
-    (lambda: Work.fit([(1, 8, 0.1)] * 2), "at least 3 distinct shapes, but has 2 rows of 1 shapes"),
-    (lambda: ShapeLadder([5], PACKED), "needs a padded budget"),
-    (lambda: ShapeLadder([], 100), "needs at least one length"),
-    (
-        lambda: ShapeLadder({"tokens": [5], "target": [3]}, 100),
-        r"lengths in one stream, but `lengths` has .'tokens', 'target'.; leave `shapes` out, or",
-    ),
-    (
-        lambda: ShapeLadder([5], 100).shape_for(2, 9),
-        r"2 samples of 9 tokens is larger than all shapes",
-    ),
-    (
-        lambda: ShapeLadder([5, 200], 100, 1),
-        "must be at least 2: samples that do not fit even alone",
-    ),
-    (lambda: ShapeLadder([5], 100) & TokenBudget(9), "a ShapeLadder cannot be a part of `&`"),
-    (lambda: LearningBudget("9"), "`budget` must be a budget such as"),
-    (
-        lambda: LearningBudget(ShapeLadder([5], 100)),
-        "a LearningBudget cannot contain a ShapeLadder",
-    ),
-    (lambda: PlanConfig(window=8, samples_per_update=8), "not both"),
-    (lambda: plan(one_kind="batch"), r"`one_kind` \('batch'\) needs a label"),
-    (lambda: plan(kinds=["a", "b"]), "`kinds` has 2 labels for 3 lengths"),
-    (
-        lambda: plan(kinds=["a", ["b"], "c"]),
-        r"kinds\[1\] must be a label that equals its own copy: .* but is \['b'\]",
-    ),
-    (lambda: plan(order=[2, 3]), "yields index 3, but there are only 3 samples"),
-    (lambda: plan(rank=1, world_size=None), r"`rank` \(1\) needs `world_size`"),
-    (
-        lambda: plan([1] * 9, samples_per_update=3, world_size=4),
-        "must be at least the number of ranks",
-    ),
-    (lambda: balanced_partitions([1, -1], 2), "`costs` must be one finite number"),
-    (lambda: shard_micro_batches([3, 3, 3], 4, 10), "4 .num_ranks x multiple_of.; collect 1 more"),
-]
-TOO_LARGE: list[tuple[Any, str]] = [
-    (lambda: balanced_partitions(HARD, 2, limit=HARD_LIMIT), "first fit failed.; allow more parts"),
-    (lambda: balanced_partitions([3, 3, 3], 2, limit=4), "into 2 parts .*at least 3 are needed"),
-    (lambda: shard_micro_batches([3, 12], 1, 10, oversize="error"), "sample 1 .12 tokens."),
-    (
-        lambda: plan([5, 50, 3, 60], 10, oversize="error"),
-        r"sample 1 \(50 tokens\) does not fit even alone \(one of 2 such samples\)",
-    ),
-    (lambda: plan([1, 5], Falling(9)), "must allow at least as many shorter samples"),
-]
-
-
-@pytest.mark.parametrize(("call", "message"), WRONG)
-def test_what_is_wrong_is_refused(call: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        call()
-
-
-@pytest.mark.parametrize(("call", "message"), TOO_LARGE)
-def test_what_does_not_fit_is_refused(call: Any, message: str) -> None:
-    with pytest.raises(BudgetError, match=message):
-        call()
+def test_a_budget_allows_at_least_as_many_shorter_samples():
+    with pytest.raises(BudgetError, match="must allow at least as many shorter samples"):
+        plan([1, 5], Falling(9))
 
 
 @pytest.mark.parametrize("size", [0, 2.5, True, None])
