@@ -1,7 +1,7 @@
 """Losses of every kind, also when memory runs out, and evaluation: our Trainer gives what the plain Trainer gives."""
 
 import warnings
-from contextlib import nullcontext
+from itertools import chain
 from types import MethodType
 from typing import Any
 
@@ -34,13 +34,19 @@ ONCE = {
     "max_steps": 3,
     "max_grad_norm": 0.0,
 }
+ROWS_COUNT = "the loss counts the rows of weight 0 that `shapes` adds"
 COUNT = 37
 BY_KIND = [{"kinds": "kind"}, {"mode": "online", "kind_of": lambda row: row["kind"]}]
 
 
 def mean_of_tokens(logits, labels):
-    flat, wanted = logits[:, :-1].reshape(-1, toys.VOCAB), labels[:, 1:].reshape(-1)
-    return torch.nn.functional.cross_entropy(flat, wanted, ignore_index=-100)
+    predictions = logits[:, :-1].reshape(-1, toys.VOCAB)
+    targets = labels[:, 1:].reshape(-1)
+    return torch.nn.functional.cross_entropy(predictions, targets, ignore_index=-100)
+
+
+def mean_of_outputs(outputs, labels, num_items_in_batch=None):
+    return mean_of_tokens(outputs.logits, labels)
 
 
 class MeanLoss:
@@ -57,7 +63,8 @@ class MeanLoss:
 
 class CountedRows(DynagroupTrainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        return super().compute_loss(model, inputs) * (inputs["labels"] >= 0).any(1).double().mean()
+        share_of_rows = (inputs["labels"] >= 0).any(1).double().mean()
+        return super().compute_loss(model, inputs) * share_of_rows
 
 
 PlainMean: Any = type("PlainMean", (MeanLoss, Trainer), {})
@@ -68,15 +75,24 @@ MeanOurs: Any = type("MeanOurs", (MeanLoss, DynagroupTrainer), {})  # the loss i
 def trained(cls, tmp_path, monkeypatch, mean=False, **changes):
     name = "DynagroupTrainer" if issubclass(cls, DynagroupTrainerMixin) else "Trainer"
     monkeypatch.setattr(toys, name, cls)
-    run = trainer("causal", tmp_path, fits=name != "Trainer", **{**ONCE, **changes})
+    settings = ONCE | changes
+    run = trainer("causal", tmp_path, fits=name != "Trainer", **settings)
     if mean == "attribute":
-        run.asked, run.compute_loss = 0, MethodType(MeanLoss.compute_loss, run)
+        run.asked = 0
+        run.compute_loss = MethodType(MeanLoss.compute_loss, run)
     elif mean:
-        run.compute_loss_func = lambda outputs, labels, num_items_in_batch=None: mean_of_tokens(
-            outputs.logits, labels
-        )
+        run.compute_loss_func = mean_of_outputs
     run.train()
     return run
+
+
+def largest_difference(one, other):
+    """Of the parameters of two trained models."""
+    return (parameters(one) - parameters(other)).abs().max()
+
+
+def train_loss(run):
+    return run.state.log_history[-1]["train_loss"]
 
 
 @pytest.mark.parametrize(
@@ -96,49 +112,50 @@ def test_a_loss_that_is_a_mean_counts_once_an_update(cls, config, mean, tmp_path
     ours = trained(cls, tmp_path, monkeypatch, config=config, mean=mean)
     assert ours.update_loader.stats.samples == 48
     assert sum(ours.update_loader.stats.batch_sizes.values()) > 3, "an update is several batches"
-    assert (parameters(plain.model) - parameters(ours.model)).abs().max() < 1e-8
-    assert plain.state.log_history[-1]["train_loss"] == pytest.approx(
-        ours.state.log_history[-1]["train_loss"]
-    )
+    assert largest_difference(plain.model, ours.model) < 1e-8
+    assert train_loss(plain) == pytest.approx(train_loss(ours))
 
 
 @pytest.mark.parametrize("first", [0, 16])
 @pytest.mark.parametrize("cls", [OursMean, DynagroupTrainer])
 def test_retries_are_exact_where_few_samples_have_labels(cls, first, tmp_path, monkeypatch):
     """The first samples, or the whole first update, have none: whether the loss is a mean is found out nevertheless."""
-    rows, limit, model = toys.samples("causal", 48), Allocator(45), toys.causal_lm()
-    for row in [row for i, row in enumerate(rows) if i % 6 < 5 or i < first]:
-        row["labels"] = [-100] * len(row["labels"])
+    rows = toys.samples("causal", 48)
+    for i, row in enumerate(rows):
+        if i % 6 < 5 or i < first:
+            row["labels"] = [-100] * len(row["labels"])
     monkeypatch.setattr(toys, "samples", lambda *_: rows)
+    limit = Allocator(45)
+    model = toys.causal_lm()
     limit.in_forward(model)
-    how = {"train_sampling_strategy": "sequential"}
-    whole = trained(cls, tmp_path, monkeypatch, **how)
-    parts = trained(
-        cls, tmp_path, monkeypatch, config={"out_of_memory": "retry"}, model=model, **how
-    )
+    changes = {"train_sampling_strategy": "sequential"}
+    whole = trained(cls, tmp_path, monkeypatch, **changes)
+    changes["config"] = {"out_of_memory": "retry"}
+    parts = trained(cls, tmp_path, monkeypatch, model=model, **changes)
     assert limit.failures
-    assert (parameters(whole.model) - parameters(model)).abs().max() < 1e-8
-    losses = [run.state.log_history[-1]["train_loss"] for run in (whole, parts)]
-    assert losses[0] == pytest.approx(losses[1])
+    assert largest_difference(whole.model, model) < 1e-8
+    assert train_loss(whole) == pytest.approx(train_loss(parts))
 
 
 def test_the_balancing_loss_of_experts_counts_once_an_update(tmp_path, monkeypatch):
     def loss(cls, weight):
         torch.manual_seed(0)
-        how = {
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "output_router_logits": True,
-            "router_aux_loss_coef": weight,
-        }
-        model = OlmoeForCausalLM(
-            models.config(OlmoeConfig, vocab=toys.VOCAB, pad_token_id=0, **how)
+        config = models.config(
+            OlmoeConfig,
+            vocab=toys.VOCAB,
+            pad_token_id=0,
+            num_experts=4,
+            num_experts_per_tok=2,
+            output_router_logits=True,
+            router_aux_loss_coef=weight,
         )
-        given = {"config": {"weigh": "tokens"}} if cls is DynagroupTrainer else {}
-        run = trained(cls, tmp_path, monkeypatch, model=model, max_steps=1, **given)
-        return run.state.log_history[-1]["train_loss"]
+        changes = {"model": OlmoeForCausalLM(config), "max_steps": 1}
+        if cls is DynagroupTrainer:
+            changes["config"] = {"weigh": "tokens"}
+        return train_loss(trained(cls, tmp_path, monkeypatch, **changes))
 
-    plain, ours = (loss(cls, 0.5) - loss(cls, 0.0) for cls in (Trainer, DynagroupTrainer))
+    plain = loss(Trainer, 0.5) - loss(Trainer, 0.0)
+    ours = loss(DynagroupTrainer, 0.5) - loss(DynagroupTrainer, 0.0)
     assert 0.1 < plain == pytest.approx(ours, rel=0.05)
 
 
@@ -151,30 +168,34 @@ class Differentiating(MeanLoss):
         return loss
 
 
-def test_a_loss_that_needs_gradients_is_tested_and_filled_rows_must_not_count(
-    tmp_path, monkeypatch
-):
-    assert [defines_compute_loss(kind) for kind in (DynagroupTrainer, PlainMean, OursMean)] == [
-        False,
-        True,
-        True,
-    ]
-    with pytest.raises(
-        ConfigError, match="the loss counts the rows of weight 0 that `shapes` adds"
-    ):
+DifferentiatingOurs: Any = type("DifferentiatingOurs", (Differentiating, DynagroupTrainer), {})
+
+
+def test_who_defines_the_loss():
+    assert not defines_compute_loss(DynagroupTrainer)
+    assert defines_compute_loss(PlainMean)
+    assert defines_compute_loss(OursMean)
+
+
+def test_filled_rows_must_not_count(tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match=ROWS_COUNT):
         trained(CountedRows, tmp_path, monkeypatch, config={"shapes": 3})
-    with pytest.warns(match="the loss counts the rows of weight 0 that `shapes` adds"):
+    with pytest.warns(match=ROWS_COUNT):
         trained(CountedRows, tmp_path, monkeypatch, config={"shapes": 3, "weigh": "samples"})
-    own = type("Mine", (Differentiating, DynagroupTrainer), {})
-    plain, ours = trained(PlainMean, tmp_path, monkeypatch), trained(own, tmp_path, monkeypatch)
-    assert (parameters(plain.model) - parameters(ours.model)).abs().max() < 1e-8
+
+
+def test_a_loss_that_needs_gradients_is_that_of_the_plain_trainer(tmp_path, monkeypatch):
+    plain = trained(PlainMean, tmp_path, monkeypatch)
+    ours = trained(DifferentiatingOurs, tmp_path, monkeypatch)
+    assert largest_difference(plain.model, ours.model) < 1e-8
 
 
 def test_an_idle_rank_does_not_divide_by_no_items(tmp_path):
     run = trainer("causal", tmp_path, fits=True, **ONCE)
     batch = toys.collate(toys.samples("causal", 2))
-    blank = {**batch, "labels": torch.full_like(batch["labels"], -100)}
-    assert run.get_batch_samples(iter([blank]), 1, "cpu")[1] == 1
+    batch["labels"] = torch.full_like(batch["labels"], -100)
+    _, num_items = run.get_batch_samples(iter([batch]), 1, "cpu")
+    assert num_items == 1
 
 
 def with_and_without_failures(
@@ -183,50 +204,54 @@ def with_and_without_failures(
     """For each mode and place: parameters without failures and with them, and how often this rank failed."""
 
     def run(config: dict[str, Any], place: str | None) -> tuple[torch.Tensor, int]:
-        found = trainer(
+        retry = None if place is None else "retry"
+        trained_here = trainer(
             "causal",
             f"{folder}/run",
             fits=True,
             exact_loss=True,
-            config={**config, "out_of_memory": "retry" if place else None},
+            config=config | {"out_of_memory": retry},
             gradient_accumulation_steps=4 // len(limits),
             count=48,
             max_steps=4,
             max_grad_norm=0.3,
         )
-        allocator = Allocator(limits[found.args.process_index])
+        allocator = Allocator(limits[trained_here.args.process_index])
         if place is not None:
-            getattr(allocator, place)(found.model.transformer.h[0])
-        found.train()
-        return parameters(found.model), len(allocator.failures)
+            getattr(allocator, place)(trained_here.model.transformer.h[0])
+        trained_here.train()
+        return parameters(trained_here.model), len(allocator.failures)
 
-    cases = [(config, place) for config in ({}, ONLINE) for place in ("in_forward", "in_backward")]
-    return [(run(config, None)[0], *run(config, place)) for config, place in cases]
-
-
-def tight(run: Any, limit: int) -> Any:
-    Allocator(limit).in_forward(run.model)
-    return run
+    results = []
+    for config in ({}, ONLINE):
+        for place in ("in_forward", "in_backward"):
+            without_failures, _ = run(config, None)
+            with_failures, num_failures = run(config, place)
+            results.append((without_failures, with_failures, num_failures))
+    return results
 
 
 @pytest.mark.parametrize(("kind", "weigh"), [("causal", "samples"), ("classifier", "auto")])
 def test_batches_that_run_out_of_memory_are_repeated_in_parts(kind, weigh, tmp_path):
     """A loss that is divided by the update's items needs no weights, whatever ``weigh`` says of losses that are means."""
 
-    def run(folder, config, limit=10**6):
-        changes = {"exact_loss": kind == "causal", "max_steps": 2, "logging_steps": 2}
-        found = tight(
-            trainer(
-                kind, tmp_path / folder, fits=True, config={"weigh": weigh, **config}, **changes
-            ),
-            limit,
+    def run(folder, retry, limit=10**6):
+        trained_here = trainer(
+            kind,
+            tmp_path / folder,
+            fits=True,
+            exact_loss=kind == "causal",
+            config={"weigh": weigh, "out_of_memory": retry},
+            max_steps=2,
+            logging_steps=2,
         )
-        found.train()
-        return parameters(found.model), found.state.log_history[0]
+        Allocator(limit).in_forward(trained_here.model)
+        trained_here.train()
+        return parameters(trained_here.model), trained_here.state.log_history[0]
 
-    plain, _ = run("plain", {})
-    whole, logs = run("whole", {"out_of_memory": "retry"})
-    split, split_logs = run("split", {"out_of_memory": "retry"}, limit=120)
+    plain, _ = run("plain", retry=None)
+    whole, logs = run("whole", retry="retry")
+    split, split_logs = run("split", retry="retry", limit=120)
     assert (plain - whole).abs().max() < 1e-12
     assert (plain - split).abs().max() < 1e-8
     assert logs["oom_retries"] == 0 < split_logs["oom_retries"]
@@ -240,36 +265,37 @@ def test_later_epochs_are_planned_by_what_failed_also_after_resuming(config, tmp
     count = 96 if "updates" in config else 48
 
     def run(folder, resume=None):
-        changes = {
-            "exact_loss": True,
-            "max_steps": -1,
-            "num_train_epochs": 2,
-            "count": count,
-            "logging_steps": 1,
-        }
-        changes |= {
-            "save_strategy": "steps",
-            "save_steps": 1,
-            "config": {"out_of_memory": "retry", **config},
-        }
-        found = tight(trainer("causal", tmp_path / folder, fits=True, **changes), 137)
-        found.train(resume_from_checkpoint=resume)
-        return found
+        trained_here = trainer(
+            "causal",
+            tmp_path / folder,
+            fits=True,
+            exact_loss=True,
+            max_steps=-1,
+            num_train_epochs=2,
+            count=count,
+            logging_steps=1,
+            save_strategy="steps",
+            save_steps=1,
+            config={"out_of_memory": "retry"} | config,
+        )
+        Allocator(137).in_forward(trained_here.model)
+        trained_here.train(resume_from_checkpoint=resume)
+        return trained_here
 
     whole = run("whole")
-    retries = [
-        (row["epoch"], row["oom_retries"])
-        for row in whole.state.log_history
-        if "oom_retries" in row
-    ]
-    assert sum(count for epoch, count in retries if epoch <= 1) > 0
-    assert not any(count for epoch, count in retries if epoch > 1)
-    assert (whole.state.epoch, whole.update_loader.stats.samples) == (2, 2 * count)
+    retries = {True: 0, False: 0}
+    for row in whole.state.log_history:
+        retries[row["epoch"] <= 1] += row.get("oom_retries", 0)
+    assert retries[True] > 0
+    assert retries[False] == 0
+    assert whole.state.epoch == 2
+    assert whole.update_loader.stats.samples == 2 * count
     learned = whole.update_loader.budget.applied
     assert learned is not None
     for step in (1, whole.state.global_step - 1):
-        resumed = run(f"from{step}", str(tmp_path / "whole" / f"checkpoint-{step}"))
-        assert (parameters(resumed.model) - parameters(whole.model)).abs().max() < 1e-10
+        checkpoint = tmp_path / "whole" / f"checkpoint-{step}"
+        resumed = run(f"from{step}", resume=str(checkpoint))
+        assert largest_difference(resumed.model, whole.model) < 1e-10
         assert resumed.update_loader.budget.applied == learned
 
 
@@ -282,81 +308,101 @@ def test_each_training_guards_the_model_that_it_trains(tmp_path):
         limit.in_backward(model.transformer.h[0])
         return model
 
-    def twice(folder, config):
-        found = trainer(
-            "causal", tmp_path / folder, fits=True, exact_loss=True, config=config, max_steps=2
+    def thrice(folder, retry, second_limit=10**6):
+        run = trainer(
+            "causal",
+            tmp_path / folder,
+            fits=True,
+            exact_loss=True,
+            config={"out_of_memory": retry},
+            max_steps=2,
         )
-        found.model_init = new_model
-        for limit.limit in (10**6, 120 if config else 10**6):
-            found.train()
-        found.args.gradient_accumulation_steps = 3  # as a search for hyperparameters sets it
-        found.train()
-        assert found.update_loader.stats.update_samples == 2 * 12
-        return parameters(found.model)
+        run.model_init = new_model
+        limit.limit = 10**6
+        run.train()
+        limit.limit = second_limit
+        run.train()
+        run.args.gradient_accumulation_steps = 3  # as a search for hyperparameters sets it
+        run.train()
+        assert run.update_loader.stats.update_samples == 2 * 12
+        return run.model
 
-    whole, split = twice("whole", {}), twice("split", {"out_of_memory": "retry"})
+    whole = thrice("whole", retry=None)
+    split = thrice("split", retry="retry", second_limit=120)
     assert limit.failures
-    assert (whole - split).abs().max() < 1e-8
+    assert largest_difference(whole, split) < 1e-8
 
 
-def shares(found: Any) -> dict[str, float]:
+def shares(results: Any) -> dict[str, float]:
     """Of two samples in a known place, and of all: wrong as soon as results lie in another order."""
-    logits, labels = found.predictions, found.label_ids
-    third, last = (float(logits[row].reshape(-1)[0]) for row in (2, -1))
-    return {
-        "accuracy": (logits.argmax(-1) == labels)[labels != -100].mean(),
-        "third": third,
-        "last": last,
-    }
+    logits = results.predictions
+    labels = results.label_ids
+    is_right = logits.argmax(-1) == labels
+    accuracy = is_right[labels != -100].mean()
+    third = float(logits[2].reshape(-1)[0])
+    last = float(logits[-1].reshape(-1)[0])
+    return {"accuracy": accuracy, "third": third, "last": last}
 
 
 def evaluated(
     kind: str, folder: Any, *, fits: bool, eval_config: Any = True, **changes: Any
 ) -> Any:
-    usual = {"compute_metrics": shares, "max_steps": 1, "per_device_eval_batch_size": 5}
-    run = trainer(
-        kind,
-        folder,
-        fits=fits,
-        eval_dataset=toys.samples(kind, COUNT, seed=3),
-        **{**usual, **changes},
-    )
+    settings = {"compute_metrics": shares, "max_steps": 1, "per_device_eval_batch_size": 5}
+    settings["eval_dataset"] = toys.samples(kind, COUNT, seed=3)
+    settings.update(changes)
+    run = trainer(kind, folder, fits=fits, **settings)
     if fits:
         run.dynagroup_eval = eval_config
     return run
 
 
-def figures(found: dict[str, float]) -> dict[str, float]:
-    return {
-        k: v
-        for k, v in found.items()
-        if not k.endswith(("runtime", "per_second", "preparation_time"))
-    }
+def figures(metrics: dict[str, float]) -> dict[str, float]:
+    """Those that do not measure time."""
+    of_time = ("runtime", "per_second", "preparation_time")
+    return {name: value for name, value in metrics.items() if not name.endswith(of_time)}
+
+
+def same_figures(metrics: dict[str, float], expected: dict[str, float]) -> None:
+    assert figures(metrics) == pytest.approx(figures(expected), abs=1e-6)
+
+
+def cut_to(shape: tuple[int, ...], values: np.ndarray) -> np.ndarray:
+    """Without what is beyond ``shape`` in all dimensions but the first."""
+    return values[(slice(None), *map(slice, shape[1:]))]
+
+
+def largest(shapes: list[tuple[int, int]]) -> int:
+    return max(num_rows * width for num_rows, width in shapes)
 
 
 @pytest.mark.parametrize("shapes", [None, 3])
 @pytest.mark.parametrize("kind", ["classifier", "causal"])
 def test_metrics_and_predictions_are_the_plain_trainers(kind, shapes, tmp_path):
     """With few shapes the model sees no others, and predictions are padded to the widest of them."""
-    lengths = [len(row["input_ids"]) for row in toys.samples(kind, COUNT, seed=3)]
-    fits = True if shapes is None else ShapeLadder(lengths, TokenBudget(160), shapes)
-    plain, ours = (
-        evaluated(kind, tmp_path, fits=False),
-        evaluated(kind, tmp_path, fits=True, eval_config=fits),
-    )
+    ladder = True
+    if shapes is not None:
+        lengths = toys.lengths(toys.samples(kind, COUNT, seed=3))
+        ladder = ShapeLadder(lengths, TokenBudget(160), shapes)
+    plain = evaluated(kind, tmp_path, fits=False)
+    ours = evaluated(kind, tmp_path, fits=True, eval_config=ladder)
     seen = models.shapes_seen(ours.model)
-    found, expected = ours.predict(ours.eval_dataset), plain.predict(plain.eval_dataset)
-    kept = expected.label_ids.shape[1:], expected.predictions.shape[1:]
-    both = zip((found.label_ids, found.predictions), kept, strict=True)
-    labels, logits = (of[(slice(None), *map(slice, wide))] for of, wide in both)
+    results = ours.predict(ours.eval_dataset)
+    expected = plain.predict(plain.eval_dataset)
+    labels = cut_to(expected.label_ids.shape, results.label_ids)
+    logits = cut_to(expected.predictions.shape, results.predictions)
     assert (labels == expected.label_ids).all()
-    assert np.abs(logits - expected.predictions)[expected.label_ids != -100].max() < 1e-6
+    differences = np.abs(logits - expected.predictions)
+    assert differences[expected.label_ids != -100].max() < 1e-6
     if kind == "classifier":  # the plain Trainer's mean of tokens depends on its batch size
-        assert figures(ours.evaluate()) == pytest.approx(figures(plain.evaluate()), abs=1e-6)
-        assert figures(found.metrics) == pytest.approx(figures(expected.metrics), abs=1e-6)
-    assert max(n * width for n, width in seen) <= 160
+        same_figures(ours.evaluate(), plain.evaluate())
+        same_figures(results.metrics, expected.metrics)
+    assert largest(seen) <= 160
     assert len({n for n, _ in seen}) > 1, "as many as fit"
-    assert shapes is None or {*seen} <= {*fits.shapes}
+    if shapes is not None:
+        assert set(seen) <= set(ladder.shapes)
+
+
+ONE_LABEL = {"input_ids": [5, 6, 7], "labels": [-100, -100, 7]}
 
 
 @pytest.mark.parametrize(("exact_loss", "own"), [(True, False), (False, False), (False, True)])
@@ -369,9 +415,10 @@ def test_the_loss_is_that_of_one_batch_of_everything(exact_loss, own, tmp_path):
         "causal", tmp_path, fits=True, exact_loss=exact_loss, config={"weigh": "tokens"}
     )
     if own:
-        plain.__class__, ours.__class__ = PlainMean, OursMean
+        plain.__class__ = PlainMean
+        ours.__class__ = OursMean
     for run in (plain, ours):  # in a batch of its own it weighs as little as one can
-        run.eval_dataset.append({"input_ids": [5, 6, 7], "labels": [-100, -100, 7]})
+        run.eval_dataset.append(ONE_LABEL)
     plain.args.per_device_eval_batch_size += 1
     expected = plain.evaluate()["eval_loss"]
     assert ours.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-5)
@@ -383,57 +430,70 @@ def test_a_batch_weighs_its_samples_whatever_its_first_field_has(tmp_path):
     ours = evaluated(
         "classifier", tmp_path, fits=True, eval_config=TokenBudget(40), config={"weigh": "samples"}
     )
-    collate, expected = ours.data_collator, ours.evaluate()["eval_loss"]
-    ours.data_collator = lambda samples: {
-        "output_attentions": torch.tensor([False]),
-        **collate(samples),
-    }
+    collate = ours.data_collator
+    expected = ours.evaluate()["eval_loss"]
+    one_flag = {"output_attentions": torch.tensor([False])}
+    ours.data_collator = lambda samples: one_flag | collate(samples)
     assert ours.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize(("wanted", "name"), [("inputs", "inputs"), ("loss", "losses")])
-def test_inputs_and_losses_reach_the_metrics_in_order(wanted, name, tmp_path):
-    """Losses of samples are those of the Trainer's own batches: it is left to evaluate by itself."""
+def results_of_evaluation(folder, *, fits, include):
+    """What the metrics are computed from."""
     seen = []
-    for fits in (False, True):
-        how = {
-            "compute_metrics": lambda found: seen.append(found) or {},
-            "include_for_metrics": [wanted],
-        }
-        with (
-            pytest.warns(match="the Trainer's own batches")
-            if fits and wanted == "loss"
-            else nullcontext()
-        ):
-            evaluated("classifier", tmp_path, fits=fits, **how).evaluate()
-    found, expected = (np.maximum(getattr(one, name), 0) for one in seen)
-    np.testing.assert_allclose(found, expected, atol=1e-6)
+
+    def compute_metrics(results):
+        seen.append(results)
+        return {}
+
+    changes = {"compute_metrics": compute_metrics, "include_for_metrics": [include]}
+    run = evaluated("classifier", folder, fits=fits, **changes)
+    run.evaluate()
+    return seen[0]
+
+
+def test_inputs_reach_the_metrics_in_order(tmp_path):
+    plain = results_of_evaluation(tmp_path, fits=False, include="inputs")
+    ours = results_of_evaluation(tmp_path, fits=True, include="inputs")
+    np.testing.assert_array_equal(np.maximum(ours.inputs, 0), np.maximum(plain.inputs, 0))
+
+
+def test_losses_of_samples_are_those_of_the_trainers_own_batches(tmp_path):
+    """It is left to evaluate by itself."""
+    plain = results_of_evaluation(tmp_path, fits=False, include="loss")
+    with pytest.warns(match="the Trainer's own batches"):
+        ours = results_of_evaluation(tmp_path, fits=True, include="loss")
+    np.testing.assert_allclose(ours.losses, plain.losses, atol=1e-6)
+
+
+def without_padding(ids):
+    """Within a batch they are padded with 0, between batches with -100."""
+    return [tuple(token for token in row if token not in (0, -100)) for row in ids.tolist()]
+
+
+def predictor(cls, folder, **settings):
+    """A Trainer that generates texts."""
+    usual = arguments(folder, per_device_eval_batch_size=4).to_dict()
+    usual["accelerator_config"] = None
+    usual["predict_with_generate"] = True
+    usual["generation_max_length"] = 9
+    args = Seq2SeqTrainingArguments(**usual)
+    run = cls(toys.seq2seq(), args, data_collator=toys.collate_seq2seq, **settings)
+    run.model.generation_config.eos_token_id = 1
+    run.model.generation_config.pad_token_id = 0
+    return run
 
 
 def test_generated_texts_are_the_plain_trainers(tmp_path):
-    rows, found = toys.samples("seq2seq", 23, seed=3), []
-
-    def decoded(ids):  # within a batch they are padded with 0, between batches with -100
-        return [tuple(t for t in row if t not in (0, -100)) for row in ids.tolist()]
-
-    for cls, extra in (
-        (Seq2SeqTrainer, {}),
-        (dynagroup_trainer(Seq2SeqTrainer), {"dynagroup": TokenBudget(160)}),
-    ):
-        own = {
-            "accelerator_config": None,
-            "predict_with_generate": True,
-            "generation_max_length": 9,
-        }
-        args = Seq2SeqTrainingArguments(
-            **{**arguments(tmp_path, per_device_eval_batch_size=4).to_dict(), **own}
-        )
-        run = cls(toys.seq2seq(), args, data_collator=toys.collate_seq2seq, **extra)
-        run.model.generation_config.eos_token_id, run.model.generation_config.pad_token_id = 1, 0
-        seen, output = models.shapes_seen(run.model), run.predict(rows)
-        found.append((decoded(output.predictions), decoded(output.label_ids)))
-    assert found[0] == found[1]
-    assert found[0][1] == [tuple(row["labels"]) for row in rows]
+    rows = toys.samples("seq2seq", 23, seed=3)
+    plain = predictor(Seq2SeqTrainer, tmp_path)
+    expected = plain.predict(rows)
+    ours = predictor(dynagroup_trainer(Seq2SeqTrainer), tmp_path, dynagroup=TokenBudget(160))
+    seen = models.shapes_seen(ours.model)
+    results = ours.predict(rows)
+    labels = [tuple(row["labels"]) for row in rows]
+    assert without_padding(results.predictions) == without_padding(expected.predictions)
+    assert without_padding(results.label_ids) == labels
+    assert without_padding(expected.label_ids) == labels
     assert max(n for n, _ in seen) > 4
 
 
@@ -445,35 +505,38 @@ def test_evaluation_can_be_left_to_the_trainer_or_have_its_own_budget(tmp_path):
     run.dynagroup_eval = TokenBudget(64)
     seen.clear()
     run.evaluate()
-    assert max(n * width for n, width in seen if n > 1) <= 64
+    assert largest([shape for shape in seen if shape[0] > 1]) <= 64
 
 
 class Chosen(Trainer):
     """Evaluates every second sample, by a sampler of its own."""
 
     def get_eval_dataloader(self, eval_dataset=None):
-        how = {"collate_fn": self.data_collator, "sampler": range(0, COUNT, 2), "batch_size": 4}
-        return torch.utils.data.DataLoader(self.eval_dataset, **how)
+        return torch.utils.data.DataLoader(
+            self.eval_dataset,
+            collate_fn=self.data_collator,
+            sampler=range(0, COUNT, 2),
+            batch_size=4,
+        )
 
     def training_step(self, *args, **kwargs):
         return super().training_step(*args, **kwargs)
 
 
-def test_a_class_that_chooses_its_samples_keeps_them_and_a_step_of_its_own_is_not_skipped(
-    tmp_path, monkeypatch
-):
+def test_a_class_that_chooses_its_samples_keeps_them(tmp_path, monkeypatch):
     monkeypatch.setattr(toys, "DynagroupTrainer", dynagroup_trainer(Chosen))
     run = evaluated("classifier", tmp_path, fits=True)
     seen = models.shapes_seen(run.model)
-    with pytest.warns(
-        UserWarning,
-        match="another order: choose them in eval_dataset; dynagroup_eval=False: no warning",
-    ):
+    message = "another order: choose them in eval_dataset; dynagroup_eval=False: no warning"
+    with pytest.warns(UserWarning, match=message):
         run.evaluate()
     assert [n for n, _ in seen] == [4, 4, 4, 4, 3]
-    with pytest.raises(
-        ConfigError, match="out_of_memory='retry' with a training_step of .*leave one of them out"
-    ):
+
+
+def test_a_step_of_its_own_is_not_skipped(tmp_path, monkeypatch):
+    monkeypatch.setattr(toys, "DynagroupTrainer", dynagroup_trainer(Chosen))
+    message = "out_of_memory='retry' with a training_step of .*leave one of them out"
+    with pytest.raises(ConfigError, match=message):
         trainer("causal", tmp_path, fits=True, config={"out_of_memory": "retry"})
 
 
@@ -482,42 +545,55 @@ def test_a_class_that_chooses_its_samples_keeps_them_and_a_step_of_its_own_is_no
 )
 def test_methods_that_form_and_weigh_batches_cannot_be_replaced(name, tmp_path, monkeypatch):
     own = type("Own", (toys.DynagroupTrainer,), {name: lambda self, *args, **kwargs: None})
-    for cls in (own, type("Derived", (own,), {})):
+    derived = type("Derived", (own,), {})
+    for cls in (own, derived):
         monkeypatch.setattr(toys, "DynagroupTrainer", cls)
-        with pytest.raises(ConfigError, match=f"{name} of {cls.__name__} must not replace dynagr"):
+        message = f"{name} of {cls.__name__} must not replace dynagr"
+        with pytest.raises(ConfigError, match=message):
             trainer("classifier", tmp_path, fits=True)
+
+
+def question(i):
+    return {"input_ids": [i + 1] * 10, "start_positions": i % 5, "end_positions": 5 + i % 5}
+
+
+def stacked(batch):
+    return {name: torch.tensor([row[name] for row in batch]) for name in batch[0]}
+
+
+def answering(folder, *, fits, shapes=None):
+    """A Trainer of questions and answers."""
+    torch.manual_seed(0)
+    rows = [question(i) for i in range(9)]
+    config = models.bert(vocab=toys.VOCAB, layers=1)
+    run = trainer(
+        "classifier",
+        folder,
+        fits=fits,
+        model=BertForQuestionAnswering(config).double(),
+        config={"lengths": [10] * 96, "budget": TokenBudget(40), "shapes": shapes},
+        eval_dataset=rows,
+        max_steps=1,
+    )
+    run.data_collator = stacked
+    run.train_dataset = [rows[i % 9] for i in range(96)]
+    return run
 
 
 def test_rows_are_not_added_to_batches_whose_targets_are_no_labels(tmp_path):
     """Their targets would count: no label of -100 says that a row has weight 0."""
-    rows = [
-        {"input_ids": [i + 1] * 10, "start_positions": i % 5, "end_positions": 5 + i % 5}
-        for i in range(9)
-    ]
-    found = []
-    for fits, shapes in ((False, None), (True, None), (True, 1)):
-        torch.manual_seed(0)
-        model = BertForQuestionAnswering(models.bert(vocab=toys.VOCAB, layers=1)).double()
-        config = {"lengths": [10] * 96, "budget": TokenBudget(40), "shapes": shapes}
-        run = trainer(
-            "classifier",
-            tmp_path,
-            fits=fits,
-            model=model,
-            config=config,
-            eval_dataset=rows,
-            max_steps=1,
-        )
-        run.data_collator = lambda batch: {
-            name: torch.tensor([row[name] for row in batch]) for name in batch[0]
-        }
-        run.train_dataset = [rows[i % 9] for i in range(96)]
-        found.append(run.evaluate()["eval_loss"])
-    assert found == pytest.approx([found[0]] * 3, abs=1e-7)
-    with pytest.raises(
-        ConfigError, match="the loss counts the rows of weight 0 that `shapes` adds"
-    ):
-        run.train()
+    plain = answering(tmp_path, fits=False)
+    ours = answering(tmp_path, fits=True)
+    filled = answering(tmp_path, fits=True, shapes=1)
+    expected = pytest.approx(plain.evaluate()["eval_loss"], abs=1e-7)
+    assert ours.evaluate()["eval_loss"] == expected
+    assert filled.evaluate()["eval_loss"] == expected
+    with pytest.raises(ConfigError, match=ROWS_COUNT):
+        filled.train()
+
+
+def collate_tokens(rows):
+    return toys.collate([{"input_ids": row["tokens"], "labels": row["labels"]} for row in rows])
 
 
 @pytest.mark.filterwarnings("error::UserWarning")
@@ -525,14 +601,10 @@ def test_unknown_lengths_are_said_once_and_evaluated_as_ever(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         run = evaluated("classifier", tmp_path, fits=True, compute_metrics=None)
-    run.data_collator = lambda rows: toys.collate(
-        [{"input_ids": r["tokens"], "labels": r["labels"]} for r in rows]
-    )
+    run.data_collator = collate_tokens
     data = [{"labels": 0, "tokens": [1] * n} for n in range(1, 9)]
-    with pytest.warns(
-        UserWarning,
-        match="batches of per_device_eval_batch_size=5 .*dynagroup_eval=False: no warning",
-    ):
+    message = "batches of per_device_eval_batch_size=5 .*dynagroup_eval=False: no warning"
+    with pytest.warns(UserWarning, match=message):
         run.evaluate(data)
     assert run.evaluate(data)["eval_loss"] > 0
 
@@ -541,38 +613,44 @@ def evaluated_by_kind(
     folder: Any, config: dict[str, Any]
 ) -> tuple[dict[str, float], list[set[str]]]:
     """Metrics, and the kinds in each batch of this rank."""
-    run, seen = evaluated("classifier", folder, fits=True, config=config), []
+    run = evaluated("classifier", folder, fits=True, config=config)
     for number, row in enumerate(run.eval_dataset):
         row["kind"] = "text" if number % 5 else "image"
-    run.data_collator = lambda rows: (
-        seen.append({row["kind"] for row in rows}) or toys.collate(rows)
-    )
+    seen = []
+
+    def collate(rows):
+        seen.append({row["kind"] for row in rows})
+        return toys.collate(rows)
+
+    run.data_collator = collate
     return run.evaluate(), seen
 
 
 @pytest.mark.parametrize("config", BY_KIND, ids=["column", "kind_of"])
 def test_evaluation_follows_kinds(config, tmp_path):
-    found, seen = evaluated_by_kind(tmp_path, config)
-    assert {frozenset(kinds) for kinds in seen} == {frozenset({"text"}), frozenset({"image"})}
-    assert figures(found) == pytest.approx(
-        figures(evaluated("classifier", tmp_path, fits=False).evaluate()), abs=1e-6
-    )
+    metrics, seen = evaluated_by_kind(tmp_path, config)
+    assert all(kinds in ({"text"}, {"image"}) for kinds in seen)
+    assert set.union(*seen) == {"text", "image"}
+    plain = evaluated("classifier", tmp_path, fits=False)
+    same_figures(metrics, plain.evaluate())
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3, 50])
 @pytest.mark.parametrize("kinds", [1, 2, 30])
 def test_rows_hold_every_sample_once_and_fit(num_ranks, kinds):
     rng = np.random.default_rng(num_ranks)
-    lengths, labels = rng.integers(1, 40, COUNT), rng.integers(0, kinds, COUNT)
+    lengths = rng.integers(1, 40, COUNT)
+    labels = rng.integers(0, kinds, COUNT)
     rows = EvaluationRows({"tokens": lengths}, TokenBudget(120), num_ranks, kinds=labels)
     batches = list(rows)
     assert len(batches) == len(rows) == num_ranks * len(rows.rows)
     gathered = []
-    for row in range(len(rows.rows)):
-        dealt = batches[row * num_ranks : (row + 1) * num_ranks]
+    for number, row in enumerate(rows.rows):
+        dealt = batches[number * num_ranks :][:num_ranks]
         assert len({len(batch) for batch in dealt}) == 1
-        assert len({label for batch in dealt for label in labels[batch]}) == 1, "a row of two kinds"
-        assert all(len(b) == 1 or len(b) * max(lengths[b]) <= 120 for b in dealt)
-        gathered += [i for batch in dealt[: rows.rows[row].num_real] for i in batch]
+        assert len(np.unique(labels[dealt])) == 1, "a row of two kinds"
+        for batch in dealt:
+            assert len(batch) == 1 or len(batch) * max(lengths[batch]) <= 120
+        gathered += chain.from_iterable(dealt[: row.num_real])
     assert gathered == rows.order.tolist()
     assert sorted(gathered) == list(range(COUNT))
