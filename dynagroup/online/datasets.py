@@ -39,8 +39,9 @@ def sample_bytes(sample: Sample, counted: dict[int, Any] | None = None) -> int:
         counted = {}
     if type(sample) is dict or hasattr(sample, "items"):  # dicts first: the check runs per sample
         return sum([sample_bytes(value, counted) for value in sample.values()])
-    if isinstance(sample, (torch.Tensor, np.ndarray)):
-        return sample.nbytes
+    num_bytes = getattr(sample, "nbytes", None)  # of tensors and arrays
+    if isinstance(num_bytes, int):
+        return num_bytes
     if isinstance(sample, (list, tuple)):
         if not sample or isinstance(sample[0], (int, float)):
             return 8 * len(sample)

@@ -65,13 +65,14 @@ def count_label_tokens(batch: Any, *, shifted: bool = True) -> int:
             labels = np.asarray(labels)
     if "float" in str(labels.dtype):  # torch's or numpy's
         return math.prod(labels.shape)
+    if getattr(labels, "is_cpu", True):
+        labels = np.asarray(labels)
+    is_counted = labels != IGNORED
     if shifted and name == "labels" and labels.ndim > 1:
-        labels = labels[..., 1:]
-    is_on_device = str(getattr(labels, "device", "cpu")) != "cpu"
-    if is_on_device:
-        return int((labels != IGNORED).sum())
-    # five times faster than torch's sum of booleans
-    return int(np.count_nonzero(np.asarray(labels) != IGNORED))
+        is_counted = is_counted[..., 1:]
+    if isinstance(is_counted, np.ndarray):  # in a fifth of the time of torch's sum of booleans
+        return int(np.count_nonzero(is_counted))
+    return int(is_counted.sum())
 
 
 def _label_name(batch: Any) -> str | None:
