@@ -10,7 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, TypeAlias
 
@@ -60,6 +60,12 @@ WAYS_OUT = (
 COUNTS_FILLING = (
     ". Or the loss counts the rows of weight 0 that `shapes` adds: average it over the rows that "
     "have a label other than -100, or leave `shapes` out"
+)
+PADDING = (
+    "; with each of them padded as in the batch they do. So padding changes the result of a sample, in "
+    "batches of any tool: a mask is missing, the loss counts padding, or a layer normalises over a "
+    "whole row (wav2vec2 with feat_extract_norm='group'). Pass the attention mask, average over what "
+    "is not padding, or use such a model with samples of one length"
 )
 _log = logging.getLogger(__name__)
 
@@ -241,7 +247,7 @@ class _SplitTest:
             if further.rule is not None:
                 finding = further
         if finding.rule is None:
-            return self._without_rule(finding)
+            return self._without_rule(finding, losses)
         _log.info("losses are weighed by this rule: %s", RULES[finding.rule])
         return self.weigh if finding.rule == "weigh" else finding.rule
 
@@ -258,7 +264,7 @@ class _SplitTest:
             differs = not torch.equal(*gradients)
         return not self.world.all_max([int(differs)])[0]
 
-    def _without_rule(self, finding: _Finding) -> Any:
+    def _without_rule(self, finding: _Finding, losses: Mapping[str, LossOf]) -> Any:
         if finding.failure is not None:
             return untested(finding.failure, self.weigh)
         if not finding.differences:
@@ -268,6 +274,8 @@ class _SplitTest:
             "gradients of a few samples, each alone, do not add up to the gradient of these samples "
             f"in one batch ({'; '.join(figures)})"
         )
+        if self._is_by_padding(losses):
+            problem += PADDING
         further_cause = COUNTS_FILLING if self.pieces.is_filled else ""
         if self.weigh is None:
             raise ConfigError(
@@ -278,6 +286,18 @@ class _SplitTest:
             f"{problem}{further_cause}"
         )
         return self.weigh
+
+    def _is_by_padding(self, losses: Mapping[str, LossOf]) -> bool:
+        """Returns whether a rule holds if each sample alone is padded as in the batch; all ranks find the same."""
+        pieces = self.pieces
+        num_samples = len(pieces.alone)
+        has_rows = _is_one_row_a_sample(pieces.together, num_samples)
+        if self.world.all_max([int(not has_rows)])[0]:
+            return False
+        as_padded = [_rows_taken(pieces.together, [row]) for row in range(num_samples)]
+        test = replace(self, pieces=replace(pieces, alone=as_padded))
+        with _without_dropout(self.model, trains=False):
+            return test._find(losses).rule is not None
 
     def _find(self, losses: Mapping[str, LossOf]) -> _Finding:
         """Tries one rule after another; all ranks find the same."""
@@ -559,12 +579,18 @@ def _pieces_of_rows(batch: Mapping[str, Any], rows: Sequence[int]) -> Pieces:
     return Pieces(together=_rows_of(batch, rows), alone=alone, plain=alone)
 
 
-def _rows_of(batch: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
-    """Returns rows of a padded batch, without columns that are padding in all of them."""
+def _rows_taken(batch: Any, rows: Sequence[int]) -> dict[str, Any]:
+    """Returns rows of a padded batch, as wide as it is."""
     taken = {}
     for name, value in batch.items():
         has_rows = isinstance(value, torch.Tensor) and value.ndim
         taken[name] = value[list(rows)] if has_rows else value
+    return taken
+
+
+def _rows_of(batch: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
+    """Returns rows of a padded batch, without columns that are padding in all of them."""
+    taken = _rows_taken(batch, rows)
     mask = taken.get("attention_mask")
     if mask is None or mask.ndim != 2:
         return taken
