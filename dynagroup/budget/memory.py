@@ -38,7 +38,7 @@ UNITS = {
     "GI": 2**30,
     "TI": 2**40,
 }
-LENGTHS = [2**k for k in range(7, 16)]  # tokens, in printed tables: 128 to 32,768
+LENGTHS = [2**k for k in range(7, 16)]  # positions of a model, in printed tables: 128 to 32,768
 TRACE_OPTIONS = ("lora", "optimizer", "inputs", "measured")  # of TracedMemory, besides a Workload's
 WAY_OUT = "use checkpointing, a leaner optimizer, LoRA, sharding, a smaller model, or more memory"
 
@@ -311,12 +311,17 @@ class MemoryBudget(Budget):
         generation, the token budget also counts the new tokens of each prompt.
 
         A budget of T tokens allows T // C(L) samples of L tokens (C: with new tokens and rounding). Memory allows M(L).
-        So T is safe exactly if T < (M(L) + 1) * C(L) for all L."""
+        So T is safe exactly if T < (M(L) + 1) * C(L) for all L. Above 32,768 units, T may be up to 1 % too small."""
         if self.layout == "packed":  # only the sum of tokens matters
             most = largest_within(lambda tokens: self.fits(BatchShape.of(1, tokens, tokens)), 1)
             return int(most[0]) // self._multiple * self._multiple
-        lengths = np.arange(1, longest + 1)
-        tokens_of_sample = round_up(lengths + self.new_tokens, self._multiple)
+        # Every length up to 32,768; of waveforms, which are longer, every 320th or so, and the shortest up to it.
+        num_exact = min(longest, LENGTHS[-1])
+        step = -(-longest // LENGTHS[-1])
+        exact = np.arange(1, num_exact + 1)
+        lengths = np.append(exact, np.arange(longest, num_exact, -step)[::-1])
+        shortest = np.append(1, lengths[:-1] + 1)
+        tokens_of_sample = round_up(shortest + self.new_tokens, self._multiple)
         too_many = (self.most_samples(lengths) + 1) * tokens_of_sample
         return int(too_many.min()) - 1
 
@@ -459,8 +464,9 @@ class _DeviceBudget(MemoryBudget):
                 f"`model` must predict bytes (as ProfiledMemory does), but is {model!r}"
             )
         self._set(model, headroom, pad_to_multiple_of)
-        longest = min(getattr(model, "longest", None) or LENGTHS[-1], LENGTHS[-1])
-        self._table_lengths = [length for length in LENGTHS if length < longest] + [longest]
+        lengths = [length * getattr(model, "stride", 1) for length in LENGTHS]
+        longest = min(getattr(model, "longest", None) or lengths[-1], lengths[-1])
+        self._table_lengths = [length for length in lengths if length < longest] + [longest]
         if model.static_bytes >= headroom * self._limit_bytes:
             raise BudgetError(
                 f"static memory ({model.static_bytes:,} bytes) alone exceeds {headroom:.0%} of "

@@ -23,6 +23,7 @@ from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.files import measure_files, name_of_samples, read_column
 from dynagroup.lengths import as_streams, limit_of
 from dynagroup.memory import ProfiledMemory, Workload, measure
+from dynagroup.memory.trace.audio import convolutions, stride_of
 from dynagroup.memory.trace.model import as_config, as_random_model
 from dynagroup.plan.compare import GROUPING, Comparison, most_units
 from dynagroup.plan.compare import compare as compared
@@ -520,10 +521,11 @@ def _measured(args: argparse.Namespace) -> tuple[MemoryBudget, str]:
         options.pop(about_plans, None)
     workload = Workload.from_model(config, args.mode, **options)
     num_positions = getattr(config, "max_position_embeddings", None) or LENGTHS[-1]
+    stride = stride_of(convolutions(config))
     shapes = []
     for length in LENGTHS:
         if length <= num_positions:
-            shapes += [(2, length), (8, length)]
+            shapes += [(2, length * stride), (8, length * stride)]
     model = as_random_model(config, workload, device.device)
     profile = ProfiledMemory.fit(measure(model, workload, shapes))
     budget = MemoryBudget.from_bytes(limit, model=profile, headroom=args.headroom)

@@ -78,6 +78,8 @@ class TracedMemory:
     description: str = field(default="a model", compare=False)
     longest: int | None = field(default=None, compare=False)
     """Tokens of the longest sample that the model accepts; None: unknown."""
+    stride: int = field(default=1, compare=False)
+    """Units of length that become one position of the model: 320 samples of a waveform in wav2vec2, 1 token of a text."""
 
     @classmethod
     def of(
@@ -102,6 +104,7 @@ class TracedMemory:
 
         ConfigError: the model cannot be traced.
         """
+        from dynagroup.memory.trace.audio import convolutions, length_in_words, stride_of
         from dynagroup.memory.trace.model import as_meta_model, num_positions, trained_dtype
         from dynagroup.memory.trace.program import prepare, static_bytes
 
@@ -127,8 +130,9 @@ class TracedMemory:
         memory = cls(
             static_bytes=static,
             workload=workload,
-            description=f"{name} of {workload.num_parameters:,} parameters, traced ({run})",
+            description=f"{name} of {workload.num_parameters:,} parameters, traced ({run}){length_in_words(model)}",
             longest=num_positions(model),
+            stride=stride_of(convolutions(model.config)),
         )
         return memory if measured is None else memory.corrected(measured)
 

@@ -3,6 +3,7 @@
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import transformers as hf
 
@@ -78,6 +79,23 @@ def test_a_budget_of_a_model_of_waveforms_allows_what_the_simulation_allows() ->
     assert most > 5
     assert fits
     assert not fits_not
+
+
+def test_the_table_of_a_model_of_waveforms_has_lengths_of_sounds() -> None:
+    """From 128 positions, 2.6 seconds, to 32,768; each of 320 samples. Its budget of samples is safe at every length."""
+    budget = MemoryBudget.from_bytes("1GB", model=memory_of("wav2vec2"))
+    figures = budget.figures()
+    assert figures["longest"] == [320 * 2**power for power in range(7, 16)]
+    assert "a length counts samples of the waveform, 320 to a position" in str(budget)
+    most_tokens = budget.max_tokens(200_000)
+    lengths = np.random.default_rng(0).integers(1, 200_000, 20_000)
+    num_samples = most_tokens // lengths
+    has_samples = num_samples > 0
+    batches = BatchShape.of(num_samples[has_samples], lengths[has_samples])
+    assert budget.fits(batches).all()
+    too_many = 1.02 * most_tokens // lengths
+    beyond = BatchShape.of(too_many[too_many > 0].astype(int), lengths[too_many > 0])
+    assert not budget.fits(beyond).all()
 
 
 def test_a_regressor_fitted_to_simulated_waveforms_predicts_others() -> None:

@@ -29,6 +29,16 @@ def reads_sound(model: Any) -> bool:
     return getattr(model, "main_input_name", None) in (WAVEFORM, FEATURES)
 
 
+def length_in_words(model: Any) -> str:
+    """Returns the end of a sentence about a model that says what lengths count; of models of text nothing."""
+    if not reads_sound(model):
+        return ""
+    name = getattr(model, "main_input_name", None)
+    units = "samples of the waveform" if name == WAVEFORM else "frames of features"
+    stride = stride_of(convolutions(model.config))
+    return f"; a length counts {units}, {stride} to a position"
+
+
 def convolutions(config: Any) -> list[Convolution]:
     """Returns the convolutions in front of a model of sound, as its config states them; without any, an empty list."""
     num_layers = getattr(config, "num_conv_layers", 0)
