@@ -69,28 +69,21 @@ def rivals(same: bool) -> Callable[[Figures], list[str]]:
     return lines
 
 
-def small_updates(size: int) -> Callable[[Figures], list[str]]:
-    """A method a row, a set of lengths a column: real tokens a second over fixed batches', and padding."""
-
-    def lines(found: Figures) -> list[str]:
-        ending = f", updates of {size}"
-        runs = {
-            name.removesuffix(ending): one["methods"]
-            for name, one in found.items()
-            if name.endswith(ending)
-        }
-        if not runs:
-            return [TO_RECORD]
-        head = " | ".join(["real tokens a second over fixed, padding", *runs])
-        made = [f"| {head} |", "|---" * (len(runs) + 1) + "|"]
-        for name in next(iter(runs.values())):
-            cells = []
-            for methods in runs.values():
-                speed = methods[name]["real_tokens_per_s"] / methods["fixed"]["real_tokens_per_s"]
-                cells.append(f"{speed:.2f}x, {methods[name]['padding']:.0%}")
-            made.append(f"| {' | '.join([name, *cells])} |")
-        return made
-
+def small_updates(found: Figures) -> list[str]:
+    """A method a row, a set of lengths a column: real tokens a second over fixed batches', by size of the updates."""
+    speeds: dict[str, dict[str, list[str]]] = {}
+    for name, one in found.items():
+        lengths = name.partition(", ")[0]
+        fixed = one["methods"]["fixed"]["real_tokens_per_s"]
+        for method, run in one["methods"].items():
+            cells = speeds.setdefault(method, {}).setdefault(lengths, [])
+            cells.append(f"{run['real_tokens_per_s'] / fixed:.2f}x")
+    columns = next(iter(speeds.values()))
+    head = " | ".join(["speed over fixed in updates of 8, of 32", *columns])
+    lines = [f"| {head} |", "|---" * (len(columns) + 1) + "|"]
+    for method, cells in speeds.items():
+        row = " | ".join([method, *map(", ".join, cells.values())])
+        lines.append(f"| {row} |")
     return lines
 
 
@@ -236,8 +229,7 @@ ROWS = {
 WIDE = {
     "rivals_same": rivals(True),
     "rivals_other": rivals(False),
-    "rivals_of_8": small_updates(8),
-    "rivals_of_32": small_updates(32),
+    "rivals_small": small_updates,
     "gpu_memory": gpu_peaks,
     "gpu_fits": gpu_peaks,
 }
