@@ -16,12 +16,14 @@ from dynagroup.plan.rules import CutRules
 from dynagroup.shapes import IntArray, Streams, primary, units_of
 
 
-def cut(lengths: Streams, rules: CutRules, num_ranks: int = 1) -> Batches:
+def cut(
+    lengths: Streams, rules: CutRules, num_ranks: int = 1, order: IntArray | None = None
+) -> Batches:
     """Cuts a window into batches that fit, for steps with one batch per rank, with the least predicted time.
 
     A padded window is sorted, so that neighbours are similar, and cut into runs of neighbours; a packed window is
     filled. The number of batches is a multiple of ``num_ranks`` if any has more than one sample. A sample that does not
-    fit even alone is a batch of its own.
+    fit even alone is a batch of its own. ``order``: of a padded window, if :func:`orders_of` has sorted it already.
 
     Returns positions in the window, step after step: the most expensive step first, one with too few batches last, the
     most expensive batch of a step first. ConfigError, BudgetError: ``round_batch`` or ``budget`` is wrong.
@@ -33,7 +35,7 @@ def cut(lengths: Streams, rules: CutRules, num_ranks: int = 1) -> Batches:
     several = costs_to_balance(lengths, rules) if num_ranks > 1 else None
     if rules.packs(lengths):
         return _cut_packed(lengths, rules, num_ranks, several)
-    order, window = in_order(lengths, rules)
+    order, window = in_order(lengths, rules, order)
     offsets = cut_into_steps(window, num_ranks, rules.work.per_step)
     work = window.work_of_cut(offsets)
     runs = Batches(np.arange(num_samples), offsets)

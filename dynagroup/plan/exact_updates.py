@@ -7,17 +7,19 @@ import numpy as np
 from dynagroup.budget.base import is_packed
 from dynagroup.plan.batches import Batches
 from dynagroup.plan.cursor import Cursor
-from dynagroup.plan.cut import prove
+from dynagroup.plan.cut import cut, prove
 from dynagroup.plan.inputs import PlanInputs
+from dynagroup.plan.padded import orders_of
 from dynagroup.plan.plan import BatchPlan
-from dynagroup.plan.update_cuts import MOST_PLACES, cut_updates
-from dynagroup.shapes import IntArray, round_up
+from dynagroup.plan.rules import CutRules
+from dynagroup.plan.update_cuts import MOST_PLACES, UpdateCuts, cut_updates
+from dynagroup.shapes import IntArray, Streams, round_up
 
 FEW_STEPS = 4  # samples of an exact update for each rank, up to which updates are cut at once
 
 
 def can_cut_at_once(inputs: PlanInputs, size: int, world_size: int) -> bool:
-    """Whether updates of this size can be cut many at once."""
+    """Whether updates of this size can be cut by operations on many of them."""
     if not inputs.has_updates or inputs.has_kinds:
         return False
     if len(inputs.lengths) > 1 or is_packed(inputs.budget, inputs.lengths):
@@ -49,29 +51,23 @@ class UpdateBlock:
     @classmethod
     def of(cls, inputs: PlanInputs, indices: IntArray, world_size: int) -> "UpdateBlock | None":
         """Cuts these updates; None: the first one must be cut by itself. ``indices``: (updates, samples)."""
-        (name,) = inputs.lengths
-        tokens = inputs.lengths[name][indices].astype(np.int64)
-        positions = np.arange(indices.size).reshape(indices.shape)
-        if (np.diff(tokens, axis=1) > 0).any():
-            longest_first = np.argsort(-tokens, axis=1, kind="stable")
-            positions = np.take_along_axis(positions, longest_first, axis=1)
-            tokens = np.take_along_axis(tokens, longest_first, axis=1)
-        work = inputs.config.work
-        padded = round_up(tokens, inputs.budget.pad_to_multiple_of)
-        costs = work.price(name).of(padded)
-        cuts = cut_updates(tokens, inputs.budget, world_size, costs, work.per_step)
+        lengths = {name: values[indices.ravel()] for name, values in inputs.lengths.items()}
+        if can_cut_at_once(inputs, indices.shape[1], world_size):
+            cuts = _cut_at_once(inputs, lengths, indices.shape, world_size)
+        else:
+            cuts = _cut_in_turn(inputs, lengths, indices.shape, world_size)
         if cuts is None or not cuts.num_steps[0]:
             return None
-        chosen = cuts.batches.order
-        batches = cuts.batches.map(positions.ravel())
+        is_cut = np.repeat(cuts.num_steps > 0, indices.shape[1])
+        number = np.cumsum(is_cut) - 1
         prove(
-            Batches(np.arange(len(chosen)), batches.offsets),
-            len(chosen),
-            {name: tokens.ravel()[chosen].astype(np.int32)},
+            cuts.batches.map(number),
+            int(is_cut.sum()),
+            {name: values[is_cut] for name, values in lengths.items()},
             inputs.budget,
-            inputs.unfit(indices.ravel()[batches.order]),
+            inputs.unfit(indices.ravel()[is_cut]),
         )
-        return cls(inputs, indices, batches, cuts.num_steps, world_size)
+        return cls(inputs, indices, cuts.batches, cuts.num_steps, world_size)
 
     @property
     def num_leading(self) -> int:
@@ -106,3 +102,46 @@ class UpdateBlock:
             end=end,
             windows=num_steps,
         )
+
+
+def _cut_at_once(
+    inputs: PlanInputs, lengths: Streams, shape: tuple[int, int], world_size: int
+) -> UpdateCuts | None:
+    """Cuts updates of one padded stream by operations on all of them. ``shape``: updates, samples of an update."""
+    (name,) = lengths
+    tokens = lengths[name].astype(np.int64).reshape(shape)
+    positions = np.arange(tokens.size).reshape(shape)
+    if (np.diff(tokens, axis=1) > 0).any():
+        longest_first = np.argsort(-tokens, axis=1, kind="stable")
+        positions = np.take_along_axis(positions, longest_first, axis=1)
+        tokens = np.take_along_axis(tokens, longest_first, axis=1)
+    work = inputs.config.work
+    padded = round_up(tokens, inputs.budget.pad_to_multiple_of)
+    costs = work.price(name).of(padded)
+    cuts = cut_updates(tokens, inputs.budget, world_size, costs, work.per_step)
+    if cuts is None:
+        return None
+    return replace(cuts, batches=cuts.batches.map(positions.ravel()))
+
+
+def _cut_in_turn(
+    inputs: PlanInputs, lengths: Streams, shape: tuple[int, int], world_size: int
+) -> UpdateCuts:
+    """Cuts one update after another, up to the first whose last step is not full; samples of several streams are sorted
+    at once. ``shape``: updates, samples of an update."""
+    num_updates, size = shape
+    rules = CutRules(inputs.budget, inputs.config.work, inputs.config.round_batch)
+    orders = [None] * num_updates
+    if not rules.packs(lengths):
+        orders = orders_of(lengths, inputs.budget, size)
+    parts = []
+    num_steps = np.zeros(num_updates, np.int64)
+    for number, order in enumerate(orders):
+        positions = np.arange(number * size, (number + 1) * size)
+        of_update = {name: values[positions] for name, values in lengths.items()}
+        batches = cut(of_update, rules, world_size, order)
+        if len(batches) % world_size:
+            break
+        parts.append(batches.map(positions))
+        num_steps[number] = len(batches) // world_size
+    return UpdateCuts(Batches.concatenate(parts), num_steps)

@@ -144,17 +144,34 @@ def _work_of_runs(streams: tuple[NDArray[np.float64], ...], reach: int) -> NDArr
     return longest * np.arange(1, reach + 1)
 
 
-def in_order(lengths: Streams, rules: CutRules) -> tuple[IntArray, OrderedWindow]:
-    """Sorts a padded window (not empty) for cutting; returns the order as positions, and the sorted window.
+def orders_of(lengths: Streams, budget: Budget, size: int) -> IntArray:
+    """Sorts padded windows of ``size`` samples each, given one after another; returns positions in a window: (windows, size).
 
     The longest sample comes first; if samples have several padded lengths, similar samples stand together.
     """
-    budget = rules.budget
     names = padded_streams(budget, lengths)
     if len(names) > 1:
-        order = alike_order([lengths[name].astype(np.int64) for name in names])
-    else:
-        order = longest_first(lengths)
+        units = [lengths[name].astype(np.int64) for name in names]
+        return alike_order(units, size).reshape(-1, size) % size
+    windows = len(lengths[names[0]]) // size
+    orders = []
+    for window in range(windows):
+        span = slice(window * size, (window + 1) * size)
+        orders.append(longest_first({name: values[span] for name, values in lengths.items()}))
+    return np.stack(orders)
+
+
+def in_order(
+    lengths: Streams, rules: CutRules, order: IntArray | None = None
+) -> tuple[IntArray, OrderedWindow]:
+    """Sorts a padded window (not empty) for cutting; returns the order as positions, and the sorted window.
+
+    ``order``: of :func:`orders_of`, if it is known.
+    """
+    budget = rules.budget
+    names = padded_streams(budget, lengths)
+    if order is None:
+        (order,) = orders_of(lengths, budget, len(lengths[names[0]]))
     ordered = {name: values[order] for name, values in lengths.items()}
     streams = []
     for name in names:

@@ -39,6 +39,9 @@ LEFT_OUT = "learned limits leave out other samples than before (oversize='drop')
 BATCHES_PER_WINDOW = 100
 STEPS_PER_WINDOW = 25
 BLOCK = 1 << 16  # samples of updates that are cut at once
+SMALL_BLOCK = (
+    1 << 12
+)  # of updates that are cut one after another, so that the first batch comes soon
 SPREAD = 1 << 14  # lengths from which the number of strata is decided
 # A rare kind's windows have at least 1/8 of the usual size, so that its batches vary as well.
 LEAST_SHARE = 8
@@ -263,8 +266,12 @@ def cut_block(
 ) -> UpdateBlock | None:
     """Returns whole updates that are cut at once, from position ``start`` of the order on, of at most ``most`` samples;
     None: the first one must be cut by itself."""
+    if not inputs.has_updates or inputs.has_kinds:
+        return None
+    if not can_cut_at_once(inputs, size, world_size):
+        most = min(most, SMALL_BLOCK)
     num_updates = min(max(most // size, 1), (len(order) - start) // size)
-    if not num_updates or not can_cut_at_once(inputs, size, world_size):
+    if not num_updates:
         return None
     indices = order[start : start + num_updates * size].reshape(num_updates, size)
     return UpdateBlock.of(inputs, indices, world_size)

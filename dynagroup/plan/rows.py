@@ -19,6 +19,8 @@ LIMITS = (12, 48)
 TABLE = 1 << 17
 """Most entries in a table of limits, unless the fewest limits need more."""
 BISECTIONS = 10
+TRIED = 64
+"""Limits of work that are tried at once, over all steps of a window: a call of numpy takes longer than a few of them."""
 CLOSE = 1 - 1 / 256
 """Limits of work that differ by a smaller factor count as equal."""
 
@@ -77,7 +79,8 @@ def steps_of_least_time(window: OrderedWindow, num_ranks: int, per_step: float) 
     steps = Steps(window, first, np.append(first[1:], num_samples), num_ranks)
     number = choice[first]
     low = np.where(number > 0, limits[number - 1], 0.0)  # within it, these steps would end earlier
-    sizes = divide(steps, np.maximum(low, steps.least()), limits[number])
+    low = np.maximum(low, steps.least())
+    sizes = divide(steps, low, limits[number], max(TRIED // len(first), 1))
     return np.unique(np.append(0, np.cumsum(sizes)))
 
 
@@ -150,6 +153,12 @@ class Steps:
     ends: IntArray
     num_ranks: int
 
+    def repeated(self, times: int) -> "Steps":
+        """Returns all steps so many times, one list after another."""
+        if times == 1:
+            return self
+        return replace(self, firsts=np.tile(self.firsts, times), ends=np.tile(self.ends, times))
+
     def greedy(self, limits: NDArray[np.float64]) -> tuple[IntArray, NDArray[np.bool_]]:
         """Returns the sizes of batches that are each as large as each step's limit of work allows.
 
@@ -187,13 +196,17 @@ class Steps:
 
 
 # Parametric search: batches that are each as large as a limit of work allows are the fewest within the limit, so
-# "as many batches as ranks suffice" is monotone in it, and bisection finds the least, for all steps at once.
-# O(ranks * bisections) operations on arrays with an entry for each step.
-def divide(steps: Steps, low: NDArray[np.float64], high: NDArray[np.float64]) -> IntArray:
+# "as many batches as ranks suffice" is monotone in it. Each round tries several limits of all steps at once, and keeps
+# the gap between the largest that does not suffice and the least that does.
+# O(ranks * rounds) operations on arrays with an entry for each step and limit.
+def divide(
+    steps: Steps, low: NDArray[np.float64], high: NDArray[np.float64], num_tried: int = 1
+) -> IntArray:
     """Divides steps over the ranks, so that the most expensive batch is as cheap as possible.
 
     Args:
         low, high: float64 (steps,), limits of a batch's work; greedy batches suffice within ``high``, not below ``low``.
+        num_tried: limits of a step that a round tries. 1: bisection, with the fewest entries; more: fewer rounds.
 
     Returns sizes of batches, int64 (steps, ranks); 0 only if a step has fewer samples than ranks, or sizes are rounded.
     """
@@ -201,15 +214,25 @@ def divide(steps: Steps, low: NDArray[np.float64], high: NDArray[np.float64]) ->
         return (steps.ends - steps.firsts)[:, None]
     best, _ = steps.greedy(high)
     high = steps.dearest(best)
-    tried = low * (1 + 1 / 64)  # often nearly equal parts are possible
+    num_steps = len(high)
+    several = steps.repeated(num_tried)
+    numbers = np.arange(num_steps)
+    shares = np.arange(1, num_tried + 1)[:, None] / (num_tried + 1)
+    tried = low + shares * (high - low)
+    tried[0] = low * (1 + 1 / 64)  # often nearly equal parts are possible
     for _ in range(BISECTIONS):
-        sizes, suffices = steps.greedy(tried)
-        best[suffices] = sizes[suffices]
-        high = np.where(suffices, tried, high)
-        low = np.where(suffices, low, tried)
-        tried = (low + high) / 2
+        tried = np.sort(tried, axis=0)
+        sizes, suffices = several.greedy(tried.ravel())
+        suffices = suffices.reshape(tried.shape)
+        first = np.where(suffices.any(axis=0), suffices.argmax(axis=0), num_tried)
+        limits = np.concatenate([low[None], tried, high[None]])
+        low = limits[first, numbers]
+        high = limits[first + 1, numbers]
+        is_lower = first < num_tried
+        best[is_lower] = sizes[(first * num_steps + numbers)[is_lower]]
         if (low >= high * CLOSE).all():
             break
+        tried = low + shares * (high - low)
     return best
 
 
@@ -233,7 +256,8 @@ def levelled(window: OrderedWindow, batches: Batches, num_ranks: int) -> Batches
     num_samples = np.bincount(step_of_sample)[uneven]
 
     steps = _steps_of(window, places, num_samples, num_ranks)
-    sizes = divide(steps, steps.least(), dearest * (1 + TINY))
+    high = dearest * (1 + TINY)
+    sizes = divide(steps, steps.least(), high, max(TRIED // len(uneven), 1))
     is_divided = (sizes > 0).all(axis=1) & (sizes.sum(axis=1) == num_samples)
     is_better = is_divided & (steps.dearest(sizes) < dearest)
 
