@@ -56,6 +56,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str, str]]] = {
     "train": {
         "rivals": ("train", "rivals", "train_rivals"),
         "small": ("train", "small", "train_small"),
+        "packed": ("train", "packed", "train_packed"),
         "quality": ("quality", "run", "quality"),
         "trainer": ("trainer", "adapter", "trainer"),
         "recipe": ("trainer", "recipe", "trainer_recipe"),

@@ -106,6 +106,19 @@ def rivals_best(found: Figures) -> str:
     )
 
 
+def packed_rivals(found: Figures) -> str:
+    """Packed batches over padding-free ones, and what a token takes in the smallest, the best and the largest batch."""
+    speeds = {name: one["speed"]["median"] for name, one in found["sets"].items()}
+    slower = [f"{name} {speed:.2f}" for name, speed in speeds.items() if speed < 0.995]
+    costs = {int(tokens): one["median"] for tokens, one in found["us_a_token"].items()}
+    sizes = [min(costs), min(costs, key=costs.__getitem__), max(costs)]
+    tokens = [f"{costs[size]:.0f} microseconds in a batch of {size:,}" for size in sizes]
+    return (
+        f"{min(speeds.values()):.2f} to {max(speeds.values()):.2f} on {len(speeds)} sets "
+        f"(below 1 on {', '.join(slower) or 'none'}). A token takes {', '.join(tokens)}"
+    )
+
+
 def quality(found: Figures) -> list[Row]:
     rows = []
     for name, case in found.items():
@@ -244,6 +257,7 @@ SENTENCES: dict[str, tuple[str, str | Callable[[Any], str]]] = {
     ),
     "demo_threads": ("demo_cpu", "{threads}"),
     "rivals_best": ("train_rivals", rivals_best),
+    "packed_rivals": ("train_packed", packed_rivals),
     "recovery": ("oom_update", recovery),
     "trainer": (
         "trainer",

@@ -15,9 +15,10 @@ import numpy as np
 import torch
 
 from benchmarks.data import collate, lengths_of, lognormal, sample_of
-from benchmarks.machine import SIZES, Machine, build, config_of, noted
+from benchmarks.machine import SIZES, Machine, build, config_of, noted, paired
 from benchmarks.methods import METHODS, Job, Setting, Update
 from benchmarks.price import measured_work
+from benchmarks.record import spread
 from dynagroup import MemoryBudget, Work
 from dynagroup.update.filling import FillingCollator
 
@@ -254,6 +255,46 @@ def small(machine: Machine) -> Iterator[dict[str, Any]]:
         methods = {way: one.figures() for way, one in runs.items()}
         found[f"{name}, updates of {size}"] = {**_about(job), "methods": methods}
         yield found
+
+
+BATCH_TOKENS = (64, 128, 256, 512, 1024, 2048)
+
+
+def packed(machine: Machine) -> Iterator[dict[str, Any]]:
+    """Packed batches beside TRL's padding-free ones at their best count, the same updates in turns; and what a token of a
+    packed batch takes."""
+    figures: dict[str, Any] = {"us_a_token": us_a_token(machine), "sets": {}}
+    work = measured_work(machine)
+    for name in ("azure_llm_code_2023", *SETS):
+        lengths = scaled(name)
+        job = Job(lengths, PER_UPDATE, FIXED * int(lengths.max()), work=work)
+        runs = compared(machine, job, ("TRL padding-free", "dynagroup, packed"), 2 * UPDATES)
+        seconds = {way: [taken for *_, taken in run.timed] for way, run in runs.items()}
+        figures["sets"][name] = {
+            **_about(job),
+            "speed": paired(seconds["TRL padding-free"], seconds["dynagroup, packed"]),
+            "batches_per_update": {way: run.batches / run.done for way, run in runs.items()},
+        }
+        yield figures
+
+
+def us_a_token(machine: Machine, length: int = 32, repeats: int = 9) -> dict[str, Any]:
+    """CPU microseconds a token of a forward and backward pass, by tokens of a packed batch."""
+    from transformers import DataCollatorWithFlattening
+
+    flatten = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    model = build("small", machine, packed=True)
+
+    rows = [{"input_ids": ids[:length].tolist()} for ids in texts_of() if len(ids) >= length]
+
+    def run(num_tokens: int) -> None:
+        batch = flatten(rows[: num_tokens // length])
+        model(**batch, use_cache=False).loss.backward()
+        model.zero_grad(set_to_none=True)
+
+    ways = {str(num_tokens): partial(run, num_tokens) for num_tokens in BATCH_TOKENS}
+    taken = machine.in_turns(ways, repeats)
+    return {name: spread([1e6 * s / int(name) for s in each]) for name, each in taken.items()}
 
 
 def scaled(name: str) -> np.ndarray:
