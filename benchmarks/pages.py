@@ -115,7 +115,7 @@ def packed_rivals(found: Figures) -> str:
     tokens = [f"{costs[size]:.0f} microseconds in a batch of {size:,}" for size in sizes]
     return (
         f"{min(speeds.values()):.2f} to {max(speeds.values()):.2f} on {len(speeds)} sets "
-        f"(below 1 on {', '.join(slower) or 'none'}). A token takes {', '.join(tokens)}"
+        f"(below 1: {', '.join(slower) or 'none'}). A token takes {', '.join(tokens)}"
     )
 
 

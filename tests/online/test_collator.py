@@ -339,3 +339,12 @@ def test_windows_survive_pickling(monkeypatch: pytest.MonkeyPatch) -> None:
     assert indices_of(pickled) == indices_of(window)
     for one, other in zip(pickled, window, strict=True):
         assert torch.equal(one.batch["input_ids"], other.batch["input_ids"])
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.bfloat16, torch.float32])
+def test_a_mask_of_any_type_tells_a_padded_sample(dtype: torch.dtype) -> None:
+    full = {"input_ids": torch.zeros(5), "attention_mask": torch.ones(5, dtype=dtype)}
+    assert measure_sample(full) == 5
+    padded = torch.tensor([0, 0, 1, 1, 1], dtype=dtype)
+    with pytest.warns(UserWarning, match="samples are padded already"):
+        assert measure_sample({**full, "attention_mask": padded}) == 3
