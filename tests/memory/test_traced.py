@@ -34,6 +34,7 @@ from dynagroup.memory import (
     simulate,
 )
 from dynagroup.memory.phases import Phases
+from dynagroup.memory.trace.kernels import LiveBytes
 from dynagroup.memory.trace.model import as_meta_model, checkpoint_layers
 from dynagroup.memory.trace.program import REDUCE_BUCKET, kept_bytes, static_bytes
 from dynagroup.memory.traced import line_above, optimizer_bytes
@@ -863,3 +864,23 @@ def test_a_tests_allocator_does_not_break_the_trace() -> None:
     assert traced.most_samples(100) == MemoryBudget.from_model(config, "1GB").most_samples(100)
     with pytest.raises(torch.OutOfMemoryError, match="90 tokens; 80 fit"):
         model(torch.zeros(9, 10, dtype=torch.long))
+
+
+# Layouts that are remembered
+
+
+def layouts_of_results(dtype: torch.dtype) -> list[Any]:
+    """Of operators on a matrix that is transposed, with rows of another dtype and with numbers that are equal."""
+    x = torch.empty(4, 6, dtype=dtype, device="meta").t()
+    row = torch.empty(4, device="meta")
+    results = [x + row, x * row, row * x, x * 2, x * 2.0, x * True, x / 2, x**2, -x, x.rsqrt()]
+    results += [x.sum(0), x.sum((0, 1)), row.mean(-1, keepdim=True), row.mean(-1)]
+    return [(result.shape, result.stride(), result.dtype) for result in results]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.int64])
+def test_a_remembered_result_has_the_layout_of_a_computed_one(dtype):
+    computed = layouts_of_results(dtype)
+    for _ in range(2):
+        with LiveBytes():
+            assert layouts_of_results(dtype) == computed

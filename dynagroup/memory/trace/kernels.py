@@ -4,7 +4,8 @@ PyTorch would choose the CPU's kernels, which store attention scores and make ex
 import math
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -273,6 +274,45 @@ BESIDE = {  # bytes that an operator holds for a moment, beside its inputs
 }
 
 
+# Of these operators the result's layout is remembered, because PyTorch computes it in Python: half the time of a trace.
+# A result is a new tensor, and its layout depends on nothing but the arguments' layouts and the numbers among them.
+REMEMBERED = frozenset(
+    (
+        _aten.add.Tensor,
+        _aten.mul.Tensor,
+        _aten.mul.Scalar,
+        _aten.div.Scalar,
+        _aten.pow.Tensor_Scalar,
+        _aten.mean.dim,
+        _aten.sum.dim_IntList,
+        _aten.rsqrt.default,
+        _aten.neg.default,
+    )
+)
+
+
+class _Layout(NamedTuple):
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    def empty(self) -> torch.Tensor:
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
+
+
+def _described(value: Any) -> Any:
+    """Returns the argument of an operator as something that can be hashed: a tensor as its layout."""
+    if isinstance(value, torch.Tensor):
+        return _Layout(value.shape, value.stride(), value.dtype)
+    return tuple(value) if isinstance(value, list) else value
+
+
+@lru_cache(maxsize=4096, typed=True)
+def _result_layout(func: Any, *args: Any) -> _Layout:
+    result = func(*(arg.empty() if isinstance(arg, _Layout) else arg for arg in args))
+    return _Layout(result.shape, result.stride(), result.dtype)
+
+
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of live tensors: now, at the peak, and after every allocation; not those in ``apart``.
     ``smooth``: instead of rounding an allocation up to blocks, adds half a block, so that sizes grow smoothly."""
@@ -292,7 +332,10 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        out = func(*args, **(kwargs or {}))
+        if func in REMEMBERED and not kwargs and not types and args[0].is_meta:
+            out = _result_layout(func, *map(_described, args)).empty()
+        else:
+            out = func(*args, **(kwargs or {}))
         if func in BESIDE:
             self._reach(self.live + BESIDE[func](*args))
         for item in out if isinstance(out, (tuple, list)) else (out,):
