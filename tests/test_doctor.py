@@ -3,6 +3,7 @@
 import html
 import json
 import re
+from functools import cache
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -42,9 +43,14 @@ def doctor(folder: Path, memory: str) -> list[str]:
     return ["doctor", data, "--batch-size", "8", "--model", model, "--gpu-memory", memory]
 
 
+@cache
+def traced_budget() -> MemoryBudget:
+    return MemoryBudget.from_model(CONFIG, "80GB")
+
+
 def memory_between(samples: int) -> str:
     """A memory of which the usable part is enough for so many of the longest samples, and for no more."""
-    budget = MemoryBudget.from_model(CONFIG, "80GB")
+    budget = traced_budget()
     batch = BatchShape.of([samples, samples + 1], LENGTHS.max())
     least, most = budget.predicted(batch) * 80e9
     return str(round((least + most) / 2 / 0.9))
@@ -52,7 +58,8 @@ def memory_between(samples: int) -> str:
 
 def test_the_table_is_that_of_the_budget_which_doctor_recommends(folder, capsys) -> None:
     memory = memory_between(samples=3)
-    safe_tokens = MemoryBudget.from_model(CONFIG, float(memory)).max_tokens(LENGTHS.max())
+    budget = MemoryBudget.from_bytes(float(memory), model=traced_budget().model)
+    safe_tokens = budget.max_tokens(LENGTHS.max())
     change, *_ = lines = answer(capsys, *doctor(folder, memory)).splitlines()
     assert f"TokenBudget({safe_tokens})" in change
     work = Work.of(CONFIG, device="cpu")
@@ -67,7 +74,7 @@ def test_where_no_sample_fits_doctor_says_so_first_and_what_would_make_it_fit(
     memory = memory_between(samples=0)
     change, *_ = answer(capsys, *doctor(folder, memory)).splitlines()
     assert "nothing: not one of the longest samples fits" in change
-    budget = MemoryBudget.from_model(CONFIG, float(memory))
+    budget = MemoryBudget.from_bytes(float(memory), model=traced_budget().model)
     fits = budget.fits(BatchShape.of(1, LENGTHS))
     assert 0 < fits.sum() < len(LENGTHS)
     assert f"as it is: {fits.mean():.1%}, up to {LENGTHS[fits].max()} tokens" in change

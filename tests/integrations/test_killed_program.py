@@ -1,4 +1,4 @@
-"""The example that is killed and goes on: a real process, and the weights of an unbroken run."""
+"""The example that is killed and goes on: a real process is killed, and this one ends with the weights of an unbroken run."""
 
 import os
 import runpy
@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.torchrun import ROOT
@@ -39,19 +40,17 @@ def run_until(last: str, folder: Path) -> list[str]:
     return lines
 
 
-def run_to_the_end(folder: Path) -> list[str]:
-    with start(folder) as process:
-        printed, _ = process.communicate()
-    assert process.returncode == 0
-    return printed.splitlines(keepends=True)
+def run_to_the_end(folder: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """The lines of a run in this process."""
+    runpy.run_path(PROGRAM)["main"](folder)
+    return capsys.readouterr().out.splitlines(keepends=True)
 
 
 def test_a_killed_program_ends_with_the_weights_of_an_unbroken_run(tmp_path, capsys):
     torch.set_num_threads(1)
-    runpy.run_path(PROGRAM)["main"](tmp_path / "unbroken")
-    unbroken = capsys.readouterr().out.splitlines(keepends=True)
+    unbroken = run_to_the_end(tmp_path / "unbroken", capsys)
     before = run_until("update 18 of 60:", tmp_path / "killed")
-    after = run_to_the_end(tmp_path / "killed")
+    after = run_to_the_end(tmp_path / "killed", capsys)
     # The program saves after every fourth update. After update 18, that is in its second epoch.
     assert after[0] in unbroken[16::4]
     assert before == unbroken[:18]
