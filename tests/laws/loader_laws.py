@@ -23,6 +23,10 @@ def used_indices(step: Step[Any]) -> Sequence[int]:
     return () if step.idle else step.indices
 
 
+def as_json(state: Any) -> Any:
+    return json.loads(json.dumps(state))
+
+
 def assert_resumes_exactly(
     make: Callable[[World], Any],
     *,
@@ -41,10 +45,18 @@ def assert_resumes_exactly(
     def batches_of(loader: Any) -> list[list[int]]:
         return [list(indices_of(item)) for item in loader]
 
+    def saved(world: World) -> list[Any]:
+        """The state before each step, and after the last one, of a run that saves as it trains."""
+        loader = make(world)
+        states = [as_json(loader.state_dict())]
+        for _ in loader:
+            states.append(as_json(loader.state_dict()))
+        return states
+
     def stopped(world: World, stop: int) -> Any:
         loader = make(world)
         deque(islice(iter(loader), stop), maxlen=0)
-        return json.loads(json.dumps(loader.state_dict()))
+        return as_json(loader.state_dict())
 
     def resumed(world: World, states: list[Any]) -> list[list[int]]:
         loader = make(world)
@@ -52,8 +64,13 @@ def assert_resumes_exactly(
         return batches_of(loader)
 
     whole = run_ranks(world_size, lambda world: batches_of(make(world)))
+    saved_by_ranks = run_ranks(world_size, saved)
+    middle = len(whole[0]) // 2
+    states = run_ranks(world_size, lambda world: stopped(world, middle))
+    message = f"a loop that was left after {middle} steps has another state than one that goes on"
+    assert states == [states_of_rank[middle] for states_of_rank in saved_by_ranks], message
     for stop in range(len(whole[0])) if steps is None else steps:
-        states = run_ranks(world_size, lambda world, stop=stop: stopped(world, stop))
+        states = [states_of_rank[stop] for states_of_rank in saved_by_ranks]
         rest = run_ranks(size_after, lambda world, states=states: resumed(world, states))
         remained = [batches[stop:] for batches in whole]
         if is_same_size:
@@ -110,6 +127,8 @@ def assert_loader_laws(
     stops = None
     if resume_at is not None:
         stops = [stop for stop in resume_at if stop < num_steps]
+        if not stops:
+            return
     assert_resumes_exactly(
         make,
         world_size=world_size,

@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import json
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +25,7 @@ from dynagroup.distributed import SingleProcess
 from dynagroup.plan import few_shapes
 from dynagroup.testing import ThreadWorld, run_ranks
 from tests.laws import loaders
-from tests.laws.loader_laws import assert_loader_laws, assert_resumes_exactly
+from tests.laws.loader_laws import as_json, assert_loader_laws, assert_resumes_exactly
 from tests.laws.loaders import ENTRIES, LENGTHS, MOST_EDGES, TOKENS, Entry, graph_of
 from tests.online.helpers import Tokens, collate, lengths_of
 
@@ -77,10 +76,6 @@ def facts_of(step: Any) -> list[Any]:
 def used_by(step: Any) -> list[int]:
     """Indices of the samples that a step uses: an idle one computes a loss of weight 0 with a sample of another step."""
     return [] if step.idle else list(step.indices)
-
-
-def as_json(state: Any) -> Any:
-    return json.loads(json.dumps(state))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
