@@ -30,6 +30,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str, str]]] = {
         "strata": ("predicted", "strata", "plan_strata"),
         "updates": ("plan", "updates", "plan_updates"),
         "each": ("plan", "each", "plan_each"),
+        "ranks": ("plan", "of_ranks", "plan_ranks"),
         "pack": ("predicted", "packs", "pack"),
         "shards": ("predicted", "shards", "shards"),
     },

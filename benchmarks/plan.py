@@ -8,6 +8,7 @@ import tracemalloc
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from benchmarks.machine import Machine
 from benchmarks.methods import dynabatch, planned
 from benchmarks.record import spread
 from dynagroup import Budget, LengthAwareBatchSampler, MemoryBudget, TokenBudget
+from dynagroup.plan.inputs import PlanConfig
+from dynagroup.plan.planner import Planner
 
 SAMPLES = (10_000, 100_000, 1_000_000, 10_000_000)
 RANKS = (1, 8, 64, 512, 1024)
@@ -115,6 +118,33 @@ def each(machine: Machine, samples: int = 8192, repeats: int = 5) -> dict[str, A
             }
             figures[f"{size} samples, {kind}"] = per_update
     return figures
+
+
+def of_ranks(_machine: Machine, samples: int = 20_000_000) -> Iterator[dict[str, Any]]:
+    """CPU milliseconds that a step costs every rank, over two windows behind the first; batches of rank 0 are read."""
+    tokens = np.resize(lognormal(1_000_000), samples)
+    factors = np.random.default_rng(1).uniform(0.5, 1.5, samples)
+    target = np.clip(tokens * factors, 1, None).astype(np.int32)
+    kinds: dict[str, tuple[Any, Budget]] = {
+        "padded": (tokens, BUDGET),
+        "packed": (tokens, PACKED),
+        "two padded streams": ({"tokens": tokens, "target": target}, BUDGET),
+    }
+    figures: dict[str, Any] = {}
+    for kind, (lengths, budget) in kinds.items():
+        planner = Planner.of(lengths, budget, PlanConfig(shuffle=True))
+        figures[kind] = {}
+        for ranks in (64, 512, 1024, 4096):
+            plans = planner.steps_from(planner.start_of(0, ranks), ranks)
+            next(plans)
+            start = time.process_time()
+            num_steps = 0
+            for window in islice(plans, 2):
+                num_steps += window.num_steps
+                assert all(len(window.batches[row[0]]) for row in window.table)
+            taken_s = time.process_time() - start
+            figures[kind][f"ranks_{ranks}"] = 1000 * taken_s / num_steps
+            yield figures
 
 
 def growth(_machine: Machine, samples: tuple[int, ...] = SAMPLES) -> dict[str, Any]:

@@ -153,7 +153,7 @@ def orders_of(lengths: Streams, budget: Budget, size: int) -> IntArray:
     if len(names) > 1:
         units = [lengths[name].astype(np.int64) for name in names]
         return alike_order(units, size).reshape(-1, size) % size
-    windows = len(lengths[names[0]]) // size
+    windows = len(lengths[primary(lengths)]) // size
     orders = []
     for window in range(windows):
         span = slice(window * size, (window + 1) * size)
@@ -171,7 +171,8 @@ def in_order(
     budget = rules.budget
     names = padded_streams(budget, lengths)
     if order is None:
-        (order,) = orders_of(lengths, budget, len(lengths[names[0]]))
+        num_samples = len(lengths[primary(lengths)])
+        order = orders_of(lengths, budget, num_samples).ravel()
     ordered = {name: values[order] for name, values in lengths.items()}
     streams = []
     for name in names:
