@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
-from functools import reduce
+from functools import cache, reduce
 from importlib import import_module
 from io import StringIO
 from operator import getitem
@@ -297,6 +297,7 @@ SENTENCES: dict[str, tuple[str, str | Callable[[Any], str]]] = {
 }
 
 
+@cache
 def shown() -> dict[str, str]:
     """What stands between marks of each name: a table between empty lines, or a sentence."""
     found = {"doctor": doctor()}

@@ -1,5 +1,6 @@
 """Configurations of small models: every family described by one set of words; a tokenizer of a few words, and texts of many
-lengths. What a test compares must not differ by chance, so nothing is dropped out unless asked."""
+lengths. What a test compares must not differ by chance, so nothing is dropped out unless asked. Models are imported where
+they are made: that takes seconds, in each process."""
 
 from __future__ import annotations
 
@@ -12,15 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import (
-    BartConfig,
-    BertConfig,
-    BertModel,
-    GPT2Config,
-    LlamaConfig,
-    LlamaForCausalLM,
-    T5Config,
-)
+from transformers import BartConfig, BertConfig, GPT2Config, LlamaConfig, T5Config
 
 from dynagroup import testing
 
@@ -134,6 +127,8 @@ def small_tokenizer() -> Any:
 
 
 def small_llama() -> Any:
+    from transformers import LlamaForCausalLM
+
     torch.manual_seed(6)
     config = llama(vocab=30, layers=3, inner=16, pad_token_id=0, bos_token_id=1, eos_token_id=2)
     return sharp(LlamaForCausalLM(config).eval())
@@ -143,6 +138,8 @@ def save_encoder(
     folder: Path, *, max_seq_length: int = 256, pooling: str = "pooling_mode_mean_tokens"
 ) -> Any:
     """A small BERT in a folder as sentence-transformers lays it out; returns the model."""
+    from transformers import BertModel
+
     torch.manual_seed(0)
     model = BertModel(bert(vocab=30, inner=16)).eval()
     model.save_pretrained(folder)

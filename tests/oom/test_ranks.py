@@ -26,7 +26,6 @@ from dynagroup import (
 from dynagroup.distributed import DistributedWorld
 from dynagroup.errors import AlignmentError
 from dynagroup.oom import OomSafeBackward, train
-from tests.integrations import toys
 from tests.jobs.test_storage import identity
 from tests.models import Allocator
 from tests.online.helpers import make_loader
@@ -313,6 +312,8 @@ def gathered(engine: Any) -> torch.Tensor:
 
 
 def run_of_trainer(stage: int | None) -> torch.Tensor:
+    from tests.integrations import toys
+
     os.environ.pop("ACCELERATE_USE_CPU")  # with it, there is no DeepSpeed
     zero = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
     how: dict[str, Any] = (

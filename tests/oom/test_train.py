@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 from dynagroup import BudgetError, ConfigError, LearningBudget, OomSafeBackward, Share, Step
 from dynagroup.testing import run_ranks
 from tests import models
-from tests.integrations.toys import parameters
 from tests.models import Allocator, fails_in_backward
 
 Batch = dict[str, torch.Tensor]
@@ -94,7 +93,7 @@ def trained(model: Any, backward: Any, ranks: Iterable[int], size: int) -> torch
                 backward(batch, scales[rank][k], k == ACCUMULATION - 1)
         optimizer.step()
         optimizer.zero_grad()
-    return parameters(model)
+    return torch.nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
 def train_plainly(size: int) -> torch.Tensor:
