@@ -8,7 +8,7 @@ import pytest
 import transformers as hf
 
 from dynagroup import ConfigError, MemoryBudget
-from dynagroup.memory import MemoryRegressor, TracedMemory, simulate
+from dynagroup.memory import MemoryRegressor, TracedMemory, Workload, simulate
 from dynagroup.shapes import BatchShape
 from tests import models
 
@@ -68,6 +68,15 @@ def test_what_was_traced_is_what_the_whole_model_takes(name: str) -> None:
     for row in simulate(config, memory.workload, shapes):
         [predicted] = memory.batch_bytes(BatchShape.of(row.num_samples, dict(row.longest)))
         assert 0.995 < predicted / row.batch_bytes < 1.1, (row.num_samples, row.longest)
+
+
+def test_flash_attention_keeps_no_scores_of_a_waveform() -> None:
+    batch_bytes = {}
+    for attention in ("eager", "flash"):
+        workload = Workload.from_model(GROUP, "train", attention=attention, dtype="bf16")
+        [row] = simulate(GROUP, workload, [(2, 160_000)])
+        batch_bytes[attention] = row.batch_bytes
+    assert batch_bytes["flash"] < 0.6 * batch_bytes["eager"]
 
 
 def test_a_budget_of_a_model_of_waveforms_allows_what_the_simulation_allows() -> None:

@@ -111,6 +111,10 @@ class CudaKernels(TorchFunctionMode):
             and args[0].is_meta
         ):
             return torch.tensor(False, device="cpu")
+        # Models compare the largest label with the size of the vocabulary.
+        is_largest = func is torch.Tensor.max and len(args) == 1 and not kwargs
+        if is_largest and args[0].is_meta and not args[0].is_floating_point():
+            return torch.zeros((), dtype=args[0].dtype, device="cpu")
         return (
             not self.padded
             if func is torch.Tensor.__bool__ and args[0].is_meta
