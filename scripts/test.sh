@@ -16,7 +16,8 @@ types=$(mktemp)
 trap 'rm -f "$types"' EXIT
 "$PYTHON" -m basedpyright --pythonpath "$PYTHON" > "$types" 2>&1 &
 failed=0
-"$PYTHON" -m pytest -q -n auto --maxprocesses 4 --durations=15 ${selection[@]+"${selection[@]}"} "$@" || failed=$?
+# A file stays on one worker, so what its tests share is made once; in this order no long file comes last.
+"$PYTHON" -m pytest -q -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations=15 ${selection[@]+"${selection[@]}"} "$@" || failed=$?
 wait $! || failed=$?
 cat "$types"
 # How plain the code is: figures that the formatter cannot change. They are shown, not enforced.
