@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from dynagroup.text.loader import text_dataloader
     from dynagroup.text.measure import measure_lengths
     from dynagroup.update.loader import StepLoader
+    from dynagroup.update.loss_check import check_loss
     from dynagroup.update.loss_weight import Share
     from dynagroup.update.planned import PlannedDataLoader
     from dynagroup.update.schedule import scale_learning_rate
-    from dynagroup.update.split_test import check_loss
     from dynagroup.update.step import Step, loss_scales
 
 __version__ = "0.1.0"
@@ -67,7 +67,7 @@ _NAMES = {
     "update.loss_weight": "Share",
     "update.planned": "PlannedDataLoader",
     "update.schedule": "scale_learning_rate",
-    "update.split_test": "check_loss",
+    "update.loss_check": "check_loss",
     "update.step": "Step loss_scales",
     "online.collator": "RefinementCollator collated_length",
     "online.loader": "OnlineDataLoader",

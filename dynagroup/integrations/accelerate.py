@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from dynagroup.errors import ConfigError
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.update.loader import StepLoader
-from dynagroup.update.split_test import LossOf, check_loader
+from dynagroup.update.loss_check import LossOf, check_loader
 from dynagroup.update.step import Step
 from dynagroup.validation import warn_user
 

@@ -20,7 +20,7 @@ from dynagroup.memory.trace.audio import (
 from dynagroup.memory.trace.model import as_config, as_random_model
 from dynagroup.memory.traced import TracedMemory
 from dynagroup.memory.workload import Workload
-from dynagroup.update.split_test import check_loss
+from dynagroup.update.loss_check import check_loss
 
 FEWEST_LAYERS = 2
 SMALL = {

@@ -33,8 +33,8 @@ from dynagroup.plan.cost import DEFAULT_WORK, Work
 from dynagroup.plan.sampler import LengthAwareBatchSampler
 from dynagroup.shapes import BatchShape, IntArray, primary
 from dynagroup.update.filling import LABELS, FillingCollator
+from dynagroup.update.loss_check import pieces_of
 from dynagroup.update.loss_weight import count_label_tokens, weigher
-from dynagroup.update.split_test import pieces_of
 from dynagroup.validation import warn_user
 
 IN_ORDER = (SequentialSampler, LengthGroupedSampler)  # the Trainer's own samplers for evaluation

@@ -33,8 +33,7 @@ from dynagroup.online.datasets import is_stream
 from dynagroup.oom.preflight import preflight
 from dynagroup.oom.train import OomSafeBackward
 from dynagroup.update.loader import StepLoader
-from dynagroup.update.loss_weight import weigher
-from dynagroup.update.split_test import (
+from dynagroup.update.loss_check import (
     MEANS,
     Chosen,
     LossOf,
@@ -46,6 +45,7 @@ from dynagroup.update.split_test import (
     sum_of,
     untested,
 )
+from dynagroup.update.loss_weight import weigher
 from dynagroup.update.step import LoaderStats, Step, loss_scales
 
 _log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from dynagroup.distributed import rank_and_size
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.online.datasets import is_stream
 from dynagroup.update.loader import StepLoader
-from dynagroup.update.split_test import check_loader, pieces_of_batch
+from dynagroup.update.loss_check import check_loader, pieces_of_batch
 from dynagroup.update.step import Step
 
 NEVER = 1 << 20

@@ -19,7 +19,7 @@ from dynagroup.plan.batches import longest_of, maxima_of
 from dynagroup.shapes import BatchShape, IntArray, Streams, largest_within
 from dynagroup.update.filling import Shape
 from dynagroup.update.loader import StepLoader
-from dynagroup.update.split_test import random_numbers
+from dynagroup.update.loss_check import random_numbers
 
 NUM_LENGTHS = 4  # lengths to try, each with as many samples as fit
 SAMPLED = 1 << 16  # most samples whose lengths are read

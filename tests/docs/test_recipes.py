@@ -5,7 +5,7 @@ import torch
 from torch.utils.data import WeightedRandomSampler
 
 from dynagroup import PlannedDataLoader, StateError, TokenBudget
-from dynagroup.update.split_test import check_losses
+from dynagroup.update.loss_check import check_losses
 
 LENGTHS = [3 + (7 * i) % 40 for i in range(48)]
 

@@ -10,7 +10,7 @@ from transformers import BertConfig, BertModel, Trainer, TrainingArguments
 
 from dynagroup import ConfigError, PlannedDataLoader, TokenBudget, check_loss, loss_scales
 from dynagroup.integrations.hf import DynagroupConfig, DynagroupTrainer
-from dynagroup.update.split_test import pieces_of_loader
+from dynagroup.update.loss_check import pieces_of_loader
 from tests.integrations import toys
 from tests.packed.test_training import llama
 
