@@ -35,6 +35,7 @@ _ARRAYS = (".npy", ".npz")
 _COMPRESSED = (".gz", ".zst")
 _TABLES = {".csv", ".tsv", ".jsonl", ".parquet"}
 _RECORDS = {"columns": ["sequence"]}
+_NO_ROWS = "corresponds to no data"  # `datasets` says so of a split without rows
 _SAVED = ("state.json", "dataset_dict.json")  # in a folder saved by `datasets`
 _CSV = {"keep_default_na": False, "index_col": False, "encoding": "utf-8-sig"}
 # Ending -> the name of a loading script of `datasets`, and its options.
@@ -113,7 +114,7 @@ def measure_files(
         if tokenizer is not None and column is None:
             tables = [table if isinstance(table, dict) else with_answers(table) for table in tables]
         if not any(_num_rows(table) for table in tables):
-            raise ConfigError(f"{named!r} has no samples; give files with at least one row")
+            raise _without_samples(named)
         measures_texts = tokenizer is not None or length_of is not None
         names = _chosen(tables[0], named, column, kinds, measures_texts=measures_texts)
         if output is not None:
@@ -226,6 +227,8 @@ def _load_files(paths: Sequence[Path], sample_by: SampleBy) -> Table:
         raise ConfigError(
             f"`sample_by` is for txt files, but {names[0]!r} is another; leave it out"
         )
+    if not any(path.stat().st_size for path in paths):
+        raise _without_samples(", ".join(names))
     with _reading(", ".join(names)):
         load: Any = load_dataset
         return load(loader, data_files=names, split="train", **options)
@@ -267,11 +270,19 @@ def _reading(names: str) -> Iterator[None]:
     except ModuleNotFoundError:
         raise
     except Exception as error:  # of pandas, pyarrow or numpy; `datasets` hides them behind its own
+        if _NO_ROWS in str(error):
+            raise _without_samples(names) from error
         cause = error.__cause__ or error
         reason = f"{type(cause).__name__}: {cause}".splitlines()[0]
         raise ConfigError(
             f"{names!r:.300} cannot be read in the format of its ending ({reason:.200})"
         ) from error
+
+
+def _without_samples(names: str) -> ConfigError:
+    return ConfigError(
+        f"{names!r:.300} has no samples (records, rows or lines); give files with at least one"
+    )
 
 
 def _names(table: Table) -> list[str]:

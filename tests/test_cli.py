@@ -197,7 +197,9 @@ def zipped(**arrays) -> bytes:
         ),
         ("x.npz", zipped(), [], "'x.npz' has no samples"),
         ("x.txt", b"\xff\xfe\x00", [], "cannot be read in the format of its ending"),
-        ("x.txt", b"", [], "cannot be read in the format of its ending"),
+        ("x.txt", b"", [], "'x.txt' has no samples"),
+        ("x.fasta", b"\n", ["--length-of", "characters"], "'x.fasta' has no samples"),
+        ("x.csv", b"length\n", [], "'x.csv' has no samples"),
         ("x.txt", b"3\n-4\n", [], "must be a whole number from 0"),
         (
             "x.txt",

@@ -11,11 +11,13 @@ NUM_COMPARED = 4096  # most samples of which the banner compares ways to form ba
 
 def banner(trainer: ReadTrainer, loader: StepLoader[Batch]) -> list[str]:
     """Returns which layout batches have and why, and padding and steps of fixed batches, of this run, and, if its updates
-    are exact, of stratified ones. Costs are missing if updates have no set size or are not padded."""
+    are exact, of stratified ones. Costs are missing if updates are not of the arguments' size, or not padded."""
     lines = [] if trainer.layout_line is None else [trainer.layout_line]
     config = trainer.dynagroup
     if config.updates != "preserved" or config.mode != "offline":
         return lines
+    if config.samples_per_update is not None:
+        return lines  # the compared ways have updates of the arguments' size
     lengths, *_ = loader.examples()
     if is_packed(loader.budget, lengths):
         return lines
@@ -56,5 +58,5 @@ def _beside(fixed: Way, way: Way) -> str:
     speed = fixed.plan.predicted_time / way.plan.predicted_time
     return (
         f"padding {way.padding:.0%}, {way.plan.num_steps:,} steps, "
-        f"predicted {speed:.1f}x of fixed batches"
+        f"predicted {speed:.1f} times as fast as fixed batches"
     )
