@@ -169,7 +169,6 @@ class EpochOrders:
         self.decided_by = orders[0] if orders else "dataset"
         self._source = _source_of(batch_sampler, sampler, self.size or 0)
         if self._source is not None and self._source.mixture is not None:
-            self._source.check_updates(config.samples_per_update)
             if config.grouping is not None:
                 raise ConfigError(
                     "`grouping` here would change a Mixture's shares of each update; use a "
@@ -178,7 +177,10 @@ class EpochOrders:
         self.sizes: UpdateSizes | None = None  # sizes of updates, if `samples_per_update` is set
         if config.samples_per_update is not None:
             self.sizes = UpdateSizes(
-                config.samples_per_update, self.num_ordered, drop_last=config.drop_last
+                config.samples_per_update,
+                self.num_ordered,
+                order=self._source,
+                drop_last=config.drop_last,
             )
         self.hint = None if length_hint is None else as_hint(length_hint, len(dataset))
         self.kinds = None if kinds is None else Kinds.read(kinds, len(dataset))

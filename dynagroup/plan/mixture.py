@@ -31,7 +31,8 @@ class Mixture:
         num_samples: int, samples per epoch; None: as many as all sources have.
         samples_per_update: int: so many consecutive samples, an update, hold each source's share, rounded up or down.
             The remainders are carried: after each update of an epoch, each source has given its share of all samples
-            so far, within one sample. Give the loader or sampler the same. None: an epoch as a whole has the shares.
+            so far, within one sample. Give the loader or sampler the same, or for updates that grow a schedule of
+            multiples. None: an epoch as a whole has the shares.
 
     >>> order = Mixture({"code": range(3), "text": range(3, 9)}, {"code": 1, "text": 3}, num_samples=4)
     >>> [sorted(order.of_epoch(epoch).tolist()) for epoch in range(2)]
@@ -60,6 +61,11 @@ class Mixture:
         self._size = check_int("num_samples", num_samples)
         self.samples_per_update = samples_per_update
         if samples_per_update is not None:
+            if callable(samples_per_update):
+                raise ConfigError(
+                    f"`samples_per_update` of a Mixture must be an int, but is {samples_per_update!r}; give "
+                    "the schedule to the loader, and the Mixture a number that divides all its sizes"
+                )
             self.samples_per_update = check_int("samples_per_update", samples_per_update)
         self._update_size = min(self.samples_per_update or self._size, self._size)
         self._seed = check_int("seed", seed, least=0)
@@ -89,7 +95,7 @@ class Mixture:
         Updates that workers are already loading keep their shares; with ``grouping``, so do those grouped with them.
 
         Returns:
-            The number of the first update (of ``samples_per_update`` samples, in its epoch) with these shares.
+            The number of the loader's first update with these shares, in its epoch.
 
         Raises ConfigError without such a loader, or without ``samples_per_update``. AlignmentError: ranks gave different
         shares."""
@@ -110,12 +116,11 @@ class Mixture:
         """What :meth:`set_shares` changed: (epoch, update in the epoch, shares). Part of a loader's state."""
         return self._changes
 
-    def change(self, epoch: int, position: int, shares: dict[str, float]) -> int:
-        """Sets the shares from the first update at or after a position of an epoch on; returns its number there."""
+    def change(self, epoch: int, position: int, shares: dict[str, float]) -> None:
+        """Sets the shares from the first update at or after a position of an epoch on."""
         when = (epoch, -(-position // self._update_size))
         earlier = [change for change in self._changes if tuple(change[:2]) < when]
         self.restore([*earlier, (*when, shares)])
-        return when[1]
 
     def restore(self, changes: Iterable[Sequence[Any]]) -> None:
         self._changes = [(epoch, update, shares) for epoch, update, shares in changes]

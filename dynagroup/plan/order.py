@@ -2,7 +2,6 @@
 
 import zlib
 from collections.abc import Iterable, Iterator, Sized
-from typing import Any
 
 import numpy as np
 
@@ -58,15 +57,14 @@ class OrderSource:
         """Reads the running epoch anew when it is next needed."""
         self._epoch = -1
 
-    def check_updates(self, samples_per_update: Any) -> None:
-        """Raises ConfigError if updates would have other shares than a mixture gives them."""
+    def check_update(self, num_samples: int, where: str = "") -> None:
+        """Raises ConfigError if an update would have other shares than a mixture gives it."""
         mixture = self.mixture
-        if mixture is None or not isinstance(samples_per_update, int):
-            return
-        if samples_per_update % (mixture.samples_per_update or 1):
+        if mixture is not None and num_samples % (mixture.samples_per_update or 1):
             raise ConfigError(
-                f"`samples_per_update` ({samples_per_update}) must be a multiple of that of the Mixture "
-                f"({mixture.samples_per_update}), so that each update has its shares; give both the same"
+                f"`samples_per_update` ({num_samples}{where}) must be a multiple of that of the Mixture "
+                f"({mixture.samples_per_update}), so that each update has its shares; give both the "
+                "same, or a schedule of multiples, such as linear_ramp(..., multiple_of=...)"
             )
 
     def counted(self, left_out: IntArray = NONE) -> int:

@@ -153,7 +153,8 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         self._order = None
         if order is not None:
             self._order = OrderSource(order, self._planner.num_samples)
-            self._order.check_updates(samples_per_update)
+            if samples_per_update is not None:
+                self._order.check_update(samples_per_update)
             self._planner.take_sources(self._order)
         if world_size is not None:
             world_size = check_int("world_size", world_size, most=MOST_RANKS)

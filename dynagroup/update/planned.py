@@ -193,7 +193,6 @@ class PlannedDataLoader(StepLoader[B]):
             self.sizes = PreservedUpdates(planner, samples_per_update, order, drop_last=drop_last)
             self._plan = self.sizes
             if order is not None:
-                order.check_updates(samples_per_update)
                 planner.take_sources(order)
             if self._plan.mixture is not None:
                 self._plan.mixture.bind(self._set_shares)

@@ -13,6 +13,7 @@ from typing import Literal, TypeAlias
 
 from dynagroup.errors import ConfigError
 from dynagroup.plan.cursor import Cursor
+from dynagroup.plan.order import OrderSource
 from dynagroup.validation import check_choice, check_int, check_number
 
 BatchSizeSchedule: TypeAlias = Callable[[int, "int | None"], int]
@@ -121,11 +122,17 @@ class UpdateSizes(Walk):
     """
 
     def __init__(
-        self, schedule: Sizes, num_ordered: Callable[[], int], *, drop_last: bool = False
+        self,
+        schedule: Sizes,
+        num_ordered: Callable[[], int],
+        *,
+        order: OrderSource | None = None,
+        drop_last: bool = False,
     ) -> None:
         super().__init__()
+        self.order = order
         if not callable(schedule):
-            schedule = check_int("samples_per_update", schedule)
+            schedule = self._checked("samples_per_update", schedule)
         self.schedule = schedule
         self.num_ordered = num_ordered
         self.drop_last = drop_last
@@ -139,7 +146,7 @@ class UpdateSizes(Walk):
     def change(self, cursor: Cursor, samples: int) -> int:
         """Sets the size of all updates after ``cursor``; returns the number of the first. If that is past an epoch's
         last update, the size applies from the next epoch on, and samples that drop_last left out stay left out."""
-        samples = check_int("samples", samples)
+        samples = self._checked("samples", samples)
         epoch = cursor.epoch
         if next(self.spans(cursor), None) is None:  # the epoch has no further update
             epoch += 1
@@ -196,8 +203,14 @@ class UpdateSizes(Walk):
                 samples = changed
         if not callable(samples):
             return samples
-        return check_int(
+        return self._checked(
             "samples_per_update",
             samples(cursor.update, cursor.current),
             where=f" at update {cursor.update}",
         )
+
+    def _checked(self, name: str, samples: int, where: str = "") -> int:
+        samples = check_int(name, samples, where=where)
+        if self.order is not None:
+            self.order.check_update(samples, where)
+        return samples

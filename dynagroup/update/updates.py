@@ -174,9 +174,8 @@ class PreservedUpdates(UpdateSizes, _Updates):
     def __init__(
         self, planner: Planner, schedule: Sizes, order: OrderSource | None, *, drop_last: bool
     ) -> None:
-        UpdateSizes.__init__(self, schedule, self._num_ordered, drop_last=drop_last)
+        UpdateSizes.__init__(self, schedule, self._num_ordered, order=order, drop_last=drop_last)
         self.planner = planner
-        self.order = order
 
     def _num_ordered(self) -> int:
         return self.num_samples
@@ -200,16 +199,17 @@ class PreservedUpdates(UpdateSizes, _Updates):
         return {"order of samples": self.order_print(place.epoch), "samples_per_update": sizes}
 
     def change_shares(self, cursor: Cursor, shares: dict[str, float]) -> int:
-        """Sets a mixture's shares from ``cursor`` on, with ``grouping`` from the next group on."""
+        """Sets a mixture's shares from ``cursor`` on, with ``grouping`` from the next group on. Returns the number of the
+        first update with them, in its epoch."""
         assert self.mixture is not None
         position = cursor.samples_used
         grouping = self.planner.config.grouping
         if grouping is not None:
             group = grouping * self._size_of_first(cursor.epoch)
             position = -(-position // group) * group
-        update = self.mixture.change(cursor.epoch, position, shares)
+        self.mixture.change(cursor.epoch, position, shares)
         self.restore_shares(self.mixture.changes)
-        return update
+        return sum(stop <= position for _, stop, _ in self.spans(self.start(cursor.epoch)))
 
     def _size_of_first(self, epoch: int) -> int:
         """Returns the size of an epoch's first update."""

@@ -12,6 +12,7 @@ from dynagroup import LengthAwareBatchSampler, Mixture, OnlineDataLoader, Planne
 from dynagroup.errors import AlignmentError, ConfigError
 from dynagroup.plan.shares import rounded_shares
 from dynagroup.testing import run_ranks
+from dynagroup.update.schedule import linear_ramp
 
 SOURCES = {"code": range(60), "text": range(60, 160), "rare": range(160, 170)}
 SHARES = {"code": 5, "text": 10, "rare": 1.4}
@@ -194,3 +195,46 @@ def test_shares_that_could_not_hold_are_refused():
         LengthAwareBatchSampler([1, 2, 3], 9, samples_per_update=2, grouping=2, order=common)
     with pytest.raises(ConfigError, match="PlannedDataLoader"):
         OnlineDataLoader(range(170), 120, samples_per_update=UPDATE, sampler=mixture, grouping=2)
+
+
+def of_size(samples_per_update: Any) -> tuple[Mixture, Any]:
+    mixture = Mixture(SOURCES, SHARES, num_samples=132, samples_per_update=UPDATE)
+    loader = PlannedDataLoader(
+        range(170),
+        LENGTHS,
+        120,
+        samples_per_update=samples_per_update,
+        sampler=mixture,
+        collate_fn=list,
+        weigh="samples",
+    )
+    return mixture, loader
+
+
+def test_growing_updates_have_the_shares_that_were_set():
+    mixture, loader = of_size(linear_ramp(8, 32, num_updates=6, multiple_of=8))
+    shares = [SHARES]
+    updates = []
+    for update in loader.updates():
+        updates.append(samples_of(update))
+        if len(updates) in (2, 5):
+            shares.append({"code": 1, "text": len(updates), "rare": 3})
+            assert mixture.set_shares(shares[-1]) == len(updates)
+    assert list(map(len, updates)) == [8, 8, 16, 16, 24, 24, 32, 4]
+    counts = counts_of(updates)
+    of_updates = [shares[0]] * 2 + [shares[1]] * 3 + [shares[2]] * 3
+    ahead = (counts - exact_shares(counts, of_updates)).cumsum(axis=0)
+    assert (np.abs(ahead) < 1).all()
+
+
+def test_sizes_that_are_no_multiple_of_a_mixtures_are_refused():
+    with pytest.raises(ConfigError, match="`samples_per_update` of a Mixture must be an int"):
+        Mixture(SOURCES, SHARES, samples_per_update=linear_ramp(8, 32, num_updates=6))
+    mixture, loader = of_size(linear_ramp(8, 32, num_updates=6))
+    with pytest.raises(ConfigError, match="12 at update 1.* must be a multiple"):
+        list(loader)
+    mixture, loader = of_size(UPDATE)
+    with pytest.raises(ConfigError, match="must be a multiple"):
+        loader.set_samples_per_update(12)
+    with pytest.raises(ConfigError, match="must be a multiple"):
+        OnlineDataLoader(range(170), 120, samples_per_update=12, sampler=mixture)
