@@ -43,7 +43,10 @@ COMMANDS: dict[str, dict[str, tuple[str, str, str]]] = {
         "rows": ("kinds", "rows", "kinds"),
         "planning": ("kinds", "planning", "kinds_planning"),
     },
-    "check": {"architectures": ("check", "architectures", "check")},
+    "check": {
+        "architectures": ("check", "architectures", "check"),
+        "logits": ("memory", "logits", "logits"),
+    },
     "ablation": {"ablation": ("ablation", "ablation", "ablation")},
     "loader": {
         "speed": ("loader", "speed", "loader_speed"),

@@ -31,6 +31,28 @@ def measured(machine: Machine) -> Iterator[dict[str, Any]]:
     yield figures
 
 
+def logits(_machine: Machine) -> dict[str, Any]:
+    """Samples of 128 tokens that 80 GB allow in training, with and without the copy of the logits that a loop may hold."""
+    figures = {}
+    for name, checkpointing in (("plain", False), ("checkpointing", True)):
+        num_samples = {}
+        for keeps_outputs in (True, False):
+            budget = MemoryBudget.from_model(
+                config_of("0.5B"),
+                "80GB",
+                dtype="bf16",
+                gradient_checkpointing=checkpointing,
+                keeps_outputs=keeps_outputs,
+            )
+            num_samples[keeps_outputs] = int(budget.most_samples(128)[0])
+        figures[name] = {
+            "with_copy": num_samples[True],
+            "without_copy": num_samples[False],
+            "more": num_samples[False] / num_samples[True] - 1,
+        }
+    return figures
+
+
 SIZES = {
     "vocab_size": 32768,
     "hidden_size": 1024,

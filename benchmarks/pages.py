@@ -258,6 +258,10 @@ SENTENCES: dict[str, tuple[str, str | Callable[[Any], str]]] = {
     "demo_threads": ("demo_cpu", "{threads}"),
     "rivals_best": ("train_rivals", rivals_best),
     "packed_rivals": ("train_packed", packed_rivals),
+    "logits": (
+        "logits",
+        "{plain[more]:.0%} more tokens, and {checkpointing[more]:.0%} with checkpointing",
+    ),
     "recovery": ("oom_update", recovery),
     "trainer": (
         "trainer",

@@ -315,7 +315,8 @@ class MemoryBudget(Budget):
         if self.layout == "packed":  # only the sum of tokens matters
             most = largest_within(lambda tokens: self.fits(BatchShape.of(1, tokens, tokens)), 1)
             return int(most[0]) // self._multiple * self._multiple
-        # Every length up to 32,768; of waveforms, which are longer, every 320th or so, and the shortest up to it.
+        # Every length up to 32,768. Above, every n-th: memory for that length, and the tokens of the shortest up to it.
+        longest = check_int("longest", longest)
         num_exact = min(longest, LENGTHS[-1])
         step = -(-longest // LENGTHS[-1])
         exact = np.arange(1, num_exact + 1)

@@ -39,9 +39,7 @@ LEFT_OUT = "learned limits leave out other samples than before (oversize='drop')
 BATCHES_PER_WINDOW = 100
 STEPS_PER_WINDOW = 25
 BLOCK = 1 << 16  # samples of updates that are cut at once
-SMALL_BLOCK = (
-    1 << 12
-)  # of updates that are cut one after another, so that the first batch comes soon
+SMALL_BLOCK = 1 << 12  # of updates that are cut in turn, so that the first batch comes soon
 SPREAD = 1 << 14  # lengths from which the number of strata is decided
 # A rare kind's windows have at least 1/8 of the usual size, so that its batches vary as well.
 LEAST_SHARE = 8

@@ -134,10 +134,18 @@ class _Chunks:
         values: list[Any] = []
         disable = None if progress else True  # None hides the bar where output is not a terminal
         with tqdm(total=len(self.data), desc="measuring lengths", disable=disable) as bar:
-            for chunk in loader:
-                values += chunk
-                bar.update(len(chunk))
-        return values
+            try:
+                for chunk in loader:
+                    values += chunk
+                    bar.update(len(chunk))
+            except Exception as error:
+                if not loader.num_workers:
+                    raise
+                # Its traceback would keep the workers until it is freed. Its message has that of the worker.
+                failure = error.with_traceback(None)
+            else:
+                return values
+        raise failure
 
 
 @sendable(lambda: "length_of failed")

@@ -62,7 +62,7 @@ COUNTS_FILLING = (
     "have a label other than -100, or leave `shapes` out"
 )
 PADDING = (
-    "; with each of them padded as in the batch they do. So padding changes the result of a sample, in "
+    "; if each is padded as in the batch, they do add up. So padding changes the result of a sample, in "
     "batches of any tool: a mask is missing, the loss counts padding, or a layer normalises over a "
     "whole row (wav2vec2 with feat_extract_norm='group'). Pass the attention mask, average over what "
     "is not padding, or use such a model with samples of one length"
@@ -296,7 +296,7 @@ class _SplitTest:
             return False
         as_padded = [_rows_taken(pieces.together, [row]) for row in range(num_samples)]
         test = replace(self, pieces=replace(pieces, alone=as_padded))
-        with _without_dropout(self.model, trains=False):
+        with _without_dropout(self.model, trains=True):  # as when no rule was found
             return test._find(losses).rule is not None
 
     def _find(self, losses: Mapping[str, LossOf]) -> _Finding:
@@ -605,7 +605,9 @@ def _different(batches: Mapping[int, object]) -> list[int]:
     """Returns which of these batches of one sample show most about a loss: those with fewest and with most labels, and one
     of each class. Fewer than two batches have labels: none."""
     num_labels = {index: _num_labels(batch) for index, batch in batches.items()}
-    least = 2 if max(num_labels.values()) > 1 else 1  # the label of a first token may not count
+    least = (
+        2 if max(num_labels.values(), default=0) > 1 else 1
+    )  # the label of a first token may not count
     labelled = [index for index, count in num_labels.items() if count >= least]
     if len(labelled) < 2:
         return []

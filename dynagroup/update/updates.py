@@ -209,7 +209,12 @@ class PreservedUpdates(UpdateSizes, _Updates):
             position = -(-position // group) * group
         self.mixture.change(cursor.epoch, position, shares)
         self.restore_shares(self.mixture.changes)
-        return sum(stop <= position for _, stop, _ in self.spans(self.start(cursor.epoch)))
+        number = cursor.update - self.start(cursor.epoch).update
+        for _, stop, _ in self.spans(cursor):
+            if stop > position:
+                break
+            number += 1
+        return number
 
     def _size_of_first(self, epoch: int) -> int:
         """Returns the size of an epoch's first update."""

@@ -242,6 +242,7 @@ def test_samples_without_labels_say_nothing(tagger):
         return tagger(**step.batch)["loss"]
 
     assert check_loss(tagger, loss_of, blank, collate_fn=collate) is None
+    assert check_loss(tagger, loss_of, [], collate_fn=collate) is None
 
 
 def noisy(slots, intent, batch):
@@ -335,6 +336,19 @@ def test_a_term_that_only_training_has_is_tested():
     model = TrainsWithAnotherTerm(2, 1)
     with pytest.raises(ConfigError, match="the loss depends on how an update is cut"):
         check_loss(model, lambda step: model(step.batch), rows)
+
+
+def test_a_term_that_only_training_has_is_not_said_to_be_due_to_padding():
+    rows = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 5.0])]
+    model = TrainsWithAnotherTerm(2, 1)
+    with pytest.raises(ConfigError, match="how an update is cut") as refused:
+        check_loss(
+            model,
+            lambda step: model(step.batch["x"]),
+            rows,
+            collate_fn=lambda rows: {"x": torch.stack(rows)},
+        )
+    assert "padded" not in str(refused.value)
 
 
 def test_a_distance_to_the_model_before_training_is_tested_though_it_is_zero():

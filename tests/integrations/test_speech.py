@@ -66,7 +66,7 @@ def rule_of(model_config: Any, lengths: tuple[int, ...], weigh: Any = "auto") ->
 
 
 def test_the_split_test_of_a_group_norm_says_that_padding_changes_the_result() -> None:
-    cause = r"% off.*padded as in the batch they do.*feat_extract_norm='group'"
+    cause = r"% off.*padded as in the batch, they do add up.*feat_extract_norm='group'"
     with pytest.raises(ConfigError, match=cause):
         rule_of(GROUP, (4_000, 9_000))
     with pytest.warns(UserWarning, match=cause):

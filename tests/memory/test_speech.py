@@ -9,6 +9,8 @@ import transformers as hf
 
 from dynagroup import ConfigError, MemoryBudget
 from dynagroup.memory import MemoryRegressor, TracedMemory, Workload, simulate
+from dynagroup.memory.trace.audio import length_in_words
+from dynagroup.memory.trace.model import as_meta_model
 from dynagroup.shapes import BatchShape
 from tests import models
 
@@ -138,3 +140,16 @@ def test_chance_leaves_nothing_out_of_a_trace() -> None:
 def test_what_a_model_of_waveforms_cannot_do_is_refused(settings: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         MemoryBudget.from_model(GROUP, "1GB", **settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("wav2vec2", "; a length counts samples of the waveform, 320 to a position"),
+        ("speech to text", "; a length counts frames of features, 4 to a position"),
+        ("whisper", ""),  # only the length of its text varies
+    ],
+)
+def test_a_trace_says_what_a_length_counts(name: str, words: str) -> None:
+    model = as_meta_model(CASES[name][0])
+    assert length_in_words(model) == words

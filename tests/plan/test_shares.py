@@ -24,13 +24,15 @@ def shares_that_change(update: int) -> dict[str, float]:
     return {"code": 1 + update, "text": 10, "rare": 1.4}
 
 
-def mixed(shares: Any = SHARES, world: Any = None, **options: Any) -> tuple[Mixture, Any]:
+def mixed(
+    shares: Any = SHARES, world: Any = None, sizes: Any = UPDATE, **options: Any
+) -> tuple[Mixture, Any]:
     mixture = Mixture(SOURCES, shares, num_samples=132, samples_per_update=UPDATE)
     loader = PlannedDataLoader(
         range(170),
         LENGTHS,
         120,
-        samples_per_update=UPDATE,
+        samples_per_update=sizes,
         sampler=mixture,
         collate_fn=list,
         weigh="samples",
@@ -197,22 +199,8 @@ def test_shares_that_could_not_hold_are_refused():
         OnlineDataLoader(range(170), 120, samples_per_update=UPDATE, sampler=mixture, grouping=2)
 
 
-def of_size(samples_per_update: Any) -> tuple[Mixture, Any]:
-    mixture = Mixture(SOURCES, SHARES, num_samples=132, samples_per_update=UPDATE)
-    loader = PlannedDataLoader(
-        range(170),
-        LENGTHS,
-        120,
-        samples_per_update=samples_per_update,
-        sampler=mixture,
-        collate_fn=list,
-        weigh="samples",
-    )
-    return mixture, loader
-
-
 def test_growing_updates_have_the_shares_that_were_set():
-    mixture, loader = of_size(linear_ramp(8, 32, num_updates=6, multiple_of=8))
+    mixture, loader = mixed(sizes=linear_ramp(8, 32, num_updates=6, multiple_of=8))
     shares = [SHARES]
     updates = []
     for update in loader.updates():
@@ -230,10 +218,10 @@ def test_growing_updates_have_the_shares_that_were_set():
 def test_sizes_that_are_no_multiple_of_a_mixtures_are_refused():
     with pytest.raises(ConfigError, match="`samples_per_update` of a Mixture must be an int"):
         Mixture(SOURCES, SHARES, samples_per_update=linear_ramp(8, 32, num_updates=6))
-    mixture, loader = of_size(linear_ramp(8, 32, num_updates=6))
+    mixture, loader = mixed(sizes=linear_ramp(8, 32, num_updates=6))
     with pytest.raises(ConfigError, match="12 at update 1.* must be a multiple"):
         list(loader)
-    mixture, loader = of_size(UPDATE)
+    mixture, loader = mixed(sizes=UPDATE)
     with pytest.raises(ConfigError, match="must be a multiple"):
         loader.set_samples_per_update(12)
     with pytest.raises(ConfigError, match="must be a multiple"):

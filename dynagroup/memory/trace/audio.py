@@ -30,11 +30,11 @@ def reads_sound(model: Any) -> bool:
 
 
 def length_in_words(model: Any) -> str:
-    """Returns the end of a sentence about a model that says what lengths count; of models of text nothing."""
-    if not reads_sound(model):
+    """Returns the end of a sentence about a model that says which parts of a sound its lengths count; nothing if they count
+    tokens, as of Whisper, which reads 30 seconds of every sound."""
+    if not reads_sound(model) or is_of_fixed_length(model.config):
         return ""
-    name = getattr(model, "main_input_name", None)
-    units = "samples of the waveform" if name == WAVEFORM else "frames of features"
+    units = "samples of the waveform" if model.main_input_name == WAVEFORM else "frames of features"
     stride = stride_of(convolutions(model.config))
     return f"; a length counts {units}, {stride} to a position"
 
