@@ -32,34 +32,59 @@ def mask_of(*rows: str) -> torch.Tensor:
     return torch.tensor([list(map(int, row)) for row in rows])
 
 
-def test_tensors_arrays_and_lists_are_cut_by_their_first_dimension() -> None:
-    assert take(ROWS, 1, 3).tolist() == [[2, 3], [4, 5]]
-    assert take(np.arange(3), 0, 1).tolist() == [0]
-    assert take(["a", "b", "c"], 1, 2) == ["b"]
+def test_a_tensor_is_cut_by_its_first_dimension() -> None:
+    part = take(ROWS, 1, 3)
+    assert part.tolist() == [[2, 3], [4, 5]]
+
+
+def test_an_array_is_cut_by_its_first_dimension() -> None:
+    array = np.arange(3)
+    part = take(array, 0, 1)
+    assert part.tolist() == [0]
+
+
+def test_a_list_has_an_entry_a_sample() -> None:
+    part = take(["a", "b", "c"], 1, 2)
+    assert part == ["b"]
+
+
+def test_a_list_may_hold_tensors_of_unequal_lengths() -> None:
     waves = [torch.zeros(3), torch.zeros(5), torch.zeros(4)]
-    assert [len(wave) for wave in take(waves, 0, 2)] == [3, 5]
+    part = take(waves, 0, 2)
+    assert [len(wave) for wave in part] == [3, 5]
 
 
-def test_tuples_are_cut_field_by_field_and_keep_their_kind() -> None:
-    x, y = take((torch.arange(3), ROWS), 1, 2)
+def test_a_tuple_is_cut_field_by_field() -> None:
+    fields = (torch.arange(3), ROWS)
+    x, y = take(fields, 1, 2)
     assert x.tolist() == [1]
     assert y.tolist() == [[2, 3]]
-    pair = take(Pair(torch.arange(3), ROWS), 1, 2)
-    assert pair.x.tolist() == [1]
-    assert pair.y.tolist() == [[2, 3]]
+
+
+def test_a_named_tuple_stays_one() -> None:
+    pair = Pair(torch.arange(3), ROWS)
+    part = take(pair, 1, 2)
+    assert part.x.tolist() == [1]
+    assert part.y.tolist() == [[2, 3]]
 
 
 def test_a_list_of_default_collate_is_one_of_fields() -> None:
-    collated = torch.utils.data.default_collate([(1, 2), (3, 4), (5, 6)])
+    samples = [(1, 2), (3, 4), (5, 6)]
+    collated = torch.utils.data.default_collate(samples)
     assert isinstance(collated, list)
-    assert [field.tolist() for field in take(collated, 0, 2)] == [[1, 3], [2, 4]]
+    first, second = take(collated, 0, 2)
+    assert first.tolist() == [1, 3]
+    assert second.tolist() == [2, 4]
 
 
 def test_mappings_inside_a_batch_are_cut_and_single_values_kept() -> None:
     extra = {"names": ["a", "b", "c", "d"], "scale": 2.0}
-    part = take({"x": torch.arange(4), "extra": extra}, 2, 4)
+    batch = {"x": torch.arange(4), "extra": extra}
+    part = take(batch, 2, 4)
     assert part["x"].tolist() == [2, 3]
-    assert part["extra"] == {"names": ["c", "d"], "scale": 2.0}
+    assert part["extra"]["names"] == ["c", "d"]
+    assert part["extra"]["scale"] == 2.0
+    assert part["extra"].keys() == extra.keys()
 
 
 def test_a_mapping_keeps_its_class_and_fields_of_the_whole_batch() -> None:
@@ -70,7 +95,13 @@ def test_a_mapping_keeps_its_class_and_fields_of_the_whole_batch() -> None:
     assert isinstance(part, OrderedDict)
     assert part["cache_position"].tolist() == [0, 1, 2, 3]
     assert part["num_items_in_batch"] == 7
-    assert len(mapping["input_ids"]) == 4
+
+
+def test_the_whole_batch_stays_as_it_is() -> None:
+    batch = {"input_ids": torch.zeros(4, 4)}
+    part = take(batch, 0, 1)
+    assert len(part["input_ids"]) == 1
+    assert len(batch["input_ids"]) == 4
 
 
 TRIMMED = [
@@ -82,54 +113,77 @@ TRIMMED = [
 ]
 
 
+def masked_batch(*rows: str) -> Batch:
+    ids = torch.arange(4 * len(rows)).reshape(-1, 4)
+    mask = mask_of(*rows)
+    labels = torch.full_like(ids, -100)
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
 @pytest.mark.parametrize(("rows", "width"), TRIMMED)
 def test_a_part_is_trimmed_to_its_own_longest(rows: tuple[str, ...], width: int) -> None:
-    ids = torch.arange(12).reshape(3, 4)
-    batch = {"input_ids": ids, "attention_mask": mask_of(*rows, "1111")}
-    batch["labels"] = torch.full((3, 4), -100)
+    batch = masked_batch(*rows, "1111")
     part = take(batch, 0, 2)
-    shapes = {name: tuple(value.shape) for name, value in part.items()}
-    assert shapes == dict.fromkeys(batch, (2, width))
-    assert part["input_ids"].tolist() == ids[:2, :width].tolist()
-    assert BatchSplitter(trim=False).take(batch, 0, 2)["input_ids"].shape == (2, 4)
+    assert part.keys() == batch.keys()
+    for value in part.values():
+        assert value.shape == (2, width)
+    ids = batch["input_ids"][:2, :width]
+    assert part["input_ids"].tolist() == ids.tolist()
+
+
+@pytest.mark.parametrize(("rows", "width"), TRIMMED)
+def test_trimming_can_be_switched_off(rows: tuple[str, ...], width: int) -> None:
+    batch = masked_batch(*rows, "1111")
+    splitter = BatchSplitter(trim=False)
+    part = splitter.take(batch, 0, 2)
+    assert part["input_ids"].shape == (2, 4)
 
 
 @pytest.fixture
 def padded() -> Batch:
     """A sample of two tokens and one of four."""
-    return {"input_ids": torch.ones(2, 4), "attention_mask": mask_of("1100", "1111")}
+    ids = torch.ones(2, 4)
+    return {"input_ids": ids, "attention_mask": mask_of("1100", "1111")}
 
 
 def test_labels_on_padding_are_not_trimmed(padded: Batch) -> None:
     """Or a target side that is as wide as the source by accident."""
-    part = take({**padded, "labels": torch.tensor([[5, 6, 7, 8]] * 2)}, 0, 1)
-    assert part["labels"].tolist() == [[5, 6, 7, 8]]
+    row = torch.tensor([[5, 6, 7, 8]])
+    padded["labels"] = row.repeat(2, 1)
+    part = take(padded, 0, 1)
+    assert part["labels"].tolist() == row.tolist()
     assert part["input_ids"].shape == (1, 4)
 
 
 def test_a_field_of_unknown_meaning_stops_trimming(padded: Batch) -> None:
-    part = take({**padded, "tags": torch.ones(2, 4)}, 0, 1)
+    padded["tags"] = torch.ones(2, 4)
+    part = take(padded, 0, 1)
     assert part["input_ids"].shape == (1, 4)
 
 
 def test_nothing_is_trimmed_without_a_mask() -> None:
-    part = take({"input_values": torch.ones(2, 5), "labels": torch.ones(2, 5)}, 0, 1)
+    values = torch.ones(2, 5)
+    part = take({"input_values": values, "labels": values}, 0, 1)
     assert part["labels"].shape == (1, 5)
 
 
 def test_positions_may_have_an_axis_before_the_samples(padded: Batch) -> None:
     positions = torch.arange(24).reshape(3, 2, 4)
-    part = take({**padded, "position_ids": positions}, 0, 1)
-    assert part["position_ids"].tolist() == positions[:, :1, :2].tolist()
+    padded["position_ids"] = positions
+    part = take(padded, 0, 1)
+    expected = positions[:, :1, :2]
+    assert part["position_ids"].tolist() == expected.tolist()
 
 
 def test_positions_may_be_one_row_for_all_samples(padded: Batch) -> None:
-    part = take({**padded, "position_ids": torch.arange(4)[None]}, 0, 1)
+    padded["position_ids"] = torch.arange(4)[None]
+    part = take(padded, 0, 1)
     assert part["position_ids"].tolist() == [[0, 1]]
 
 
 def test_positions_may_be_a_row_a_sample(padded: Batch) -> None:
-    part = take({**padded, "position_ids": torch.arange(8).reshape(2, 4)}, 1, 2)
+    padded["position_ids"] = torch.arange(8).reshape(2, 4)
+    part = take(padded, 1, 2)
     assert part["position_ids"].tolist() == [[4, 5, 6, 7]]
 
 
@@ -155,72 +209,108 @@ def assert_has_images(part: Batch, images: list[int] | None, patches: Any) -> No
         assert part["pixel_values"] is None
         assert part["image_grid_thw"] is None
         return
-    assert part["image_grid_thw"].tolist() == GRID[images].tolist()
-    assert part["pixel_values"].flatten().tolist() == list(patches)
+    grid = part["image_grid_thw"]
+    assert grid.tolist() == GRID[images].tolist()
+    pixels = part["pixel_values"].flatten()
+    assert pixels.tolist() == list(patches)
 
 
 @pytest.mark.parametrize(("span", "images", "patches"), SPANS)
-def test_concatenated_images_go_with_their_samples(
+def test_concatenated_images_go_with_their_samples_by_the_token_of_an_image(
     span: tuple[int, int], images: Any, patches: Any
 ) -> None:
-    """Whose they are is told by the image's token, or by the types of tokens."""
-    by_token = BatchSplitter(vision=VisionTokens(image_token_id=9))
-    assert_has_images(by_token.take(IMAGES, *span), images, patches)
-    typed = {**IMAGES, "mm_token_type_ids": (IDS == 9).long()}
-    assert_has_images(take(typed, *span), images, patches)
+    vision = VisionTokens(image_token_id=9)
+    splitter = BatchSplitter(vision=vision)
+    part = splitter.take(IMAGES, *span)
+    assert_has_images(part, images, patches)
+
+
+@pytest.mark.parametrize(("span", "images", "patches"), SPANS)
+def test_concatenated_images_go_with_their_samples_by_the_types_of_tokens(
+    span: tuple[int, int], images: Any, patches: Any
+) -> None:
+    types = (IDS == 9).long()
+    batch = {**IMAGES, "mm_token_type_ids": types}
+    part = take(batch, *span)
+    assert_has_images(part, images, patches)
 
 
 def test_a_batch_encoding_stays_one() -> None:
-    texts = ["w1 w2 w1", "w2", "w1 w2"]
-    part = take(small_tokenizer()(texts, padding=True, return_tensors="pt"), 1, 3)
+    tokenizer = small_tokenizer()
+    batch = tokenizer(["w1 w2 w1", "w2", "w1 w2"], padding=True, return_tensors="pt")
+    part = take(batch, 1, 3)
     assert isinstance(part, BatchEncoding)
     assert part["input_ids"].tolist() == [[6, 0], [5, 6]]
-    assert part.word_ids(1)[:2] == [0, 1]
+    words = part.word_ids(1)
+    assert words[:2] == [0, 1]
 
 
 def test_trimmed_columns_are_in_one_piece_as_losses_that_view_them_need() -> None:
     mask = mask_of("1100", "1110", "1111")
     labels = mask.masked_fill(mask == 0, -100)
-    part = take({"attention_mask": mask, "labels": labels}, 0, 2)
-    assert part["labels"].view(-1).tolist() == [1, 1, -100, 1, 1, 1]
+    batch = {"attention_mask": mask, "labels": labels}
+    part = take(batch, 0, 2)
+    column = part["labels"].view(-1)
+    assert column.tolist() == [1, 1, -100, 1, 1, 1]
 
 
 def rows_of(lengths: list[int]) -> list[Batch]:
-    tokens = [list(range(1, length + 1)) for length in lengths]
-    return [{"input_ids": ids, "labels": ids} for ids in tokens]
+    rows = []
+    for length in lengths:
+        ids = list(range(1, length + 1))
+        rows.append({"input_ids": ids, "labels": ids})
+    return rows
 
 
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.data())
+LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=6)
+
+
+@given(LENGTHS, st.data())
 def test_a_part_is_what_the_collator_makes_of_its_samples(
     lengths: list[int], data: st.DataObject
 ) -> None:
-    start = data.draw(st.integers(0, len(lengths) - 1))
+    last = len(lengths) - 1
+    start = data.draw(st.integers(0, last))
     stop = data.draw(st.integers(start + 1, len(lengths)))
-    batch = COLLATE(rows_of(lengths))
-    assert BatchSplitter().num_samples(batch) == len(lengths)
-    part = take(batch, start, stop)
-    expected = COLLATE(rows_of(lengths[start:stop]))
+    rows = rows_of(lengths)
+    part = take(COLLATE(rows), start, stop)
+    expected = COLLATE(rows[start:stop])
     torch.testing.assert_close(part, expected, rtol=0, atol=0)
 
 
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 3))
+@given(LENGTHS)
+def test_the_samples_of_a_pack_are_counted(lengths: list[int]) -> None:
+    batch = COLLATE(rows_of(lengths))
+    assert BatchSplitter().num_samples(batch) == len(lengths)
+
+
+@given(LENGTHS, st.integers(0, 3))
 def test_positions_alone_show_the_borders_wherever_they_start(
     lengths: list[int], first: int
 ) -> None:
-    batch = DataCollatorWithFlattening(position_ids_start=first)(rows_of(lengths))
-    assert packed_borders(batch) == [0, *np.cumsum(lengths).tolist()]
+    collate = DataCollatorWithFlattening(position_ids_start=first)
+    batch = collate(rows_of(lengths))
+    ends = np.cumsum(lengths)
+    assert packed_borders(batch) == [0, *ends.tolist()]
 
 
-def test_a_padded_row_is_no_pack() -> None:
-    ids = torch.ones(1, 5, dtype=torch.long)
-    two_rows = ids.expand(2, 5)
-    assert packed_borders({"input_ids": ids, "attention_mask": ids}) is None
-    assert packed_borders({"input_ids": ids}) is None
-    assert packed_borders({"input_ids": two_rows, "position_ids": two_rows}) is None
+ONE_ROW = torch.ones(1, 5, dtype=torch.long)
+TWO_ROWS = ONE_ROW.expand(2, 5)
+NO_PACKS: list[Batch] = [
+    {"input_ids": ONE_ROW, "attention_mask": ONE_ROW},
+    {"input_ids": ONE_ROW},
+    {"input_ids": TWO_ROWS, "position_ids": TWO_ROWS},
+]
+
+
+@pytest.mark.parametrize("batch", NO_PACKS, ids=["a mask", "no positions", "two rows"])
+def test_a_padded_row_is_no_pack(batch: Batch) -> None:
+    assert packed_borders(batch) is None
 
 
 def test_a_pack_costs_the_sum_of_its_tokens() -> None:
-    shape = shape_of(COLLATE(rows_of([3, 7, 2])), 3)
+    batch = COLLATE(rows_of([3, 7, 2]))
+    shape = shape_of(batch, 3)
     assert shape.num_samples[0] == 3
     assert shape.longest["tokens"][0] == 7
     assert shape.total["tokens"][0] == 12
@@ -253,15 +343,21 @@ def first_entry(value: torch.Tensor, *_: Any) -> torch.Tensor:
     return value[:1]
 
 
-def test_rules_of_ones_own_decide() -> None:
-    part = BatchSplitter(rules={"images": two_a_sample}).take(LISTED, 0, 1)
+def test_a_rule_of_ones_own_decides_for_padded_samples() -> None:
+    splitter = BatchSplitter(rules={"images": two_a_sample})
+    part = splitter.take(LISTED, 0, 1)
     assert len(part["images"]) == 2
-    part = BatchSplitter(rules={"extra": first_entry}).take(ODD, 0, 1)
+
+
+def test_a_rule_of_ones_own_decides_for_packed_samples() -> None:
+    splitter = BatchSplitter(rules={"extra": first_entry})
+    part = splitter.take(ODD, 0, 1)
     assert part["extra"].tolist() == [0]
 
 
 def test_images_must_add_up() -> None:
-    splitter = BatchSplitter(vision=VisionTokens(image_token_id=9, merge_size=1))
+    vision = VisionTokens(image_token_id=9, merge_size=1)
+    splitter = BatchSplitter(vision=vision)
     message = "2 image tokens, but another number of patches in `image_grid_thw`"
     with pytest.raises(ConfigError, match=message):
         splitter.take(IMAGES, 0, 1)
@@ -272,20 +368,26 @@ def gradient_of(batch: Batch, attention: str, allocator: Allocator) -> torch.Ten
 
     def mean_loss(part: Batch) -> torch.Tensor:
         allocator.claim(part["input_ids"].numel())
-        inputs = {name: value for name, value in part.items() if name != "seq_idx"}
-        num_labels = (part["labels"][:, 1:] != -100).sum()
-        return training.summed_loss(model, inputs) / num_labels
+        inputs = dict(part)
+        inputs.pop("seq_idx")
+        is_label = part["labels"][:, 1:] != -100
+        return training.summed_loss(model, inputs) / is_label.sum()
 
-    OomSafeBackward(model, learned=LearningBudget())(mean_loss, batch)
-    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    backward = OomSafeBackward(model, learned=LearningBudget())
+    backward(mean_loss, batch)
+    gradients = [parameter.grad.flatten() for parameter in model.parameters()]
+    return torch.cat(gradients)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "varlen"])
 def test_a_split_pack_has_the_gradient_of_the_whole(attention: str) -> None:
-    batch = COLLATE(toys.samples("causal", 10))
+    samples = toys.samples("causal", 10)
+    batch = COLLATE(samples)
     num_tokens = batch["input_ids"].numel()
+    large = Allocator(num_tokens)
     small = Allocator(num_tokens * 0.4)
-    whole = gradient_of(batch, attention, Allocator(num_tokens))
+    whole = gradient_of(batch, attention, large)
     split = gradient_of(batch, attention, small)
     assert len(small.failures) >= 2
-    assert (split - whole).abs().max() < 1e-9 * whole.abs().max()
+    difference = split - whole
+    assert difference.abs().max() < 1e-9 * whole.abs().max()
