@@ -7,6 +7,9 @@ import re
 import subprocess
 import sys
 import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -22,10 +25,36 @@ from dynagroup.plan.cost import local_device
 from dynagroup.shapes import BatchShape
 from tests import models
 
-LENGTHS = np.random.default_rng(0).integers(1, 100, 200).astype(np.int32)
+RNG = np.random.default_rng(0)
+LENGTHS = RNG.integers(1, 100, 200).astype(np.int32)
+TARGET = LENGTHS[::-1]
+ODD = LENGTHS % 2
 CHATS = b'{"c": [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]}\n'
 TOKENIZED = ["--tokenizer", "tokens"]
 NO_MODELS = ["unknown", "cut_off", "empty", "no/such/model", "lengths.npy", "", "\0"]
+
+
+def write_models(folder: Path) -> None:
+    words = ["a few words to learn from, and some more"]
+    tokenizer = train_tokenizer(words * 4, vocabulary=300)
+    tokenizer.save_pretrained(folder / "tokens")
+    model = models.gpt2(
+        vocab=500,
+        width=64,
+        layers=1,
+        dropout=0.1,
+        n_positions=160,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model.save_pretrained(folder / "model")
+
+
+def write_what_is_no_model(folder: Path) -> None:
+    for name in ("unknown", "cut_off", "empty"):
+        (folder / name).mkdir()
+    (folder / "unknown" / "config.json").write_text('{"model_type": "nosuch"}')
+    (folder / "cut_off" / "config.json").write_text('{"model_type": ')
 
 
 @pytest.fixture(scope="module")
@@ -36,56 +65,58 @@ def folder(tmp_path_factory):
     (path / "texts.txt").write_text("some text\nmore of it\n")
     (path / "many.txt").write_text("one text\n" * 8)
     (path / "bytes.txt").write_bytes(b"\xff\xfe\x00")
-    train_tokenizer(
-        ["a few words to learn from, and some more"] * 4, vocabulary=300
-    ).save_pretrained(path / "tokens")
-    own = {"n_positions": 160, "bos_token_id": None, "eos_token_id": None}
-    models.gpt2(vocab=500, width=64, layers=1, dropout=0.1, **own).save_pretrained(path / "model")
-    for name, config in (
-        ("unknown", '{"model_type": "nosuch"}'),
-        ("cut_off", '{"model_type": '),
-        ("empty", None),
-    ):
-        (path / name).mkdir()
-        if config is not None:
-            (path / name / "config.json").write_text(config)
+    write_models(path)
+    write_what_is_no_model(path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         patch.chdir(path)
         yield path
 
 
-def said(*arguments: str) -> tuple[int, str, str]:
-    """Exit status, standard output and standard error of one command, in this process."""
-    out, error = io.StringIO(), io.StringIO()
+class Result(NamedTuple):
+    status: int
+    out: str
+    error: str
+
+
+def status_of(arguments: tuple[str, ...]) -> int:
+    try:
+        return main(arguments)
+    except SystemExit as stopped:  # argparse's own refusal
+        return int(stopped.code or 0)
+
+
+def run(*arguments: str) -> Result:
+    """Runs a command in this process."""
+    out = io.StringIO()
+    error = io.StringIO()
     with (
         contextlib.redirect_stderr(error),
         contextlib.redirect_stdout(out),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("default")
-        try:
-            status = main(arguments)
-        except SystemExit as stopped:  # argparse's own refusal
-            status = int(stopped.code or 0)
-    return status, out.getvalue(), error.getvalue()
+        status = status_of(arguments)
+    return Result(status, out.getvalue(), error.getvalue())
 
 
 def answer(*arguments: str) -> str:
-    status, out, error = said(*arguments)
-    assert status == 0, error
-    return out
+    result = run(*arguments)
+    assert result.status == 0, result.error
+    return result.out
 
 
-def figures(*arguments: str):
-    return json.loads(answer(*arguments, "--json"))
+def figures(*arguments: str) -> Any:
+    text = answer(*arguments, "--json")
+    return json.loads(text)
 
 
 def refusal(*arguments: str) -> str:
-    status, _, error = said(*arguments)
-    assert (status, error.count("\n")) == (2, 1), error
-    assert error.startswith(f"dynagroup {arguments[0]}: ")
-    return error
+    result = run(*arguments)
+    assert result.status == 2
+    assert result.error.count("\n") == 1, result.error
+    assert result.error.startswith(f"dynagroup {arguments[0]}: ")
+    return result.error
 
 
 # The tests run where the commands do, so both predict for this machine's device.
@@ -93,137 +124,150 @@ COUNTED = f"200 rows, {int(LENGTHS.sum()):,} tokens in all, the longest {int(LEN
 DEVICE = f"time is predicted for {local_device()}, this machine; for another: --device cuda or --device cpu"
 
 
-def plan_of(lengths, max_tokens: int, **options) -> BatchPlan:
-    how = {"rank": 0, "world_size": 1, **options}
-    return LengthAwareBatchSampler(lengths, TokenBudget(max_tokens), **how).plan
+ENDING = f"{COUNTED}\n{DEVICE}\n"
 
 
-def write(path, kind, columns):
+def plan_of(lengths: Any, max_tokens: int, *, world_size: int = 1, kinds: Any = None) -> BatchPlan:
+    budget = TokenBudget(max_tokens)
+    sampler = LengthAwareBatchSampler(lengths, budget, rank=0, world_size=world_size, kinds=kinds)
+    return sampler.plan
+
+
+def write(path: Path, columns: dict[str, Any]) -> None:
+    """A file of the kind that its ending says; without one, what `save_to_disk` writes."""
     table = Dataset.from_dict(columns)
-    if kind == "npy":
-        np.save(path, columns["tokens"])
-    elif kind == "txt":
-        np.savetxt(path, columns["tokens"], fmt="%d")
-    elif kind == "npz":
-        np.savez(
-            path,
-            **{name: values for name, values in columns.items() if not isinstance(values[0], str)},
-        )
-    elif kind == "json":
-        path.write_text(json.dumps(table.to_list()))
-    elif kind in ("csv", "tsv"):
-        table.to_csv(str(path), index=False, sep="," if kind == "csv" else "\t")
-    elif kind == "saved":
-        DatasetDict({"train": table}).save_to_disk(str(path))
-    else:
-        {"jsonl": table.to_json, "parquet": table.to_parquet}[kind](str(path))
+    match path.suffix:
+        case ".npy":
+            np.save(path, columns["tokens"])
+        case ".txt":
+            np.savetxt(path, columns["tokens"], fmt="%d")
+        case ".npz":
+            numbers = dict(columns)
+            numbers.pop("name", None)
+            np.savez(path, **numbers)
+        case ".json":
+            path.write_text(json.dumps(table.to_list()))
+        case ".csv":
+            table.to_csv(str(path), index=False)
+        case ".tsv":
+            table.to_csv(str(path), index=False, sep="\t")
+        case ".jsonl":
+            table.to_json(str(path))
+        case ".parquet":
+            table.to_parquet(str(path))
+        case _:
+            dataset = DatasetDict({"train": table})
+            dataset.save_to_disk(str(path))
 
 
-@pytest.mark.parametrize(
-    "kind", ["npy", "npz", "txt", "csv", "tsv", "jsonl", "json", "parquet", "saved"]
-)
-def test_lengths_come_in_several_kinds_of_files(tmp_path, kind):
-    """As users have them: bare, beside other columns, or as the ids themselves."""
-    path, bare = tmp_path / (f"lengths.{kind}" if kind != "saved" else kind), {"tokens": LENGTHS}
-    named = {"name": ["a"] * 200, "length": LENGTHS}
-    own = {**dict.fromkeys(("npy", "npz", "txt"), bare), "csv": named, "tsv": named}
-    write(
-        path,
-        kind,
-        own.get(kind, {"input_ids": [[7] * int(n) for n in LENGTHS], "label": [0] * 200}),
-    )
-    found = figures("plan", str(path), "--max-tokens", "1k", "--max-length", "50")
-    assert found["real_tokens"] == int(np.minimum(LENGTHS, 50).sum())
+def assert_lengths_are_read(path: Path, columns: dict[str, Any]) -> None:
+    write(path, columns)
+    plan = figures("plan", str(path), "--max-tokens", "1k", "--max-length", "50")
+    kept = np.minimum(LENGTHS, 50)
+    assert plan["real_tokens"] == int(kept.sum())
 
 
-@pytest.mark.parametrize("kind", ["npz", "csv", "json", "parquet", "saved"])
-def test_streams_are_the_columns_that_were_named_and_the_output_says_which(tmp_path, kind):
-    path, target = tmp_path / (f"pairs.{kind}" if kind != "saved" else kind), LENGTHS[::-1]
-    columns = {"name": ["x"] * 200, "source": LENGTHS.tolist(), "target": target.tolist()}
-    write(
-        path,
-        kind,
-        {**columns, "chars": (4 * LENGTHS).tolist(), "odd": (kinds := LENGTHS % 2).tolist()},
-    )
-    first, report = answer(
-        "plan", str(path), "--column", "source,target", "--max-tokens", "800"
-    ).split("\n", 1)
+@pytest.mark.parametrize("name", ["x.npy", "x.npz", "x.txt"])
+def test_a_file_may_have_lengths_alone(tmp_path, name):
+    assert_lengths_are_read(tmp_path / name, {"tokens": LENGTHS})
+
+
+@pytest.mark.parametrize("name", ["x.csv", "x.tsv"])
+def test_lengths_may_stand_beside_other_columns(tmp_path, name):
+    assert_lengths_are_read(tmp_path / name, {"name": ["a"] * 200, "length": LENGTHS})
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.json", "x.parquet", "saved"])
+def test_the_ids_themselves_have_lengths(tmp_path, name):
+    ids = [[7] * length for length in LENGTHS.tolist()]
+    assert_lengths_are_read(tmp_path / name, {"input_ids": ids, "label": [0] * 200})
+
+
+PAIRS = {
+    "name": ["x"] * 200,
+    "source": LENGTHS.tolist(),
+    "target": TARGET.tolist(),
+    "chars": (4 * LENGTHS).tolist(),
+    "odd": ODD.tolist(),
+}
+
+
+@pytest.fixture(params=["x.npz", "x.csv", "x.json", "x.parquet", "saved"])
+def pairs(tmp_path, request) -> str:
+    path = tmp_path / request.param
+    write(path, PAIRS)
+    return str(path)
+
+
+def test_streams_are_the_columns_that_were_named_and_the_output_says_which(pairs):
+    out = answer("plan", pairs, "--column", "source,target", "--max-tokens", "800")
+    first, report = out.split("\n", 1)
     assert first.startswith("streams: source, target (")
-    expected = plan_of({"source": LENGTHS, "target": target}, 800).report()
-    counted = f"{COUNTED.replace('tokens', 'source')}\n{COUNTED.replace('tokens', 'target')}"
-    assert report == f"{expected}\n{counted}\n{DEVICE}\n"
-    one = answer(
-        "plan", str(path), "--column", "source", "--kinds", "odd", "--max-tokens", "800"
-    )  # of no streams
-    assert one == f"{plan_of(LENGTHS, 800, kinds=kinds).report()}\n{COUNTED}\n{DEVICE}\n"
-    if kind == "npz":  # all of them, if none was chosen; beside JSON it is told on standard error
-        status, out, error = said("compare", str(path), "--batch-size", "8", "--json")
-        assert (status, error.split("(")[0]) == (0, "streams: source, target, chars, odd ")
-        assert json.loads(out)
+    plan = plan_of({"source": LENGTHS, "target": TARGET}, 800)
+    source = COUNTED.replace("tokens", "source")
+    target = COUNTED.replace("tokens", "target")
+    assert report == f"{plan.report()}\n{source}\n{target}\n{DEVICE}\n"
+
+
+def test_one_column_is_no_stream_and_another_one_may_be_the_kinds(pairs):
+    out = answer("plan", pairs, "--column", "source", "--kinds", "odd", "--max-tokens", "800")
+    plan = plan_of(LENGTHS, 800, kinds=ODD)
+    assert out == f"{plan.report()}\n{ENDING}"
+
+
+def test_without_a_choice_all_arrays_are_streams_which_is_told_beside_json(tmp_path):
+    path = tmp_path / "x.npz"
+    write(path, PAIRS)
+    result = run("compare", str(path), "--batch-size", "8", "--json")
+    assert result.status == 0
+    assert result.error.startswith("streams: source, target, chars, odd (")
+    assert json.loads(result.out)
 
 
 def npy(array) -> bytes:
-    np.save(file := io.BytesIO(), array)
+    file = io.BytesIO()
+    np.save(file, array)
     return file.getvalue()
 
 
 def zipped(**arrays) -> bytes:
-    np.savez(file := io.BytesIO(), **arrays)
+    file = io.BytesIO()
+    np.savez(file, **arrays)
     return file.getvalue()
+
+
+UNREADABLE = "cannot be read in the format of its ending"
+SQUARE = "one number per sample, but is an array of shape (2, 2)"
+SCALAR = "must be one number per sample, but is an array of shape ()"
+LABELS = "`kinds` has 1 labels for 2 lengths"
+NO_TEMPLATE = "`tokenizer` has no chat template; set tokenizer.chat_template"
+NO_TOKENIZER = ["--tokenizer", "no/such/tokenizer/here"]
+KINDS_B = ["--column", "a", "--kinds", "b"]
+CHOOSE = "columns ['a', 'b']; choose one with `--column A`"
 
 
 @pytest.mark.parametrize(
     ("name", "content", "arguments", "message"),
     [
-        ("x.npy", b"no array", [], "cannot be read in the format of its ending"),
-        (
-            "x.npy",
-            npy([[3, 4], [5, 6]]),
-            [],
-            "one number per sample, but is an array of shape (2, 2)",
-        ),
-        (
-            "x.npy",
-            npy(5),
-            [],
-            "must be one number per sample, but is an array of shape ()",
-        ),
+        ("x.npy", b"no array", [], UNREADABLE),
+        ("x.npy", npy([[3, 4], [5, 6]]), [], SQUARE),
+        ("x.npy", npy(5), [], SCALAR),
         ("x.npz", zipped(a=[3, 4], b=[5]), [], "{'a': 2, 'b': 1} samples"),
-        (
-            "x.npz",
-            zipped(a=[3, 4], b=5),
-            ["--column", "a", "--kinds", "b"],
-            "`kinds` has 1 labels for 2 lengths",
-        ),
+        ("x.npz", zipped(a=[3, 4], b=5), KINDS_B, LABELS),
         ("x.npz", zipped(), [], "'x.npz' has no samples"),
-        ("x.txt", b"\xff\xfe\x00", [], "cannot be read in the format of its ending"),
+        ("x.txt", b"\xff\xfe\x00", [], UNREADABLE),
         ("x.txt", b"", [], "'x.txt' has no samples"),
         ("x.fasta", b"\n", ["--length-of", "characters"], "'x.fasta' has no samples"),
         ("x.csv", b"length\n", [], "'x.csv' has no samples"),
         ("x.txt", b"3\n-4\n", [], "must be a whole number from 0"),
-        (
-            "x.txt",
-            b"some text",
-            ["--tokenizer", "no/such/tokenizer/here"],
-            "no/such/tokenizer/here",
-        ),
-        ("x.csv", b"a,b\n1,2\n", [], "columns ['a', 'b']; choose one with `--column A`"),
+        ("x.txt", b"some text", NO_TOKENIZER, "no/such/tokenizer/here"),
+        ("x.csv", b"a,b\n1,2\n", [], CHOOSE),
         ("x.csv", b"a,length\n1,2\n3,4,5\n", [], "saw 3"),
-        ("x.csv", b'a,length\n1,"2\n3,4\n', [], "cannot be read in the format of its ending"),
-        (
-            "x.jsonl",
-            CHATS,
-            ["--column", "c", *TOKENIZED],
-            "`tokenizer` has no chat template; set tokenizer.chat_template",
-        ),
-        (
-            "x.jsonl",
-            b'{"length": 3}\n{"length": \n',
-            [],
-            "cannot be read in the format of its ending",
-        ),
+        ("x.csv", b'a,length\n1,"2\n3,4\n', [], UNREADABLE),
+        ("x.jsonl", CHATS, ["--column", "c", *TOKENIZED], NO_TEMPLATE),
+        ("x.jsonl", b'{"length": 3}\n{"length": \n', [], UNREADABLE),
         ("x.docx", b"", [], "has an unknown file ending"),
-        ("empty", None, [], "cannot be read in the format of its ending"),
+        ("empty", None, [], UNREADABLE),
     ],
 )
 def test_a_wrong_file_is_one_line(folder, name, content, arguments, message):
@@ -233,141 +277,191 @@ def test_a_wrong_file_is_one_line(folder, name, content, arguments, message):
 
 
 def test_a_mark_of_utf_8_is_no_part_of_a_text(tmp_path, folder):
-    (tmp_path / "x.txt").write_text("one two\nfour\n", encoding="utf-8-sig")
-    (tmp_path / "y.txt").write_text("one two\nfour\n", encoding="utf-8")
-    of = [
-        figures("plan", str(tmp_path / name), "--max-tokens", "80", *TOKENIZED)
-        for name in ("x.txt", "y.txt")
-    ]
-    assert of[0]["num_samples"] == 2
-    assert of[0]["real_tokens"] == of[1]["real_tokens"]
+    plans = []
+    for encoding in ("utf-8-sig", "utf-8"):
+        path = tmp_path / f"{encoding}.txt"
+        path.write_text("one two\nfour\n", encoding=encoding)
+        plans.append(figures("plan", str(path), "--max-tokens", "80", *TOKENIZED))
+    marked, plain = plans
+    assert marked["num_samples"] == 2
+    assert marked["real_tokens"] == plain["real_tokens"]
+
+
+PLAN = ["plan", "lengths.npy"]
 
 
 def test_plan_says_what_the_plan_says(folder):
-    arguments = ["plan", "lengths.npy", "--max-tokens", "800"]
     picture = folder / "a new folder" / "plan.png"
-    shown = answer(*arguments, "--world-size", "4", "--picture", str(picture))
-    report = plan_of(LENGTHS, 800, world_size=4).report()
-    assert shown == f"{report}\n{COUNTED}\n{DEVICE}\npicture: {picture}\n"
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert figures(*arguments, "--shuffle", "--samples-per-update", "32")["num_updates"] == 7
-    for text, tokens in (("16k", 16384), ("16_384", 16384)):
-        found = figures("plan", "lengths.npy", "--max-tokens", text)["fingerprint"]
-        assert found == plan_of(LENGTHS, tokens).fingerprint
+    options = ["--max-tokens", "800", "--world-size", "4", "--picture", str(picture)]
+    plan = plan_of(LENGTHS, 800, world_size=4)
+    assert answer(*PLAN, *options) == f"{plan.report()}\n{ENDING}picture: {picture}\n"
+    image = picture.read_bytes()
+    assert image.startswith(b"\x89PNG")
+
+
+def test_plan_counts_updates(folder):
+    options = ["--max-tokens", "800", "--shuffle", "--samples-per-update", "32"]
+    assert figures(*PLAN, *options)["num_updates"] == 7
+
+
+@pytest.mark.parametrize(("text", "tokens"), [("16k", 16384), ("16_384", 16384)])
+def test_a_number_of_tokens_may_be_written_short(folder, text, tokens):
+    printed = figures(*PLAN, "--max-tokens", text)
+    plan = plan_of(LENGTHS, tokens)
+    assert printed["fingerprint"] == plan.fingerprint
+
+
+COMPARE = ["compare", "lengths.npy", "--batch-size", "8", "--world-size", "2"]
 
 
 def test_compare_says_what_compare_says(folder):
     picture = folder / "new" / "compare.png"
-    arguments = ["compare", "lengths.npy", "--batch-size", "8", "--world-size", "2"]
     report = compare(LENGTHS, 8, world_size=2).report()
-    said = f"{report}\n{COUNTED}\n{DEVICE}\npicture: {picture}\n"
-    assert answer(*arguments, "--picture", str(picture)) == said
-    work = Work.of(AutoConfig.from_pretrained(folder / "model"), device=local_device())
-    printed = figures(*arguments, "--model", "model")
-    assert printed.pop("counts")["tokens"]["num_samples"] == len(LENGTHS)
-    assert printed == compare(LENGTHS, 8, world_size=2, work=work).figures()
+    out = answer(*COMPARE, "--picture", str(picture))
+    assert out == f"{report}\n{ENDING}picture: {picture}\n"
 
 
-def test_doctor_says_what_is_wrong_and_what_to_change_and_advises_nothing_that_does_not_pay_or_fit(
-    folder,
-):
-    lines = answer("doctor", "lengths.npy", "--batch-size", "8", "--world-size", "4").splitlines()
-    found = compare(LENGTHS, 8, world_size=4)
-    assert lines[5:] == [*found.report().splitlines(), COUNTED, DEVICE]
-    change, waste, ranks, _ = lines[:4]
-    assert [line.split()[0] for line in lines[:4]] == ["change", "waste", "ranks", "memory"]
-    assert f"{found.ways[0].padding:.0%} of the tokens" in waste
-    assert f"{found.ways[0].waiting:.0%} of their time" in ranks
+def test_compare_predicts_the_time_of_a_model(folder):
+    config = AutoConfig.from_pretrained(folder / "model")
+    work = Work.of(config, device=local_device())
+    comparison = compare(LENGTHS, 8, world_size=2, work=work)
+    printed = figures(*COMPARE, "--model", "model")
+    counts = printed.pop("counts")
+    assert counts["tokens"]["num_samples"] == len(LENGTHS)
+    assert printed == comparison.figures()
+
+
+@pytest.fixture(scope="module")
+def diagnosis(folder) -> list[str]:
+    """The lines of a doctor's answer."""
+    out = answer("doctor", "lengths.npy", "--batch-size", "8", "--world-size", "4")
+    return out.splitlines()
+
+
+def test_doctor_begins_with_a_change_and_its_reasons(diagnosis):
+    words = [line.split()[0] for line in diagnosis[:4]]
+    assert words == ["change", "waste", "ranks", "memory"]
+
+
+def test_doctor_ends_with_the_comparison(diagnosis):
+    report = compare(LENGTHS, 8, world_size=4).report()
+    assert diagnosis[5:] == [*report.splitlines(), COUNTED, DEVICE]
+
+
+def test_doctor_says_what_is_wrong_and_what_to_change(diagnosis):
+    change, waste, ranks, *_ = diagnosis
+    fixed = compare(LENGTHS, 8, world_size=4).ways[0]
+    assert f"{fixed.padding:.0%} of the tokens" in waste
+    assert f"{fixed.waiting:.0%} of their time" in ranks
     assert f"TokenBudget({8 * LENGTHS.max()}), samples_per_update=32" in change
+
+
+def test_doctor_advises_nothing_that_does_not_pay(folder):
     (folder / "equal.txt").write_text("64\n" * 200)
     page = folder / "doctor.html"
-    arguments = ["doctor", "equal.txt", "--batch-size", "8", "--html", str(page)]
-    assert "nothing: other batches of the same updates" in answer(*arguments)
+    out = answer("doctor", "equal.txt", "--batch-size", "8", "--html", str(page))
+    assert "nothing: other batches of the same updates" in out
     assert "group_by_length 8" in page.read_text(encoding="utf-8")
-    like_gsm8k = np.random.default_rng(0).lognormal(5, 0.35, 3200).astype(int)
-    (folder / "many.txt").write_text("".join(f"{length}\n" for length in like_gsm8k))
-    change = answer("doctor", "many.txt", "--batch-size", "32").splitlines()[0]
+
+
+def test_doctor_advises_grouping_where_large_updates_pay(folder):
+    rng = np.random.default_rng(0)
+    like_gsm8k = rng.lognormal(5, 0.35, 3200).astype(int)
+    np.savetxt(folder / "gsm8k.txt", like_gsm8k, fmt="%d")
+    out = answer("doctor", "gsm8k.txt", "--batch-size", "32")
+    change = out.splitlines()[0]
     assert "samples_per_update=32, grouping=50); with the Trainer: dynagroup=Dyna" in change
-    arguments = [
-        "doctor",
-        "lengths.npy",
-        "--batch-size",
-        "8",
-        "--max-length",
-        "96",
-        "--model",
-        "model",
-        "--gpu-memory",
-    ]
-    shown = answer(
-        *arguments, "60MB", "--layout", "packed"
-    )  # masks of packed samples grow with the square of all tokens
-    budget, padded = (
-        MemoryBudget.from_model(str(folder / "model"), "60MB", layout=name)
-        for name in ("packed", "padded")
-    )
-    assert f"a budget that is safe: {budget.max_tokens(96):,} tokens" in shown
-    assert budget.max_tokens(96) < 0.9 * padded.max_tokens(96)
-    assert "fit 80GB; up to" in (shown := answer(*arguments, "80GB"))
-    assert (
-        "(train, float32, sdpa attention, no checkpointing, AdamW of 8 bytes per trained parameter)"
-        in shown
-    )
 
 
-def test_doctor_asks_about_all_streams(folder):
-    """Answers of up to 90 tokens beside questions of up to 500: what fits is what the memory budget lets fit."""
+def fits_in(memory: str, *options: str) -> str:
+    samples = ["lengths.npy", "--batch-size", "8", "--max-length", "96"]
+    return answer("doctor", *samples, "--model", "model", "--gpu-memory", memory, *options)
+
+
+def test_doctor_advises_nothing_that_does_not_fit(folder):
+    """Masks of packed samples grow with the square of all tokens."""
+    model = str(folder / "model")
+    packed = MemoryBudget.from_model(model, "60MB", layout="packed").max_tokens(96)
+    padded = MemoryBudget.from_model(model, "60MB", layout="padded").max_tokens(96)
+    out = fits_in("60MB", "--layout", "packed")
+    assert f"a budget that is safe: {packed:,} tokens" in out
+    assert packed < 0.9 * padded
+
+
+def test_doctor_says_what_fits_and_for_which_training(folder):
+    out = fits_in("80GB")
+    assert "fit 80GB; up to" in out
+    training = "train, float32, sdpa attention, no checkpointing"
+    assert f"({training}, AdamW of 8 bytes per trained parameter)" in out
+
+
+@pytest.fixture(scope="module")
+def pairs_that_fit(folder) -> tuple[MemoryBudget, int, int]:
+    """A budget for answers of up to 90 tokens beside questions of up to 500; and the samples and tokens that a doctor says."""
     config = models.t5(vocab=900, width=64, layers=1, heads=4, d_kv=16)
     config.save_pretrained(folder / "t5")
     np.savez(folder / "pairs.npz", source=[500, 5, 7] * 20, target=[3, 90, 4] * 20)
-    out = answer(
-        "doctor", "pairs.npz", "--batch-size", "8", "--model", "t5", "--gpu-memory", "400MB"
-    )
-    found = re.search(
-        r"8 samples of 500 source and 90 target fit 400MB; up to (\d+) would .* safe: ([\d,]+) tokens",
-        out,
-    )
-    assert found, out
-    most, tokens = int(found[1]), int(found[2].replace(",", ""))
+    options = ["--batch-size", "8", "--model", "t5", "--gpu-memory", "400MB"]
+    out = answer("doctor", "pairs.npz", *options)
+    pattern = r"8 samples of 500 source and 90 target fit 400MB; up to (\d+) would .* safe: ([\d,]+) tokens"
+    match = re.search(pattern, out)
+    assert match, out
+    tokens = match[2].replace(",", "")
     budget = MemoryBudget.from_model(config, "400MB")
-    assert budget.fits(BatchShape.of([most, most + 1], {"tokens": 500, "target": 90})).tolist() == [
-        True,
-        False,
-    ]
-    counts, source, target = np.array(
-        [[tokens // (s + t), s, t] for s in (1, 50, 500) for t in (1, 45, 90)]
-    ).T
-    assert budget.fits(BatchShape.of(counts, {"tokens": source, "target": target})).all()
+    return budget, int(match[1]), int(tokens)
+
+
+def test_doctor_says_how_many_samples_of_all_streams_fit(pairs_that_fit):
+    budget, samples, _ = pairs_that_fit
+    shape = BatchShape.of([samples, samples + 1], {"tokens": 500, "target": 90})
+    assert budget.fits(shape).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("target", [1, 45, 90])
+@pytest.mark.parametrize("source", [1, 50, 500])
+def test_doctor_says_how_many_tokens_of_all_streams_are_safe(pairs_that_fit, source, target):
+    budget, _, tokens = pairs_that_fit
+    samples = tokens // (source + target)
+    shape = BatchShape.of([samples], {"tokens": source, "target": target})
+    assert budget.fits(shape).all()
+
+
+FSDP = partial(MemoryBudget.from_model, layout="packed", sharding="fsdp", num_ranks=8)
+GENERATE = partial(MemoryBudget.from_model, mode="generate", max_new_tokens=8)
+OF_2GB = ["--dtype", "bfloat16", "--gpu-memory", "2GB"]
 
 
 @pytest.mark.filterwarnings("ignore:the memory of this model was fitted")
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "budget_of"),
     [
-        (
-            "fit model --fsdp 8 --layout packed",
-            {"layout": "packed", "sharding": "fsdp", "num_ranks": 8},
-        ),
-        (
-            "profile model --mode generate --max-new-tokens 8",
-            {"mode": "generate", "max_new_tokens": 8},
-        ),
-        ("fit model --lora", {"lora": True}),
+        ("fit model --fsdp 8 --layout packed", FSDP),
+        ("profile model --mode generate --max-new-tokens 8", GENERATE),
     ],
 )
-def test_fit_and_profile_say_what_the_budget_says(line, told, folder):
-    arguments, picture = (
-        [*line.split(), *"--dtype bfloat16 --gpu-memory 2GB".split()],
-        folder / "new" / "fits.png",
-    )
-    budget = MemoryBudget.from_model("model", "2GB", dtype="bfloat16", **told)
-    if "lora" in told:
-        assert figures(*arguments)["samples"] == budget.most_samples([128, 160]).tolist()
-        return
-    said = answer(*arguments, "--picture", str(picture))
-    assert said.startswith(f"{budget}\nMemoryBudget.from_model(")
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert eval(said.splitlines()[-2], {"MemoryBudget": MemoryBudget}) == budget
+def test_fit_and_profile_say_what_the_budget_says(line, budget_of, folder):
+    picture = folder / "new" / "fits.png"
+    budget = budget_of("model", "2GB", dtype="bfloat16")
+    out = answer(*line.split(), *OF_2GB, "--picture", str(picture))
+    assert out.startswith(f"{budget}\nMemoryBudget.from_model(")
+    code = out.splitlines()[-2]
+    assert eval(code, {"MemoryBudget": MemoryBudget}) == budget
+    image = picture.read_bytes()
+    assert image.startswith(b"\x89PNG")
+
+
+@pytest.mark.filterwarnings("ignore:the memory of this model was fitted")
+def test_fit_with_lora_says_what_the_budget_says(folder):
+    budget = MemoryBudget.from_model("model", "2GB", dtype="bfloat16", lora=True)
+    printed = figures("fit", "model", "--lora", *OF_2GB)
+    samples = budget.most_samples([128, 160])
+    assert printed["samples"] == samples.tolist()
+
+
+@pytest.fixture(scope="module")
+def packed_tokens(folder) -> int:
+    budget = MemoryBudget.from_model("model", "40MB", layout="packed", attention="flash")
+    return budget.max_tokens(160)
 
 
 @pytest.mark.parametrize(
@@ -389,24 +483,36 @@ def test_fit_and_profile_say_what_the_budget_says(line, told, folder):
         ("megatron", "--sequence-packing-scheduler dp_balanced --max-seqlen-per-dp-cp-rank {T}"),
     ],
 )
-def test_fit_prints_the_setting_of_a_framework_from_the_same_trace(framework, setting, folder):
-    arguments = ["fit", "model", "--gpu-memory", "40MB", "--for", framework, "--max-length", "64"]
-    most = MemoryBudget.from_model("model", "40MB", layout="packed", attention="flash").max_tokens(
-        160
-    )
-    assert answer(*arguments).splitlines()[-1].endswith(setting.format(T=most, N=most // 64))
-    assert most > 128
+def test_fit_prints_the_setting_of_a_framework_from_the_same_trace(
+    framework, setting, packed_tokens
+):
+    assert packed_tokens > 128
+    options = ["--gpu-memory", "40MB", "--for", framework, "--max-length", "64"]
+    out = answer("fit", "model", *options)
+    last = out.splitlines()[-1]
+    expected = setting.format(T=packed_tokens, N=packed_tokens // 64)
+    assert last.endswith(expected)
 
 
-def test_python_m_dynagroup_runs_and_missing_or_unknown_arguments_are_one_line(folder):
-    shown = subprocess.run(
-        [sys.executable, "-m", "dynagroup", "--help"], capture_output=True, text=True, check=True
-    )
-    assert all(command in shown.stdout for command in ("plan", "profile", "demo"))
-    assert said("--version") == (0, f"dynagroup {dynagroup.__version__}\n", "")
-    for line in ("", "plan", "plan lengths.npy", "doctor lengths.npy", "fit", "plan --what", "x"):
-        status, _, error = said(*line.split())
-        assert (status, error.count("\n"), error[:9]) == (2, 1, "dynagroup"), line
+def test_python_m_dynagroup_runs():
+    command = [sys.executable, "-m", "dynagroup", "--help"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True)
+    for name in ("plan", "profile", "demo"):
+        assert name in shown.stdout
+
+
+def test_the_version_is_that_of_the_package():
+    assert run("--version") == (0, f"dynagroup {dynagroup.__version__}\n", "")
+
+
+@pytest.mark.parametrize(
+    "line", ["", "plan", "plan lengths.npy", "doctor lengths.npy", "fit", "plan --what", "x"]
+)
+def test_missing_or_unknown_arguments_are_one_line(line, folder):
+    result = run(*line.split())
+    assert result.status == 2
+    assert result.error.count("\n") == 1
+    assert result.error.startswith("dynagroup")
 
 
 @pytest.mark.parametrize(
@@ -432,18 +538,19 @@ def test_python_m_dynagroup_runs_and_missing_or_unknown_arguments_are_one_line(f
         ("demo --texts texts.txt", "at least 4 texts, but got 2"),
         ("demo --texts many.txt --model nosuch", "We couldn't connect"),
         ("demo --texts many.txt --samples 0", "`samples` must be"),
-        *(
-            (f"fit {model} --gpu-memory 24GB", f"dynagroup fit: no config found for {model!r}")
-            for model in NO_MODELS
-        ),
     ],
 )
 def test_mistakes_of_every_command_are_one_line(line, message, folder):
     assert message in refusal(*line.split(" "))
 
 
+@pytest.mark.parametrize("model", NO_MODELS)
+def test_what_is_no_model_is_told_in_one_line(model, folder):
+    error = refusal("fit", model, "--gpu-memory", "24GB")
+    assert f"dynagroup fit: no config found for {model!r}" in error
+
+
 def test_a_missing_package_is_named_with_what_to_install(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert "install dynagroup[viz]" in refusal(
-        "plan", "lengths.npy", "--max-tokens", "800", "--picture", "x.png"
-    )
+    error = refusal(*PLAN, "--max-tokens", "800", "--picture", "x.png")
+    assert "install dynagroup[viz]" in error
