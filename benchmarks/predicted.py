@@ -26,7 +26,9 @@ from benchmarks.methods import (
 from dynagroup import TokenBudget, Work, shard_micro_batches
 from dynagroup.plan.epoch import epoch_order
 
-UPDATE, RANKS, WORK = 256, 8, Work()
+UPDATE = 256
+RANKS = 8
+WORK = Work()
 
 
 def updates_of(count: int) -> list[list[int]]:
@@ -36,7 +38,9 @@ def updates_of(count: int) -> list[list[int]]:
 
 def held(values: np.ndarray, layout: str) -> float:
     """Tokens or work of a batch, from its samples': the sum, or padded as many times the most."""
-    return float(values.max(initial=0) * len(values) if layout == "padded" else values.sum())
+    if layout == "padded":
+        return float(values.max(initial=0) * len(values))
+    return float(values.sum())
 
 
 # Padding: real over padded tokens, steps and predicted time, one rank; 16 of the longest samples set the peak for all.
@@ -49,40 +53,51 @@ def predicted_time_of(batches: list[list[int]], tokens: np.ndarray) -> float:
     return float((WORK.per_step + sizes * WORK.of_lengths(longest)).sum())
 
 
+PADDED_PLANS: dict[str, dict[str, Any]] = {
+    "dynagroup_whole_set": {},
+    "dynagroup_shuffle": {"shuffle": True},
+    "dynagroup_update_of_256": {"samples_per_update": UPDATE},
+    "dynagroup_update_of_32": {"samples_per_update": 32},
+    "dynagroup_grouping_50_of_32": {"samples_per_update": 32, "grouping": 50},
+}
+
+
 def padding(_machine: Machine) -> dict[str, Any]:
     """One row a length file: (real tokens / padded tokens, steps, predicted time over that of fixed batches) of each method."""
-    figures = {}
-    for name in FILES:
-        tokens = lengths_of(name, 20_000)
-        budget = TokenBudget(16 * int(tokens.max()))
-        update_of_256 = [longest_first(update, tokens) for update in updates_of(len(tokens))]
-        batches: dict[str, list[Any]] = {
-            "fixed_16_shuffled": in_fixed(np.arange(len(tokens)), 16),
-            "update_of_256_sorted_16": [
-                batch for update in update_of_256 for batch in in_fixed(update, 16)
-            ],
-            "hf_group_by_length_16": in_fixed(group_by_length(tokens, 16, 0), 16),
-            "hf_group_by_length_256": in_fixed(group_by_length(tokens, UPDATE, 0), 16),
-        }
-        ways: dict[str, dict[str, Any]] = {
-            "dynagroup_whole_set": {},
-            "dynagroup_shuffle": {"shuffle": True},
-            "dynagroup_update_of_256": {"samples_per_update": UPDATE},
-            "dynagroup_update_of_32": {"samples_per_update": 32},
-            "dynagroup_grouping_50_of_32": {"samples_per_update": 32, "grouping": 50},
-        }
-        batches |= {
-            way: [row[0] for row in planned(tokens, budget, **how).rows]
-            for way, how in ways.items()
-        }
-        real = int(tokens.sum(dtype=np.int64))
-        time_of_fixed = predicted_time_of(batches["fixed_16_shuffled"], tokens)
-        rows = {}
-        for way, made in batches.items():
-            time = predicted_time_of(made, tokens) / time_of_fixed
-            rows[way] = (real / padded_tokens(made, tokens), len(made), time)
-        figures[name] = {"samples": len(tokens), "cv": float(tokens.std() / tokens.mean()), **rows}
+    return {name: padding_of(lengths_of(name, 20_000)) for name in FILES}
+
+
+def padding_of(tokens: np.ndarray) -> dict[str, Any]:
+    real = int(tokens.sum(dtype=np.int64))
+    batches = padded_batches(tokens)
+    time_of_fixed = predicted_time_of(batches["fixed_16_shuffled"], tokens)
+    figures: dict[str, Any] = {
+        "samples": len(tokens),
+        "cv": float(tokens.std() / tokens.mean()),
+    }
+    for way, batches_of_way in batches.items():
+        time = predicted_time_of(batches_of_way, tokens) / time_of_fixed
+        share_real = real / padded_tokens(batches_of_way, tokens)
+        figures[way] = (share_real, len(batches_of_way), time)
     return figures
+
+
+def padded_batches(tokens: np.ndarray) -> dict[str, list[list[int]]]:
+    """Each method's batches, for one rank."""
+    sorted_in_updates: list[list[int]] = []
+    for update in updates_of(len(tokens)):
+        sorted_in_updates += in_fixed(longest_first(update, tokens), 16)
+    batches = {
+        "fixed_16_shuffled": in_fixed(np.arange(len(tokens)), 16),
+        "update_of_256_sorted_16": sorted_in_updates,
+        "hf_group_by_length_16": in_fixed(group_by_length(tokens, 16, 0), 16),
+        "hf_group_by_length_256": in_fixed(group_by_length(tokens, UPDATE, 0), 16),
+    }
+    budget = TokenBudget(16 * int(tokens.max()))
+    for way, options in PADDED_PLANS.items():
+        rows = planned(tokens, budget, **options).rows
+        batches[way] = [row[0] for row in rows]
+    return batches
 
 
 STRATA: dict[str, dict[str, Any]] = {
@@ -92,23 +107,29 @@ STRATA: dict[str, dict[str, Any]] = {
 }
 
 
+UPDATES_OF_RANKS = ((8, 1), (32, 1), (32, 8), (64, 8), (256, 8))
+"""Samples an update, ranks."""
+
+
 def strata(_machine: Machine) -> dict[str, Any]:
     """Predicted time of updates that are dealt by strata, over that of exact updates of as many samples."""
     figures: dict[str, Any] = {}
     for name in FILES:
         tokens = lengths_of(name, 8_000)
-        budget = TokenBudget(16 * int(tokens.max()))
         figures[name] = {}
-        for size, ranks in ((8, 1), (32, 1), (32, 8), (64, 8), (256, 8)):
-            exact = planned(tokens, budget, ranks, samples_per_update=size)
-            figures[name][f"size_{size}_ranks_{ranks}"] = {
-                way: planned(
-                    tokens, budget, ranks, samples_per_update=size, grouping=50, **how
-                ).predicted_time
-                / exact.predicted_time
-                for way, how in STRATA.items()
-            }
+        for size, ranks in UPDATES_OF_RANKS:
+            figures[name][f"size_{size}_ranks_{ranks}"] = strata_of(tokens, size, ranks)
     return figures
+
+
+def strata_of(tokens: np.ndarray, size: int, ranks: int) -> dict[str, float]:
+    budget = TokenBudget(16 * int(tokens.max()))
+    exact = planned(tokens, budget, ranks, samples_per_update=size)
+    ratios = {}
+    for way, options in STRATA.items():
+        plan = planned(tokens, budget, ranks, samples_per_update=size, grouping=50, **options)
+        ratios[way] = plan.predicted_time / exact.predicted_time
+    return ratios
 
 
 # Packed batches: what they hold and how equal their work is.
@@ -127,13 +148,13 @@ Packed = tuple[list[list[list[int]]], dict[str, Any]]
 
 def padding_free(tokens: np.ndarray, cap: int) -> Packed:
     """TRL padding-free: batches as they come, of the most samples (a power of two) that here never held more than the cap."""
-    most = {
-        size: np.add.reduceat(tokens, range(0, len(tokens), size)).max()
-        for size in (1 << n for n in range(9))
-    }
-    size = max(size for size in most if most[size] <= cap)
-    batches = [tokens[batch].tolist() for batch in in_fixed(np.arange(len(tokens)), size)]
-    return in_fixed(batches, RANKS), {"samples_a_batch": size, "same_updates": True}
+    largest = 0
+    for size in (1 << n for n in range(9)):
+        starts = range(0, len(tokens), size)
+        if np.add.reduceat(tokens, starts).max() <= cap:
+            largest = size
+    batches = [tokens[batch].tolist() for batch in in_fixed(np.arange(len(tokens)), largest)]
+    return in_fixed(batches, RANKS), {"samples_a_batch": largest, "same_updates": True}
 
 
 Packs = list[list[int]]
@@ -154,8 +175,10 @@ def trl(
     """Its packs dealt to ranks in this order."""
     packs = trl_packs(tokens, cap, strategy)
     pieces = np.bincount(np.concatenate([members for members, _ in packs]))
-    rows = in_fixed(dealt([counts.tolist() for _, counts in packs]), RANKS)
-    return rows, {"samples_cut": int((pieces > 1).sum()), "same_updates": False}
+    tokens_of_packs = [counts.tolist() for _, counts in packs]
+    rows = in_fixed(dealt(tokens_of_packs), RANKS)
+    num_cut = int((pieces > 1).sum())
+    return rows, {"samples_cut": num_cut, "same_updates": False}
 
 
 def multipack(tokens: np.ndarray, cap: int) -> Packed:
@@ -167,9 +190,10 @@ def multipack(tokens: np.ndarray, cap: int) -> Packed:
         bins[first].append(length)
         room[first] -= length
     bins = _shuffled([members for members in bins if members])
-    whole = len(bins) - len(bins) % RANKS
-    return in_fixed(bins[:whole], RANKS), {
-        "samples_dropped": sum(map(len, bins[whole:])),
+    num_dealt = len(bins) - len(bins) % RANKS
+    num_dropped = sum(map(len, bins[num_dealt:]))
+    return in_fixed(bins[:num_dealt], RANKS), {
+        "samples_dropped": num_dropped,
         "same_updates": False,
     }
 
@@ -180,10 +204,10 @@ def verl(tokens: np.ndarray, cap: int) -> Packed:
     for update in updates_of(len(tokens)):
         drawn = tokens[update]
         ranks = differencing(drawn.astype(float), RANKS, equal_size=True)
-        parts = by_differencing(drawn, ranks, cap, "packed")
-        rows += zip(
-            *(by_work([drawn[part].tolist() for part in rank]) for rank in parts), strict=True
-        )
+        columns = []
+        for parts in by_differencing(drawn, ranks, cap, "packed"):
+            columns.append(by_work([drawn[part].tolist() for part in parts]))
+        rows += zip(*columns, strict=True)
     return rows, {"same_updates": True}
 
 
@@ -191,34 +215,55 @@ def by_differencing(
     tokens: np.ndarray, ranks: list[list[int]], cap: int, layout: str
 ) -> list[list[list[int]]]:
     """Each rank's samples in parts of about equal work, as many on all: the fewest of which none is above the cap."""
-    each, least = WORK.of_lengths(tokens), max(-(-int(tokens[rank].sum()) // cap) for rank in ranks)
-    ways = (
-        [[[rank[i] for i in part] for part in differencing(each[rank], number)] for rank in ranks]
-        for number in itertools.count(least)
-    )
-    return next(
-        way
-        for way in ways
-        if all(held(tokens[part], layout) <= cap for parts in way for part in parts)
-    )
+    work = WORK.of_lengths(tokens)
+    number = max(-(-int(tokens[rank].sum()) // cap) for rank in ranks)
+    while True:
+        division = [_divided(work, rank, number) for rank in ranks]
+        parts = itertools.chain.from_iterable(division)
+        if all(held(tokens[part], layout) <= cap for part in parts):
+            return division
+        number += 1
+
+
+def _divided(work: np.ndarray, rank: list[int], number: int) -> list[list[int]]:
+    """A rank's samples in so many parts of about equal work."""
+    parts = []
+    for places in differencing(work[rank], number):
+        parts.append([rank[place] for place in places])
+    return parts
+
+
+Division = list[tuple[float, list[int]]]
+"""Parts, dearest first: (cost, members)."""
 
 
 def differencing(costs: np.ndarray, parts: int, *, equal_size: bool = False) -> list[list[int]]:
     """Largest differencing (Karmarkar and Karp 1982): of all partial divisions the two most uneven are joined, the dearest part
     of one with the cheapest of the other."""
-    tie, width = itertools.count(), parts if equal_size else 1
+    tie = itertools.count()
+    heap: list[tuple[float, int, Division]] = []
+
+    def push(division: Division) -> None:
+        unevenness = division[0][0] - division[-1][0]
+        heapq.heappush(heap, (-unevenness, next(tie), division))
+
     order = np.argsort(-costs, kind="stable")
-    heap = []
-    for group in (order[i : i + width] for i in range(0, len(order), width)):
-        division = [(float(costs[i]), [int(i)]) for i in group] + [(0.0, [])] * (parts - len(group))
-        heap.append((division[-1][0] - division[0][0], next(tie), division))
-    heapq.heapify(heap)
+    for group in in_fixed(order, parts if equal_size else 1):
+        division: Division = [(float(costs[i]), [int(i)]) for i in group]
+        num_empty = parts - len(group)
+        push(division + [(0.0, [])] * num_empty)
     while len(heap) > 1:
-        one, other = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
-        joined = [(a + b, x + y) for (a, x), (b, y) in zip(one, reversed(other), strict=True)]
-        joined.sort(key=lambda part: -part[0])
-        heapq.heappush(heap, (joined[-1][0] - joined[0][0], next(tie), joined))
+        one = heapq.heappop(heap)[2]
+        other = heapq.heappop(heap)[2]
+        push(_joined(one, other))
     return [members for _, members in heap[0][2]]
+
+
+def _joined(one: Division, other: Division) -> Division:
+    joined = []
+    for (cost, members), (more, others) in zip(one, reversed(other), strict=True):
+        joined.append((cost + more, members + others))
+    return sorted(joined, key=lambda part: -part[0])
 
 
 def ours(tokens: np.ndarray, cap: int, **how: Any) -> Packed:
@@ -244,7 +289,10 @@ def packs(_machine: Machine) -> dict[str, Any]:
     files: dict[str, Any] = {}
     for name, cap in PACKED.items():
         tokens = lengths_of(name, 8_192)
-        methods = {method: pack_figures(*run(tokens, cap), cap) for method, run in PACKERS.items()}
+        methods = {}
+        for method, run in PACKERS.items():
+            rows, lost = run(tokens, cap)
+            methods[method] = pack_figures(rows, lost, cap)
         files[name] = {
             "cap": cap,
             "samples": len(tokens),
@@ -260,46 +308,65 @@ def packs(_machine: Machine) -> dict[str, Any]:
     }
 
 
-def pack_figures(rows: list[list[list[int]]], more: dict[str, Any], cap: int) -> dict[str, Any]:
-    work = [[float(WORK.of_lengths(pack).sum()) for pack in row] for row in rows]
-    dearest, tokens = sum(map(max, work)), [sum(pack) for row in rows for pack in row]
-    return {
+def pack_figures(rows: list[list[list[int]]], lost: dict[str, Any], cap: int) -> dict[str, Any]:
+    dearest = 0.0
+    work = 0.0
+    tokens = 0
+    for row in rows:
+        costs = [float(WORK.of_lengths(pack).sum()) for pack in row]
+        dearest += max(costs)
+        work += sum(costs)
+        tokens += sum(map(sum, row))
+    figures = {
         "steps": len(rows),
-        "fill": round(sum(tokens) / (cap * RANKS * len(rows)), 4),
-        "row_imbalance": round(dearest * RANKS / sum(map(sum, work)), 4),
+        "fill": round(tokens / (cap * RANKS * len(rows)), 4),
+        "row_imbalance": round(dearest * RANKS / work, 4),
         "critical_path": round(dearest + WORK.per_step * len(rows)),
-        **{"samples_cut": 0, "samples_dropped": 0, **more},
+        "samples_cut": 0,
+        "samples_dropped": 0,
     }
+    return figures | lost
 
 
 # A rollout's samples to ranks and micro-batches
 
 
+Rule = Callable[[np.ndarray, int, str], Any]
+"""(tokens of an update, cap, layout) -> each rank's micro-batches."""
+SHARES = (1, 2, 4, 8, 16)
+
+
+def by_dynagroup(tokens: np.ndarray, cap: int, layout: Any) -> Any:
+    return shard_micro_batches(tokens, RANKS, TokenBudget(cap, layout=layout), work=WORK)
+
+
+def by_differencing_twice(tokens: np.ndarray, cap: int, layout: str) -> list[list[list[int]]]:
+    """To ranks, then to micro-batches."""
+    ranks = differencing(WORK.of_lengths(tokens), RANKS)
+    return by_differencing(tokens, ranks, cap, layout)
+
+
 def shards(_machine: Machine, updates: int = 10) -> dict[str, Any]:
     """Of each file, padded and packed: predicted time of some updates of 256 samples by ``shard_micro_batches`` and two rules."""
-    rules = {
-        "ours": lambda part, cap, layout: shard_micro_batches(
-            part, RANKS, TokenBudget(cap, layout=layout), work=WORK
-        ),
-        "differencing": lambda part, cap, layout: by_differencing(
-            part, differencing(WORK.of_lengths(part), RANKS), cap, layout
-        ),
-        **{f"dealt {share}": partial(sorted_and_dealt, share=share) for share in (1, 2, 4, 8, 16)},
+    times = {}
+    for name, cap in PACKED.items():
+        lengths = lengths_of(name, updates * UPDATE).clip(max=cap)
+        drawn = lengths.reshape(-1, UPDATE)
+        for layout in ("padded", "packed"):
+            times[f"{name}, {layout}"] = shard_times(drawn, cap, layout)
+    return {"ranks": RANKS, "update": UPDATE, "updates": updates, "times": times}
+
+
+def shard_times(updates: np.ndarray, cap: int, layout: str) -> dict[str, float]:
+    def time_of(rule: Rule) -> float:
+        return sum(critical_path(rule(part, cap, layout), part, layout) for part in updates)
+
+    return {
+        "cap": cap,
+        "ours": time_of(by_dynagroup),
+        "differencing": time_of(by_differencing_twice),
+        "dealt": min(time_of(partial(sorted_and_dealt, share=share)) for share in SHARES),
     }
-    found = {}
-    for (name, cap), layout in itertools.product(PACKED.items(), ("padded", "packed")):
-        parts = lengths_of(name, updates * UPDATE).clip(max=cap).reshape(-1, UPDATE)
-        times = {
-            rule: sum(critical_path(made(part, cap, layout), part, layout) for part in parts)
-            for rule, made in rules.items()
-        }
-        dealt = min(time for rule, time in times.items() if rule.startswith("dealt"))
-        found[f"{name}, {layout}"] = {
-            "cap": cap,
-            **{k: times[k] for k in ("ours", "differencing")},
-            "dealt": dealt,
-        }
-    return {"ranks": RANKS, "update": UPDATE, "updates": updates, "times": found}
 
 
 def sorted_and_dealt(
@@ -307,20 +374,22 @@ def sorted_and_dealt(
 ) -> list[list[list[int]]]:
     """Sorted by length, cut at a share of the cap, the largest halved until they fill rows, dealt to ranks by work."""
     cap = max(cap // share, int(tokens.max()))
-    made = in_capped(
-        longest_first(np.arange(len(tokens)), tokens), tokens, cap, packed=layout == "packed"
-    )
-    while len(made) % RANKS:
-        largest = made.pop(max(range(len(made)), key=lambda k: len(made[k])))
-        made += [largest[: len(largest) // 2], largest[len(largest) // 2 :]]
-    made.sort(key=lambda part: -held(WORK.of_lengths(tokens[part]), layout))
-    return [made[rank::RANKS] for rank in range(RANKS)]
+    order = longest_first(np.arange(len(tokens)), tokens)
+    batches = in_capped(order, tokens, cap, packed=layout == "packed")
+    while len(batches) % RANKS:
+        sizes = [len(batch) for batch in batches]
+        largest = batches.pop(int(np.argmax(sizes)))
+        half = len(largest) // 2
+        batches.append(largest[:half])
+        batches.append(largest[half:])
+    batches.sort(key=lambda part: -held(WORK.of_lengths(tokens[part]), layout))
+    return [batches[rank::RANKS] for rank in range(RANKS)]
 
 
-def critical_path(made: Any, tokens: np.ndarray, layout: str) -> float:
+def critical_path(ranks: Any, tokens: np.ndarray, layout: str) -> float:
     """The dearest rank of each row, and the price of rows."""
-    work = [
-        sorted((held(WORK.of_lengths(tokens[part]), layout) for part in rank), reverse=True)
-        for rank in made
-    ]
-    return WORK.of_rows(np.asarray(work).T)
+    columns = []
+    for parts in ranks:
+        work = [held(WORK.of_lengths(tokens[part]), layout) for part in parts]
+        columns.append(sorted(work, reverse=True))
+    return WORK.of_rows(np.asarray(columns).T)
