@@ -97,27 +97,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         import_module("benchmarks.pages").write()
         return 0
     if given.command == "all":
-        wanted = {
-            name: words for name, words in everything(given.out).items() if name not in given.skip
-        }
-        failed = [name for name, words in wanted.items() if not _ran(name, words)]
+        failed = _failed_of_all(given)
     else:
         logging.disable(logging.WARNING)
         warnings.simplefilter("ignore")
-        failed = [part for part in given.parts or COMMANDS[given.command] if not _run(given, part)]
+        parts = given.parts or COMMANDS[given.command]
+        failed = [part for part in parts if not _run(given, part)]
     print(f"done; failed: {', '.join(failed) or 'none'}")
     return 1 if failed else 0
+
+
+def _failed_of_all(given: argparse.Namespace) -> list[str]:
+    """Runs every part that needs no GPU and is not to be skipped; returns those that failed."""
+    failed = []
+    for name, words in everything(given.out).items():
+        if name not in given.skip and not _ran(name, words):
+            failed.append(name)
+    return failed
 
 
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     about = "`all`: every figure that needs no GPU; `collect` shows what a GPU gave; `pages` writes figures into README and docs."
     parser = argparse.ArgumentParser(prog="bench.py", description=about)
     parser.add_argument("command", choices=[*COMMANDS, "all", "collect", "pages"])
-    parser.add_argument(
-        "parts",
-        nargs="*",
-        help="; ".join(f"{name}: {', '.join(COMMANDS[name])}" for name in COMMANDS),
-    )
+    parts_of_commands = [f"{name}: {', '.join(parts)}" for name, parts in COMMANDS.items()]
+    parser.add_argument("parts", nargs="*", help="; ".join(parts_of_commands))
     parser.add_argument(
         "--out",
         type=Path,
@@ -135,61 +139,73 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--skip", nargs="*", default=[], help='with `all`: such as "plan growth" "faults"'
     )
     given = parser.parse_args(arguments)
-    given.device = "cpu" if given.dry else given.device
-    known = COMMANDS.get(given.command, {})
-    if unknown := sorted(set(given.parts) - set(known)) or sorted(
-        set(given.skip) - set(everything(given.out))
-    ):
-        parser.error(
-            f"{given.command} has no part {unknown[0]!r}; it has {', '.join(known or everything(given.out))}"
-        )
+    if given.dry:
+        given.device = "cpu"
+    _check_names(parser, given)
     if given.dry and given.out == RESULTS:
         parser.error("--dry needs an --out of its own: its figures mean nothing")
-    if (given.command == "gpu") != (given.device == "cuda" or given.dry):
+    is_of_gpu = given.device == "cuda" or given.dry
+    if (given.command == "gpu") != is_of_gpu:
         parser.error(
             "gpu, and nothing else, needs --device cuda, or --dry and an --out to try it on the CPU"
         )
     return given
 
 
+def _check_names(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    """Each part must be one of the command's, each name to skip one of `all`."""
+    every_part = everything(given.out)
+    parts = COMMANDS.get(given.command, {})
+    unknown = sorted(set(given.parts) - set(parts))
+    if not unknown:
+        unknown = sorted(set(given.skip) - set(every_part))
+    if unknown:
+        names = ", ".join(parts or every_part)
+        parser.error(f"{given.command} has no part {unknown[0]!r}; it has {names}")
+
+
 def _run(given: argparse.Namespace, part: str) -> bool:
     """Whether it came to its end; what it had found is saved either way."""
     module, function, name = COMMANDS[given.command][part]
-    machine, whole = Machine(given.device, given.dry, given.minutes), True
+    machine = Machine(given.device, given.dry, given.minutes)
+    ended = True
     try:
-        found = getattr(import_module(f"benchmarks.{module}"), function)(machine)
-        for figures in found if isinstance(found, Iterator) else [found]:
+        measure = getattr(import_module(f"benchmarks.{module}"), function)
+        results = measure(machine)
+        if not isinstance(results, Iterator):
+            results = [results]
+        for figures in results:
             save(given.out, name, figures, dry=given.dry)
     except Exception:  # the other parts still run
         traceback.print_exc()
-        whole = False
+        ended = False
     machine.free()  # outside the except block: its traceback kept models alive
     print(f"   {name}.json, {machine.minutes * 60 - machine.left_s():.0f} s", flush=True)
-    return whole
+    return ended
 
 
 def everything(out: Path) -> dict[str, list[str]]:
     """What needs no GPU: name -> what follows ``python -m``."""
-    parts = [
-        (command, part) for command in COMMANDS if command != "gpu" for part in COMMANDS[command]
-    ]
-    found = {
-        f"{command} {part}": ["benchmarks", command, part, "--out", str(out.resolve())]
-        for command, part in parts
-    }
-    found["demo"] = ["scripts.doc_pictures", "demo"]
-    return {**found, "faults": ["benchmarks.faults", "--save"]}
+    words = {}
+    for command, parts in COMMANDS.items():
+        if command == "gpu":
+            continue
+        for part in parts:
+            words[f"{command} {part}"] = ["benchmarks", command, part, "--out", str(out.resolve())]
+    words["demo"] = ["scripts.doc_pictures", "demo"]
+    words["faults"] = ["benchmarks.faults", "--save"]
+    return words
 
 
 def _ran(name: str, words: list[str]) -> bool:
     """In a process of its own: one that fails, or changes its process, costs the others nothing."""
     began = time.monotonic()
-    failed = subprocess.run([sys.executable, "-m", *words], cwd=RESULTS.parents[1]).returncode
-    print(
-        f"{name}: {'FAILED' if failed else 'done'}, {(time.monotonic() - began) / 60:.1f} minutes",
-        flush=True,
-    )
-    return not failed
+    done = subprocess.run([sys.executable, "-m", *words], cwd=RESULTS.parents[1])
+    minutes = (time.monotonic() - began) / 60
+    has_failed = done.returncode != 0
+    outcome = "FAILED" if has_failed else "done"
+    print(f"{name}: {outcome}, {minutes:.1f} minutes", flush=True)
+    return not has_failed
 
 
 def collected(folder: Path) -> str:
@@ -212,16 +228,22 @@ def collected(folder: Path) -> str:
 
 def methods_of(figures: dict[str, Any]) -> list[str]:
     """One line a case and method: its numbers."""
-    lines = [json.dumps(figures)]
-    for case, found in ({"": figures} if "methods" in figures else figures).items():
-        for name, one in found.get("methods", {}).items() if isinstance(found, dict) else ():
-            numbers = (
-                f"{key} {value:.4g}"
-                for key, value in one.items()
-                if isinstance(value, (int, float))
-            )
-            lines.append(f"{case} {name}: {', '.join(numbers)}")
-    return lines[1:] or lines
+    cases = {"": figures} if "methods" in figures else figures
+    lines = []
+    for case, found in cases.items():
+        if not isinstance(found, dict):
+            continue
+        for name, one in found.get("methods", {}).items():
+            lines.append(f"{case} {name}: {', '.join(_numbers(one))}")
+    return lines or [json.dumps(figures)]
+
+
+def _numbers(one: dict[str, Any]) -> list[str]:
+    numbers = []
+    for key, value in one.items():
+        if isinstance(value, (int, float)):
+            numbers.append(f"{key} {value:.4g}")
+    return numbers
 
 
 if __name__ == "__main__":
