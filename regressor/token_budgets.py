@@ -28,8 +28,11 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "token_budgets.json"
 PICTURE = ROOT / "docs" / "images" / "token_budgets.png"
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
-USUAL, LIMIT, HEADROOM = 512, 80 * 10**9, 0.9
-FULL, REST = "#3b6ea5", "#d9d9d9"
+USUAL = 512
+LIMIT = 80 * 10**9
+HEADROOM = 0.9
+FULL = "#3b6ea5"
+REST = "#d9d9d9"
 
 QWEN = hf.Qwen2Config(
     hidden_size=896,
@@ -128,28 +131,8 @@ def draw(found: dict[str, Any], path: Path = PICTURE) -> None:
     figure = Figure(figsize=(10.5, 4.3), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=(1.15, 1))
     for place, (_, row) in enumerate(rows):
-        peak, used = 100 * row["peak_share_of_hardest"], 100 * row["share_used_by_safe"]
-        over = peak > 100
-        look = (
-            {"color": "white", "hatch": "////", "edgecolor": "black"}
-            if over
-            else {"color": FULL, "edgecolor": FULL}
-        )
-        left.barh(place, peak, height=0.62, **look)
-        words = f"{peak:.0f} %" + (": out of memory" if over else ": fits")
-        left.text(max(peak, 100) + 8, place, words, va="center", fontsize=9)
-        right.barh(place, 100, height=0.62, color=REST, edgecolor="#888888")
-        right.barh(place, used, height=0.62, color=FULL, edgecolor=FULL)
-        inside = used > 30
-        right.text(
-            used - 2 if inside else used + 2,
-            place,
-            f"{used:.0f} %" if used >= 1 else f"{used:.1f} %",
-            va="center",
-            ha="right" if inside else "left",
-            color="white" if inside else "black",
-            fontsize=9,
-        )
+        _draw_peak(left, place, 100 * row["peak_share_of_hardest"])
+        _draw_used(right, place, 100 * row["share_used_by_safe"])
     left.axvline(100, color="black", linestyle="--", linewidth=1)
     left.set_yticks(range(len(rows)), [name for name, _ in rows])
     left.set(
@@ -162,6 +145,27 @@ def draw(found: dict[str, Any], path: Path = PICTURE) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
+
+
+def _draw_peak(axes: Any, place: int, percent: float) -> None:
+    if percent > 100:
+        outcome = "out of memory"
+        axes.barh(place, percent, height=0.62, color="white", hatch="////", edgecolor="black")
+    else:
+        outcome = "fits"
+        axes.barh(place, percent, height=0.62, color=FULL, edgecolor=FULL)
+    words = f"{percent:.0f} %: {outcome}"
+    axes.text(max(percent, 100) + 8, place, words, va="center", fontsize=9)
+
+
+def _draw_used(axes: Any, place: int, percent: float) -> None:
+    axes.barh(place, 100, height=0.62, color=REST, edgecolor="#888888")
+    axes.barh(place, percent, height=0.62, color=FULL, edgecolor=FULL)
+    words = f"{percent:.0f} %" if percent >= 1 else f"{percent:.1f} %"
+    if percent > 30:
+        axes.text(percent - 2, place, words, va="center", ha="right", color="white", fontsize=9)
+    else:
+        axes.text(percent + 2, place, words, va="center", ha="left", color="black", fontsize=9)
 
 
 def main() -> None:
