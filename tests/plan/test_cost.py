@@ -44,7 +44,8 @@ VALUES = st.lists(st.integers(0, 300), min_size=1, max_size=60)
 
 
 def plan_of(lengths: Any, budget: Any, **options: Any) -> BatchPlan:
-    return LengthAwareBatchSampler(lengths, budget, rank=0, world_size=1, **options).plan
+    sampler = LengthAwareBatchSampler(lengths, budget, rank=0, world_size=1, **options)
+    return sampler.plan
 
 
 TWO_BATCHES = Batches(np.array([0, 1, 2]), np.array([0, 2, 3]))
@@ -56,24 +57,36 @@ CAPPED = TokenBudget(99) & AdditiveCap("patches", 99)
 def test_the_work_of_a_batch_is_that_of_its_longest_sample_times_their_number() -> None:
     work = Work(per_step=10, crossover=100)
     lengths = streams([10, 3, 20])
-    padded = TokenBudget(1000, pad_to_multiple_of=8)
-    expected = [2 * (16 + 2.56), 24 + 5.76]
-    assert work.of_batches(TWO_BATCHES, lengths, padded).tolist() == expected
-    packed = TokenBudget(1000, layout="packed")
-    assert work.of_batches(TWO_BATCHES, lengths, packed) == pytest.approx([11 + 3.09, 24])
+    budget = TokenBudget(1000, pad_to_multiple_of=8)
+    first, second = work.of_batches(TWO_BATCHES, lengths, budget)
+    assert first == 2 * (16 + 2.56)
+    assert second == 24 + 5.76
+
+
+def test_the_work_of_a_packed_batch_is_that_of_its_samples() -> None:
+    work = Work(per_step=10, crossover=100)
+    lengths = streams([10, 3, 20])
+    budget = TokenBudget(1000, layout="packed")
+    first, second = work.of_batches(TWO_BATCHES, lengths, budget)
+    assert first == pytest.approx(11 + 3.09)
+    assert second == pytest.approx(24)
 
 
 def test_a_step_takes_a_fixed_time_and_that_of_its_dearest_batch() -> None:
-    assert Work(per_step=10).of_rows(np.array([[5.0, 7.0], [1.0, 0.0]])) == 2 * 10 + 7 + 1
+    work = Work(per_step=10)
+    rows = np.array([[5.0, 7.0], [1.0, 0.0]])
+    assert work.of_rows(rows) == 2 * 10 + 7 + 1
 
 
 def test_without_attention_a_token_costs_one() -> None:
-    assert Work(per_step=0, crossover=math.inf).of_lengths([7]).tolist() == [7]
+    work = Work(per_step=0, crossover=math.inf)
+    assert work.of_lengths([7]).tolist() == [7]
 
 
 def test_a_stream_with_a_price_costs_time() -> None:
-    by_stream = PRICED.by_stream(TWO_BATCHES, IMAGES, CAPPED)
-    assert by_stream.tolist() == [[2 * 30, 0.5 * (8 + 1.6)], [20, 0.5 * (40 + 40)]]
+    first, second = PRICED.by_stream(TWO_BATCHES, IMAGES, CAPPED)
+    assert first.tolist() == [2 * 30, 0.5 * (8 + 1.6)]
+    assert second.tolist() == [20, 0.5 * (40 + 40)]
     work = PRICED.of_batches(TWO_BATCHES, IMAGES, CAPPED)
     assert work.tolist() == pytest.approx([64.8, 60])
 
@@ -87,9 +100,14 @@ def test_ranks_meet_after_each_step_or_after_each_stream() -> None:
 
 def test_a_stream_without_a_price_costs_no_time() -> None:
     unpriced = Work(crossover=math.inf)
-    assert unpriced.of_batches(TWO_BATCHES, IMAGES, CAPPED).tolist() == [60, 20]
+    work = unpriced.of_batches(TWO_BATCHES, IMAGES, CAPPED)
+    assert work.tolist() == [60, 20]
+
+
+def test_a_price_of_a_stream_that_is_not_there_costs_no_time() -> None:
     tokens = {"tokens": IMAGES["tokens"]}
-    assert PRICED.of_batches(TWO_BATCHES, tokens, TokenBudget(99)).tolist() == [60, 20]
+    work = PRICED.of_batches(TWO_BATCHES, tokens, TokenBudget(99))
+    assert work.tolist() == [60, 20]
 
 
 def test_a_price_of_a_stream_of_another_name_is_refused() -> None:
@@ -115,7 +133,9 @@ def test_the_crossover_is_what_a_traced_model_multiplies(config: Any) -> None:
     of_later_token = operations_of(config, 512) / 512
     quadratic = (of_later_token - of_token) / (512 - 128)
     linear = of_token - 128 * quadratic
-    assert Work.of(config).crossover == pytest.approx(linear / quadratic, rel=0.05)
+    expected = linear / quadratic
+    work = Work.of(config)
+    assert work.crossover == pytest.approx(expected, rel=0.05)
 
 
 SMALL: Any = {
@@ -128,43 +148,43 @@ GROUPED: Any = {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 
 SPEECH = [transformers.Wav2Vec2Config, transformers.HubertConfig, transformers.WavLMConfig]
 SPEECH += [transformers.SEWConfig, transformers.UniSpeechConfig, transformers.Data2VecAudioConfig]
 FEW_CONVOLUTIONS: Any = {"conv_dim": (32, 32), "conv_stride": (5, 4), "conv_kernel": (10, 4)}
-HYBRID = {
-    "attention in no layer": transformers.Mamba2Config(
-        vocab_size=64,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_heads=8,
-        head_dim=16,
-        state_size=16,
-        n_groups=1,
-        chunk_size=64,
-    ),
-    "in one of four": transformers.Qwen3NextConfig(
-        **SMALL,
-        vocab_size=64,
-        num_key_value_heads=2,
-        head_dim=16,
-        linear_num_value_heads=4,
-        linear_num_key_heads=4,
-        linear_key_head_dim=16,
-        linear_value_head_dim=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        shared_expert_intermediate_size=32,
-    ),
-    "in one of eight": transformers.BambaConfig(
-        **(SMALL | {"num_hidden_layers": 8}),
-        vocab_size=64,
-        attn_layer_indices=[4],
-        num_key_value_heads=4,
-        mamba_n_heads=8,
-        mamba_d_head=16,
-        mamba_d_state=16,
-        mamba_n_groups=1,
-        mamba_chunk_size=64,
-    ),
-}
+MAMBA = transformers.Mamba2Config(
+    vocab_size=64,
+    hidden_size=64,
+    num_hidden_layers=2,
+    num_heads=8,
+    head_dim=16,
+    state_size=16,
+    n_groups=1,
+    chunk_size=64,
+)
+QWEN = transformers.Qwen3NextConfig(
+    **SMALL,
+    vocab_size=64,
+    num_key_value_heads=2,
+    head_dim=16,
+    linear_num_value_heads=4,
+    linear_num_key_heads=4,
+    linear_key_head_dim=16,
+    linear_value_head_dim=16,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
+    shared_expert_intermediate_size=32,
+)
+EIGHT_LAYERS: Any = {**SMALL, "num_hidden_layers": 8}
+BAMBA = transformers.BambaConfig(
+    **EIGHT_LAYERS,
+    vocab_size=64,
+    attn_layer_indices=[4],
+    num_key_value_heads=4,
+    mamba_n_heads=8,
+    mamba_d_head=16,
+    mamba_d_state=16,
+    mamba_n_groups=1,
+    mamba_chunk_size=64,
+)
+HYBRID = {"attention in no layer": MAMBA, "in one of four": QWEN, "in one of eight": BAMBA}
 
 
 def grown(model: Any, field: str, shapes: list[tuple[int, ...]], kind: Any, device: str) -> float:
@@ -172,14 +192,16 @@ def grown(model: Any, field: str, shapes: list[tuple[int, ...]], kind: Any, devi
     counts = []
     for shape in shapes:
         with FlopCounterMode(display=False) as counter, torch.no_grad(), torch.device(device):
-            model(**{field: torch.ones(shape, dtype=kind)})
+            inputs = {field: torch.ones(shape, dtype=kind)}
+            model(**inputs)
         counts.append(counter.get_total_flops())
     return counts[1] / counts[0]
 
 
 def assert_grows(work: Work, lengths: list[int], growth: float) -> None:
     short, long = work.of_lengths(lengths)
-    assert growth / 1.5 < long / short < 1.5 * growth
+    predicted = long / short
+    assert growth / 1.5 < predicted < 1.5 * growth
 
 
 @pytest.mark.parametrize("convolutions", [{}, FEW_CONVOLUTIONS], ids=["seven", "two"])
@@ -188,7 +210,8 @@ def test_only_what_convolutions_leave_of_a_waveform_attends(kind: Any, convoluti
     grouped = {} if kind is transformers.Data2VecAudioConfig else GROUPED
     config = kind(**SMALL, **grouped, **convolutions)
     with torch.device("meta"):
-        model = AutoModel.from_config(config, attn_implementation="eager").eval()
+        model = AutoModel.from_config(config, attn_implementation="eager")
+    model.eval()
     shapes: Any = [(1, 16_000), (1, 160_000)]
     growth = grown(model, "input_values", shapes, torch.float32, "meta")
     assert_grows(Work.of(config), [16_000, 160_000], growth)
@@ -206,7 +229,8 @@ def test_frames_of_speech_to_text_are_joined_by_its_convolutions() -> None:
         max_source_positions=20_000,
     )
     with torch.device("meta"):
-        encoder = transformers.Speech2TextModel(config).eval().get_encoder()
+        model = transformers.Speech2TextModel(config)
+    encoder = model.eval().get_encoder()
     shapes: Any = [(1, 1000, 80), (1, 10_000, 80)]
     growth = grown(encoder, "input_features", shapes, torch.float32, "meta")
     work = Work.of(config)
@@ -217,7 +241,8 @@ def test_frames_of_speech_to_text_are_joined_by_its_convolutions() -> None:
 @pytest.mark.parametrize("name", HYBRID)
 def test_attention_counts_in_the_layers_that_have_it(name: str) -> None:
     config = HYBRID[name]
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model.eval()
     growth = grown(model, "input_ids", [(1, 256), (1, 2048)], torch.int64, "cpu")
     assert_grows(Work.of(config), [256, 2048], growth)
 
@@ -237,9 +262,20 @@ def test_attention_within_a_window_grows_with_the_length_and_not_with_its_square
 def test_without_a_known_model_attention_takes_at_most_half_of_the_time_at_the_median() -> None:
     with pytest.warns(UserWarning, match="half of the samples are longer than 160,000"):
         plan = plan_of([160_000] * 9, 640_000)
-    assert plan.work.of_lengths([160_000])[0] == 320_000
-    assert plan_of([160_000] * 9, 640_000, work=Work()).work == Work()
-    assert plan_of([100] * 9, 640_000).work.crossover == Work().crossover
+    [work_of_sample] = plan.work.of_lengths([160_000])
+    assert work_of_sample == 320_000
+
+
+def test_work_that_is_given_is_left_as_it_is() -> None:
+    work = Work()
+    plan = plan_of([160_000] * 9, 640_000, work=work)
+    assert plan.work == work
+
+
+def test_short_samples_have_the_usual_crossover() -> None:
+    usual = Work()
+    plan = plan_of([100] * 9, 640_000)
+    assert plan.work.crossover == usual.crossover
 
 
 FORWARD = MemoryBudget.from_model(LLAMA, "1GB", mode="forward")
@@ -257,8 +293,9 @@ def capped(budget: Any) -> Any:
 @pytest.mark.parametrize("wrap", [as_it_is, capped, LearningBudget])
 def test_a_step_of_generation_costs_a_forward_pass_for_each_new_token(wrap: Any) -> None:
     lengths = np.random.default_rng(0).integers(5, 60, 300)
-    forward = plan_of(lengths, wrap(FORWARD), work=Work(per_step=100))
-    generate = plan_of(lengths, wrap(GENERATE), work=Work(per_step=100))
+    work = Work(per_step=100)
+    forward = plan_of(lengths, wrap(FORWARD), work=work)
+    generate = plan_of(lengths, wrap(GENERATE), work=work)
     assert forward.work.per_step == 100
     assert generate.work.per_step == 3200
     assert generate.num_steps < forward.num_steps
@@ -333,7 +370,8 @@ def test_what_was_learned_rules_rungs_out() -> None:
     ladder = ShapeLadder([10] * 90 + [100] * 9, budget, 4, window=20, work=Work())
     lengths = np.array([10, 100])
     short_before, long_before = ladder.largest(lengths).tolist()
-    budget.record_failed_cost(long_before * 100.0)
+    failed = long_before * 100.0
+    budget.record_failed_cost(failed)
     budget.apply()
     short_after, long_after = ladder.largest(lengths).tolist()
     assert long_after < long_before
@@ -346,10 +384,12 @@ def test_few_shapes_cost_little_more_than_free_ones(sigma: float, most: float) -
     """Of updates of 64: against any shape, and against uniform lengths at their largest sizes."""
     drawn = np.random.default_rng(0).lognormal(6, sigma, 6400)
     lengths = drawn.astype(np.int32).clip(1, 8000)
-    budget = TokenBudget(4 * int(lengths.max()))
-    ladder = ShapeLadder(lengths, budget, 16, window=64, work=Work())
-    free = plan_of(lengths, budget, samples_per_update=64, work=Work())
-    few = plan_of(lengths, ladder, samples_per_update=64, work=Work())
+    longest = int(lengths.max())
+    budget = TokenBudget(4 * longest)
+    work = Work()
+    ladder = ShapeLadder(lengths, budget, 16, window=64, work=work)
+    free = plan_of(lengths, budget, samples_per_update=64, work=work)
+    few = plan_of(lengths, ladder, samples_per_update=64, work=work)
     assert few.predicted_time <= most * free.predicted_time
 
 
@@ -362,9 +402,12 @@ def test_the_default_is_that_of_the_device_that_torch_has(
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: device == "cuda")
     data: list[dict] = [{"input_ids": [1, 2]}]
-    assert plan_of([2], 8).work.per_step == price
-    assert PlannedDataLoader(data, [2], 8, work=None).plan.work.per_step == price
-    assert OnlineDataLoader(data, 8).config.work.per_step == price
+    plan = plan_of([2], 8)
+    assert plan.work.per_step == price
+    planned = PlannedDataLoader(data, [2], 8, work=None)
+    assert planned.plan.work.per_step == price
+    online = OnlineDataLoader(data, 8)
+    assert online.config.work.per_step == price
 
 
 def time_of(work: Work, num_samples: int, lengths: dict[str, int]) -> float:
@@ -387,7 +430,9 @@ def test_measured_steps_with_several_lengths_are_fitted(
     work = Work(per_step=per_step, crossover=crossover, streams={"patches": patches})
     steps = []
     for _ in range(30):
-        lengths = {"tokens": int(rng.integers(1, 8000)), "patches": int(rng.integers(0, 4000))}
+        num_tokens = int(rng.integers(1, 8000))
+        num_patches = int(rng.integers(0, 4000))
+        lengths = {"tokens": num_tokens, "patches": num_patches}
         num_samples = int(rng.integers(1, 32))
         seconds = 1e-6 * time_of(work, num_samples, lengths)
         steps.append((num_samples, lengths, seconds))
