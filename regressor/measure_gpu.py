@@ -21,8 +21,9 @@ import json
 import subprocess
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ import torch
 from benchmarks.record import environment
 from dynagroup.device import CudaDevice, Device
 from dynagroup.memory import Measurement, Workload, measure, simulate
+from dynagroup.memory.phases import Mode
 from dynagroup.memory.trace.model import as_random_model
 from dynagroup.plan.plan import format_table
 from regressor.families import FAMILIES, Sizes
@@ -39,17 +41,8 @@ from regressor.families import FAMILIES, Sizes
 __all__ = ["Plan", "main", "rows_of", "save"]
 
 OUTPUT = Path(__file__).parent / "data" / "measured.parquet"
-MODELS = (
-    "gpt2",
-    "bert",
-    "t5",
-    "bart",
-    "qwen2",
-    "gemma3",
-    "qwen3",
-    "gpt_neox",
-    "llama",
-)  # 0.1B to 8B parameters
+# 0.1B to 8B parameters.
+MODELS = ("gpt2", "bert", "t5", "bart", "qwen2", "gemma3", "qwen3", "gpt_neox", "llama")
 MINUTES_A_MODEL = 4.0  # no model is begun with less left
 TARGET = 0.05
 Shapes = Sequence[tuple[int, int]]
@@ -96,62 +89,61 @@ class DryDevice:
 
 def workloads(config: Any, kind: str, plan: Plan) -> Iterator[tuple[Workload, Shapes]]:
     """What is done with a model, each with its shapes."""
-    known: dict[str, Any] = {
-        "dtype": "bfloat16",
-        "attention": "sdpa",
-        "trace": False,
-    }  # every shape is simulated
-    yield Workload.from_model(config, "train", **known), plan.train
+    yield _workload(config, "train", 0), plan.train
     if kind == "encoder":
-        yield Workload.from_model(config, "forward", **known), plan.other
+        yield _workload(config, "forward", 0), plan.other
     else:
-        yield (
-            Workload.from_model(config, "generate", max_new_tokens=plan.max_new_tokens, **known),
-            plan.other,
-        )
+        yield _workload(config, "generate", plan.max_new_tokens), plan.other
+
+
+def _workload(config: Any, mode: Mode, max_new_tokens: int) -> Workload:
+    return Workload.from_model(
+        config,
+        mode,
+        max_new_tokens=max_new_tokens,
+        dtype="bfloat16",
+        attention="sdpa",
+        trace=False,  # every shape is simulated
+    )
 
 
 def rows_of(name: str, plan: Plan, device: Device) -> list[Row]:
     """Every shape of one model, measured and simulated."""
     family = FAMILIES[name]
     sizes = plan.sizes or family.known
-    if plan.sizes is not None and not family.grouped:
-        sizes = Sizes(
-            sizes.hidden, sizes.layers, sizes.heads, sizes.heads, sizes.ffn, sizes.vocabulary
-        )
+    if not family.grouped:
+        sizes = replace(sizes, kv_heads=sizes.heads)
     config = family.build(sizes)
     rows: list[Row] = []
     for workload, shapes in workloads(config, family.kind, plan):
         model = as_random_model(config, workload, device.device)
         model.config.use_cache = workload.mode == "generate"  # as a Trainer does
-        found = measure(model, workload, shapes, device=device)
+        measured = measure(model, workload, shapes, device=device)
         del model  # the next one takes its place on the device
-        expected = simulate(config, workload, shapes)
-        rows += [
-            _row(name, found.workload, real, fake)
-            for real, fake in zip(found.rows, expected.rows, strict=True)
-        ]
+        simulated = simulate(config, workload, shapes)
+        for real, fake in zip(measured.rows, simulated.rows, strict=True):
+            rows.append(_row(name, measured.workload, real, fake))
     return rows
 
 
 def _row(name: str, workload: Workload, real: Measurement, fake: Measurement) -> Row:
     assert fake.peak_bytes is not None
-    return {
-        "model": name,
-        "mode": workload.mode,
-        "num_samples": real.num_samples,
-        **{f"longest_{stream}": length for stream, length in real.longest.items()},
-        "static_bytes": real.static_bytes,
-        "batch_bytes": real.batch_bytes,
-        "peak_bytes": real.peak_bytes,
-        "reserved_bytes": real.reserved_bytes,
-        "oom": real.oom,
-        "simulated_static_bytes": fake.static_bytes,
-        "simulated_batch_bytes": fake.batch_bytes,
-        "simulated_peak_bytes": fake.peak_bytes,
-        "error": None if real.peak_bytes is None else fake.peak_bytes / real.peak_bytes - 1,
-        "workload": workload.to_json(),
-    }
+    row: Row = {"model": name, "mode": workload.mode, "num_samples": real.num_samples}
+    for stream, length in real.longest.items():
+        row[f"longest_{stream}"] = length
+    row["static_bytes"] = real.static_bytes
+    row["batch_bytes"] = real.batch_bytes
+    row["peak_bytes"] = real.peak_bytes
+    row["reserved_bytes"] = real.reserved_bytes
+    row["oom"] = real.oom
+    row["simulated_static_bytes"] = fake.static_bytes
+    row["simulated_batch_bytes"] = fake.batch_bytes
+    row["simulated_peak_bytes"] = fake.peak_bytes
+    row["error"] = None
+    if real.peak_bytes is not None:
+        row["error"] = fake.peak_bytes / real.peak_bytes - 1
+    row["workload"] = workload.to_json()
+    return row
 
 
 def save(path: Path, rows: Sequence[Row], about: Mapping[str, Any]) -> Path:
@@ -162,58 +154,58 @@ def save(path: Path, rows: Sequence[Row], about: Mapping[str, Any]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     if find_spec("pyarrow") is None:
         path = path.with_suffix(".jsonl")
-        path.write_text(
-            "".join(json.dumps(line) + "\n" for line in ({"about": about}, *rows)), encoding="utf-8"
-        )
+        lines = [json.dumps({"about": about})]
+        lines.extend(json.dumps(row) for row in rows)
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
         return path
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     table = pa.Table.from_pylist(list(rows))
-    pq.write_table(
-        table.replace_schema_metadata({"dynagroup.about": json.dumps(about)}),
-        path,
-        compression="zstd",
-    )
+    table = table.replace_schema_metadata({"dynagroup.about": json.dumps(about)})
+    pq.write_table(table, path, compression="zstd")
     return path
 
 
 def report(rows: Sequence[Row]) -> str:
     """Simulated against measured, a line a shape, and what is further off than the target."""
-    lines = [
-        [
-            f"{row['model']} {row['mode']} {row['num_samples']} x {row['longest_tokens']}",
-            f"{row['simulated_peak_bytes'] / 2**30:.3f}",
-            "out of memory" if row["oom"] else f"{row['peak_bytes'] / 2**30:.3f}",
-            "" if row["oom"] else f"{row['error']:+.1%}",
-            "" if row["oom"] else f"{row['reserved_bytes'] / 2**30:.3f}",
-        ]
-        for row in rows
-    ]
+    lines = []
+    num_measured = 0
+    num_far: Counter[str] = Counter()
+    for row in rows:
+        run = f"{row['model']} {row['mode']}"
+        shape = f"{run} {row['num_samples']} x {row['longest_tokens']}"
+        simulated = _gib(row["simulated_peak_bytes"])
+        if row["oom"]:
+            lines.append([shape, simulated, "out of memory", "", ""])
+            continue
+        num_measured += 1
+        error = row["error"]
+        num_far[run] += abs(error) > TARGET
+        measured = _gib(row["peak_bytes"])
+        lines.append([shape, simulated, measured, f"{error:+.1%}", _gib(row["reserved_bytes"])])
     table = format_table(["", "simulated GiB", "measured GiB", "error", "reserved GiB"], lines)
-    far = [
-        f"{row['model']} {row['mode']}"
-        for row in rows
-        if not row["oom"] and abs(row["error"]) > TARGET
-    ]
-    counts = ", ".join(f"{name} ({far.count(name)})" for name in dict.fromkeys(far)) or "none"
-    measured = sum(not row["oom"] for row in rows)
-    return f"{table}\n{measured} of {len(rows)} shapes measured; further off than {TARGET:.0%}: {counts}"
+    far = ", ".join(f"{run} ({count})" for run, count in num_far.items() if count) or "none"
+    return (
+        f"{table}\n{num_measured} of {len(rows)} shapes measured; "
+        f"further off than {TARGET:.0%}: {far}"
+    )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.3f}"
 
 
 def about_device(device: Device) -> dict[str, Any]:
     """Hardware, driver, versions and date."""
-    found: dict[str, Any] = {**environment("transformers"), "source": "dry"}
-    if not isinstance(device, CudaDevice):
-        return found
-    memory = torch.cuda.get_device_properties(device.device).total_memory
-    return {
-        **found,
-        **device.about(),
-        "source": "measured",
-        "gpu_bytes": memory,
-        "driver": _driver(),
-    }
+    about = environment("transformers")
+    about["source"] = "dry"
+    if isinstance(device, CudaDevice):
+        about.update(device.about())
+        about["source"] = "measured"
+        about["gpu_bytes"] = torch.cuda.get_device_properties(device.device).total_memory
+        about["driver"] = _driver()
+    return about
 
 
 def _driver() -> str:
@@ -222,7 +214,9 @@ def _driver() -> str:
         shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     except (OSError, subprocess.SubprocessError) as error:
         return f"unknown ({type(error).__name__})"
-    return shown.stdout.splitlines()[0].strip() if shown.stdout else "unknown"
+    if not shown.stdout:
+        return "unknown"
+    return shown.stdout.splitlines()[0].strip()
 
 
 def measure_all(
@@ -234,22 +228,24 @@ def measure_all(
     clock: Callable[[], float],
 ) -> tuple[list[Row], dict[str, Any]]:
     """Model after model while there is time; the file is complete after each."""
-    about, rows, end = about_device(device), [], clock() + 60 * minutes
-    about |= {"failed": {}, "left_out": []}
+    end = clock() + 60 * minutes
+    failed: dict[str, str] = {}
+    left_out: list[str] = []
+    about = about_device(device)
+    about["failed"] = failed
+    about["left_out"] = left_out
+    rows: list[Row] = []
     for name in models:
         if clock() > end - 60 * MINUTES_A_MODEL:
-            about["left_out"].append(name)
+            left_out.append(name)
             continue
+        outcome = "done"
         try:
             rows += rows_of(name, plan, device)
-        except (
-            Exception
-        ) as error:  # one model's failure is written down, and costs no other model its place
-            about["failed"][name] = f"{type(error).__name__}: {error}"
-        print(
-            f"{name}: {'failed' if name in about['failed'] else 'done'}, {(end - clock()) / 60:.1f} minutes left",
-            flush=True,
-        )
+        except Exception as error:  # written down; it costs no other model its place
+            failed[name] = f"{type(error).__name__}: {error}"
+            outcome = "failed"
+        print(f"{name}: {outcome}, {(end - clock()) / 60:.1f} minutes left", flush=True)
         device.reset()
         if rows:
             save(path, rows, about)
@@ -258,37 +254,42 @@ def measure_all(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run it; 1 if nothing was measured or a model failed."""
-    parser = argparse.ArgumentParser(
-        prog="regressor.measure_gpu", description=(__doc__ or "").split("\n\n")[0]
-    )
-    parser.add_argument(
-        "--models",
-        default=",".join(MODELS),
-        help="names of regressor/families.py (default: %(default)s)",
-    )
-    parser.add_argument("--minutes", type=float, default=25.0, help="(default: %(default)s)")
-    parser.add_argument("--output", type=Path, default=OUTPUT)
-    parser.add_argument(
-        "--dry", action="store_true", help="tiny models on the CPU, made-up counters"
-    )
-    args = parser.parse_args(arguments)
-    models = args.models.split(",")
-    unknown = sorted(set(models) - set(FAMILIES))
-    if unknown:
-        parser.error(f"--models names {unknown[0]!r}; there are {', '.join(sorted(FAMILIES))}")
-    if args.dry and args.output == OUTPUT:
-        parser.error("--dry needs an --output of its own: its figures are made up")
-    device = DryDevice() if args.dry else CudaDevice()
+    args = _parsed(arguments)
+    device: Device
+    if args.dry:
+        plan = DRY
+        device = DryDevice()
+    else:
+        plan = Plan()
+        device = CudaDevice()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*pad_token_id.*")
         rows, about = measure_all(
-            models, DRY if args.dry else Plan(), device, args.output, args.minutes, time.monotonic
+            args.models.split(","), plan, device, args.output, args.minutes, time.monotonic
         )
     if rows:
         print(report(rows))
         print(f"written: {save(args.output, rows, about).name}")
     print(json.dumps(about, indent=1))
     return 0 if rows and not about["failed"] else 1
+
+
+def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    description = (__doc__ or "").split("\n\n")[0]
+    parser = argparse.ArgumentParser(prog="regressor.measure_gpu", description=description)
+    models_help = "names of regressor/families.py (default: %(default)s)"
+    parser.add_argument("--models", default=",".join(MODELS), help=models_help)
+    parser.add_argument("--minutes", type=float, default=25.0, help="(default: %(default)s)")
+    parser.add_argument("--output", type=Path, default=OUTPUT)
+    dry_help = "tiny models on the CPU, made-up counters"
+    parser.add_argument("--dry", action="store_true", help=dry_help)
+    args = parser.parse_args(arguments)
+    unknown = sorted(set(args.models.split(",")) - set(FAMILIES))
+    if unknown:
+        parser.error(f"--models names {unknown[0]!r}; there are {', '.join(sorted(FAMILIES))}")
+    if args.dry and args.output == OUTPUT:
+        parser.error("--dry needs an --output of its own: its figures are made up")
+    return args
 
 
 if __name__ == "__main__":
