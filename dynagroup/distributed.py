@@ -30,8 +30,9 @@ _log = logging.getLogger(__name__)
 
 
 class World(Protocol):
-    """The ranks that run one job together. All ranks must call each method, with vectors of equal length. Maxima are
-    computed in int64; sums in float64, exact for integers up to 2**53. All ranks get identical results."""
+    """The ranks that run one job together. All ranks must call each method, the first two with vectors of equal length.
+    Maxima are computed in int64; sums in float64, exact for integers up to 2**53. All ranks get identical results.
+    ``exchange`` sends one int64 vector, of any length, to each rank, and returns those that each rank sent."""
 
     @property
     def rank(self) -> int: ...
@@ -39,6 +40,7 @@ class World(Protocol):
     def size(self) -> int: ...
     def all_max(self, values: Sequence[int], /) -> list[int]: ...
     def all_sum(self, values: Sequence[float], /) -> list[float]: ...
+    def exchange(self, vectors: Sequence[NDArray[np.int64]], /) -> list[NDArray[np.int64]]: ...
 
 
 def without_parts(differing: list[str]) -> list[str]:
@@ -70,6 +72,9 @@ class SingleProcess:
 
     def all_sum(self, values: Sequence[float], /) -> list[float]:
         return [float(value) for value in values]
+
+    def exchange(self, vectors: Sequence[NDArray[np.int64]], /) -> list[NDArray[np.int64]]:
+        return list(vectors)
 
 
 class DistributedWorld:
@@ -126,6 +131,29 @@ class DistributedWorld:
                 vector, op=getattr(torch.distributed.ReduceOp, op), group=self._group
             )
         return vector.tolist()
+
+    def exchange(self, vectors: Sequence[NDArray[np.int64]], /) -> list[NDArray[np.int64]]:
+        sizes = [len(vector) for vector in vectors]
+        ones = [1] * self.size
+        sizes_to_come = self._all_to_all(np.asarray(sizes, np.int64), ones, ones).tolist()
+        received = self._all_to_all(np.concatenate(vectors), sizes, sizes_to_come)
+        borders = np.cumsum(sizes_to_come)[:-1]
+        return np.split(received, borders)
+
+    def _all_to_all(
+        self, values: NDArray[np.int64], sizes: list[int], sizes_to_come: list[int]
+    ) -> NDArray[np.int64]:
+        import torch
+
+        with torch.inference_mode(False):
+            sent = torch.from_numpy(values)
+            received = torch.empty(sum(sizes_to_come), dtype=torch.int64)
+            _RECENT_VECTORS.append((sent, sent.view(-1), received, received.view(-1)))
+        with _despite_dead_workers(), explained(self._lost, kind=AlignmentError):
+            torch.distributed.all_to_all_single(
+                received, sent, sizes_to_come, sizes, group=self._group
+            )
+        return received.numpy()
 
 
 def on_all_ranks(world: World, act: Callable[[], R], what: str) -> R:

@@ -38,7 +38,19 @@ class ThreadWorld:
     def all_sum(self, values: Sequence[float], /) -> list[float]:
         return self._reduce(np.asarray(values, np.float64), np.add)
 
+    def exchange(self, vectors: Sequence[IntArray], /) -> list[IntArray]:
+        gathered = self._gather([np.array(vector) for vector in vectors])
+        return [of_rank[self.rank] for of_rank in gathered]
+
     def _reduce(self, values: np.ndarray, combine: np.ufunc) -> list[Any]:
+        gathered = self._gather(values)
+        sizes = [len(vector) for vector in gathered]
+        if len(set(sizes)) > 1:
+            raise AlignmentError(f"ranks must exchange vectors of equal length, but have {sizes}")
+        return combine.reduce(gathered).tolist()
+
+    def _gather(self, values: Any) -> list[Any]:
+        """Returns what each rank passes."""
         self.num_exchanges += 1
         self._vectors[self.rank] = values
         try:
@@ -51,10 +63,7 @@ class ThreadWorld:
         # if a rank fails after this exchange, the next exchange raises
         with suppress(threading.BrokenBarrierError):
             self._barrier.wait()
-        sizes = [len(vector) for vector in gathered]
-        if len(set(sizes)) > 1:
-            raise AlignmentError(f"ranks must exchange vectors of equal length, but have {sizes}")
-        return combine.reduce(gathered).tolist()
+        return gathered
 
 
 def run_ranks(

@@ -8,6 +8,7 @@ import threading
 import warnings
 import weakref
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -160,3 +161,16 @@ def test_what_does_not_fit_overflows_alike_everywhere_and_other_lengths_are_told
     run_ranks(2, largest)
     with pytest.raises(AlignmentError, match="vectors of equal length"):
         run_ranks(2, lambda world: world.all_sum([1.0] * (1 + world.rank)))
+
+
+def test_each_rank_gets_what_the_others_sent_to_it(gloo):
+    def exchanges(world):
+        vectors = [np.full(rank, world.rank) for rank in range(world.size)]
+        received = world.exchange(vectors)
+        assert [vector.tolist() for vector in received] == [
+            [sender] * world.rank for sender in range(world.size)
+        ]
+
+    exchanges(SingleProcess())
+    exchanges(DistributedWorld())
+    run_ranks(3, exchanges)

@@ -27,7 +27,8 @@ class Mixture:
     Args:
         sources: name -> dataset indices, int (N,).
         shares: name -> weight of at least 0; or a function from the epoch to such weights, or with
-            ``samples_per_update`` from the number of the update in the run (``epoch * updates of an epoch + place``).
+            ``samples_per_update`` from the number of the update in the run (``epoch * updates of an epoch + place``), in
+            updates of the mixture's own ``samples_per_update``.
         num_samples: int, samples per epoch; None: as many as all sources have.
         samples_per_update: int: so many consecutive samples, an update, hold each source's share, rounded up or down.
             The remainders are carried: after each update of an epoch, each source has given its share of all samples

@@ -145,7 +145,7 @@ class Planner(PlanInputs):
         tokens = self.tokens_of(slice(None, None, every))
         return number_of_strata(self.config.strata, tokens, size, pool)
 
-    def _windows(self, cursor: Cursor, drawn: Drawn) -> EpochWindows:
+    def windows(self, cursor: Cursor, drawn: Drawn = None) -> EpochWindows:
         """Returns the windows of the cursor's epoch."""
         size = cursor.window_size or self.window_size(1)
         shuffle = self.config.shuffle or self.has_updates
@@ -199,7 +199,7 @@ class Planner(PlanInputs):
 
     def is_done(self, cursor: Cursor, world_size: int = 1, order: Drawn = None) -> bool:
         """Whether nothing of the cursor's epoch remains."""
-        if cursor.windows_done >= len(self._windows(cursor, order).spans):
+        if cursor.windows_done >= len(self.windows(cursor, order).spans):
             return True
         if self.config.uneven == "repeat":
             return False
@@ -213,7 +213,7 @@ class Planner(PlanInputs):
         size = self.window_size(world_size)  # raises if an update has too few samples for the ranks
         if not cursor.window_size:
             cursor = replace(cursor, window_size=size)
-        epoch = self._windows(cursor, order)
+        epoch = self.windows(cursor, order)
         while cursor.windows_done < len(epoch.spans):
             planned = None
             start, stop = epoch.spans[cursor.windows_done]
@@ -222,13 +222,18 @@ class Planner(PlanInputs):
                 if block is not None:
                     planned = block.plan(0, block.num_leading, cursor)
             if planned is None:
-                indices = epoch.order[start:stop]
-                if cursor.carried:
-                    indices = np.append(np.asarray(cursor.carried, np.int64), indices)
-                is_last = epoch.last <= cursor.windows_done
-                planned = Window(self, indices, cursor, is_last).rest(world_size)
+                planned = self.plan_window(epoch, cursor, world_size)
             yield planned
             cursor = planned.end
+
+    def plan_window(self, epoch: EpochWindows, cursor: Cursor, world_size: int) -> BatchPlan:
+        """Plans the rest of the window in which the cursor is."""
+        start, stop = epoch.spans[cursor.windows_done]
+        indices = epoch.order[start:stop]
+        if cursor.carried:
+            indices = np.append(np.asarray(cursor.carried, np.int64), indices)
+        is_last = epoch.last <= cursor.windows_done
+        return Window(self, indices, cursor, is_last).rest(world_size)
 
     def plan(
         self, epoch: int = 0, world_size: int = 1, cursor: Cursor | None = None, order: Drawn = None
@@ -276,15 +281,19 @@ def cut_block(
 
 
 class UpdatePlans:
-    """Plans the updates of an order one by one; while they keep their size, it cuts more and more of them in advance."""
+    """Plans the updates of an order one by one; while they keep their size, it cuts more and more of them in advance,
+    at first ``num_updates``."""
 
-    def __init__(self, planner: Planner, order: Order, world_size: int) -> None:
+    def __init__(
+        self, planner: Planner, order: Order, world_size: int, num_updates: int = 1
+    ) -> None:
         self._planner = planner
         self._order = order
         self._world_size = world_size
         self._block: UpdateBlock | None = None
         self._block_start = self._block_stop = 0  # positions in the order
         self._size = 0
+        self._num_first = num_updates
         self._num_updates = 0  # updates in the block, or that would be in it
 
     def plan(self, start: int, stop: int, cursor: Cursor) -> BatchPlan:
@@ -299,7 +308,7 @@ class UpdatePlans:
         return plan_update(self._planner, self._order[start:stop], cursor, self._world_size)
 
     def _cut(self, start: int, size: int) -> None:
-        self._num_updates = 2 * self._num_updates if size == self._size else 1
+        self._num_updates = 2 * self._num_updates if size == self._size else self._num_first
         self._size = size
         most = min(self._num_updates * size, BLOCK)
         self._block = cut_block(self._planner, self._order, start, size, self._world_size, most)

@@ -38,7 +38,7 @@ from dynagroup.validation import (
 )
 
 State: TypeAlias = Mapping[str, Any]  # for JSON
-WORLD_ATTRIBUTES = ("rank", "size", "all_max", "all_sum")
+WORLD_ATTRIBUTES = ("rank", "size", "all_max", "all_sum", "exchange")
 
 
 class StepLoader(ABC, Generic[B]):

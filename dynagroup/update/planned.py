@@ -299,8 +299,11 @@ class PlannedDataLoader(StepLoader[B]):
             self._begin_epoch(plan, world)
         settings = {**self._identity(), "limit": plan.planner.limit}
         compare_ranks(world, plan, settings, self._place, self.dataset)
+        plan.begin_sharing(self._place)
+        plan.share(world, self._place)
         updates = plan.updates(self._place, world.rank)
         for loaded in self._feed.open(updates, self._epoch, world):
+            plan.share(world, loaded.update.after)
             self._compare_shapes(loaded)
             for number in range(len(loaded.batches)):
                 step = self._step(loaded, number, send)
@@ -393,13 +396,14 @@ class PlannedDataLoader(StepLoader[B]):
         state = agreed(states)
         epoch = state["cursor"]["epoch"]
         order_print = self._plan.order_print(epoch)
+        remedy = "give it a method set_epoch that seeds it by the epoch, the same in both runs"
         if self._plan.mixture is not None:
+            remedy = "give the Mixture the same sources, `shares`, `seed`, `num_samples` and `samples_per_update`"
             saved = self._plan.mixture.with_changes(state["shares"])
             order_print = zlib.crc32(saved.of_epoch(epoch).data)
         if state["order"] != order_print:
             raise StateError(
-                f"`sampler` must give the indices of the saved run in epoch {epoch}; give it "
-                "a method set_epoch that seeds it by the epoch, the same in both runs"
+                f"`sampler` must give the indices of the saved run in epoch {epoch}; {remedy}"
             )
         return state
 

@@ -3,9 +3,9 @@
 import math
 import zlib
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -20,7 +20,10 @@ from dynagroup.plan.mixture import Change, Mixture
 from dynagroup.plan.order import OrderSource
 from dynagroup.plan.plan import BatchPlan
 from dynagroup.plan.planner import Order, Planner, UpdatePlans
+from dynagroup.update.columns import Column, Part, SharedColumns, columns_of
 from dynagroup.update.schedule import Sizes, UpdateSizes, Walk, begun
+
+W = TypeVar("W", BatchPlan, Column)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,25 +73,25 @@ class PlannedUpdate:
         return self.before.begun_samples + sum(step.row_samples for step in self.steps[:num_taken])
 
 
-def steps_of(window: BatchPlan, planner: Planner, rank: int) -> Iterator[PlannedStep]:
-    """Yields the steps of a plan on one rank."""
-    batch_numbers = window.table[:, rank]
-    shapes = shapes_of(window.batches.take(batch_numbers), planner.lengths)
+def steps_of(
+    column: Column, start: Cursor, end: Cursor, planner: Planner, world_size: int
+) -> Iterator[PlannedStep]:
+    """Yields the steps of one rank in a window from ``start`` to ``end``."""
+    shapes = shapes_of(column.batches, planner.lengths)
     real = real_tokens(shapes, planner.budget).tolist()
     padded = padded_tokens(shapes, planner.budget).tolist()
     shares = predicted_memory(planner.budget, shapes)
-    is_idle = window.loss_scale == 0.0
-    row_samples = np.where(is_idle, 0, window.batches.sizes[window.table]).sum(axis=1).tolist()
-    num_rows, world_size = window.table.shape
-    for row, batch_number in enumerate(batch_numbers.tolist()):
-        indices = window.batches[batch_number].tolist()
+    row_samples = column.row_samples.tolist()
+    num_rows = column.num_steps
+    for row, batch in enumerate(column.batches):
+        indices = batch.tolist()
         code = planner.kinds.codes[indices[0]]
-        after = window.end
+        after = end
         if row + 1 < num_rows:
-            after = window.start.after_rows(row + 1, world_size, planner.limit)
+            after = start.after_rows(row + 1, world_size, planner.limit)
         yield PlannedStep(
             indices=indices,
-            idle=bool(is_idle[row, rank]),
+            idle=bool(column.is_idle[row]),
             tokens=(real[row], padded[row]),
             memory=None if shares is None else float(shares[row]),
             row_samples=row_samples[row],
@@ -98,7 +101,7 @@ def steps_of(window: BatchPlan, planner: Planner, rank: int) -> Iterator[Planned
 
 
 class _Updates(Walk):
-    """Common base of both kinds of updates. It plans for all ranks, and does not know its own."""
+    """Common base of both kinds of updates. It plans for all ranks, alone or together with them."""
 
     planner: Planner
     changes: list[tuple[int, int, int]]  # changes of the updates' size, see :class:`UpdateSizes`
@@ -106,9 +109,37 @@ class _Updates(Walk):
     num_renewed = 0
     _world_size = 1
     _remembered: tuple[tuple[object, ...], BatchPlan] | None = None
+    _shared = SharedColumns()
 
     @abstractmethod
     def _plan(self, cursor: Cursor) -> BatchPlan: ...
+
+    @abstractmethod
+    def _number(self, place: Cursor) -> int:
+        """Returns the number of the part that begins at a place, or in which it is."""
+
+    @abstractmethod
+    def _ahead(self, place: Cursor) -> Iterator[Part]:
+        """Yields the part of number ``_number(place)`` and all later ones of the epoch."""
+
+    @abstractmethod
+    def _plans_of(self, parts: list[Part], place: Cursor) -> list[BatchPlan]:
+        """Plans some consecutive parts of the epoch of ``place``."""
+
+    def begin_sharing(self, place: Cursor) -> None:
+        """Forgets what the ranks have planned together, because an epoch is iterated from ``place`` on."""
+        self._shared = SharedColumns(self._number(place))
+
+    def share(self, world: World, place: Cursor) -> None:
+        """Plans further parts of the epoch, each rank some of them, if it is time for it. All ranks must call it."""
+        if world.size == 1:
+            return
+        self._shared.refill(
+            world,
+            self._number(place),
+            self._ahead(place),
+            lambda parts: self._plans_of(parts, place),
+        )
 
     @property
     def num_samples(self) -> int:
@@ -150,6 +181,7 @@ class _Updates(Walk):
         if self.mixture is not None and self.order is not None:
             self.mixture.restore(changes)
             self._remembered = None
+            self._shared.forget()
             self.order.forget()
 
     def facts(self, place: Cursor) -> dict[str, object]:
@@ -233,26 +265,57 @@ class PreservedUpdates(UpdateSizes, _Updates):
         return planner.order_of(epoch, drawn, shuffle=planner.config.shuffle, size=size)
 
     def updates(self, cursor: Cursor, rank: int) -> Iterator[PlannedUpdate]:
-        for window, before, after in self._windows(cursor):
-            yield PlannedUpdate(list(steps_of(window, self.planner, rank)), before, after)
+        planner = self.planner
+        world_size = self._world_size
 
-    def _windows(self, cursor: Cursor) -> Iterator[tuple[BatchPlan, Cursor, Cursor]]:
-        """Yields (remaining plan, point before, point after) of each update."""
+        def column_of(plans: UpdatePlans, part: Part, before: Cursor) -> Column:
+            shared = self._shared.of(rank, before, part)
+            if shared is not None:
+                return shared
+            _, start, stop = part
+            [column] = columns_of(plans.plan(start, stop, before), [rank])
+            return column
+
+        for column, before, after in self._walk(cursor, column_of):
+            end = column.end(before, world_size, planner.limit)
+            steps = steps_of(column, before, end, planner, world_size)
+            yield PlannedUpdate(list(steps), before, after)
+
+    def _walk(
+        self, cursor: Cursor, planned: Callable[[UpdatePlans, Part, Cursor], W]
+    ) -> Iterator[tuple[W, Cursor, Cursor]]:
+        """Yields (what ``planned`` returns, point before, point after) of each update."""
         plans = UpdatePlans(self.planner, self.order_of(cursor.epoch), self._world_size)
         shares = self.shares
         for start, stop, after in self.spans(cursor):
             if self.shares != shares:
                 shares = self.shares
                 plans = UpdatePlans(self.planner, self.order_of(cursor.epoch), self._world_size)
-            window = plans.plan(start, stop, cursor)
-            after = replace(after, steps=cursor.steps + len(window.table))
+            window = planned(plans, (cursor.update, start, stop), cursor)
+            after = replace(after, steps=cursor.steps + window.num_steps)
             yield window, cursor, after
             cursor = after
 
     def _plan(self, cursor: Cursor) -> BatchPlan:
-        windows = [window for window, _, _ in self._windows(cursor)]
+        def plan_of(plans: UpdatePlans, part: Part, before: Cursor) -> BatchPlan:
+            _, start, stop = part
+            return plans.plan(start, stop, before)
+
+        windows = [window for window, _, _ in self._walk(cursor, plan_of)]
         order = None if self.order is None else self.order.of_epoch(cursor.epoch)
         return self.planner.joined(windows, cursor, self._world_size, order)
+
+    def _number(self, place: Cursor) -> int:
+        return place.update
+
+    def _ahead(self, place: Cursor) -> Iterator[Part]:
+        for start, stop, after in self.spans(place):
+            yield after.update - 1, start, stop
+
+    def _plans_of(self, parts: list[Part], place: Cursor) -> list[BatchPlan]:
+        epoch = place.epoch
+        plans = UpdatePlans(self.planner, self.order_of(epoch), self._world_size, len(parts))
+        return [plans.plan(start, stop, Cursor(epoch)) for _, start, stop in parts]
 
 
 # Every `accumulation` steps of the plan are one update. How many updates an epoch has depends on the number of ranks
@@ -288,8 +351,8 @@ class FreeUpdates(_Updates):
     def updates(self, cursor: Cursor, rank: int) -> Iterator[PlannedUpdate]:
         before = cursor
         taken: list[PlannedStep] = []
-        for window in self.planner.steps_from(cursor, self._world_size):
-            for step in steps_of(window, self.planner, rank):
+        for column, start, end in self._columns(cursor, rank):
+            for step in steps_of(column, start, end, self.planner, self._world_size):
                 taken.append(step)
                 if before.begun_rows + len(taken) == self.accumulation:
                     update = _update_of(taken, before)
@@ -298,6 +361,42 @@ class FreeUpdates(_Updates):
                     taken = []
         if taken:
             yield _update_of(taken, before)
+
+    def _columns(self, cursor: Cursor, rank: int) -> Iterator[tuple[Column, Cursor, Cursor]]:
+        """Yields (column, point before, point after) of each remaining window."""
+        cursor = self._in_windows(cursor)
+        epoch = self.planner.windows(cursor)
+        while cursor.windows_done < len(epoch.spans):
+            number = cursor.windows_done
+            column = self._shared.of(rank, cursor, (number, *epoch.spans[number]))
+            if column is None:
+                plan = self.planner.plan_window(epoch, cursor, self._world_size)
+                [column] = columns_of(plan, [rank])
+            end = column.end(cursor, self._world_size, self.planner.limit)
+            yield column, cursor, end
+            cursor = end
+
+    def _in_windows(self, cursor: Cursor) -> Cursor:
+        """Returns the cursor with the size of the epoch's windows, which is chosen when the epoch begins."""
+        size = cursor.window_size or self.planner.window_size(self._world_size)
+        return replace(cursor, window_size=size)
+
+    def _number(self, place: Cursor) -> int:
+        return place.windows_done
+
+    def _ahead(self, place: Cursor) -> Iterator[Part]:
+        windows = self.planner.windows(self._in_windows(place))
+        for number in range(place.windows_done, len(windows.spans)):
+            yield number, *windows.spans[number]
+
+    def _plans_of(self, parts: list[Part], place: Cursor) -> list[BatchPlan]:
+        place = self._in_windows(place)
+        windows = self.planner.windows(place)
+        plans = []
+        for number, _, _ in parts:
+            cursor = Cursor(place.epoch, window_size=place.window_size, windows_done=number)
+            plans.append(self.planner.plan_window(windows, cursor, self._world_size))
+        return plans
 
     def cursors(self, cursor: Cursor) -> Iterator[Cursor]:
         has_begun = self._place != self._starts[0]

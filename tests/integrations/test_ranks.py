@@ -15,6 +15,7 @@ from dynagroup import (
     ConfigError,
     LengthAwareBatchSampler,
     OnlineDataLoader,
+    PlannedDataLoader,
     ShapeLadder,
     TokenBudget,
 )
@@ -37,7 +38,24 @@ def shortly(folder: str) -> dict[str, Any]:
     results: dict[str, Any] = {"accelerated": accelerated()}
     results["gradients"] = gradients()
     results["trainers"] = trainers(folder)
+    results["planned"] = planned_together()
     return results
+
+
+def planned_together() -> tuple[list[list[int]], list[list[int]]]:
+    """Returns this rank's batches, and those of the plan that it makes alone."""
+    lengths = np.random.default_rng(0).integers(1, 60, 2000).astype(np.int32)
+    budget = TokenBudget(400)
+    loader = PlannedDataLoader(range(2000), lengths, budget, samples_per_update=40, weigh="samples")
+    plan = loader.plan_of(0)
+    alone = [plan.batches[number].tolist() for number in plan.table[:, dist.get_rank()]]
+    return [step.indices for step in loader], alone
+
+
+def test_real_ranks_share_the_planning(ranks: Any) -> None:
+    for rank in ranks:
+        batches, alone = rank["planned"]
+        assert batches == alone
 
 
 @pytest.fixture(scope="module")

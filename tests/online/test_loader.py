@@ -180,6 +180,17 @@ class Gone(Tokens):
         raise OSError("the disk is gone")
 
 
+def copy_of(world: Any) -> SimpleNamespace:
+    """Returns a world whose methods a test may replace."""
+    return SimpleNamespace(
+        rank=world.rank,
+        size=world.size,
+        all_max=world.all_max,
+        all_sum=world.all_sum,
+        exchange=world.exchange,
+    )
+
+
 @pytest.fixture(scope="module")
 def states() -> Any:
     """Of two ranks after a step, as the epoch's last steps were agreed: resumed ranks ask whether that is still the end."""
@@ -219,7 +230,9 @@ def test_ranks_may_be_known_after_the_states_were_loaded(states: Any) -> None:
         return list(loader)
 
     def late(world: Any) -> list[Any]:
-        alone = SimpleNamespace(rank=0, size=1, all_max=world.all_max, all_sum=world.all_sum)
+        alone = copy_of(world)
+        alone.rank = 0
+        alone.size = 1
         loader = make_loader(alone, LENGTHS)
         loader.load_state_dict(states)
         alone.rank = world.rank
@@ -288,9 +301,7 @@ def test_an_epoch_that_fails_as_it_begins_is_not_used_up(how: Any) -> None:
     """One rank has stopped between two epochs, so the other loses contact as the next one begins."""
 
     def run(world: Any, states: Any, epochs: int) -> tuple[list[list[int]], Any]:
-        copy = SimpleNamespace(
-            rank=world.rank, size=world.size, all_max=world.all_max, all_sum=world.all_sum
-        )
+        copy = copy_of(world)
         loader = make_loader(copy, LENGTHS, **how)
         if states:
             loader.load_state_dict(states)
@@ -338,7 +349,7 @@ def test_a_rank_that_was_interrupted_between_two_steps_has_no_state_once_its_epo
 
             return exchanged
 
-        copy = SimpleNamespace(rank=world.rank, size=2)
+        copy = copy_of(world)
         copy.all_max = interrupting(world.all_max)
         copy.all_sum = interrupting(world.all_sum)
         loader = make_loader(copy, LENGTHS, **how)
