@@ -1,6 +1,6 @@
 """Scores are the log-probabilities of one text at a time, and logits exist for a few tokens only."""
 
-import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from dynagroup.testing import run_ranks
 from tests import models
 from tests.models import TEXTS, Allocator, adapted, small_llama, small_tokenizer
 
-SMALL: Any = {"budget": TokenBudget(60), "progress": False}
+BUDGET = TokenBudget(60)
 PROMPTS = TEXTS[:20]
 ANSWERS = [f" {text}" for text in TEXTS[20:]]
 SIZES: Any = {
@@ -30,7 +30,6 @@ SIZES: Any = {
     "num_key_value_heads": 2,
     "pad_token_id": 0,
 }
-OF_OPT: Any = {"ffn_dim": 32, "word_embed_proj_dim": 16}
 # Heads that scale or cap logits, or that call a part of the layers' module.
 CONFIGS: dict[str, Any] = {
     "llama": transformers.LlamaConfig(**SIZES),
@@ -38,15 +37,13 @@ CONFIGS: dict[str, Any] = {
     "multiplies": transformers.CohereConfig(**SIZES, logit_scale=0.3),
     "divides": transformers.GraniteConfig(**SIZES, logits_scaling=3.0),
     "gpt2": models.gpt2(vocab=30),
-    "opt": transformers.OPTConfig(**SIZES, **OF_OPT),
+    "opt": transformers.OPTConfig(**SIZES, ffn_dim=32, word_embed_proj_dim=16),
 }
-
-
 TOKENIZER = small_tokenizer()
 
 
-def scores_of(model: Any, texts: Any = TEXTS, **options: Any) -> Any:
-    return score_dataset(model, TOKENIZER, texts, **{**SMALL, **options})
+def scores_of(model: Any, texts: Any = TEXTS, *, budget: Any = BUDGET, **options: Any) -> Any:
+    return score_dataset(model, TOKENIZER, texts, budget=budget, progress=False, **options)
 
 
 def ids_of(text: str) -> list[int]:
@@ -62,13 +59,26 @@ def log_probabilities(model: Any, ids: list[int]) -> list[float]:
 
 
 def assert_scores(results: Any, expected: list[list[float]]) -> None:
-    assert [result["num_tokens"] for result in results] == [len(values) for values in expected]
     for result, values in zip(results, expected, strict=True):
-        assert result["sum"] == pytest.approx(sum(values), rel=1e-6, abs=1e-6)
-        if values:
-            assert result["mean"] == pytest.approx(sum(values) / len(values), rel=1e-6)
-        else:
+        num_tokens = len(values)
+        total = sum(values)
+        assert result["num_tokens"] == num_tokens
+        assert result["sum"] == pytest.approx(total, rel=1e-6, abs=1e-6)
+        if num_tokens == 0:
             assert result["mean"] is None
+        else:
+            assert result["mean"] == pytest.approx(total / num_tokens, rel=1e-6)
+
+
+def assert_same_sums(results: Any, expected: Any) -> None:
+    sums = [result["sum"] for result in results]
+    assert sums == pytest.approx([result["sum"] for result in expected])
+
+
+@pytest.fixture(scope="module")
+def expected() -> Any:
+    """The scores of small_llama, one text at a time."""
+    return scores_of(small_llama(), budget=None, batch_size=1)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -87,13 +97,17 @@ def test_an_answer_is_scored_after_its_prompt() -> None:
     model = small_llama()
     expected = []
     for prompt, answer in zip(PROMPTS, ANSWERS, strict=True):
-        num_prompt = len(ids_of(prompt))
-        whole = ids_of(prompt + answer)
-        expected.append(log_probabilities(model, whole)[num_prompt - 1 :])
+        first = len(ids_of(prompt)) - 1
+        scores = log_probabilities(model, ids_of(prompt + answer))
+        expected.append(scores[first:])
     results = scores_of(model, PROMPTS, answers=ANSWERS)
     assert_scores(results, expected)
     assert results[0].keys() == {"sum", "mean", "num_tokens"}
-    assert_scores(scores_of(model, PROMPTS, answers=[""] * 20), [[]] * 20)
+
+
+def test_an_empty_answer_has_no_token() -> None:
+    results = scores_of(small_llama(), PROMPTS, answers=[""] * 20)
+    assert_scores(results, [[]] * 20)
 
 
 def test_a_token_that_joins_prompt_and_answer_is_the_answers() -> None:
@@ -102,99 +116,130 @@ def test_a_token_that_joins_prompt_and_answer_is_the_answers() -> None:
     assert tokenizer("a")["input_ids"] == [1, 67, 2]
     assert tokenizer("ab ab")["input_ids"] == [1, 259, 260, 2]
     model = transformers.LlamaForCausalLM(models.llama(vocab=300)).eval()
-    results = score_dataset(model, tokenizer, ["a", "ab"], answers=["b ab", " ab"], **SMALL)
-    assert_scores(results[:1], [log_probabilities(model, [1, 259, 260, 2])])
-    assert_scores(results[1:], [log_probabilities(model, [1, 259, 260, 2])[1:]])
+    job = partial(score_dataset, model, tokenizer, ["a", "ab"], answers=["b ab", " ab"])
+    whole = log_probabilities(model, [1, 259, 260, 2])
+    assert_scores(job(budget=BUDGET, progress=False), [whole, whole[1:]])
 
 
-def test_memory_ranks_files_and_skipped_texts_change_nothing(tmp_path: Path) -> None:
+def test_running_out_of_memory_changes_no_score(expected: Any) -> None:
     model = small_llama()
-    expected = scores_of(model, budget=None, batch_size=1)
-    sums = [[result["sum"]] for result in expected]
     allocator = Allocator(30)
-    remove = allocator.in_forward(model.model.layers[0])
-    split = scores_of(model)
-    assert [[result["sum"]] for result in split] == [pytest.approx(values) for values in sums]
+    allocator.in_forward(model.model.layers[0])
+    assert_same_sums(scores_of(model), expected)
     assert allocator.failures
-    remove()
-    rest = dict(iter_score(model, TOKENIZER, TEXTS, skip=range(1, 40), **SMALL))
-    assert rest == {0: pytest.approx(expected[0], nan_ok=True)}
-    copies = [copy.deepcopy(model), copy.deepcopy(model)]
 
-    def rank(world: Any) -> Any:
+
+def test_an_iterator_skips_what_was_done(expected: Any) -> None:
+    job = partial(iter_score, small_llama(), TOKENIZER, TEXTS, skip=range(1, 40))
+    [(index, score)] = job(budget=BUDGET, progress=False)
+    assert index == 0
+    assert score == pytest.approx(expected[0], nan_ok=True)
+
+
+def test_ranks_have_the_same_scores_from_one_file(expected: Any, tmp_path: Path) -> None:
+    replicas = [small_llama(), small_llama()]
+
+    def job(world: Any) -> Any:
         output = tmp_path / "scores.jsonl"
-        return scores_of(copies[world.rank], output=output, world=world)
+        return scores_of(replicas[world.rank], output=output, world=world)
 
-    first, second = run_ranks(2, rank)
+    first, second = run_ranks(2, job)
     assert first == second
-    assert [[result["sum"]] for result in first] == [pytest.approx(values) for values in sums]
+    assert_same_sums(first, expected)
 
 
 def test_logits_of_at_most_256_tokens_exist_at_a_time() -> None:
     model = small_llama()
     sizes: list[int] = []
-    model.lm_head.register_forward_hook(
-        lambda _, args, logits: sizes.append(logits[..., 0].numel())
-    )
+
+    def note(head: Any, args: Any, logits: torch.Tensor) -> None:
+        sizes.append(logits[..., 0].numel())
+
+    model.lm_head.register_forward_hook(note)
     texts = ["w1 w2 w3 w4 w5 w6 w7 w8 w9 w10"] * 100
     results = scores_of(model, texts, budget=2000)
-    assert sum(result["num_tokens"] for result in results) == sum(sizes) == 900
     assert sizes == [256, 256, 256, 132]
+    assert sum(result["num_tokens"] for result in results) == sum(sizes)
 
 
-def test_the_memory_that_a_budget_predicts_is_that_of_the_run() -> None:
+def all_tokens(model: Any, num_samples: int, longest: Any) -> dict[str, Any]:
+    """A batch without padding, and the chunks of its scores."""
+    ids = torch.zeros(num_samples, longest["tokens"], dtype=torch.long)
+    chunks = torch.zeros(ids.numel(), dtype=torch.long).split(256)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "chunks": chunks}
+
+
+@pytest.fixture(scope="module")
+def scorer() -> Scorer:
     config = models.llama(vocab=32_000, width=64, layers=4, heads=4)
-    scorer = Scorer.of(transformers.LlamaForCausalLM(config).eval())
-    memory = scorer.memory()
-    workload = memory.traced.workload
+    return Scorer.of(transformers.LlamaForCausalLM(config).eval())
+
+
+def test_the_memory_that_a_budget_predicts_is_that_of_the_run(scorer: Scorer) -> None:
+    workload = scorer.memory().traced.workload
     on_meta = prepare(as_meta_model(scorer, workload), workload)
-
-    def all_tokens(model: Any, num_samples: int, longest: Any) -> dict[str, Any]:
-        ids = torch.zeros(num_samples, longest["tokens"], dtype=torch.long)
-        chunks = torch.zeros(ids.numel(), dtype=torch.long).split(256)
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "chunks": chunks}
-
     for num_samples, tokens in ((8, 193), (16, 481), (200, 481)):
         run = trace(on_meta, workload, num_samples, {"tokens": tokens}, inputs=all_tokens)
-        predicted = workload.phases.bytes(BatchShape.of(num_samples, tokens))[0]
+        [predicted] = workload.phases.bytes(BatchShape.of(num_samples, tokens))
         assert 1.0 <= predicted / max(run.timeline) < 1.002
-        assert predicted < num_samples * tokens * 32_000 * 4 / 2, "all logits need more"
-    budget = MemoryBudget(8, longest=481, model=memory)
+        all_logits_bytes = num_samples * tokens * 32_000 * 4
+        assert predicted < all_logits_bytes / 2
+
+
+def test_more_short_texts_fit_beside_one_chunk_of_logits(scorer: Scorer) -> None:
+    budget = MemoryBudget(8, longest=481, model=scorer.memory())
     fits = budget.fits(BatchShape.of([8, 80, 120], [481, 40, 40]))
-    assert fits.tolist() == [True, True, False], "more short texts fit beside one chunk of logits"
+    assert fits.tolist() == [True, True, False]
 
 
-def test_adapters_count_as_they_are_set() -> None:
+def test_an_adapter_counts_as_it_is_set() -> None:
     peft = pytest.importorskip("peft")
-    plain = scores_of(small_llama())
     lora = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
     model = adapted(small_llama(), lora)
     expected = [log_probabilities(model, ids_of(text)) for text in TEXTS]
     assert_scores(scores_of(model), expected)
     with model.disable_adapter():
-        assert scores_of(model) == plain
+        without_adapter = scores_of(model)
+    assert without_adapter == scores_of(small_llama())
+
+
+def test_a_model_with_a_tuned_prompt_has_no_scores() -> None:
+    peft = pytest.importorskip("peft")
     prompt = peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
     with pytest.raises(ConfigError, match="without prompt tuning"):
         scores_of(adapted(small_llama(), prompt))
 
 
-def test_what_has_no_scores_is_refused() -> None:
-    llama = small_llama()
-    without_scores = [
-        llama.model,
+def test_a_model_that_is_not_causal_has_no_scores() -> None:
+    not_causal = [
+        small_llama().model,
         transformers.BertForMaskedLM(models.bert(vocab=30)),
         transformers.T5ForConditionalGeneration(models.t5(vocab=30)),
     ]
-    for model in without_scores:
+    for model in not_causal:
         with pytest.raises(ConfigError, match="cannot score texts; give a causal model"):
             scores_of(model)
+
+
+def test_each_prompt_has_an_answer() -> None:
     with pytest.raises(ConfigError, match="`answers` has 1 texts for 40 prompts"):
-        scores_of(llama, answers=["w1"])
+        scores_of(small_llama(), answers=["w1"])
+
+
+def test_pairs_are_refused() -> None:
     with pytest.raises(ConfigError, match="pass the second texts as `answers`"):
-        scores_of(llama, [("w1", "w2")])
-    short = transformers.GPT2LMHeadModel(models.gpt2(vocab=30, n_positions=8))
+        scores_of(small_llama(), [("w1", "w2")])
+
+
+def test_texts_have_no_more_tokens_than_the_model_has_positions() -> None:
+    model = transformers.GPT2LMHeadModel(models.gpt2(vocab=30, n_positions=8))
     with pytest.raises(ConfigError, match="8 positions: .*max_length=8"):
-        scores_of(short)
+        scores_of(model)
+
+
+def losses_of(trainer: Any) -> list[float]:
+    trainer.train()
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -228,15 +273,10 @@ def test_columns_for_dpo_are_those_that_trl_computes_and_it_trains_on_them(tmp_p
 
     precomputed = trainer(data, precompute_ref_log_probs=True)
     for name, values in columns.items():
-        theirs = precomputed.train_dataset[name]
-        assert values == pytest.approx(list(theirs), rel=1e-6, abs=1e-5)
-    for name, values in columns.items():
+        of_trl = list(precomputed.train_dataset[name])
+        assert values == pytest.approx(of_trl, rel=1e-6, abs=1e-5)
         data = data.add_column(name, values)
     ours = trainer(data)
     ours.precompute_ref_logps = True  # use the columns; as in docs/inference.md
     ours.ref_model = None
-    losses = []
-    for each in (precomputed, ours):
-        each.train()
-        losses.append([row["loss"] for row in each.state.log_history if "loss" in row])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert losses_of(precomputed) == pytest.approx(losses_of(ours), rel=1e-5)
