@@ -13,8 +13,16 @@ FITS = RESULTS.with_name("fits.json")
 TOKEN_BUDGETS = RESULTS.with_name("token_budgets.json")
 REPORT = HERE / "REPORT.md"
 
-RMSE, UNSAFE, GROWTH, UNKNOWN_UNSAFE, UNKNOWN_GROWTH = 0.05, 0.1, 0.93, 0.5, 0.75
-"""Targets: RMSE of the ratio near the decision, unsafe rate in percent, and growth; the last two with the workload unknown."""
+# Targets: RMSE of the ratio near the decision, unsafe rate in percent, and growth.
+RMSE = 0.05
+UNSAFE = 0.1
+GROWTH = 0.93
+# With the workload unknown.
+UNKNOWN_UNSAFE = 0.5
+UNKNOWN_GROWTH = 0.75
+
+SIZES_KNOWN = "regressor, sizes known"
+FORM = "closed form, sizes known"
 
 Figures = dict[str, Any]
 
@@ -70,28 +78,26 @@ NOTES = """## Where the errors come from
 def table(rows: list[list[str]]) -> str:
     """Markdown."""
     head, *body = rows
-    return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *body]) + "\n"
+    lines = [f"| {' | '.join(row)} |\n" for row in [head, ["---"] * len(head), *body]]
+    return "".join(lines)
 
 
 def rival_table(figures: Figures, names: dict[str, str]) -> str:
     """One line a rival."""
-    chosen = "growth" in next(iter(figures.values()))
-    rows = [
-        ["", "RMSE", "bias", "median error", "unsafe % of accepted"]
-        + ["unsafe % of chosen", "growth"] * chosen
-    ]
+    head = ["", "RMSE", "bias", "median error", "unsafe % of accepted"]
+    has_choices = "growth" in next(iter(figures.values()))
+    if has_choices:
+        head += ["unsafe % of chosen", "growth"]
+    rows = [head]
     for name, shown in names.items():
-        if name in figures:
-            f = figures[name]
-            row = [
-                f"{f['rmse']:.3f}",
-                f"{f['bias']:+.3f}",
-                f"{f['median_error']:.3f}",
-                f"{f['unsafe_percent']:.2f}",
-            ]
-            rows.append([shown, *row])
-            if chosen:
-                rows[-1] += [f"{f['unsafe_choices_percent']:.2f}", f"{f['growth']:.3f}"]
+        if name not in figures:
+            continue
+        rival = figures[name]
+        row = [shown, f"{rival['rmse']:.3f}", f"{rival['bias']:+.3f}"]
+        row += [f"{rival['median_error']:.3f}", f"{rival['unsafe_percent']:.2f}"]
+        if has_choices:
+            row += [f"{rival['unsafe_choices_percent']:.2f}", f"{rival['growth']:.3f}"]
+        rows.append(row)
     return table(rows)
 
 
@@ -115,54 +121,46 @@ NAMES = {
 
 def targets(result: Figures) -> str:
     """What was aimed at, and what was reached."""
-    overall, counted = result["overall"], result["counted"]
-    cases: list[tuple[str, Figures, float | None, float, float | None]] = [
-        ("traced", result["simulated_directly"]["regressor, workload traced"], RMSE, UNSAFE, None),
-        ("sizes known", overall["regressor, sizes known"], RMSE, UNSAFE, GROWTH),
-        (
-            "sizes known, closed form alone",
-            overall["closed form, sizes known"],
-            RMSE,
-            UNSAFE,
-            GROWTH,
-        ),
-        (
-            "nothing known",
-            overall["regressor, nothing known"],
-            None,
-            UNKNOWN_UNSAFE,
-            UNKNOWN_GROWTH,
-        ),
-        (
-            "nothing known, all counted",
-            counted["regressor, nothing known"],
-            None,
-            UNKNOWN_UNSAFE,
-            UNKNOWN_GROWTH,
-        ),
-        ("mode known", overall["regressor, mode known"], None, UNKNOWN_UNSAFE, UNKNOWN_GROWTH),
-        (
-            "mode known, all counted",
-            counted["regressor, mode known"],
-            None,
-            UNKNOWN_UNSAFE,
-            UNKNOWN_GROWTH,
-        ),
-    ]
+    overall = result["overall"]
+    counted = result["counted"]
+    nothing = "regressor, nothing known"
+    mode = "regressor, mode known"
+    traced = result["simulated_directly"]["regressor, workload traced"]
     rows = [["", "target", "", "figure"]]
-    for name, found, rmse, unsafe, growth in cases:
-        if rmse is not None:
-            reached = _reached(found["rmse"] <= rmse)
-            rows.append([name, f"RMSE at most {rmse}", reached, f"{found['rmse']:.4f}"])
-        reached = _reached(found["unsafe_percent"] <= unsafe)
-        figure = f"{found['unsafe_percent']:.2f} of accepted"
-        if "growth" in found:
-            figure += f", {found['unsafe_choices_percent']:.2f} of chosen"
-        rows.append([name, f"unsafe % at most {unsafe}", reached, figure])
-        if growth is not None:
-            reached = _reached(found["growth"] >= growth)
-            rows.append([name, f"growth at least {growth}", reached, f"{found['growth']:.3f}"])
+    rows.append(_rmse_target("traced", traced))
+    rows.append(_unsafe_target("traced", traced, UNSAFE))
+    for case, name in {"sizes known": SIZES_KNOWN, "sizes known, closed form alone": FORM}.items():
+        rows.append(_rmse_target(case, overall[name]))
+        rows.append(_unsafe_target(case, overall[name], UNSAFE))
+        rows.append(_growth_target(case, overall[name], GROWTH))
+    unknown = {
+        "nothing known": overall[nothing],
+        "nothing known, all counted": counted[nothing],
+        "mode known": overall[mode],
+        "mode known, all counted": counted[mode],
+    }
+    for case, figures in unknown.items():
+        rows.append(_unsafe_target(case, figures, UNKNOWN_UNSAFE))
+        rows.append(_growth_target(case, figures, UNKNOWN_GROWTH))
     return table(rows)
+
+
+def _rmse_target(case: str, figures: Figures) -> list[str]:
+    rmse = figures["rmse"]
+    return [case, f"RMSE at most {RMSE}", _reached(rmse <= RMSE), f"{rmse:.4f}"]
+
+
+def _unsafe_target(case: str, figures: Figures, target: float) -> list[str]:
+    unsafe = figures["unsafe_percent"]
+    shown = f"{unsafe:.2f} of accepted"
+    if "growth" in figures:
+        shown += f", {figures['unsafe_choices_percent']:.2f} of chosen"
+    return [case, f"unsafe % at most {target}", _reached(unsafe <= target), shown]
+
+
+def _growth_target(case: str, figures: Figures, target: float) -> list[str]:
+    growth = figures["growth"]
+    return [case, f"growth at least {target}", _reached(growth >= target), f"{growth:.3f}"]
 
 
 def _reached(yes: bool) -> str:
@@ -216,30 +214,20 @@ still allows. Where memory is linear in padded tokens a token budget is all that
 {table}"""
 
 
-SIZES_KNOWN = "regressor, sizes known"
-FORM = "closed form, sizes known"
-
-
 def by_family(result: Figures) -> str:
     """Where the closed form of the sizes is furthest off, and what the trees' lift does to it."""
     families = result["by_family"]
-    of_the_form = "of the form"
-    heads = ["family", "RMSE", of_the_form, "unsafe % of accepted", of_the_form, "growth"]
-    rows = [[*heads, of_the_form]]
+    heads = ["family"]
+    for figure in ("RMSE", "unsafe % of accepted", "growth"):
+        heads += [figure, "of the form"]
+    rows = [heads]
     for name in sorted(families, key=lambda name: -families[name][FORM]["rmse"])[:10]:
         lifted = families[name][SIZES_KNOWN]
         form = families[name][FORM]
-        rows.append(
-            [
-                name,
-                f"{lifted['rmse']:.3f}",
-                f"{form['rmse']:.3f}",
-                f"{lifted['unsafe_percent']:.2f}",
-                f"{form['unsafe_percent']:.2f}",
-                f"{lifted['growth']:.3f}",
-                f"{form['growth']:.3f}",
-            ]
-        )
+        row = [name]
+        for key, digits in {"rmse": 3, "unsafe_percent": 2, "growth": 3}.items():
+            row += [f"{lifted[key]:.{digits}f}", f"{form[key]:.{digits}f}"]
+        rows.append(row)
     num_less_safe = 0
     for figures in families.values():
         lifted_unsafe = figures[SIZES_KNOWN]["unsafe_percent_of_all"]
@@ -278,25 +266,20 @@ def write(result: Figures) -> str:
     )
     num_rows = result["overall"]["padded tokens"]["rows"]
     num_counted = result["counted"]["padded tokens"]["rows"]
-    parts = [
-        head,
-        "## Targets\n",
-        targets(result),
-        left_out,
-        TIERS.format(quantile=result["recipe"]["quantile"]),
-        f"## All families ({num_rows:.0f} rows)\n",
-        rival_table(result["overall"], NAMES),
-        COUNTED.format(rows=num_counted),
-        rival_table(result["counted"], NAMES),
-        direct,
-        rival_table(result["simulated_directly"], NAMES),
-        "## By family, sizes known\n",
-        by_family(result),
-        real_gpus(_read(PUBLISHED)),
-        what_fits_checked(_read(FITS)),
-        token_budgets(_read(TOKEN_BUDGETS)),
-        NOTES,
-    ]
+    parts = [head, "## Targets\n", targets(result), left_out]
+    parts.append(TIERS.format(quantile=result["recipe"]["quantile"]))
+    parts.append(f"## All families ({num_rows:.0f} rows)\n")
+    parts.append(rival_table(result["overall"], NAMES))
+    parts.append(COUNTED.format(rows=num_counted))
+    parts.append(rival_table(result["counted"], NAMES))
+    parts.append(direct)
+    parts.append(rival_table(result["simulated_directly"], NAMES))
+    parts.append("## By family, sizes known\n")
+    parts.append(by_family(result))
+    parts.append(real_gpus(_read(PUBLISHED)))
+    parts.append(what_fits_checked(_read(FITS)))
+    parts.append(token_budgets(_read(TOKEN_BUDGETS)))
+    parts.append(NOTES)
     return "\n".join(parts)
 
 
@@ -304,16 +287,17 @@ def _read(path: Path) -> Figures:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def real_gpus(found: Figures) -> str:
+def real_gpus(result: Figures) -> str:
     """Simulated against peaks that others measured or published."""
     published = [["source", "model", "samples", "longest", "published", "simulated", "error"]]
-    for row in found["published"]:
+    for row in result["published"]:
         names = ("source", "model", "num_samples", "longest", "peak", "simulated")
         published.append([*(str(row[name]) for name in names), f"{row['error']:+.1%}"])
-    measured = found["generation"]
+    measured = result["generation"]
+    own_rows = measured["own_rows"]
     heads = ["exceeded", "said / taken, median", "accepted", "unsafe of accepted"]
     own = [["prediction of the rest", *heads]]
-    for name, row in measured["own_rows"]["how"].items():
+    for name, row in own_rows["how"].items():
         own.append([name, *_accepted(row, f"{row['slack']:.2f}")])
     trees = [["prediction", *heads]]
     for row in measured["corrected"]:
@@ -328,25 +312,24 @@ def real_gpus(found: Figures) -> str:
         shapes=measured["envelope_shapes"],
         low=f"{spread['0.05'] - 1:+.1%}",
         high=f"{spread['1'] - 1:+.1%}",
-        own_runs=measured["own_rows"]["runs"],
-        drawn=measured["own_rows"]["known"] - 4,
+        own_runs=own_rows["runs"],
+        drawn=own_rows["known"] - 4,
     )
 
 
 def _accepted(row: Figures, slack: str) -> list[str]:
-    return [
-        f"{row['exceeded']:.1%}",
-        slack,
-        f"{row['accepted']:.1%}",
-        f"{row['unsafe_of_accepted']:.1%}",
-    ]
+    exceeded = f"{row['exceeded']:.1%}"
+    accepted = f"{row['accepted']:.1%}"
+    return [exceeded, slack, accepted, f"{row['unsafe_of_accepted']:.1%}"]
 
 
-def what_fits_checked(found: Figures) -> str:
+def what_fits_checked(result: Figures) -> str:
     """Of the answers to "what fits?", how many the whole model confirms."""
+    by_setting: dict[str, list[Figures]] = {}
+    for row in result["rows"]:
+        by_setting.setdefault(row["setting"], []).append(row)
     rows = [["setting", "models", "answers", "within 2 %", "peak / limit of the largest batch"]]
-    for setting in dict.fromkeys(row["setting"] for row in found["rows"]):
-        of_setting = [row for row in found["rows"] if row["setting"] == setting]
+    for setting, of_setting in by_setting.items():
         answers = [row for row in of_setting if "samples" in row]
         # Of fewer samples, one is more than 2 %.
         peaks = [row["taken"] for row in answers if row["samples"] >= 50]
@@ -355,44 +338,40 @@ def what_fits_checked(found: Figures) -> str:
         num_right = sum(row["ok"] for row in answers)
         rows.append([setting, str(num_models), str(len(answers)), str(num_right), reach])
     text = table(rows)
-    untraced = [row for row in found["rows"] if not row.get("traced")]
+    untraced = [row for row in result["rows"] if not row.get("traced")]
     if untraced:
         names = ", ".join(f"{row['model']} ({row['setting']})" for row in untraced)
         text += f"\nNot traced, so estimated from its sizes, with a warning: {names}.\n"
-    lengths = [row["length"] for row in found["rows"] if "length" in row]
+    lengths = [row["length"] for row in result["rows"] if "length" in row]
+    models = dict.fromkeys(row["model"] for row in result["rows"])
     return CHECKED.format(
         table=text,
         shortest=min(lengths),
         longest=max(lengths),
-        models=", ".join(dict.fromkeys(row["model"] for row in found["rows"])),
+        models=", ".join(models),
     )
 
 
-def token_budgets(found: Figures) -> str:
+def token_budgets(result: Figures) -> str:
     """The hardest batch of a token budget tuned at one length, and what a safe one leaves unused."""
     rows = [["workload", "tuned", "hardest batch", "its memory", "safe", "usual samples it allows"]]
-    for name, row in found["rows"].items():
+    for name, row in result["rows"].items():
         lengths = " + ".join(f"{length:,}" for length in row["hardest"].values())
-        share = f"{row['share_used_by_safe']:.0%}"
-        rows.append(
-            [
-                name,
-                f"{row['tuned_tokens']:,}",
-                f"{row['hardest_samples']:,} x {lengths}",
-                f"{row['peak_share_of_hardest']:.0%}",
-                f"{row['safe_tokens']:,}",
-                f"{row['safe_usual']:,} of {row['largest_usual']:,} ({share})",
-            ]
-        )
+        hardest = f"{row['hardest_samples']:,} x {lengths}"
+        peak = f"{row['peak_share_of_hardest']:.0%}"
+        num_usual = f"{row['safe_usual']:,} of {row['largest_usual']:,}"
+        usual = f"{num_usual} ({row['share_used_by_safe']:.0%})"
+        tuned = f"{row['tuned_tokens']:,}"
+        rows.append([name, tuned, hardest, peak, f"{row['safe_tokens']:,}", usual])
+    about = result["about"]
     return TOKENS.format(
-        table=table(rows),
-        gb=found["about"]["limit_bytes"] / 1e9,
-        headroom=found["about"]["headroom"],
+        table=table(rows), gb=about["limit_bytes"] / 1e9, headroom=about["headroom"]
     )
 
 
 def main() -> None:
-    REPORT.write_text(write(json.loads(RESULTS.read_text(encoding="utf-8"))), encoding="utf-8")
+    page = write(_read(RESULTS))
+    REPORT.write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":
