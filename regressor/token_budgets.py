@@ -14,6 +14,7 @@ import argparse
 import datetime
 import json
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import transformers as hf
 
 from dynagroup.memory import TracedMemory
 from dynagroup.shapes import BatchShape, largest_within
+from regressor.configs import config_of
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "token_budgets.json"
@@ -34,45 +36,38 @@ HEADROOM = 0.9
 FULL = "#3b6ea5"
 REST = "#d9d9d9"
 
-QWEN = hf.Qwen2Config(
-    hidden_size=896,
-    num_hidden_layers=24,
-    num_attention_heads=14,
-    num_key_value_heads=2,
-    intermediate_size=4864,
-    vocab_size=151936,
-    max_position_embeddings=32768,
-)
-MT5 = hf.MT5Config(
-    d_model=768,
-    num_layers=12,
-    num_decoder_layers=12,
-    num_heads=12,
-    d_kv=64,
-    d_ff=2048,
-    vocab_size=250112,
-    decoder_start_token_id=0,
-)
+
+@dataclass(frozen=True)
+class Case:
+    """A model of ``data/configs.json``, the longest length of its samples, and how it is run."""
+
+    model: str
+    longest: int
+    run: dict[str, Any]
+    is_headless: bool = False
+    """Without its output matrix, as it is used for embeddings."""
 
 
-def encoder() -> torch.nn.Module:
-    """The same model without its output matrix, as it is used for embeddings."""
-    with torch.device("meta"):
-        return hf.Qwen2Model(QWEN)
-
-
-WORKLOADS: dict[str, tuple[Any, dict[str, Any], int]] = {
-    "training, FlashAttention": (QWEN, {"attention": "flash"}, 8192),
-    "training, attention without fused kernels": (QWEN, {"attention": "eager"}, 8192),
-    "training, source and target, 250k words (mT5)": (MT5, {}, 2048),
-    "embedding, padding masks, long context": (encoder, {"mode": "forward"}, 32768),
-    "generating 8 tokens, long prompts": (QWEN, {"mode": "generate", "max_new_tokens": 8}, 8192),
-    "generating 1,024 tokens, their cache": (
-        QWEN,
-        {"mode": "generate", "max_new_tokens": 1024},
-        8192,
+CASES = {
+    "training, FlashAttention": Case("qwen2", 8192, {"attention": "flash"}),
+    "training, attention without fused kernels": Case("qwen2", 8192, {"attention": "eager"}),
+    "training, source and target, 250k words (mT5)": Case("mt5", 2048, {}),
+    "embedding, padding masks, long context": Case("qwen2", 32768, {"mode": "forward"}, True),
+    "generating 8 tokens, long prompts": Case(
+        "qwen2", 8192, {"mode": "generate", "max_new_tokens": 8}
+    ),
+    "generating 1,024 tokens, their cache": Case(
+        "qwen2", 8192, {"mode": "generate", "max_new_tokens": 1024}
     ),
 }
+
+
+def model_of(case: Case) -> Any:
+    config = config_of("token_budgets", case.model)
+    if not case.is_headless:
+        return config
+    with torch.device("meta"):
+        return hf.Qwen2Model(config)
 
 
 def lengths_of(two_streams: bool, longest: int) -> dict[str, np.ndarray]:
@@ -84,50 +79,52 @@ def lengths_of(two_streams: bool, longest: int) -> dict[str, np.ndarray]:
     return {"tokens": source.ravel(), "target": target.ravel()}
 
 
-def judged(config: Any, how: dict[str, Any], longest: int) -> dict[str, Any]:
-    how = {"mode": "train", **how}
-    model = config() if callable(config) else config
-    memory = TracedMemory.of(model, how.pop("mode"), dtype="bfloat16", **how)
-    streams = lengths_of(bool(memory.workload.encoder_decoder), longest)
+def judged(case: Case) -> dict[str, Any]:
+    memory = TracedMemory.of(model_of(case), dtype="bfloat16", **case.run)
+    streams = lengths_of(bool(memory.workload.encoder_decoder), case.longest)
     tokens = np.sum(list(streams.values()), axis=0)  # what a token budget counts of a sample
-    goals = (USUAL, USUAL // 4)
-    usual = int(
-        np.argmin(
-            sum(abs(known - goal) for known, goal in zip(streams.values(), goals, strict=False))
-        )
-    )
+    distance = np.abs(streams["tokens"] - USUAL)
+    if "target" in streams:
+        distance = distance + np.abs(streams["target"] - USUAL // 4)
+    usual = int(distance.argmin())
 
     def peak(count: np.ndarray) -> np.ndarray:
-        return memory.static_bytes + memory.batch_bytes(
-            BatchShape.of(np.maximum(count, 1), streams)
-        )
+        shape = BatchShape.of(np.maximum(count, 1), streams)
+        return memory.static_bytes + memory.batch_bytes(shape)
 
-    most = largest_within(lambda count: peak(count) <= HEADROOM * LIMIT, len(tokens))
-    possible = most > 0
-    tuned = int((most * tokens)[usual])
-    peaks = np.where(possible & (tuned >= tokens), peak(tuned // tokens), 0.0) / LIMIT
+    largest = largest_within(lambda count: peak(count) <= HEADROOM * LIMIT, len(tokens))
+    is_possible = largest > 0
+    tuned = int(largest[usual] * tokens[usual])
+    is_allowed = is_possible & (tokens <= tuned)
+    peaks = np.where(is_allowed, peak(tuned // tokens), 0.0) / LIMIT
     worst = int(peaks.argmax())
-    safe = int(((most + 1) * tokens)[possible].min() - 1)
-    return {
-        "static_share": round(memory.static_bytes / LIMIT, 4),
-        "usual": {name: int(known[usual]) for name, known in streams.items()},
-        "tuned_tokens": tuned,
-        "hardest": {name: int(known[worst]) for name, known in streams.items()},
-        "hardest_samples": int(tuned // tokens[worst]),
-        "peak_share_of_hardest": round(float(peaks[worst]), 3),
-        "safe_tokens": safe,
-        "largest_usual": int(most[usual]),
-        "safe_usual": int(safe // tokens[usual]),
-        "share_used_by_safe": round(float(safe // tokens[usual] / most[usual]), 3),
-        "longest_that_fits": int(streams["tokens"][possible].max()),
-    }
+    fails = (largest + 1) * tokens
+    safe = int(fails[is_possible].min() - 1)
+    largest_usual = int(largest[usual])
+    safe_usual = int(safe // tokens[usual])
+    row: dict[str, Any] = {"static_share": round(memory.static_bytes / LIMIT, 4)}
+    row["usual"] = _at(streams, usual)
+    row["tuned_tokens"] = tuned
+    row["hardest"] = _at(streams, worst)
+    row["hardest_samples"] = int(tuned // tokens[worst])
+    row["peak_share_of_hardest"] = round(float(peaks[worst]), 3)
+    row["safe_tokens"] = safe
+    row["largest_usual"] = largest_usual
+    row["safe_usual"] = safe_usual
+    row["share_used_by_safe"] = round(safe_usual / largest_usual, 3)
+    row["longest_that_fits"] = int(streams["tokens"][is_possible].max())
+    return row
 
 
-def draw(found: dict[str, Any], path: Path = PICTURE) -> None:
+def _at(streams: dict[str, np.ndarray], place: int) -> dict[str, int]:
+    return {name: int(lengths[place]) for name, lengths in streams.items()}
+
+
+def draw(result: dict[str, Any], path: Path = PICTURE) -> None:
     """Two bars a workload, with their figures; what runs out of memory is hatched."""
     from matplotlib.figure import Figure
 
-    rows = list(found["rows"].items())[::-1]
+    rows = list(result["rows"].items())[::-1]
     figure = Figure(figsize=(10.5, 4.3), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=(1.15, 1))
     for place, (_, row) in enumerate(rows):
@@ -168,22 +165,28 @@ def _draw_used(axes: Any, place: int, percent: float) -> None:
         axes.text(percent + 2, place, words, va="center", ha="left", color="black", fontsize=9)
 
 
+def measure() -> None:
+    warnings.simplefilter("ignore")
+    about = {
+        "torch": torch.__version__,
+        "transformers": hf.__version__,
+        "hardware": "2-core CPU, simulated",
+        "date": str(datetime.date.today()),
+        "limit_bytes": LIMIT,
+        "headroom": HEADROOM,
+    }
+    rows = {name: judged(case) for name, case in CASES.items()}
+    text = json.dumps({"about": about, "rows": rows}, indent=1)
+    RESULTS.write_text(f"{text}\n", encoding="utf-8")
+    print(json.dumps(rows, indent=1))
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    description = (__doc__ or "").splitlines()[0]
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--draw", action="store_true", help="only draw the figures that are there")
     if not parser.parse_args().draw:
-        warnings.simplefilter("ignore")
-        about = {
-            "torch": torch.__version__,
-            "transformers": hf.__version__,
-            "hardware": "2-core CPU, simulated",
-        }
-        about |= {"date": str(datetime.date.today()), "limit_bytes": LIMIT, "headroom": HEADROOM}
-        rows = {name: judged(*workload) for name, workload in WORKLOADS.items()}
-        RESULTS.write_text(
-            json.dumps({"about": about, "rows": rows}, indent=1) + "\n", encoding="utf-8"
-        )
-        print(json.dumps(rows, indent=1))
+        measure()
     draw(json.loads(RESULTS.read_text(encoding="utf-8")))
 
 
