@@ -34,7 +34,6 @@ LENGTHS = {
     "tokens": np.array([0, 1, 5, 9, 30, 60], np.int32),
     "patches": np.array([0, 9, 0, 40, 2, 7], np.int32),
 }
-ALONE: dict[str, Any] = {"rank": 0, "world_size": 1}
 PAIRS = st.lists(st.tuples(st.integers(0, 90), st.integers(0, 90)), min_size=1, max_size=40)
 FAILURES = st.tuples(st.integers(1, 12), st.integers(1, 120))
 
@@ -67,17 +66,20 @@ class Aligned(PaddedTokens):
 
 def test_a_plan_that_fits_takes_at_most_the_whole_limit() -> None:
     budget = MemoryBudget(4, model=Aligned(), headroom=0.9)
-    plan = LengthAwareBatchSampler([64, 63, 63, 63, 63], budget, **ALONE).plan
+    lengths = [64, 63, 63, 63, 63]
+    plan = LengthAwareBatchSampler(lengths, budget, rank=0, world_size=1).plan
     assert not len(plan.oversize)
-    [line] = [line for line in plan.report().splitlines() if "predicted peak" in line]
-    assert line.split()[-2:] == ["100.0%,", "90.0%"]
-    assert budget.bind({"tokens": np.array([64])}).predicted(BatchShape.of(5, 64)) > 1
+    peaks = [line for line in plan.report().splitlines() if "predicted peak" in line]
+    assert len(peaks) == 1
+    assert peaks[0].endswith(" 100.0%, 90.0%")
+    bound = budget.bind({"tokens": np.array([64])})
+    assert bound.predicted(BatchShape.of(5, 64)) > 1
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("24G", 24e9), ("24 gb", 24e9), ("24Gi", 24 * 2**30), ("1.5T", 1.5e12), ("512M", 512e6)],
-)
+SIZES = [("24G", 24e9), ("24 gb", 24e9), ("24Gi", 24 * 2**30), ("1.5T", 1.5e12), ("512M", 512e6)]
+
+
+@pytest.mark.parametrize(("text", "size"), SIZES)
 def test_sizes_may_leave_out_the_word_for_bytes(text: str, size: float) -> None:
     assert parsed_bytes(text) == size
 
@@ -90,72 +92,86 @@ def bytes_for(limit: int) -> Budget:
     return MemoryBudget.from_bytes(limit, model=Bytes(), headroom=1.0)
 
 
-FIRST = MemoryBudget(4, longest=100, model=PaddedTokens(), headroom=0.5)
-BOUND = whole_memory(2).bind({"tokens": np.array([4, 10, 2], np.int32)})
-LABELS = {"tokens": np.array([4], np.int32), "labels": np.array([30], np.int32)}
-PARTLY = whole_memory(2, longest=10).bind(LABELS)
+def fits(budget: Budget, num_samples: Any, longest: Any, total: Any = None) -> list[bool]:
+    shapes = BatchShape.of(num_samples, longest, total)
+    return budget.fits(shapes).tolist()
+
+
 TOKENS = TokenBudget(64)
 TO_EIGHT = TokenBudget(64, pad_to_multiple_of=8)
 PACKED = TokenBudget(64, layout="packed")
 PACKED_TO_EIGHT = TokenBudget(64, layout="packed", pad_to_multiple_of=8)
 PATCHES = AdditiveCap("patches", 10)
-BY_HAND: dict[str, Any] = {
-    "padding counts": (TO_EIGHT, ([4, 4, 8], [16, 17, 8]), [True, False, True]),
-    "packed: the sum": (PACKED, ([4, 4], 60, [64, 65]), [True, False]),
-    "empty samples": (TOKENS, ([64, 65], 0), [True, False]),
-    "64 bits": (
-        TokenBudget(2**41),
-        ([2**40, 2**40, 2**41], [2**31 - 1, 2, 2]),
-        [False, True, False],
-    ),
-    "as the first batch": (
-        FIRST,
-        ([4, 3, 5, 2], [100, 100, 100, 101]),
-        [True, True, False, False],
-    ),
-    "the first batch by the data": (BOUND, (5, [4, 5]), [True, False]),
-    "one stream by the data": (
-        PARTLY,
-        ([2, 2, 3], {"tokens": 10, "labels": [30, 31, 20]}),
-        [True, False, False],
-    ),
-    "bytes": (bytes_for(4000), ([10, 11], 10), [True, False]),
-    "bytes of two streams": (
-        bytes_for(2800),
-        ([6, 7], {"tokens": 10, "labels": 10}),
-        [True, False],
-    ),
-    "padded tokens of two streams": (
-        TokenBudget(80, pad_to_multiple_of=8),
-        ([2, 2, 2], {"tokens": 17, "target": [16, 17, 8]}),
-        [True, False, True],
-    ),
-    "all parts": (
-        TokenBudget(100) & PATCHES & TokenBudget(50),
-        ([1, 1, 1], {"tokens": [50, 51, 50], "patches": [10, 1, 11]}),
-        [True, False, False],
-    ),
-    "a first batch beside a cap": (
-        whole_memory(2, longest=7) & PATCHES,
-        ([2, 2, 3], {"tokens": 7, "patches": [5, 6, 1]}),
-        [True, False, False],
-    ),
-    "a cap is not shown a packed row's padding": (
-        PACKED_TO_EIGHT & AdditiveCap("tokens", 20) & AdditiveCap("patches", 9),
-        (
-            [3, 3, 3],
-            {"tokens": 8, "patches": 5},
-            {"tokens": [20, 21, 20], "patches": [9, 9, 10]},
-        ),
-        [True, False, False],
-    ),
-}
 
 
-@pytest.mark.parametrize(("budget", "sizes", "fits"), BY_HAND.values(), ids=BY_HAND)
-def test_what_fits_by_hand(budget: Budget, sizes: Any, fits: list[bool]) -> None:
-    """``sizes``: samples, longest lengths and sums of the batches."""
-    assert budget.fits(BatchShape.of(*sizes)).tolist() == fits
+def test_padding_counts() -> None:
+    assert fits(TO_EIGHT, [4, 4, 8], [16, 17, 8]) == [True, False, True]
+
+
+def test_padding_of_two_streams_counts() -> None:
+    budget = TokenBudget(80, pad_to_multiple_of=8)
+    longest = {"tokens": 17, "target": [16, 17, 8]}
+    assert fits(budget, 2, longest) == [True, False, True]
+
+
+def test_a_packed_batch_counts_the_sum_of_its_lengths() -> None:
+    assert fits(PACKED, [4, 4], 60, total=[64, 65]) == [True, False]
+
+
+def test_an_empty_sample_counts_as_one_token() -> None:
+    assert fits(TOKENS, [64, 65], 0) == [True, False]
+
+
+def test_tokens_are_counted_in_64_bits() -> None:
+    num_samples = [2**40, 2**40, 2**41]
+    longest = [2**31 - 1, 2, 2]
+    assert fits(TokenBudget(2**41), num_samples, longest) == [False, True, False]
+
+
+def test_memory_fits_what_takes_no_more_than_the_first_batch() -> None:
+    budget = MemoryBudget(4, longest=100, model=PaddedTokens(), headroom=0.5)
+    longest = [100, 100, 100, 101]
+    assert fits(budget, [4, 3, 5, 2], longest) == [True, True, False, False]
+
+
+def test_the_first_batch_is_of_the_longest_length_of_the_data() -> None:
+    bound = whole_memory(2).bind({"tokens": np.array([4, 10, 2], np.int32)})
+    assert fits(bound, 5, [4, 5]) == [True, False]
+
+
+def test_a_stream_of_unknown_longest_length_takes_that_of_the_data() -> None:
+    lengths = {"tokens": np.array([4], np.int32), "labels": np.array([30], np.int32)}
+    bound = whole_memory(2, longest=10).bind(lengths)
+    longest = {"tokens": 10, "labels": [30, 31, 20]}
+    assert fits(bound, [2, 2, 3], longest) == [True, False, False]
+
+
+def test_bytes_are_those_of_the_model_and_its_batch() -> None:
+    assert fits(bytes_for(4000), [10, 11], 10) == [True, False]
+
+
+def test_bytes_of_two_streams_add_up() -> None:
+    longest = {"tokens": 10, "labels": 10}
+    assert fits(bytes_for(2800), [6, 7], longest) == [True, False]
+
+
+def test_what_fits_a_joined_budget_fits_all_parts() -> None:
+    budget = TokenBudget(100) & PATCHES & TokenBudget(50)
+    longest = {"tokens": [50, 51, 50], "patches": [10, 1, 11]}
+    assert fits(budget, 1, longest) == [True, False, False]
+
+
+def test_a_cap_holds_beside_a_first_batch() -> None:
+    budget = whole_memory(2, longest=7) & PATCHES
+    longest = {"tokens": 7, "patches": [5, 6, 1]}
+    assert fits(budget, [2, 2, 3], longest) == [True, False, False]
+
+
+def test_a_cap_is_not_shown_the_padding_of_a_packed_row() -> None:
+    budget = PACKED_TO_EIGHT & AdditiveCap("tokens", 20) & AdditiveCap("patches", 9)
+    longest = {"tokens": 8, "patches": 5}
+    total = {"tokens": [20, 21, 20], "patches": [9, 9, 10]}
+    assert fits(budget, [3, 3, 3], longest, total) == [True, False, False]
 
 
 def test_padded_tokens_by_hand() -> None:
@@ -169,11 +185,18 @@ def test_a_number_and_a_sequence_length_are_budgets() -> None:
     assert TokenBudget.from_sequence_length(2048, 4) == TokenBudget(16384)
 
 
-def test_largest_by_hand() -> None:
+def test_a_batch_of_empty_samples_holds_at_most_one_for_each_token() -> None:
     assert TOKENS.largest(np.array([0])).tolist() == [64]
+
+
+def test_the_largest_batch_is_that_of_the_smallest_part() -> None:
     both = TokenBudget(100) & TokenBudget(50)
     assert both.largest(np.array([10])).tolist() == [5]
-    assert (TokenBudget(100) & PATCHES).largest(np.array([10])) is None
+
+
+def test_no_largest_batch_is_known_beside_a_cap() -> None:
+    capped_tokens = TokenBudget(100) & PATCHES
+    assert capped_tokens.largest(np.array([10])) is None
 
 
 def test_parts_of_several_paddings_pad_to_a_multiple_of_all() -> None:
@@ -182,13 +205,16 @@ def test_parts_of_several_paddings_pad_to_a_multiple_of_all() -> None:
     assert (four & six).pad_to_multiple_of == 12
 
 
+PARTS = st.tuples(st.integers(1, 200), st.integers(1, 12))
+
+
 @given(
-    st.lists(st.integers(0, 60), min_size=1, max_size=8),
-    st.lists(st.tuples(st.integers(1, 200), st.integers(1, 12)), min_size=2, max_size=3),
-    st.sampled_from(["padded", "packed"]),
+    lengths=st.lists(st.integers(0, 60), min_size=1, max_size=8),
+    parts=st.lists(PARTS, min_size=2, max_size=3),
+    layout=strategies.LAYOUTS,
 )
-@example([5] * 8, [(40, 1), (1000, 8)], "padded")
-@example([5] * 3, [(40, 4), (1000, 6)], "packed")
+@example(lengths=[5] * 8, parts=[(40, 1), (1000, 8)], layout="padded")
+@example(lengths=[5] * 3, parts=[(40, 4), (1000, 6)], layout="packed")
 def test_combined_budgets_count_what_the_collate_function_pads_to(lengths, parts, layout):
     """It pads to a multiple of all parts: each part holds for that, also one that asks for less padding itself."""
     budgets = []
@@ -196,15 +222,17 @@ def test_combined_budgets_count_what_the_collate_function_pads_to(lengths, parts
         budgets.append(TokenBudget(limit, pad_to_multiple_of=multiple, layout=layout))
     both = AllOf.of(*budgets)
     multiple = both.pad_to_multiple_of
-    width = -(-max(lengths) // multiple) * multiple
+    width = math.ceil(max(lengths) / multiple) * multiple
     num_padded = len(lengths) * width
     if layout == "packed":
-        num_padded = -(-sum(lengths) // multiple) * multiple
+        num_padded = math.ceil(sum(lengths) / multiple) * multiple
     least = min(limit for limit, _ in parts)
     shape = BatchShape.of_samples({"tokens": np.array(lengths, np.int32)})
-    assert bool(both.fits(shape)[0]) == (num_padded <= least and len(lengths) <= least)
+    expected = max(num_padded, len(lengths)) <= least
+    assert both.fits(shape).tolist() == [expected]
     if layout == "padded" and width:
-        assert both.largest(np.array([max(lengths)]))[0] == least // width
+        longest = np.array([max(lengths)])
+        assert both.largest(longest).tolist() == [least // width]
 
 
 # Memory
@@ -233,8 +261,12 @@ def test_memory_that_nobody_described_is_what_a_host_knows_of_its_model(wrap: An
 
 def test_what_a_host_knows_of_memory_changes_no_other_budget() -> None:
     assert TokenBudget(9).with_memory(Bytes) == TokenBudget(9)
-    known = MemoryBudget(4, longest=100, headroom=0.5).with_memory(PaddedTokens)
-    assert known == FIRST
+
+
+def test_what_a_host_knows_of_memory_becomes_the_model() -> None:
+    plain = MemoryBudget(4, longest=100, headroom=0.5)
+    described = MemoryBudget(4, longest=100, model=PaddedTokens(), headroom=0.5)
+    assert plain.with_memory(PaddedTokens) == described
 
 
 def test_a_budget_and_its_copy_with_a_known_model_learn_together() -> None:
@@ -243,15 +275,16 @@ def test_a_budget_and_its_copy_with_a_known_model_learn_together() -> None:
     assert budget.limit == 0.9 * 7.0
 
 
+TOKENS_DRAWN = st.builds(TokenBudget, st.integers(1, 400), pad_to_multiple_of=strategies.PADDINGS)
+MEMORY_DRAWN = st.builds(whole_memory, st.integers(1, 6))
+
+
 @settings(max_examples=40)
 @given(
-    st.one_of(
-        st.builds(TokenBudget, st.integers(1, 400), pad_to_multiple_of=st.sampled_from([1, 8])),
-        st.builds(whole_memory, st.integers(1, 6)),
-    ),
-    PAIRS,
-    st.integers(1, 300),
-    st.booleans(),
+    budget=TOKENS_DRAWN | MEMORY_DRAWN,
+    lengths=PAIRS,
+    limit=st.integers(1, 300),
+    learns=st.booleans(),
 )
 def test_a_capped_stream_is_not_counted_as_padding(budget, lengths, limit, learns) -> None:
     tokens, patches = np.array(lengths, np.int32).T
@@ -262,89 +295,129 @@ def test_a_capped_stream_is_not_counted_as_padding(budget, lengths, limit, learn
     count = np.arange(1, 9)
     longest = int(tokens.max())
     shape = BatchShape.of(count, {"tokens": longest, "patches": 5})
-    expected = alone.fits(BatchShape.of(count, longest)) & (count * 5 <= limit)
+    without_patches = BatchShape.of(count, longest)
+    expected = alone.fits(without_patches) & (count * 5 <= limit)
     assert both.fits(shape).tolist() == expected.tolist()
-    assert both.cost(shape).tolist() == alone.cost(shape.without(["patches"])).tolist()
+    assert both.cost(shape).tolist() == alone.cost(without_patches).tolist()
     assert_budget_law(both, streams, num_shapes=100)
 
 
 # What is refused
 
 
-def own(base: type[Any] = Budget, **methods: Any) -> Any:
-    """A budget of the user's own."""
-    arguments = () if base is Budget else (99,)
-    return type("Mine", (base,), methods)(*arguments)
+class AnswersAlways(Budget):
+    """A budget of the user's own, which answers the same to all questions."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+
+    def fits(self, shape: BatchShape, /) -> Any:
+        return self.answer
+
+
+class LargestIsANumber(TokenBudget):
+    def largest(self, longest: Any, /) -> Any:
+        return 4
 
 
 def planned(budget: Any) -> Any:
     lengths = np.array([3, 40, 5, 6], np.int32)
-    return LengthAwareBatchSampler(lengths, budget, **ALONE).plan
+    return LengthAwareBatchSampler(lengths, budget, rank=0, world_size=1).plan
 
 
 @pytest.mark.parametrize("answer", [True, None, np.ones(3)], ids=repr)
 def test_fits_must_answer_for_each_batch(answer: Any) -> None:
-    with pytest.raises(ConfigError, match="Mine.fits` must return"):
-        planned(own(fits=lambda self, shape, /: answer))
+    with pytest.raises(ConfigError, match="AnswersAlways.fits` must return"):
+        planned(AnswersAlways(answer))
 
 
 def test_largest_must_answer_for_each_length() -> None:
-    budget = own(TokenBudget, largest=lambda self, longest, /: 4)
-    with pytest.raises(ConfigError, match="Mine.largest` must return an array with one number"):
-        planned(budget)
+    message = "LargestIsANumber.largest` must return an array with one number"
+    with pytest.raises(ConfigError, match=message):
+        planned(LargestIsANumber(99))
 
 
 SAMPLE = BatchShape.of(1, 1)
-PAIR = BatchShape.of(1, {"tokens": 1, "labels": 1})
-WRONG: list[Any] = [
-    (lambda: TokenBudget(0), "`max_tokens` must be an int of at least 1, but is 0"),
-    (
-        lambda: TokenBudget(8, layout="ragged"),
-        "`layout` must be one of 'padded', 'packed', but is 'ragged'",
-    ),
-    (
-        lambda: MemoryBudget(4, longest={"tokens": 8, "target": -1}),
-        "`target` must be an int of at least 1",
-    ),
-    (lambda: MemoryBudget(4, model=object()), "`model` must be a memory model, but is object"),
-    (lambda: MemoryBudget.from_bytes(9, model=PaddedTokens()), "`model` must predict bytes"),
-    (lambda: TokenBudget(8) & TokenBudget(8, layout="packed"), "cannot join padded and packed"),
-    (lambda: MemoryBudget(4).fits(SAMPLE), "`longest` is missing"),
-    (lambda: as_budget(True), "`budget` must be a budget such as TokenBudget(4096)"),
-    (
-        lambda: whole_memory(2, longest=7).fits(PAIR),
-        "the longest length of 'labels' is missing",
-    ),
-    (lambda: PATCHES.fits(SAMPLE), "needs the stream 'patches', but `lengths` has"),
+
+
+def refuses(message: str) -> Any:
+    return pytest.raises(ConfigError, match=re.escape(message))
+
+
+def test_tokens_are_at_least_one() -> None:
+    with refuses("`max_tokens` must be an int of at least 1, but is 0"):
+        TokenBudget(0)
+
+
+def test_a_layout_is_padded_or_packed() -> None:
+    with refuses("`layout` must be one of 'padded', 'packed', but is 'ragged'"):
+        TokenBudget(8, layout="ragged")
+
+
+def test_a_longest_length_is_at_least_one_and_named_by_its_stream() -> None:
+    with refuses("`target` must be an int of at least 1"):
+        MemoryBudget(4, longest={"tokens": 8, "target": -1})
+
+
+def test_a_model_is_a_memory_model() -> None:
+    with refuses("`model` must be a memory model, but is object"):
+        MemoryBudget(4, model=object())
+
+
+def test_a_limit_in_bytes_needs_a_model_that_predicts_bytes() -> None:
+    with refuses("`model` must predict bytes"):
+        MemoryBudget.from_bytes(9, model=PaddedTokens())
+
+
+def test_padded_and_packed_budgets_are_not_joined() -> None:
+    with refuses("cannot join padded and packed"):
+        TokenBudget(8) & TokenBudget(8, layout="packed")
+
+
+def test_memory_needs_the_longest_length() -> None:
+    with refuses("`longest` is missing"):
+        MemoryBudget(4).fits(SAMPLE)
+
+
+def test_memory_needs_the_longest_length_of_each_stream() -> None:
+    pair = BatchShape.of(1, {"tokens": 1, "labels": 1})
+    with refuses("the longest length of 'labels' is missing"):
+        whole_memory(2, longest=7).fits(pair)
+
+
+def test_a_truth_value_is_no_budget() -> None:
+    with refuses("`budget` must be a budget such as TokenBudget(4096)"):
+        as_budget(True)
+
+
+def test_a_cap_needs_its_stream() -> None:
+    with refuses("needs the stream 'patches', but `lengths` has"):
+        PATCHES.fits(SAMPLE)
+
+
+class OnlyEvenNumbers(Budget):
+    def fits(self, shape: BatchShape, /) -> Any:
+        return shape.num_samples % 2 == 0
+
+
+class OnlyLongSamples(TokenBudget):
+    def fits(self, shape: BatchShape, /) -> Any:
+        return shape.longest["tokens"] > 10
+
+
+class AlwaysThree(TokenBudget):
+    def largest(self, longest: Any, /) -> Any:
+        return longest * 0 + 3
+
+
+BROKEN = [
+    (OnlyEvenNumbers(), "but accepts the batch after a sample"),
+    (OnlyLongSamples(99), "but accepts the batch after"),
+    (AlwaysThree(99), "`largest` allows 3 samples"),
 ]
 
 
-@pytest.mark.parametrize(("make", "message"), WRONG)
-def test_bad_arguments_name_themselves(make: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        make()
-
-
-def only_even_numbers(self: Any, shape: BatchShape, /) -> Any:
-    return shape.num_samples % 2 == 0
-
-
-def only_long_samples(self: Any, shape: BatchShape, /) -> Any:
-    return shape.longest["tokens"] > 10
-
-
-def always_three(self: Any, longest: Any, /) -> Any:
-    return longest * 0 + 3
-
-
-@pytest.mark.parametrize(
-    ("budget", "message"),
-    [
-        (own(fits=only_even_numbers), "but accepts the batch after a sample"),
-        (own(TokenBudget, fits=only_long_samples), "but accepts the batch after"),
-        (own(TokenBudget, largest=always_three), "`largest` allows 3 samples"),
-    ],
-)
+@pytest.mark.parametrize(("budget", "message"), BROKEN)
 def test_a_law_breaking_budget_is_caught(budget: Budget, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
         assert_budget_law(budget, {"tokens": LENGTHS["tokens"]})
@@ -355,26 +428,41 @@ def test_a_law_breaking_budget_is_caught(budget: Budget, message: str) -> None:
 SENTENCES = {"source": [3, 90], "target": [4, 5]}
 
 
-def sampler_of(budget: Any, **options: Any) -> LengthAwareBatchSampler:
-    return LengthAwareBatchSampler(SENTENCES, budget, **ALONE, **options)
+def sampler_of(budget: Any, oversize: str = "alone") -> LengthAwareBatchSampler:
+    return LengthAwareBatchSampler(SENTENCES, budget, rank=0, world_size=1, oversize=oversize)
 
 
-def test_budgets_know_the_names_that_the_user_gave() -> None:
+class FewSourceTokens(Budget):
+    def fits(self, shape: BatchShape, /) -> Any:
+        return shape.total["source"] < 93
+
+
+def test_memory_budgets_know_the_names_that_the_user_gave() -> None:
     bound = MemoryBudget(1, longest=90).bind(as_streams(SENTENCES))
     assert bound.most_samples({"source": 90, "target": 5}) == 1
-    budget = own(fits=lambda self, shape, /: shape.total["source"] < 93)
-    assert len(sampler_of(budget).plan.rows) == 2
 
 
-def test_messages_know_the_names_that_the_user_gave() -> None:
+def test_budgets_of_the_users_own_know_the_names_that_the_user_gave() -> None:
+    plan = sampler_of(FewSourceTokens()).plan
+    assert len(plan.rows) == 2
+
+
+def test_errors_know_the_names_that_the_user_gave() -> None:
     message = r"sample 1 \(90 source, 5 target\) does not fit even alone"
     with pytest.raises(BudgetError, match=message):
         sampler_of(50, oversize="error")
+
+
+def test_warnings_know_the_names_that_the_user_gave() -> None:
     with pytest.warns(UserWarning, match="sample 1 with 90 source, 5 target does not fit"):
         sampler_of(50)
+
+
+def test_a_missing_stream_is_told_beside_the_names_that_the_user_gave() -> None:
+    budget = TokenBudget(100) & AdditiveCap("patches", 5)
     message = r"needs the stream 'patches', but `lengths` has only \['source', 'target'\]"
     with pytest.raises(ConfigError, match=message):
-        sampler_of(TokenBudget(100) & AdditiveCap("patches", 5))
+        sampler_of(budget)
 
 
 def test_reports_know_the_names_that_the_user_gave() -> None:
@@ -407,18 +495,20 @@ def test_what_failed_and_all_that_is_predicted_as_heavy_never_fits_again(
     counts, longest_of_shapes = np.meshgrid(np.arange(1, 13), np.arange(1, 121, 7))
     longest = {"tokens": longest_of_shapes.ravel(), "patches": 1}
     grid = BatchShape.of(counts.ravel(), longest)
-    fits = np.ones(len(grid), bool)
+    fits_before = np.ones(len(grid), bool)
     if budget is not None:
-        fits = budget.fits(grid)
+        fits_before = budget.fits(grid)
     failed = math.inf
     for count, num_tokens in failures:
         shape = BatchShape.of(count, {"tokens": num_tokens, "patches": 1})
-        failed = min(failed, float(learning.cost(shape)[0]))
+        failed = min(failed, learning.cost(shape).item())
         learning.record_oom(shape)
         learning.apply()
         fits_now = learning.fits(grid)
-        assert (fits_now == (fits & learning.allows(grid))).all()
-        assert not fits_now[learning.cost(grid) >= failed].any()
+        expected = fits_before & learning.allows(grid)
+        assert fits_now.tolist() == expected.tolist()
+        too_heavy = learning.cost(grid) >= failed
+        assert not fits_now[too_heavy].any()
         assert bound.limit == learning.limit, "what is learned is shared"
     if not isinstance(budget, AllOf):
         assert_budget_law(learning, LONGER, num_shapes=50)
@@ -428,12 +518,13 @@ def test_the_limit_is_a_share_of_the_smallest_cost_that_failed() -> None:
     learning = LearningBudget(IN_BYTES)
     for samples in (10, 20):
         learning.record_oom(BatchShape.of(samples, 100))
-        assert learning.allows(BatchShape.of([8, 9, 10], 100)).tolist() == [True, True, False]
+        allowed = learning.allows(BatchShape.of([8, 9, 10], 100))
+        assert allowed.tolist() == [True, True, False]
 
 
 def test_a_budget_that_learns_counts_capped_streams_neither_in_plans_nor_in_failures() -> None:
     learning = LearningBudget(TokenBudget(1000)) & AdditiveCap("patches", 9000)
-    failed = BatchShape.of(8, {"tokens": 100, "patches": 900}, {"tokens": 800, "patches": 7200})
+    failed = BatchShape.of(8, {"tokens": 100, "patches": 900})
     learning.learner.record_oom(failed)
     learning.learner.apply()
     assert not learning.fits(failed)[0]
@@ -444,8 +535,9 @@ def test_a_budget_that_learns_counts_capped_streams_neither_in_plans_nor_in_fail
 def test_plans_follow_only_what_is_applied_and_ranks_the_lowest_of_all(costs: Any) -> None:
     def run(world: Any) -> Any:
         learning = LearningBudget(TokenBudget(1000))
-        if costs[world.rank] is not None:
-            learning.record_oom(BatchShape.of(1, costs[world.rank]))
+        cost = costs[world.rank]
+        if cost is not None:
+            learning.record_oom(BatchShape.of(1, cost))
         before = learning.applied
         learning.apply(world)
         return before, learning.limit, learning.applied
@@ -464,7 +556,8 @@ def learned() -> LearningBudget:
 
 
 def state_of(budget: LearningBudget) -> Any:
-    return json.loads(json.dumps(budget.state_dict(), allow_nan=False))
+    text = json.dumps(budget.state_dict(), allow_nan=False)
+    return json.loads(text)
 
 
 def test_what_was_learned_goes_through_json(learned: LearningBudget) -> None:
@@ -478,16 +571,20 @@ def test_what_was_learned_goes_through_json(learned: LearningBudget) -> None:
 
 def test_a_state_belongs_to_a_budget(learned: LearningBudget) -> None:
     message = r"budget was .*max_tokens=1000.* then, is .*max_tokens=2000.* now"
+    other = LearningBudget(TokenBudget(2000))
+    state = state_of(learned)
     with pytest.raises(StateError, match=message):
-        LearningBudget(TokenBudget(2000)).load_state_dict(state_of(learned))
+        other.load_state_dict(state)
 
 
 def test_a_damaged_state_is_refused_and_half_of_nothing_is_taken_over(
     learned: LearningBudget,
 ) -> None:
     state = state_of(learned)
-    damaged = [{**state, key: "x"} for key in state]
-    damaged += [{**state, "limits": [1, *state["limits"][1:]]}, [], 3]
+    other_limits = [1, *state["limits"][1:]]
+    damaged = [[], 3, {**state, "limits": other_limits}]
+    for key in state:
+        damaged.append({**state, key: "x"})
     for wrong in damaged:
         with pytest.raises(StateError):
             learned.load_state_dict(wrong)
@@ -502,7 +599,8 @@ def fits_in_a_worker(learning: LearningBudget, asked: Any, answers: Any) -> None
 def test_workers_see_shared_lessons_at_once() -> None:
     context = torch.multiprocessing.get_context("fork")
     learning = LearningBudget(TokenBudget(1000)).share_memory()
-    asked, answers = context.SimpleQueue(), context.SimpleQueue()
+    asked = context.SimpleQueue()
+    answers = context.SimpleQueue()
     worker = context.Process(target=fits_in_a_worker, args=(learning, asked, answers))
     worker.start()
     for seen in (True, False):
@@ -512,15 +610,24 @@ def test_workers_see_shared_lessons_at_once() -> None:
         learning.apply()
     asked.put(None)
     worker.join()
-    assert pickle.loads(pickle.dumps(learning)).fingerprint == learning.fingerprint
+
+
+def test_a_budget_of_shared_lessons_is_pickled() -> None:
+    learning = LearningBudget(TokenBudget(1000)).share_memory()
+    again = pickle.loads(pickle.dumps(learning))
+    assert again.fingerprint == learning.fingerprint
 
 
 def test_a_memory_budget_says_why_a_batch_fits_or_not() -> None:
-    budget = MemoryBudget(4, longest=100, model=PaddedTokens(), headroom=1.0)
+    budget = whole_memory(4, longest=100)
     assert budget.why(8, 50) == (
         "8 samples of 50 tokens fit: 100.0% of the limit, 100% may be used; 8 would fit"
     )
     assert "9 samples of 50 tokens do not fit" in budget.why(9, 50)
+
+
+def test_a_memory_budget_of_a_first_batch_knows_no_bytes() -> None:
+    budget = whole_memory(4, longest=100)
     with pytest.raises(ConfigError, match="knows no bytes"):
         budget.bytes_of(8, 50)
 
@@ -535,12 +642,13 @@ def test_a_budget_of_ones_own_is_shown_by_its_name_and_settings() -> None:
 
     name = AtMost.__qualname__
     assert repr(AtMost(4)) == f"{name}(most=4)"
-    assert repr(AtMost(4) & TokenBudget(90)) == f"{name}(most=4) & {TokenBudget(90)!r}"
+    tokens = TokenBudget(90)
+    assert repr(AtMost(4) & tokens) == f"{name}(most=4) & {tokens!r}"
 
 
 def test_memory_is_predicted_for_batches_as_a_ladder_pads_them() -> None:
     """The only shape is the hardest batch, four samples of 100 tokens: one of 20 takes as much."""
-    memory = MemoryBudget(4, longest=100, model=PaddedTokens(), headroom=1.0)
+    memory = whole_memory(4, longest=100)
     ladder = ShapeLadder([100] * 90, memory, num_shapes=1)
     alone = BatchShape.of(1, 20)
     assert predicted_memory(ladder, alone) == [1.0]
