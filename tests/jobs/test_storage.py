@@ -3,8 +3,7 @@
 import multiprocessing
 import os
 import resource
-from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +24,33 @@ JOB = {"task": "test", "texts": 4}
 RESULTS = ["zero", "eins\u2028", "", ["\0", "\n"]]
 TWENTY = [f"result {i}" for i in range(20)]
 RECEIPTS = [b"", b"\xff", b"null", b"{}", b"[" * 99999, b'{"job": 3, "bytes": 4, "checksum": 5}']
-DAMAGE: dict[str, Callable[[bytes, int], bytes]] = {
-    "cut": lambda data, at: data[:at],
-    "zeros to the end": lambda data, at: data[:at] + b"\0" * (len(data) - at),
-    "a flipped bit": lambda data, at: data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :],
-    "a byte more": lambda data, at: data[:at] + b"x" + data[at:],
-    "a byte less": lambda data, at: data[:at] + data[at + 1 :],
-    "other lines": lambda data, at: data[:at] + b'{"index": 0, "result": "wrong"}\n' * 3,
-    "twice": lambda data, at: data + data[at:],
-}
+DAMAGES = [
+    "cut",
+    "zeros to the end",
+    "a flipped bit",
+    "a byte more",
+    "a byte less",
+    "other lines",
+    "twice",
+]
+
+
+def damaged(kind: str, data: bytes, at: int) -> bytes:
+    before = data[:at]
+    if kind == "cut":
+        return before
+    if kind == "zeros to the end":
+        return before.ljust(len(data), b"\0")
+    if kind == "a flipped bit":
+        return before + bytes([data[at] ^ 4]) + data[at + 1 :]
+    if kind == "a byte more":
+        return before + b"x" + data[at:]
+    if kind == "a byte less":
+        return before + data[at + 1 :]
+    if kind == "other lines":
+        return before + b'{"index": 0, "result": "wrong"}\n' * 3
+    assert kind == "twice"
+    return data + data[at:]
 
 
 def out_of(folder: Path, job: Any = JOB) -> Output:
@@ -112,12 +129,13 @@ def test_another_jobs_journal_is_refused_with_what_differs_and_never_read(tmp_pa
 
 
 @settings(max_examples=100)
-@given(st.sampled_from(sorted(DAMAGE)), st.floats(0, 1, exclude_max=True))
+@given(st.sampled_from(DAMAGES), st.floats(0, 1, exclude_max=True))
 def test_no_damage_gives_a_wrong_result(tmp_path_factory: Any, kind: str, place: float) -> None:
     folder = tmp_path_factory.mktemp("journal")
     path = written(folder, [2, 0, 3, 1])
     data = path.read_bytes()
-    path.write_bytes(DAMAGE[kind](data, int(place * len(data))))
+    at = int(place * len(data))
+    path.write_bytes(damaged(kind, data, at))
     assert run(folder, [], RESULTS) == RESULTS
 
 
@@ -132,7 +150,9 @@ def test_two_runs_of_one_job_are_told_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also while the first publishes: its lock is given back once the output is there."""
-    first, second, replace = out_of(tmp_path), out_of(tmp_path), os.replace
+    first = out_of(tmp_path)
+    second = out_of(tmp_path)
+    replace = os.replace
 
     def refused(*names: Path) -> None:
         with (
@@ -156,12 +176,11 @@ def test_two_runs_of_one_job_are_told_apart(
 
 def test_a_worker_that_outlives_its_run_does_not_keep_the_lock(tmp_path: Path) -> None:
     """The run gives the lock back for both; only after ``kill -9`` do others wait until the worker has ended."""
-    forks, killed, next_run = (
-        multiprocessing.get_context("fork"),
-        out_of(tmp_path),
-        out_of(tmp_path),
-    )
-    runs, ended = forks.Event(), forks.Event()
+    forks = multiprocessing.get_context("fork")
+    killed = out_of(tmp_path)
+    next_run = out_of(tmp_path)
+    runs = forks.Event()
+    ended = forks.Event()
     killed.claim()
     worker = forks.Process(target=lambda: (runs.set(), ended.wait(60)))
     worker.start()
@@ -190,26 +209,24 @@ def crashing(monkeypatch: pytest.MonkeyPatch, operation: int) -> None:
 
         return acting
 
-    operations = {os: ("fsync", "open", "replace"), Path: ("unlink", "rmdir", "open")}
-    for owner, name in ((owner, name) for owner, names in operations.items() for name in names):
-        monkeypatch.setattr(owner, name, before(getattr(owner, name)))
+    for name in ("fsync", "open", "replace"):
+        monkeypatch.setattr(os, name, before(getattr(os, name)))
+    for name in ("unlink", "rmdir", "open"):
+        monkeypatch.setattr(Path, name, before(getattr(Path, name)))
 
 
 def test_a_crash_at_any_operation_loses_nothing_and_repeats_at_most_the_batch_it_was_in(
     tmp_path: Path,
 ) -> None:
     for operation in range(1, 40):
-        folder, done = tmp_path / str(operation), []
+        folder = tmp_path / str(operation)
         folder.mkdir()
-        for _ in range(
-            2
-        ):  # and the run after the crash crashes at its own operation of that number
-            with pytest.MonkeyPatch.context() as patched:
-                try:
-                    crashing(patched, operation)
-                    run(folder, done)
-                except Crash:
-                    pass
+        done: list[int] = []
+        # The run after the crash crashes at its own operation of that number.
+        for _ in range(2):
+            with pytest.MonkeyPatch.context() as patched, suppress(Crash):
+                crashing(patched, operation)
+                run(folder, done)
         assert run(folder, done) == TWENTY
         assert set(done) == set(range(20))
         assert len(done) <= 20 + 2 * 3
@@ -283,36 +300,37 @@ def differing(first: dict[str, Any], other: dict[str, Any]) -> list[str]:
     return [name for name in first if first[name] != other[name]]
 
 
-def test_other_models_texts_arguments_or_tokenizers_are_noticed_and_use_is_no_matter(
-    first, tmp_path
-) -> None:
-    joined = [TEXTS[0] + TEXTS[1][:1], TEXTS[1][1:], *TEXTS[2:]]
-    assert (
-        differing(first, identity(texts=joined))
-        == differing(first, identity(texts=TEXTS[::-1]))
-        == ["texts"]
-    )
+def test_other_texts_are_noticed(first: Any) -> None:
+    moved = [TEXTS[0] + TEXTS[1][:1], TEXTS[1][1:], *TEXTS[2:]]
+    assert differing(first, identity(texts=moved)) == ["texts"]
+    assert differing(first, identity(texts=TEXTS[::-1])) == ["texts"]
     assert identity(texts=["\ud800"]) != identity(texts=["\ud801"])
+
+
+def test_other_arguments_are_noticed(first: Any) -> None:
     assert differing(first, identity(token=4)) == ["arguments"]
-    a, b = (identity(generation_config=transformers.GenerationConfig(num_beams=n)) for n in (2, 3))
-    assert differing(a, b) == differing(first, a) == ["arguments"]
+    two_beams = identity(generation_config=transformers.GenerationConfig(num_beams=2))
+    three_beams = identity(generation_config=transformers.GenerationConfig(num_beams=3))
+    assert differing(first, two_beams) == ["arguments"]
+    assert differing(two_beams, three_beams) == ["arguments"]
+
+
+def test_another_tokenizer_is_noticed(first: Any) -> None:
     tokenizer = small_tokenizer()
     tokenizer.add_tokens(["w1 w2"])
     assert differing(first, identity(tokenizer=tokenizer)) == ["tokenizer"]
-    used, model = small_tokenizer(), small_llama()
-    used(TEXTS, truncation=True, max_length=3, padding=True)
+
+
+def test_use_of_a_model_and_a_tokenizer_is_no_matter(first: Any, tmp_path: Path) -> None:
+    tokenizer = small_tokenizer()
+    tokenizer(TEXTS, truncation=True, max_length=3, padding=True)
+    model = small_llama()
     model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=3)
     model.train()
     model.save_pretrained(tmp_path)
     model.config._name_or_path = "elsewhere"
     model.generation_config.transformers_version = "9.9"
-    assert identity(model, used) == first
-    for name, changes in CHANGES.items():
-        for change in changes:
-            model = small_llama()
-            with torch.no_grad():
-                change(model)
-            assert differing(first, identity(model)) == [name]
+    assert identity(model, tokenizer) == first
 
 
 def swap(model: Any) -> None:
@@ -320,15 +338,37 @@ def swap(model: Any) -> None:
     rows[[0, 1]] = rows[[1, 0]]
 
 
-CHANGES: dict[str, list[Callable[[Any], Any]]] = {
-    "model": [
-        swap,
-        lambda model: model.model.layers[1].mlp.up_proj.weight[-1, -1].mul_(1.0001),
-        lambda model: model.model.register_buffer("scale", torch.ones(2)),
+def scale_one(model: Any) -> None:
+    model.model.layers[1].mlp.up_proj.weight[-1, -1].mul_(1.0001)
+
+
+def add_buffer(model: Any) -> None:
+    model.model.register_buffer("scale", torch.ones(2))
+
+
+def set_beams(model: Any) -> None:
+    model.generation_config.num_beams = 3
+
+
+def set_epsilon(model: Any) -> None:
+    model.config.rms_norm_eps = 1e-3
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (swap, "model"),
+        (scale_one, "model"),
+        (add_buffer, "model"),
+        (set_beams, "model's generation_config"),
+        (set_epsilon, "model's config"),
     ],
-    "model's generation_config": [lambda model: setattr(model.generation_config, "num_beams", 3)],
-    "model's config": [lambda model: setattr(model.config, "rms_norm_eps", 1e-3)],
-}
+)
+def test_another_model_is_noticed(change: Any, name: str, first: Any) -> None:
+    model = small_llama()
+    with torch.no_grad():
+        change(model)
+    assert differing(first, identity(model)) == [name]
 
 
 @pytest.mark.filterwarnings(
@@ -353,34 +393,34 @@ def test_code_and_switches_are_the_users_to_tell(first) -> None:
     model.model.layers[1].mlp.act_fn = torch.nn.Tanh()
     assert identity(model) == first
     settings = {"task": "embed"}
-    one, other = (
-        identity_of(model, small_tokenizer(), TEXTS, settings, told) for told in (None, "tanh")
-    )
-    assert differing(one, other) == ["identity"]
+    untold = identity_of(model, small_tokenizer(), TEXTS, settings)
+    told = identity_of(model, small_tokenizer(), TEXTS, settings, "tanh")
+    assert differing(untold, told) == ["identity"]
 
 
-def test_large_weights_are_told_apart_by_checksums_also_when_rows_change_places() -> None:
-    def of(tensor: torch.Tensor) -> str:
-        model = torch.nn.Module()
-        model.register_buffer("table", tensor)
-        return identity_of(model, small_tokenizer(), [], {})["model"]
+def checksum(tensor: torch.Tensor) -> str:
+    model = torch.nn.Module()
+    model.register_buffer("table", tensor)
+    return identity_of(model, small_tokenizer(), [], {})["model"]
 
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "float64", "complex64", "bool"])
+def test_large_weights_are_told_apart_by_checksums_also_when_rows_change_places(dtype: str) -> None:
     torch.manual_seed(0)
-    for dtype in (
-        torch.float32,
-        torch.bfloat16,
-        torch.int8,
-        torch.float64,
-        torch.complex64,
-        torch.bool,
-    ):
-        table = torch.randn(1000, 512).mul(50).clamp(min=0).to(dtype)
-        changed, swapped = table.clone(), table.clone()
-        changed[777, 7] = -table[777, 7] + 1 if dtype != torch.bool else ~table[777, 7]
-        swapped[[3, 500]] = table[[500, 3]]
-        negated = [] if dtype == torch.bool else [of(-table)]
-        assert len({of(table), of(changed), of(swapped), of(table.T), *negated}) == 4 + len(negated)
-        assert of(table.clone()) == of(table)
+    values = torch.randn(1000, 512).mul(50).clamp(min=0)
+    table = values.to(getattr(torch, dtype))
+    changed = table.clone()
+    swapped = table.clone()
+    swapped[[3, 500]] = table[[500, 3]]
+    others = [table, changed, swapped, table.T]
+    if dtype == "bool":
+        changed[777, 7] = ~table[777, 7]
+    else:
+        changed[777, 7] = 1 - table[777, 7]
+        others.append(-table)
+    checksums = {checksum(other) for other in others}
+    assert len(checksums) == len(others)
+    assert checksum(table.clone()) == checksum(table)
 
 
 def test_weights_of_adapters_are_noticed() -> None:
