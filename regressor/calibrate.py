@@ -79,7 +79,8 @@ def calibrate(
 
     first = np.maximum(start_logs, LOWEST)
     fit = least_squares(residuals, first, bounds=(LOWEST, HIGHEST), max_nfev=rounds)
-    return {name: round(float(value), 4) for name, value in zip(names, np.exp(fit.x), strict=True)}
+    values = np.exp(fit.x).tolist()
+    return {name: round(value, 4) for name, value in zip(names, values, strict=True)}
 
 
 @dataclass(frozen=True)

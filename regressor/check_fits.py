@@ -96,7 +96,8 @@ def rows_of(name: str, label: str) -> list[dict[str, Any]]:
     except Exception as error:  # a row of the report, not the end of it
         rows = [{"error": f"{type(error).__name__}: {error}"[:200], "ok": False}]
     wrong = [row for row in rows if not row["ok"]]
-    print(name, label, f"{len(rows) - len(wrong)} of {len(rows)}", *wrong, flush=True)
+    num_right = len(rows) - len(wrong)
+    print(name, label, f"{num_right} of {len(rows)}", *wrong, flush=True)
     return [{"model": name, "setting": label, **row} for row in rows]
 
 

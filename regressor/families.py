@@ -140,7 +140,8 @@ def random_sizes(family: Family, rng: np.random.Generator) -> Sizes:
     heads = int(np.clip(round(_log_uniform(rng, 256, widest) / head), 2, 64))
     groups = 1
     if family.grouped:
-        groups = int(rng.choice([g for g in (1, 2, 4, 8) if heads % g == 0]))
+        divisors = [divisor for divisor in (1, 2, 4, 8) if heads % divisor == 0]
+        groups = int(rng.choice(divisors))
     hidden = heads * head
     ratio = float(rng.choice([2.0, 2.75, 3.5, 4.0, 5.5, 8.0]))
     layers = int(np.clip(round(_log_uniform(rng, 4, 48)), 4, 48))

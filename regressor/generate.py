@@ -195,7 +195,8 @@ def generate(arguments: argparse.Namespace) -> None:
         with log.open("a") as stream:
             stream.write(json.dumps({**asdict(job), **row}) + "\n")
         error = row.get("error", "")[:160]
-        print(f"{number + 1}/{len(todo)} {job.key} {row['seconds']}s {error}", flush=True)
+        place = f"{number + 1}/{len(todo)}"
+        print(f"{place} {job.key} {row['seconds']}s {error}", flush=True)
     write_parquet(log, arguments.out)
 
 

@@ -116,7 +116,7 @@ def rows_of(name: str, plan: Plan, device: Device) -> list[Row]:
     config = family.build(sizes)
     rows: list[Row] = []
     for workload, shapes in workloads(config, family.kind, plan):
-        model = as_random_model(config, workload, device.device)
+        model: Any = as_random_model(config, workload, device.device)
         model.config.use_cache = workload.mode == "generate"  # as a Trainer does
         measured = measure(model, workload, shapes, device=device)
         del model  # the next one takes its place on the device
@@ -181,14 +181,15 @@ def report(rows: Sequence[Row]) -> str:
             continue
         num_measured += 1
         error = row["error"]
-        num_far[run] += abs(error) > TARGET
+        if abs(error) > TARGET:
+            num_far[run] += 1
         measured = _gib(row["peak_bytes"])
         lines.append([shape, simulated, measured, f"{error:+.1%}", _gib(row["reserved_bytes"])])
     table = format_table(["", "simulated GiB", "measured GiB", "error", "reserved GiB"], lines)
-    far = ", ".join(f"{run} ({count})" for run, count in num_far.items() if count) or "none"
+    far = [f"{run} ({count})" for run, count in num_far.items()] or ["none"]
     return (
         f"{table}\n{num_measured} of {len(rows)} shapes measured; "
-        f"further off than {TARGET:.0%}: {far}"
+        f"further off than {TARGET:.0%}: {', '.join(far)}"
     )
 
 
@@ -245,7 +246,8 @@ def measure_all(
         except Exception as error:  # written down; it costs no other model its place
             failed[name] = f"{type(error).__name__}: {error}"
             outcome = "failed"
-        print(f"{name}: {outcome}, {(end - clock()) / 60:.1f} minutes left", flush=True)
+        minutes_left = (end - clock()) / 60
+        print(f"{name}: {outcome}, {minutes_left:.1f} minutes left", flush=True)
         device.reset()
         if rows:
             save(path, rows, about)

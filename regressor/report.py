@@ -78,7 +78,8 @@ NOTES = """## Where the errors come from
 def table(rows: list[list[str]]) -> str:
     """Markdown."""
     head, *body = rows
-    lines = [f"| {' | '.join(row)} |\n" for row in [head, ["---"] * len(head), *body]]
+    rule = ["---"] * len(head)
+    lines = [f"| {' | '.join(row)} |\n" for row in (head, rule, *body)]
     return "".join(lines)
 
 
@@ -226,7 +227,8 @@ def by_family(result: Figures) -> str:
         form = families[name][FORM]
         row = [name]
         for key, digits in {"rmse": 3, "unsafe_percent": 2, "growth": 3}.items():
-            row += [f"{lifted[key]:.{digits}f}", f"{form[key]:.{digits}f}"]
+            for figures in (lifted, form):
+                row.append(f"{figures[key]:.{digits}f}")
         rows.append(row)
     num_less_safe = 0
     for figures in families.values():

@@ -47,5 +47,6 @@ def relative(shape: BatchShape, baseline: BatchShape) -> NDArray[np.float64]:
             f"{unit}_mean_diff": longest,
             f"{unit}_sum_diff": total,
         }
+    assert booster.feature_names is not None
     table = np.stack([values[name] for name in booster.feature_names], axis=1)
     return booster.inplace_predict(table).astype(np.float64)

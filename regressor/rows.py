@@ -132,7 +132,8 @@ def first_batches(
     devices = DEVICES[DEVICES > 1.2 * group.static_bytes][:5]
     left = rng.choice(devices, size) - group.static_bytes
     limit = left * rng.uniform(0.4, 0.95, size)
-    tokens = np.exp(rng.uniform(np.log(16), np.log(8192), size)).astype(np.int64)
+    log_tokens = rng.uniform(np.log(16), np.log(8192), size)
+    tokens = np.exp(log_tokens).astype(np.int64)
     target = np.maximum(8, (tokens * rng.uniform(0.1, 1.2, size)).astype(np.int64))
     samples = np.clip(largest(group, tokens, target, limit), 1, 512)
     return samples, tokens, target

@@ -130,7 +130,8 @@ def judge_fold(
     for group in groups:
         if group.family in held_out:
             judge.add(group, regressor)
-    print(f"without {', '.join(held_out)}: {time.monotonic() - began:.0f} s", flush=True)
+    seconds = time.monotonic() - began
+    print(f"without {', '.join(held_out)}: {seconds:.0f} s", flush=True)
     return judge
 
 
