@@ -17,7 +17,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "free": {"window": 128},
     "free, several steps an update": {"window": 128, "accumulation": 3},
     "packed": {"budget": PACKED, "window": 256},
-    "kinds, whose samples are carried on": {"kinds": np.arange(3000) % 7 == 0, "window": 64},
+    "kinds": {"kinds": np.arange(3000) % 7 == 0, "window": 64},
     "exact updates": {"samples_per_update": 64},
     "packed updates": {"samples_per_update": 64, "budget": PACKED},
     "stratified updates": {"samples_per_update": 64, "grouping": 4},
@@ -30,20 +30,36 @@ def loader_of(world: Any = None, **settings: Any) -> PlannedDataLoader[Any]:
     return PlannedDataLoader(range(3000), LENGTHS, world=world, **settings)
 
 
-def batches_of(loader: PlannedDataLoader[Any]) -> list[list[int]]:
-    return [list(step.indices) for step in loader]
+def batches_of(loader: PlannedDataLoader[Any]) -> list[tuple[list[int], bool]]:
+    """Returns the indices of each step, and whether it is idle."""
+    return [(list(step.indices), step.idle) for step in loader]
 
 
-def planned_alone(loader: PlannedDataLoader[Any], rank: int) -> list[list[int]]:
-    """Returns the batches of a rank in the plan that every rank can make by itself."""
+def planned_alone(loader: PlannedDataLoader[Any], rank: int) -> list[tuple[list[int], bool]]:
+    """Returns the same of a rank in the plan that every rank can make by itself."""
     plan = loader.plan_of(0)
-    return [plan.batches[number].tolist() for number in plan.table[:, rank]]
+    batches = [plan.batches[number].tolist() for number in plan.table[:, rank]]
+    is_idle = plan.loss_scale[:, rank] == 0
+    return list(zip(batches, is_idle.tolist(), strict=True))
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_shared_plans_are_those_that_each_rank_makes_alone(way: str) -> None:
     def run(world: ThreadWorld) -> None:
         loader = loader_of(world, **WAYS[way])
+        alone = planned_alone(loader, world.rank)
+        assert batches_of(loader) == alone
+
+    run_ranks(3, run)
+
+
+def test_samples_that_fill_no_step_go_on_to_a_window_that_was_planned_without_them() -> None:
+    lengths = np.full(3001, 40, np.int32)  # each is a batch, and the first window has 97
+
+    def run(world: ThreadWorld) -> None:
+        loader = PlannedDataLoader(
+            range(3001), lengths, TokenBudget(60), window=64, weigh="samples", world=world
+        )
         alone = planned_alone(loader, world.rank)
         assert batches_of(loader) == alone
 
