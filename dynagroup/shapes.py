@@ -116,12 +116,11 @@ class BatchShape:
         longest = _by_stream(longest)
         if total is None:
             total = {name: count * values for name, values in longest.items()}
-        size = np.broadcast_shapes((1,), count.shape, *map(np.shape, longest.values()))
-        return cls(
-            np.broadcast_to(count, size),
-            _broadcast(longest, size),
-            _broadcast(_by_stream(total), size),
-        )
+        else:
+            total = _by_stream(total)
+        shapes = map(np.shape, [*longest.values(), *total.values()])
+        size = np.broadcast_shapes((1,), count.shape, *shapes)
+        return cls(np.broadcast_to(count, size), _broadcast(longest, size), _broadcast(total, size))
 
     @classmethod
     def of_samples(cls, lengths: Streams) -> BatchShape:

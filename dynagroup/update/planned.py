@@ -436,8 +436,8 @@ class _LoadedUpdate:
 
 
 # When an update's batches are loaded and weighed, one sum over ranks gives every rank the total weight of each step. So
-# loss scales are exact, and any rank can save a resume point inside the update. Plans are equal on all ranks without
-# any exchange. A rank that fails sends NaN. Cost: an all-reduce of one float per step, and memory for the batches.
+# loss scales are exact, and any rank can save a resume point inside the update. A rank that fails sends NaN. Cost: an
+# all-reduce of one float per step, and memory for the batches.
 class _Feed(Inner):
     """Loads planned updates with the user's workers and collate function, and computes their weights over all ranks."""
 

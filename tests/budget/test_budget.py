@@ -115,7 +115,7 @@ def test_padding_of_two_streams_counts() -> None:
 
 
 def test_a_packed_batch_counts_the_sum_of_its_lengths() -> None:
-    assert fits(PACKED, [4, 4], 60, total=[64, 65]) == [True, False]
+    assert fits(PACKED, 4, 60, total=[64, 65]) == [True, False]
 
 
 def test_an_empty_sample_counts_as_one_token() -> None:
