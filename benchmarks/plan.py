@@ -7,6 +7,7 @@ import time
 import tracemalloc
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -21,8 +22,11 @@ from benchmarks.machine import Machine
 from benchmarks.methods import dynabatch, planned
 from benchmarks.record import spread
 from dynagroup import Budget, LengthAwareBatchSampler, MemoryBudget, TokenBudget
+from dynagroup.plan.cursor import Cursor
 from dynagroup.plan.inputs import PlanConfig
-from dynagroup.plan.planner import Planner
+from dynagroup.plan.plan import BatchPlan
+from dynagroup.plan.planner import Planner, UpdatePlans
+from dynagroup.update.columns import MOST_SAMPLES, columns_of, unpacked
 
 SAMPLES = (10_000, 100_000, 1_000_000, 10_000_000)
 RANKS = (1, 8, 64, 512, 1024)
@@ -93,6 +97,41 @@ def updates(_machine: Machine) -> dict[str, Any]:
     return found
 
 
+def shared_s(plan: Callable[[], list[BatchPlan]], ranks: int, num_parts: int) -> float:
+    """Returns CPU seconds of each rank for one of these plans, if ``num_parts`` of them are shared by the ranks.
+
+    A rank plans some of them, packs its columns for all ranks, and unpacks its own columns of all plans. What the
+    exchange itself takes is not counted.
+    """
+    start = time.process_time()
+    plans = plan()
+    of_first_rank = []
+    for one in plans:
+        packed = [column.packed((0, 0, 0)) for column in columns_of(one, range(ranks))]
+        of_first_rank.append(packed[0])
+    planning_s = time.process_time() - start
+    start = time.process_time()
+    assert len(list(unpacked(np.concatenate(of_first_rank)))) == len(plans)
+    unpacking_s = time.process_time() - start
+    return (planning_s / min(ranks, num_parts) + unpacking_s) / len(plans)
+
+
+def shared_updates_ms(lengths: Any, budget: Budget, size: int, ranks: int = 8) -> float:
+    """Returns milliseconds of an exact update on each rank of a planned loader, after its first few updates."""
+    config = PlanConfig(samples_per_update=size, shuffle=True)
+    planner = Planner.of(lengths, budget, config)
+    num_updates = max(MOST_SAMPLES // (ranks * size), 1)
+    num_updates = min(num_updates, planner.num_samples // size)
+    order = planner.order_of(0, shuffle=True, size=size)
+
+    def plan_part() -> list[BatchPlan]:
+        plans = UpdatePlans(planner, order, ranks, num_updates)
+        starts = range(0, num_updates * size, size)
+        return [plans.plan(start, start + size, Cursor()) for start in starts]
+
+    return 1000 * shared_s(plan_part, ranks, ranks)
+
+
 def each(machine: Machine, samples: int = 8192, repeats: int = 5) -> dict[str, Any]:
     """Milliseconds of an exact update, by what its plan is asked for; plans of one rank and of eight in turns."""
     tokens = lognormal(samples)
@@ -116,6 +155,8 @@ def each(machine: Machine, samples: int = 8192, repeats: int = 5) -> dict[str, A
                 name: spread([1000 * size / samples * taken_s for taken_s in times])
                 for name, times in taken.items()
             }
+            shared = [shared_updates_ms(lengths, budget, size) for _ in range(repeats + 1)]
+            per_update["shared_by_eight"] = spread(shared[1:])
             figures[f"{size} samples, {kind}"] = per_update
     return figures
 
@@ -144,7 +185,22 @@ def of_ranks(_machine: Machine, samples: int = 20_000_000) -> Iterator[dict[str,
                 assert all(len(window.batches[row[0]]) for row in window.table)
             taken_s = time.process_time() - start
             figures[kind][f"ranks_{ranks}"] = 1000 * taken_s / num_steps
+            shared = figures.setdefault(f"{kind}, shared", {})
+            shared[f"ranks_{ranks}"] = shared_step_ms(planner, ranks)
             yield figures
+
+
+def shared_step_ms(planner: Planner, ranks: int, samples: int = 1_000_000_000) -> float:
+    """Returns CPU milliseconds of a step on each rank of a planned loader, in an epoch of so many samples."""
+    start = replace(planner.start_of(0, ranks), windows_done=1)
+    windows = planner.windows(start)
+    window = planner.plan_window(windows, start, ranks)
+    num_windows = samples // planner.window_size(ranks)
+
+    def plan_part() -> list[BatchPlan]:
+        return [planner.plan_window(windows, start, ranks)]
+
+    return 1000 * shared_s(plan_part, ranks, num_windows) / window.num_steps
 
 
 def growth(_machine: Machine, samples: tuple[int, ...] = SAMPLES) -> dict[str, Any]:
