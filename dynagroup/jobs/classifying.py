@@ -9,7 +9,7 @@ import torch
 
 from dynagroup.distributed import World
 from dynagroup.errors import ConfigError
-from dynagroup.jobs.formats import JSON_LINES, RAGGED, VECTORS
+from dynagroup.jobs.formats import JSON_LINES, RAGGED, VECTORS, Format
 from dynagroup.jobs.run import Job, all_results, results_as_they_come
 from dynagroup.jobs.texts import Batch, Encoded, JobOptions, Task, TokenizedJob, without_padding
 
@@ -87,8 +87,8 @@ def _classification(
             return tokens
         return _labels(tokens, encoded, model.config.id2label)
 
-    formats: Any = (VECTORS,)
-    tokenizer_options: dict[str, Any] = {}
+    formats: Sequence[Format] = (VECTORS,)
+    tokenizer_options: dict[str, bool] = {}
     if return_offsets:
         formats = (JSON_LINES,)
         tokenizer_options = {"return_offsets_mapping": True, "return_special_tokens_mask": True}
@@ -105,7 +105,7 @@ def _classification(
 
 def _labels(
     logits: Sequence[np.ndarray], encoded: Encoded, names: Mapping[int, str]
-) -> list[list[dict[str, Any]]]:
+) -> list[list[dict[str, object]]]:
     """Returns the label of each token that is not special, with its probability and its place in the text."""
     results = []
     texts = zip(encoded["offset_mapping"], encoded["special_tokens_mask"], strict=True)

@@ -103,7 +103,7 @@ def _embedding(
         encoder = inner.base_model if hasattr(inner, "base_model_prefix") else inner
     _check_encoder(encoder, model)
 
-    def run(batch: Batch, encoded: Encoded) -> Any:
+    def run(batch: Batch, encoded: Encoded) -> np.ndarray | list[np.ndarray]:
         states = getattr(encoder(**batch), "last_hidden_state", None)
         if states is None:
             raise ConfigError(
@@ -125,7 +125,7 @@ def _embedding(
     return TokenizedJob(encoder, tokenizer, texts, task, job_options).job()
 
 
-def _check_encoder(encoder: Any, model: Any) -> None:
+def _check_encoder(encoder: object, model: object) -> None:
     config = getattr(encoder, "config", None)  # a T5 saved from its encoder has no such config
     is_pair = hasattr(encoder, "encoder") or getattr(config, "is_encoder_decoder", False)
     if is_pair and hasattr(encoder, "decoder"):

@@ -52,7 +52,7 @@ class JsonLines:
 
     suffixes: tuple[str, ...] = (".jsonl",)
 
-    def pack(self, result: Any) -> bytes:
+    def pack(self, result: object) -> bytes:
         return _as_json(result).encode()
 
     def unpack(self, data: bytes) -> Any:
@@ -61,7 +61,7 @@ class JsonLines:
     def gather(self, results: list[Any]) -> list[Any]:
         return results
 
-    def write(self, files: Sequence[IO[bytes]], results: Sequence[Any]) -> None:
+    def write(self, files: Sequence[IO[bytes]], results: Sequence[object]) -> None:
         for index, result in enumerate(results):
             line = _as_json({"index": index, "result": result})
             files[0].write(f"{line}\n".encode())
@@ -90,12 +90,12 @@ class Vectors:
     def unpack(self, data: bytes) -> np.ndarray:
         return np.frombuffer(data, dtype="<f4")
 
-    def gather(self, results: list[Any]) -> np.ndarray:
+    def gather(self, results: list[np.ndarray]) -> np.ndarray:
         if not results:
             return np.zeros((0, 0), np.float32)
         return np.stack(results)
 
-    def write(self, files: Sequence[IO[bytes]], results: Sequence[Any]) -> None:
+    def write(self, files: Sequence[IO[bytes]], results: Sequence[np.ndarray]) -> None:
         width = len(results[0]) if len(results) else 0
         _write_header(files[0], (len(results), width), "<f4")
         for index, vector in enumerate(results):
@@ -113,7 +113,7 @@ class Vectors:
 class _Ragged:
     """One float32 array (num_tokens, features) per sample; gathered into a list."""
 
-    def pack(self, result: Any) -> bytes:
+    def pack(self, result: np.ndarray) -> bytes:
         width = _WIDTH.pack(result.shape[1])
         return width + np.ascontiguousarray(result, dtype="<f4").tobytes()
 
@@ -121,7 +121,7 @@ class _Ragged:
         (width,) = _WIDTH.unpack_from(data)
         return np.frombuffer(data, dtype="<f4", offset=_WIDTH.size).reshape(-1, width)
 
-    def gather(self, results: list[Any]) -> list[Any]:
+    def gather(self, results: list[np.ndarray]) -> list[np.ndarray]:
         return results
 
 
@@ -130,7 +130,7 @@ class RaggedArrays(_Ragged):
 
     suffixes: tuple[str, ...] = (".npy", ".offsets.npy")
 
-    def write(self, files: Sequence[IO[bytes]], results: Sequence[Any]) -> None:
+    def write(self, files: Sequence[IO[bytes]], results: Sequence[np.ndarray]) -> None:
         offsets = np.zeros(len(results) + 1, "<i8")
         width = 0
         for index, result in enumerate(results):
@@ -156,7 +156,7 @@ class ParquetLists(_Ragged):
 
     suffixes: tuple[str, ...] = (".parquet",)
 
-    def write(self, files: Sequence[IO[bytes]], results: Sequence[Any]) -> None:
+    def write(self, files: Sequence[IO[bytes]], results: Sequence[np.ndarray]) -> None:
         pyarrow = needed("pyarrow", "an output that ends in .parquet", "parquet")
         parquet = needed("pyarrow.parquet", "an output that ends in .parquet", "parquet")
         width = results[0].shape[1] if len(results) else 0
@@ -196,7 +196,7 @@ def format_of(path: Path, formats: Sequence[Format]) -> Format:
     raise ConfigError(f"`output` must end in {endings}, but is {path.name!r}")
 
 
-def _groups(results: Sequence[Any]) -> Iterator[list[Any]]:
+def _groups(results: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
     for start in range(0, len(results), _GROUP):
         stop = min(start + _GROUP, len(results))
         yield [results[index] for index in range(start, stop)]
@@ -208,7 +208,7 @@ def _write_header(file: IO[bytes], shape: tuple[int, ...], dtype: str) -> None:
     np.lib.format.write_array_header_1_0(file, header)
 
 
-def _as_json(value: Any) -> str:
+def _as_json(value: object) -> str:
     text = json.dumps(value, ensure_ascii=False, default=_plain)
     return _ESCAPED.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 

@@ -92,7 +92,7 @@ def _generation(
     num_answers = generation_option("num_return_sequences", model, arguments) or 1
     passed = _generate_arguments(model, tokenizer, arguments, num_new)
 
-    def run(batch: Batch, encoded: Encoded) -> list[Any]:
+    def run(batch: Batch, encoded: Encoded) -> list[str] | list[list[str]]:
         tokens = model.generate(**batch, **passed)
         if is_causal:  # without the prompt
             tokens = tokens[:, batch["input_ids"].shape[1] :]
@@ -116,7 +116,7 @@ def _generation(
 
 
 def _generate_arguments(
-    model: Any, tokenizer: Any, arguments: Mapping[str, Any], num_new: int
+    model: Any, tokenizer: object, arguments: Mapping[str, Any], num_new: int
 ) -> dict[str, Any]:
     """Returns what ``model.generate`` gets for each batch."""
     passed = dict(arguments)

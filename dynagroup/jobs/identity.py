@@ -26,7 +26,7 @@ _NOT_COMPARED = {
 }
 
 
-def identity_of_model(model: Any) -> dict[str, Any]:
+def identity_of_model(model: torch.nn.Module) -> dict[str, object]:
     """Returns a model's class with a checksum of its weights, and its configs; equal in every process and place."""
     weights = checksum(_described_weights(model))
     return {
@@ -37,8 +37,8 @@ def identity_of_model(model: Any) -> dict[str, Any]:
 
 
 def identity_of_texts(
-    tokenizer: Any, texts: Sequence[Any], settings: Mapping[str, Any], identity: Any
-) -> dict[str, Any]:
+    tokenizer: object, texts: Sequence[object], settings: Mapping[str, object], identity: object
+) -> dict[str, object]:
     """Returns what else results on texts depend on. ``identity``: what the user wants compared."""
     compared = {
         "tokenizer": tokenizer_text(tokenizer),
@@ -50,7 +50,7 @@ def identity_of_texts(
     return compared
 
 
-def checksum(parts: Iterable[Any]) -> str:
+def checksum(parts: Iterable[object]) -> str:
     """Returns a hash of the parts, each in quotes, so that "ab", "c" and "a", "bc" have different hashes."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:

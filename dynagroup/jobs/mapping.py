@@ -144,8 +144,8 @@ def _mapping(
 
 
 def _identity_of(
-    function: Callable[[Any], Any], items: Sequence[Any], lengths: Streams, identity: Any
-) -> dict[str, Any]:
+    function: Callable[[Any], object], items: Sequence[object], lengths: Streams, identity: object
+) -> dict[str, object]:
     return {
         "function": described(function),
         "items": f"{len(items)} items {hashed(ends_of(items))}",

@@ -70,7 +70,7 @@ class Job:
     """Measures all items, and raises the user's errors before anything is run; called once."""
     formats: Sequence[Format]
     """Of results; the ending of the output file chooses one."""
-    identity: Callable[[], Mapping[str, Any]] = dict
+    identity: Callable[[], Mapping[str, object]] = dict
     """Returns what results depend on, as values for JSON."""
     learned: LearningBudget | None = None
     progress: bool = True
@@ -216,7 +216,7 @@ def _described(indices: Sequence[int], tokens: IntArray) -> str:
     return f"{len(indices)} samples of up to {longest} tokens"
 
 
-def _check_same_job(identity: Mapping[str, Any], world: World) -> None:
+def _check_same_job(identity: Mapping[str, object], world: World) -> None:
     """Raises ConfigError on all ranks if they have different jobs, and names what differs."""
     numbers = [0] * _MOST_SETTINGS  # jobs that differ may have other settings
     for place, item in enumerate(identity.items()):

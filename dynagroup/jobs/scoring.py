@@ -97,7 +97,7 @@ def _scoring(
         texts = _with_answers(texts, by_position(answers, "answers"))
         tokenizer = AnswerTokenizer(tokenizer)
 
-    def run(batch: Batch, encoded: Encoded) -> list[dict[str, Any]]:
+    def run(batch: Batch, encoded: Encoded) -> list[dict[str, object]]:
         starts = encoded.get("num_prompt_tokens", [1] * len(batch["input_ids"]))
         return [_as_result(scores, per_token) for scores in scorer.scores(batch, starts)]
 
@@ -143,7 +143,9 @@ class Scorer(torch.nn.Module):
             MemoryRegressor.of_model(self.model, "forward", program=self, inputs=inputs)
         )
 
-    def scores(self, batch: Mapping[str, torch.Tensor], starts: Sequence[int]) -> Any:
+    def scores(
+        self, batch: Mapping[str, torch.Tensor], starts: Sequence[int]
+    ) -> Sequence[torch.Tensor]:
         """Returns the log-probabilities of each text's tokens from number ``starts`` on, float32 on the CPU; a first token
         has none. Texts are padded on the right."""
         ids = batch["input_ids"]
@@ -219,7 +221,7 @@ class _Replay(torch.nn.Module):
         value = getattr(self._bodies[0], name)
         return self if isinstance(value, torch.nn.Module) else value
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         outputs = copy.copy(self._outputs)
         outputs.last_hidden_state = self.states
         return outputs
@@ -259,11 +261,11 @@ def _with_answers(prompts: Sequence[str], answers: Sequence[str]) -> list[tuple[
     return list(zip(prompts, answers, strict=True))
 
 
-def _as_result(scores: torch.Tensor, per_token: bool) -> dict[str, Any]:
+def _as_result(scores: torch.Tensor, per_token: bool) -> dict[str, object]:
     """Returns the result of one text, as values for JSON."""
     values = scores.tolist()
     total = math.fsum(values)
-    result: dict[str, Any] = {"sum": total, "mean": None, "num_tokens": len(values)}
+    result: dict[str, object] = {"sum": total, "mean": None, "num_tokens": len(values)}
     if values:
         result["mean"] = total / len(values)
     if per_token:
@@ -271,7 +273,9 @@ def _as_result(scores: torch.Tensor, per_token: bool) -> dict[str, Any]:
     return result
 
 
-def _traced_inputs(model: Any, num_samples: int, longest: Mapping[str, int]) -> dict[str, Any]:
+def _traced_inputs(
+    model: object, num_samples: int, longest: Mapping[str, int]
+) -> dict[str, object]:
     """Returns a batch with one full chunk, of a tensor as large as all places and scores: 16 bytes for each token."""
     ids = torch.zeros(num_samples, longest[TOKENS], dtype=torch.long)
     places = torch.zeros(2 * ids.numel() + _CHUNK, dtype=torch.long)

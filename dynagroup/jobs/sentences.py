@@ -19,7 +19,7 @@ from dynagroup.validation import check_identity
 _CHUNK = 256  # texts that are tokenized together to measure them
 
 
-def is_sentence_transformer(model: Any) -> bool:
+def is_sentence_transformer(model: object) -> bool:
     package = sys.modules.get("sentence_transformers")  # whoever has such a model has imported it
     return package is not None and isinstance(model, package.SentenceTransformer)
 
@@ -83,7 +83,7 @@ class SentenceJob(TextJob):
                 lengths.extend(len(text) for text in texts)
         return np.array(lengths, np.int32)
 
-    def _identity(self) -> dict[str, Any]:
+    def _identity(self) -> dict[str, object]:
         model = self._model
         modules = []
         for module in model:

@@ -37,7 +37,7 @@ class Output:
     """A job's output file, and until it is complete, the journal of finished samples beside it."""
 
     def __init__(
-        self, path: Path, identity: Mapping[str, Any], num_samples: int, form: Format
+        self, path: Path, identity: Mapping[str, object], num_samples: int, form: Format
     ) -> None:
         self._path = path
         self.identity = dict(identity)
@@ -154,7 +154,7 @@ class Output:
                 end = file.tell()
         return end
 
-    def append(self, indices: Sequence[int], results: Iterable[Any]) -> None:
+    def append(self, indices: Sequence[int], results: Iterable[object]) -> None:
         """Appends finished samples to the journal; they are on disk when the call returns."""
         if self._file is None:
             self.journal.mkdir(exist_ok=True)

@@ -69,7 +69,7 @@ class JobOptions:
                 f"`budget` must have layout='padded', as these batches are padded, but is {self.budget!r}"
             )
 
-    def budget_for(self, lengths: NDArray[Any], memory: Callable[[], MemoryModel]) -> Budget:
+    def budget_for(self, lengths: NDArray[np.int32], memory: Callable[[], MemoryModel]) -> Budget:
         """Returns the user's budget, or one for the batch size; bound to the lengths, with the model's ``memory()``."""
         if self.budget is not None:
             budget = as_budget(self.budget).with_memory(memory)
@@ -89,7 +89,7 @@ class Task:
 
     run: Callable[[Batch, Encoded], Any]
     """Returns the results of the rows of a batch."""
-    settings: Mapping[str, Any]
+    settings: Mapping[str, object]
     """On which results depend, besides model, tokenizer and texts."""
     formats: Sequence[Format] = (VECTORS,)
     mode: Mode = "forward"
@@ -141,7 +141,7 @@ class TextJob:
             num_new=self.num_new,
         )
 
-    def _lengths(self) -> NDArray[Any]:
+    def _lengths(self) -> NDArray[np.int32]:
         """Returns the tokens of each text. Raises the user's errors."""
         raise NotImplementedError
 
@@ -155,7 +155,7 @@ class TextJob:
     def _run(self, texts: list[Any]) -> Iterable[Any]:
         raise NotImplementedError
 
-    def _identity(self) -> dict[str, Any]:
+    def _identity(self) -> dict[str, object]:
         raise NotImplementedError
 
 
@@ -178,8 +178,8 @@ class TokenizedJob(TextJob):
         if self._is_cut_to_model:
             self._max_length = most_tokens(model, tokenizer)
 
-    def _lengths(self) -> NDArray[Any]:
-        lengths: NDArray[Any] = measure_lengths(
+    def _lengths(self) -> NDArray[np.int32]:
+        lengths: NDArray[np.int32] = measure_lengths(
             self._texts,
             self._tokenizer,
             max_length=self._max_length,
@@ -199,7 +199,7 @@ class TokenizedJob(TextJob):
         num_steps = max(self.num_new, 1) if budget.new_tokens == 0 else 1
         return replace(work, per_step=work.per_step * num_steps / self.num_copies)
 
-    def _check_lengths(self, lengths: NDArray[Any]) -> None:
+    def _check_lengths(self, lengths: NDArray[np.int32]) -> None:
         """Raises ConfigError for texts that have no positions: on a GPU, they would end the process."""
         num_positions = learned_positions(self._model)
         # An encoder-decoder gives new tokens positions of their own; it pads on the right.
@@ -241,7 +241,7 @@ class TokenizedJob(TextJob):
             results = self._task.run(on_device, encoded)
         return results[: len(texts)]  # rows after them fill the batch up to its shape
 
-    def _identity(self) -> dict[str, Any]:
+    def _identity(self) -> dict[str, object]:
         settings = {**self._task.settings, "max_length": self._max_length}
         of_texts = identity_of_texts(
             self._tokenizer, self._texts, settings, check_identity(self._options.identity)
@@ -262,7 +262,7 @@ def evaluating(model: Any) -> Iterator[None]:
             module.training = mode
 
 
-def most_tokens(model: Any, tokenizer: Any) -> int | None:
+def most_tokens(model: torch.nn.Module, tokenizer: object) -> int | None:
     """Returns how many tokens of a text model and tokenizer accept; None: they name no limit."""
     limits = [
         getattr(tokenizer, "model_max_length", None),
@@ -273,7 +273,7 @@ def most_tokens(model: Any, tokenizer: Any) -> int | None:
     return min(stated, default=None)
 
 
-def stated_positions(model: Any) -> int | None:
+def stated_positions(model: object) -> int | None:
     """Returns the positions that a model's config names; None: it names none."""
     config = getattr(model, "config", None)
     if config is not None and hasattr(config, "get_text_config"):
@@ -281,7 +281,7 @@ def stated_positions(model: Any) -> int | None:
     return getattr(config, "max_position_embeddings", None)
 
 
-def learned_positions(model: Any) -> int | None:
+def learned_positions(model: torch.nn.Module) -> int | None:
     """Returns for how many tokens a model has learned positions; None: it computes positions, or they are not found."""
     stated = stated_positions(model)
     if stated is None:
