@@ -180,7 +180,13 @@ OPTIONS: dict[str, tuple[Any, ...]] = {  # name -> placeholder of its value, mea
     "--samples": ("N", "most texts to train on"),
     "--seconds": ("S", "stop training after this many seconds"),
 }
-TYPES: dict[str, Callable[[str], Any]] = {"T": tokens, "N": int, "R": int, "H": float, "S": float}
+TYPES: dict[str, Callable[[str], int | float]] = {
+    "T": tokens,
+    "N": int,
+    "R": int,
+    "H": float,
+    "S": float,
+}
 
 
 class _Parser(argparse.ArgumentParser):

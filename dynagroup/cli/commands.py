@@ -42,7 +42,7 @@ WORTH = 0.95  # a change is proposed if it takes at most this share of today's p
 class Result:
     """What a command found."""
 
-    figures: Mapping[str, Any]  # for JSON
+    figures: Mapping[str, object]  # for JSON
     text: str
     draw: Callable[[], Figure] | None = None  # for --picture
     page: Callable[[], str] | None = None  # as HTML
@@ -82,7 +82,7 @@ def lengths(args: argparse.Namespace) -> Result:
     return Result(figures=counts, text=text)
 
 
-def _counts(args: argparse.Namespace, lengths: Streams) -> dict[str, Any]:
+def _counts(args: argparse.Namespace, lengths: Streams) -> dict[str, dict[str, int | str]]:
     """Returns, for each stream, what was counted as a sample and as its length, and how much of it."""
     measured = args.length_of
     if args.tokenizer is not None:
@@ -102,7 +102,7 @@ def _counts(args: argparse.Namespace, lengths: Streams) -> dict[str, Any]:
     return counts
 
 
-def _counts_text(counts: Mapping[str, Any]) -> str:
+def _counts_text(counts: Mapping[str, Mapping[str, int | str]]) -> str:
     """Returns one line for each stream."""
     lines = []
     for count in counts.values():
@@ -113,11 +113,11 @@ def _counts_text(counts: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _length_of(args: argparse.Namespace) -> Callable[[Any], int] | None:
+def _length_of(args: argparse.Namespace) -> Callable[[object], int] | None:
     return None if args.length_of is None else partial(_size, args.length_of)
 
 
-def _size(unit: str, text: Any) -> int:
+def _size(unit: str, text: object) -> int:
     if not isinstance(text, str):
         raise ConfigError(
             f"`--length-of` counts the {unit} of texts, but a value is {text!r:.200}; choose a column "
@@ -202,7 +202,7 @@ def _work(args: argparse.Namespace) -> Work:
     return Work.of(as_config(model), device=device)
 
 
-def _footer(args: argparse.Namespace, counts: Mapping[str, Any]) -> str:
+def _footer(args: argparse.Namespace, counts: Mapping[str, Mapping[str, int | str]]) -> str:
     """Returns what was counted, and for which device time is predicted."""
     note = ""
     if args.length_of is not None:

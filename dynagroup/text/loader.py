@@ -146,7 +146,7 @@ class PackingCollator(TokenizingCollator):
         return batch
 
 
-def fields_of(encoded: Mapping[str, Any], texts: Sequence[Any]) -> dict[str, Any]:
+def fields_of(encoded: Mapping[str, Any], texts: Sequence[object]) -> dict[str, Any]:
     """Returns the fields of tokenized texts that models read; of single texts without the types, which are all 0."""
     names = ["input_ids", "attention_mask"]
     if "token_type_ids" in encoded and any(map(is_pair, texts)):

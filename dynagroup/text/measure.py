@@ -181,7 +181,7 @@ def _count_texts(
         return list(map(len, tokenized(tokenizer, texts, max_length)["input_ids"]))
 
 
-def is_chat(item: Any) -> bool:
+def is_chat(item: object) -> bool:
     """Returns whether an item is a chat: a list of messages."""
     if not isinstance(item, (list, tuple)) or not item:
         return False
@@ -206,7 +206,7 @@ def _count_chats(
     return list(map(len, tokens["input_ids"]))
 
 
-def _message(message: Mapping[str, Any]) -> Mapping[str, Any]:
+def _message(message: Mapping[str, Any]) -> Mapping[str, object]:
     """Returns a message with "role" and "content"; ShareGPT's have "from" and "value"."""
     if "from" not in message:
         return message
@@ -214,7 +214,7 @@ def _message(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"role": role, "content": message["value"]}
 
 
-def is_pair(item: Any) -> bool:
+def is_pair(item: object) -> bool:
     """Returns whether an item is a pair of texts, such as a query and a document."""
     if not isinstance(item, (tuple, list)) or len(item) != 2:
         return False
@@ -250,7 +250,7 @@ def _map_texts(
         column = _only_text_column(data)
     _check_column(data, column)
 
-    def count(texts: Sequence[Any], indices: Sequence[int]) -> dict[str, list[int]]:
+    def count(texts: Sequence[object], indices: Sequence[int]) -> dict[str, list[int]]:
         return {"length": _count_texts(tokenizer, None, max_length, texts, indices[0])}
 
     # A fast tokenizer's first call changes it: call it before `datasets` takes the fingerprint by which it finds caches.
@@ -375,12 +375,12 @@ def _arrow_chunks(data: Any, column: str) -> Iterator[Any]:
         yield chunk.column(0).combine_chunks()
 
 
-def _count_rows(column: str | None, samples: Sequence[Any], first: int) -> list[tuple[int, int]]:
+def _count_rows(column: str | None, samples: Sequence[object], first: int) -> list[tuple[int, int]]:
     """Counts the ids of each row, and those that the row's attention mask marks."""
     return [_count_row(column, sample, index) for index, sample in enumerate(samples, first)]
 
 
-def _count_row(column: str | None, sample: Any, index: int) -> tuple[int, int]:
+def _count_row(column: str | None, sample: object, index: int) -> tuple[int, int]:
     row = sample
     mask = None
     if column is not None:
@@ -426,7 +426,7 @@ def count_ids(row: Any, *, values: bool = False) -> int | None:
     return len(row) if is_row else None
 
 
-def count_choices(rows: Any) -> int | None:
+def count_choices(rows: object) -> int | None:
     """Returns the number of choices times the longest, for at least two rows of token ids; None for other data.
 
     >>> count_choices([[5, 6], [7]]), count_choices([[5, 6]]), count_choices([5, 6])
@@ -457,16 +457,16 @@ def by_position(values: Any, name: str = "texts") -> Sequence[Any]:
     return values
 
 
-def _is_sequence(values: Any) -> bool:
+def _is_sequence(values: object) -> bool:
     if isinstance(values, (str, bytes, Mapping)) or _is_table(values) or is_hf_dataset(values):
         return False
     return hasattr(values, "__len__")
 
 
-def _is_table(data: Any) -> bool:
+def _is_table(data: object) -> bool:
     return hasattr(data, "columns") and hasattr(data, "shape")  # of pandas, polars or pyarrow
 
 
-def is_hf_dataset(data: Any) -> bool:
+def is_hf_dataset(data: object) -> bool:
     datasets = sys.modules.get("datasets")  # whoever has a Dataset has imported datasets
     return datasets is not None and isinstance(data, datasets.Dataset)
