@@ -51,7 +51,7 @@ class AcceleratedSteps:
             return contextlib.nullcontext()
         return self.accelerator.no_sync(model)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Returns the states of all ranks; all ranks must call it, because one rank writes the checkpoint."""
         return {"ranks": gather_object([self.loader.state_dict()])}
 

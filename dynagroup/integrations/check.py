@@ -38,7 +38,7 @@ SHORT_SOUND = 23
 CLOSE = 1e-4  # largest difference by rounding in float32, relative to all values
 
 
-def check_model(model_or_config: Any) -> dict[str, str]:
+def check_model(model_or_config: object) -> dict[str, str]:
     """Tests an architecture; returns one line of text for each of ``padding``, ``loss``, ``packed`` and ``memory``.
 
     Args:
@@ -82,7 +82,7 @@ def shallow(config: PretrainedConfig) -> PretrainedConfig:
     return config
 
 
-def _padding(model: Any) -> str:
+def _padding(model: PreTrainedModel) -> str:
     """Returns whether a short sample gives the same result alone as when padded beside a longer one."""
     batch, alone = _sounds(model) if reads_sound(model) else _texts(model)
     if model.config.is_encoder_decoder:
@@ -96,7 +96,7 @@ def _padding(model: Any) -> str:
     return f"changes answers by {difference:.1%}: batch equal lengths only"
 
 
-def _texts(model: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def _texts(model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Returns two texts of unequal length in a batch, and the shorter one alone."""
     long, short = PROBES
     missing = len(long) - len(short)
@@ -105,7 +105,7 @@ def _texts(model: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]
     return {"input_ids": ids, "attention_mask": mask}, {"input_ids": torch.tensor([short])}
 
 
-def _sounds(model: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def _sounds(model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Returns two sounds of unequal length in a batch with a mask, and the shorter one alone; both noise."""
     layers = convolutions(model.config)
     batch = sound_inputs(model, 2, shortest_input(layers, LONG_SOUND))
@@ -118,7 +118,7 @@ def _sounds(model: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor
     return batch, {name: tensor[1:, :num_real] for name, tensor in batch.items()}
 
 
-def _loss(model: Any) -> str:
+def _loss(model: PreTrainedModel) -> str:
     """Returns how the model's own loss adds up over batches, by the split test."""
     rows = []
     for ids, num_labels in ((PROBES[0], 5), (PROBES[0][::-1], 3)):
@@ -172,7 +172,7 @@ def _memory(model: PreTrainedModel) -> str:
     return "can be traced: use MemoryBudget.from_model"
 
 
-QUESTIONS: dict[str, Callable[[Any], str]] = {
+QUESTIONS: dict[str, Callable[[PreTrainedModel], str]] = {
     "padding": _padding,
     "loss": _loss,
     "packed": _packed,

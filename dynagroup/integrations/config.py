@@ -71,7 +71,7 @@ class DynagroupConfig:
     grouping: int | None = None
     mixture: Mixture | None = None
     kinds: Any = None
-    kind_of: Callable[[Any], Any] | None = None
+    kind_of: Callable[[Any], object] | None = None
     one_kind: Literal["step", "batch"] = "step"
     shapes: int | None = None
     lengths: Any = None
@@ -82,7 +82,7 @@ class DynagroupConfig:
     preflight: bool = False
     splitter: Splitter[Any] | None = None
     layout: Literal["auto", "padded"] = "auto"
-    identity: Any = None
+    identity: object = None
     plan: Mapping[str, Any] = field(default_factory=dict)
     world: World | None = None
 

@@ -126,7 +126,7 @@ def memory_of(trainer: ReadTrainer, mode: Mode) -> MemoryRegressor:
     return MemoryRegressor.of_model(trainer.model, mode, **workload)
 
 
-def write_states(folder: str, world: World, state: Mapping[str, Any]) -> None:
+def write_states(folder: str, world: World, state: Mapping[str, object]) -> None:
     """Writes the states of all ranks into a checkpoint; all ranks must call it, and the first rank writes."""
     states = dict(gather_object([(world.rank, state)]))
     if world.rank == 0:

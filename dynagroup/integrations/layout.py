@@ -41,7 +41,7 @@ class HostTrainer(Protocol):
 
 def packed_instead(
     trainer: HostTrainer,
-    dataset: Sequence[Any],
+    dataset: Sequence[object],
     lengths: Streams,
     collate_fn: Collate,
 ) -> Collate | None:
@@ -91,7 +91,7 @@ def reason_for_padding(trainer: HostTrainer, lengths: Streams) -> str | None:
 
 def _tested(
     trainer: HostTrainer,
-    dataset: Sequence[Any],
+    dataset: Sequence[object],
     lengths: Streams,
     collate_fn: Collate,
 ) -> tuple[Collate | None, str | None]:
@@ -108,7 +108,7 @@ def _tested(
 
 
 def check_losses_equal(
-    model: Model, collate_fn: Collate, packed: Collate, samples: Sequence[Any]
+    model: Model, collate_fn: Collate, packed: Collate, samples: Sequence[object]
 ) -> None:
     """Checks that a sample packed with itself has the mean loss that it has alone. Raises ConfigError: it has not, or the
     model has no loss. So no label is lost or added, and no token is predicted from another sample."""

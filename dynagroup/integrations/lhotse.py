@@ -47,7 +47,7 @@ class BudgetConstraint(SamplingConstraint):  # type: ignore[misc]
         self.num_samples = 0
         self.bucket = 0  # of the longest sample
 
-    def add(self, example: Any) -> None:
+    def add(self, example: object) -> None:
         length = self.measure_length(example)
         if length > self.bounds[-1]:
             raise ConfigError(
@@ -62,7 +62,7 @@ class BudgetConstraint(SamplingConstraint):  # type: ignore[misc]
     def close_to_exceeding(self) -> bool:
         return not self._fits(self.num_samples + 1, self.bounds[self.bucket])
 
-    def measure_length(self, example: Any) -> float:
+    def measure_length(self, example: object) -> float:
         return self.length_of(example)
 
 

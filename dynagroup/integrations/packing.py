@@ -129,7 +129,7 @@ class SampleBySample:
         self.collate_fn = collate_fn
         self.pack = pack
 
-    def __call__(self, samples: Sequence[Any]) -> dict[str, Any]:
+    def __call__(self, samples: Sequence[object]) -> dict[str, Any]:
         rows = []
         for sample in samples:
             batch = self.collate_fn([sample])
@@ -142,7 +142,7 @@ class SampleBySample:
         return self.pack(rows)
 
 
-def skips_first_label(model: Any) -> bool:
+def skips_first_label(model: Model) -> bool:
     """Returns whether a model's own loss leaves out the first label of a sample, as causal models do."""
     device = next(model.parameters()).device
     ids = torch.tensor([[5, 6, 7]], device=device)

@@ -1,7 +1,7 @@
 """Compares two samples packed in one row with the same samples alone, on the user's own model and weights."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -16,7 +16,7 @@ SHORT = 7  # tokens of the second sample: the fewer they are, the more they chan
 EXACT = 5e-5
 TF32 = 1e-2
 HALF = 2.5e-2
-Batch: TypeAlias = Mapping[str, Any]
+Batch: TypeAlias = Mapping[str, object]
 
 
 class Model(Protocol):
@@ -26,7 +26,7 @@ class Model(Protocol):
 
     def __call__(self, **inputs: object) -> Any: ...
     def modules(self) -> Any: ...
-    def parameters(self) -> Any: ...
+    def parameters(self) -> Iterator[torch.nn.Parameter]: ...
 
 
 def samples_for(model: Model) -> list[list[int]]:

@@ -57,7 +57,7 @@ class Predictor:
         options.update(progress=False, world=SingleProcess())
         self._options = options
 
-    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, object]:
         if not isinstance(batch, dict) or self.column not in batch:
             raise ConfigError(
                 f"a block must be a dict of arrays with {self.column!r}, as from batch_format='numpy', "
@@ -75,7 +75,7 @@ class Predictor:
 class _Ids:
     """A tokenizer for rows of token ids, which are given by their number as text; pads and decodes as usual."""
 
-    def __init__(self, rows: Sequence[Any], tokenizer: Any) -> None:
+    def __init__(self, rows: Sequence[object], tokenizer: Any) -> None:
         self._rows = [np.asarray(row).tolist() for row in rows]
         self._tokenizer = tokenizer
 

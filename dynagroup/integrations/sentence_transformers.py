@@ -8,6 +8,9 @@ from functools import partial
 from random import Random
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from dynagroup.budget.base import Budget
 from dynagroup.distributed import rank_and_size
 from dynagroup.errors import ConfigError
@@ -21,7 +24,14 @@ class _Sampler(LengthAwareBatchSampler):
 
     drop_last = False
 
-    def __init__(self, lengths: Any, budget: Any, *, usual_size: int, **settings: Any) -> None:
+    def __init__(
+        self,
+        lengths: Mapping[str, NDArray[np.int32]],
+        budget: Budget | int,
+        *,
+        usual_size: int,
+        **settings: Any,
+    ) -> None:
         super().__init__(lengths, budget, **settings)
         self._usual_size = usual_size
 
@@ -75,7 +85,7 @@ def _sampler(
 ) -> LengthAwareBatchSampler:
     """Makes the sampler; ``**_`` are drop_last and generator, which it does not need."""
     # The first column is named "tokens", which every budget knows; another column of that name gets another one.
-    lengths: dict[str, Any] = {}
+    lengths: dict[str, NDArray[np.int32]] = {}
     for column in _text_columns(dataset, valid_label_columns or ()):
         name = column if lengths else TOKENS
         while name in lengths:

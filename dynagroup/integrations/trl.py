@@ -41,7 +41,7 @@ class TrlTrainer(Protocol):
 # the mean of all batches, weighed by their samples if TRL gathers one number a sample (DPO), else by their label tokens (SFT).
 @contextmanager
 def trl_figures(
-    trainer: TrlTrainer, batch: Any = None, *, idle: bool = False, probe: bool = False
+    trainer: TrlTrainer, batch: object = None, *, idle: bool = False, probe: bool = False
 ) -> Iterator[None]:
     """Context manager for computing the loss of a batch. ``idle``: this rank's batch does not count. ``probe``: nothing is
     logged, and nothing exchanged."""
@@ -104,7 +104,7 @@ class _Gather:
         return tensor.new_tensor(values)
 
 
-def _label_tokens(batch: Any, *, idle: bool) -> float:
+def _label_tokens(batch: object, *, idle: bool) -> float:
     """Returns the label tokens of all ranks' batches, without each sample's first; 1 if batches have no labels."""
     try:
         num_tokens = 0.0 if idle else float(count_label_tokens(batch, shifted=True))

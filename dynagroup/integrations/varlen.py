@@ -1,7 +1,7 @@
 """Attention for packed batches in plain torch: a sample attends only to itself, and memory is linear in tokens. On CUDA
 in half precision, torch 2.11 or later runs it as one call of ``torch.nn.attention.varlen``; else each sample is a call."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -119,7 +119,7 @@ def _no_mask(
     batch_size: int,
     q_length: int,
     *args: object,
-    mask_function: Any = None,
+    mask_function: Callable[..., torch.Tensor] | None = None,
     attention_mask: torch.Tensor | None = None,
     device: torch.device | str = "cpu",
     **kwargs: object,
