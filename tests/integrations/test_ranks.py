@@ -49,7 +49,7 @@ def planned_together() -> tuple[list[list[int]], list[list[int]]]:
     loader = PlannedDataLoader(range(2000), lengths, budget, samples_per_update=40, weigh="samples")
     plan = loader.plan_of(0)
     alone = [plan.batches[number].tolist() for number in plan.table[:, dist.get_rank()]]
-    return [step.indices for step in loader], alone
+    return [list(step.indices) for step in loader], alone
 
 
 def test_real_ranks_share_the_planning(ranks: Any) -> None:
