@@ -11,13 +11,13 @@ from dynagroup.plan.planner import Planner
 from dynagroup.testing import ThreadWorld, run_ranks
 from dynagroup.update.columns import columns_of, exchange_columns, unpacked
 
-LENGTHS = np.random.default_rng(0).integers(1, 60, 3000).astype(np.int32)
+LENGTHS = np.random.default_rng(0).integers(1, 60, 1500).astype(np.int32)
 PACKED = TokenBudget(400, layout="packed")
 WAYS: dict[str, dict[str, Any]] = {
     "free": {"window": 128},
     "free, several steps an update": {"window": 128, "accumulation": 3},
     "packed": {"budget": PACKED, "window": 256},
-    "kinds": {"kinds": np.arange(3000) % 7 == 0, "window": 64},
+    "kinds": {"kinds": np.arange(1500) % 7 == 0, "window": 64},
     "exact updates": {"samples_per_update": 64},
     "packed updates": {"samples_per_update": 64, "budget": PACKED},
     "stratified updates": {"samples_per_update": 64, "grouping": 4},
@@ -27,7 +27,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def loader_of(world: Any = None, **settings: Any) -> PlannedDataLoader[Any]:
     settings = {"budget": TokenBudget(400), "weigh": "samples", "seed": 3, **settings}
-    return PlannedDataLoader(range(3000), LENGTHS, world=world, **settings)
+    return PlannedDataLoader(range(1500), LENGTHS, world=world, **settings)
 
 
 def batches_of(loader: PlannedDataLoader[Any]) -> list[tuple[list[int], bool]]:
@@ -54,11 +54,11 @@ def test_shared_plans_are_those_that_each_rank_makes_alone(way: str) -> None:
 
 
 def test_samples_that_fill_no_step_go_on_to_a_window_that_was_planned_without_them() -> None:
-    lengths = np.full(3001, 40, np.int32)  # each is a batch, and the first window has 97
+    lengths = np.full(1501, 40, np.int32)  # each is a batch, and the first window has 115
 
     def run(world: ThreadWorld) -> None:
         loader = PlannedDataLoader(
-            range(3001), lengths, TokenBudget(60), window=64, weigh="samples", world=world
+            range(1501), lengths, TokenBudget(60), window=64, weigh="samples", world=world
         )
         alone = planned_alone(loader, world.rank)
         assert batches_of(loader) == alone
@@ -97,7 +97,7 @@ def test_a_run_resumes_on_fewer_ranks() -> None:
     state = begun[0][1]
     used = [index for indices, _ in begun for index in indices]
     rest = [index for indices in run_ranks(2, go_on) for index in indices]
-    assert sorted(used + rest) == list(range(3000))
+    assert sorted(used + rest) == list(range(1500))
 
 
 @pytest.mark.parametrize("way", ["free", "exact updates"])
@@ -112,7 +112,7 @@ def test_each_rank_plans_its_part(way: str, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("dynagroup.update.columns.exchange_columns", counted)
     run_ranks(4, lambda world: batches_of(loader_of(world, **WAYS[way])))
     # All ranks together plan the epoch once, but for a last part that nobody can share.
-    assert 3000 - 256 <= sum(planned) <= 3000
+    assert 1500 - 256 <= sum(planned) <= 1500
 
 
 @pytest.fixture
