@@ -6,12 +6,12 @@ or the sentence below.
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import redirect_stdout
 from functools import cache, reduce
 from importlib import import_module
 from io import StringIO
-from operator import getitem
+from operator import getitem, itemgetter
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -23,24 +23,29 @@ MARK = re.compile(r"<!-- figures: (\w+) -->.*?<!-- end -->", re.S)
 PAGES = ("README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
 Figures = Mapping[str, Any]
 Row = dict[str, Any]
+FRAMEWORKS = ("torch", "transformers", "trl", "accelerate", "lightning", "xgboost")
 TO_RECORD = "To be recorded again."
 """What stands where a file of results is missing."""
 
 
 def read(result: str, *path: str) -> Any:
     """The figures of a file of results, or those under a path; the demo, which writes its own, has no head beside them."""
-    found = json.loads((RESULTS / f"{result}.json").read_text(encoding="utf-8"))
-    return reduce(getitem, path, found.get("figures", found))
+    text = (RESULTS / f"{result}.json").read_text(encoding="utf-8")
+    content = json.loads(text)
+    figures = content.get("figures", content)
+    return reduce(getitem, path, figures)
 
 
-def few_shapes(found: Figures) -> list[Row]:
+def few_shapes(figures: Figures) -> list[Row]:
     """A row a length file: of updates and of a window, figures by the number of shapes."""
     rows: dict[str, Row] = {}
-    for case, one in found.items():
-        name, mode, number, *_ = re.split(", | shapes", case)
-        row = rows.setdefault(name, {"key": name, "cv": one["cv"], "updates": {}, "window": {}})
-        row["window" if mode == "a window" else "updates"][int(number)] = one
-    return sorted(rows.values(), key=lambda row: row["cv"])
+    for case, times in figures.items():
+        name, mode, num_shapes, *_ = re.split(", | shapes", case)
+        if name not in rows:
+            rows[name] = {"key": name, "cv": times["cv"], "updates": {}, "window": {}}
+        column = "window" if mode == "a window" else "updates"
+        rows[name][column][int(num_shapes)] = times
+    return sorted(rows.values(), key=itemgetter("cv"))
 
 
 def rivals(same: bool) -> Callable[[Figures], list[str]]:
@@ -59,136 +64,162 @@ def rivals(same: bool) -> Callable[[Figures], list[str]]:
         settings = map(str, run["setting"].values())
         return ", ".join([f"{speed:.2f}x", f"{run['padding']:.0%}", *settings])
 
-    def lines(found: Figures) -> list[str]:
-        runs = [one["methods"] for one in found.values()]
-        names = [name for name, one in runs[0].items() if one["same_updates"] == same]
-        rows = (" | ".join([name, *(cell(methods, name) for methods in runs)]) for name in names)
-        head = " | ".join(["speed over fixed, padding, setting", *found])
-        return [f"| {head} |", "|---" * (len(runs) + 1) + "|", *(f"| {row} |" for row in rows)]
+    def lines(figures: Figures) -> list[str]:
+        runs = [lengths["methods"] for lengths in figures.values()]
+        names = [name for name, run in runs[0].items() if run["same_updates"] == same]
+        rows = []
+        for name in names:
+            cells = [cell(methods, name) for methods in runs]
+            rows.append([name, *cells])
+        return wide_table("speed over fixed, padding, setting", list(figures), rows)
 
     return lines
 
 
-def small_updates(found: Figures) -> list[str]:
+def wide_table(corner: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Markdown with a column for each of ``columns``; a row begins with its name."""
+    head = " | ".join([corner, *columns])
+    rule = "|---" * (len(columns) + 1)
+    lines = [f"| {head} |", f"{rule}|"]
+    for row in rows:
+        cells = " | ".join(row)
+        lines.append(f"| {cells} |")
+    return lines
+
+
+def small_updates(figures: Figures) -> list[str]:
     """A method a row, a set of lengths a column: real tokens a second over fixed batches', by size of the updates."""
     speeds: dict[str, dict[str, list[str]]] = {}
-    for name, one in found.items():
+    for name, runs in figures.items():
         lengths = name.partition(", ")[0]
-        fixed = one["methods"]["fixed"]["real_tokens_per_s"]
-        for method, run in one["methods"].items():
-            cells = speeds.setdefault(method, {}).setdefault(lengths, [])
-            cells.append(f"{run['real_tokens_per_s'] / fixed:.2f}x")
-    columns = next(iter(speeds.values()))
-    head = " | ".join(["speed over fixed in updates of 8, of 32", *columns])
-    lines = [f"| {head} |", "|---" * (len(columns) + 1) + "|"]
-    for method, cells in speeds.items():
-        row = " | ".join([method, *map(", ".join, cells.values())])
-        lines.append(f"| {row} |")
-    return lines
+        fixed = runs["methods"]["fixed"]["real_tokens_per_s"]
+        for method, run in runs["methods"].items():
+            of_method = speeds.setdefault(method, {})
+            cells = of_method.setdefault(lengths, [])
+            speed = run["real_tokens_per_s"] / fixed
+            cells.append(f"{speed:.2f}x")
+    rows = []
+    for method, of_method in speeds.items():
+        cells = map(", ".join, of_method.values())
+        rows.append([method, *cells])
+    columns = list(next(iter(speeds.values())))
+    return wide_table("speed over fixed in updates of 8, of 32", columns, rows)
 
 
-def rivals_best(found: Figures) -> str:
+def rivals_best(figures: Figures) -> str:
     """Ours over the best rival that keeps the updates: the least and the most of all sets."""
     padded = []
     packed = []
-    for one in found.values():
-        speeds = {
-            name: run["samples_per_s"]["median"]
-            for name, run in one["methods"].items()
-            if run["same_updates"]
-        }
+    for runs in figures.values():
+        speeds = {}
+        for name, run in runs["methods"].items():
+            if run["same_updates"]:
+                speeds[name] = run["samples_per_s"]["median"]
         best = max(speed for name, speed in speeds.items() if not name.startswith("dynagroup"))
         padded.append(speeds["dynagroup"] / best)
         packed.append(speeds["dynagroup, packed"] / best)
-    return (
-        f"{min(padded):.2f} to {max(padded):.2f} on the {len(found)} sets; "
-        f"with packed batches {min(packed):.2f} to {max(packed):.2f}"
-    )
+    return f"{extremes(padded)} on the {len(figures)} sets; with packed batches {extremes(packed)}"
 
 
-def packed_rivals(found: Figures) -> str:
+def extremes(values: Collection[float], spec: str = ".2f") -> str:
+    """The least and the most."""
+    return f"{min(values):{spec}} to {max(values):{spec}}"
+
+
+def packed_rivals(figures: Figures) -> str:
     """Packed batches over padding-free ones, and what a token takes in the smallest, the best and the largest batch."""
-    speeds = {name: one["speed"]["median"] for name, one in found["sets"].items()}
+    speeds = {name: run["speed"]["median"] for name, run in figures["sets"].items()}
     slower = [f"{name} {speed:.2f}" for name, speed in speeds.items() if speed < 0.995]
-    costs = {int(tokens): one["median"] for tokens, one in found["us_a_token"].items()}
-    sizes = [min(costs), min(costs, key=costs.__getitem__), max(costs)]
-    tokens = [f"{costs[size]:.0f} microseconds in a batch of {size:,}" for size in sizes]
+    below_one = ", ".join(slower) if slower else "none"
+    costs_us = {int(size): cost["median"] for size, cost in figures["us_a_token"].items()}
+    cheapest = min(costs_us, key=costs_us.__getitem__)
+    sizes = [min(costs_us), cheapest, max(costs_us)]
+    costs = [f"{costs_us[size]:.0f} microseconds in a batch of {size:,}" for size in sizes]
+    costs_by_size = ", ".join(costs)
     return (
-        f"{min(speeds.values()):.2f} to {max(speeds.values()):.2f} on {len(speeds)} sets "
-        f"(below 1: {', '.join(slower) or 'none'}). A token takes {', '.join(tokens)}"
+        f"{extremes(speeds.values())} on {len(speeds)} sets (below 1: {below_one}). "
+        f"A token takes {costs_by_size}"
     )
 
 
-def quality(found: Figures) -> list[Row]:
+def quality(figures: Figures) -> list[Row]:
     rows = []
-    for name, case in found.items():
-        for way, figures in case["found"].items():
-            fields = {key: figures.get(key, []) for key in ("held_out_loss", "accuracy")}
-            rows.append({"key": name, "way": way, **fields, "padding": figures["padding"]})
+    for name, case in figures.items():
+        for way, run in case["found"].items():
+            row = {"key": name, "way": way, "padding": run["padding"]}
+            row["held_out_loss"] = run.get("held_out_loss", [])
+            row["accuracy"] = run.get("accuracy", [])
+            rows.append(row)
     return rows
 
 
-def quality_of_all(found: Figures) -> str:
+def quality_of_all(figures: Figures) -> str:
     """The loss of stratified updates minus that of fixed ones, over all cases."""
     differences = {}
-    for name, case in found["cases"].items():
-        losses = {way: mean(one["held_out_loss"]) for way, one in case["found"].items()}
+    for name, case in figures["cases"].items():
+        losses = {way: mean(run["held_out_loss"]) for way, run in case["found"].items()}
         differences[name] = losses["grouping 50"] - losses["fixed"]
-    most = max(differences, key=differences.__getitem__)
-    others = [difference for name, difference in differences.items() if name != most]
+    worst = max(differences, key=differences.__getitem__)
+    others = [difference for name, difference in differences.items() if name != worst]
     return (
-        f"{min(others):+.3f} to {max(others):+.3f} in {len(others)} of {len(differences)} cases, "
-        f"and {differences[most]:+.3f} in one ({most})"
+        f"{extremes(others, '+.3f')} in {len(others)} of {len(differences)} cases, "
+        f"and {differences[worst]:+.3f} in one ({worst})"
     )
 
 
-def recipe_speed(found: Figures) -> str:
+def recipe_speed(figures: Figures) -> str:
     """README's first recipe beside the plain Trainer."""
-    plain, ours = found["ways"]["plain"], found["ways"]["README"]
+    plain = figures["ways"]["plain"]
+    ours = figures["ways"]["README"]
     speed = sum(plain["seconds"]) / sum(ours["seconds"])
-    losses = [
-        f"{min(one['held_out_loss']):.3f} to {max(one['held_out_loss']):.3f}"
-        for one in (ours, plain)
-    ]
-    return f"{speed:.2f} times as fast; held-out loss {losses[0]}, plain {losses[1]}"
+    our_loss = extremes(ours["held_out_loss"], ".3f")
+    plain_loss = extremes(plain["held_out_loss"], ".3f")
+    return f"{speed:.2f} times as fast; held-out loss {our_loss}, plain {plain_loss}"
 
 
 def recovery(update: Figures) -> str:
     work = read("oom_work")
-    ratios = [one["ratio"]["median"] for one in update["updates"].values()]
-    return (
+    ratios = [repeated["ratio"]["median"] for repeated in update["updates"].values()]
+    num_failures = work["learned"]["failures"]
+    passes = work["ratio"]["forward_passes"]
+    batches = (
         f"of {work['planned_batches']} planned batches of texts, "
-        f"{work['batches_that_do_not_fit']:.0%} did not fit. "
-        f"Memory ran out {work['learned']['failures']} time, and the run needed "
-        f"{work['ratio']['forward_passes']:.2f} times the forward passes of a run that knew the limit. "
-        f"A training update that can be repeated took {min(ratios):.2f} to {max(ratios):.2f} times as long"
+        f"{work['batches_that_do_not_fit']:.0%} did not fit"
     )
+    failures = (
+        f"Memory ran out {num_failures} time, and the run needed {passes:.2f} times "
+        "the forward passes of a run that knew the limit"
+    )
+    updates = f"A training update that can be repeated took {extremes(ratios)} times as long"
+    return f"{batches}. {failures}. {updates}"
 
 
-def growth(found: Figures) -> str:
+def growth(figures: Figures) -> str:
     """The exponents of what grows with samples, and of what grows with ranks."""
     of_samples = []
     of_ranks = []
-    for name, one in found.items():
+    for name, times in figures.items():
         exponents = of_ranks if "ranks" in name else of_samples
-        exponents.append(one["exponent"])
+        exponents.append(times["exponent"])
     return (
-        f"{min(of_samples):.2f} to {max(of_samples):.2f} with the number of samples, "
+        f"{extremes(of_samples)} with the number of samples, "
         f"{max(of_ranks):.2f} with the number of ranks"
     )
 
 
-def ablation(found: Figures) -> str:
+def ablation(figures: Figures) -> str:
     """What switching off a mechanism of planning costs on the file where it costs most."""
-    costs = sorted(found["planning"].items(), key=lambda item: item[1]["most"], reverse=True)
-    return ". ".join(f"{name.capitalize()}: {one['most']:+.0%}" for name, one in costs)
+    costs = {name: of_files["most"] for name, of_files in figures["planning"].items()}
+    dearest_first = sorted(costs, key=costs.__getitem__, reverse=True)
+    return ". ".join(f"{name.capitalize()}: {costs[name]:+.0%}" for name in dearest_first)
 
 
-def faults(found: Figures) -> str:
+def faults(figures: Figures) -> str:
     """Of the kinds of faults that the campaign has today."""
     kinds = import_module("benchmarks.faults.__main__").FAULTS
-    counts = [count for name, count in found["by_fault"].items() if name in kinds]
-    findings = f"{len(found['findings'])} findings" if found["findings"] else "nothing found"
+    counts = [count for name, count in figures["by_fault"].items() if name in kinds]
+    num_findings = len(figures["findings"])
+    findings = f"{num_findings} findings" if num_findings else "nothing found"
     return f"{sum(counts):,} cases, {len(counts)} kinds of faults, {findings}"
 
 
@@ -202,35 +233,39 @@ def doctor() -> list[str]:
     """What the example of docs/command-line.md prints."""
     from dynagroup.cli import main
 
+    command, lengths, *options = DOCTOR.split()
     with redirect_stdout(StringIO()) as printed:
-        main(
-            [
-                str(ROOT / word) if word.startswith("benchmarks/") else word
-                for word in DOCTOR.split()
-            ]
-        )
-    return ["```text", f"$ dynagroup {DOCTOR}", *printed.getvalue().splitlines(), "```"]
+        main([command, str(ROOT / lengths), *options])
+    output = printed.getvalue().splitlines()
+    return ["```text", f"$ dynagroup {DOCTOR}", *output, "```"]
 
 
-def gpu_train(found: Figures) -> list[Row]:
+def gpu_train(figures: Figures) -> list[Row]:
     """A way to form batches a row: real tokens a second of each of its turns, batches an update, padding."""
     rows: dict[str, Row] = {}
-    for one in found["train"]:
-        key = f"{one['way']}{', with cuDNN' * one['cudnn']}"
-        row = rows.setdefault(key, {"key": key, "rates": [], "batches": [], "padding": []})
-        row["rates"].append(f"{one['real_tokens'] / one['seconds']:,.0f}")
-        row["batches"].append(one["batches_per_update"])
-        row["padding"].append(one["padding"])
+    for turn in figures["train"]:
+        key = f"{turn['way']}, with cuDNN" if turn["cudnn"] else turn["way"]
+        if key not in rows:
+            rows[key] = {"key": key, "rates": [], "batches": [], "padding": []}
+        row = rows[key]
+        rate = turn["real_tokens"] / turn["seconds"]
+        row["rates"].append(f"{rate:,.0f}")
+        row["batches"].append(turn["batches_per_update"])
+        row["padding"].append(turn["padding"])
     return list(rows.values())
 
 
-def gpu_shapes(found: Figures) -> str:
-    new, again = ([one[key] for one in found["new_shapes"]] for key in ("new_s", "again_s"))
-    return f"{new[0]:.2f} s for a new shape, {again[0]:.2f} s when it comes again; without cuDNN {new[1]:.2f} s and {again[1]:.2f} s"  # noqa: E501
+def gpu_shapes(figures: Figures) -> str:
+    with_cudnn, without, *_ = figures["new_shapes"]
+    return (
+        f"{with_cudnn['new_s']:.2f} s for a new shape, "
+        f"{with_cudnn['again_s']:.2f} s when it comes again; "
+        f"without cuDNN {without['new_s']:.2f} s and {without['again_s']:.2f} s"
+    )
 
 
-def gpu_peaks(found: Figures) -> list[str]:
-    return import_module("benchmarks.memory").tabled(found)
+def gpu_peaks(figures: Figures) -> list[str]:
+    return import_module("benchmarks.memory").tabled(figures)
 
 
 ROWS = {
@@ -304,48 +339,84 @@ SENTENCES: dict[str, tuple[str, str | Callable[[Any], str]]] = {
 @cache
 def shown() -> dict[str, str]:
     """What stands between marks of each name: a table between empty lines, or a sentence."""
-    found = {"doctor": doctor()}
     text = Path(__file__).with_name("tables.md").read_text(encoding="utf-8").strip()
-    for about, *lines in (block.split("\n") for block in text.split("\n\n")[1:]):
+    tables = {"doctor": doctor()}
+    for block in text.split("\n\n")[1:]:
+        about, *lines = block.split("\n")
         name, result, *path = about.replace(":", "").split()
-        note = [line[2:] for line in lines if line.startswith("> ")]
-        names = dict(line[2:].split(": ", 1) for line in lines if line.startswith("= "))
-        try:
-            figures = read(result, *path)
-            figures = (
-                {text: figures[key] for key, text in names.items() if key in figures}
-                if names
-                else figures
-            )
-            rows = [] if name in WIDE else ROWS.get(name, rows_of)(figures)
-            made = WIDE[name](figures) if name in WIDE else table(rows, *lines[:2])
-        except FileNotFoundError:
-            made = [TO_RECORD]
-        found[name] = [*made, *([""] if note else []), *note]
-    made = {name: "\n\n" + "\n".join(lines) + "\n\n" for name, lines in found.items()}
-    for name, (result, said) in SENTENCES.items():
-        there = (RESULTS / f"{result}.json").exists()
-        say = said.format_map if isinstance(said, str) else said
-        made[name] = say(read(result)) if there else TO_RECORD
-    return {**made, "versions": versions()}
+        tables[name] = lines_of_table(name, result, path, lines)
+    contents = {}
+    for name, table_lines in tables.items():
+        joined = "\n".join(table_lines)
+        contents[name] = f"\n\n{joined}\n\n"
+    for name, (result, form) in SENTENCES.items():
+        contents[name] = sentence(result, form)
+    contents["versions"] = versions()
+    return contents
+
+
+def lines_of_table(name: str, result: str, path: list[str], lines: list[str]) -> list[str]:
+    """A table and the note below it; ``lines`` are its head, its row, its entries (``=``) and its note (``>``)."""
+    note = lines_after("> ", lines)
+    entries = dict(line.split(": ", 1) for line in lines_after("= ", lines))
+    try:
+        figures = read(result, *path)
+    except FileNotFoundError:
+        content = [TO_RECORD]
+    else:
+        if entries:
+            figures = {text: figures[key] for key, text in entries.items() if key in figures}
+        content = filled_table(name, figures, lines)
+    if not note:
+        return content
+    return [*content, "", *note]
+
+
+def lines_after(mark: str, lines: list[str]) -> list[str]:
+    """The lines that begin with a mark, without it."""
+    return [line.removeprefix(mark) for line in lines if line.startswith(mark)]
+
+
+def filled_table(name: str, figures: Any, lines: list[str]) -> list[str]:
+    if name in WIDE:
+        return WIDE[name](figures)
+    to_rows = ROWS.get(name, rows_of)
+    head, template = lines[:2]
+    return table(to_rows(figures), head, template)
+
+
+def sentence(result: str, form: str | Callable[[Any], str]) -> str:
+    """``form`` is a template over the figures, or makes the sentence of them."""
+    if not (RESULTS / f"{result}.json").exists():
+        return TO_RECORD
+    figures = read(result)
+    if isinstance(form, str):
+        return form.format_map(figures)
+    return form(figures)
 
 
 def versions() -> str:
     """Of the frameworks that the tests run with, as pinned for the newest Python."""
-    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    pins = dict(line.split(";")[0].strip().split("==") for line in lines if "==" in line)
-    frameworks = ("torch", "transformers", "trl", "accelerate", "lightning", "xgboost")
-    return ", ".join(f"{name} {pins[name]}" for name in frameworks)
+    pins = {}
+    for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines():
+        if "==" in line:
+            pin = line.split(";")[0].strip()
+            name, number = pin.split("==")
+            pins[name] = number
+    return ", ".join(f"{name} {pins[name]}" for name in FRAMEWORKS)
 
 
 def filled() -> dict[str, str]:
     """The pages with what stands between their marks written anew."""
-    figures, pages = shown(), {name: (ROOT / name).read_text(encoding="utf-8") for name in PAGES}
-    mark = "<!-- figures: {} -->{}<!-- end -->".format
-    return {
-        name: MARK.sub(lambda found: mark(found[1], figures[found[1]]), page)
-        for name, page in pages.items()
-    }
+    return {name: with_figures((ROOT / name).read_text(encoding="utf-8")) for name in PAGES}
+
+
+def with_figures(page: str) -> str:
+    def replaced(match: re.Match[str]) -> str:
+        name = match[1]
+        return f"<!-- figures: {name} -->{shown()[name]}<!-- end -->"
+
+    return MARK.sub(replaced, page)
 
 
 def write() -> None:
