@@ -242,7 +242,7 @@ def _largest_sums(
         longest: of each stream; the further ones always count as long as that.
     """
     counts = [count for count in COUNTS if count <= len(tokens)]
-    counts.append(len(tokens) + 1)  # a batch is asked about with one sample more
+    counts.append(len(tokens) + 1)  # a full batch is asked whether one more would fit
     quantiles = np.linspace(0, 1, NUM_LENGTHS)
     lengths: list[int] = np.unique(np.quantile(tokens, quantiles, method="higher")).tolist()
     count_of = np.tile(counts, len(lengths))

@@ -197,6 +197,10 @@ class Planner(PlanInputs):
     def start_of(self, epoch: int, world_size: int = 1) -> Cursor:
         return Cursor(epoch=epoch, window_size=self.window_size(world_size))
 
+    def in_windows(self, cursor: Cursor, world_size: int) -> Cursor:
+        """Returns the cursor with the size of the epoch's windows, which is chosen when the epoch begins."""
+        return replace(cursor, window_size=cursor.window_size or self.window_size(world_size))
+
     def is_done(self, cursor: Cursor, world_size: int = 1, order: Drawn = None) -> bool:
         """Whether nothing of the cursor's epoch remains."""
         if cursor.windows_done >= len(self.windows(cursor, order).spans):
@@ -211,8 +215,7 @@ class Planner(PlanInputs):
     ) -> Iterator[BatchPlan]:
         """Yields the rest of the cursor's epoch, planned when it is needed: one plan per window, or of many updates."""
         size = self.window_size(world_size)  # raises if an update has too few samples for the ranks
-        if not cursor.window_size:
-            cursor = replace(cursor, window_size=size)
+        cursor = self.in_windows(cursor, world_size)
         epoch = self.windows(cursor, order)
         while cursor.windows_done < len(epoch.spans):
             planned = None

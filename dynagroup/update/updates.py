@@ -5,6 +5,7 @@ import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -16,6 +17,7 @@ from dynagroup.errors import AlignmentError
 from dynagroup.fingerprint import described, ends_of
 from dynagroup.plan.batches import shapes_of
 from dynagroup.plan.cursor import Cursor
+from dynagroup.plan.epoch import EpochWindows
 from dynagroup.plan.mixture import Change, Mixture
 from dynagroup.plan.order import OrderSource
 from dynagroup.plan.plan import BatchPlan
@@ -23,6 +25,7 @@ from dynagroup.plan.planner import Order, Planner, UpdatePlans
 from dynagroup.update.columns import Column, Part, SharedColumns, columns_of
 from dynagroup.update.schedule import Sizes, UpdateSizes, Walk, begun
 
+T = TypeVar("T")
 W = TypeVar("W", BatchPlan, Column)
 
 
@@ -108,7 +111,7 @@ class _Updates(Walk):
     order: OrderSource | None = None  # the user's sampler
     num_renewed = 0
     _world_size = 1
-    _remembered: tuple[tuple[object, ...], BatchPlan] | None = None
+    _remembered: Mapping[str, tuple[object, Any]] = MappingProxyType({})
     _shared = SharedColumns()
 
     @abstractmethod
@@ -180,7 +183,7 @@ class _Updates(Walk):
     def restore_shares(self, changes: Sequence[Sequence[Any]]) -> None:
         if self.mixture is not None and self.order is not None:
             self.mixture.restore(changes)
-            self._remembered = None
+            self._remembered = {}
             self._shared.forget()
             self.order.forget()
 
@@ -192,9 +195,16 @@ class _Updates(Walk):
         """Returns the plan of the rest of the cursor's epoch on all ranks; cached until something changes."""
         place = replace(cursor, update=0, samples_seen=0, current=None)
         key = (place, self._world_size, tuple(self.changes), self.planner)
-        if self._remembered is None or self._remembered[0] != key:
-            self._remembered = (key, self._plan(cursor))
-        return self._remembered[1]
+        return self._once("plan", key, lambda: self._plan(cursor))
+
+    def _once(self, what: str, key: object, make: Callable[[], T]) -> T:
+        """Returns what ``make`` returns, or returned before if ``key`` was the same the last time."""
+        known_key, value = self._remembered.get(what, (None, None))
+        if known_key == key:
+            return value
+        value = make()
+        self._remembered = {**self._remembered, what: (key, value)}
+        return value
 
 
 # An epoch's order is cut into updates, and each update is planned alone, as one window. So order and schedule alone
@@ -258,11 +268,15 @@ class PreservedUpdates(UpdateSizes, _Updates):
     def order_of(self, epoch: int) -> Order:
         """Returns dataset indices in the epoch's order; with ``grouping``, stratified updates."""
         planner = self.planner
-        drawn = None
-        if self.order is not None:
-            drawn = self.order.counted_epoch(epoch, planner.left_out)
         size = 1 if planner.config.grouping is None else self._size_of_first(epoch)
-        return planner.order_of(epoch, drawn, shuffle=planner.config.shuffle, size=size)
+
+        def make() -> Order:
+            drawn = None
+            if self.order is not None:
+                drawn = self.order.counted_epoch(epoch, planner.left_out)
+            return planner.order_of(epoch, drawn, shuffle=planner.config.shuffle, size=size)
+
+        return self._once("order", (planner, epoch, size), make)
 
     def updates(self, cursor: Cursor, rank: int) -> Iterator[PlannedUpdate]:
         planner = self.planner
@@ -364,8 +378,8 @@ class FreeUpdates(_Updates):
 
     def _columns(self, cursor: Cursor, rank: int) -> Iterator[tuple[Column, Cursor, Cursor]]:
         """Yields (column, point before, point after) of each remaining window."""
-        cursor = self._in_windows(cursor)
-        epoch = self.planner.windows(cursor)
+        cursor = self.planner.in_windows(cursor, self._world_size)
+        epoch = self._windows_of(cursor)
         while cursor.windows_done < len(epoch.spans):
             number = cursor.windows_done
             column = self._shared.of(rank, cursor, (number, *epoch.spans[number]))
@@ -376,22 +390,24 @@ class FreeUpdates(_Updates):
             yield column, cursor, end
             cursor = end
 
-    def _in_windows(self, cursor: Cursor) -> Cursor:
-        """Returns the cursor with the size of the epoch's windows, which is chosen when the epoch begins."""
-        size = cursor.window_size or self.planner.window_size(self._world_size)
-        return replace(cursor, window_size=size)
+    def _windows_of(self, cursor: Cursor) -> EpochWindows:
+        """Returns the windows of the cursor's epoch. Those of kinds take a sort of all samples, so it is done once."""
+        planner = self.planner
+        cursor = planner.in_windows(cursor, self._world_size)
+        key = (planner, cursor.epoch, cursor.window_size)
+        return self._once("windows", key, lambda: planner.windows(cursor))
 
     def _number(self, place: Cursor) -> int:
         return place.windows_done
 
     def _ahead(self, place: Cursor) -> Iterator[Part]:
-        windows = self.planner.windows(self._in_windows(place))
+        windows = self._windows_of(place)
         for number in range(place.windows_done, len(windows.spans)):
             yield number, *windows.spans[number]
 
     def _plans_of(self, parts: list[Part], place: Cursor) -> list[BatchPlan]:
-        place = self._in_windows(place)
-        windows = self.planner.windows(place)
+        place = self.planner.in_windows(place, self._world_size)
+        windows = self._windows_of(place)
         plans = []
         for number, _, _ in parts:
             cursor = Cursor(place.epoch, window_size=place.window_size, windows_done=number)

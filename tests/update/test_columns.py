@@ -115,6 +115,19 @@ def test_each_rank_plans_its_part(way: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert 1500 - 256 <= sum(planned) <= 1500
 
 
+def test_windows_of_kinds_are_sorted_once_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    windows = Planner.windows
+
+    def counted(planner: Planner, cursor: Any, drawn: Any = None) -> Any:
+        calls.append(cursor.epoch)
+        return windows(planner, cursor, drawn)
+
+    monkeypatch.setattr(Planner, "windows", counted)
+    run_ranks(2, lambda world: batches_of(loader_of(world, **WAYS["kinds"])))
+    assert calls == [0, 0]  # once on each rank
+
+
 @pytest.fixture
 def planner() -> Planner:
     return Planner.of(LENGTHS, TokenBudget(400), PlanConfig(shuffle=True, window=64))
