@@ -31,6 +31,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str, str]]] = {
         "updates": ("plan", "updates", "plan_updates"),
         "each": ("plan", "each", "plan_each"),
         "ranks": ("plan", "of_ranks", "plan_ranks"),
+        "exchange": ("plan", "exchange", "plan_exchange"),
         "pack": ("predicted", "packs", "pack"),
         "shards": ("predicted", "shards", "shards"),
     },

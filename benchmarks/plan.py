@@ -18,15 +18,16 @@ import torch
 
 from benchmarks.data import lognormal
 from benchmarks.loader import BUDGET, light_loader
-from benchmarks.machine import Machine
+from benchmarks.machine import Machine, on_ranks
 from benchmarks.methods import dynabatch, planned
 from benchmarks.record import spread
 from dynagroup import Budget, LengthAwareBatchSampler, MemoryBudget, TokenBudget
+from dynagroup.distributed import current_world
 from dynagroup.plan.cursor import Cursor
 from dynagroup.plan.inputs import PlanConfig
 from dynagroup.plan.plan import BatchPlan
 from dynagroup.plan.planner import Planner, UpdatePlans
-from dynagroup.update.columns import MOST_SAMPLES, columns_of, unpacked
+from dynagroup.update.columns import MOST_SAMPLES, columns_of, exchange_columns, unpacked
 
 SAMPLES = (10_000, 100_000, 1_000_000, 10_000_000)
 RANKS = (1, 8, 64, 512, 1024)
@@ -201,6 +202,35 @@ def shared_step_ms(planner: Planner, ranks: int, samples: int = 1_000_000_000) -
         return [planner.plan_window(windows, start, ranks)]
 
     return 1000 * shared_s(plan_part, ranks, num_windows) / window.num_steps
+
+
+def exchange(_machine: Machine, ranks: int = 8, repeats: int = 5) -> dict[str, Any]:
+    """CPU microseconds of an update that sharing costs each of some real gloo ranks, without the planning itself."""
+    figures = {}
+    for size in (32, 256):
+        times = on_ranks(ranks, _exchanged, size, repeats)
+        figures[f"{size} samples, padded"] = {"shared": spread(times)}
+    return figures
+
+
+def _exchanged(size: int, repeats: int) -> list[float]:
+    """Returns the times of rank 0: its columns are packed, exchanged and unpacked; gloo's threads count."""
+    world = current_world()
+    num_each = MOST_SAMPLES // (world.size * size)
+    config = PlanConfig(samples_per_update=size, shuffle=True)
+    planner = Planner.of(lognormal(MOST_SAMPLES), BUDGET, config)
+    order = planner.order_of(0, shuffle=True, size=size)
+    plans = UpdatePlans(planner, order, world.size, num_each)
+    numbers = range(world.rank * num_each, (world.rank + 1) * num_each)
+    parts = [(number, number * size, (number + 1) * size) for number in numbers]
+    of_rank = [plans.plan(start, stop, Cursor()) for _, start, stop in parts]
+    times = []
+    for _ in range(repeats + 1):
+        world.all_max([0])
+        start_s = time.process_time()
+        columns = exchange_columns(world, parts, of_rank)
+        times.append(1e6 * (time.process_time() - start_s) / len(columns))
+    return times[1:]
 
 
 def growth(_machine: Machine, samples: tuple[int, ...] = SAMPLES) -> dict[str, Any]:

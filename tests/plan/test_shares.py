@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynagroup import LengthAwareBatchSampler, Mixture, OnlineDataLoader, PlannedDataLoader
-from dynagroup.errors import AlignmentError, ConfigError
+from dynagroup.errors import AlignmentError, ConfigError, StateError
 from dynagroup.plan.shares import rounded_shares
 from dynagroup.testing import run_ranks
 from dynagroup.update.schedule import linear_ramp
@@ -169,6 +169,29 @@ def test_a_run_resumes_with_the_shares_that_were_set(grouping, taken):
     for number, updates in enumerate([expected[taken:], following]):
         pairs = zip(parts[0][number], parts[1][number], strict=True)
         assert [sorted(one + other) for one, other in pairs] == updates
+
+
+def test_ranks_that_share_their_plans_follow_shares_that_are_set():
+    def run(world: Any) -> list[list[int]]:
+        mixture, loader = mixed(world=world)
+        updates = []
+        for update in loader.updates():
+            updates.append(samples_of(update))
+            if len(updates) == 4:
+                mixture.set_shares({"code": 1, "text": 1, "rare": 6})
+        return updates
+
+    [alone] = run_ranks(1, run)
+    pairs = zip(*run_ranks(2, run), strict=True)
+    assert [sorted(one + other) for one, other in pairs] == alone
+
+
+def test_a_state_of_another_mixture_is_refused():
+    _, loader = mixed()
+    next(loader.updates())
+    _, resumed = mixed(shares={"code": 1, "text": 1, "rare": 1})
+    with pytest.raises(StateError, match="give the Mixture the same sources"):
+        resumed.load_state_dict(loader.state_dict())
 
 
 def test_ranks_that_set_different_shares_are_told():
