@@ -27,7 +27,7 @@ from dynagroup.plan.cursor import Cursor
 from dynagroup.plan.inputs import PlanConfig
 from dynagroup.plan.plan import BatchPlan
 from dynagroup.plan.planner import Planner, UpdatePlans
-from dynagroup.update.columns import MOST_SAMPLES, columns_of, exchange_columns, unpacked
+from dynagroup.update.shared_plans import MOST_SAMPLES, columns_of, exchange_columns, unpacked
 
 SAMPLES = (10_000, 100_000, 1_000_000, 10_000_000)
 RANKS = (1, 8, 64, 512, 1024)

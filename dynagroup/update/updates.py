@@ -22,8 +22,8 @@ from dynagroup.plan.mixture import Change, Mixture
 from dynagroup.plan.order import OrderSource
 from dynagroup.plan.plan import BatchPlan
 from dynagroup.plan.planner import Order, Planner, UpdatePlans
-from dynagroup.update.columns import Column, Part, SharedColumns, columns_of
 from dynagroup.update.schedule import Sizes, UpdateSizes, Walk, begun
+from dynagroup.update.shared_plans import Column, Part, SharedColumns, columns_of
 
 T = TypeVar("T")
 W = TypeVar("W", BatchPlan, Column)

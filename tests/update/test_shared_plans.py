@@ -9,7 +9,7 @@ from dynagroup import AlignmentError, PlannedDataLoader, TokenBudget
 from dynagroup.plan.inputs import PlanConfig
 from dynagroup.plan.planner import Planner
 from dynagroup.testing import ThreadWorld, run_ranks
-from dynagroup.update.columns import columns_of, exchange_columns, unpacked
+from dynagroup.update.shared_plans import columns_of, exchange_columns, unpacked
 
 LENGTHS = np.random.default_rng(0).integers(1, 60, 1500).astype(np.int32)
 PACKED = TokenBudget(400, layout="packed")
@@ -109,7 +109,7 @@ def test_each_rank_plans_its_part(way: str, monkeypatch: pytest.MonkeyPatch) -> 
         planned.extend(stop - start for _, start, stop in parts)
         return columns(world, parts, plans)
 
-    monkeypatch.setattr("dynagroup.update.columns.exchange_columns", counted)
+    monkeypatch.setattr("dynagroup.update.shared_plans.exchange_columns", counted)
     run_ranks(4, lambda world: batches_of(loader_of(world, **WAYS[way])))
     # All ranks together plan the epoch once, but for a last part that nobody can share.
     assert 1500 - 256 <= sum(planned) <= 1500
