@@ -516,6 +516,7 @@ FAULTS += [("other_seed", "ranks have unequal seed", "ranks have unequal seed")]
 FAULTS += [("starts_over", "different points", "different points")]
 
 
+@pytest.mark.usefixtures("dead_workers_are_seen_soon")
 @pytest.mark.filterwarnings("ignore:epoch 0 was left")
 @pytest.mark.parametrize(("fault", "of_faulty", "of_others"), FAULTS)
 def test_a_fault_reaches_every_rank(fault: str, of_faulty: str, of_others: str) -> None:

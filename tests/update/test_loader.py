@@ -277,6 +277,7 @@ def online(data, **settings):
     return OnlineDataLoader(data, BUDGET, length_of=LENGTHS.__getitem__, **settings)
 
 
+@pytest.mark.usefixtures("dead_workers_are_seen_soon")
 @pytest.mark.parametrize("kind", [planned, online])
 def test_after_a_worker_died_all_ranks_go_on_with_new_workers(kind):
     def run(world):
