@@ -10,12 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynagroup import LengthAwareBatchSampler, OnlineDataLoader, TokenBudget, Work
-from dynagroup.distributed import DistributedWorld
 from dynagroup.lengths import Kinds
 from dynagroup.online.messages import number_of
 from dynagroup.testing import run_ranks
@@ -30,7 +28,6 @@ from tests.online.helpers import (
     lengths_of,
     make_loader,
 )
-from tests.torchrun import on_ranks
 
 EPOCHS = 3
 WINDOWS = st.fixed_dictionaries(
@@ -498,23 +495,3 @@ def test_labels_that_are_equal_are_one_kind_whatever_was_asked_before(labels: An
 def test_other_labels_are_other_kinds() -> None:
     others = [1, 0.5, (1, 8), (1, "a"), None, "1", "None", (1,), 2**70, float("inf")]
     assert len(set(map(number_of, others))) == len(others)
-
-
-def of_two_towers() -> list[list[Any]]:
-    """Real ranks with real workers; only the first has images."""
-    dist.init_process_group("gloo")
-    labels = ["image" if i % 2 == 0 and i < 40 else "text" for i in range(90)]
-    lengths = lengths_of(90, seed=4)
-    dist.new_group([0])  # now the first rank is in a group more than the other
-    world = DistributedWorld(dist.new_group([0, 1]))
-    planned = labelled(world, lengths, labels, num_workers=2, samples_per_update=12)
-    stream = labelled(world, lengths, labels, num_workers=2, stream=True)
-    return [list(planned), list(stream)]
-
-
-def test_ranks_without_a_kind_idle_on_a_batch_of_it_that_another_lends() -> None:
-    first, second = on_ranks(2, of_two_towers)
-    for ranks in zip(first, second, strict=True):
-        assert_rows_have_all(zip(*ranks, strict=True), 90)
-    streamed = second[1]
-    assert any(step.idle and step.kind == "image" for step in streamed)

@@ -5,25 +5,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch.distributed as dist
 
-from dynagroup import OnlineDataLoader, TokenBudget, Work
+from dynagroup import Work
 from dynagroup.errors import ConfigError
 from dynagroup.online.messages import Pool
 from dynagroup.online.pools import deal_updates
 from dynagroup.plan.strata import spread_at_random
 from dynagroup.testing import run_ranks
 from tests.online.helpers import (
-    Tokens,
     all_ids,
     as_json,
-    collate,
     ids_of,
     legs,
     lengths_of,
     make_loader,
 )
-from tests.torchrun import on_ranks
 
 LENGTHS = lengths_of(120, seed=3)
 EVERY = list(range(120))
@@ -179,23 +175,3 @@ WRONG = [
 def test_wrong_arguments_are_refused(options: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         make_loader(None, LENGTHS, **options)
-
-
-def steps_of_a_real_rank() -> Any:
-    dist.init_process_group("gloo")
-    loader = OnlineDataLoader(
-        Tokens(LENGTHS),
-        TokenBudget(128),
-        collate_fn=collate,
-        num_workers=2,
-        samples_per_update=12,
-        grouping=4,
-        shuffle=True,
-    )
-    return list(loader)
-
-
-def test_real_ranks_with_real_workers() -> None:
-    steps_by_rank = on_ranks(2, steps_of_a_real_rank)
-    assert sizes_of(steps_by_rank) == [12] * 10
-    assert all_ids(steps_by_rank) == EVERY
