@@ -21,6 +21,7 @@ from dynagroup import Budget, LengthAwareBatchSampler, ShapeLadder, TokenBudget,
 
 Update = list[list[int]]
 Setting = dict[str, Any]
+WORK = Work()
 
 
 def padded_tokens(batches: Any, lengths: np.ndarray) -> int:
@@ -30,32 +31,48 @@ def padded_tokens(batches: Any, lengths: np.ndarray) -> int:
 def in_fixed(order: Any, size: int) -> list[list[Any]]:
     """Parts of so many, in this order: batches of samples, rows of batches."""
     members = order.tolist() if isinstance(order, np.ndarray) else list(order)
-    return [members[k : k + size] for k in range(0, len(members), size)]
+    starts = range(0, len(members), size)
+    return [members[start : start + size] for start in starts]
 
 
 def longest_first(members: Any, lengths: np.ndarray) -> np.ndarray:
     """Sorted by length: what whoever sorts does first."""
     members = np.asarray(members)
-    return members[np.argsort(-lengths[members], kind="stable")]
+    order = np.argsort(-lengths[members], kind="stable")
+    return members[order]
 
 
 def in_capped(order: Any, lengths: np.ndarray, cap: int, *, packed: bool = False) -> Update:
     """Batches in this order, each closed where the next sample would make it larger than the cap."""
     batches: Update = []
-    total = longest = 0
-    for i in map(int, order):
-        total, longest = total + int(lengths[i]), max(longest, int(lengths[i]))
-        if not batches or (total if packed else (len(batches[-1]) + 1) * longest) > cap:
-            batches.append([])
-            total = longest = int(lengths[i])
-        batches[-1].append(i)
+    batch: list[int] = []
+    total = 0
+    longest = 0
+    for sample in map(int, order):
+        length = int(lengths[sample])
+        total += length
+        longest = max(longest, length)
+        tokens = total if packed else (len(batch) + 1) * longest
+        if not batches or tokens > cap:
+            batch = []
+            batches.append(batch)
+            total = length
+            longest = length
+        batch.append(sample)
     return batches
 
 
-def planned(lengths: Any, budget: Budget, ranks: int = 1, epoch: int = 0, **options: Any) -> Any:
-    """Our plan of an epoch for so many ranks."""
+def planned(
+    lengths: Any,
+    budget: Budget,
+    ranks: int = 1,
+    epoch: int = 0,
+    work: Work | None = WORK,
+    **options: Any,
+) -> Any:
+    """Our plan of an epoch for so many ranks; ``options`` are those of the sampler."""
     sampler = LengthAwareBatchSampler(
-        lengths, budget, rank=0, world_size=ranks, **{"work": Work(), **options}
+        lengths, budget, rank=0, world_size=ranks, work=work, **options
     )
     sampler.set_epoch(epoch)
     return sampler.plan
@@ -71,14 +88,14 @@ class Job:
     seed: int = 0
     work: Work = field(default_factory=Work)
     """What the model's steps take, measured beforehand where a benchmark does so."""
-    made: dict[Any, list[Update]] = field(default_factory=dict, repr=False)
+    updates_so_far: dict[Any, list[Update]] = field(default_factory=dict, repr=False)
+    """Of each method, epoch and setting: some take long, and are asked again."""
 
     @cached_property
     def ladder(self) -> ShapeLadder:
         """Eight shapes (samples, tokens) that fit."""
-        return ShapeLadder(
-            self.lengths, TokenBudget(self.tokens), num_shapes=8, window=self.per_update
-        )
+        budget = TokenBudget(self.tokens)
+        return ShapeLadder(self.lengths, budget, num_shapes=8, window=self.per_update)
 
     @property
     def fixed(self) -> int:
@@ -121,65 +138,64 @@ class Method:
         return all(find_spec(name) is not None for name in self.needs)
 
     def updates(self, job: Job, epoch: int, setting: Setting) -> Iterator[Update]:
-        made = job.made.setdefault(
-            (self.batches, epoch, *setting.items()), []
-        )  # some take long, and are asked again
-        if not made:
-            found = self.batches(job, epoch, **setting)
-            made += _in_updates(found, job.per_update) if self.flat else found
-        return iter(made)
+        key = (self.batches, epoch, *setting.items())
+        if key not in job.updates_so_far:
+            batches = self.batches(job, epoch, **setting)
+            updates = _in_updates(batches, job.per_update) if self.flat else batches
+            job.updates_so_far[key] = list(updates)
+        return iter(job.updates_so_far[key])
 
     def tried(self, job: Job) -> list[Setting]:
         """The settings whose batches all fit in the first epoch, the largest batches first; at least the last."""
         settings = list(self.settings(job))
-        fit = [
-            setting
-            for setting in settings
-            if not self.capped or self._most(job, setting) <= job.tokens
-        ]
-        return fit or settings[-1:]
+        if not self.capped:
+            return settings
+        fitting = [setting for setting in settings if self._fits(job, setting)]
+        return fitting if fitting else settings[-1:]
 
-    def _most(self, job: Job, setting: Setting) -> int:
-        """Tokens of the largest batch."""
+    def _fits(self, job: Job, setting: Setting) -> bool:
         batches = chain.from_iterable(self.updates(job, 0, setting))
-        return max(
-            int(job.lengths[b].sum()) if self.packed else padded_tokens([b], job.lengths)
-            for b in batches
-        )
+        return all(self._tokens(batch, job.lengths) <= job.tokens for batch in batches)
+
+    def _tokens(self, batch: list[int], lengths: np.ndarray) -> int:
+        if self.packed:
+            return int(lengths[batch].sum())
+        return padded_tokens([batch], lengths)
 
 
 def _in_updates(batches: Iterable[list[int]], per_update: int) -> Iterator[Update]:
     """An update ends where the samples so far are nearest to a whole number of updates."""
     update: Update = []
-    seen, due = 0, per_update
+    num_samples = 0
+    num_due = per_update
     for batch in batches:
-        if update and seen + len(batch) / 2 > due:
+        if update and num_samples + len(batch) / 2 > num_due:
             yield update
-            update, due = [], due + per_update
+            update = []
+            num_due += per_update
         update.append(batch)
-        seen += len(batch)
+        num_samples += len(batch)
     yield update
 
 
 def _updates(order: Any, job: Job) -> Iterator[np.ndarray]:
     """Whole updates in this order."""
-    return (
-        order[k : k + job.per_update]
-        for k in range(0, len(order) - job.per_update + 1, job.per_update)
-    )
+    num_updates = len(order) // job.per_update
+    for start in range(0, num_updates * job.per_update, job.per_update):
+        yield order[start : start + job.per_update]
 
 
 def _sizes(job: Job) -> list[Setting]:
     """Fixed numbers of samples, from those that seldom fit to a half of what always fits."""
-    return [
-        {"size": n}
-        for n in (8 * job.fixed, 4 * job.fixed, 2 * job.fixed, job.fixed, job.fixed // 2)
-        if n
-    ]
+    sizes = (8 * job.fixed, 4 * job.fixed, 2 * job.fixed, job.fixed, job.fixed // 2)
+    return [{"size": size} for size in sizes if size > 0]
 
 
 def _shuffled(job: Job, epoch: int, size: int = 0) -> Iterator[Update]:
-    return (in_fixed(update, size or job.fixed) for update in _updates(job.order(epoch), job))
+    if size == 0:
+        size = job.fixed
+    for update in _updates(job.order(epoch), job):
+        yield in_fixed(update, size)
 
 
 def _sorted(job: Job, epoch: int, size: int = 0) -> Iterator[Update]:
@@ -194,20 +210,22 @@ def group_by_length(lengths: np.ndarray, size: int, seed: int) -> list[int]:
     from transformers.trainer_pt_utils import LengthGroupedSampler
 
     generator = torch.Generator().manual_seed(seed)
-    return list(LengthGroupedSampler(size, lengths=lengths.tolist(), generator=generator))
+    sampler = LengthGroupedSampler(size, lengths=lengths.tolist(), generator=generator)
+    return list(sampler)
 
 
 def _group_by_length(job: Job, epoch: int, size: int) -> Iterator[Update]:
     order = group_by_length(job.lengths, job.per_update, 1000 * job.seed + epoch)
-    return (in_fixed(update, size) for update in _updates(order, job))
+    for update in _updates(order, job):
+        yield in_fixed(update, size)
+
+
+SHARES = (1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 1, 3 / 2, 2)
 
 
 def _counts(job: Job) -> list[Setting]:
     """Batches an update, from a quarter of the fixed ones to twice as many: it has no cap, so those are taken that fit."""
-    counts = {
-        round(job.accumulation * share)
-        for share in (1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 1, 3 / 2, 2)
-    }
+    counts = {round(job.accumulation * share) for share in SHARES}
     return [{"count": count} for count in sorted(counts) if 1 <= count <= job.per_update]
 
 
@@ -215,37 +233,44 @@ def _batch_rebalance(job: Job, epoch: int, count: int = 0) -> Iterator[Update]:
     """Its own balancing of the job's updates, into so many batches each, or (0) as many as fixed batches make."""
     from transformers.trainer_pt_utils import BatchRebalanceSampler
 
-    order, count = job.order(epoch), count or job.accumulation
-    sampler = BatchRebalanceSampler(
-        job.lengths[order].tolist(), job.per_update, 1, count, shuffle=False
-    )
+    if count == 0:
+        count = job.accumulation
+    order = job.order(epoch)
+    lengths = job.lengths[order].tolist()
+    sampler = BatchRebalanceSampler(lengths, job.per_update, 1, count, shuffle=False)
     batches = [order[batch].tolist() for batch in sampler]
-    return (batches[k : k + count] for k in range(0, len(batches), count))
+    return iter(in_fixed(batches, count))
 
 
-def _ours(layout: Any = "padded", **options: Any) -> Callable[[Job, int], Iterator[Update]]:
-    """With the work that was measured, unless ``work`` is said here; None: as who says nothing of it."""
+def _ours(
+    layout: Any = "padded", *, grouping: int | None = None, knows_work: bool = True
+) -> Callable[[Job, int], Iterator[Update]]:
+    """With the work that was measured, or without a word of it."""
 
     def updates(job: Job, epoch: int) -> Iterator[Update]:
-        size = job.ladder if layout == "ladder" else TokenBudget(job.tokens, layout=layout)
-        how = {
-            "samples_per_update": job.per_update,
-            "order": job.order(epoch),
-            "work": job.work,
-            "seed": job.seed,
-        }
-        plan = planned(job.lengths, size, epoch=epoch, **{**how, **options})
-        batches, stops = [row[0] for row in plan.rows], np.flatnonzero(plan.update_ends) + 1
-        return (batches[start:stop] for start, stop in pairwise([0, *stops.tolist()]))
+        budget = job.ladder if layout == "ladder" else TokenBudget(job.tokens, layout=layout)
+        plan = planned(
+            job.lengths,
+            budget,
+            epoch=epoch,
+            work=job.work if knows_work else None,
+            samples_per_update=job.per_update,
+            order=job.order(epoch),
+            seed=job.seed,
+            grouping=grouping,
+        )
+        batches = [row[0] for row in plan.rows]
+        stops = np.flatnonzero(plan.update_ends) + 1
+        for start, stop in pairwise([0, *stops.tolist()]):
+            yield batches[start:stop]
 
     return updates
 
 
 def _free(job: Job, epoch: int) -> Update:
-    how: dict[str, Any] = {"shuffle": True, "work": job.work, "seed": job.seed}
-    return [
-        row[0] for row in planned(job.lengths, TokenBudget(job.tokens), epoch=epoch, **how).rows
-    ]
+    budget = TokenBudget(job.tokens)
+    plan = planned(job.lengths, budget, epoch=epoch, work=job.work, shuffle=True, seed=job.seed)
+    return [row[0] for row in plan.rows]
 
 
 def trl_packs(lengths: np.ndarray, cap: int, strategy: str) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -254,23 +279,28 @@ def trl_packs(lengths: np.ndarray, cap: int, strategy: str) -> list[tuple[np.nda
     from datasets import Dataset
     from trl.data_utils import pack_dataset
 
-    numbers = pa.array(np.repeat(np.arange(len(lengths), dtype=np.int32), lengths))
-    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
-    rows = Dataset(pa.table({"input_ids": pa.ListArray.from_arrays(offsets, numbers)}))
-    packed = pack_dataset(rows, seq_length=cap, strategy=strategy).with_format("numpy")
-    return [np.unique(row["input_ids"], return_counts=True) for row in packed]
+    samples = np.arange(len(lengths), dtype=np.int32)
+    tokens = pa.array(np.repeat(samples, lengths))  # each token is its sample's number
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    column = pa.ListArray.from_arrays(pa.array(offsets), tokens)
+    dataset = Dataset(pa.table({"input_ids": column}))
+    packs = pack_dataset(dataset, seq_length=cap, strategy=strategy).with_format("numpy")
+    return [np.unique(pack["input_ids"], return_counts=True) for pack in packs]
 
 
 def _best_fit_packs(job: Job, epoch: int, cap: int) -> Update:
     packs = trl_packs(job.lengths, cap, "bfd")
-    return [
-        packs[int(k)][0].tolist()
-        for k in np.random.default_rng((job.seed, epoch)).permutation(len(packs))
-    ]
+    order = np.random.default_rng((job.seed, epoch)).permutation(len(packs))
+    batches = []
+    for place in order.tolist():
+        samples, _num_tokens = packs[place]
+        batches.append(samples.tolist())
+    return batches
 
 
 def _caps(job: Job) -> list[Setting]:
-    return [{"cap": max(job.tokens // part, int(job.lengths.max()))} for part in (1, 2, 4)]
+    longest = int(job.lengths.max())
+    return [{"cap": max(job.tokens // part, longest)} for part in (1, 2, 4)]
 
 
 def dynabatch(lengths: np.ndarray, size: int, **options: Any) -> Any:
@@ -278,13 +308,18 @@ def dynabatch(lengths: np.ndarray, size: int, **options: Any) -> Any:
     and characters: here words are 0.75 and characters 4 times the tokens."""
     from dynabatch.sampler import DynaBatchSampler
 
-    words, characters = (lengths * 0.75).astype(int).tolist(), (lengths * 4).tolist()
+    words = (lengths * 0.75).astype(int).tolist()
+    characters = (lengths * 4).tolist()
     return DynaBatchSampler(lengths.tolist(), words, characters, size, threshold=0.9, **options)
 
 
-def _dynabatch(job: Job, epoch: int, **options: Any) -> Update:
+def _dynabatch(job: Job, epoch: int, max_batch_range: float) -> Update:
     sampler = dynabatch(
-        job.lengths, job.fixed, shuffle=True, shuffle_seed=job.seed + epoch, **options
+        job.lengths,
+        job.fixed,
+        shuffle=True,
+        shuffle_seed=job.seed + epoch,
+        max_batch_range=max_batch_range,
     )
     return [list(map(int, batch)) for batch in sampler]
 
@@ -293,21 +328,21 @@ def online_dynamic_batching(lengths: Any, tokens: int, waiting: int) -> Any:
     """Its loader with its default grouping, two workers, and so many samples that wait to be grouped."""
     import odb
 
-    how = {
-        "batch_size": 1,
-        "shuffle": True,
-        "num_workers": 2,
-        "prefetch_factor": waiting // 2,
-        "collate_fn": collate,
-    }
-    return odb.ODBDataLoader(Numbered(lengths), token_budget=tokens, **how)
+    return odb.ODBDataLoader(
+        Numbered(lengths),
+        token_budget=tokens,
+        batch_size=1,
+        shuffle=True,
+        num_workers=2,
+        prefetch_factor=waiting // 2,
+        collate_fn=collate,
+    )
 
 
 def _online_dynamic_batching(job: Job, epoch: int, waiting: int) -> Update:
     torch.manual_seed(1000 * job.seed + epoch)
-    return [
-        numbers_of(batch) for batch in online_dynamic_batching(job.lengths, job.tokens, waiting)
-    ]
+    loader = online_dynamic_batching(job.lengths, job.tokens, waiting)
+    return [numbers_of(batch) for batch in loader]
 
 
 def _lhotse(job: Job, epoch: int, num_buckets: int) -> Update:
@@ -316,59 +351,75 @@ def _lhotse(job: Job, epoch: int, num_buckets: int) -> Update:
     from lhotse.dataset.sampling import DynamicBucketingSampler
     from lhotse.dataset.sampling.base import TokenConstraint
 
-    examples = [
-        TextExample("", np.zeros(n, np.int8), {"number": i})
-        for i, n in enumerate(job.lengths.tolist())
-    ]
-    drawn = [examples[int(i)] for i in job.order(epoch)]  # as lazily read shards are
-    how = {
-        "shuffle": True,
-        "seed": 1000 * job.seed + epoch,
-        "world_size": 1,
-        "rank": 0,
-        "num_buckets": num_buckets,
-    }
+    examples = []
+    for sample in job.order(epoch).tolist():  # drawn at random, as lazily read shards are
+        content = np.zeros(job.lengths[sample], np.int8)
+        examples.append(TextExample("", content, {"number": sample}))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it says that the examples are in memory
         sampler = DynamicBucketingSampler(
-            drawn, constraint=TokenConstraint(max_tokens=job.tokens), **how
+            examples,
+            constraint=TokenConstraint(max_tokens=job.tokens),
+            shuffle=True,
+            seed=1000 * job.seed + epoch,
+            world_size=1,
+            rank=0,
+            num_buckets=num_buckets,
         )
-        return [[example.custom["number"] for example in batch] for batch in sampler]
+        return [_numbers(batch) for batch in sampler]
+
+
+def _numbers(examples: Iterable[Any]) -> list[int]:
+    return [example.custom["number"] for example in examples]
 
 
 def _each(name: str, *values: Any) -> Callable[[Job], list[Setting]]:
     return lambda _job: [{name: value} for value in values]
 
 
-TRL, OTHER = ("trl", "pyarrow", "datasets"), {"flat": True, "same_updates": False}
+def _size_or_cap(job: Job) -> list[Setting]:
+    return [{"size": 0}, *_sizes(job)]
+
+
 METHODS: dict[str, Method] = {
     "fixed": Method(_shuffled),
-    "sorted inside the update": Method(_sorted, lambda job: [{"size": 0}, *_sizes(job)]),
+    "sorted inside the update": Method(_sorted, _size_or_cap),
     "transformers batch_rebalance": Method(_batch_rebalance, _counts),
     "transformers batch_rebalance, accumulation as given": Method(_batch_rebalance, capped=False),
-    "TRL padding-free": Method(
-        _shuffled, _sizes, packed=True
-    ),  # fixed numbers of samples, flattened
+    # fixed numbers of samples, flattened
+    "TRL padding-free": Method(_shuffled, _sizes, packed=True),
     "transformers group_by_length": Method(_group_by_length, _sizes, same_updates=False),
-    "TRL packing (bfd)": Method(_best_fit_packs, _caps, packed=True, needs=TRL, **OTHER),
+    "TRL packing (bfd)": Method(
+        _best_fit_packs,
+        _caps,
+        flat=True,
+        packed=True,
+        same_updates=False,
+        needs=("trl", "pyarrow", "datasets"),
+    ),
     "dynabatch": Method(
         _dynabatch,
         _each("max_batch_range", 4.0, 2.0),
+        flat=True,
+        same_updates=False,
         capped=False,
         needs=("dynabatch", "xgboost"),
-        **OTHER,
     ),
     "online-dynamic-batching": Method(
-        _online_dynamic_batching, _each("waiting", 1024, 256), needs=("odb",), **OTHER
+        _online_dynamic_batching,
+        _each("waiting", 1024, 256),
+        flat=True,
+        same_updates=False,
+        needs=("odb",),
     ),
     "lhotse DynamicBucketingSampler": Method(
-        _lhotse, _each("num_buckets", 10, 30), needs=("lhotse",), **OTHER
+        _lhotse, _each("num_buckets", 10, 30), flat=True, same_updates=False, needs=("lhotse",)
     ),
     "dynagroup": Method(_ours()),
-    "dynagroup, nothing said of work": Method(_ours(work=None)),
+    "dynagroup, nothing said of work": Method(_ours(knows_work=False)),
     "dynagroup, packed": Method(_ours("packed"), packed=True),
     "dynagroup, 8 lengths": Method(_ours("ladder"), few_shapes=True),
     "dynagroup, grouping 10": Method(_ours(grouping=10), same_updates=False),
     "dynagroup, grouping 50": Method(_ours(grouping=50), same_updates=False),
-    "dynagroup, free updates": Method(_free, **OTHER),
+    "dynagroup, free updates": Method(_free, flat=True, same_updates=False),
 }

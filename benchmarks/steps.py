@@ -76,7 +76,7 @@ def run(machine: Machine) -> Iterator[dict[str, Any]]:
     ways |= {
         f"dynagroup, per_step {p}": (
             "dynagroup",
-            replace(job, work=replace(job.work, per_step=p), made={}),
+            replace(job, work=replace(job.work, per_step=p), updates_so_far={}),
         )
         for p in PRICES
     }
