@@ -10,16 +10,16 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-)  # documented for extension authors; no public alias yet
+
+# documented for extension authors; no public alias yet
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dynagroup.memory.phases import MASK_ALIGNMENT
 
+_aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
-FLASH_HEAD_SIZE = (
-    256  # largest head size of the flash kernel (aten/native/transformers/cuda/sdp_utils.cpp)
-)
+# Largest head size of the flash kernel (aten/native/transformers/cuda/sdp_utils.cpp).
+FLASH_HEAD_SIZE = 256
 
 # Operators that torch.autocast runs in the lower precision (LOWER) or in float32 (HIGHER) on CUDA (autocast_mode.h).
 LOWER = {
@@ -71,6 +71,14 @@ HIGHER = {
     torch.Tensor.softmax,
     torch.Tensor.__pow__,
 }
+# Functions whose kernel reads float16 and writes float32 (aten/native/SoftMax.cpp).
+SOFTMAX = {
+    F.softmax: _aten._softmax,
+    torch.softmax: _aten._softmax,
+    torch.Tensor.softmax: _aten._softmax,
+    F.log_softmax: _aten._log_softmax,
+}
+GROUPED_MM = getattr(torch, "_grouped_mm", None)  # since torch 2.7
 
 
 class CudaKernels(TorchFunctionMode):
@@ -87,39 +95,43 @@ class CudaKernels(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        cast = self._lower if func in LOWER else _higher if func in HIGHER else None
-        if self.autocast is not None and cast is not None:
-            args, kwargs = tuple(map(cast, args)), {k: cast(v) for k, v in kwargs.items()}
-        if func is F.scaled_dot_product_attention:
-            return attention(*args, **kwargs)
-        if func is F.dropout:
-            return dropout(*args, **kwargs)
-        if func in (F.softmax, F.log_softmax, torch.softmax, torch.Tensor.softmax):
-            return _softmax(func, *args, **kwargs)
-        if func is F.ctc_loss:
-            return ctc_loss(*args, **kwargs)
-        if func in (torch.masked_select, torch.Tensor.masked_select) and args[0].is_meta:
-            return args[0].flatten().clone()  # all of them, as nothing is known of the mask
-        if getattr(func, "__name__", "") == "_grouped_mm" and args[0].dtype != torch.bfloat16:
+        if self.autocast is not None and (func in LOWER or func in HIGHER):
+            cast = self._lower if func in LOWER else _higher
+            args = tuple(map(cast, args))
+            kwargs = {name: cast(value) for name, value in kwargs.items()}
+        if args and isinstance(args[0], torch.Tensor):
+            result = self._replaced(func, args, kwargs)
+            if result is not None:
+                return result
+        return KERNELS.get(func, func)(*args, **kwargs)
+
+    def _replaced(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Returns the result of a function that would run otherwise on CUDA, or needs values; None: no such function."""
+        values = args[0]
+        if func in SOFTMAX and values.dtype == torch.float16:
+            if kwargs.get("dtype") == torch.float32:  # read without a copy, as only float16 is
+                dim = kwargs["dim"] if "dim" in kwargs else args[1]
+                return SOFTMAX[func](values, dim, True)
+        if func == GROUPED_MM and values.dtype != torch.bfloat16:
             return (
-                args[0] @ args[1][0]
+                values @ args[1][0]
             )  # CUDA also multiplies other dtypes; the same bytes are alive
-        if (
-            func in (torch.any, torch.Tensor.any)
-            and len(args) == 1
-            and not kwargs
-            and args[0].is_meta
-        ):
+        if not values.is_meta:
+            return None
+        if func in (torch.masked_select, torch.Tensor.masked_select):
+            return values.flatten().clone()  # all of them, as nothing is known of the mask
+        return None if len(args) > 1 or kwargs else self._answer(func, values)
+
+    def _answer(self, func: Any, values: torch.Tensor) -> Any:
+        """Returns the answer of a function that reads the values of one tensor; None: no such function."""
+        if func is torch.Tensor.__bool__:
+            return not self.padded
+        if func in (torch.any, torch.Tensor.any):
             return torch.tensor(False, device="cpu")
         # Models compare the largest label with the size of the vocabulary.
-        is_largest = func is torch.Tensor.max and len(args) == 1 and not kwargs
-        if is_largest and args[0].is_meta and not args[0].is_floating_point():
-            return torch.zeros((), dtype=args[0].dtype, device="cpu")
-        return (
-            not self.padded
-            if func is torch.Tensor.__bool__ and args[0].is_meta
-            else func(*args, **kwargs)
-        )
+        if func is torch.Tensor.max and not values.is_floating_point():
+            return torch.zeros((), dtype=values.dtype, device="cpu")
+        return None
 
     def end_forward(self) -> None:
         """Ends the autocast region: drops the weights that autocast has cast and cached."""
@@ -134,10 +146,11 @@ class CudaKernels(TorchFunctionMode):
         if not (value.is_leaf and value.requires_grad):
             return value.to(self.autocast)
         # Autocast casts a weight once a forward pass, and again for a first gradient. The pair keeps the weight and its id alive.
-        held = self._cast_weights.get(id(value))
-        if held is None or (torch.is_grad_enabled() and not held[1].requires_grad):
-            held = self._cast_weights[id(value)] = value, value.to(self.autocast)
-        return held[1]
+        _, cast = self._cast_weights.get(id(value), (value, None))
+        if cast is None or (torch.is_grad_enabled() and not cast.requires_grad):
+            cast = value.to(self.autocast)
+            self._cast_weights[id(value)] = (value, cast)
+        return cast
 
 
 def _higher(value: Any) -> Any:
@@ -160,27 +173,26 @@ def attention(
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(
             attn_mask.logical_not(), float("-inf")
         )
-    flash = (
-        attn_mask is None
-        and query.dtype in HALF
-        and query.shape[-1] == value.shape[-1] <= FLASH_HEAD_SIZE
-    )
-    odd = not flash and any(
-        part.shape[-1] % (8 if part.dtype in HALF else 4) for part in (query, value)
-    )
+    head_size = query.shape[-1]
+    is_half = query.dtype in HALF
+    has_one_size = head_size == value.shape[-1]
+    is_flash = is_half and attn_mask is None and has_one_size and head_size <= FLASH_HEAD_SIZE
+    alignment = 8 if is_half else 4
+    is_odd = head_size % alignment > 0 or value.shape[-1] % alignment > 0
     # sdp_utils.cpp: minimum_gemm_alignment, num_heads_dense (Falcon), last_dim_stride_equals_1_dense (T5's biases)
     if (
-        odd
+        (is_odd and not is_flash)
         or (repeats > 1 and not enable_gqa)
         or (attn_mask is not None and attn_mask.stride(-1) != 1)
     ):
         return _stored(query, key, value, attn_mask, dropout_p, scale)
-    if flash:
+    if is_flash:
         return _aten._scaled_dot_product_flash_attention(
             query, key, value, dropout_p, is_causal, False, scale=scale
         )[0]
-    if repeats > 1:  # the memory-efficient kernel needs as many key heads as query heads
-        key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
+    # The memory-efficient kernel needs as many key heads as query heads.
+    key = _repeated(key, repeats)
+    value = _repeated(value, repeats)
     if attn_mask is not None:
         attn_mask = _bias(attn_mask, query, key)
     save = torch.is_grad_enabled() and query.requires_grad
@@ -189,22 +201,24 @@ def attention(
     )[0]
 
 
+def _repeated(heads: torch.Tensor, repeats: int) -> torch.Tensor:
+    return heads.repeat_interleave(repeats, -3) if repeats > 1 else heads
+
+
 def _stored(
     query: Any, key: Any, value: Any, mask: Any, dropout_p: float, scale: float | None
 ) -> torch.Tensor:
     """Stores all scores, in float32 (aten/native/transformers/attention.cpp, _scaled_dot_product_attention_math)."""
-    dtype, repeats = query.dtype, query.shape[-3] // key.shape[-3]
+    dtype = query.dtype
+    repeats = query.shape[-3] // key.shape[-3]
     root = math.sqrt(query.shape[-1] ** -0.5 if scale is None else scale)
-    query, key, value = (
-        part.float() if part.dtype in HALF else part for part in (query * root, key, value)
-    )
-    key, value = (
-        part.repeat_interleave(repeats, -3) if repeats > 1 else part for part in (key, value)
-    )
+    query = _higher(query * root)
+    key = _repeated(_higher(key), repeats)
+    value = _repeated(_higher(value), repeats)
     scores = query @ (key.transpose(-2, -1) * root)
     if mask is not None:
         scores.add_(mask)
-    return (dropout(torch.ops.aten._safe_softmax(scores, -1), dropout_p) @ value).to(dtype)
+    return (dropout(_aten._safe_softmax(scores, -1), dropout_p) @ value).to(dtype)
 
 
 def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -218,20 +232,9 @@ def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.T
 def dropout(
     input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> torch.Tensor:
-    return (
-        torch.ops.aten.native_dropout(input, p, True)[0] if training and p else input
-    )  # its mask: a byte per element
-
-
-def _softmax(
-    func: Any, input: torch.Tensor, dim: int | None = None, *args: Any, **kwargs: Any
-) -> torch.Tensor:
-    if not (kwargs.get("dtype") == torch.float32 and input.dtype == torch.float16) or dim is None:
-        return func(input, dim, *args, **kwargs)
-    fused = torch.ops.aten._log_softmax if func is F.log_softmax else torch.ops.aten._softmax
-    return fused(
-        input, dim, True
-    )  # CUDA reads float16, and that only, without a copy (aten/native/SoftMax.cpp)
+    if not training or p == 0:
+        return input
+    return _aten.native_dropout(input, p, True)[0]  # its mask: a byte per element
 
 
 class _Ctc(torch.autograd.Function):
@@ -260,21 +263,39 @@ def ctc_loss(log_probs: torch.Tensor, targets: torch.Tensor, *_: Any, **__: Any)
     return _Ctc.apply(log_probs, 2 * num_labels + 1).sum()
 
 
+# Functions that run as they would on CUDA.
+KERNELS = {F.scaled_dot_product_attention: attention, F.dropout: dropout, F.ctc_loss: ctc_loss}
+
 BLOCK = 512  # the caching allocator rounds up to multiples of this (c10/cuda/CUDACachingAllocator.h, kMinBlockSize)
-_aten = torch.ops.aten
-# The kernels sum the query's gradient in float32, and store one float32 per row (``dq_accum``, ``softmax_d`` in
-# FlashAttention 2; ``delta`` and ``workspace`` in the memory-efficient kernel).
-_of_attention = lambda _, query, *others: 4 * query.numel() + 4 * query.numel() // query.shape[-1]  # noqa: E731
-BESIDE = {  # bytes that an operator holds for a moment, beside its inputs
-    _aten._scaled_dot_product_flash_attention_backward.default: _of_attention,
-    _aten._scaled_dot_product_efficient_attention_backward.default: _of_attention,
-    # its result and the gradient times the softmax (aten/native/cuda/SoftMax.cu); its result and a byte for each -inf
-    _aten._softmax_backward_data.default: lambda grad, *others: (
-        2 * grad.numel() * grad.element_size()
-    ),
-    _aten._safe_softmax.default: lambda scores, *others: (
-        scores.numel() * (scores.element_size() + 1)
-    ),
+
+
+def rounded_up(num_bytes: int) -> int:
+    """Returns the bytes of an allocation."""
+    return -(-num_bytes // BLOCK) * BLOCK
+
+
+def _beside_attention(_: Any, query: torch.Tensor, *others: Any) -> int:
+    """The kernels sum the query's gradient in float32, and store one float32 per row (``dq_accum``, ``softmax_d`` in
+    FlashAttention 2; ``delta`` and ``workspace`` in the memory-efficient kernel)."""
+    return 4 * query.numel() + 4 * query.numel() // query.shape[-1]
+
+
+def _beside_softmax_backward(gradient: torch.Tensor, *others: Any) -> int:
+    """Its result, and the gradient times the softmax (aten/native/cuda/SoftMax.cu)."""
+    return 2 * gradient.numel() * gradient.element_size()
+
+
+def _beside_safe_softmax(scores: torch.Tensor, *others: Any) -> int:
+    """Its result, and a byte for each -inf."""
+    return scores.numel() * (scores.element_size() + 1)
+
+
+# Bytes that an operator needs for a moment, beside its inputs.
+BESIDE = {
+    _aten._scaled_dot_product_flash_attention_backward.default: _beside_attention,
+    _aten._scaled_dot_product_efficient_attention_backward.default: _beside_attention,
+    _aten._softmax_backward_data.default: _beside_softmax_backward,
+    _aten._safe_softmax.default: _beside_safe_softmax,
 }
 
 
@@ -328,9 +349,8 @@ class LiveBytes(TorchDispatchMode):
         self.timeline: list[int] = []
         self.marks: dict[str, tuple[int, int]] = {}
         self._smooth = smooth
-        self._apart = [
-            t.untyped_storage() for t in apart
-        ]  # kept alive, so that no new storage gets the same address
+        # Kept alive, so that no new storage gets the same address.
+        self._apart = [tensor.untyped_storage() for tensor in apart]
         self._known = {storage._cdata for storage in self._apart}
 
     def __torch_dispatch__(
@@ -356,9 +376,7 @@ class LiveBytes(TorchDispatchMode):
         key = storage._cdata
         if key in self._known or not tensor.is_meta:
             return
-        size = (
-            storage.nbytes() + BLOCK // 2 if self._smooth else -(-storage.nbytes() // BLOCK) * BLOCK
-        )
+        size = storage.nbytes() + BLOCK // 2 if self._smooth else rounded_up(storage.nbytes())
         self._known.add(key)
         self.live += size
         self._reach(self.live)
