@@ -245,7 +245,7 @@ class Wrapper(Budget):
 
 @dataclass(frozen=True)
 class AdditiveCap(Budget):
-    """Limits the sum of one stream over a batch's samples, without padding.
+    """Limits the sum of one stream over a batch's samples, without padding. It has no subclasses.
 
     Use it for streams that are concatenated, not padded, such as vision patches. A budget joined by ``&`` then does not
     see the stream: ``TokenBudget(16384) & AdditiveCap("patches", 40000)``.
@@ -260,6 +260,12 @@ class AdditiveCap(Budget):
 
     stream: str
     limit: int
+
+    def __init_subclass__(cls) -> None:
+        # packed plans read `stream` and `limit`, and would not ask a `fits` of its own
+        raise ConfigError(
+            f"{cls.__name__} cannot be a subclass of AdditiveCap; write a subclass of Budget"
+        )
 
     def __post_init__(self) -> None:
         check_int("limit", self.limit)

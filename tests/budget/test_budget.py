@@ -654,3 +654,10 @@ def test_memory_is_predicted_for_batches_as_a_ladder_pads_them() -> None:
     assert predicted_memory(ladder, alone) == [1.0]
     assert predicted_memory(memory, alone) == [0.05]
     assert predicted_memory(TokenBudget(400), alone) is None
+
+
+def test_a_cap_has_no_subclass_whose_own_fits_a_packed_plan_would_not_ask() -> None:
+    with pytest.raises(ConfigError, match="Stricter cannot be a subclass of AdditiveCap"):
+
+        class Stricter(AdditiveCap):
+            """A limit that packed plans would ignore."""
