@@ -5,10 +5,12 @@ pages. All is counted or predicted but the CPU time of planning.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -20,19 +22,18 @@ from benchmarks.machine import Machine, config_of
 from benchmarks.methods import planned
 from benchmarks.predicted import PACKED
 from benchmarks.shapes import WORK, cost_of, rivals, windows_of
-from dynagroup import MemoryBudget, ShapeLadder, TokenBudget
+from dynagroup import Budget, MemoryBudget, ShapeLadder, TokenBudget
 from dynagroup.memory import MemoryRegressor, Workload
 from dynagroup.plan import cut, packed, padded, rows
-from dynagroup.plan.batches import longest_first
 from dynagroup.testing import run_ranks
 
 ROOT = Path(__file__).parents[1]
 
 SAMPLES = 2048
-UPDATES: dict[str, dict[str, Any]] = {
-    **{str(size): {"samples_per_update": size} for size in (64, 256, 1024)},
-    "window": {"shuffle": True},
-}
+LARGE = 200_000
+"""Samples of a window that is cut greedily."""
+UPDATES = {"64": 64, "256": 256, "1024": 1024, "window": None}
+"""Name -> samples of an update; None: no updates, a shuffled epoch."""
 
 
 def without_rows(window: Any, num_ranks: int, price: float) -> Any:
@@ -40,65 +41,93 @@ def without_rows(window: Any, num_ranks: int, price: float) -> Any:
     return rows._full_steps(window, window.least_time(price), num_ranks)
 
 
-def without_order(units: Any) -> Any:
-    """Sorted by the first stream, then the others."""
-    return longest_first({"tokens": units[0], **{str(n): u for n, u in enumerate(units[1:])}})
+def without_order(units: Sequence[np.ndarray], size: int = 0) -> np.ndarray:
+    """Each window sorted by the first stream, then the others."""
+    num_samples = len(units[0])
+    if size == 0:
+        size = num_samples
+    window = np.arange(num_samples) // size
+    falling = [-of_stream for of_stream in reversed(units)]
+    return np.lexsort([*falling, window])
 
 
-MECHANISMS: dict[str, tuple[str, Any, str, Any]] = {
-    "rows by dynamic programming (ranks)": ("padded", cut, "cut_into_steps", without_rows),
-    "the exact cut (padded)": (
-        "padded",
-        padded,
-        "shortest_path",
-        padded.one_by_one,
+def without_paces(_works: Any, num_steps: int, _num_ranks: int) -> list[float]:
+    return [1.0] * num_steps
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """A function of the planner, what stands in for it, and the layout that it is for."""
+
+    layout: str
+    module: ModuleType
+    function: str
+    instead: Callable[..., Any]
+
+
+MECHANISMS = {
+    "rows by dynamic programming (ranks)": Mechanism("padded", cut, "cut_into_steps", without_rows),
+    "the exact cut (padded)": Mechanism("padded", padded, "shortest_path", padded.one_by_one),
+    "greedy runs in large windows (padded)": Mechanism(
+        "large", padded, "one_by_one", padded.shortest_path
     ),
-    "greedy runs in large windows (padded)": ("large", padded, "one_by_one", padded.shortest_path),
-    "an order alike in all streams (multistream)": ("pairs", padded, "alike_order", without_order),
-    "rows by dynamic programming, two streams (ranks)": (
-        "pairs",
-        cut,
-        "cut_into_steps",
-        without_rows,
+    "an order alike in all streams (multistream)": Mechanism(
+        "pairs", padded, "alike_order", without_order
     ),
-    "rows filled up to their longest sample (packed)": (
-        "packed",
-        packed,
-        "_paces",
-        lambda _, rows, __: [1.0] * rows,
+    "rows by dynamic programming, two streams (ranks)": Mechanism(
+        "pairs", cut, "cut_into_steps", without_rows
+    ),
+    "rows filled up to their longest sample (packed)": Mechanism(
+        "packed", packed, "_paces", without_paces
     ),
 }
-"""Name -> the layout it is for, its module, what it is called there, and what stands in for it."""
 
 
 def cases(layout: str) -> dict[str, Callable[[], Any]]:
     """Name -> a plan to make."""
     if layout == "large":
-        lengths = {"tokens": lognormal(200_000)}
-        return {
-            "200,000 lognormal": partial(planned, lengths, TokenBudget(32_768), 8, shuffle=True)
-        }
-    found: dict[str, Callable[[], Any]] = {}
-    for name in FILES:
-        lengths = (
-            pairs_of(name, SAMPLES) if layout == "pairs" else {"tokens": lengths_of(name, SAMPLES)}
-        )
-        if lengths is None or (layout == "packed" and name not in PACKED):
-            continue
-        most = sum(int(values.max()) for values in lengths.values())
-        cap = max(4 * int(np.quantile(sum(lengths.values()), 0.99)), most)
-        budget = (
-            TokenBudget(PACKED[name], layout="packed") if layout == "packed" else TokenBudget(cap)
-        )
-        for (update, how), num_ranks in product(UPDATES.items(), (1, 8)):
-            found[f"{name}/{update}/{num_ranks}"] = partial(
-                planned, lengths, budget, num_ranks, **how
+        lengths = {"tokens": lognormal(LARGE)}
+        plan_of = partial(planned, lengths, TokenBudget(32_768), ranks=8, shuffle=True)
+        return {"200,000 lognormal": plan_of}
+    plans: dict[str, Callable[[], Any]] = {}
+    for name, lengths, budget in samples_of(layout):
+        for (update, size), num_ranks in product(UPDATES.items(), (1, 8)):
+            plans[f"{name}/{update}/{num_ranks}"] = partial(
+                planned,
+                lengths,
+                budget,
+                ranks=num_ranks,
+                samples_per_update=size,
+                shuffle=size is None,
             )
-    return found
+    return plans
 
 
-def made(plans: dict[str, Callable[[], Any]]) -> tuple[dict[str, float], float]:
-    """Predicted time of each, and the CPU seconds that all took."""
+def samples_of(layout: str) -> Iterator[tuple[str, dict[str, np.ndarray], Budget]]:
+    """The length files of a layout, their lengths, and a budget for each."""
+    for name in FILES:
+        if layout == "packed":
+            if name in PACKED:
+                budget = TokenBudget(PACKED[name], layout="packed")
+                yield name, {"tokens": lengths_of(name, SAMPLES)}, budget
+            continue
+        lengths: dict[str, np.ndarray] | None = {"tokens": lengths_of(name, SAMPLES)}
+        if layout == "pairs":
+            lengths = pairs_of(name, SAMPLES)
+        if lengths is not None:
+            yield name, lengths, budget_of(lengths)
+
+
+def budget_of(lengths: dict[str, np.ndarray]) -> TokenBudget:
+    """Four times a long sample (the 99th percentile), or the longest one if that is more."""
+    longest = sum(int(of_stream.max()) for of_stream in lengths.values())
+    totals = np.sum(list(lengths.values()), axis=0)
+    long = int(np.quantile(totals, 0.99))
+    return TokenBudget(max(4 * long, longest))
+
+
+def predicted_times(plans: dict[str, Callable[[], Any]]) -> tuple[dict[str, float], float]:
+    """Of each plan; and the CPU seconds that making them took."""
     start = time.process_time()
     times = {case: plan_of().predicted_time for case, plan_of in plans.items()}
     return times, time.process_time() - start
@@ -106,35 +135,43 @@ def made(plans: dict[str, Callable[[], Any]]) -> tuple[dict[str, float], float]:
 
 def ablation(_machine: Machine) -> dict[str, Any]:
     """Planning without each of its mechanisms; and what the other rooms count, or predict."""
-    rooms = {
-        what: {"lines": _count(files), **measure()} for what, (files, measure) in MEASURED.items()
-    }
+    rooms = {}
+    for what, (files, measure) in MEASURED.items():
+        rooms[what] = {"lines": _count(files), **measure()}
     return {"planning": planning(), "rooms": rooms}
 
 
 def _count(files: str) -> int:
-    paths = [path for name in files.split() for path in ROOT.glob(f"dynagroup/{name}.py")]
-    assert paths, f"{files} are gone"
-    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
+    """Lines of these files of the package."""
+    num_lines = 0
+    for name in files.split():
+        paths = list(ROOT.glob(f"dynagroup/{name}.py"))
+        assert paths, f"{name} is gone"
+        for path in paths:
+            num_lines += len(path.read_text(encoding="utf-8").splitlines())
+    return num_lines
 
 
 def planning() -> dict[str, Any]:
     """By how much predicted time grows without each, on average, at most and where; and CPU time of planning over today's."""
-    found = {}
-    for name, (layout, module, called, instead) in MECHANISMS.items():
-        plans = cases(layout)
-        now, seconds = made(plans)
-        with mock.patch.object(module, called, instead):
-            then, seconds_then = made(plans)
-        more = {case: then[case] / now[case] - 1 for case in plans}
-        worst = max(more, key=lambda case: more[case])
-        about = {
-            "mean": round(float(np.mean(list(more.values()))), 5),
-            "most": round(more[worst], 5),
-            "worst": worst,
-        }
-        found[name] = {**about, "plans": len(plans), "speed": round(seconds_then / seconds, 2)}
-    return found
+    return {name: _without(mechanism) for name, mechanism in MECHANISMS.items()}
+
+
+def _without(mechanism: Mechanism) -> dict[str, Any]:
+    plans = cases(mechanism.layout)
+    times_with, seconds_with = predicted_times(plans)
+    with mock.patch.object(mechanism.module, mechanism.function, mechanism.instead):
+        times_without, seconds_without = predicted_times(plans)
+    growth = {case: times_without[case] / times_with[case] - 1 for case in plans}
+    worst = max(growth, key=growth.__getitem__)
+    mean = float(np.mean(list(growth.values())))
+    return {
+        "mean": round(mean, 5),
+        "most": round(growth[worst], 5),
+        "worst": worst,
+        "plans": len(plans),
+        "speed": round(seconds_without / seconds_with, 2),
+    }
 
 
 # Other rooms: what is counted with a mechanism and without it
@@ -146,24 +183,30 @@ def _compared(unit: str, now: float, without: float, instead: str) -> dict[str, 
 
 def few_shapes() -> dict[str, Any]:
     """Mean over the length files: updates of 64 samples, 16 shapes, a budget of four of the longest."""
-    shares = []
-    for tokens in (lengths_of(name, SAMPLES) for name in FILES):
+    with_ladder = []
+    with_uniform = []
+    for name in FILES:
+        tokens = lengths_of(name, SAMPLES)
         longest = int(tokens.max())
-        budget, how = TokenBudget(4 * longest), {"samples_per_update": 64, "work": WORK}
-        free = planned(tokens, budget, **how)
+        budget = TokenBudget(4 * longest)
+        free = planned(tokens, budget, samples_per_update=64, work=WORK)
         windows = windows_of(free, tokens, "updates of 64")
-        ways = (
-            ShapeLadder(tokens, budget, 16, window=64, work=WORK).shapes,
-            rivals(longest, 16, 4 * longest)["uniform"],
-        )
-        shares.append(
-            [
-                sum(cost_of(w, np.asarray(way))[0] for w in windows) / free.predicted_time
-                for way in ways
-            ]
-        )
-    unit = "predicted time with 16 shapes, of that with free shapes"
-    return _compared(unit, *np.mean(shares, axis=0), "16 uniform lengths")
+        ladder = ShapeLadder(tokens, budget, 16, window=64, work=WORK).shapes
+        uniform = rivals(longest, 16, 4 * longest)["uniform"]
+        with_ladder.append(_time_in(ladder, windows) / free.predicted_time)
+        with_uniform.append(_time_in(uniform, windows) / free.predicted_time)
+    return _compared(
+        "predicted time with 16 shapes, of that with free shapes",
+        now=float(np.mean(with_ladder)),
+        without=float(np.mean(with_uniform)),
+        instead="16 uniform lengths",
+    )
+
+
+def _time_in(shapes: Any, windows: list[np.ndarray]) -> float:
+    """Predicted time of all windows in these shapes."""
+    shapes = np.asarray(shapes)
+    return sum(cost_of(window, shapes)[0] for window in windows)
 
 
 def preflight() -> dict[str, Any]:
@@ -172,9 +215,13 @@ def preflight() -> dict[str, Any]:
     for name in FILES:
         tokens = lengths_of(name, 20_000)
         plan = planned(tokens, TokenBudget(4 * int(tokens.max())), shuffle=True)
-        steps.append(int(np.argmax([len(batch) * tokens[batch].max() for batch in plan.batches])))
+        padded_tokens = [len(batch) * tokens[batch].max() for batch in plan.batches]
+        steps.append(int(np.argmax(padded_tokens)))
     return _compared(
-        "steps before the batch of most tokens runs", 0, np.mean(steps), "it runs when it is drawn"
+        "steps before the batch of most tokens runs",
+        now=0,
+        without=float(np.mean(steps)),
+        instead="it runs when it is drawn",
     )
 
 
@@ -188,32 +235,49 @@ def learned_plans() -> dict[str, Any]:
 
     def run(world: Any) -> list[list[float]]:
         loader = light_loader(lengths, world=world, work=WORK)
-        return [[cost(step) for step in loader] for _ in range(2)]
+        first_epoch = [cost(step) for step in loader]
+        second_epoch = [cost(step) for step in loader]
+        return [first_epoch, second_epoch]
 
-    windows, learned = (
-        float(np.max(costs, axis=0).sum()) for costs in zip(*run_ranks(4, run), strict=True)
-    )
+    times = []
+    for costs_of_ranks in zip(*run_ranks(4, run), strict=True):
+        slowest = np.max(costs_of_ranks, axis=0)
+        times.append(float(slowest.sum()))
+    in_windows, learned = times
     return _compared(
         "predicted time of an epoch, 4 ranks",
-        1.0,
-        windows / learned,
-        "windows as in the first epoch",
+        now=1.0,
+        without=in_windows / learned,
+        instead="windows as in the first epoch",
     )
+
+
+LENGTHS = np.array([64, 128, 256, 512, 1024])
 
 
 def tracing() -> dict[str, Any]:
     """Samples that fit beside a hardest batch of 8 x 2,048, mean over 0.5B and 135M models, three modes, 64 to 1,024 tokens."""
-    lengths, shares = np.array([64, 128, 256, 512, 1024]), []
-    for size in ("0.5B", "135M"):
-        for mode in ("train", "forward", "generate"):
-            known = partial(Workload.from_model, config_of(size), mode, dtype="bfloat16")
-            models = [MemoryRegressor.pretrained(known(trace=trace)) for trace in (True, False)]
-            budgets = [MemoryBudget(8, longest=2048, model=model) for model in (*models, None)]
-            shares.append([np.asarray(budget.largest(lengths)) for budget in budgets])
-    traced, sizes, unknown = np.array(shares, float).transpose(1, 0, 2)
-    instead = f"its sizes, not its trace (knowing neither: {float((unknown / traced).mean()):.2f})"
-    unit = "samples allowed beside a hardest batch of decoders, of those a trace allows"
-    return _compared(unit, 1.0, float((sizes / traced).mean()), instead)
+    of_sizes = []
+    of_nothing = []
+    nothing = _samples_allowed(None)
+    for size, mode in product(("0.5B", "135M"), ("train", "forward", "generate")):
+        known = partial(Workload.from_model, config_of(size), mode, dtype="bfloat16")
+        traced = _samples_allowed(MemoryRegressor.pretrained(known(trace=True)))
+        sizes = _samples_allowed(MemoryRegressor.pretrained(known(trace=False)))
+        of_sizes.append(sizes / traced)
+        of_nothing.append(nothing / traced)
+    return _compared(
+        "samples allowed beside a hardest batch of decoders, of those a trace allows",
+        now=1.0,
+        without=float(np.mean(of_sizes)),
+        instead=f"its sizes, not its trace (knowing neither: {np.mean(of_nothing):.2f})",
+    )
+
+
+def _samples_allowed(model: Any) -> np.ndarray:
+    """The most samples of each length; None: nothing is known of the model."""
+    budget = MemoryBudget(8, longest=2048, model=model)
+    return np.asarray(budget.largest(LENGTHS), float)
 
 
 MEASURED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {

@@ -11,8 +11,8 @@ from itertools import chain, islice
 import numpy as np
 import pytest
 
+from benchmarks import ablation
 from benchmarks.__main__ import COMMANDS, collected, main
-from benchmarks.ablation import MECHANISMS
 from benchmarks.data import lognormal
 from benchmarks.faults import loaders, memory
 from benchmarks.faults.__main__ import FAULTS, draws, run_case
@@ -38,8 +38,8 @@ def test_every_part_is_there_and_writes_a_result_of_its_own_and_others_are_refus
             assert callable(getattr(import_module(f"benchmarks.{module}"), function))
             assert file not in files
             files.add(file)
-    for _, module, name, _ in MECHANISMS.values():
-        assert hasattr(module, name)
+    for mechanism in ablation.MECHANISMS.values():
+        assert hasattr(mechanism.module, mechanism.function)
     assert simulated(2, samples=64, window=16)["steps"] > 0
     for line in ("plan no_such_part", "no_such_command", "gpu --dry", "plan speed --device cuda"):
         with pytest.raises(SystemExit):
@@ -161,3 +161,15 @@ def test_no_case_with_processes_of_its_own_is_wrong(first, cases):
     run = json.loads(printed)
     assert [*run["by_fault"]] == [*FAULTS][first : first + cases]
     assert "rank killed, others resume" in run["by_fault"]
+
+
+@pytest.mark.parametrize("mechanism", ablation.MECHANISMS.values(), ids=ablation.MECHANISMS)
+def test_a_plan_without_a_mechanism_holds_every_sample_once(mechanism, monkeypatch):
+    monkeypatch.setattr(ablation, "SAMPLES", 200)
+    monkeypatch.setattr(ablation, "LARGE", 2000)
+    plans = list(ablation.cases(mechanism.layout).values())
+    monkeypatch.setattr(mechanism.module, mechanism.function, mechanism.instead)
+    num_samples = 2000 if mechanism.layout == "large" else 200
+    for plan_of in (plans[0], plans[-1]):
+        samples = chain.from_iterable(plan_of().batches)
+        assert set(samples) == set(range(num_samples))
