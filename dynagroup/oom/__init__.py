@@ -4,7 +4,7 @@ from dynagroup.budget.learning import LearningBudget, OomReport
 from dynagroup.device import is_out_of_memory
 from dynagroup.oom.generate import Generated, generate_with_oom_retry
 from dynagroup.oom.retry import run_with_oom_retry
-from dynagroup.oom.take import BatchSplitter, Splitter, VisionTokens
+from dynagroup.oom.take import BatchSplitter, Splitter
 from dynagroup.oom.train import BackwardResult, OomSafeBackward
 
 __all__ = [
@@ -15,7 +15,6 @@ __all__ = [
     "OomReport",
     "OomSafeBackward",
     "Splitter",
-    "VisionTokens",
     "generate_with_oom_retry",
     "is_out_of_memory",
     "run_with_oom_retry",

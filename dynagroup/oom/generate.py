@@ -10,7 +10,7 @@ import torch
 from dynagroup.budget.learning import LearningBudget
 from dynagroup.errors import ConfigError
 from dynagroup.oom.retry import Retry
-from dynagroup.oom.take import BatchSplitter, VisionTokens, longest_of
+from dynagroup.oom.take import BatchSplitter, longest_of
 from dynagroup.shapes import BatchShape
 
 _REFUSED = (
@@ -69,7 +69,7 @@ def generate_with_oom_retry(
     check_options(model, {**data, **options})
     retry = Retry(
         # Parts keep the batch's width, because some options of `generate` depend on padding, or count from the left.
-        splitter=BatchSplitter(trim=False, vision=VisionTokens.from_config(model.config)),
+        splitter=BatchSplitter(trim=False),
         learned=learned or _learned_by_model.setdefault(model, LearningBudget()),
         min_samples=min_samples,
         shape=partial(_final_shape, model, options),
@@ -139,7 +139,7 @@ def generation_option(name: str, model: Any, options: Mapping[str, Any]) -> Any:
     """Returns the value of an option of ``generate``: argument, ``generation_config``, or the model's; else None."""
     if options.get(name) is not None:
         return options[name]
-    for config in (options.get("generation_config"), getattr(model, "generation_config", None)):
+    for config in (options.get("generation_config"), model.generation_config):
         value = getattr(config, name, None)
         if value is not None:
             return value

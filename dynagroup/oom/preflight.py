@@ -1,8 +1,9 @@
 """Runs the largest batches before training, so that an out-of-memory error comes in the first seconds, on all ranks."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -83,10 +84,9 @@ def preflight(
     has_few_shapes = loader.budget.ladder is not None
     try:
         ddp = find_ddp(model)
-        can_run_alone = True
-    except ConfigError:  # with FSDP no rank can run alone
+    except ConfigError:  # with FSDP no rank can run alone, so none can run a smaller batch
         ddp = None
-        can_run_alone = False
+        learner = None
     lengths, read, collate = loader.examples()
 
     def run(trial: Trial) -> None:
@@ -99,22 +99,24 @@ def preflight(
     with _unchanged(model), random_numbers(0):
         while waiting:
             trial = waiting.pop(0)
-            needs_no_more = any(np.less_equal(trial.shape, shape).all() for shape in passed)
-            if needs_no_more and not has_few_shapes:
+            if not has_few_shapes and _is_within(trial.shape, passed):
                 continue
-            failure = _failure(lambda trial=trial: run(trial), loader.world, trial, loader.budget)
+            failure = _failure(partial(run, trial), loader.world, trial, loader.budget)
             _drop_gradients(model)
             if failure is None:
                 passed.append(trial.shape)
                 continue
-            if learner is not None:
-                learner.record_oom(trial.seen, num_retries=0)
-                learner.apply(loader.world)
-            is_final = learner is None or has_few_shapes or not can_run_alone
-            if is_final or trial.num_copies == 1:
+            if learner is None or has_few_shapes or trial.num_copies == 1:
                 raise BudgetError(failure)
+            learner.record_oom(trial.seen, num_retries=0)
+            learner.apply(loader.world)
             waiting = _trials(lengths, loader)
     return passed
+
+
+def _is_within(shape: Shape, passed: Sequence[Shape]) -> bool:
+    """Returns whether a larger batch has passed."""
+    return any(np.less_equal(shape, larger).all() for larger in passed)
 
 
 def _trials(lengths: Streams, loader: StepLoader[Any]) -> list[Trial]:
@@ -139,9 +141,8 @@ def _trials(lengths: Streams, loader: StepLoader[Any]) -> list[Trial]:
         holds = np.all(units.T <= shape[1:], axis=1)
         if not holds.any():
             continue
-        place = int(
-            np.where(holds, tokens, -1).argmax()
-        )  # of the longest sample that the shape holds
+        # of the longest sample that the shape holds
+        place = int(np.where(holds, tokens, -1).argmax())
         num_copies = shape[0]
         width = shape[1:]
         if ladder is not None and ladder.layout == "packed":

@@ -21,7 +21,6 @@ from dynagroup.validation import check_int
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
-_BACKENDS = ("cuda", "xpu", "mps", "npu")
 
 
 def attempt(
@@ -58,12 +57,10 @@ def clear_frames(error: BaseException | None, seen: set[int]) -> None:
 
 
 def free_memory() -> None:
-    """Collects garbage, then releases the unused blocks of the caching allocators of all device types."""
+    """Collects garbage, then releases the unused blocks of the accelerator's caching allocator."""
     gc.collect()
-    for name in _BACKENDS:
-        backend = getattr(torch, name, None)
-        if backend is not None and backend.is_available():
-            backend.empty_cache()  # does nothing if the backend is not in use
+    if torch.accelerator.is_available():
+        torch.get_device_module().empty_cache()
 
 
 def halves(start: int, stop: int) -> list[tuple[int, int]]:
@@ -128,26 +125,30 @@ class Retry:
     def run(self, fn: Callable[[Any], T], batch: Any, indices: Sequence[int] = ()) -> list[T]:
         """Returns the results of ``fn`` on the batch's parts, like :func:`run_with_oom_retry`."""
         num_samples = self.splitter.num_samples(batch)
+        if len(indices) == 0:
+            indices = range(num_samples)
+        learned = self.learned
         waiting = [(0, num_samples)]
         results: list[Any] = []
         while waiting:
             start, stop = waiting.pop(0)
-            is_whole = stop - start == num_samples
-            part = batch if is_whole else self.splitter.take(batch, start, stop)
+            part = batch
+            if stop - start < num_samples:
+                part = self.splitter.take(batch, start, stop)
             shape = partial(self.shape, part, stop - start)
             is_smallest = stop - start < 2 * self.min_samples
-            learned = self.learned
-            if is_smallest or not learned.has_learned or learned.allows(shape())[0]:
-                value, error = attempt(
-                    partial(fn, part), learned, description=partial(self.describe, part)
-                )
-                if error is None:
-                    results.append(value)
-                    continue
-                learned.record_failed_cost(float(learned.cost(shape())[0]))
-                if is_smallest:
-                    named = indices if len(indices) > 0 else range(num_samples)
-                    raise self._does_not_fit(part, named[start:stop], error)
+            if not is_smallest and learned.has_learned and not learned.allows(shape())[0]:
+                waiting[:0] = halves(start, stop)
+                continue
+            value, error = attempt(
+                partial(fn, part), learned, description=partial(self.describe, part)
+            )
+            if error is None:
+                results.append(value)
+                continue
+            learned.record_failed_cost(float(learned.cost(shape())[0]))
+            if is_smallest:
+                raise self._does_not_fit(part, indices[start:stop], error)
             waiting[:0] = halves(start, stop)
         return results
 

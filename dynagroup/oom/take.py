@@ -71,26 +71,6 @@ class Splitter(Protocol[B]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class VisionTokens:
-    """How ``input_ids`` represent images: with one placeholder token per ``merge_size ** 2`` patches."""
-
-    image_token_id: int | None = None
-    video_token_id: int | None = None
-    merge_size: int = 2
-
-    @classmethod
-    def from_config(cls, config: Any) -> "VisionTokens | None":
-        """Reads the token ids from a model's config; None: the model has no such tokens."""
-        image = getattr(config, "image_token_id", None)
-        video = getattr(config, "video_token_id", None)
-        vision = getattr(config, "vision_config", None)
-        merge_size = getattr(vision, "spatial_merge_size", None)
-        if merge_size is None or (image is None and video is None):
-            return None
-        return cls(image_token_id=image, video_token_id=video, merge_size=merge_size)
-
-
-@dataclass(frozen=True, kw_only=True)
 class BatchSplitter:
     """Splits dicts, ``BatchEncoding``, tuples and lists of fields, tensors, arrays and lists of samples.
 
@@ -101,9 +81,7 @@ class BatchSplitter:
     Args:
         trim: True removes padding columns on the right of a part, by its ``attention_mask``. (Padding on the left
             stays, because removing it would change positions.)
-        pad_to_multiple_of: int, tokens: trimmed widths are rounded up to a multiple, at most to the batch's width.
         rules: dict from key to ``rule(value, batch, start, stop)``, for values that need your own way of splitting.
-        vision: token ids of images and videos, if ``pixel_values`` are joined and there are no ``mm_token_type_ids``.
 
     >>> import torch
     >>> ids, mask = torch.tensor([[1, 2, 3], [4, 0, 0]]), torch.tensor([[1, 1, 1], [1, 0, 0]])
@@ -113,9 +91,7 @@ class BatchSplitter:
     """
 
     trim: bool = True
-    pad_to_multiple_of: int = 1
     rules: Mapping[str, Callable[[Any, Any, int, int], Any]] = field(default_factory=dict)
-    vision: VisionTokens | None = None
 
     def num_samples(self, batch: Any, /) -> int:
         """Returns the number of samples in the batch, from its first dimension."""
@@ -147,48 +123,42 @@ class BatchSplitter:
     def take(self, batch: Any, start: int, stop: int, /) -> Any:
         """Returns samples ``start`` to ``stop - 1`` as a new batch, trimmed; tensors are views of the batch's."""
         num_samples = self.num_samples(batch)
+        samples = slice(start, stop)
         fields = _fields_of(batch)
         if fields is None or _holds_samples(batch):
-            return batch[start:stop]
+            return batch[samples]
         borders = packed_borders(fields)
         parts: Fields = {}
         for key, value in fields.items():
             if key in self.rules:
                 parts[key] = self.rules[key](value, batch, start, stop)
-            elif key in _SHARED_KEYS:
-                parts[key] = value
             elif borders is not None:
-                parts[key] = _take_packed(key, value, borders, start, stop)
-            elif value is not None and _is_vision(fields, key):
-                parts[key] = _take_vision(fields, key, start, stop, self.vision)
+                parts[key] = _take_packed(key, value, borders, samples)
+            elif _is_vision(fields, key):
+                parts[key] = _take_vision(fields, key, samples)
             else:
-                parts[key] = _take_padded(key, value, num_samples, start, stop)
+                parts[key] = _take_padded(key, value, num_samples, samples)
         if borders is None and self.trim:
-            self._trim(parts, fields, num_samples, start, stop)
-        return _rebuild(batch, parts, start, stop)
+            self._trim(parts, fields, num_samples, samples)
+        return _rebuild(batch, parts, samples)
 
-    def _trim(self, parts: Fields, fields: Fields, num_samples: int, start: int, stop: int) -> None:
+    def _trim(self, parts: Fields, fields: Fields, num_samples: int, samples: slice) -> None:
         """Removes columns on the right of all fields with one entry per token."""
         mask = fields.get("attention_mask")
         if not _is_array(mask) or mask.ndim != 2:
             return
         width = int(mask.shape[1])
-        kept = self._width_to_keep(fields, num_samples, start, stop)
+        num_kept = self._width_to_keep(fields, num_samples, samples)
         for key, value in fields.items():
-            if key not in _TOKEN_KEYS or not _is_array(value):
+            if key not in _TOKEN_KEYS or not _is_array(value) or _is_of_decoder(fields, key):
                 continue
-            if key == "labels" and "decoder_input_ids" in fields:  # a decoder's, of another width
-                continue
+            part = parts[key]
             if key == "position_ids" and value.shape[-1] == width:
-                part = parts[key][..., :kept]
+                parts[key] = _in_one_piece(part[..., :num_kept])
             elif tuple(value.shape[:2]) == (num_samples, width):
-                part = parts[key][:, :kept]
-            else:
-                continue
-            # Models need contiguous tensors for `view`.
-            parts[key] = part if isinstance(part, np.ndarray) else part.contiguous()
+                parts[key] = _in_one_piece(part[:, :num_kept])
 
-    def _width_to_keep(self, fields: Fields, num_samples: int, start: int, stop: int) -> int:
+    def _width_to_keep(self, fields: Fields, num_samples: int, samples: slice) -> int:
         """Returns how many columns a part keeps: all, if a label or entries of an unknown field would go."""
         mask = fields["attention_mask"]
         width = int(mask.shape[1])
@@ -198,25 +168,39 @@ class BatchSplitter:
         for key, value in fields.items():
             if key not in known and _has_width(value, num_samples, width):
                 return width
-        columns = np.flatnonzero((mask[start:stop] != 0).any(0).tolist())
-        num_used = int(columns[-1]) + 1 if len(columns) else width
-        multiple = self.pad_to_multiple_of
-        kept = min(width, -(-num_used // multiple) * multiple)
+        columns = np.flatnonzero((mask[samples] != 0).any(0).tolist())
+        num_kept = int(columns[-1]) + 1 if len(columns) else width
         labels = fields.get("labels")
-        if _is_array(labels) and labels.shape[1:] == (width,) and "decoder_input_ids" not in fields:
-            if (labels[start:stop, kept:] != _IGNORED_LABEL).any():
+        if (
+            _is_array(labels)
+            and labels.shape[1:] == (width,)
+            and not _is_of_decoder(fields, "labels")
+        ):
+            if (labels[samples, num_kept:] != _IGNORED_LABEL).any():
                 return width
-        return kept
+        return num_kept
 
 
-def _take_padded(key: Any, value: Any, num_samples: int, start: int, stop: int) -> Any:
+def _is_of_decoder(fields: Fields, key: Any) -> bool:
+    """Returns whether a field has a decoder's width, and not that of the attention mask."""
+    return key == "labels" and "decoder_input_ids" in fields
+
+
+def _in_one_piece(part: Any) -> Any:
+    """Returns a contiguous tensor, as models that call ``view`` need it."""
+    return part if isinstance(part, np.ndarray) else part.contiguous()
+
+
+def _take_padded(key: Any, value: Any, num_samples: int, samples: slice) -> Any:
     """Returns some samples' entries of a field. ``position_ids`` may have one row, or planes (time, height, width)."""
+    if key in _SHARED_KEYS:
+        return value
     if key == "position_ids" and _is_array(value):
         if value.ndim == 3 and value.shape[1] == num_samples:
-            return value[:, start:stop]
+            return value[:, samples]
         if value.ndim == 1 or value.shape[0] == 1:
             return value
-    return _cut(value, str(key), num_samples, start, stop)
+    return _cut(value, str(key), num_samples, samples)
 
 
 def _has_width(value: Any, num_samples: int, width: int) -> bool:
@@ -257,13 +241,13 @@ def _holds_samples(batch: Any) -> bool:
     return len({len(value) for value in batch}) != 1
 
 
-def _cut(value: Any, name: str, num_samples: int, start: int, stop: int) -> Any:
+def _cut(value: Any, name: str, num_samples: int, samples: slice) -> Any:
     """Returns some samples' entries of a field, or of each field in it; numbers and texts as they are."""
     if isinstance(value, _WHOLE) or (_is_array(value) and not value.ndim):
         return value
     if _is_sized(value) and len(value) == num_samples:
-        part = value[start:stop]
-        return part if _is_array(value) else _rebuild(value, dict(enumerate(part)), start, stop)
+        part = value[samples]
+        return part if _is_array(value) else _rebuild(value, dict(enumerate(part)), samples)
     fields = _fields_of(value)
     if fields is None:
         raise ConfigError(
@@ -272,18 +256,18 @@ def _cut(value: Any, name: str, num_samples: int, start: int, stop: int) -> Any:
         )
     parts = {}
     for key, part in fields.items():
-        parts[key] = _cut(part, f"{name}.{key}", num_samples, start, stop)
-    return _rebuild(value, parts, start, stop)
+        parts[key] = _cut(part, f"{name}.{key}", num_samples, samples)
+    return _rebuild(value, parts, samples)
 
 
-def _rebuild(like: Any, parts: Fields, start: int, stop: int) -> Any:
+def _rebuild(like: Any, parts: Fields, samples: slice) -> Any:
     """Returns a container of the same type with other fields."""
     if isinstance(like, (tuple, list)):
         is_named = hasattr(like, "_fields")
         return type(like)(*parts.values()) if is_named else type(like)(parts.values())
     encodings = getattr(like, "encodings", None)
     if encodings is not None:  # of a fast tokenizer, with offsets and words per sample
-        return type(like)(parts, encoding=encodings[start:stop], n_sequences=like.n_sequences)
+        return type(like)(parts, encoding=encodings[samples], n_sequences=like.n_sequences)
     new = copy.copy(like)
     new.update(parts)
     return new
@@ -354,90 +338,88 @@ def _packed_row(batch: Mapping[Any, Any]) -> Any:
     return None
 
 
-def _take_packed(key: str, value: Any, borders: list[int], start: int, stop: int) -> Any:
-    """Returns the part of a packed batch's field that belongs to samples ``start`` to ``stop - 1``."""
-    num_tokens = borders[-1]
+def _take_packed(key: str, value: Any, borders: list[int], samples: slice) -> Any:
+    """Returns the part of a packed batch's field that belongs to some samples."""
     num_samples = len(borders) - 1
-    first = borders[start]
-    last = borders[stop]
+    if key in _SHARED_KEYS:
+        return value
     if key in _BORDERS:
-        return value[start : stop + 1] - value[start]
+        return value[samples.start : samples.stop + 1] - value[samples.start]
     if key in _LONGEST:
-        longest = int(np.diff(borders[start : stop + 1]).max())
+        sizes = np.diff(borders)[samples]
+        longest = int(sizes.max())
         return longest if isinstance(value, int) else value * 0 + longest
-    if not _is_array(value) or value.ndim == 0:
-        is_per_sample = isinstance(value, (list, tuple)) and len(value) == num_samples
-        return value[start:stop] if is_per_sample else value
-    if value.ndim >= 2 and tuple(value.shape[-2:]) == (num_tokens, num_tokens):
-        return value[..., first:last, first:last]
-    if value.ndim >= 2 and tuple(value.shape[:2]) == (1, num_tokens):
-        part = value[:, first:last]
-        return part - part[:, :1] if key == "seq_idx" else part
-    if key == "position_ids" and value.shape[-1] == num_tokens:  # planes: time, height, width
-        return value[..., first:last]
-    if len(value) == num_samples:
-        return value[start:stop]
+    is_array = _is_array(value) and value.ndim > 0
+    if is_array:
+        part = _take_tokens(key, value, borders, samples)
+        if part is not None:
+            return part
+    if _is_sized(value) and len(value) == num_samples:
+        return value[samples]
+    if not is_array:
+        return value
     raise ConfigError(
-        f"field `{key}` {tuple(value.shape)} has no entry for each of {num_tokens} tokens or of {num_samples} samples "
+        f"field `{key}` {tuple(value.shape)} has no entry for each of {borders[-1]} tokens or of {num_samples} samples "
         "in a packed batch; say how to split it with BatchSplitter(rules=...)"
     )
 
 
+def _take_tokens(key: str, value: Any, borders: list[int], samples: slice) -> Any:
+    """Returns the entries of some samples' tokens in a packed field; None: it has not one entry per token."""
+    num_tokens = borders[-1]
+    tokens = slice(borders[samples.start], borders[samples.stop])
+    if value.ndim >= 2 and tuple(value.shape[-2:]) == (num_tokens, num_tokens):
+        return value[..., tokens, tokens]
+    if value.ndim >= 2 and tuple(value.shape[:2]) == (1, num_tokens):
+        part = value[:, tokens]
+        return part - part[:, :1] if key == "seq_idx" else part
+    if key == "position_ids" and value.shape[-1] == num_tokens:  # planes: time, height, width
+        return value[..., tokens]
+    return None
+
+
 def _is_vision(fields: Fields, key: Any) -> bool:
     """Returns whether a field joins the images of all samples, and the batch says how many patches each has."""
-    if key not in _VISION_KEYS:
+    if fields[key] is None or key not in _VISION_KEYS:
         return False
-    kind = _VISION_KEYS[key][0]
+    kind, _ = _VISION_KEYS[key]
     return fields.get(f"{kind}_grid_thw") is not None
 
 
-def _take_vision(
-    fields: Fields, key: str, start: int, stop: int, tokens: VisionTokens | None
-) -> Any:
+def _take_vision(fields: Fields, key: str, samples: slice) -> Any:
     """Returns the rows of images that belong to some samples (None: no images), judged by placeholder tokens."""
     kind, has_row_per_patch = _VISION_KEYS[key]
     patches = np.asarray(fields[f"{kind}_grid_thw"].prod(-1).tolist())  # of each image
-    first_images = _first_images(fields, kind, patches, tokens)
-    first = first_images[start]
-    last = first_images[stop]
+    first_images = _first_images(fields, kind, patches)
+    first = first_images[samples.start]
+    last = first_images[samples.stop]
     if first == last:
         return None
     rows = _sums(patches) if has_row_per_patch else np.arange(len(patches) + 1)
     return fields[key][int(rows[first]) : int(rows[last])]
 
 
-def _first_images(
-    fields: Fields, kind: str, patches: np.ndarray, tokens: VisionTokens | None
-) -> np.ndarray:
+def _first_images(fields: Fields, kind: str, patches: np.ndarray) -> np.ndarray:
     """Returns the number of each sample's first image, and the number of images: int (samples + 1,).
 
     A sample's images are those whose placeholder tokens add up to the tokens in its row."""
-    token_id = None
-    merge_size = 2
-    if tokens is not None:
-        token_id = tokens.image_token_id if kind == "image" else tokens.video_token_id
-        merge_size = tokens.merge_size
     types = fields.get("mm_token_type_ids")
-    if token_id is not None:
-        is_placeholder = fields["input_ids"] == token_id
-    elif types is not None:
-        is_placeholder = types == _TYPE_IDS[kind]
-    else:
+    if types is None:
         raise ConfigError(
-            f"cannot tell which {kind}s belong to which sample; give "
-            "BatchSplitter(vision=VisionTokens.from_config(model.config))"
+            f"cannot tell which {kind}s belong to which sample without `mm_token_type_ids`; call the processor "
+            "with return_mm_token_type_ids=True"
         )
-    after_images = _sums(patches // merge_size**2)
-    after_samples = _sums(is_placeholder.sum(-1).tolist())
+    num_tokens = np.asarray((types == _TYPE_IDS[kind]).sum(-1).tolist())  # of each sample
+    patches_per_token = max(patches.sum(), 1) / max(num_tokens.sum(), 1)
+    after_images = _sums(patches) / patches_per_token
+    after_samples = _sums(num_tokens)
     images = np.searchsorted(after_images, after_samples)
     reached = after_images[np.minimum(images, len(patches))]
-    wrong = np.flatnonzero(reached != after_samples)
-    if len(wrong) or images[-1] != len(patches):
-        sample = wrong[0] - 1 if len(wrong) else len(after_samples) - 2
-        num_tokens = after_samples[sample + 1] - after_samples[sample]
+    is_square = float(patches_per_token**0.5).is_integer()  # a token stands for n x n patches
+    if not is_square or images[-1] != len(patches) or (reached != after_samples).any():
         raise ConfigError(
-            f"sample {sample} has {num_tokens} {kind} tokens, but another number of patches in `{kind}_grid_thw`; "
-            "check the VisionTokens that you gave"
+            f"samples have {num_tokens.tolist()} {kind} tokens, which do not add up to {kind}s of {patches.tolist()} "
+            "patches; check that the processor made both"
         )
     return images
 

@@ -398,7 +398,7 @@ class OomSafeBackward:
 def _random_states(device: torch.device) -> list[Any]:
     states = [random.getstate(), np.random.get_state(), torch.get_rng_state()]
     if device.type != "cpu":
-        states.append(getattr(torch, device.type).get_rng_state())
+        states.append(torch.get_device_module(device).get_rng_state())
     return states
 
 
@@ -407,7 +407,7 @@ def _restore_random_states(device: torch.device, states: list[Any]) -> None:
     np.random.set_state(states[1])
     torch.set_rng_state(states[2])
     if device.type != "cpu":
-        getattr(torch, device.type).set_rng_state(states[3])
+        torch.get_device_module(device).set_rng_state(states[3])
 
 
 def class_names(module: torch.nn.Module) -> set[str]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import BatchEncoding, DataCollatorWithFlattening, DynamicCache
 
 from dynagroup.errors import ConfigError
-from dynagroup.oom import BatchSplitter, LearningBudget, OomSafeBackward, VisionTokens
+from dynagroup.oom import BatchSplitter, LearningBudget, OomSafeBackward
 from dynagroup.oom.take import packed_borders, shape_of
 from tests.integrations import toys
 from tests.models import Allocator, small_tokenizer
@@ -216,16 +216,6 @@ def assert_has_images(part: Batch, images: list[int] | None, patches: Any) -> No
 
 
 @pytest.mark.parametrize(("span", "images", "patches"), SPANS)
-def test_concatenated_images_go_with_their_samples_by_the_token_of_an_image(
-    span: tuple[int, int], images: Any, patches: Any
-) -> None:
-    vision = VisionTokens(image_token_id=9)
-    splitter = BatchSplitter(vision=vision)
-    part = splitter.take(IMAGES, *span)
-    assert_has_images(part, images, patches)
-
-
-@pytest.mark.parametrize(("span", "images", "patches"), SPANS)
 def test_concatenated_images_go_with_their_samples_by_the_types_of_tokens(
     span: tuple[int, int], images: Any, patches: Any
 ) -> None:
@@ -356,11 +346,17 @@ def test_a_rule_of_ones_own_decides_for_packed_samples() -> None:
 
 
 def test_images_must_add_up() -> None:
-    vision = VisionTokens(image_token_id=9, merge_size=1)
-    splitter = BatchSplitter(vision=vision)
-    message = "2 image tokens, but another number of patches in `image_grid_thw`"
+    types = (IDS[[0, 1, 1]] == 9).long()
+    batch = {**IMAGES, "mm_token_type_ids": types}
+    message = r"\[2, 0, 0\] image tokens, which do not add up to images of \[8, 4, 12\] patches"
     with pytest.raises(ConfigError, match=message):
-        splitter.take(IMAGES, 0, 1)
+        take(batch, 0, 1)
+
+
+def test_images_need_their_placeholder_tokens() -> None:
+    batch = {**IMAGES, "mm_token_type_ids": torch.zeros_like(IDS)}
+    with pytest.raises(ConfigError, match=r"\[0, 0, 0\] image tokens"):
+        take(batch, 0, 1)
 
 
 def gradient_of(batch: Batch, attention: str, allocator: Allocator) -> torch.Tensor:
