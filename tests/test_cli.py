@@ -436,10 +436,10 @@ OF_2GB = ["--dtype", "bfloat16", "--gpu-memory", "2GB"]
     ("line", "budget_of"),
     [
         ("fit model --fsdp 8 --layout packed", FSDP),
-        ("profile model --mode generate --max-new-tokens 8", GENERATE),
+        ("fit model --mode generate --max-new-tokens 8", GENERATE),
     ],
 )
-def test_fit_and_profile_say_what_the_budget_says(line, budget_of, folder):
+def test_fit_says_what_the_budget_says(line, budget_of, folder):
     picture = folder / "new" / "fits.png"
     budget = budget_of("model", "2GB", dtype="bfloat16")
     out = answer(*line.split(), *OF_2GB, "--picture", str(picture))
@@ -497,7 +497,7 @@ def test_fit_prints_the_setting_of_a_framework_from_the_same_trace(
 def test_python_m_dynagroup_runs():
     command = [sys.executable, "-m", "dynagroup", "--help"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True)
-    for name in ("plan", "profile", "demo"):
+    for name in ("plan", "fit", "demo"):
         assert name in shown.stdout
 
 
@@ -529,8 +529,8 @@ def test_missing_or_unknown_arguments_are_one_line(line, folder):
             "fit model --gpu-memory 6MB --for trl --max-length 2k",
             "`--max-length` is 2048, but a packed batch may have only",
         ),
-        ("profile model --gpu-memory lots", "80GB or 24GiB, or a number of bytes, but is 'lots'"),
-        ("profile model --gpu-memory 24GB --measure", "needs a CUDA device"),
+        ("fit model --gpu-memory lots", "80GB or 24GiB, or a number of bytes, but is 'lots'"),
+        ("fit model --gpu-memory 24GB --measure", "needs a CUDA device"),
         ("doctor lengths.npy --batch-size 8 --gpu-memory 24GB", "`--gpu-memory` needs `--model`"),
         ("doctor lengths.npy --batch-size 8 --model nosuch", "no config found for 'nosuch'"),
         ("demo --texts nowhere.txt", "No such file"),

@@ -139,11 +139,10 @@ def test_the_page_says_that_nothing_is_to_change(folder, capsys) -> None:
     assert "recommended)" not in text
 
 
-@pytest.mark.parametrize("word", ["--batchsize", "--batchsize=8"])
-def test_a_misspelt_option_suggests_the_right_one(folder, capsys, word) -> None:
-    assert main(["doctor", str(folder / "lengths.npy"), word, "8"]) == 2
-    message = "dynagroup doctor: the command doctor has no option `--batchsize`; did you mean `--batch-size`?\n"
-    assert capsys.readouterr().err == message
+def test_the_proposed_budget_pads_as_the_command_says(folder, capsys) -> None:
+    data = str(folder / "lengths.npy")
+    text = answer(capsys, "doctor", data, "--batch-size", "8", "--pad-to-multiple-of", "16")
+    assert ", pad_to_multiple_of=16)" in text
 
 
 def test_the_beginning_of_an_option_is_enough(folder, capsys) -> None:

@@ -4,8 +4,8 @@ import argparse
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import NoReturn
 
 import dynagroup
 
@@ -20,17 +20,15 @@ QUIET = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status. A user's mistake is printed in one line, and gives status 2."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    try:
-        _check_options(words)
-    except ValueError as error:
-        _say(words[0], str(error))
-        return 2
-    args = _parser().parse_args(words)
+    args = _parser().parse_args(arguments)
+
+    def show_warning(message: Warning | str, *_: object) -> None:
+        _say(args.command, f"warning: {message}")
+
     for name in QUIET:
         logging.getLogger(name).setLevel(logging.ERROR)
     with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_: _say(args.command, f"warning: {message}")
+        warnings.showwarning = show_warning
         try:
             from dynagroup.cli.commands import run
 
@@ -49,23 +47,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             return 130
     return 0
-
-
-def _check_options(words: Sequence[str]) -> None:
-    """Raises ConfigError for a misspelt option: argparse would first name the ones that are missing."""
-    from dynagroup.validation import check_names
-
-    if not words or words[0] not in COMMANDS:
-        return
-    _, options = COMMANDS[words[0]]
-    known = ["--help", *(option.rstrip("!") for option in options.split())]
-    unknown = []
-    for word in words[1:]:
-        name = word.partition("=")[0]
-        is_known = any(option.startswith(name) for option in known)  # a beginning is enough
-        if name.startswith("--") and not is_known:
-            unknown.append(name)
-    check_names(f"the command {words[0]}", unknown, known)
 
 
 def _say(command: str, message: str) -> None:
@@ -91,104 +72,6 @@ def tokens(text: str) -> int:
         ) from None
 
 
-SAMPLES = "data --column --tokenizer --length-of --sample-by --max-length --json"
-DATA = f"{SAMPLES} --kinds --world-size --layout --pad-to-multiple-of"
-TODAY = f"{DATA} --batch-size! --max-tokens --accumulation --model --device"
-MEASURE = f"{SAMPLES} --output! --processes"
-PLAN = f"{DATA} --max-tokens! --shuffle --window --samples-per-update --device --picture"
-DOCTOR = f"{TODAY} --gpu-memory --dtype --gradient-checkpointing --lora --html"
-DEMO = "--texts --tokenizer --model --device --budget --max-length --samples --seconds"
-FOR = "verl|trl|llamafactory|nemo|megatron"
-FILES = "npy, npz, txt, csv, tsv, jsonl, json, parquet, fasta, a folder of datasets, or a pattern"
-FIT = (
-    "model --gpu-memory! --headroom --mode --max-new-tokens --dtype --autocast --attention --gradient-checkpointing --lora "
-    "--fsdp --layout --pad-to-multiple-of --for --max-length --picture --json"
-)
-COMMANDS = {  # command -> what it does, and its options; those with ! are required
-    "lengths": ("measure the lengths of samples in files, once, on all cores", MEASURE),
-    "plan": ("plan the batches of an epoch and show a table", PLAN),
-    "compare": (
-        "compare fixed batches, group_by_length and dynagroup on your lengths",
-        f"{TODAY} --picture",
-    ),
-    "doctor": ("show what your batches waste and what to change", DOCTOR),
-    "fit": ("show which batches of a model fit a device, and the code for that budget", FIT),
-    "profile": ("do the same as fit, or measure on the local device", f"{FIT} --measure"),
-    "check": (
-        "test how a model treats padding and packed samples, and what its loss is a mean of",
-        "model --json",
-    ),
-    "demo": ("train a small model with fixed batches and with dynagroup's", DEMO),
-}
-OPTIONS: dict[str, tuple[Any, ...]] = {  # name -> placeholder of its value, meaning, default
-    "data": ("DATA", f"lengths, token ids or texts: {FILES}"),
-    "--column": (
-        "C[,C]",
-        "column of lengths, ids or texts; several columns are several streams",
-    ),
-    "--kinds": ("C", "column of labels; all batches of a step then have samples of one kind"),
-    "--tokenizer": ("NAME", "transformers tokenizer, if DATA contains texts"),
-    "--length-of": ("words|characters|bytes", "what to count in texts, without a tokenizer"),
-    "--max-length": ("T", "truncate longer samples to this many tokens"),
-    "--sample-by": ("line|paragraph|document", "what is a sample of a .txt file", "line"),
-    "--max-tokens": (
-        "T",
-        "most tokens of a batch with padding, e.g. 16k; default: --batch-size times the longest",
-    ),
-    "--batch-size": ("N", "samples in a batch of one rank today"),
-    "--layout": ("padded|packed", "layout of dynagroup's batches", "padded"),
-    "--headroom": ("H", "share of the memory to use", 0.9),
-    "--pad-to-multiple-of": ("N", "pad lengths to a multiple of this many tokens", 1),
-    "--accumulation": ("N", "batches in one update today", 1),
-    "--world-size": ("R", "number of ranks", 1),
-    "--shuffle": ("", "form new batches in every epoch"),
-    "--window": ("N", "samples that are planned together"),
-    "--samples-per-update": ("N", "exact number of samples in each update"),
-    "model": ("MODEL", "a model's name, or a folder with a config.json; weights are not read"),
-    "--model": (
-        "NAME",
-        "a model's name or folder, to predict its time; in demo: the model to train",
-    ),
-    "--gpu-memory": (
-        "SIZE",
-        "device memory, e.g. 80GB or 24GiB; doctor needs it and --model to check memory",
-    ),
-    "--mode": ("train|forward|generate", "what the model is run for", "train"),
-    "--dtype": ("TYPE", "dtype of the parameters, e.g. bfloat16; default: the model's"),
-    "--autocast": ("TYPE", "lower precision of torch.autocast, e.g. bfloat16; default: not used"),
-    "--attention": ("eager|sdpa|flash", "attention of the model; default: the model's own"),
-    "--for": (
-        FOR,
-        "also print the setting of this framework (sets packed layout, and flash attention by default)",
-    ),
-    "--max-new-tokens": ("N", "tokens to generate per prompt, with --mode generate", 256),
-    "--gradient-checkpointing": ("", "use gradient checkpointing"),
-    "--lora": ("", "train LoRA adapters only"),
-    "--fsdp": ("R", "shard parameters, gradients and optimizer state over R ranks"),
-    "--measure": ("", "run random weights on the local CUDA device; default: simulate"),
-    "--picture": ("PNG", "also save a picture"),
-    "--html": ("FILE", "also save a web page: the code, the table and pictures"),
-    "--json": ("", "print the results as JSON"),
-    "--output": ("FILE", "lengths.npy, or .npz for several columns; a killed run continues"),
-    "--processes": (
-        "N",
-        "number of processes; default: one, in which a fast tokenizer uses all cores",
-    ),
-    "--texts": ("FILE", "file with one text per line; default: docstrings found on this machine"),
-    "--budget": ("T", "most tokens of a batch, with padding"),
-    "--device": ("NAME", "device of the training, cpu, cuda, ...; default: cuda if available"),
-    "--samples": ("N", "most texts to train on"),
-    "--seconds": ("S", "stop training after this many seconds"),
-}
-TYPES: dict[str, Callable[[str], int | float]] = {
-    "T": tokens,
-    "N": int,
-    "R": int,
-    "H": float,
-    "S": float,
-}
-
-
 class _Parser(argparse.ArgumentParser):
     """Prints what is wrong with the arguments in one line."""
 
@@ -200,29 +83,250 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="dynagroup", description="Batches that fit.")
     parser.add_argument("--version", action="version", version=f"dynagroup {dynagroup.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (purpose, options) in COMMANDS.items():
+    for name, (purpose, groups) in COMMANDS.items():
         command = commands.add_parser(name, help=purpose, description=f"{purpose.capitalize()}.")
-        command.set_defaults(picture=None, html=None, kinds=None, measure=None, fsdp=None)
-        for option in options.split():
-            _add(command, option.rstrip("!"), is_required=option.endswith("!"))
+        command.set_defaults(picture=None, html=None, mode="train")
+        for add_options in groups:
+            add_options(command)
     return parser
 
 
-def _add(command: argparse.ArgumentParser, name: str, *, is_required: bool) -> None:
-    metavar, meaning, default = (*OPTIONS[name], None)[:3]
-    if not metavar:
-        command.add_argument(name, action="store_true", help=meaning)
-        return
-    settings: dict[str, Any] = {"help": meaning, "default": default}
-    if default is not None:
-        settings["help"] = f"{meaning} (default: {default})"
-    if "|" in metavar:
-        settings["choices"] = metavar.split("|")
-    else:
-        settings["metavar"] = metavar
-        settings["type"] = TYPES.get(metavar, str)
-    if is_required:
-        settings["required"] = True
-    if name == "data":
-        settings["nargs"] = "+"
-    command.add_argument(name, **settings)
+def _add_samples(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("data", metavar="DATA", nargs="+", help=f"lengths, token ids or texts: {FILES}")
+    add(
+        "--column",
+        metavar="C[,C]",
+        help="column of lengths, ids or texts; several columns are several streams",
+    )
+    add("--tokenizer", metavar="NAME", help="transformers tokenizer, if DATA contains texts")
+    add(
+        "--length-of",
+        choices=("words", "characters", "bytes"),
+        help="what to count in texts, without a tokenizer",
+    )
+    add(
+        "--sample-by",
+        choices=("line", "paragraph", "document"),
+        default="line",
+        help="what is a sample of a .txt file (default: line)",
+    )
+    add("--max-length", metavar="T", type=tokens, help=TRUNCATED)
+    add("--json", action="store_true", help=JSON)
+
+
+def _add_output(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add(
+        "--output",
+        metavar="FILE",
+        required=True,
+        help="lengths.npy, or .npz for several columns; a killed run continues",
+    )
+    add(
+        "--processes",
+        metavar="N",
+        type=int,
+        help="number of processes; default: one, in which a fast tokenizer uses all cores",
+    )
+
+
+def _add_batches(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add(
+        "--kinds",
+        metavar="C",
+        help="column of labels; all batches of a step then have samples of one kind",
+    )
+    add("--world-size", metavar="R", type=int, default=1, help="number of ranks (default: 1)")
+    add("--device", metavar="NAME", help=DEVICE)
+
+
+def _add_layout(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add(
+        "--layout",
+        choices=("padded", "packed"),
+        default="padded",
+        help="layout of dynagroup's batches (default: padded)",
+    )
+    add(
+        "--pad-to-multiple-of",
+        metavar="N",
+        type=int,
+        default=1,
+        help="pad lengths to a multiple of this many tokens (default: 1)",
+    )
+
+
+def _add_plan(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("--max-tokens", metavar="T", type=tokens, required=True, help=MOST_TOKENS)
+    add("--shuffle", action="store_true", help="form new batches in every epoch")
+    add("--window", metavar="N", type=int, help="samples that are planned together")
+    add(
+        "--samples-per-update",
+        metavar="N",
+        type=int,
+        help="exact number of samples in each update",
+    )
+
+
+def _add_today(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add(
+        "--batch-size",
+        metavar="N",
+        type=int,
+        required=True,
+        help="samples in a batch of one rank today",
+    )
+    add(
+        "--accumulation",
+        metavar="N",
+        type=int,
+        default=1,
+        help="batches in one update today (default: 1)",
+    )
+    add(
+        "--max-tokens",
+        metavar="T",
+        type=tokens,
+        help=f"{MOST_TOKENS}; default: --batch-size times the longest",
+    )
+    add("--model", metavar="NAME", help="a model's name or folder, to predict its time")
+
+
+def _add_picture(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--picture", metavar="PNG", help="also save a picture")
+
+
+def _add_page(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("--gpu-memory", metavar="SIZE", help=f"{MEMORY}; needs --model, to check memory")
+    add("--html", metavar="FILE", help="also save a web page: the code, the table and pictures")
+
+
+def _add_model(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a model's name, or a folder with a config.json; weights are not read",
+    )
+    command.add_argument("--json", action="store_true", help=JSON)
+
+
+def _add_workload(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add(
+        "--dtype",
+        metavar="TYPE",
+        help="dtype of the parameters, e.g. bfloat16; default: the model's",
+    )
+    add(
+        "--autocast",
+        metavar="TYPE",
+        help="lower precision of torch.autocast, e.g. bfloat16; default: not used",
+    )
+    add(
+        "--attention",
+        choices=("eager", "sdpa", "flash"),
+        help="attention of the model; default: the model's own",
+    )
+    add("--gradient-checkpointing", action="store_true", help="use gradient checkpointing")
+    add("--lora", action="store_true", help="train LoRA adapters only")
+    add(
+        "--fsdp",
+        metavar="R",
+        type=int,
+        help="shard parameters, gradients and optimizer state over R ranks",
+    )
+    add(
+        "--headroom",
+        metavar="H",
+        type=float,
+        default=0.9,
+        help="share of the memory to use (default: 0.9)",
+    )
+
+
+def _add_fit(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("--gpu-memory", metavar="SIZE", required=True, help=MEMORY)
+    add(
+        "--mode",
+        choices=("train", "forward", "generate"),
+        default="train",
+        help="what the model is run for (default: train)",
+    )
+    add(
+        "--max-new-tokens",
+        metavar="N",
+        type=int,
+        default=256,
+        help="tokens to generate per prompt, with --mode generate (default: 256)",
+    )
+    add(
+        "--for",
+        dest="framework",
+        choices=("verl", "trl", "llamafactory", "nemo", "megatron"),
+        help="also print the setting of this framework (sets packed layout, and flash attention by default)",
+    )
+    add("--max-length", metavar="T", type=tokens, help=TRUNCATED)
+    add(
+        "--measure",
+        action="store_true",
+        help="run random weights on the local CUDA device; default: trace the model",
+    )
+
+
+def _add_demo(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add(
+        "--texts",
+        metavar="FILE",
+        help="file with one text per line; default: docstrings found on this machine",
+    )
+    add("--tokenizer", metavar="NAME", help="transformers tokenizer")
+    add("--model", metavar="NAME", help="name or folder of the model to train")
+    add("--device", metavar="NAME", help=DEVICE)
+    add("--budget", metavar="T", type=tokens, help="most tokens of a batch, with padding")
+    add("--max-length", metavar="T", type=tokens, help=TRUNCATED)
+    add("--samples", metavar="N", type=int, help="most texts to train on")
+    add("--seconds", metavar="S", type=float, help="stop training after this many seconds")
+
+
+FILES = "npy, npz, txt, csv, tsv, jsonl, json, parquet, fasta, a folder of datasets, or a pattern"
+TRUNCATED = "truncate longer samples to this many tokens"
+JSON = "print the results as JSON"
+DEVICE = "device of the training, cpu, cuda, ...; default: cuda if available"
+MOST_TOKENS = "most tokens of a batch with padding, e.g. 16k"
+MEMORY = "device memory, e.g. 80GB or 24GiB"
+_DATA = (_add_samples, _add_batches, _add_layout)
+COMMANDS = {  # command -> what it does, and the functions that add its options
+    "lengths": (
+        "measure the lengths of samples in files, once, on all cores",
+        (_add_samples, _add_output),
+    ),
+    "plan": (
+        "plan the batches of an epoch and show a table",
+        (*_DATA, _add_plan, _add_picture),
+    ),
+    "compare": (
+        "compare fixed batches, group_by_length and dynagroup on your lengths",
+        (*_DATA, _add_today, _add_picture),
+    ),
+    "doctor": (
+        "show what your batches waste and what to change",
+        (*_DATA, _add_today, _add_workload, _add_page),
+    ),
+    "fit": (
+        "show which batches of a model fit a device, and the code for that budget",
+        (_add_model, _add_fit, _add_workload, _add_layout, _add_picture),
+    ),
+    "check": (
+        "test how a model treats padding and packed samples, and what its loss is a mean of",
+        (_add_model,),
+    ),
+    "demo": ("train a small model with fixed batches and with dynagroup's", (_add_demo,)),
+}

@@ -269,7 +269,7 @@ def doctor(args: argparse.Namespace) -> Result:
     if memory.num_fit == 0:
         advice = Advice(text=_what_would_fit(args, lengths, memory.budget))
     else:
-        advice = _advice(comparison, args.layout, memory)
+        advice = _advice(comparison, memory)
     findings = {
         "change": advice.text,
         "waste": f"{today.padding:.0%} of the tokens of {today.name} batches are padding "
@@ -293,7 +293,7 @@ def doctor(args: argparse.Namespace) -> Result:
     return Result(figures=figures, text=text, draw=comparison.plot, page=as_page)
 
 
-def _advice(comparison: Comparison, layout: str, memory: Memory) -> Advice:
+def _advice(comparison: Comparison, memory: Memory) -> Advice:
     """Returns what to change: the fastest way that keeps the quality of training, as code."""
     today, _, exact, stratified = comparison.ways[:4]
     limit = WORTH * today.plan.predicted_time
@@ -301,10 +301,7 @@ def _advice(comparison: Comparison, layout: str, memory: Memory) -> Advice:
     fits_today = memory.safe_tokens is None or memory.safe_tokens >= today.largest_batch
     if fastest > limit and fits_today:
         return Advice(text="nothing: other batches of the same updates would save little time here")
-    max_tokens = getattr(comparison.budget, "max_tokens", today.largest_batch)
-    budget = f"TokenBudget({max_tokens})"
-    if layout == "packed":
-        budget = f'TokenBudget({max_tokens}, layout="packed")'
+    budget = _code_of(comparison.budget)
     updates = f"samples_per_update={comparison.samples_per_update}"
     trainer = budget
     way = exact
@@ -318,18 +315,25 @@ def _advice(comparison: Comparison, layout: str, memory: Memory) -> Advice:
     return Advice(text=text, way=way, loader=loader, trainer=trainer)
 
 
+def _code_of(budget: Any) -> str:
+    """Returns a TokenBudget as code."""
+    options = ""
+    if budget.pad_to_multiple_of > 1:
+        options = f", pad_to_multiple_of={budget.pad_to_multiple_of}"
+    if budget.layout == "packed":
+        options += ', layout="packed"'
+    return f"TokenBudget({budget.max_tokens}{options})"
+
+
 def _memory(args: argparse.Namespace, lengths: Streams) -> Memory:
     if args.gpu_memory is None:
         return Memory(text="")
     if args.model is None:
         raise ConfigError("`--gpu-memory` needs `--model`, whose memory is predicted; give both")
-    workload = _workload(args)
     longest = {name: max(int(values.max()), 1) for name, values in lengths.items()}
     what = " and ".join(f"{units:,} {name}" for name, units in longest.items())
     try:
-        budget = MemoryBudget.from_model(
-            args.model, args.gpu_memory, **{**workload, "layout": "padded"}
-        )
+        budget = _budget(args, layout="padded")
     except BudgetError as error:  # not even the weights fit
         return Memory(text=str(error), num_fit=0)
     num_fit = int(budget.most_samples(longest)[0])
@@ -338,7 +342,7 @@ def _memory(args: argparse.Namespace, lengths: Streams) -> Memory:
         return Memory(text=text, num_fit=0, budget=budget)
     ours = budget
     if args.layout == "packed":
-        ours = MemoryBudget.from_model(args.model, args.gpu_memory, **workload)
+        ours = _budget(args)
     safe_tokens = ours.max_tokens(max(longest.values()))
     verdict = f"do not fit {args.gpu_memory}: {num_fit} do"
     if num_fit >= args.batch_size:
@@ -358,17 +362,13 @@ def _what_would_fit(
         "--dtype bfloat16": {"dtype": "bfloat16"},
         "--gradient-checkpointing": {"gradient_checkpointing": True},
         "--lora": {"lora": True},
+        "all three": {"dtype": "bfloat16", "gradient_checkpointing": True, "lora": True},
     }
-    all_options: dict[str, Any] = {}
-    for options in ways.values():
-        all_options |= options
-    ways["all three"] = all_options
-    workload = _workload(args)
     parts = [f"as it is: {_samples_that_fit(as_it_is, lengths)}"]
     for name, options in ways.items():
         budget = None
         with suppress(BudgetError):  # not even the weights fit
-            budget = MemoryBudget.from_model(args.model, args.gpu_memory, **{**workload, **options})
+            budget = _budget(args, **options)
         parts.append(f"{name}: {_samples_that_fit(budget, lengths)}")
     return (
         f"nothing: not one of the longest samples fits {args.gpu_memory}. Samples that fit alone: "
@@ -399,19 +399,27 @@ def _largest_batch(comparison: Comparison) -> str:
     )
 
 
-USUAL = {"mode": "train", "headroom": 0.9, "pad_to_multiple_of": 1, "layout": "padded"}
-MODEL_OPTIONS = ("dtype", "autocast", "attention", "gradient_checkpointing", "lora")
+USUAL = {
+    "mode": "train",
+    "headroom": 0.9,
+    "pad_to_multiple_of": 1,
+    "layout": "padded",
+    "dtype": None,
+    "autocast": None,
+    "attention": None,
+    "gradient_checkpointing": False,
+    "lora": False,
+}
 
 
 def _workload(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the settings of the workload that are not defaults, as arguments of ``MemoryBudget.from_model``."""
-    options = vars(args)
+    settings = vars(args)
     workload: dict[str, Any] = {}
-    for name in (*USUAL, *MODEL_OPTIONS):
-        value = options.get(name)
-        if value and value != USUAL.get(name):
-            workload[name] = value
-    if workload.get("mode") == "generate":
+    for name, usual in USUAL.items():
+        if settings[name] != usual:
+            workload[name] = settings[name]
+    if args.mode == "generate":
         workload["max_new_tokens"] = args.max_new_tokens
     if args.fsdp:
         workload["sharding"] = "fsdp"
@@ -419,19 +427,24 @@ def _workload(args: argparse.Namespace) -> dict[str, Any]:
     return workload
 
 
+def _budget(args: argparse.Namespace, **changes: Any) -> MemoryBudget:
+    """Returns the budget of the model and memory that the arguments name, with some settings changed."""
+    workload = {**_workload(args), **changes}
+    return MemoryBudget.from_model(args.model, args.gpu_memory, **workload)
+
+
 def fit(args: argparse.Namespace) -> Result:
     """Reports which batches fit, from a trace of the model or from measurements."""
-    framework = vars(args)["for"]
+    framework = args.framework
     if framework is not None:  # it packs samples, so attention must keep them apart
         args.layout = "packed"
         args.attention = args.attention or "flash"
     if args.measure:
         budget, code = _measured(args)
     else:
-        workload = _workload(args)
-        budget = MemoryBudget.from_model(args.model, args.gpu_memory, **workload)
+        budget = _budget(args)
         arguments = [repr(args.model), repr(args.gpu_memory)]
-        arguments += [f"{name}={value!r}" for name, value in workload.items()]
+        arguments += [f"{name}={value!r}" for name, value in _workload(args).items()]
         code = f"MemoryBudget.from_model({', '.join(arguments)})"
     figures = budget.figures()
     figures["code"] = code
@@ -478,7 +491,7 @@ SETTINGS = {
 
 def setting_for(args: argparse.Namespace, max_tokens: int, num_positions: int) -> str:
     """Returns the framework's setting that limits packed batches to ``max_tokens``."""
-    framework = vars(args)["for"]
+    framework = args.framework
     if (framework, args.mode) not in SETTINGS:
         modes = " or ".join(mode for name, mode in SETTINGS if name == framework)
         raise ConfigError(
@@ -516,10 +529,20 @@ def _measured(args: argparse.Namespace) -> tuple[MemoryBudget, str]:
     device = CudaDevice()  # raises for wrong values before a model is built
     limit = parsed_bytes(args.gpu_memory)
     config = as_config(args.model)
-    options = _workload(args)
-    for about_plans in ("mode", "headroom", "pad_to_multiple_of"):
-        options.pop(about_plans, None)
-    workload = Workload.from_model(config, args.mode, **options)
+    if args.lora or args.fsdp:
+        raise ConfigError(
+            "`--measure` runs the whole model on one device; leave out `--lora` and `--fsdp`"
+        )
+    workload = Workload.from_model(
+        config,
+        args.mode,
+        dtype=args.dtype,
+        autocast=args.autocast,
+        attention=args.attention,
+        gradient_checkpointing=args.gradient_checkpointing,
+        layout=args.layout,
+        max_new_tokens=args.max_new_tokens if args.mode == "generate" else None,
+    )
     num_positions = getattr(config, "max_position_embeddings", None) or LENGTHS[-1]
     stride = stride_of(convolutions(config))
     shapes = []
@@ -557,6 +580,5 @@ COMMANDS = {
     "compare": compare,
     "doctor": doctor,
     "fit": fit,
-    "profile": fit,
     "check": check,
 }
