@@ -4,8 +4,8 @@ import glob
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from dynagroup.errors import ConfigError
 from dynagroup.lengths import as_streams, limit_of
-from dynagroup.shapes import primary
+from dynagroup.shapes import Streams, primary
 from dynagroup.text.measure import CHATS, is_chat, measure_lengths, with_answers
 from dynagroup.validation import check_choice, warn_user
 
@@ -32,10 +32,10 @@ TEXTS = ("text", "sequence", *CHATS)
 SampleBy: TypeAlias = Literal["line", "paragraph", "document"]
 Table: TypeAlias = "Dataset | dict[str, np.ndarray]"
 _ARRAYS = (".npy", ".npz")
+_FOLDER = "folder"
 _COMPRESSED = (".gz", ".zst")
 _TABLES = {".csv", ".tsv", ".jsonl", ".parquet"}
 _RECORDS = {"columns": ["sequence"]}
-_NO_ROWS = "corresponds to no data"  # `datasets` says so of a split without rows
 _SAVED = ("state.json", "dataset_dict.json")  # in a folder saved by `datasets`
 _CSV = {"keep_default_na": False, "index_col": False, "encoding": "utf-8-sig"}
 # Ending -> the name of a loading script of `datasets`, and its options.
@@ -92,15 +92,6 @@ def measure_files(
     dtype('int32')
     """
     check_choice("sample_by", sample_by, get_args(SampleBy))
-    measure = partial(_lengths, tokenizer=tokenizer, num_proc=num_proc)
-    if length_of is not None:
-        measure = partial(
-            measure_lengths,
-            tokenizer=tokenizer,
-            length_of=length_of,
-            num_proc=num_proc,
-            progress=progress,
-        )
     limit = limit_of(max_length)
     paths = _paths(data)
     named = str(data) if isinstance(data, (str, Path)) else ", ".join(map(str, data))
@@ -109,27 +100,32 @@ def measure_files(
         raise ConfigError(
             f"{named!r} contains lengths, not samples to count; leave out `length_of`"
         )
+    measures_texts = tokenizer is not None or length_of is not None
     with nullcontext() if are_arrays else _progress_bars(progress):
         tables = list(_tables(paths, sample_by))
-        if tokenizer is not None and column is None:
-            tables = [table if isinstance(table, dict) else with_answers(table) for table in tables]
-        if not any(_num_rows(table) for table in tables):
+        if not any(map(_num_rows, tables)):
             raise _without_samples(named)
-        measures_texts = tokenizer is not None or length_of is not None
+        if tokenizer is not None and column is None:
+            tables = list(map(_with_answers, tables))
         names = _chosen(tables[0], named, column, kinds, measures_texts=measures_texts)
         if output is not None:
             _check_output(Path(output), names)
         streams = {}
         for name in names:
-            parts = [measure(table, column=name) for table in tables]
-            streams[name] = np.concatenate(parts)
-    streams = dict(as_streams(streams))
-    if limit is not None:
-        first = primary(streams)
-        streams[first] = np.minimum(streams[first], np.int32(limit))
+            streams[name] = _lengths(tables, name, tokenizer, length_of, num_proc, progress)
+    streams = _limited(as_streams(streams), limit)
     if output is not None:
         streams = _written(Path(output), streams)
     return streams[names[0]] if len(names) == 1 else streams
+
+
+def _limited(streams: Streams, limit: int | None) -> dict[str, NDArray[np.int32]]:
+    """Counts longer samples as ``limit`` tokens, in the primary stream."""
+    limited = dict(streams)
+    if limit is not None:
+        first = primary(streams)
+        limited[first] = np.minimum(streams[first], np.int32(limit))
+    return limited
 
 
 def read_column(data: Any, name: str, option: str) -> list[Any]:
@@ -189,35 +185,30 @@ def _paths(data: Any) -> list[Path]:
 
 
 def _ending(path: Path) -> str:
-    """Returns the ending that tells a file's format, without that of its compression."""
+    """Returns the ending that tells a file's format, without that of its compression; or "folder"."""
+    if path.is_dir():
+        return _FOLDER
     suffix = path.suffix.lower()
     return Path(path.stem).suffix.lower() if suffix in _COMPRESSED else suffix
 
 
 def _tables(paths: Sequence[Path], sample_by: SampleBy) -> Iterator[Table]:
     """Yields the rows of each file or folder; files of one format that follow each other are read together."""
-    waiting: list[Path] = []
-    for path in paths:
-        if waiting and _ending(path) != _ending(waiting[0]):
-            yield _load_files(waiting, sample_by)
-            waiting = []
-        if path.suffix == ".zst" and find_spec("zstandard") is None:
-            raise ConfigError(f"{str(path)!r} needs a package: pip install zstandard")
-        ending = _ending(path)
-        if path.is_dir():
-            yield _load_folder(path, sample_by)
-        elif ending in _LOADERS:
-            waiting.append(path)
+    for ending, group in groupby(paths, _ending):
+        files = list(group)
+        if ending in _LOADERS:
+            yield _load_files(files, sample_by)
+        elif ending == _FOLDER:
+            for path in files:
+                yield _load_folder(path, sample_by)
         elif ending in _ARRAYS:
-            yield _load_arrays(path)
+            yield from map(_load_arrays, files)
         else:
-            raise ConfigError(f"{str(path)!r} has an unknown file ending; give {FORMATS}")
-    if waiting:
-        yield _load_files(waiting, sample_by)
+            raise ConfigError(f"{str(files[0])!r} has an unknown file ending; give {FORMATS}")
 
 
 def _load_files(paths: Sequence[Path], sample_by: SampleBy) -> Table:
-    from datasets import load_dataset
+    from datasets import load_dataset_builder
 
     loader, options = _LOADERS[_ending(paths[0])]
     names = [str(path) for path in paths]
@@ -227,23 +218,27 @@ def _load_files(paths: Sequence[Path], sample_by: SampleBy) -> Table:
         raise ConfigError(
             f"`sample_by` is for txt files, but {names[0]!r} is another; leave it out"
         )
+    if ".zst" in {path.suffix for path in paths} and find_spec("zstandard") is None:
+        raise ConfigError(f"{names[0]!r} needs a package: pip install zstandard")
     if not any(path.stat().st_size for path in paths):
         raise _without_samples(", ".join(names))
     with _reading(", ".join(names)):
-        load: Any = load_dataset
-        return load(loader, data_files=names, split="train", **options)
+        load: Any = load_dataset_builder
+        return _rows(load(loader, data_files=names, **options), ", ".join(names))
 
 
 def _load_folder(path: Path, sample_by: SampleBy) -> Table:
-    from datasets import DatasetDict, load_dataset, load_from_disk
+    from datasets import DatasetDict, load_dataset_builder, load_from_disk
 
     with _reading(str(path)):
         if any((path / name).exists() for name in _SAVED):
             saved: Any = load_from_disk(str(path))
             return saved["train"] if isinstance(saved, DatasetDict) else saved
-        options = {} if sample_by == "line" else {"sample_by": sample_by}  # only of txt files
-        load: Any = load_dataset
-        table = load(str(path), split="train", **options)
+        if sample_by == "line":
+            builder = load_dataset_builder(str(path))
+        else:  # only of txt files
+            builder = load_dataset_builder(str(path), sample_by=sample_by)
+        table = _rows(builder, str(path))
     endings = {_ending(file) for file in path.rglob("*")} & _TABLES
     if len(endings) > 1:
         warn_user(
@@ -251,6 +246,14 @@ def _load_folder(path: Path, sample_by: SampleBy) -> Table:
             "give patterns such as '*.csv' to choose files yourself"
         )
     return table
+
+
+def _rows(builder: Any, names: str) -> Table:
+    """Returns the split ``train`` of what `datasets` reads. ConfigError: it has no rows."""
+    builder.download_and_prepare()
+    if builder.info.splits["train"].num_examples == 0:
+        raise _without_samples(names)
+    return builder.as_dataset(split="train")
 
 
 def _load_arrays(path: Path) -> Table:
@@ -267,11 +270,9 @@ def _reading(names: str) -> Iterator[None]:
     """Context manager that turns errors of a format into a ConfigError that names the files."""
     try:
         yield
-    except ModuleNotFoundError:
+    except (ModuleNotFoundError, ConfigError):
         raise
     except Exception as error:  # of pandas, pyarrow or numpy; `datasets` hides them behind its own
-        if _NO_ROWS in str(error):
-            raise _without_samples(names) from error
         cause = error.__cause__ or error
         reason = f"{type(cause).__name__}: {cause}".splitlines()[0]
         raise ConfigError(
@@ -287,6 +288,10 @@ def _without_samples(names: str) -> ConfigError:
 
 def _names(table: Table) -> list[str]:
     return list(table) if isinstance(table, dict) else table.column_names
+
+
+def _with_answers(table: Table) -> Table:
+    return table if isinstance(table, dict) else with_answers(table)
 
 
 def _num_rows(table: Table) -> int:
@@ -323,6 +328,27 @@ def _chosen(
 
 
 def _lengths(
+    tables: Sequence[Table],
+    column: str,
+    tokenizer: Callable[..., Any] | None,
+    length_of: Callable[[Any], int] | None,
+    num_proc: int | None,
+    progress: bool,
+) -> NDArray[np.int32]:
+    """Returns the lengths of a column of all tables."""
+    parts = []
+    for table in tables:
+        if length_of is None:
+            lengths = _lengths_of_table(table, column, tokenizer, num_proc)
+        else:
+            lengths = measure_lengths(
+                table, tokenizer, column, num_proc=num_proc, length_of=length_of, progress=progress
+            )
+        parts.append(lengths)
+    return np.concatenate(parts)
+
+
+def _lengths_of_table(
     table: Table, column: str, tokenizer: Callable[..., Any] | None, num_proc: int | None
 ) -> NDArray[np.int32]:
     """Returns the lengths of a column of texts, token ids or lengths."""
