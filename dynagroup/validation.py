@@ -70,13 +70,14 @@ class sendable(ContextDecorator):
 def called(name: str, function: Callable[..., Any], *args: Any, of: int | list[int]) -> Any:
     """Calls the user's function; errors name it and its samples."""
 
-    def what() -> str:
-        if isinstance(of, list):
-            return f"{name} failed on the batch of dataset indices {shorten(of)}"
-        return f"{name} failed on sample {of}"
-
-    with sendable(what, always=True):
+    try:  # a context manager around every call would take longer than all that surrounds it
         return function(*args)
+    except Exception:
+        which = f"sample {of}"
+        if isinstance(of, list):
+            which = f"the batch of dataset indices {shorten(of)}"
+        with sendable(lambda: f"{name} failed on {which}", always=True):
+            raise
 
 
 def _arrives(kind: Any) -> bool:

@@ -30,10 +30,18 @@ from dynagroup.plan.cost import Work, check_work
 from dynagroup.plan.cut import cut_kinds
 from dynagroup.plan.inputs import OneKind
 from dynagroup.plan.rules import CutRules
-from dynagroup.shapes import TOKENS, BatchShape, IntArray, Streams, check_names, primary, units_of
+from dynagroup.shapes import (
+    TOKENS,
+    IntArray,
+    Streams,
+    check_names,
+    primary,
+    round_up,
+    units_of,
+)
 from dynagroup.update.filling import FillingCollator, Pad
 from dynagroup.update.loss_weight import Weigh, weigher
-from dynagroup.update.step import collated_shape, has_rows_of_all, shown, total_of
+from dynagroup.update.step import collated_shape, collated_tokens, has_rows_of_all, total_of
 from dynagroup.validation import (
     called,
     check_choice,
@@ -258,18 +266,25 @@ class RefinementCollator:
         """Collates batches, and compares them with the budget. Those that do not fit are cut again by their true lengths."""
         largest_first = np.argsort(-batches.sizes, kind="stable")
         kept = set(largest_first[: measured.request.keep].tolist())
-        true = {name: values.copy() for name, values in measured.lengths.items()}
-        shapes = shapes_of(batches, measured.lengths)
+        indices = [measured.indices_of(members) for members in batches]
         collated: list[Any] = []
-        for number, members in enumerate(batches):
-            indices = measured.indices_of(members)
-            samples = _copied(measured.samples_of(members), deep=number in kept)
-            batch = called("collate_fn", self.collate_fn or default_collate, samples, of=indices)
-            self._compare_rows(batch, shapes, number, indices)
-            self._correct_lengths(true, batch, members, shapes, number, indices)
+        for members, of in zip(batches, indices, strict=True):
+            samples = _copied(measured.samples_of(members), deep=len(collated) in kept)
+            batch = called("collate_fn", self.collate_fn or default_collate, samples, of=of)
             collated.append(batch)
+        true = self._true_lengths(collated, batches, indices, measured.lengths)
         corrected = replace(measured, lengths=true)
-        facts = self._facts(batches, groups, true)
+        shapes = shapes_of(batches, true)
+        memory = predicted_memory(self.budget, shapes)
+        facts = _BatchFacts(
+            groups=groups,
+            indices=indices,
+            fits=self.budget.fits(shapes).tolist(),
+            padded=padded_tokens(shapes, self.budget).tolist(),
+            real=real_tokens(shapes, self.budget).tolist(),
+            work=self.work.of_batches(batches, true, self.budget).tolist(),
+            memory=[None] * len(batches) if memory is None else memory.tolist(),
+        )
         refined: list[Refined] = []
         for number, members in enumerate(batches):
             batch = collated[number]
@@ -284,18 +299,6 @@ class RefinementCollator:
             refined += self._collate_all(parts, [groups[number]] * len(parts), measured)
         return refined
 
-    def _facts(self, batches: Batches, groups: Sequence[int], lengths: Streams) -> "_BatchFacts":
-        shapes = shapes_of(batches, lengths)
-        memory = predicted_memory(self.budget, shapes)
-        return _BatchFacts(
-            groups=groups,
-            fits=self.budget.fits(shapes).tolist(),
-            padded=padded_tokens(shapes, self.budget).tolist(),
-            real=real_tokens(shapes, self.budget).tolist(),
-            work=self.work.of_batches(batches, lengths, self.budget).tolist(),
-            memory=[None] * len(batches) if memory is None else memory.tolist(),
-        )
-
     def _refined(
         self,
         number: int,
@@ -304,7 +307,7 @@ class RefinementCollator:
         facts: "_BatchFacts",
         measured: "_Measured",
     ) -> Refined:
-        indices = measured.indices_of(members)
+        indices = facts.indices[number]
         lengths = measured.lengths_of(members)
         is_oversize = not facts.fits[number]
         if is_oversize and self.oversize == "error":
@@ -333,52 +336,78 @@ class RefinementCollator:
             kind=number_of(label) if is_agreed else 0,
         )
 
-    def _correct_lengths(
+    def _true_lengths(
         self,
-        lengths: Streams,
-        batch: Any,
-        members: IntArray,
-        shapes: BatchShape,
-        number: int,
-        indices: Sequence[int],
-    ) -> None:
-        """Writes true lengths into ``lengths`` if a collated batch is longer than its samples were measured to be: than
-        the shape of this number."""
-        packed = is_packed(self.budget, lengths)
-        multiple = self.budget.pad_to_multiple_of
-        streams = padded_streams(self.budget, lengths)
-        for name, tokens in shown(batch, len(members), streams, packed=packed).items():
-            expected = int((shapes.total if packed else shapes.longest)[name][number])
-            if tokens <= -(-expected // multiple) * multiple:
-                continue
-            measured = lengths[name][members]
-            marked = None
-            if name == primary(lengths) and not packed:
-                marked = _marked_lengths(batch, len(members))
-            known = measured if marked is None else marked
-            lengths[name][members] = stretched(known, tokens, packed=packed)
-            if not self._warned_wide:
-                self._warned_wide = True
-                _warn_of_width(f"{tokens} {name}", expected, indices, packed=packed)
+        collated: Sequence[Any],
+        batches: Batches,
+        indices: Sequence[list[int]],
+        measured: Streams,
+    ) -> Streams:
+        """Returns the measured lengths, longer where a collated batch is longer than its samples were measured to be.
+        Warns once of such a batch, and once of one that lacks rows."""
+        expected = shapes_of(batches, measured)
+        packed = is_packed(self.budget, measured)
+        streams = padded_streams(self.budget, measured)
+        sizes = batches.sizes.tolist()
+        true = {name: values.copy() for name, values in measured.items()}
+        for name in streams:
+            shapes = [collated_shape(batch, name, streams) for batch in collated]
+            has_rows = name == primary(measured) and not packed
+            if has_rows:
+                self._compare_rows(collated, shapes, indices, expected.total[name])
+            planned = expected.total[name] if packed else expected.longest[name]
+            tokens = [
+                collated_tokens(shape, size, packed=packed)
+                for shape, size in zip(shapes, sizes, strict=True)
+            ]
+            most = round_up(planned, self.budget.pad_to_multiple_of)
+            for number in np.flatnonzero(np.array(tokens) > most).tolist():
+                members = batches[number]
+                lengths = measured[name][members]
+                if has_rows:
+                    lengths = _marked_lengths(collated[number], lengths)
+                true[name][members] = stretched(lengths, tokens[number], packed=packed)
+                width = f"{tokens[number]} {name}"
+                self._warn_of_width(width, int(planned[number]), indices[number], packed)
+        return true
 
     def _compare_rows(
-        self, batch: Any, shapes: BatchShape, number: int, indices: Sequence[int]
+        self,
+        collated: Sequence[Any],
+        shapes: Sequence[tuple[int, ...] | None],
+        indices: Sequence[list[int]],
+        num_tokens: IntArray,
     ) -> None:
-        """Warns once if a padded batch lacks rows of some samples, or has more of some than of others."""
-        if self._warned_rows or is_packed(self.budget, shapes.total):
+        """Warns once of a padded batch that lacks rows of some samples, or has more of some than of others."""
+        if self._warned_rows:
             return
-        name = primary(shapes.total)
-        collated = collated_shape(batch, name, shapes.total)
-        if collated is None or len(collated) != 2:
+        for number, shape in enumerate(shapes):
+            if shape is None or len(shape) != 2:
+                continue
+            num_samples = len(indices[number])
+            if has_rows_of_all(collated[number], shape, num_samples, num_tokens[number]):
+                continue
+            self._warned_rows = True
+            warn_user(
+                f"`collate_fn` made {shape[0]} rows of the {num_samples} samples "
+                f"{shorten(indices[number])}: it left out or added some. If that is on purpose, "
+                "weigh='samples' is wrong: pass `weigh`, a function of a batch"
+            )
             return
-        num_tokens = int(shapes.total[name][number])
-        if has_rows_of_all(batch, collated, len(indices), num_tokens):
+
+    def _warn_of_width(
+        self, width: str, planned: int, indices: Sequence[int], packed: bool
+    ) -> None:
+        if self._warned_wide:
             return
-        self._warned_rows = True
+        self._warned_wide = True
+        form = "in total" if packed else "per sample"
+        whose = "measured as" if packed else "whose longest sample was measured as"
         warn_user(
-            f"`collate_fn` made {collated[0]} rows of the {len(indices)} samples {shorten(indices)}: it "
-            "left out or added some. If that is on purpose, weigh='samples' is wrong: pass `weigh`, a "
-            "function of a batch"
+            f"`collate_fn` made a batch of {width} {form} from dataset indices {shorten(indices)}, {whose} "
+            f"{planned}. Batches that do not fit are cut and collated again, which takes time; pass "
+            "length_of=collated_length(collate_fn), or give the budget the `pad_to_multiple_of` of "
+            "`collate_fn`"
         )
 
 
@@ -407,6 +436,7 @@ class _BatchFacts:
     """What is known of each batch of a window: one entry per batch."""
 
     groups: Sequence[int]  # numbers of the planned batches
+    indices: Sequence[list[int]]
     fits: list[bool]
     padded: list[int]
     real: list[int]
@@ -422,17 +452,6 @@ def _label(kind_of: Callable[[Sample], Hashable], sample: Sample, index: int) ->
     ):
         number_of(label)
     return label
-
-
-def _warn_of_width(width: str, expected: int, indices: Sequence[int], *, packed: bool) -> None:
-    form = "in total" if packed else "per sample"
-    whose = "measured as" if packed else "whose longest sample was measured as"
-    warn_user(
-        f"`collate_fn` made a batch of {width} {form} from dataset indices {shorten(indices)}, {whose} "
-        f"{expected}. Batches that do not fit are cut and collated again, which takes time; pass "
-        "length_of=collated_length(collate_fn), or give the budget the `pad_to_multiple_of` of "
-        "`collate_fn`"
-    )
 
 
 def collated_length(collate_fn: Callable[[list[Sample]], Any]) -> Callable[[Any], int]:
@@ -472,11 +491,11 @@ def stretched(lengths: NDArray[Any], tokens: int, *, packed: bool) -> IntArray:
     return shares
 
 
-def _marked_lengths(batch: Any, num_samples: int) -> NDArray[Any] | None:
-    """Returns the tokens of each row that a batch's ``attention_mask`` marks; None: it has no such mask."""
+def _marked_lengths(batch: Any, lengths: NDArray[Any]) -> NDArray[Any]:
+    """Returns the tokens of each row that a batch's ``attention_mask`` marks; without such a mask, ``lengths``."""
     mask = _field(batch, "attention_mask")
-    if mask is None or np.ndim(mask) != 2 or len(mask) != num_samples:
-        return None
+    if mask is None or np.ndim(mask) != 2 or len(mask) != len(lengths):
+        return lengths
     return np.asarray(mask).sum(axis=1)
 
 

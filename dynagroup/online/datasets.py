@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -37,22 +37,29 @@ def sample_bytes(sample: Sample, counted: dict[int, Any] | None = None) -> int:
     bytes from now on, because they are counted already (a node's parent)."""
     if counted is None:
         counted = {}
-    if type(sample) is dict or hasattr(sample, "items"):  # dicts first: the check runs per sample
-        return sum([sample_bytes(value, counted) for value in sample.values()])
-    num_bytes = getattr(sample, "nbytes", None)  # of tensors and arrays
+    num_bytes = getattr(sample, "nbytes", None)  # of tensors and arrays, which are most values
     if isinstance(num_bytes, int):
         return num_bytes
+    if hasattr(sample, "items"):
+        return _sum_of_bytes(sample.values(), counted)
     if isinstance(sample, (list, tuple)):
         if not sample or isinstance(sample[0], (int, float)):
             return 8 * len(sample)
-        return sum([sample_bytes(value, counted) for value in sample])
+        return _sum_of_bytes(sample, counted)
     if isinstance(sample, (str, bytes)):
         return len(sample)
     if isinstance(sample, type) or id(sample) in counted:
         return 8
     counted[id(sample)] = sample
-    values = getattr(sample, "__dict__", {}).values()
-    return sum([sample_bytes(value, counted) for value in values]) or 8
+    return _sum_of_bytes(getattr(sample, "__dict__", {}).values(), counted) or 8
+
+
+def _sum_of_bytes(values: Iterable[Any], counted: dict[int, Any]) -> int:
+    num_bytes = 0
+    for value in values:
+        size = getattr(value, "nbytes", None)  # most are tensors: a call for each takes longer
+        num_bytes += size if isinstance(size, int) else sample_bytes(value, counted)
+    return num_bytes
 
 
 def opening_of(samples: Sequence[Sample]) -> int:

@@ -303,8 +303,8 @@ class Runner(ABC):
     def _after(self, take: Take) -> Cursor:
         cursor = self.stands
         if take.ends_update:
-            following = behind(cursor, round(take.samples.total), self.source.sizes)
-            return replace(following, steps=cursor.steps + 1)
+            samples = round(take.samples.total)
+            return behind(cursor, samples, self.source.sizes, cursor.steps + 1)
         return replace(
             cursor,
             steps=cursor.steps + 1,

@@ -1,7 +1,7 @@
 """Plans the order of an epoch's samples, and the requests for them, as functions of their arguments alone."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate, chain, islice
 from operator import index as as_index
 from pathlib import Path
@@ -480,12 +480,13 @@ def deal(hint: FloatArray, rank: int, size: int, kinds: IntArray | None = None) 
     return order[np.where(is_backward, size - 1 - columns, columns) == rank]
 
 
-def behind(cursor: Cursor, samples: int, sizes: UpdateSizes | None) -> Cursor:
-    """Returns the point in the run after one more update of ``samples`` samples, without the number of its steps."""
+def behind(cursor: Cursor, samples: int, sizes: UpdateSizes | None, steps: int = 0) -> Cursor:
+    """Returns the point in the run after one more update of ``samples`` samples; ``steps``: taken in the epoch by then."""
     if sizes is not None:
-        return next(sizes.cursors(cursor))
+        return replace(next(sizes.cursors(cursor)), steps=steps)
     return Cursor(
         cursor.epoch,
+        steps,
         update=cursor.update + 1,
         samples_used=cursor.samples_used + samples,
         samples_seen=cursor.samples_seen + samples,

@@ -4,7 +4,6 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Generic, TypeVar
 
@@ -93,9 +92,17 @@ def width_of(
     """Returns the padded tokens of a stream for each sample of a collated batch: the width of its rows; if samples have
     several rows (answers, choices), that of all of them. None: no field shows them."""
     shape = collated_shape(batch, stream, streams)
-    if shape is None or len(shape) != 2:
-        return None
-    return -(-math.prod(shape) // num_samples)
+    has_rows = shape is not None and len(shape) == 2
+    return collated_tokens(shape, num_samples, packed=False) if has_rows else None
+
+
+def collated_tokens(shape: Sequence[int] | None, num_samples: int, *, packed: bool) -> int:
+    """Returns the tokens of a collated shape, in total if it is packed, else for each sample; 0: it does not show them."""
+    if shape is None:
+        return 0
+    if packed:
+        return math.prod(shape)
+    return -(-math.prod(shape) // num_samples) if len(shape) == 2 else 0
 
 
 def total_of(batch: object, stream: str, streams: Iterable[str] = (TOKENS,)) -> int | None:
@@ -113,28 +120,15 @@ def collated_shape(batch: Any, stream: str, streams: Iterable[str]) -> tuple[int
         return None
     fallback = SHOWN_IN[TOKENS] if stream == primary(streams) else stream
     for name in (stream, SHOWN_IN.get(stream, fallback)):
-        shape: tuple[int, ...] = ()
-        with suppress(TypeError, KeyError, AttributeError):
+        try:
             shape = tuple(batch[name].shape)
+        except (TypeError, KeyError, AttributeError):
+            continue
         if len(shape) == 3 and name == "input_ids":  # a row for each choice
             return (shape[0] * shape[1], shape[2])
         if len(shape) in (1, 2):
             return shape
     return None
-
-
-def shown(
-    batch: object, num_samples: int, streams: Sequence[str], *, packed: bool
-) -> dict[str, int]:
-    """Returns the tokens of each padded stream that a collated batch has: for each sample, or in total if it is packed."""
-    tokens_by_stream = {}
-    for name in streams:
-        num_tokens = total_of(batch, name, streams) if packed else None
-        if num_tokens is None:
-            num_tokens = width_of(batch, 1 if packed else num_samples, name, streams)
-        if num_tokens is not None:
-            tokens_by_stream[name] = num_tokens
-    return tokens_by_stream
 
 
 def has_rows_of_all(batch: Any, collated: Sequence[int], num_samples: int, num_tokens: int) -> bool:
