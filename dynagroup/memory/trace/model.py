@@ -143,9 +143,11 @@ def _from_config(
     for name in dict.fromkeys((implementation, "eager")):
         try:
             with torch.device(device):
-                return auto_class.from_config(
+                model = auto_class.from_config(
                     config, dtype=getattr(torch, dtype), attn_implementation=name
                 )
+            # Parameters made by torch.FloatTensor (XLNet) are on the CPU all the same.
+            return model.to(device)
         except Exception as caught:  # the model's own code may raise anything
             error = caught
     raise ConfigError(
