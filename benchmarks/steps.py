@@ -1,15 +1,18 @@
 """What new shapes of batches cost on a GPU, with and without cuDNN's attention, which torch prefers on Hopper and Blackwell; and
 training in turns, by how many tokens a step is priced."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 
 from benchmarks.machine import Machine, build
-from benchmarks.train import Run, job_of, text_of
+from benchmarks.train import Run, job_of, run_of
 
 SHAPES = (
     (2, 32),
@@ -22,8 +25,14 @@ SHAPES = (
     (4, 2048),
     (4, 4096),
 )
-CASE, SLICE_S, PRICES, NEW = "0.5B, CV 1.0", 4.0, (730, 2048, 6000), 12
+CASE = "0.5B, CV 1.0"
+SLICE_S = 4.0
+"""Seconds of a way's turn."""
+PRICES = (730, 2048, 6000)
+NUM_NEW = 12
+"""Shapes that come once."""
 RIVALS = ("fixed", "sorted inside the update", "transformers group_by_length")
+WITH_CUDNN = ("fixed", "sorted inside the update", "dynagroup, per_step 2048")
 
 
 @contextmanager
@@ -52,87 +61,91 @@ def run(machine: Machine) -> Iterator[dict[str, Any]]:
     for on in (True, False):
         with cudnn(on):
             for shape in SHAPES[:1] if machine.dry else SHAPES:
-                first, _ = (machine.seconds(lambda: step(*shape)) for _ in range(2))  # noqa: B023
-                later = machine.seconds(lambda: [step(*shape) for _ in range(4)]) / 4  # noqa: B023
-                figures["steps"].append(
-                    {
-                        "cudnn": on,
-                        "n": shape[0],
-                        "length": shape[1],
-                        "first_s": first,
-                        "seconds": later,
-                    }
-                )
-            fresh = [(4, 301 + 8 * on + 17 * number) for number in range(NEW)]
-            new, again = (
-                machine.seconds(lambda: [step(*shape) for shape in fresh]) / NEW  # noqa: B023
-                for _ in range(2)  # noqa: B023
-            )
-            figures["new_shapes"].append({"cudnn": on, "new_s": new, "again_s": again})
+                figures["steps"].append({"cudnn": on, **_step_seconds(machine, step, shape)})
+            figures["new_shapes"].append({"cudnn": on, **_new_shapes(machine, step, 301 + 8 * on)})
         optimizer.zero_grad(set_to_none=True)
         yield figures
-    job = job_of(machine, CASE, 1.0)
-    ways = {name: (name, job) for name in RIVALS}
-    ways |= {
-        f"dynagroup, per_step {p}": (
-            "dynagroup",
-            replace(job, work=replace(job.work, per_step=p), updates_so_far={}),
-        )
-        for p in PRICES
-    }
-    runs = {
-        way: Run(name, own, machine, "0.5B", text_of(machine, CASE))
-        for way, (name, own) in ways.items()
-    }
-    turns = [
-        (way, on)
-        for on in (False, True)
-        for way in ways
-        if not on or way in (*RIVALS[:2], "dynagroup, per_step 2048")
-    ]
-    for way, on in turns * (1 if machine.dry else 3):
+    runs = _runs(machine)
+    turns = [(False, way) for way in runs]
+    turns += [(True, way) for way in runs if way in WITH_CUDNN]
+    for _, (on, way) in product(range(1 if machine.dry else 3), turns):
         if not machine.has(30):
-            break
-        one = runs[way]
-        one.model, one.optimizer = model, optimizer
+            return
+        runs[way].model = model
+        runs[way].optimizer = optimizer
         with cudnn(on):
-            one.update()  # not counted
-            one.timed, before = [], (one.batches, one.padded, one.real)
-            while not one.timed or (
-                sum(spent for *_, spent in one.timed) < SLICE_S and not machine.dry
-            ):
-                one.timed.append(one.update())
-        batches, padded, real = (
-            now - then
-            for now, then in zip((one.batches, one.padded, one.real), before, strict=True)
-        )
-        row = {
-            "way": way,
-            "cudnn": on,
-            "updates": len(one.timed),
-            "real_tokens": real,
-            "padding": 1 - real / padded,
-        }
-        row |= {
-            "seconds": sum(spent for *_, spent in one.timed),
-            "batches_per_update": batches / len(one.timed),
-        }
-        figures["train"].append(row)
+            row = _turn(runs[way])
+        figures["train"].append({"way": way, "cudnn": on, **row})
         yield figures
+
+
+Step = Callable[[int, int], None]
+
+
+def _step_seconds(machine: Machine, step: Step, shape: tuple[int, int]) -> dict[str, Any]:
+    number, longest = shape
+    one_step = partial(step, number, longest)
+    first_s = machine.seconds(one_step)
+    machine.seconds(one_step)
+    four_steps = machine.seconds(lambda: [one_step() for _ in range(4)])
+    return {"n": number, "length": longest, "first_s": first_s, "seconds": four_steps / 4}
+
+
+def _new_shapes(machine: Machine, step: Step, shortest: int) -> dict[str, Any]:
+    """Seconds a step of shapes that come once, then again."""
+    lengths = [shortest + 17 * number for number in range(NUM_NEW)]
+
+    def steps() -> None:
+        for longest in lengths:
+            step(4, longest)
+
+    new_s = machine.seconds(steps) / NUM_NEW
+    again_s = machine.seconds(steps) / NUM_NEW
+    return {"new_s": new_s, "again_s": again_s}
+
+
+def _runs(machine: Machine) -> dict[str, Run]:
+    """Way -> its training."""
+    job = job_of(machine, CASE, 1.0)
+    runs = {name: run_of(name, job, machine, CASE) for name in RIVALS}
+    for price in PRICES:
+        work = replace(job.work, per_step=price)
+        priced = replace(job, work=work, updates_so_far={})
+        runs[f"dynagroup, per_step {price}"] = run_of("dynagroup", priced, machine, CASE)
+    return runs
+
+
+def _turn(run: Run) -> dict[str, Any]:
+    """Updates for some seconds, after one that is not counted."""
+    run.update()
+    before = copy(run.counts)
+    seconds = 0.0
+    while seconds == 0.0 or (seconds < SLICE_S and not run.machine.dry):
+        seconds += run.update().seconds
+    updates = run.counts.updates - before.updates
+    batches = run.counts.batches - before.batches
+    real_tokens = run.counts.real_tokens - before.real_tokens
+    padded_tokens = run.counts.padded_tokens - before.padded_tokens
+    return {
+        "updates": updates,
+        "real_tokens": real_tokens,
+        "padding": 1 - real_tokens / padded_tokens,
+        "seconds": seconds,
+        "batches_per_update": batches / updates,
+    }
 
 
 def shown(figures: dict[str, Any]) -> list[str]:
-    rates: dict[str, list[float]] = {}
+    lines = []
+    for row in figures["new_shapes"]:
+        seconds = f"{row['new_s']:.3f} s, again: {row['again_s']:.3f} s"
+        lines.append(f"a new shape: {seconds} (cuDNN: {row['cudnn']})")
+    rates: dict[str, list[str]] = {}
     for row in figures["train"]:
-        rates.setdefault(f"{row['way']}, cuDNN {'on' if row['cudnn'] else 'off'}", []).append(
-            row["real_tokens"] / row["seconds"]
-        )
-    told = "a new shape: {new_s:.3f} s, again: {again_s:.3f} s (cuDNN: {cudnn})"
-    new = [told.format(**row) for row in figures["new_shapes"]]
-    return [
-        *new,
-        *(
-            f"{way}: {', '.join(f'{rate:,.0f}' for rate in found)} real tokens a second"
-            for way, found in rates.items()
-        ),
-    ]
+        state = "on" if row["cudnn"] else "off"
+        way = f"{row['way']}, cuDNN {state}"
+        rate = row["real_tokens"] / row["seconds"]
+        rates.setdefault(way, []).append(f"{rate:,.0f}")
+    for way, of_turns in rates.items():
+        lines.append(f"{way}: {', '.join(of_turns)} real tokens a second")
+    return lines

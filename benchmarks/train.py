@@ -5,7 +5,7 @@ and held-out loss is taken after equal samples. On a GPU models of real sizes ru
 at each turn. Forming batches is not timed: see ``plan speed``.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import chain, count, product, repeat
@@ -16,136 +16,181 @@ import torch
 
 from benchmarks.data import collate, lengths_of, lognormal, sample_of
 from benchmarks.machine import SIZES, Machine, build, config_of, noted, paired
-from benchmarks.methods import METHODS, Job, Setting, Update
+from benchmarks.methods import METHODS, Job, Setting, Update, in_fixed
 from benchmarks.price import measured_work
 from benchmarks.record import spread
 from dynagroup import MemoryBudget, Work
 from dynagroup.update.filling import FillingCollator
 
-PER_UPDATE, SHORT, MEAN, FIXED, SAMPLES, HELD_OUT, UPDATES, TUNED = 64, 256, 40, 8, 2048, 128, 20, 4
+PER_UPDATE = 64
+FIXED = 8
+"""Samples of a fixed batch on the CPU."""
+SAMPLES = 2048
+SHORT = 256
+MEAN = 40
+"""Most and mean tokens of a sample on the CPU."""
+HELD_OUT = 128
+UPDATES = 20
+TUNED = 4
+"""Updates by which a method's fastest setting is found."""
 LONGEST = 4096
-HEADROOM, SLICE_S = 0.8, 3.0
-"""Share of a GPU that a batch may be predicted to take; seconds of a method's turn, which go round until the time is used."""
+"""Most tokens of a sample on a GPU."""
+HEADROOM = 0.8
+"""Share of a GPU that a batch may be predicted to take."""
+SLICE_S = 3.0
+"""Seconds of a method's turn on a GPU; turns go round until the time is used."""
 
 
-def overall(timed: Sequence[tuple[int, float]]) -> dict[str, Any]:
-    """All samples over all seconds, since updates may differ in size; quartiles are of updates drawn anew (bootstrap)."""
-    counts, seconds = np.array(timed, np.float64).T
-    drawn = np.random.default_rng(0).integers(0, len(counts), (2000, len(counts)))
-    low, high = np.quantile(counts[drawn].sum(1) / seconds[drawn].sum(1), [0.25, 0.75])
-    rate = counts.sum() / seconds.sum()
-    return {"median": float(rate), "quartiles": [float(low), float(high)], "repeats": len(counts)}
+@dataclass(frozen=True)
+class Timed:
+    """What an update trained on, and how long it took."""
+
+    samples: int
+    real_tokens: int
+    seconds: float
+
+
+@dataclass
+class Counts:
+    """Of all updates of a run so far."""
+
+    samples: int = 0
+    updates: int = 0
+    batches: int = 0
+    real_tokens: int = 0
+    padded_tokens: int = 0
+
+
+def overall(amounts: Sequence[int], seconds: Sequence[float]) -> dict[str, Any]:
+    """What all updates did over all their seconds, since updates may differ in size; quartiles are of updates drawn anew
+    (bootstrap)."""
+    num_updates = len(amounts)
+    done = np.array(amounts, np.float64)
+    taken = np.array(seconds, np.float64)
+    drawn = np.random.default_rng(0).integers(0, num_updates, (2000, num_updates))
+    rates = done[drawn].sum(axis=1) / taken[drawn].sum(axis=1)
+    low, high = np.quantile(rates, [0.25, 0.75])
+    rate = done.sum() / taken.sum()
+    return {"median": float(rate), "quartiles": [float(low), float(high)], "repeats": num_updates}
 
 
 @dataclass
 class Run:
-    """One method's training of a model of this size; ``ids`` are those of (sample, its length).
-
-    Args:
-        falls_over: the learning rate falls linearly to zero over so many samples; 0: it stays.
-    """
+    """One method's training of a model of this size; ``ids`` are those of (sample, its length)."""
 
     name: str
     job: Job
     machine: Machine
     size: str
     ids: Callable[[int, int], np.ndarray]
-    falls_over: int = 0
     setting: Setting | None = None
-    timed: list[tuple[int, int, float]] = field(default_factory=list)
-    """(samples, real tokens, seconds) of each update but a model's first, which fills caches."""
+    timed: list[Timed] = field(default_factory=list)
+    """Each update but a model's first, which fills caches."""
+    counts: Counts = field(default_factory=Counts)
+    samples_of_updates: list[set[int]] = field(default_factory=list)
+    peak_bytes: int = 0
+    model: Any = None
+    optimizer: Any = None
 
     def __post_init__(self) -> None:
         self.method = METHODS[self.name]
-        self.setting = self.method.tried(self.job)[0] if self.setting is None else self.setting
+        if self.setting is None:
+            self.setting = self.method.tried(self.job)[0]
         epochs = (self.method.updates(self.job, epoch, self.setting) for epoch in count())
         self.updates: Iterator[Update] = chain.from_iterable(epochs)
-        self.seen: list[set[int]] = []  # the samples of each update
-        self.model: Any = None
-        self.samples = self.padded = self.real = self.batches = self.done = self.peak = 0
 
     def turn(self, *, seconds: float = 0.0, samples: int = 1) -> None:
         """Updates until so many seconds are taken and so many samples trained on."""
         if self.model is None:
             self._begin()
             self.update()
-        count, taken = self.samples, 0.0
-        while taken < seconds or self.samples < count + samples:
-            self.timed.append(self.update())
-            taken += self.timed[-1][2]
-        self.peak = max(self.peak, self.machine.peak_bytes())
+        end = self.counts.samples + samples
+        taken = 0.0
+        while taken < seconds or self.counts.samples < end:
+            timed = self.update()
+            self.timed.append(timed)
+            taken += timed.seconds
+        self.peak_bytes = max(self.peak_bytes, self.machine.peak_bytes())
         if self.machine.is_gpu:  # the methods share nothing but the device
-            self.model = self.optimizer = None
+            self.model = None
+            self.optimizer = None
 
     def _begin(self) -> None:
         self.model = build(self.size, self.machine, packed=self.method.packed, seed=self.job.seed)
         self.machine.free()
-        self.rate = 1e-6 if self.machine.is_gpu else 1e-3
-        self.optimizer: Any = torch.optim.AdamW(
-            self.model.parameters(), lr=self.rate, fused=self.machine.is_gpu
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=1e-6 if self.machine.is_gpu else 1e-3,
+            fused=self.machine.is_gpu,
         )
 
-    def update(self) -> tuple[int, int, float]:
-        update, before = next(self.updates), self.real
-        total = int(sum(self.job.lengths[i] - 1 for batch in update for i in batch))
+    def update(self) -> Timed:
+        update = next(self.updates)
+        samples = list(chain.from_iterable(update))
+        real_tokens = int(self.job.lengths[samples].sum())
         inputs = [self.inputs(batch) for batch in update]
-        self.seen.append({i for batch in update for i in batch})
-        if self.falls_over:
-            self.optimizer.param_groups[0]["lr"] = self.rate * max(
-                0.0, 1 - self.samples / self.falls_over
-            )
-        taken = self.machine.seconds(partial(self._train, inputs, total))
-        count = sum(map(len, update))
-        self.samples, self.batches, self.done = (
-            self.samples + count,
-            self.batches + len(update),
-            self.done + 1,
-        )
-        return count, self.real - before, taken
+        num_predicted = real_tokens - len(samples)
+        seconds = self.machine.seconds(partial(self._train, inputs, num_predicted))
+        self.samples_of_updates.append(set(samples))
+        self.counts.samples += len(samples)
+        self.counts.updates += 1
+        self.counts.batches += len(update)
+        self.counts.real_tokens += real_tokens
+        self.counts.padded_tokens += sum(batch["input_ids"].numel() for batch in inputs)
+        return Timed(len(samples), real_tokens, seconds)
 
-    def _train(self, inputs: list[dict[str, Any]], total: int) -> None:
+    def _train(self, inputs: list[dict[str, Any]], num_predicted: int) -> None:
         for batch in inputs:
-            self.model(**batch, use_cache=False, num_items_in_batch=total).loss.backward()
+            outputs = self.model(**batch, use_cache=False, num_items_in_batch=num_predicted)
+            outputs.loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
     def inputs(self, batch: list[int]) -> dict[str, Any]:
-        rows = [self.ids(i, int(self.job.lengths[i])) for i in batch]
+        rows = [self.ids(sample, int(self.job.lengths[sample])) for sample in batch]
         if self.method.packed:
-            from transformers import DataCollatorWithFlattening
-
-            flatten = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
-            made = flatten([{"input_ids": row.tolist()} for row in rows])
+            inputs = flattened(rows)
         else:
-            made = padded(rows, self.job.ladder if self.method.few_shapes else None)
-        self.real, self.padded = (
-            self.real + sum(map(len, rows)),
-            self.padded + made["input_ids"].numel(),
-        )
-        return {
-            k: v.to(self.machine.device) if isinstance(v, torch.Tensor) else v
-            for k, v in made.items()
-        }
+            inputs = padded(rows, self.job.ladder if self.method.few_shapes else None)
+        for name, value in inputs.items():
+            if isinstance(value, torch.Tensor):
+                inputs[name] = value.to(self.machine.device)
+        return inputs
 
     def figures(self) -> dict[str, Any]:
+        seconds = [timed.seconds for timed in self.timed]
+        samples_per_s = overall([timed.samples for timed in self.timed], seconds)
+        tokens_per_s = overall([timed.real_tokens for timed in self.timed], seconds)
         return {
-            "samples_per_s": overall([(count, seconds) for count, _, seconds in self.timed]),
-            "real_tokens_per_s": overall([(real, seconds) for _, real, seconds in self.timed])[
-                "median"
-            ],
-            "padding": 1 - self.real / max(self.padded, 1),
-            "batches_per_update": self.batches / max(self.done, 1),
-            "samples": self.samples,
-            "peak_bytes": self.peak,
+            "samples_per_s": samples_per_s,
+            "real_tokens_per_s": tokens_per_s["median"],
+            "padding": 1 - self.counts.real_tokens / max(self.counts.padded_tokens, 1),
+            "batches_per_update": self.counts.batches / max(self.counts.updates, 1),
+            "samples": self.counts.samples,
+            "peak_bytes": self.peak_bytes,
             "same_updates": self.method.same_updates,
             "setting": self.setting,
         }
 
 
-def padded(rows: list[np.ndarray], ladder: Any = None) -> dict[str, torch.Tensor]:
+def padded(rows: list[np.ndarray], ladder: Any = None) -> dict[str, Any]:
     """Ids, mask and labels, to the longest row, or filled to one of a ladder's shapes."""
-    return FillingCollator(collate, ladder)([sample_of(torch.from_numpy(row)) for row in rows])
+    samples = [sample_of(torch.from_numpy(row)) for row in rows]
+    return FillingCollator(collate, ladder)(samples)
+
+
+def flattened(rows: list[np.ndarray]) -> dict[str, Any]:
+    """One packed row, as transformers makes it."""
+    flatten = _flattening()
+    return flatten([{"input_ids": row.tolist()} for row in rows])
+
+
+@cache
+def _flattening() -> Any:
+    from transformers import DataCollatorWithFlattening
+
+    return DataCollatorWithFlattening(return_flash_attn_kwargs=True)
 
 
 # On the CPU
@@ -158,10 +203,9 @@ def texts_of(count: int = 8000) -> list[np.ndarray]:
 
     texts = docstrings(count)[:count]
     tokenizer = train_tokenizer(texts[:4000], vocabulary=SIZES["small"][-1])
-    found = [np.asarray(ids, np.int64) for ids in tokenizer(texts)["input_ids"]]
-    return [
-        found[i] for i in np.random.default_rng(0).permutation(len(found)) if len(found[i]) >= 4
-    ]
+    rows = [np.asarray(ids, np.int64) for ids in tokenizer(texts)["input_ids"]]
+    order = np.random.default_rng(0).permutation(len(rows))
+    return [rows[place] for place in order if len(rows[place]) >= 4]
 
 
 def compared(
@@ -171,28 +215,40 @@ def compared(
     updates of its own. AssertionError: methods that should keep the updates made others."""
     text = np.concatenate(texts_of()[HELD_OUT:])
     starts = np.random.default_rng(1).integers(0, len(text) - SHORT, len(job.lengths))
-    start = partial(
-        Run, job=job, machine=machine, size="small", ids=lambda i, n: text[starts[i] :][:n]
-    )
 
-    def turns(runs: Sequence[Run], updates: int) -> None:
-        for one in (one for _ in range(updates) for one in runs):
-            one.turn(
-                samples=job.per_update
-            )  # a free-running method may need more or fewer of its updates for as many
+    def ids(sample: int, length: int) -> np.ndarray:
+        start = starts[sample]
+        return text[start : start + length]
 
-    def best(name: str) -> Setting | None:
-        tried = [start(name, setting=setting) for setting in METHODS[name].tried(job)]
-        if len(tried) > 1:
-            turns(tried, TUNED)
-            tried.sort(key=lambda one: -one.figures()["real_tokens_per_s"])
-        return tried[0].setting
-
-    runs = {name: start(name, setting=best(name)) for name in names if METHODS[name].available}
-    turns(list(runs.values()), updates)
-    same = [one.seen for one in runs.values() if one.method.same_updates]
-    assert all(seen == same[0][: len(seen)] for seen in same), "not the same updates"
+    start_run = partial(Run, job=job, machine=machine, size="small", ids=ids)
+    runs = {}
+    for name in names:
+        if METHODS[name].available:
+            runs[name] = start_run(name, setting=_fastest_setting(name, job, start_run))
+    _take_turns(list(runs.values()), updates)
+    _check_same_updates(runs.values())
     return runs
+
+
+def _fastest_setting(name: str, job: Job, start_run: Callable[..., Run]) -> Setting | None:
+    tried = [start_run(name, setting=setting) for setting in METHODS[name].tried(job)]
+    if len(tried) > 1:
+        _take_turns(tried, TUNED)
+        tried.sort(key=lambda run: -run.figures()["real_tokens_per_s"])
+    return tried[0].setting
+
+
+def _take_turns(runs: Sequence[Run], updates: int) -> None:
+    """A free-running method may need more or fewer of its updates for as many samples."""
+    for _, run in product(range(updates), runs):
+        run.turn(samples=run.job.per_update)
+
+
+def _check_same_updates(runs: Iterable[Run]) -> None:
+    """Of the methods that should keep the samples of each update."""
+    updates = [run.samples_of_updates for run in runs if run.method.same_updates]
+    for of_run in updates:
+        assert of_run == updates[0][: len(of_run)], "not the same updates"
 
 
 SETS = (
@@ -211,21 +267,32 @@ def rivals(machine: Machine) -> Iterator[dict[str, Any]]:
     if machine.is_gpu or machine.dry:
         yield from _cases(machine, ("0.5B, CV 1.0", "0.5B, azure_llm_conv_2023"))
         return
-    found, work, held_out = (
-        {},
-        measured_work(machine),
-        [ids[:SHORT] for ids in texts_of()[:HELD_OUT]],
-    )
+    figures: dict[str, Any] = {}
+    work = measured_work(machine)
+    held_out = [ids[:SHORT] for ids in texts_of()[:HELD_OUT]]
     for name in SETS:
-        lengths = scaled(name)
-        job = Job(lengths, PER_UPDATE, FIXED * int(lengths.max()), work=work)
-        runs = compared(machine, job).items()
-        methods = {
-            way: {**one.figures(), "held_out_loss": loss_on(one.model, held_out)}
-            for way, one in runs
-        }
-        found[name] = {**_about(job), "updates": UPDATES, "methods": methods}
-        yield found
+        job = small_job(name, PER_UPDATE, work)
+        methods = {}
+        for way, run in compared(machine, job).items():
+            methods[way] = {**run.figures(), "held_out_loss": loss_on(run.model, held_out)}
+        figures[name] = {**_about(job), "updates": UPDATES, "methods": methods}
+        yield figures
+
+
+def small_job(name: str, per_update: int, work: Work) -> Job:
+    """Training on a set's lengths; a batch holds 8 of the longest samples."""
+    lengths = scaled(name)
+    return Job(lengths, per_update, FIXED * int(lengths.max()), work=work)
+
+
+def scaled(name: str) -> np.ndarray:
+    """Lengths of a file, or drawn ones, scaled to a mean of 40 tokens."""
+    if name.startswith("CV"):
+        drawn = lognormal(SAMPLES, cv=float(name[3:]))
+    else:
+        drawn = lengths_of(name, SAMPLES)
+    lengths = drawn * (MEAN / drawn.mean())
+    return lengths.round().clip(4, SHORT).astype(np.int32)
 
 
 SMALL = (
@@ -245,16 +312,15 @@ SMALL_SAMPLES = 512
 
 
 def small(machine: Machine) -> Iterator[dict[str, Any]]:
-    """Updates of 8 and of 32 samples, over the lengths of :func:`rivals`; a batch holds 8 of the longest samples."""
-    found: dict[str, Any] = {}
+    """Updates of 8 and of 32 samples, over the lengths of :func:`rivals`."""
+    figures: dict[str, Any] = {}
     work = measured_work(machine)
     for size, name in product((8, 32), SETS):
-        lengths = scaled(name)
-        job = Job(lengths, size, FIXED * int(lengths.max()), work=work)
-        runs = compared(machine, job, SMALL, SMALL_SAMPLES // size)
-        methods = {way: one.figures() for way, one in runs.items()}
-        found[f"{name}, updates of {size}"] = {**_about(job), "methods": methods}
-        yield found
+        job = small_job(name, size, work)
+        runs = compared(machine, job, names=SMALL, updates=SMALL_SAMPLES // size)
+        methods = {way: run.figures() for way, run in runs.items()}
+        figures[f"{name}, updates of {size}"] = {**_about(job), "methods": methods}
+        yield figures
 
 
 BATCH_TOKENS = (64, 128, 256, 512, 1024, 2048)
@@ -266,44 +332,38 @@ def packed(machine: Machine) -> Iterator[dict[str, Any]]:
     figures: dict[str, Any] = {"us_a_token": us_a_token(machine), "sets": {}}
     work = measured_work(machine)
     for name in ("azure_llm_code_2023", *SETS):
-        lengths = scaled(name)
-        job = Job(lengths, PER_UPDATE, FIXED * int(lengths.max()), work=work)
-        runs = compared(machine, job, ("TRL padding-free", "dynagroup, packed"), 2 * UPDATES)
-        seconds = {way: [taken for *_, taken in run.timed] for way, run in runs.items()}
+        job = small_job(name, PER_UPDATE, work)
+        names = ("TRL padding-free", "dynagroup, packed")
+        runs = compared(machine, job, names=names, updates=2 * UPDATES)
+        seconds = {}
+        batches = {}
+        for way, run in runs.items():
+            seconds[way] = [timed.seconds for timed in run.timed]
+            batches[way] = run.counts.batches / run.counts.updates
         figures["sets"][name] = {
             **_about(job),
             "speed": paired(seconds["TRL padding-free"], seconds["dynagroup, packed"]),
-            "batches_per_update": {way: run.batches / run.done for way, run in runs.items()},
+            "batches_per_update": batches,
         }
         yield figures
 
 
 def us_a_token(machine: Machine, length: int = 32, repeats: int = 9) -> dict[str, Any]:
     """CPU microseconds a token of a forward and backward pass, by tokens of a packed batch."""
-    from transformers import DataCollatorWithFlattening
-
-    flatten = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
     model = build("small", machine, packed=True)
-
-    rows = [{"input_ids": ids[:length].tolist()} for ids in texts_of() if len(ids) >= length]
+    rows = [ids[:length] for ids in texts_of() if len(ids) >= length]
 
     def run(num_tokens: int) -> None:
-        batch = flatten(rows[: num_tokens // length])
+        batch = flattened(rows[: num_tokens // length])
         model(**batch, use_cache=False).loss.backward()
         model.zero_grad(set_to_none=True)
 
     ways = {str(num_tokens): partial(run, num_tokens) for num_tokens in BATCH_TOKENS}
-    taken = machine.in_turns(ways, repeats)
-    return {name: spread([1e6 * s / int(name) for s in each]) for name, each in taken.items()}
-
-
-def scaled(name: str) -> np.ndarray:
-    """Lengths of a file, or drawn ones, scaled to a mean of 40 tokens."""
-    if name.startswith("CV"):
-        drawn = lognormal(SAMPLES, cv=float(name[3:]))
-    else:
-        drawn = lengths_of(name, SAMPLES)
-    return (drawn * (MEAN / drawn.mean())).round().clip(4, SHORT).astype(np.int32)
+    figures = {}
+    for num_tokens, seconds in machine.in_turns(ways, repeats).items():
+        microseconds = [1e6 * of_turn / int(num_tokens) for of_turn in seconds]
+        figures[num_tokens] = spread(microseconds)
+    return figures
 
 
 def large(machine: Machine) -> Iterator[dict[str, Any]]:
@@ -315,9 +375,12 @@ def large(machine: Machine) -> Iterator[dict[str, Any]]:
 def loss_on(model: Any, rows: Sequence[np.ndarray]) -> float:
     """Mean over all predicted tokens."""
     model.set_attn_implementation("sdpa")
-    total, rows = sum(len(row) - 1 for row in rows), sorted(rows, key=len)
-    parts = (padded(list(rows[k : k + 16])) for k in range(0, len(rows), 16))
-    return sum(float(model(**part, num_items_in_batch=total).loss) for part in parts)
+    num_predicted = sum(len(row) - 1 for row in rows)
+    loss = 0.0
+    for part in in_fixed(sorted(rows, key=len), 16):
+        outputs = model(**padded(part), num_items_in_batch=num_predicted)
+        loss += float(outputs.loss)
+    return loss
 
 
 # On a GPU: a case is a model's size and the lengths of its samples
@@ -329,12 +392,15 @@ def _cases(machine: Machine, cases: Sequence[str]) -> Iterator[dict[str, Any]]:
     machine.warm_up()
     for number, case in enumerate(cases[:1] if machine.dry else cases):
         left = machine.left_s()
+        seconds_of_case = (left - 20) / (len(cases) - number)
+        failed: dict[str, Any] = {}
         figures[case] = {"failed": {"": "no time"}}
-        with noted(failed := {}, ""):
-            for so_far in _rounds(machine, case, left - (left - 20) / (len(cases) - number)):
+        with noted(failed, ""):
+            for so_far in _rounds(machine, case, end=left - seconds_of_case):
                 figures[case] = so_far
                 yield figures
-        figures[case]["failed"] = failed or figures[case]["failed"]
+        if failed:
+            figures[case]["failed"] = failed
         machine.free()
         yield figures
 
@@ -342,50 +408,55 @@ def _cases(machine: Machine, cases: Sequence[str]) -> Iterator[dict[str, Any]]:
 @cache
 def tokens_that_fit(size: str, num_bytes: int) -> int:
     """Tokens of a batch, as traced: no device has been asked yet."""
-    budget = MemoryBudget.from_model(
-        config_of(size), num_bytes, dtype="bfloat16", headroom=HEADROOM
-    )
+    config = config_of(size)
+    budget = MemoryBudget.from_model(config, num_bytes, dtype="bfloat16", headroom=HEADROOM)
     return budget.max_tokens(LONGEST)
 
 
 def job_of(machine: Machine, case: str, share: float) -> Job:
     """The case's lengths, and so much of what was traced to fit."""
     size, kind = case.split(", ")
-    tokens = int(share * (64 if machine.dry else tokens_that_fit(size, machine.total_bytes)))
-    longest, count = (
-        (32, 200) if machine.dry else (min(LONGEST, max(tokens // 512, 1) * 512), 5_000)
-    )
-    if kind.startswith("CV"):
-        lengths = lognormal(
-            count, mean=longest / 8, cv=float(kind[3:]), shortest=4, longest=longest
-        )
-        lengths[:8] = longest  # whatever is drawn, a fixed batch must hold the longest
-    else:
-        lengths = lengths_of(kind, count).clip(4, longest)
     work = Work.of(config_of(size, dry=machine.dry))
-    return Job(
-        lengths, 16 if machine.dry else PER_UPDATE, max(tokens // longest, 1) * longest, work=work
-    )
+    if machine.dry:
+        tokens = int(share * 64)
+        return Job(lengths_of_case(kind, 200, 32), 16, max(tokens // 32, 1) * 32, work=work)
+    tokens = int(share * tokens_that_fit(size, machine.total_bytes))
+    longest = min(LONGEST, max(tokens // 512, 1) * 512)
+    fixed = max(tokens // longest, 1)
+    return Job(lengths_of_case(kind, 5_000, longest), PER_UPDATE, fixed * longest, work=work)
 
 
-def _run(name: str, job: Job, machine: Machine, case: str) -> Run:
-    return Run(name, job, machine, case.split(", ")[0], text_of(machine, case))
+def lengths_of_case(kind: str, count: int, longest: int) -> np.ndarray:
+    """Drawn lengths ("CV 1.0"), or those of a file."""
+    if not kind.startswith("CV"):
+        return lengths_of(kind, count).clip(4, longest)
+    cv = float(kind[3:])
+    lengths = lognormal(count, mean=longest / 8, cv=cv, shortest=4, longest=longest)
+    lengths[:8] = longest  # whatever is drawn, a fixed batch must hold the longest
+    return lengths
 
 
-def text_of(machine: Machine, case: str) -> Callable[[int, int], np.ndarray]:
-    """Random ids of a sample, for a model of the case's size."""
-    text = np.random.default_rng(0).integers(
-        3, SIZES["dry" if machine.dry else case.split(", ")[0]][-1], 1 << 20
-    )
-    return lambda i, n: text[(7919 * i) % (len(text) - n) :][:n]
+def run_of(name: str, job: Job, machine: Machine, case: str) -> Run:
+    """A method's training of a model of the case's size on random ids."""
+    size = case.split(", ")[0]
+    vocabulary = SIZES["dry" if machine.dry else size][-1]
+    text = np.random.default_rng(0).integers(3, vocabulary, 1 << 20)
+
+    def ids(sample: int, length: int) -> np.ndarray:
+        start = (7919 * sample) % (len(text) - length)
+        return text[start : start + length]
+
+    return Run(name, job, machine, size, ids)
 
 
 def job_that_fits(machine: Machine, case: str) -> Job:
     """Tries the hardest batch twice, and takes less where the device has less than was traced."""
     for share in (1.0, 0.75, 0.5):
         job = job_of(machine, case, share)
-        trial = _run("fixed", job, machine, case)
-        trial.updates = repeat(2 * [np.argsort(-job.lengths, kind="stable")[: job.fixed].tolist()])
+        longest_first = np.argsort(-job.lengths, kind="stable")
+        hardest = longest_first[: job.fixed].tolist()
+        trial = run_of("fixed", job, machine, case)
+        trial.updates = repeat([hardest, hardest])
         fits = machine.fits(trial.turn)
         del trial  # and its model
         machine.free()
@@ -396,29 +467,35 @@ def job_that_fits(machine: Machine, case: str) -> Job:
 
 def _rounds(machine: Machine, case: str, end: float) -> Iterator[dict[str, Any]]:
     """Every method has a turn a round; none is begun that could outlast the case, which ends when so many seconds are left."""
-    left, rounds = machine.left_s(), 0
+    left = machine.left_s()
     job = job_that_fits(machine, case)
     longest = max(5 * SLICE_S, left - machine.left_s())
-    runs = {
-        name: _run(name, job, machine, case) for name, method in METHODS.items() if method.available
-    }
+    available = [name for name, method in METHODS.items() if method.available]
+    runs = {name: run_of(name, job, machine, case) for name in available}
     failed: dict[str, str] = {}
-    while runs and (
-        not rounds or (not machine.dry and machine.left_s() - len(runs) * longest > end)
-    ):
+    number = 0
+    while runs:
+        number += 1
         for name in list(runs):
             if not machine.has(30 + longest):
                 return
-            left = machine.left_s()
-            with noted(failed, name):
-                runs[name].turn(seconds=0.0 if machine.dry else SLICE_S)
-            if name in failed:
-                del runs[name]
-            machine.free()  # outside the block: the error's traceback kept the method's model alive
-            longest = max(longest, left - machine.left_s())
-            methods = {name: one.figures() for name, one in runs.items() if one.timed}
-            yield {**_about(job), "rounds": rounds + 1, "methods": methods, "failed": dict(failed)}
-        rounds += 1
+            longest = max(longest, _turn_of(machine, runs, name, failed))
+            methods = {way: run.figures() for way, run in runs.items() if run.timed}
+            yield {**_about(job), "rounds": number, "methods": methods, "failed": dict(failed)}
+        is_last = machine.left_s() - len(runs) * longest <= end
+        if machine.dry or is_last:
+            return
+
+
+def _turn_of(machine: Machine, runs: dict[str, Run], name: str, failed: dict[str, str]) -> float:
+    """Seconds of a method's turn; one that fails has no more turns."""
+    left = machine.left_s()
+    with noted(failed, name):
+        runs[name].turn(seconds=0.0 if machine.dry else SLICE_S)
+    if name in failed:
+        del runs[name]
+    machine.free()  # outside the block: the error's traceback kept the method's model alive
+    return left - machine.left_s()
 
 
 def _about(job: Job) -> dict[str, Any]:
