@@ -10,29 +10,28 @@ import os
 import sysconfig
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.data import collate
 from benchmarks.machine import SIZES, Machine, build
 from benchmarks.methods import Job, Update, in_fixed, longest_first, padded_tokens, planned
+from benchmarks.train import loss_on, padded, texts_of
 from dynagroup import TokenBudget, Work
 from dynagroup.plan.cost import CPU_PER_STEP
-from dynagroup.update.filling import FillingCollator
 
-SEEDS, EPOCHS, HELD_OUT, POOL = 5, 3, 1024, 50
-WAYS: dict[str, dict[str, Any] | None] = {
-    "fixed": None,
-    "grouping 50, one stratum": {"strata": 1},
-    "grouping 50, two strata": {"strata": 2},
-    "grouping 50": {},
-    "free": {"free": True},
-}
+SEEDS = 5
+EPOCHS = 3
+HELD_OUT = 1024
+POOL = 50
+"""Updates that are dealt together."""
+STRATA = {"grouping 50, one stratum": 1, "grouping 50, two strata": 2, "grouping 50": None}
+WAYS = ("fixed", *STRATA, "free")
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Case:
     optimizer: str = "AdamW"
     clipped: bool = True
     seeds: int = SEEDS
-    ways: tuple[str, ...] = tuple(WAYS)
+    ways: tuple[str, ...] = WAYS
 
 
 NO_FREE = tuple(way for way in WAYS if way != "free")
@@ -70,7 +69,7 @@ CASES: dict[str, Case] = {
     "updates of 32, CV 0.57": Case(32, 96, 1536, ways=FEW),
     "classifier, updates of 32": Case(32, 256, 1600, task="classifier", rate=5e-4, ways=FEW),
     "updates of 8, code beside docstrings": Case(
-        8, 320, 1024, "docstrings and code", seeds=3, ways=FEW
+        8, 320, 1024, texts="docstrings and code", seeds=3, ways=FEW
     ),
     "updates of 10, CV 0.97": Case(10, 320, 1024, seeds=3, ways=FEW),
     "updates of 8, rate 4e-3": Case(8, 320, 1024, rate=4e-3, seeds=3, ways=FEW),
@@ -82,39 +81,35 @@ CASES: dict[str, Case] = {
 
 def run(_machine: Machine) -> Iterator[dict[str, Any]]:
     """Figures so far after every way of every case. Nothing is timed, so trainings run side by side."""
-    found: dict[str, Any] = {"epochs": EPOCHS, "held_out": HELD_OUT, "pool": POOL, "cases": {}}
+    cases: dict[str, Any] = {}
+    figures = {"epochs": EPOCHS, "held_out": HELD_OUT, "pool": POOL, "cases": cases}
     spawn = torch.multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(os.cpu_count(), mp_context=spawn) as pool:
-        runs = {
-            (name, way): [pool.submit(trained, name, way, seed) for seed in range(case.seeds)]
-            for name, case in CASES.items()
-            for way in case.ways
-        }
+        runs = {}
+        for name, case in CASES.items():
+            for way in case.ways:
+                seeds = range(case.seeds)
+                runs[name, way] = [pool.submit(trained, name, way, seed) for seed in seeds]
         for (name, way), futures in runs.items():
-            figures = [future.result() for future in futures]
-            case = found["cases"].setdefault(name, {**asdict(CASES[name]), "found": {}})
-            case["cv"] = figures[0].pop("cv")
-            case["found"][way] = {key: [one[key] for one in figures] for key in figures[0]}
-            yield found
+            of_seeds = [future.result() for future in futures]
+            if name not in cases:
+                cases[name] = {**asdict(CASES[name]), "found": {}}
+            cases[name]["cv"] = of_seeds[0].pop("cv")
+            cases[name]["found"][way] = {
+                key: [of_seed[key] for of_seed in of_seeds] for key in of_seeds[0]
+            }
+            yield figures
 
 
 # Data
 
 
 @cache
-def docstrings() -> list[np.ndarray]:
-    from benchmarks.train import texts_of
-
-    return texts_of()
-
-
-@cache
 def code() -> list[np.ndarray]:
     """Tokens of functions of the standard library, in an order that mixes modules."""
-    from dynagroup.demo import docstrings as read
-    from dynagroup.demo import train_tokenizer
+    from dynagroup.demo import docstrings, train_tokenizer
 
-    tokenizer = train_tokenizer(read(8000)[:4000], vocabulary=SIZES["small"][-1])
+    tokenizer = train_tokenizer(docstrings(8000)[:4000], vocabulary=SIZES["small"][-1])
     texts = []
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         source = path.read_text(encoding="utf-8", errors="ignore")
@@ -123,21 +118,21 @@ def code() -> list[np.ndarray]:
                 texts.append(ast.get_source_segment(source, node) or "")
     rows = [np.asarray(ids, np.int64) for ids in tokenizer(texts[:6000])["input_ids"]]
     shuffled = np.random.default_rng(1).permutation(len(rows))
-    return [rows[number] for number in shuffled if len(rows[number]) >= 120]
+    return [rows[place] for place in shuffled if len(rows[place]) >= 120]
 
 
 def data_of(case: Case) -> tuple[list[np.ndarray], np.ndarray]:
     """Token ids of all samples, those to train on first; and labels for the classifier: int (N,)."""
-    if case.texts == "docstrings":
-        rows = [ids[: case.longest] for ids in docstrings()]
-    else:
+    texts = texts_of()
+    if case.texts != "docstrings":
         half = (case.samples + HELD_OUT) // 2
-        pairs = zip(docstrings()[:half], code()[:half], strict=False)
-        rows = [ids[: case.longest] for pair in pairs for ids in pair]
+        texts = list(chain.from_iterable(zip(texts[:half], code()[:half], strict=False)))
+    rows = [ids[: case.longest] for ids in texts]
     counts = np.bincount(np.concatenate(rows))
-    marks = set(counts.argsort()[::-1][60:75].tolist())
-    targets = np.array([int(len(marks & set(row.tolist())) >= 2) for row in rows])
-    return rows, targets
+    common_first = counts.argsort()[::-1]
+    marks = set(common_first[60:75].tolist())
+    num_marks = [len(marks & set(row.tolist())) for row in rows]
+    return rows, (np.array(num_marks) >= 2).astype(np.int64)
 
 
 # Training
@@ -145,28 +140,26 @@ def data_of(case: Case) -> tuple[list[np.ndarray], np.ndarray]:
 
 def updates_of(case: Case, way: str, seed: int, epoch: int, lengths: np.ndarray) -> list[Update]:
     """An epoch's updates, each a list of batches of sample numbers."""
-    longest = int(lengths.max())
-    budget = TokenBudget(case.size * longest)
-    work = Work(per_step=CPU_PER_STEP)
-    options = WAYS[way]
     order = Job(lengths, case.size, 0, seed).order(epoch)
-    if options is None:  # sorted and cut, which changes no gradient, and takes a third of the time
-        sorted_updates = (longest_first(update, lengths) for update in in_fixed(order, case.size))
-        return [in_fixed(update, -(-case.size // 4)) for update in sorted_updates]
-    if "free" in options:
+    if way == "fixed":
+        quarter = -(-case.size // 4)
+        return [_sorted(update, quarter, lengths) for update in in_fixed(order, case.size)]
+    longest = int(lengths.max())
+    work = Work(per_step=CPU_PER_STEP)
+    if way == "free":
         budget = TokenBudget(max(round(case.size * float(lengths.mean())), longest))
         plan = planned(lengths, budget, epoch=epoch, shuffle=True, seed=seed, work=work)
-        return [row for row in plan.rows]
+        return plan.rows
     plan = planned(
         lengths,
-        budget,
+        TokenBudget(case.size * longest),
         epoch=epoch,
         order=order,
         seed=seed,
         samples_per_update=case.size,
         grouping=POOL,
+        strata=STRATA[way],
         work=work,
-        **options,
     )
     updates: list[Update] = [[]]
     for row, ends in zip(plan.rows, plan.update_ends.tolist(), strict=True):
@@ -174,6 +167,40 @@ def updates_of(case: Case, way: str, seed: int, epoch: int, lengths: np.ndarray)
         if ends:
             updates.append([])
     return updates[:-1]
+
+
+def _sorted(update: list[int], size: int, lengths: np.ndarray) -> Update:
+    """Sorted and cut, which changes no gradient, and takes a third of the time."""
+    return in_fixed(longest_first(update, lengths), size)
+
+
+@dataclass
+class Updates:
+    """What the updates of a training held."""
+
+    batches: int = 0
+    samples: int = 0
+    padded_tokens: int = 0
+    padded_in_one_batch: int = 0
+    tokens: list[int] = field(default_factory=list)
+    """Of each update."""
+
+    def add(self, update: Update, lengths: np.ndarray) -> None:
+        samples = list(chain.from_iterable(update))
+        self.batches += len(update)
+        self.samples += len(samples)
+        self.padded_tokens += padded_tokens(update, lengths)
+        self.padded_in_one_batch += padded_tokens([samples], lengths)
+        self.tokens.append(int(lengths[samples].sum()))
+
+    def figures(self) -> dict[str, float]:
+        return {
+            "padding": 1 - sum(self.tokens) / self.padded_tokens,
+            "padding_in_one_batch": 1 - sum(self.tokens) / self.padded_in_one_batch,
+            "batches_an_update": self.batches / len(self.tokens),
+            "tokens_cv": float(np.std(self.tokens) / np.mean(self.tokens)),
+            "samples_an_update": self.samples / len(self.tokens),
+        }
 
 
 def trained(name: str, way: str, seed: int) -> dict[str, float]:
@@ -186,10 +213,10 @@ def trained(name: str, way: str, seed: int) -> dict[str, float]:
     optimizer_class = getattr(torch.optim, case.optimizer)
     optimizer = optimizer_class(model.parameters(), lr=case.rate, fused=True)
     lengths = np.array([len(row) for row in rows[: case.samples]], np.int32)
-    tokens, num_batches, padded, padded_whole, used = [], 0, 0, 0, 0
+    updates = Updates()
     for epoch in range(EPOCHS):
         for update in updates_of(case, way, seed, epoch, lengths):
-            rate = case.rate * (1 - used / (EPOCHS * case.samples))
+            rate = case.rate * (1 - updates.samples / (EPOCHS * case.samples))
             for group in optimizer.param_groups:
                 group["lr"] = rate
             for loss in task.losses(model, update):
@@ -198,26 +225,12 @@ def trained(name: str, way: str, seed: int) -> dict[str, float]:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            used += sum(map(len, update))
-            num_batches += len(update)
-            padded += padded_tokens(update, lengths)
-            padded_whole += padded_tokens([[i for batch in update for i in batch]], lengths)
-            tokens.append(sum(int(lengths[batch].sum()) for batch in update))
+            updates.add(update, lengths)
     return {
         **task.held_out(model, case.samples),
-        "padding": 1 - sum(tokens) / padded,
-        "padding_in_one_batch": 1 - sum(tokens) / padded_whole,
-        "batches_an_update": num_batches / len(tokens),
-        "tokens_cv": float(np.std(tokens) / np.mean(tokens)),
-        "samples_an_update": used / len(tokens),
+        **updates.figures(),
         "cv": float(lengths.std() / lengths.mean()),
     }
-
-
-def padded_rows(rows: list[np.ndarray]) -> dict[str, torch.Tensor]:
-    from benchmarks.data import sample_of
-
-    return FillingCollator(collate, None)([sample_of(torch.from_numpy(row)) for row in rows])
 
 
 class DecoderTask:
@@ -230,14 +243,13 @@ class DecoderTask:
         return build("small", seed=seed)
 
     def losses(self, model: Callable[..., Any], update: Update) -> Iterator[torch.Tensor]:
-        predicted = sum(len(self.rows[index]) - 1 for batch in update for index in batch)
+        samples = chain.from_iterable(update)
+        num_predicted = sum(len(self.rows[index]) - 1 for index in samples)
         for batch in update:
-            inputs = padded_rows([self.rows[index] for index in batch])
-            yield model(**inputs, use_cache=False, num_items_in_batch=predicted).loss
+            inputs = padded([self.rows[index] for index in batch])
+            yield model(**inputs, use_cache=False, num_items_in_batch=num_predicted).loss
 
     def held_out(self, model: Any, start: int) -> dict[str, float]:
-        from benchmarks.train import loss_on
-
         return {"held_out_loss": loss_on(model, self.rows[start : start + HELD_OUT])}
 
 
@@ -263,7 +275,7 @@ class ClassifierTask:
         return BertForSequenceClassification(config).train()
 
     def _outputs(self, model: Any, batch: list[int]) -> Any:
-        inputs = padded_rows([self.rows[index] for index in batch])
+        inputs = padded([self.rows[index] for index in batch])
         inputs["labels"] = torch.from_numpy(self.targets[batch])
         return model(**inputs)
 
@@ -275,11 +287,13 @@ class ClassifierTask:
     @torch.no_grad()
     def held_out(self, model: Any, start: int) -> dict[str, float]:
         model.eval()
-        by_length = sorted(range(start, start + HELD_OUT), key=lambda index: len(self.rows[index]))
-        loss, right = 0.0, 0
+        samples = range(start, start + HELD_OUT)
+        by_length = sorted(samples, key=lambda index: len(self.rows[index]))
+        loss = 0.0
+        num_right = 0
         for batch in in_fixed(by_length, 32):
             outputs = self._outputs(model, batch)
             loss += float(outputs.loss) * len(batch)
             guessed = outputs.logits.argmax(1).numpy()
-            right += int((guessed == self.targets[batch]).sum())
-        return {"held_out_loss": loss / HELD_OUT, "accuracy": right / HELD_OUT}
+            num_right += int((guessed == self.targets[batch]).sum())
+        return {"held_out_loss": loss / HELD_OUT, "accuracy": num_right / HELD_OUT}
