@@ -34,32 +34,39 @@ FAULTS: dict[str, Callable[[Case], list[str]]] = {
 
 def run_case(case: Case) -> list[str]:
     """What the case found wrong, in a thread of its own: a hang is a finding, too."""
-    found: list[str] = ["hang"]
+    wrong = ["hang"]
 
     def run() -> None:
         try:
             with warnings.catch_warnings(), tempfile.TemporaryDirectory() as name:
                 warnings.simplefilter("ignore")
                 case.folder = Path(name)
-                found[:] = FAULTS[case.fault](case)
+                wrong[:] = FAULTS[case.fault](case)
         except Exception as error:
-            asked = "samples_per_update" in str(error) or "at least the number of ranks" in str(
-                error
-            )
-            refused = asked and isinstance(error, (ConfigError, BudgetError))
-            found[:] = [] if refused else [f"{type(error).__name__}: {error}"[:500]]
+            message = f"{type(error).__name__}: {error}"
+            wrong[:] = [] if _is_refusal(error) else [message[:500]]
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(HANG_S)
-    return found
+    return wrong
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether the library says that the drawn update is too small for the ranks."""
+    if not isinstance(error, (ConfigError, BudgetError)):
+        return False
+    return "samples_per_update" in str(error) or "at least the number of ranks" in str(error)
 
 
 def draws() -> Iterator[tuple[int, str]]:
     """Seeds with their faults, each fault in turn; the rare ones every fourth round."""
-    return enumerate(
-        fault for turn in count() for fault in FAULTS if fault not in RARE or turn % 4 == 0
-    )
+    seed = 0
+    for turn in count():
+        for fault in FAULTS:
+            if fault not in RARE or turn % 4 == 0:
+                yield seed, fault
+                seed += 1
 
 
 def campaign(cases: int, first: int) -> dict[str, Any]:
@@ -68,7 +75,8 @@ def campaign(cases: int, first: int) -> dict[str, Any]:
     findings: dict[int, list[str]] = {}
     for seed, fault in islice(draws(), first, first + cases):
         counts[fault] += 1
-        if wrong := run_case(Case(seed, fault)):
+        wrong = run_case(Case(seed, fault))
+        if wrong:
             findings[seed] = [fault, *wrong]
             print(f"seed {seed}, {fault}: {'; '.join(wrong)}")
     return {"cases": cases, "first_seed": first, "by_fault": dict(counts), "findings": findings}
@@ -83,18 +91,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=0, help="seed of the first case")
     parser.add_argument("--seed", type=int, help="one case, by its seed")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/faults.json")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)  # recovering is loud, and here it is all there is
     gc.freeze()  # recovering collects garbage, too: of the case, not of all that was imported
     began = time.monotonic()
-    found = campaign(given.cases, given.first) if given.seed is None else campaign(1, given.seed)
-    print(json.dumps({**found, "findings": len(found["findings"])}, indent=1))
-    if given.save:
-        print(
-            save(RESULTS, "faults", {**found, "minutes": round((time.monotonic() - began) / 60, 1)})
-        )
-    return 1 if found["findings"] else 0
+    if options.seed is None:
+        figures = campaign(options.cases, options.first)
+    else:
+        figures = campaign(cases=1, first=options.seed)
+    num_findings = len(figures["findings"])
+    print(json.dumps({**figures, "findings": num_findings}, indent=1))
+    if options.save:
+        minutes = (time.monotonic() - began) / 60
+        print(save(RESULTS, "faults", {**figures, "minutes": round(minutes, 1)}))
+    return 1 if num_findings else 0
 
 
 if __name__ == "__main__":

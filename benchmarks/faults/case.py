@@ -3,7 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,14 @@ from dynagroup.testing import run_ranks
 
 def seen(loader: Iterable[Any], most: int | None = None) -> list[Seen]:
     """The steps of an epoch, or its first ones."""
-    return [Seen.of(step) for step in islice(loader, most)] if most != 0 else []
+    if most == 0:  # not even an iterator
+        return []
+    return [Seen.of(step) for step in islice(loader, most)]
 
 
 def seen_in(steps: Iterable[Seen]) -> Counter[int]:
     """How often each sample came."""
-    return Counter(i for step in steps for i in step.samples)
+    return Counter(chain.from_iterable(step.samples for step in steps))
 
 
 class Case:
@@ -32,11 +34,13 @@ class Case:
     """Its own while it runs."""
 
     def __init__(self, seed: int, fault: str) -> None:
-        self.seed, self.fault = seed, fault
-        rng = self.rng = random.Random(seed)
-        draw = np.random.default_rng(seed)
+        self.seed = seed
+        self.fault = fault
+        self.rng = random.Random(seed)
+        rng = self.rng
         count = rng.choice([1, 3, 17, 60, 200])
-        drawn = draw.lognormal(2.0, rng.choice([0.2, 0.8, 1.3]), count)
+        sigma = rng.choice([0.2, 0.8, 1.3])
+        drawn = np.random.default_rng(seed).lognormal(2.0, sigma, count)
         self.lengths: list[int] = np.clip(drawn, 1, 80).astype(int).tolist()
         self.max_tokens = rng.choice([80, 160, 640])
         self.ranks = rng.choice([1, 1, 2, 3, 4])
@@ -56,16 +60,17 @@ class Case:
         self, world: Any, dataset: Any = None, *, lengths: Sequence[int] | None = None, **more: Any
     ) -> Any:
         """A new loader; ``lengths`` are what a planned one is told instead of the truth."""
-        data = dataset if dataset is not None else Numbered(self.lengths)
+        if dataset is None:
+            dataset = Numbered(self.lengths)
         budget = TokenBudget(self.max_tokens, layout="packed" if self.packed else "padded")
         options = {**self.options, "collate_fn": collate, "world": world, **more}
         if self.online:
-            return OnlineDataLoader(data, budget, **options)
+            return OnlineDataLoader(dataset, budget, **options)
         for name in ("length_hint", "shuffle"):  # it knows the lengths, and always draws anew
             options.pop(name, None)
-        return PlannedDataLoader(
-            data, self.lengths if lengths is None else lengths, budget, **options
-        )
+        if lengths is None:
+            lengths = self.lengths
+        return PlannedDataLoader(dataset, lengths, budget, **options)
 
     def epoch(self, dataset: Any = None, **more: Any) -> list[list[Seen]]:
         """One epoch of a new loader on every rank."""
@@ -80,5 +85,7 @@ class Case:
 
     def judged(self, ranks: Ranks, expected: Counter[int] | None = None) -> list[str]:
         """What is wrong with an epoch whose lengths were told truly; by default every sample should have come once."""
-        wrong = judged(self.lengths, ranks, self.everything if expected is None else expected)
+        if expected is None:
+            expected = self.everything
+        wrong = judged(self.lengths, ranks, expected)
         return wrong + over_budget(self.lengths, ranks, self.max_tokens, packed=self.packed)

@@ -19,6 +19,10 @@ from dynagroup import TokenBudget, generate_dataset
 NEW = 3
 
 
+def repeated_word(place: int, times: int) -> str:
+    return " ".join([f"w{place}"] * times)
+
+
 class Job:
     """Text ``i`` is the word ``i``, as often as it is long; its answer is that word three times.
 
@@ -27,21 +31,24 @@ class Job:
     """
 
     def __init__(self, case: Case, calls_left: float = math.inf) -> None:
-        self.texts = [" ".join([f"w{i}"] * n) for i, n in enumerate(case.lengths)]
-        self.max_tokens, self.output, self.calls_left = (
-            case.max_tokens,
-            case.folder / "out.jsonl",
-            calls_left,
-        )
+        self.texts = [repeated_word(place, n) for place, n in enumerate(case.lengths)]
+        self.max_tokens = case.max_tokens
+        self.calls_left = calls_left
+        self.output = case.folder / "out.jsonl"
         self.asked = case.folder / "asked.txt"
 
     def run(self) -> list[str]:
         model = build("tiny").eval()
         model.generate = self._generate
         budget = TokenBudget(self.max_tokens + 80 * NEW)
-        options: dict[str, Any] = {"max_new_tokens": NEW, "progress": False}
         return generate_dataset(
-            model, word_tokenizer(300), self.texts, budget=budget, output=self.output, **options
+            model,
+            word_tokenizer(300),
+            self.texts,
+            budget=budget,
+            output=self.output,
+            max_new_tokens=NEW,
+            progress=False,
         )
 
     def _generate(self, **batch: Any) -> torch.Tensor:
@@ -55,15 +62,22 @@ class Job:
 
     def num_asked(self) -> list[int]:
         """Samples of every batch that was generated."""
-        return [int(line) for line in self.asked.read_text().split()] if self.asked.exists() else []
+        if not self.asked.exists():
+            return []
+        return [int(line) for line in self.asked.read_text().split()]
 
     def wrong(self, found: list[str]) -> list[str]:
         """What is wrong with what the job gave back, and with what it wrote."""
-        answers = [" ".join([f"w{i}"] * NEW) for i in range(len(self.texts))]
-        lines = [json.loads(line) for line in self.output.read_text(encoding="utf-8").splitlines()]
-        wrong = [] if found == answers else ["a job gave back wrong results"]
-        same = lines == [{"index": i, "result": answer} for i, answer in enumerate(answers)]
-        return wrong if same else [*wrong, "a job's file holds other results"]
+        answers = [repeated_word(place, NEW) for place in range(len(self.texts))]
+        wrong = []
+        if found != answers:
+            wrong.append("a job gave back wrong results")
+        lines = self.output.read_text(encoding="utf-8").splitlines()
+        written = [json.loads(line) for line in lines]
+        expected = [{"index": i, "result": answer} for i, answer in enumerate(answers)]
+        if written != expected:
+            wrong.append("a job's file holds other results")
+        return wrong
 
 
 def _again(job: Job, most_repeated: int) -> list[str]:
@@ -77,29 +91,29 @@ def _again(job: Job, most_repeated: int) -> list[str]:
 
 def disk_full(case: Case) -> list[str]:
     """No file may grow beyond a random size; with room again, the same call finishes the job."""
-    most, job = case.rng.randrange(1, 60 * len(case.lengths) + 500), Job(case)
+    most_bytes = case.rng.randrange(1, 60 * len(case.lengths) + 500)
+    job = Job(case)
 
     def run(_rank: int) -> list[str]:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write fails instead of the process
-        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
         return job.wrong(job.run())
 
-    if isinstance(report := forked(1, run)[0], list):
+    report = forked(1, run)[0]
+    if isinstance(report, list):
         return report
-    told = "File too large" in report or "No space" in report
-    return ([] if told else [f"a full disk ends in {report}"]) + _again(
-        job, max(job.num_asked(), default=0)
-    )
+    wrong = []
+    if "File too large" not in report and "No space" not in report:
+        wrong.append(f"a full disk ends in {report}")
+    return wrong + _again(job, max(job.num_asked(), default=0))
 
 
 def _killed(case: Case) -> list[str]:
     batches = case.rng.randrange(0, 6)
     report = forked(1, lambda _rank: Job(case, batches).run())[0]
-    return (
-        []
-        if report == KILLED or isinstance(report, list)
-        else [f"a job to be killed ended with {report}"]
-    )
+    if report == KILLED or isinstance(report, list):
+        return []
+    return [f"a job to be killed ended with {report}"]
 
 
 def killed_while_writing(case: Case) -> list[str]:
@@ -117,13 +131,17 @@ def journal_damaged(case: Case) -> list[str]:
 
 def _damaged(data: bytes, rng: random.Random) -> bytes:
     place = rng.randrange(len(data) + 1)
+    before = data[:place]
+    behind = data[place:]
+    inserted = rng.randbytes(rng.randrange(1, 9))
+    num_skipped = rng.randrange(9)
     ways = [
         data[: len(data) // 2],
-        data[:place],
-        data[:place] + bytes(len(data) - place),
-        data[:place] + rng.randbytes(rng.randrange(1, 9)) + data[place + rng.randrange(9) :],
-        data[: place - 1] + bytes([data[place - 1] ^ 1]) + data[place:] if place else data[1:],
-        data + data[place:],
+        before,
+        before + bytes(len(behind)),
+        before + inserted + behind[num_skipped:],
+        before[:-1] + bytes([before[-1] ^ 1]) + behind if place else data[1:],
+        data + behind,
     ]
     return rng.choice(ways)
 

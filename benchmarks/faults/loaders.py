@@ -1,6 +1,7 @@
 """Faults of loops and data, on ranks that are threads: early breaks, broken items, lies, restarts."""
 
 import json
+from itertools import chain
 from typing import Any
 
 from benchmarks.data import Numbered
@@ -35,49 +36,47 @@ def item_raises(case: Case) -> list[str]:
 
 def lengths_lie(case: Case) -> list[str]:
     """Lengths (or hints) are wrong by up to ten times: every sample still comes once, weighed by the truth."""
-    told = [max(1, int(n * case.rng.choice([0.1, 1, 10]))) for n in case.lengths]
-    if (
-        case.online
-    ):  # it measures what it is told about, so its batches keep to their budget all the same
-        return case.judged(case.epoch(length_hint=told))
-    return judged(case.lengths, case.epoch(lengths=told), case.everything)
+    wrong_lengths = []
+    for length in case.lengths:
+        factor = case.rng.choice([0.1, 1, 10])
+        wrong_lengths.append(max(1, int(length * factor)))
+    if case.online:  # it measures the samples, so its batches keep to their budget all the same
+        return case.judged(case.epoch(length_hint=wrong_lengths))
+    return judged(case.lengths, case.epoch(lengths=wrong_lengths), case.everything)
 
 
 def stop_and_resume(case: Case, ranks_after: int | None = None) -> list[str]:
     """An epoch stopped after a random step, saved as JSON, and continued on so many ranks by fresh loaders."""
-    ranks_after = ranks_after or case.ranks
-    alike, whole = ranks_after == case.ranks, case.epoch()
-    stop = case.rng.randint(0, len(whole[0]))
-    if not alike and stop < len(whole[0]):
-        while stop and not whole[0][stop - 1].ends:
-            stop -= (
-                1  # the gradient of an update that two numbers of ranks share is nobody's to judge
-            )
+    if ranks_after is None:
+        ranks_after = case.ranks
+    alike = ranks_after == case.ranks
+    steps = case.epoch()[0]
+    stop = case.rng.randint(0, len(steps))
+    if not alike and stop < len(steps):
+        # the gradient of an update that two numbers of ranks share is nobody's to judge
+        while stop and not steps[stop - 1].ends:
+            stop -= 1
 
     def first_half(world: Any) -> tuple[list[Seen], Any]:
         loader = case.loader(world)
         return seen(loader, stop), json.loads(json.dumps(loader.state_dict()))
 
-    begun = run_ranks(case.ranks, first_half)
-    states = [state for _, state in begun]
+    begun, states = zip(*run_ranks(case.ranks, first_half), strict=True)
 
     def second_half(world: Any) -> list[Seen]:
         loader = case.loader(world)
-        loader.load_state_dict(states[world.rank] if alike else states)
+        loader.load_state_dict(states[world.rank] if alike else list(states))
         return seen(loader)
 
     rest = run_ranks(ranks_after, second_half)
-    if stop == len(whole[0]):  # the epoch was used up: the next one comes
+    if stop == len(steps):  # the epoch was used up: the next one comes
         return case.judged(rest)
-    left = case.judged(
-        rest, case.everything - seen_in(step for steps, _ in begun for step in steps)
-    )
+    wrong = case.judged(rest, case.everything - seen_in(chain.from_iterable(begun)))
     if not alike:
-        return left
-    both = [
-        a + b for (a, _), b in zip(begun, rest, strict=True)
-    ]  # the update that was cut in two is judged as one
-    return wrong_gradients(case.lengths, both) + _but_gradients(left)
+        return wrong
+    # the update that was cut in two is judged as one
+    whole = [before + after for before, after in zip(begun, rest, strict=True)]
+    return wrong_gradients(case.lengths, whole) + _but_gradients(wrong)
 
 
 def _but_gradients(wrong: list[str]) -> list[str]:
@@ -92,22 +91,22 @@ def worker_killed(case: Case) -> list[str]:
     except (EOFError, OSError):  # torch was reading what the worker was sending
         return []
     except RuntimeError as error:
-        return (
-            []
-            if "worker" in str(error).lower()
-            else [f"the error does not speak of a worker: {error}"]
-        )
+        if "worker" not in str(error).lower():
+            return [f"the error does not speak of a worker: {error}"]
+        return []
     return ["a killed worker went unnoticed"]
 
 
 def workers_and_resume(case: Case) -> list[str]:
     """Real worker processes that prefetch; what was prefetched and not used comes again."""
-    loader, after = (case.loader(None, num_workers=2) for _ in range(2))
+    loader = case.loader(None, num_workers=2)
+    after = case.loader(None, num_workers=2)
     begun = seen(loader, case.rng.randint(1, 4))
-    after.load_state_dict(json.loads(json.dumps(loader.state_dict())))
-    return _but_gradients(
-        case.judged([seen(after)], case.everything - seen_in(begun) or case.everything)
-    )
+    state = json.dumps(loader.state_dict())
+    after.load_state_dict(json.loads(state))
+    remaining = case.everything - seen_in(begun)
+    expected = remaining if remaining else case.everything
+    return _but_gradients(case.judged([seen(after)], expected))
 
 
 FAULTS = {

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from benchmarks.data import numbers_of
@@ -25,15 +26,20 @@ class Seen:
 
     @classmethod
     def of(cls, step: Any) -> "Seen":
-        samples = [] if step.idle else numbers_of(step.batch)
-        counts = [] if step.idle else (step.batch["labels"][:, 1:] != -100).sum(dim=1).tolist()
-        total = sum(counts)
-        mean = (
-            sum(n * value_of(i) for n, i in zip(counts, samples, strict=True)) / total
-            if total
-            else 0.0
-        )
+        if step.idle:
+            return cls([], 0.0, step.ends_update)
+        samples = numbers_of(step.batch)
+        is_predicted = step.batch["labels"][:, 1:] != -100
+        mean = mean_loss(samples, is_predicted.sum(dim=1).tolist())
         return cls(samples, step.loss_scale * mean, step.ends_update)
+
+
+def mean_loss(samples: Sequence[int], num_predicted: Sequence[int]) -> float:
+    """Over all predicted tokens of these samples; 0 if there are none."""
+    total = 0.0
+    for sample, number in zip(samples, num_predicted, strict=True):
+        total += number * value_of(sample)
+    return total / max(sum(num_predicted), 1)
 
 
 Ranks = Sequence[Sequence[Seen]]
@@ -41,14 +47,19 @@ Ranks = Sequence[Sequence[Seen]]
 
 def judged(lengths: Sequence[int], ranks: Ranks, expected: Counter[int]) -> list[str]:
     """What is wrong with the steps of all ranks; empty if nothing."""
-    if len({len(steps) for steps in ranks}) > 1:
-        return [f"unequal steps: {[len(steps) for steps in ranks]}"]
-    found, wrong = Counter(i for steps in ranks for step in steps for i in step.samples), []
+    num_steps = [len(steps) for steps in ranks]
+    if len(set(num_steps)) > 1:
+        return [f"unequal steps: {num_steps}"]
+    steps = chain.from_iterable(ranks)
+    found = Counter(chain.from_iterable(step.samples for step in steps))
+    wrong = []
     for what, samples in (("lost", expected - found), ("repeated", found - expected)):
         if samples:
             wrong.append(f"{samples.total()} samples {what}, such as {sorted(samples)[:5]}")
-    if any(len({step.ends for step in row}) > 1 for row in zip(*ranks, strict=True)):
-        wrong.append("updates end at different steps")
+    for row in zip(*ranks, strict=True):
+        if len({step.ends for step in row}) > 1:
+            wrong.append("updates end at different steps")
+            break
     return wrong + wrong_gradients(lengths, ranks)
 
 
@@ -59,12 +70,12 @@ def wrong_gradients(lengths: Sequence[int], ranks: Ranks) -> list[str]:
         update += row
         if not row[0].ends:
             continue
-        members = [i for step in update for i in step.samples]
-        weight = sum(lengths[i] - 1 for i in members)
-        wanted = sum((lengths[i] - 1) * value_of(i) for i in members) / weight if weight else 0.0
+        samples = list(chain.from_iterable(step.samples for step in update))
+        expected = mean_loss(samples, [lengths[sample] - 1 for sample in samples])
         found = sum(step.loss for step in update) / len(ranks)
-        if abs(found - wanted) > 1e-9 * max(1.0, abs(wanted)):
-            return [f"gradient of an update of {len(members)} samples is {found!r}, not {wanted!r}"]
+        if abs(found - expected) > 1e-9 * max(1.0, abs(expected)):
+            update_is = f"gradient of an update of {len(samples)} samples is"
+            return [f"{update_is} {found!r}, not {expected!r}"]
         update = []
     return []
 
@@ -73,9 +84,12 @@ def over_budget(
     lengths: Sequence[int], ranks: Ranks, max_tokens: int, *, packed: bool = False
 ) -> list[str]:
     """Batches of more than one sample that hold too many tokens."""
-    for step in (step for steps in ranks for step in steps if len(step.samples) > 1):
-        found = [lengths[i] for i in step.samples]
-        tokens = sum(found) if packed else len(found) * max(found)
+    for step in chain.from_iterable(ranks):
+        num_samples = len(step.samples)
+        if num_samples < 2:
+            continue
+        of_samples = [lengths[sample] for sample in step.samples]
+        tokens = sum(of_samples) if packed else num_samples * max(of_samples)
         if tokens > max_tokens:
-            return [f"a batch of {len(found)} samples holds {tokens} tokens, {max_tokens} fit"]
+            return [f"a batch of {num_samples} samples holds {tokens} tokens, {max_tokens} fit"]
     return []

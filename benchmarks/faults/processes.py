@@ -10,6 +10,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any
 
 from benchmarks.faults.case import Case, seen
@@ -30,19 +31,21 @@ def forked(number: int, function: Callable[[int], Any]) -> list[Any]:
     Forked, since a fresh interpreter would take seconds to import torch; they leave without any tearing down.
     """
     gc.collect()  # loaders of earlier cases, whose workers are no children of a fork
-    context, end, started = multiprocessing.get_context("fork"), time.monotonic() + PATIENCE_S, []
+    context = multiprocessing.get_context("fork")
+    end = time.monotonic() + PATIENCE_S
+    started = []
     for rank in range(number):
         reader, writer = context.Pipe(duplex=False)
-        started.append((context.Process(target=_run, args=(function, rank, writer)), reader))
-        started[-1][0].start()
+        process = context.Process(target=_run, args=(function, rank, writer))
+        process.start()
+        started.append((process, reader))
         writer.close()  # so that the end of the process is the end of its pipe
     return [_report(process, reader, end) for process, reader in started]
 
 
 def _run(function: Callable[[int], Any], rank: int, writer: Any) -> None:
-    sys.unraisablehook = lambda _: (
-        None
-    )  # loaders of the parent say at their end that these are not their workers
+    # loaders of the parent say at their end that these are not their workers
+    sys.unraisablehook = _ignored
     try:
         report = function(rank)
     except BaseException as error:
@@ -51,6 +54,10 @@ def _run(function: Callable[[int], Any], rank: int, writer: Any) -> None:
             traceback.print_exc(file=sys.stderr)
     writer.send(report)
     os._exit(0)
+
+
+def _ignored(_error: Any) -> None:
+    pass
 
 
 def _report(process: Any, reader: Any, end: float) -> Any:
@@ -82,9 +89,12 @@ def _interrupted(case: Case, notices: Mapping[int, int], number_of_signal: int) 
     """
 
     def run(world: DistributedWorld) -> Any:
-        told: list[int] = []
-        signal.signal(signal.SIGTERM, lambda *_: told.append(1))
-        loader, samples, updates, number = case.loader(world), [], 0, 0
+        notices_received: list[int] = []
+        signal.signal(signal.SIGTERM, lambda *_: notices_received.append(1))
+        loader = case.loader(world)
+        samples: list[int] = []
+        updates = 0
+        number = 0
         for number, step in enumerate(loader, start=1):
             samples += Seen.of(step).samples
             if number == notices.get(world.rank):
@@ -93,8 +103,10 @@ def _interrupted(case: Case, notices: Mapping[int, int], number_of_signal: int) 
                 updates += 1
                 saved = json.dumps({"state": loader.state_dict(), "seen": samples})
                 (case.folder / f"{updates}-{world.rank}.checkpoint").write_text(saved)
-                if number_of_signal == signal.SIGTERM and world.all_max([len(told)])[0]:
-                    break
+                if number_of_signal == signal.SIGTERM:
+                    [is_to_stop] = world.all_max([len(notices_received)])
+                    if is_to_stop:
+                        break
         return number
 
     return on_processes(case, run)
@@ -102,11 +114,12 @@ def _interrupted(case: Case, notices: Mapping[int, int], number_of_signal: int) 
 
 def _resumed(case: Case) -> list[str]:
     """Other ranks go on from the newest checkpoint that all finished: what it has not seen comes once, or a whole epoch."""
-    updates = Counter(int(path.name.split("-")[0]) for path in case.folder.glob("*.checkpoint"))
-    newest = max((update for update, count in updates.items() if count == case.ranks), default=0)
-    saved = [
-        json.loads(path.read_text()) for path in sorted(case.folder.glob(f"{newest}-*.checkpoint"))
-    ]
+    paths = case.folder.glob("*.checkpoint")
+    num_ranks_of = Counter(int(path.name.split("-")[0]) for path in paths)
+    whole = [update for update, num_ranks in num_ranks_of.items() if num_ranks == case.ranks]
+    newest = max(whole, default=0)
+    checkpoints = sorted(case.folder.glob(f"{newest}-*.checkpoint"))
+    saved = [json.loads(path.read_text()) for path in checkpoints]
 
     def rest(world: Any) -> list[Seen]:
         loader = case.loader(world)
@@ -114,19 +127,22 @@ def _resumed(case: Case) -> list[str]:
             loader.load_state_dict([part["state"] for part in saved])
         return seen(loader)
 
-    remaining = case.everything - Counter(i for part in saved for i in part["seen"])
-    return case.judged(run_ranks(case.other_ranks(), rest), remaining or case.everything)
+    used = Counter(chain.from_iterable(part["seen"] for part in saved))
+    remaining = case.everything - used
+    expected = remaining if remaining else case.everything
+    return case.judged(run_ranks(case.other_ranks(), rest), expected)
 
 
 def rank_killed(case: Case) -> list[str]:
     """A rank is killed at a random step. The others raise AlignmentError (or had no more to exchange); other ranks resume."""
     case.ranks = max(2, case.ranks)
     steps = len(case.epoch()[0])
-    stop, victim = case.rng.randint(1, steps), case.rng.randrange(case.ranks)
+    stop = case.rng.randint(1, steps)
+    victim = case.rng.randrange(case.ranks)
     reports = _interrupted(case, {victim: stop}, signal.SIGKILL)
-    wrong = (
-        [] if reports[victim] == KILLED else [f"the rank to be killed ended with {reports[victim]}"]
-    )
+    wrong = []
+    if reports[victim] != KILLED:
+        wrong.append(f"the rank to be killed ended with {reports[victim]}")
     for rank, report in enumerate(reports):
         if rank != victim and report != steps and "AlignmentError" not in str(report):
             wrong.append(f"rank {rank} ended with {report}")
