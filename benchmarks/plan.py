@@ -7,7 +7,7 @@ import time
 import tracemalloc
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -31,15 +31,29 @@ from dynagroup.update.shared_plans import MOST_SAMPLES, columns_of, exchange_col
 
 SAMPLES = (10_000, 100_000, 1_000_000, 10_000_000)
 RANKS = (1, 8, 64, 512, 1024)
-PACKED, CHUNK = TokenBudget(16_384, layout="packed"), 1_000_000
-SCALES: dict[str, tuple[int, Budget, dict[str, Any]]] = {
-    "padded": (64, BUDGET, {}),
-    "padded, updates of 4,096": (64, BUDGET, {"samples_per_update": 4096}),
-    "packed": (64, PACKED, {}),
-    "packed, updates of 4,096": (64, PACKED, {"samples_per_update": 4096}),
-    "two padded streams": (64, BUDGET, {}),
-    "padded, 1,024 ranks": (1024, BUDGET, {}),
-    "padded, 4,096 ranks": (4096, BUDGET, {}),
+PACKED = TokenBudget(16_384, layout="packed")
+CHUNK = 1_000_000
+"""Lengths written at once."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A plan of very many samples."""
+
+    budget: Budget = BUDGET
+    ranks: int = 64
+    per_update: int | None = None
+    streams: tuple[str, ...] = ("tokens",)
+
+
+SCALES = {
+    "padded": Scale(),
+    "padded, updates of 4,096": Scale(per_update=4096),
+    "packed": Scale(PACKED),
+    "packed, updates of 4,096": Scale(PACKED, per_update=4096),
+    "two padded streams": Scale(streams=("tokens", "target")),
+    "padded, 1,024 ranks": Scale(ranks=1024),
+    "padded, 4,096 ranks": Scale(ranks=4096),
 }
 
 
@@ -61,22 +75,31 @@ def peak_mb(lengths: np.ndarray) -> float:
     return peak / 1e6
 
 
+def a_million() -> np.ndarray:
+    """Lengths, among them the longest possible one."""
+    lengths = lognormal(1_000_000)
+    lengths[::100_000] = 16384
+    return lengths
+
+
+def target_of(tokens: np.ndarray) -> np.ndarray:
+    """Target lengths that go with these source lengths."""
+    factors = np.random.default_rng(1).uniform(0.5, 1.5, len(tokens))
+    return np.clip(tokens * factors, 1, None).astype(np.int32)
+
+
 def speed(_machine: Machine) -> dict[str, Any]:
-    million, ten = lognormal(1_000_000), lognormal(10_000_000)
+    million = a_million()
+    pairs = {"tokens": million, "target": target_of(million)}
+    ten = lognormal(10_000_000)
     few = lognormal(20_000, longest=2048)
-    million[::100_000] = 16384  # the longest possible sample occurs
-    target = np.clip(
-        million * np.random.default_rng(1).uniform(0.5, 1.5, len(million)), 1, None
-    ).astype(np.int32)
     return {
         "token_budget_1m": seconds(lambda: plan(million)),
         "token_budget_1m_peak_mb_over_input": peak_mb(million),
         "token_budget_1m_shuffled": seconds(lambda: plan(million, shuffle=True)),
         "token_budget_10m": seconds(lambda: plan(ten), repeats=3),
         "memory_budget_1m_pretrained": seconds(lambda: plan(million, MemoryBudget(32))),
-        "two_padded_streams_1m": seconds(
-            lambda: plan({"tokens": million, "target": target}), repeats=3
-        ),
+        "two_padded_streams_1m": seconds(lambda: plan(pairs), repeats=3),
         "dynabatch_20k_of_32": seconds(lambda: dynabatch(few, 32), repeats=1),
         "memory_budget_20k_of_32": seconds(lambda: plan(few, MemoryBudget(32), ranks=1)),
     }
@@ -84,18 +107,18 @@ def speed(_machine: Machine) -> dict[str, Any]:
 
 def updates(_machine: Machine) -> dict[str, Any]:
     """A million samples in updates, on 8 ranks, beside a stable argsort of their lengths in the same run."""
-    million = lognormal(1_000_000)
-    million[::100_000] = 16384  # the longest possible sample occurs
+    million = a_million()
 
-    def planned_in(size: int, repeats: int, **options: Any) -> dict[str, float]:
-        return seconds(lambda: plan(million, samples_per_update=size, **options), repeats)
+    def planned_in(size: int, repeats: int, grouping: int | None = None) -> dict[str, float]:
+        return seconds(lambda: plan(million, samples_per_update=size, grouping=grouping), repeats)
 
-    found = {"argsort": seconds(lambda: np.argsort(million, kind="stable"))}
-    found["exact updates of 32"] = planned_in(32, 3)
-    found["stratified updates of 32"] = planned_in(32, 5, grouping=50)
-    found["exact updates of 256"] = planned_in(256, 1)
-    found["stratified updates of 256"] = planned_in(256, 5, grouping=50)
-    return found
+    return {
+        "argsort": seconds(lambda: np.argsort(million, kind="stable")),
+        "exact updates of 32": planned_in(32, 3),
+        "stratified updates of 32": planned_in(32, 5, grouping=50),
+        "exact updates of 256": planned_in(256, 1),
+        "stratified updates of 256": planned_in(256, 5, grouping=50),
+    }
 
 
 def shared_s(plan: Callable[[], list[BatchPlan]], ranks: int, num_parts: int) -> float:
@@ -136,8 +159,7 @@ def shared_updates_ms(lengths: Any, budget: Budget, size: int, ranks: int = 8) -
 def each(machine: Machine, samples: int = 8192, repeats: int = 5) -> dict[str, Any]:
     """Milliseconds of an exact update, by what its plan is asked for; plans of one rank and of eight in turns."""
     tokens = lognormal(samples)
-    target = np.clip(tokens * np.random.default_rng(1).uniform(0.5, 1.5, samples), 1, None)
-    pairs = {"tokens": tokens, "target": target.astype(np.int32)}
+    pairs = {"tokens": tokens, "target": target_of(tokens)}
     kinds: dict[str, tuple[Any, Budget]] = {
         "padded": (tokens, BUDGET),
         "two padded streams": (pairs, BUDGET),
@@ -146,16 +168,16 @@ def each(machine: Machine, samples: int = 8192, repeats: int = 5) -> dict[str, A
     figures: dict[str, Any] = {}
     for kind, (lengths, budget) in kinds.items():
         for size in (32, 256):
+            plan_for = partial(plan, lengths, budget, samples_per_update=size)
             ways = {
-                name: partial(plan, lengths, budget, ranks, samples_per_update=size)
-                for name, ranks in {"one_rank": 1, "eight_ranks": 8}.items()
+                "one_rank": partial(plan_for, ranks=1),
+                "eight_ranks": partial(plan_for, ranks=8),
             }
             machine.in_turns(ways, 1)
-            taken = machine.in_turns(ways, repeats)
-            per_update = {
-                name: spread([1000 * size / samples * taken_s for taken_s in times])
-                for name, times in taken.items()
-            }
+            per_update = {}
+            for name, times in machine.in_turns(ways, repeats).items():
+                milliseconds = [1000 * size / samples * of_plan for of_plan in times]
+                per_update[name] = spread(milliseconds)
             shared = [shared_updates_ms(lengths, budget, size) for _ in range(repeats + 1)]
             per_update["shared_by_eight"] = spread(shared[1:])
             figures[f"{size} samples, {kind}"] = per_update
@@ -165,12 +187,11 @@ def each(machine: Machine, samples: int = 8192, repeats: int = 5) -> dict[str, A
 def of_ranks(_machine: Machine, samples: int = 20_000_000) -> Iterator[dict[str, Any]]:
     """CPU milliseconds that a step costs every rank, over two windows behind the first; batches of rank 0 are read."""
     tokens = np.resize(lognormal(1_000_000), samples)
-    factors = np.random.default_rng(1).uniform(0.5, 1.5, samples)
-    target = np.clip(tokens * factors, 1, None).astype(np.int32)
+    pairs = {"tokens": tokens, "target": target_of(tokens)}
     kinds: dict[str, tuple[Any, Budget]] = {
         "padded": (tokens, BUDGET),
         "packed": (tokens, PACKED),
-        "two padded streams": ({"tokens": tokens, "target": target}, BUDGET),
+        "two padded streams": (pairs, BUDGET),
     }
     figures: dict[str, Any] = {}
     for kind, (lengths, budget) in kinds.items():
@@ -233,43 +254,48 @@ def _exchanged(size: int, repeats: int) -> list[float]:
     return times[1:]
 
 
+Cost = Callable[[int], float]
+
+
 def growth(_machine: Machine, samples: tuple[int, ...] = SAMPLES) -> dict[str, Any]:
     """One entry a cost: over what, which sizes, what it was there, and the exponent, the slope of the line through the logarithms
     by least squares: 1 is a cost in proportion, below it is less."""
 
     def least(count: int, num_ranks: int = 8, **options: Any) -> float:
         """Of some repeats: what is added to it is the machine's other work."""
-        lengths, repeats = lognormal(count), 5 if count < 1_000_000 else 2
+        lengths = lognormal(count)
+        repeats = 5 if count < 1_000_000 else 2
         return seconds(lambda: plan(lengths, ranks=num_ranks, **options), repeats)["min_s"]
 
     def loaded(count: int) -> float:
         return Machine().seconds(partial(deque, light_loader(lognormal(count)), maxlen=0))
 
+    def figures(over: str, unit: str, sizes: tuple[int, ...], cost: Cost) -> dict[str, Any]:
+        costs = [cost(size) for size in sizes]
+        slope, _ = np.polyfit(np.log(sizes), np.log(costs), 1)
+        return {
+            "over": over,
+            "unit": unit,
+            "sizes": list(sizes),
+            "costs": costs,
+            "exponent": float(slope),
+        }
+
     smaller = samples[:3]
-    costs: dict[str, tuple[str, tuple[int, ...], str, Callable[[int], float]]] = {
-        "planning, sorted": ("samples", samples, "CPU s", least),
-        "planning, shuffle=True": ("samples", samples, "CPU s", lambda n: least(n, shuffle=True)),
-        "planning, samples_per_update=256": (
-            "samples",
-            smaller,
-            "CPU s",
-            lambda n: least(n, samples_per_update=256),
+    in_updates = partial(least, samples_per_update=256)
+    many_ranks = partial(least, samples[1])
+    return {
+        "planning, sorted": figures("samples", "CPU s", samples, least),
+        "planning, shuffle=True": figures(
+            "samples", "CPU s", samples, partial(least, shuffle=True)
         ),
-        "planning for many ranks": ("ranks", RANKS, "CPU s", lambda r: least(samples[1], r)),
-        "memory of planning over the input": (
-            "samples",
-            samples,
-            "MB",
-            lambda n: peak_mb(lognormal(n)),
+        "planning, samples_per_update=256": figures("samples", "CPU s", smaller, in_updates),
+        "planning for many ranks": figures("ranks", "CPU s", RANKS, many_ranks),
+        "memory of planning over the input": figures(
+            "samples", "MB", samples, lambda count: peak_mb(lognormal(count))
         ),
-        "online loader, main process": ("samples", smaller, "CPU s", loaded),
+        "online loader, main process": figures("samples", "CPU s", smaller, loaded),
     }
-    found = {}
-    for name, (over, sizes, unit, cost) in costs.items():
-        each = [cost(size) for size in sizes]
-        about = {"over": over, "unit": unit, "sizes": list(sizes), "costs": each}
-        found[name] = {**about, "exponent": float(np.polyfit(np.log(sizes), np.log(each), 1)[0])}
-    return found
 
 
 def scale(
@@ -282,59 +308,71 @@ def scale(
     for count in samples:
         with tempfile.TemporaryDirectory() as folder:
             for name in ("tokens", "target"):
-                file = np.lib.format.open_memmap(f"{folder}/{name}.npy", "w+", np.int32, (count,))
-                for start in range(0, count, CHUNK):
-                    file[start : start + CHUNK] = lognormal(
-                        CHUNK, longest=8192, seed=start // CHUNK % 8
-                    )
+                _write_lengths(f"{folder}/{name}.npy", count)
             for way in SCALES:
                 torch.multiprocessing.spawn(_scaled, (folder, way))
                 found.setdefault(way, {})[f"{count:.0e}"] = torch.load(f"{folder}/found.pt")
                 yield found
 
 
+def _write_lengths(path: str, count: int) -> None:
+    file = np.lib.format.open_memmap(path, "w+", np.int32, (count,))
+    for start in range(0, count, CHUNK):
+        seed = start // CHUNK % 8
+        file[start : start + CHUNK] = lognormal(CHUNK, longest=8192, seed=seed)
+
+
 def _scaled(_rank: int, folder: str, way: str) -> None:
-    ranks, budget, options = SCALES[way]
-    names = ("tokens", "target") if "two" in way else ("tokens",)
-    before, peak, over = _anonymous_mb(), [0.0], threading.Event()
+    before_mb = _anonymous_mb()
+    most_mb = [before_mb]
+    is_over = threading.Event()
 
     def watch() -> None:
-        while not over.wait(0.02):  # oftener, it slows what it measures
-            peak[0] = max(peak[0], _anonymous_mb())
+        while not is_over.wait(0.02):  # oftener, it slows what it measures
+            most_mb[0] = max(most_mb[0], _anonymous_mb())
 
     thread = threading.Thread(target=watch)
     thread.start()
-    times = [time.perf_counter()]
-
-    def lap(_done: Any) -> None:
-        times.append(time.perf_counter())
-
-    def made() -> LengthAwareBatchSampler:
-        lengths = {name: np.load(f"{folder}/{name}.npy", mmap_mode="r") for name in names}
-        return LengthAwareBatchSampler(
-            lengths, budget, shuffle=True, rank=0, world_size=ranks, **options
-        )
-
-    sampler = made()
-    lap(next(iter(sampler)))
-    sampler.set_epoch(1)
-    lap(next(iter(sampler)))
-    state = sampler.state_dict(1)
-    lap(state)
-    again = made()
-    again.load_state_dict(state)
-    lap(next(iter(again)))
-    over.set()
+    figures = _seconds_of_scale(folder, SCALES[way])
+    is_over.set()
     thread.join()
-    found = dict(
-        zip(
-            ("first_batch_s", "set_epoch_s", "save_s", "resume_s"),
-            np.diff(times).tolist(),
-            strict=True,
+    torch.save({**figures, "anonymous_mb": most_mb[0] - before_mb}, f"{folder}/found.pt")
+
+
+def _seconds_of_scale(folder: str, scale: Scale) -> dict[str, float]:
+    def new_sampler() -> LengthAwareBatchSampler:
+        files = {name: f"{folder}/{name}.npy" for name in scale.streams}
+        return LengthAwareBatchSampler(
+            {name: np.load(file, mmap_mode="r") for name, file in files.items()},
+            scale.budget,
+            shuffle=True,
+            samples_per_update=scale.per_update,
+            rank=0,
+            world_size=scale.ranks,
         )
-    )
-    torch.save({**found, "anonymous_mb": peak[0] - before}, f"{folder}/found.pt")
+
+    begun = time.perf_counter()
+    sampler = new_sampler()
+    next(iter(sampler))
+    has_first = time.perf_counter()
+    sampler.set_epoch(1)
+    next(iter(sampler))
+    has_other_epoch = time.perf_counter()
+    state = sampler.state_dict(1)
+    is_saved = time.perf_counter()
+    resumed = new_sampler()
+    resumed.load_state_dict(state)
+    next(iter(resumed))
+    is_resumed = time.perf_counter()
+    return {
+        "first_batch_s": has_first - begun,
+        "set_epoch_s": has_other_epoch - has_first,
+        "save_s": is_saved - has_other_epoch,
+        "resume_s": is_resumed - is_saved,
+    }
 
 
 def _anonymous_mb() -> float:
-    return int(re.findall(r"RssAnon:\s*(\d+)", Path("/proc/self/status").read_text())[0]) / 1e3
+    status = Path("/proc/self/status").read_text()
+    kilobytes = re.findall(r"RssAnon:\s*(\d+)", status)[0]
+    return int(kilobytes) / 1e3
