@@ -89,11 +89,12 @@ def prepare(
         raise ConfigError(
             f"`loader` must be dynagroup's, or have a LengthAwareBatchSampler, but is {loader!r}"
         )
-    for setting in ("split_batches", "dispatch_batches"):
-        if getattr(accelerator.dataloader_config, setting):
-            raise ConfigError(
-                f"`{setting}` must be False, because True needs batches of one fixed size"
-            )
+    config = accelerator.dataloader_config
+    if config.split_batches or config.dispatch_batches:
+        raise ConfigError(
+            f"`split_batches` ({config.split_batches}) and `dispatch_batches` ({config.dispatch_batches}) must be False, "
+            "because True needs batches of one fixed size"
+        )
     num_ranks = accelerator.num_processes
     if len(sampler) % num_ranks:
         raise ConfigError(

@@ -52,7 +52,10 @@ def check_model(model_or_config: object) -> dict[str, str]:
     'the mean over label tokens'
     """
     torch.manual_seed(0)
-    config = as_config(getattr(model_or_config, "config", model_or_config))
+    config: Any = model_or_config
+    if isinstance(model_or_config, torch.nn.Module):
+        config = model_or_config.config
+    config = as_config(config)
     model: Any = as_random_model(shallow(config), Workload(dtype="float32"), torch.device("cpu"))
     answers = {}
     for name, question in QUESTIONS.items():

@@ -115,10 +115,8 @@ class DynagroupConfig:
             raise ConfigError(
                 "`min_samples` needs out_of_memory='retry': only then a batch is run in parts; set it"
             )
-        if self.updates == "free" and self.samples_per_update is not None:
-            raise ConfigError(
-                "`samples_per_update` needs updates='preserved', because 'free' updates have no set size"
-            )
+        if self.updates == "free":
+            self._check_free()
         if "sampler" in self.plan:
             raise ConfigError(
                 "`plan` has a 'sampler', but the Trainer's sampler orders samples; for a Mixture pass "
@@ -128,10 +126,6 @@ class DynagroupConfig:
             raise ConfigError(
                 f"`mixture` must be a dynagroup.Mixture or None, but is {self.mixture!r}"
             )
-        if self.mixture is not None and self.updates == "free":
-            raise ConfigError(
-                "`mixture` needs updates='preserved', because 'free' updates draw their own order"
-            )
         if self.kind_of is not None and self.mode == "offline":
             raise ConfigError(
                 "`kind_of` needs mode='online'; with mode='offline' pass the labels as `kinds`"
@@ -140,10 +134,18 @@ class DynagroupConfig:
             raise ConfigError(
                 f"`lengths` must be one array with mode='online', but is a dict of {[*self.lengths]}"
             )
-        if self.grouping is not None and self.updates == "free":
-            raise ConfigError(
-                "`grouping` needs updates='preserved', because 'free' updates have no set size"
-            )
+
+    def _check_free(self) -> None:
+        settings = {
+            "samples_per_update": self.samples_per_update,
+            "mixture": self.mixture,
+            "grouping": self.grouping,
+        }
+        for name, value in settings.items():
+            if value is not None:
+                raise ConfigError(
+                    f"`{name}` needs updates='preserved', because 'free' updates have no set size and draw their own order"
+                )
 
 
 class CheckedTrainer(Protocol):

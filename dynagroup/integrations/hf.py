@@ -14,6 +14,7 @@ except ModuleNotFoundError as error:
         f"dynagroup.integrations.hf needs {error.name}: pip install 'dynagroup[hf]'"
     ) from error
 
+import torch
 from torch.utils.data import RandomSampler
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
@@ -169,8 +170,15 @@ class DynagroupTrainerMixin(Evaluator):
         world = config.world
         if world is None:
             world = current_world() if args.world_size > 1 else SingleProcess()
-        settings = hf_data.loader_kwargs(host)
-        settings.update(
+        settings: dict[str, Any] = dict(
+            collate_fn=host.collate_fn,
+            num_workers=host.num_workers,
+            persistent_workers=host.persistent_workers,
+            prefetch_factor=host.prefetch_factor,
+            multiprocessing_context=host.multiprocessing_context,
+            worker_init_fn=host.worker_init_fn,
+            timeout=host.timeout,
+            pin_memory=host.pin_memory and torch.cuda.is_available(),
             kinds=kinds,
             one_kind=config.one_kind,
             shapes=config.shapes,
@@ -182,8 +190,8 @@ class DynagroupTrainerMixin(Evaluator):
             accumulation=args.gradient_accumulation_steps if is_free else 1,
             samples_per_update=None if is_free else self._samples_of_updates(),
             drop_last=args.dataloader_drop_last and not is_free,
+            grouping=config.grouping,
         )
-        settings["grouping"] = config.grouping
         settings.update(config.plan)
         settings["work"] = hf_data.work_of(self)
         return settings
@@ -227,8 +235,17 @@ class DynagroupTrainerMixin(Evaluator):
         return PlannedDataLoader(dataset, lengths, budget, sampler=sampler, **settings)
 
     # The Trainer has no public way to tell a loader where to resume (transformers#26289 is open), so it is done here.
-    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        resumed = super()._init_training_state(*args, **kwargs)
+    def _init_training_state(
+        self,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        resume_from_checkpoint: Any,
+        trial: Any,
+    ) -> tuple[int, int]:
+        resumed = super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+        )
         loader = self.update_loader
         if loader is None:
             return resumed
@@ -236,7 +253,7 @@ class DynagroupTrainerMixin(Evaluator):
             self.state.num_train_epochs = self._num_epochs
         if self.dynagroup.budget.layout == "packed":
             check_packed_training(self)
-        checkpoint = kwargs.get("resume_from_checkpoint", args[3] if len(args) > 3 else None)
+        checkpoint = resume_from_checkpoint
         if checkpoint is None or not self.state.global_step:
             return resumed
         begins_anew = self.args.ignore_data_skip

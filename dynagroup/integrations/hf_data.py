@@ -21,21 +21,11 @@ from dynagroup.memory.phases import Mode
 from dynagroup.online.datasets import is_stream
 from dynagroup.plan.cost import Work
 from dynagroup.shapes import TARGET, TOKENS, IntArray, round_up
-from dynagroup.text.measure import IDS, count_ids, measure_lengths, row_lengths
+from dynagroup.text.measure import IDS, count_ids, is_hf_dataset, measure_lengths, row_lengths
 from dynagroup.update.loader import StepLoader
 from dynagroup.update.step import Step, width_of
 from dynagroup.validation import explained
 
-LOADER_SETTINGS = (
-    "collate_fn",
-    "num_workers",
-    "persistent_workers",
-    "prefetch_factor",
-    "multiprocessing_context",
-    "worker_init_fn",
-    "timeout",
-)
-"""What dynagroup's DataLoader takes from the Trainer's, beside ``pin_memory``."""
 STATES = "dynagroup.json"
 PAIRS = (("chosen_ids", "rejected_ids"), ("chosen_input_ids", "rejected_input_ids"))
 PROMPT = "prompt_ids"
@@ -82,7 +72,7 @@ class UpdateItems:
 
 def host_order(loader: DataLoader[Any]) -> Any:
     """Returns the sampler of indices inside a Trainer's loader, which accelerate may have wrapped several times."""
-    batch_sampler: Any = innermost(loader.batch_sampler)
+    batch_sampler: Any = innermost(loader)
     # a subclass may choose other samples than its `sampler`
     if type(batch_sampler) is not BatchSampler:
         raise ConfigError(
@@ -91,18 +81,11 @@ def host_order(loader: DataLoader[Any]) -> Any:
     return batch_sampler.sampler
 
 
-def innermost(batch_sampler: Any) -> Any:
-    """Returns the batch sampler that accelerate wrapped."""
-    while hasattr(batch_sampler, "batch_sampler"):
-        batch_sampler = batch_sampler.batch_sampler
-    return batch_sampler
-
-
-def loader_kwargs(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Returns the settings that dynagroup's DataLoader takes from the Trainer's."""
-    settings = {name: getattr(loader, name) for name in LOADER_SETTINGS}
-    settings["pin_memory"] = bool(loader.pin_memory) and torch.cuda.is_available()
-    return settings
+def innermost(loader: Any) -> Any:
+    """Returns the batch sampler of a loader, which accelerate may have wrapped."""
+    while hasattr(loader, "batch_sampler"):
+        loader = loader.batch_sampler
+    return loader
 
 
 def work_of(trainer: ReadTrainer) -> Work:
@@ -116,14 +99,18 @@ def work_of(trainer: ReadTrainer) -> Work:
 def memory_of(trainer: ReadTrainer, mode: Mode) -> MemoryRegressor:
     """Returns a memory model for this Trainer's model, as the Trainer runs it."""
     args = trainer.args
-    workload: dict[str, Any] = {}
+    autocast = None
     if args.bf16:
-        workload["autocast"] = "bfloat16"
+        autocast = "bfloat16"
     elif args.fp16:
-        workload["autocast"] = "float16"
-    if args.gradient_checkpointing and mode == "train":
-        workload["gradient_checkpointing"] = True
-    return MemoryRegressor.of_model(trainer.model, mode, **workload)
+        autocast = "float16"
+    checkpoints = mode == "train" and args.gradient_checkpointing
+    return MemoryRegressor.of_model(
+        trainer.model,
+        mode,
+        autocast=autocast,
+        gradient_checkpointing=True if checkpoints else None,
+    )
 
 
 def write_states(folder: str, world: World, state: Mapping[str, object]) -> None:
@@ -171,8 +158,7 @@ class _Columns:
 
 
 def _columns(trainer: ReadTrainer, dataset: Dataset) -> _Columns:
-    names = getattr(dataset, "column_names", None)
-    names = set(names) if isinstance(names, (list, tuple)) else set()
+    names = set(dataset.column_names) if is_hf_dataset(dataset) else set()
     read = getattr(trainer.processing_class, "model_input_names", None) or IDS
     candidates = [name for name in (read[0], *IDS) if name in names]
     config = getattr(trainer.model, "config", None)
@@ -268,7 +254,7 @@ def sample_kinds(dataset: Dataset, kinds: Labels, *, name: str = "train_dataset"
     if not isinstance(kinds, str):
         return kinds
     with explained(f"`kinds` is {kinds!r}, but {name} has no column of that name"):
-        if hasattr(dataset, "column_names"):
+        if is_hf_dataset(dataset):
             return list(dataset[kinds])
         return [row[kinds] for row in dataset]
 

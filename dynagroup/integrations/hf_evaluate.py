@@ -20,7 +20,6 @@ from dynagroup.errors import ConfigError
 from dynagroup.integrations.hf_data import (
     host_order,
     innermost,
-    loader_kwargs,
     sample_kinds,
     sample_lengths,
     work_of,
@@ -186,7 +185,11 @@ class _Pass:
 
 def _mapped(fn: Callable[[Any], Any], results: Results) -> Results:
     """Applies a function to all arrays and tensors that have a row for each sample."""
-    return recursively_apply(fn, results, test_type=lambda values: getattr(values, "ndim", 0) > 0)
+    return recursively_apply(fn, results, test_type=_has_rows)
+
+
+def _has_rows(values: object) -> bool:
+    return isinstance(values, (np.ndarray, torch.Tensor)) and values.ndim > 0
 
 
 class Evaluator(TrainerSteps):
@@ -228,9 +231,18 @@ class Evaluator(TrainerSteps):
         _, rows = self._planned_rows[key]
         if rows is None:
             return host
-        settings = loader_kwargs(host)
-        del settings["persistent_workers"]
-        return self.accelerator.prepare(DataLoader(host.dataset, batch_sampler=rows, **settings))
+        loader = DataLoader(
+            host.dataset,
+            batch_sampler=rows,
+            collate_fn=host.collate_fn,
+            num_workers=host.num_workers,
+            pin_memory=host.pin_memory and torch.cuda.is_available(),
+            prefetch_factor=host.prefetch_factor,
+            multiprocessing_context=host.multiprocessing_context,
+            worker_init_fn=host.worker_init_fn,
+            timeout=host.timeout,
+        )
+        return self.accelerator.prepare(loader)
 
     def _needs_own_batches(self) -> bool:
         """Returns whether results are not gathered as tensors of equal shape. Metrics that get losses need the Trainer's own
@@ -301,7 +313,7 @@ class Evaluator(TrainerSteps):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> Any:
-        rows = innermost(getattr(dataloader, "batch_sampler", None))
+        rows = innermost(dataloader)
         arguments = (description, prediction_loss_only, ignore_keys, metric_key_prefix)
         if not isinstance(rows, EvaluationRows):
             return super().evaluation_loop(dataloader, *arguments)
@@ -374,13 +386,10 @@ class Evaluator(TrainerSteps):
         inputs: Batch,
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
-        **kwargs: object,
     ) -> Any:
         run = self._evaluation
         if run is None:
-            return super().prediction_step(
-                model, inputs, prediction_loss_only, ignore_keys, **kwargs
-            )
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         run.num_begun += 1
         num_samples = len(run.row.samples)
         repeats = self.accelerator.process_index >= run.row.num_real
@@ -392,9 +401,7 @@ class Evaluator(TrainerSteps):
         self.args.average_tokens_across_devices = is_own and is_sum
         self._items = None
         with trl_figures(self, inputs, idle=repeats):
-            results = super().prediction_step(
-                model, filled, prediction_loss_only, ignore_keys, **kwargs
-            )
+            results = super().prediction_step(model, filled, prediction_loss_only, ignore_keys)
         self.args.average_tokens_across_devices = False
         loss, *outputs = results
         weight = float(items or 0) if is_sum else self._weight_of(inputs, num_samples)

@@ -200,7 +200,7 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Batch], Items]:
         self._before = None
-        if getattr(self.args, "enable_jit_checkpoint", False):
+        if self.args.enable_jit_checkpoint:
             self._before = self.update_loader.state_dict()
         is_finished = 0 < self.state.max_steps <= self.state.global_step  # of a resumed run
         update = None if is_finished else next(epoch_iterator, None)
@@ -287,7 +287,7 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
         """Tests how the loss adds up, on a few samples of the training data. None: they cannot show it."""
         loader = self.update_loader
         self._num_tests += 1
-        plugin: Any = getattr(self.accelerator.state, "deepspeed_plugin", None)
+        plugin: Any = self.accelerator.state.deepspeed_plugin
         if plugin is not None and plugin.zero_stage == 3:
             reason = "DeepSpeed ZeRO-3 gives no gradients of single batches"
             return untested(reason, self._chosen_weigh)
@@ -371,29 +371,32 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
 
     @contextlib.contextmanager
     def _weighed(self, step: Step[Batch], scale: Scale, num_steps: int) -> Iterator[None]:
-        """Weighs a mean loss. The Trainer divides losses by a number of batches, so that number is set to 1 / scale."""
-        stated = self.loss_is_scaled_for_ga
-        self._scale = 0.0 if step.idle else scale
+        """Multiplies the step's loss by its scale, if it is a mean. The Trainer only divides, by the number of batches of
+        an update: so 1 / scale takes that number's place. Sums, and several losses, are not divided."""
+        if step.idle:
+            scale = 0.0
+        is_mean = isinstance(scale, float)
+        divisor = num_steps
+        if is_mean:
+            divisor = math.inf if scale == 0.0 else 1.0 / scale
+        before = self.loss_is_scaled_for_ga
+        self.loss_is_scaled_for_ga = not is_mean
+        self.current_gradient_accumulation_steps = divisor
+        self._scale = scale
         self._loss = None
-        self.loss_is_scaled_for_ga = False
-        if self._scale == 0.0:
-            self.current_gradient_accumulation_steps = math.inf
-        elif isinstance(scale, float):
-            self.current_gradient_accumulation_steps = 1.0 / scale
-        else:
-            self.loss_is_scaled_for_ga = True
-            self.current_gradient_accumulation_steps = num_steps
-        several = isinstance(self._scale, Mapping)
         try:
-            with self._several_losses() if several else contextlib.nullcontext():
+            with self._several_losses(scale):
                 yield
         finally:
             self._scale = None
-            self.loss_is_scaled_for_ga = stated
+            self.loss_is_scaled_for_ga = before
 
     @contextlib.contextmanager
-    def _several_losses(self) -> Iterator[None]:
-        """Computes the sum of several losses, each with its own scale, instead of the loss."""
+    def _several_losses(self, scale: Scale) -> Iterator[None]:
+        """Computes the sum of several losses, each with its own scale, instead of the loss; only if there are several."""
+        if not isinstance(scale, Mapping):
+            yield
+            return
         attributes = vars(self)
         own = attributes.get("compute_loss")
         self._compute = self.compute_loss
@@ -401,7 +404,7 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
         def compute_loss(
             model: Model, inputs: Batch, *_: object, num_items_in_batch: Items = None
         ) -> Any:
-            return sum_of(self._losses_of(model, inputs, num_items_in_batch), self._scale)
+            return sum_of(self._losses_of(model, inputs, num_items_in_batch), scale)
 
         attributes["compute_loss"] = compute_loss
         try:

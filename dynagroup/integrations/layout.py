@@ -51,7 +51,6 @@ def packed_instead(
     trainer.layout_line = None
     if config.layout == "padded" or config.budget.layout == "packed":
         return None
-    attention = attention_of(trainer.model) if hasattr(trainer.model, "config") else "unknown"
     packed = None
     reason = reason_for_padding(trainer, lengths)
     if reason is None:
@@ -62,7 +61,7 @@ def packed_instead(
         trainer.layout_line = f"layout: padded, because {reason}"
         return None
     trainer.layout_line = (
-        f"layout: packed, because attention {attention!r} needs no mask, and packed samples gave "
+        f"layout: packed, because attention {attention_of(trainer.model)!r} needs no mask, and packed samples gave "
         "the results of each alone"
     )
     return packed

@@ -234,21 +234,15 @@ class LightningSteps(Callback):
                 return
 
         def loss_of(step: Step[Batch]) -> Any:
-            alone = LightningStep(
-                batch=strategy.batch_to_device(step.batch),
-                indices=[],
-                num_samples=int(step.samples.local),
-                loss_scale=1.0,
-                ends_update=True,
-                idle=False,
-                kind=None,
-            )
+            alone = LightningStep.of(step.map(strategy.batch_to_device))
             with strategy.precision_plugin.train_step_context():
                 output = module.training_step(alone, 0)
             return output["loss"] if isinstance(output, Mapping) else output
 
+        def log_nothing(*args: object, **kwargs: object) -> None: ...
+
         trainer.accumulate_grad_batches = 1
-        module.log = lambda *args, **kwargs: None
+        module.log = log_nothing
         try:
             is_half = "16" in str(trainer.precision)
             rule = check_loader(model, loss_of, self.loader, pieces=pieces, is_half=is_half)

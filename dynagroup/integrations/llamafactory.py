@@ -33,7 +33,7 @@ def dynamic_batching(dynagroup: Budget | DynagroupConfig) -> Iterator[None]:
         config = DynagroupConfig(budget=config)
     with contextlib.ExitStack() as stack:
         for stage, name in STAGES.items():
-            original = getattr(import_module(f"llamafactory.train.{stage}.trainer"), name)
+            original = vars(import_module(f"llamafactory.train.{stage}.trainer"))[name]
             of_stage = config
             if stage in PAIRS and config.weigh == "auto":
                 of_stage = replace(config, weigh="samples")

@@ -11,7 +11,6 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
-from transformers import DataCollatorWithFlattening
 
 from dynagroup.errors import ConfigError
 from dynagroup.integrations.probe import (
@@ -22,36 +21,35 @@ from dynagroup.integrations.probe import (
     samples_for,
 )
 from dynagroup.integrations.varlen import NAME, attention_of, first_position
-from dynagroup.jobs.texts import evaluating
+from dynagroup.jobs.texts import evaluating, without_wrapper
 from dynagroup.shapes import IntArray
+from dynagroup.text.loader import IGNORED
 from dynagroup.validation import explained, warn_user
 
 LINEAR = ("flash_attention", "flex_attention", NAME)
 """Kinds of attention that keep samples apart without a mask."""
 Sample: TypeAlias = Mapping[str, Any]
 Collate: TypeAlias = Callable[[Sequence[Any]], dict[str, Any]]
+PACKABLE = "give every sample one value per token and no padding, or use the padded layout"
 WAYS_OUT = (
     "set model.config.use_cache = False (with a cache, transformers makes no mask between packed samples), "
     "call dynagroup.integrations.varlen.use_varlen_attention(model), or use the padded layout"
 )
 
 
-def packing_collator(model: Model, **options: Any) -> Collate:
-    """Returns a ``transformers.DataCollatorWithFlattening`` for this model (a faster one), after a test of its packed batches.
-    It also packs other values per token that the model reads (``token_type_ids``), and keeps the first label of each
-    sample if the model's loss reads it, as that of an encoder does. Called with other fields or padding: ConfigError.
+def packing_collator(model: Model, *, return_seq_idx: bool = False) -> Collate:
+    """Returns a collate function for packed batches of this model, after a test of them. The batches are those of
+    ``transformers.DataCollatorWithFlattening``, made faster, also with other values per token that the model reads
+    (``token_type_ids``). The first label of each sample is kept if the model's loss reads it, as that of an encoder does.
+    Called with other fields or padding: ConfigError.
 
     Args:
         model: a transformers model as it will be trained, with its attention implementation. See :func:`check_packing`.
-        options: arguments of the collator, such as ``return_seq_idx=True`` for state-space models.
+        return_seq_idx: True adds ``seq_idx``, the number of each token's sample, which state-space models read.
     """
     if not hasattr(model, "config") or not isinstance(model, torch.nn.Module):
         raise ConfigError(f"`model` must be a model of transformers, but is {model!r:.80}")
-    borders = {
-        "return_flash_attn_kwargs": needs_no_mask(model),
-        "position_ids_start": first_position(model),
-    }
-    collate = _Flattening(model, {**borders, **options})
+    collate = _Flattening(model, return_seq_idx)
     check_packing(model, collate)
     return collate
 
@@ -62,20 +60,20 @@ def needs_no_mask(model: Model) -> bool:
     return any(kind in attention for kind in LINEAR)
 
 
-class _Flattening(DataCollatorWithFlattening):
+class _Flattening:
     """Lays samples end to end; each has one value per token in all fields that the model reads. transformers' own collator
     makes a Python number for every token, which takes several times as long."""
 
-    def __init__(self, model: Any, options: Mapping[str, Any]) -> None:
-        super().__init__(**options)
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model  # of adapters
-        read = {*inspect.signature(base.forward).parameters}
+    def __init__(self, model: Any, return_seq_idx: bool) -> None:
+        base = without_wrapper(model) or model
+        read = inspect.signature(base.forward).parameters
         self.fields = {*read, "input_ids", "labels"} - {"position_ids"}
         self.skips_first_label = skips_first_label(model)
+        self.first_position = first_position(model)
+        self.has_borders = needs_no_mask(model)
+        self.return_seq_idx = return_seq_idx
 
-    def __call__(
-        self, features: Any, return_tensors: str | None = None, separator_id: int | None = None
-    ) -> dict[str, Any]:
+    def __call__(self, features: Sequence[Sample]) -> dict[str, Any]:
         sizes = np.array([len(sample["input_ids"]) for sample in features], dtype=np.int64)
         ends = np.cumsum(sizes)
         starts = ends - sizes
@@ -83,43 +81,40 @@ class _Flattening(DataCollatorWithFlattening):
         rows["input_ids"] = rows["input_ids"].astype(np.int64)
         if self.skips_first_label:
             labels = rows.get("labels", rows["input_ids"]).astype(np.int64)
-            labels[starts[sizes > 0]] = self.separator_id if separator_id is None else separator_id
+            labels[starts[sizes > 0]] = IGNORED
             rows["labels"] = labels
-        if self.return_position_ids:
-            first_places = np.repeat(starts - self.position_ids_start, sizes)
-            rows["position_ids"] = np.arange(ends[-1]) - first_places
+        first_places = np.repeat(starts - self.first_position, sizes)
+        rows["position_ids"] = np.arange(ends[-1]) - first_places
         if self.return_seq_idx:
-            numbers = np.arange(len(sizes), dtype=np.int32)
-            rows["seq_idx"] = np.repeat(numbers, sizes)
-        batch: dict[str, Any] = {name: values[None] for name, values in rows.items()}
-        if self.return_flash_attn_kwargs:
-            borders = np.append(0, ends).astype(np.int32)
-            batch["cu_seq_lens_q"] = borders
-            batch["cu_seq_lens_k"] = borders
-        if (return_tensors or self.return_tensors) == "pt":
-            batch = {name: torch.from_numpy(values) for name, values in batch.items()}
-        if self.return_flash_attn_kwargs:
-            batch["max_length_q"] = int(sizes.max())
-            batch["max_length_k"] = int(sizes.max())
+            rows["seq_idx"] = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
+        batch: dict[str, Any] = {name: torch.from_numpy(row[None]) for name, row in rows.items()}
+        if self.has_borders:
+            borders = torch.from_numpy(np.append(0, ends).astype(np.int32))
+            longest = int(sizes.max())
+            batch.update(cu_seq_lens_q=borders, cu_seq_lens_k=borders)
+            batch.update(max_length_q=longest, max_length_k=longest)
         return batch
 
     def _rows(self, features: Sequence[Sample], sizes: IntArray) -> dict[str, np.ndarray]:
         """Returns the values per token of all samples, by field. ConfigError: a field has others, or padding."""
-        shapes = [(size,) for size in sizes.tolist()]
         rows = {}
         for name in sorted(self.fields.intersection(set().union(*features))):
             values = [np.asarray(sample.get(name)) for sample in features]
-            if [row.shape for row in values] == shapes:
-                # An empty list would make numbers of all others that are not whole.
-                values = [row for row in values if len(row)] or values
-                rows[name] = np.concatenate(values)
-            if name not in rows or (name == "attention_mask" and not rows[name].all()):
-                raise ConfigError(
-                    f"cannot pack the field {name!r}, which the model reads; give every sample one value per "
-                    "token and no padding, or use the padded layout"
-                )
-        rows.pop("attention_mask", None)
+            rows[name] = _joined(name, values, sizes)
+        mask = rows.pop("attention_mask", None)
+        if mask is not None and not mask.all():
+            raise ConfigError(
+                f"cannot pack the padding that the field 'attention_mask' shows; {PACKABLE}"
+            )
         return rows
+
+
+def _joined(name: str, values: Sequence[np.ndarray], sizes: IntArray) -> np.ndarray:
+    """Returns the values per token of all samples. ConfigError: a sample has not one value per token."""
+    if [row.shape for row in values] != [(size,) for size in sizes.tolist()]:
+        raise ConfigError(f"cannot pack the field {name!r}, which the model reads; {PACKABLE}")
+    # An empty list would make numbers of all others that are not whole.
+    return np.concatenate([row for row in values if len(row)] or values)
 
 
 class SampleBySample:
@@ -153,8 +148,8 @@ def skips_first_label(model: Model) -> bool:
     return True
 
 
-class NotAskedError(ConfigError):
-    """Raised when a model or collator cannot be tested, because it needs more than rows of tokens."""
+class UntestedError(ConfigError):
+    """Raised when nothing is known of a model's packed batches, because it needs more than rows of tokens to run."""
 
 
 def check_packing(model: Model, collate_fn: Collate) -> None:
@@ -166,7 +161,7 @@ def check_packing(model: Model, collate_fn: Collate) -> None:
         f"{name} cannot run two packed samples of `input_ids`",
         ConfigError,
         way_out="; only models that read one row of tokens can be packed, so use the padded layout",
-        kind=NotAskedError,
+        kind=UntestedError,
     ):
         samples = samples_for(model)
         sizes = [len(ids) for ids in samples]
@@ -214,7 +209,7 @@ def check_packed_training(trainer: PackedTrainer) -> None:
             with trainer.accelerator.autocast():
                 check_packing(trainer.model, trainer.data_collator)
             return
-        except NotAskedError as error:
+        except UntestedError as error:
             reason = str(error)
     warn_user(
         "cannot test whether the model keeps packed samples apart; call "

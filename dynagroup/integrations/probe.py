@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from transformers import PretrainedConfig
 
-from dynagroup.jobs.texts import evaluating
+from dynagroup.jobs.texts import evaluating, stated_positions
 
 PROBES = ((7, 5, 6, 9, 8), (6, 8, 5))
 LONGEST = 131  # tokens: more than layers that compress blocks have in a block (DeepSeek-V4: 128)
@@ -31,8 +31,7 @@ class Model(Protocol):
 
 def samples_for(model: Model) -> list[list[int]]:
     """Returns a long and a short sample of token ids. The model has positions for them, and their border is in no block."""
-    text = model.config.get_text_config()
-    positions = getattr(text, "max_position_embeddings", None) or LONGEST
+    positions = stated_positions(model) or LONGEST
     longest = min(LONGEST, positions // 2)
     if longest % 2 == 0:
         longest -= 1

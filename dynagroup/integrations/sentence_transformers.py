@@ -23,25 +23,16 @@ class _Sampler(LengthAwareBatchSampler):
     """Has the attributes that sentence-transformers reads when it trains on several data sets."""
 
     drop_last = False
-
-    def __init__(
-        self,
-        lengths: Mapping[str, NDArray[np.int32]],
-        budget: Budget | int,
-        *,
-        usual_size: int,
-        **settings: Any,
-    ) -> None:
-        super().__init__(lengths, budget, **settings)
-        self._usual_size = usual_size
+    usual_size: int
+    """The batch size of the training arguments."""
 
     @property
     def batch_size(self) -> int:
-        """The batch size of the training arguments, which one process only shows. On several ranks accelerate must not
-        read a number, because it would take it for the size of every batch."""
+        """:attr:`usual_size`, which one process only shows. On several ranks accelerate must not read a number, because
+        it would take it for the size of every batch."""
         _, num_ranks = self._rank_and_size()
         if num_ranks == 1:
-            return self._usual_size
+            return self.usual_size
         raise AttributeError(
             f"batches_that_fit takes one data set on several ranks ({num_ranks}); for several data sets "
             "train on one rank, or leave `batch_sampler` out"
@@ -102,9 +93,11 @@ def _sampler(
         "window": num_samples,
     }
     arguments.update(settings)
-    arguments.update(rank=None, world_size=num_ranks, usual_size=batch_size)
+    arguments.update(rank=None, world_size=num_ranks)
     sampler_class = _SameEveryEpoch if num_ranks > 1 else _Sampler
-    return sampler_class(lengths, budget, **arguments)
+    sampler = sampler_class(lengths, budget, **arguments)
+    sampler.usual_size = batch_size
+    return sampler
 
 
 def _text_columns(dataset: Any, label_columns: Sequence[str]) -> list[str]:

@@ -1,5 +1,5 @@
 """Attention for packed batches in plain torch: a sample attends only to itself, and memory is linear in tokens. On CUDA
-in half precision, torch 2.11 or later runs it as one call of ``torch.nn.attention.varlen``; else each sample is a call."""
+in half precision, torch 2.12 or later runs it as one call of ``torch.nn.attention.varlen``; else each sample is a call."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +12,7 @@ from transformers import (
     AttentionMaskInterface,
     DataCollatorWithFlattening,
     PretrainedConfig,
+    PreTrainedModel,
 )
 
 from dynagroup.errors import ConfigError
@@ -26,8 +27,7 @@ from dynagroup.validation import explained
 
 NAME = "dynagroup_varlen"
 _VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
-HAS_KERNEL = _VERSION >= (2, 11)
-HAS_GROUPS = _VERSION >= (2, 12)  # before, key and value heads are repeated
+HAS_KERNEL = _VERSION >= (2, 12)  # before, it has no groups of heads
 NO_MATTER = frozenset(
     "position_ids position_embeddings cache_position seq_idx cu_seq_lens_k max_length_k num_items_in_batch use_cache "
     "output_hidden_states output_router_logits return_dict logits_to_keep".split()
@@ -89,7 +89,7 @@ def _set_attention(model: Model) -> None:
     """Sets the attention of those parts of a model that read tokens."""
     text = model.config.get_text_config()
     for part in model.modules():
-        if getattr(part, "config", None) is text and hasattr(part, "set_attn_implementation"):
+        if isinstance(part, PreTrainedModel) and part.config is text:
             part.set_attn_implementation(NAME)
 
 
@@ -109,9 +109,10 @@ def attention_of(model: Model) -> str:
 def first_position(model: Model) -> int:
     """Returns the position of a sample's first token: models like RoBERTa count from one above their padding's index."""
     for layer in model.modules():
-        padding = getattr(getattr(layer, "position_embeddings", None), "padding_idx", None)
-        if type(layer).__name__.endswith("Embeddings") and padding is not None:
-            return int(padding) + 1
+        if type(layer).__name__.endswith("Embeddings"):
+            positions = getattr(layer, "position_embeddings", None)
+            if isinstance(positions, torch.nn.Embedding) and positions.padding_idx is not None:
+                return positions.padding_idx + 1
     return 0
 
 
@@ -220,15 +221,19 @@ def kernel(
     num_before = window - 1 if window else -1
     num_after = 0 if causal else num_before
     borders = borders.to(device=query.device, dtype=torch.int32)
-    groups = query.shape[1] // key.shape[1]
-    options: dict[str, Any] = {"window_size": (num_before, num_after), "scale": scale}
-    if groups > 1 and HAS_GROUPS:
-        options["enable_gqa"] = True
-    elif groups > 1:
-        key = key.repeat_interleave(groups, dim=1)
-        value = value.repeat_interleave(groups, dim=1)
-    out: Any = varlen_attn(query, key, value, borders, borders, longest, longest, **options)
-    return out
+    attn: Any = varlen_attn
+    return attn(
+        query,
+        key,
+        value,
+        borders,
+        borders,
+        longest,
+        longest,
+        window_size=(num_before, num_after),
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
 
 
 def one_by_one(

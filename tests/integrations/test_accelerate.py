@@ -165,7 +165,7 @@ def test_a_data_loader_with_our_sampler_is_prepared_whole(accelerator, sampler):
 
 def test_batches_that_accelerate_splits_are_refused(accelerator, sampler):
     accelerator.dataloader_config.split_batches = True
-    with pytest.raises(ConfigError, match="`split_batches` must be False"):
+    with pytest.raises(ConfigError, match=r"`split_batches` \(True\).*must be False"):
         prepare(accelerator, DataLoader(ROWS, batch_sampler=sampler))
 
 

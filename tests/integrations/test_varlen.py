@@ -10,7 +10,7 @@ from transformers import DataCollatorWithFlattening
 
 from dynagroup.errors import ConfigError
 from dynagroup.integrations.check import QUESTIONS, check_model, shallow
-from dynagroup.integrations.packing import packing_collator
+from dynagroup.integrations.packing import check_packing, packing_collator
 from dynagroup.integrations.varlen import NAME, kernel, one_by_one, use_varlen_attention
 from tests import models
 
@@ -312,13 +312,19 @@ def test_a_causal_loss_never_reads_the_first_label() -> None:
     assert batch["labels"].tolist() == [[-100, 1, -100, 1, 1]]
 
 
-@pytest.mark.parametrize("field", [{"labels": 3}, {"labels": [1]}, {"attention_mask": [1, 0]}])
+@pytest.mark.parametrize("field", [{"labels": 3}, {"labels": [1]}])
 def test_fields_that_the_model_reads_and_that_have_no_value_a_token_are_refused(
     collate_for_bert: Any, field: dict[str, Any]
 ) -> None:
     sample = {"input_ids": [5, 6], "labels": [1, 1], **field}
     message = "cannot pack the field '[a-z_]*', which the model reads"
     with pytest.raises(ConfigError, match=message):
+        collate_for_bert([sample])
+
+
+def test_padding_is_refused(collate_for_bert: Any) -> None:
+    sample = {"input_ids": [5, 6], "attention_mask": [1, 0]}
+    with pytest.raises(ConfigError, match="cannot pack the padding"):
         collate_for_bert([sample])
 
 
@@ -396,27 +402,32 @@ NO_CACHE = (
 MIXED = "its attention 'sdpa' mixes them; "
 NO_NUMBERS = "cannot run two packed samples .*its results are not numbers"
 TWO_ROWS = "cannot run two packed samples .*only models that read one row"
-REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "cache": (partial(llama, use_cache=True), {}, NO_CACHE),
-    "BERT": (bert, {}, MIXED),
-    "half": (mini_bert_in_bf16, {}, MIXED),
-    "blocks": (deepseek, {}, "mixes them; .* or use the padded layout"),
-    "Mamba": (mamba, {}, "mixes them; .* or use the padded layout"),
-    "masked words": (chameleon, {}, NO_CACHE),
-    "no numbers": (not_a_number, {}, NO_NUMBERS),
-    "T5": (t5, {}, TWO_ROWS),
-    "positions": (roberta, {"position_ids_start": 0}, "its positions, or layers"),
+REFUSED: dict[str, tuple[Any, str]] = {
+    "cache": (partial(llama, use_cache=True), NO_CACHE),
+    "BERT": (bert, MIXED),
+    "half": (mini_bert_in_bf16, MIXED),
+    "blocks": (deepseek, "mixes them; .* or use the padded layout"),
+    "Mamba": (mamba, "mixes them; .* or use the padded layout"),
+    "masked words": (chameleon, NO_CACHE),
+    "no numbers": (not_a_number, NO_NUMBERS),
+    "T5": (t5, TWO_ROWS),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_packed_is_refused_with_the_ways_out(name: str) -> None:
-    make, options, message = REFUSED[name]
+    make, message = REFUSED[name]
     model = make()
     before = str(model.config)
     with pytest.raises(ConfigError, match=message):
-        packing_collator(model, **options)
+        packing_collator(model)
     assert str(model.config) == before
+
+
+def test_positions_that_begin_elsewhere_are_refused() -> None:
+    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    with pytest.raises(ConfigError, match="its positions, or layers"):
+        check_packing(roberta(), collate)
 
 
 def only_ask(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
@@ -504,14 +515,15 @@ def test_a_shallow_config_has_one_layer_of_every_kind_and_its_widths() -> None:
 @pytest.mark.parametrize("as_row", [list, torch.tensor])
 def test_packed_batches_are_those_of_transformers_own_collator(as_row: Any) -> None:
     """dynagroup only makes them faster, without a Python number for every token."""
-    options = {"return_flash_attn_kwargs": True, "return_seq_idx": True, "separator_id": -7}
     rows = [{"input_ids": as_row([5, 6, 7])}, {"input_ids": as_row([8])}]
     labelled = [{**row, "labels": row["input_ids"] * 1} for row in rows]
-    collate = packing_collator(llama(), **options)
-    expected_collate = DataCollatorWithFlattening(**options)
+    collate = packing_collator(use_varlen_attention(llama()), return_seq_idx=True)
+    expected_collate = DataCollatorWithFlattening(
+        return_flash_attn_kwargs=True, return_seq_idx=True
+    )
     for samples in (rows, labelled):
         batch = collate(samples)
         expected = expected_collate(samples)
         torch.testing.assert_close(batch, expected, rtol=0, atol=0)
         assert batch["input_ids"].tolist() == [[5, 6, 7, 8]]
-        assert batch["labels"].tolist() == [[-7, 6, 7, -7]]
+        assert batch["labels"].tolist() == [[-100, 6, 7, -100]]
