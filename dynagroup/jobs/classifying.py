@@ -11,7 +11,7 @@ from dynagroup.distributed import World
 from dynagroup.errors import ConfigError
 from dynagroup.jobs.formats import JSON_LINES, RAGGED, VECTORS, Format
 from dynagroup.jobs.run import Job, all_results, results_as_they_come
-from dynagroup.jobs.texts import Batch, Encoded, JobOptions, Task, TokenizedJob, without_padding
+from dynagroup.jobs.texts import Batch, Encoded, Task, TokenizedJob, output_of, without_padding
 
 
 def classify_dataset(
@@ -70,11 +70,8 @@ def _classification(
     num_dimensions = 3 if by_token else 2
 
     def run(batch: Batch, encoded: Encoded) -> Any:
-        logits = getattr(model(**batch), "logits", None)
-        if logits is None:
-            raise ConfigError(
-                f"the output of {type(model).__name__} has no `logits`; give the model with a head for texts or tokens"
-            )
+        way_out = "give the model with a head for texts or tokens"
+        logits = output_of(model, batch, "logits", way_out)
         if logits.dim() != num_dimensions:
             raise ConfigError(
                 f"{type(model).__name__} returns logits {tuple(logits.shape)} for {len(batch['input_ids'])} texts; "
@@ -100,7 +97,7 @@ def _classification(
         formats=formats,
         tokenizer_options=tokenizer_options,
     )
-    return TokenizedJob(model, tokenizer, texts, task, JobOptions(**options)).job()
+    return TokenizedJob(model, tokenizer, texts, task, options)
 
 
 def _labels(
@@ -109,9 +106,8 @@ def _labels(
     """Returns the label of each token that is not special, with its probability and its place in the text."""
     results = []
     texts = zip(encoded["offset_mapping"], encoded["special_tokens_mask"], strict=True)
-    for values, (offsets, are_special) in zip(
-        logits, texts, strict=False
-    ):  # more rows fill a shape
+    # more rows of logits fill a shape
+    for values, (offsets, are_special) in zip(logits, texts, strict=False):
         probabilities = torch.from_numpy(values).softmax(dim=1).numpy()
         tokens = []
         for (start, end), is_special, row in zip(offsets, are_special, probabilities, strict=True):

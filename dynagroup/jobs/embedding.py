@@ -15,10 +15,10 @@ from dynagroup.jobs.sentences import SentenceJob, is_sentence_transformer
 from dynagroup.jobs.texts import (
     Batch,
     Encoded,
-    JobOptions,
     Task,
     TokenizedJob,
     check_tokens,
+    output_of,
     without_padding,
     without_wrapper,
 )
@@ -87,15 +87,12 @@ def _embedding(
     options: Mapping[str, Any],
 ) -> Job:
     check_choice("pooling", pooling, ("auto", "mean", "first", "last", None))
-    job_options = JobOptions(**options)
     if is_sentence_transformer(model):
         if pooling not in ("auto", None) or tokenizer is not None:
             raise ConfigError(
                 "a SentenceTransformer has its own tokenizer and pooling; leave `pooling` out, and pass None as tokenizer"
             )
-        return SentenceJob(
-            model, texts, job_options, normalize=normalize, per_token=pooling is None
-        ).job()
+        return SentenceJob(model, texts, options, normalize=normalize, per_token=pooling is None)
     how = "mean" if pooling == "auto" else pooling
     encoder = model
     inner = without_wrapper(model)
@@ -104,34 +101,34 @@ def _embedding(
     _check_encoder(encoder, model)
 
     def run(batch: Batch, encoded: Encoded) -> np.ndarray | list[np.ndarray]:
-        states = getattr(encoder(**batch), "last_hidden_state", None)
-        if states is None:
-            raise ConfigError(
-                f"the output of {type(encoder).__name__} has no `last_hidden_state`; give the model without its head, "
-                "as AutoModel loads it"
-            )
-        mask = batch["attention_mask"]
-        check_tokens(states, mask)
-        vectors = states if how is None else _pool(states, mask, how)
-        if normalize:
-            vectors = torch.nn.functional.normalize(vectors, dim=-1)
-        return without_padding(vectors, mask) if how is None else vectors.cpu().numpy()
+        way_out = "give the model without its head, as AutoModel loads it"
+        states = output_of(encoder, batch, "last_hidden_state", way_out)
+        return _vectors(states, batch["attention_mask"], how, normalize)
 
     task = Task(
         run=run,
         settings={"task": f"embed {how}", "normalize": int(normalize)},
         formats=RAGGED if how is None else (VECTORS,),
     )
-    return TokenizedJob(encoder, tokenizer, texts, task, job_options).job()
+    return TokenizedJob(encoder, tokenizer, texts, task, options)
 
 
 def _check_encoder(encoder: object, model: object) -> None:
-    config = getattr(encoder, "config", None)  # a T5 saved from its encoder has no such config
-    is_pair = hasattr(encoder, "encoder") or getattr(config, "is_encoder_decoder", False)
-    if is_pair and hasattr(encoder, "decoder"):
+    if hasattr(encoder, "encoder") and hasattr(encoder, "decoder"):
         raise ConfigError(
             f"a {type(model).__name__} returns its decoder's hidden states; pass model.get_encoder()"
         )
+
+
+def _vectors(
+    states: torch.Tensor, mask: torch.Tensor, pooling: str | None, normalize: bool
+) -> np.ndarray | list[np.ndarray]:
+    """Returns the vector of each text, or with ``pooling=None`` those of its tokens."""
+    check_tokens(states, mask)
+    vectors = states if pooling is None else _pool(states, mask, pooling)
+    if normalize:
+        vectors = torch.nn.functional.normalize(vectors, dim=-1)
+    return without_padding(vectors, mask) if pooling is None else vectors.cpu().numpy()
 
 
 def _pool(states: torch.Tensor, mask: torch.Tensor, pooling: str) -> torch.Tensor:

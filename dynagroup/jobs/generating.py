@@ -85,9 +85,7 @@ def _generation(
             raise ConfigError(
                 f"`{name}` is for one batch, but a job makes many batches; leave it out"
             )
-    if max_new_tokens is None:
-        max_new_tokens = generation_option("max_new_tokens", model, arguments)
-    num_new = check_int("max_new_tokens", _NEW_TOKENS if max_new_tokens is None else max_new_tokens)
+    num_new = _num_new_tokens(model, max_new_tokens, arguments)
     is_causal = not model.config.is_encoder_decoder
     num_answers = generation_option("num_return_sequences", model, arguments) or 1
     passed = _generate_arguments(model, tokenizer, arguments, num_new)
@@ -97,10 +95,7 @@ def _generation(
         if is_causal:  # without the prompt
             tokens = tokens[:, batch["input_ids"].shape[1] :]
         answers = tokenizer.batch_decode(tokens, skip_special_tokens=True)
-        if num_answers == 1:
-            return answers
-        starts = range(0, len(answers), num_answers)
-        return [answers[start : start + num_answers] for start in starts]
+        return answers if num_answers == 1 else _grouped(answers, num_answers)
 
     task = Task(
         run=run,
@@ -112,7 +107,20 @@ def _generation(
         num_copies=num_copies(model, arguments),
         num_new=num_new,
     )
-    return TokenizedJob(model, tokenizer, texts, task, JobOptions(**job_options)).job()
+    return TokenizedJob(model, tokenizer, texts, task, job_options)
+
+
+def _num_new_tokens(model: Any, max_new_tokens: int | None, arguments: Mapping[str, Any]) -> int:
+    if max_new_tokens is None:
+        max_new_tokens = generation_option("max_new_tokens", model, arguments)
+    if max_new_tokens is None:
+        max_new_tokens = _NEW_TOKENS
+    return check_int("max_new_tokens", max_new_tokens)
+
+
+def _grouped(answers: list[str], size: int) -> list[list[str]]:
+    starts = range(0, len(answers), size)
+    return [answers[start : start + size] for start in starts]
 
 
 def _generate_arguments(

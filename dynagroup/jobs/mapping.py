@@ -1,7 +1,6 @@
 """Runs any function over the items of a dataset, in batches that fit."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +15,6 @@ from dynagroup.fingerprint import described, ends_of, hashed
 from dynagroup.jobs.formats import JSON_LINES, VECTORS
 from dynagroup.jobs.run import Job, Plan, all_results, results_as_they_come
 from dynagroup.lengths import as_streams
-from dynagroup.shapes import Streams
 from dynagroup.text.measure import by_position, is_hf_dataset
 from dynagroup.validation import check_function, check_identity
 
@@ -70,16 +68,11 @@ def map_batches(
     >>> map_batches(lambda batch: [word.upper() for word in batch], words, [1, 2, 4, 2], budget=4)
     ['A', 'BB', 'CCCC', 'DD']
     """
-    job = _mapping(function, items, lengths, budget, collate_fn, is_out_of_memory)
-    job = replace(
-        job,
-        identity=lambda: _identity_of(
-            function, items, as_streams(lengths), check_identity(identity)
-        ),
-        learned=learned,
-        progress=progress,
-        load=load,
-    )
+    job = _MapJob(function, items, lengths, budget, collate_fn, is_out_of_memory)
+    job.learned = learned
+    job.progress = progress
+    job.load = load
+    job.user_identity = check_identity(identity)
     return all_results(job, output, world)
 
 
@@ -103,52 +96,57 @@ def iter_map(
     >>> list(iter_map(lambda batch: [word.upper() for word in batch], words, [1, 2, 4, 2], budget=4))
     [(2, 'CCCC'), (1, 'BB'), (3, 'DD'), (0, 'A')]
     """
-    job = _mapping(function, items, lengths, budget, collate_fn, is_out_of_memory)
-    return results_as_they_come(replace(job, learned=learned, progress=progress), skip)
+    job = _MapJob(function, items, lengths, budget, collate_fn, is_out_of_memory)
+    job.learned = learned
+    job.progress = progress
+    return results_as_they_come(job, skip)
 
 
-def _mapping(
-    function: Callable[[Any], Sequence[Any]],
-    items: Sequence[Any],
-    lengths: ArrayLike | Mapping[str, ArrayLike] | Path,
-    budget: Budget | int,
-    collate_fn: Callable[[list[Any]], Any] | None,
-    is_out_of_memory: Callable[[Exception], bool] | None,
-) -> Job:
-    check_function("function", function, "from a batch to one result per item")
-    check_function("collate_fn", collate_fn, "from a list of items to a batch")
-    check_function("is_out_of_memory", is_out_of_memory, "from an error to True or False")
-    if not is_hf_dataset(items):
-        items = by_position(items, "items")
-    streams = as_streams(lengths)
-    for values in streams.values():
-        if len(values) != len(items):
-            raise ConfigError(
-                f"`lengths` has {len(values)} lengths for {len(items)} items; give one per item"
-            )
+class _MapJob(Job):
+    formats = (JSON_LINES, VECTORS)
+    user_identity: Any = None
 
-    def run(batch: list[Any]) -> Sequence[Any]:
+    def __init__(
+        self,
+        function: Callable[[Any], Sequence[Any]],
+        items: Sequence[Any],
+        lengths: ArrayLike | Mapping[str, ArrayLike] | Path,
+        budget: Budget | int,
+        collate_fn: Callable[[list[Any]], Any] | None,
+        is_out_of_memory: Callable[[Exception], bool] | None,
+    ) -> None:
+        self.function = check_function("function", function, "from a batch to one result per item")
+        self.collate_fn = check_function(
+            "collate_fn", collate_fn, "from a list of items to a batch"
+        )
+        self.is_out_of_memory = check_function(
+            "is_out_of_memory", is_out_of_memory, "from an error to True or False"
+        )
+        self.items = items if is_hf_dataset(items) else by_position(items, "items")
+        self.lengths = as_streams(lengths)
+        self.budget = budget
+        for values in self.lengths.values():
+            if len(values) != len(self.items):
+                raise ConfigError(
+                    f"`lengths` has {len(values)} lengths for {len(self.items)} items; give one per item"
+                )
+
+    def run(self, items: list[Any]) -> Sequence[Any]:
         try:
-            return function(batch if collate_fn is None else collate_fn(batch))
+            return self.function(items if self.collate_fn is None else self.collate_fn(items))
         except Exception as error:
-            if is_out_of_memory is None or not is_out_of_memory(error):
+            if self.is_out_of_memory is None or not self.is_out_of_memory(error):
                 raise
             raise MemoryError(f"{type(error).__name__}: {error}") from error
 
-    return Job(
-        items=items,
-        run=run,
-        plan=lambda: Plan(lengths=streams, budget=as_budget(budget).bind(streams)),
-        formats=(JSON_LINES, VECTORS),
-    )
+    def plan(self) -> Plan:
+        budget = as_budget(self.budget).bind(self.lengths)
+        return Plan(lengths=self.lengths, budget=budget)
 
-
-def _identity_of(
-    function: Callable[[Any], object], items: Sequence[object], lengths: Streams, identity: object
-) -> dict[str, object]:
-    return {
-        "function": described(function),
-        "items": f"{len(items)} items {hashed(ends_of(items))}",
-        "lengths": hashed(described(dict(lengths))),
-        "identity": identity,
-    }
+    def identity(self) -> dict[str, object]:
+        return {
+            "function": described(self.function),
+            "items": f"{len(self.items)} items {hashed(ends_of(self.items))}",
+            "lengths": hashed(described(dict(self.lengths))),
+            "identity": self.user_identity,
+        }

@@ -59,23 +59,28 @@ class Plan:
         return np.stack(list(self.lengths.values())).sum(axis=0, dtype=np.int64)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Job:
     """A function over a dataset. Nothing is measured or described before it is needed."""
 
     items: Sequence[Any]
-    run: Callable[[list[Any]], Iterable[Any]]
-    """Items of a batch -> their results, in order. It leaves nothing behind when it fails."""
-    plan: Callable[[], Plan]
-    """Measures all items, and raises the user's errors before anything is run; called once."""
     formats: Sequence[Format]
     """Of results; the ending of the output file chooses one."""
-    identity: Callable[[], Mapping[str, object]] = dict
-    """Returns what results depend on, as values for JSON."""
     learned: LearningBudget | None = None
     progress: bool = True
     load: bool = True
     """False: results stay in the output file, and None is returned."""
+
+    def run(self, items: list[Any]) -> Iterable[Any]:
+        """Returns the results of a batch of items, in order. It leaves nothing behind when it fails."""
+        raise NotImplementedError
+
+    def plan(self) -> Plan:
+        """Measures all items, and raises the user's errors before anything is run; called once."""
+        raise NotImplementedError
+
+    def identity(self) -> Mapping[str, object]:
+        """Returns what results depend on, as values for JSON."""
+        raise NotImplementedError
 
 
 def all_results(job: Job, output: str | Path | None = None, world: World | None = None) -> Any:

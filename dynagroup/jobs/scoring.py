@@ -18,7 +18,6 @@ from dynagroup.jobs.run import Job, all_results, results_as_they_come
 from dynagroup.jobs.texts import (
     Batch,
     Encoded,
-    JobOptions,
     Task,
     TokenizedJob,
     without_wrapper,
@@ -108,7 +107,7 @@ def _scoring(
         memory=scorer.memory,
         is_cut_to_model=False,
     )
-    return TokenizedJob(model, tokenizer, texts, task, JobOptions(**options)).job()
+    return TokenizedJob(model, tokenizer, texts, task, options)
 
 
 class Scorer(torch.nn.Module):

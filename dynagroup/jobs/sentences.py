@@ -1,20 +1,19 @@
 """Embeds texts with a ``SentenceTransformer``, which does all that its folder says."""
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dynagroup.budget.base import Budget
 from dynagroup.errors import ConfigError
 from dynagroup.jobs.formats import RAGGED, VECTORS
 from dynagroup.jobs.identity import described_setting, identity_of_model, identity_of_texts
-from dynagroup.jobs.texts import JobOptions, TextJob
+from dynagroup.jobs.texts import TextJob
 from dynagroup.memory import MemoryRegressor
 from dynagroup.memory.protocols import MemoryModel, PaddedTokens
 from dynagroup.plan.cost import Work
-from dynagroup.validation import check_identity
 
 _CHUNK = 256  # texts that are tokenized together to measure them
 
@@ -28,9 +27,16 @@ class SentenceJob(TextJob):
     """Runs ``model.encode`` on planned batches: its prompt, tokenizer, modules and truncation are its own."""
 
     def __init__(
-        self, model: Any, texts: Any, options: JobOptions, *, normalize: bool, per_token: bool
+        self,
+        model: Any,
+        texts: Any,
+        options: Mapping[str, Any],
+        *,
+        normalize: bool,
+        per_token: bool,
     ) -> None:
-        if options.max_length is not None or options.shapes is not None:
+        super().__init__(texts, options)
+        if self._options.max_length is not None or self._options.shapes is not None:
             raise ConfigError(
                 "`max_length` and `shapes` are not for a SentenceTransformer; set model.max_seq_length"
             )
@@ -38,7 +44,6 @@ class SentenceJob(TextJob):
             raise ConfigError(
                 "`normalize` is for one vector per text; leave it out with pooling=None"
             )
-        super().__init__(texts, options)
         self._model = model
         self._prompt = model.prompts.get(model.default_prompt_name) or ""
         self._encoder = getattr(model, "transformers_model", None)  # None: it is of another kind
@@ -46,10 +51,10 @@ class SentenceJob(TextJob):
         self._output = "token_embeddings" if per_token else "sentence_embedding"
         self.formats = RAGGED if per_token else (VECTORS,)
 
-    def _run(self, texts: list[str]) -> list[np.ndarray]:
+    def run(self, items: list[str]) -> list[np.ndarray]:
         results = self._model.encode(
-            texts,
-            batch_size=len(texts),
+            items,
+            batch_size=len(items),
             normalize_embeddings=self._normalize,
             show_progress_bar=False,
             convert_to_numpy=False,
@@ -62,28 +67,30 @@ class SentenceJob(TextJob):
             return PaddedTokens()
         return MemoryRegressor.of_model(self._encoder, "forward")
 
-    def _work(self, budget: Budget) -> Work:
+    def _work(self) -> Work:
         return Work.of_known(self._encoder, device=self._model.device)
 
     def _lengths(self) -> NDArray[np.int32]:
         """Returns the tokens of each text with the prompt; of models that tell none, its characters."""
-        for index, text in enumerate(self._texts):
+        for index, text in enumerate(self.items):
             if not isinstance(text, str):
                 raise ConfigError(f"text {index} must be a string, but is {text!r:.200}")
         lengths: list[int] = []
-        for start in range(0, len(self._texts), _CHUNK):
-            texts = [self._prompt + text for text in self._texts[start : start + _CHUNK]]
-            features = self._model.preprocess(texts)
-            if "attention_mask" in features:
-                lengths.extend(features["attention_mask"].sum(dim=1).tolist())
-            elif "offsets" in features:  # static embeddings: texts end to end
-                ends = [*features["offsets"].tolist(), len(features["input_ids"])]
-                lengths.extend(np.diff(ends).tolist())
-            else:
-                lengths.extend(len(text) for text in texts)
+        for start in range(0, len(self.items), _CHUNK):
+            texts = [self._prompt + text for text in self.items[start : start + _CHUNK]]
+            lengths.extend(self._lengths_of(texts))
         return np.array(lengths, np.int32)
 
-    def _identity(self) -> dict[str, object]:
+    def _lengths_of(self, texts: list[str]) -> list[int]:
+        features = self._model.preprocess(texts)
+        if "attention_mask" in features:
+            return features["attention_mask"].sum(dim=1).tolist()
+        if "offsets" in features:  # static embeddings: texts end to end
+            ends = [*features["offsets"].tolist(), len(features["input_ids"])]
+            return np.diff(ends).tolist()
+        return [len(text) for text in texts]
+
+    def identity(self) -> dict[str, object]:
         model = self._model
         modules = []
         for module in model:
@@ -98,8 +105,7 @@ class SentenceJob(TextJob):
             "normalize": int(self._normalize),
         }
         identity = identity_of_model(model)
-        identity["model's config"] = described_setting(getattr(self._encoder, "config", None))
-        of_texts = identity_of_texts(
-            model.tokenizer, self._texts, settings, check_identity(self._options.identity)
-        )
+        config = None if self._encoder is None else self._encoder.config
+        identity["model's config"] = described_setting(config)
+        of_texts = identity_of_texts(model.tokenizer, self.items, settings, self._options.identity)
         return identity | of_texts

@@ -2,10 +2,9 @@
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -54,10 +53,11 @@ class JobOptions:
     learned: LearningBudget | None = None
     shapes: int | None = None
     identity: Any = None
+    """As it comes back from JSON."""
     load: bool = True
 
     def __post_init__(self) -> None:
-        check_identity(self.identity)
+        object.__setattr__(self, "identity", check_identity(self.identity))
         if self.batch_size is not None and self.budget is not None:
             raise ConfigError(
                 f"`batch_size` ({self.batch_size!r}) and `budget` both limit a batch; pass only one of them"
@@ -105,38 +105,26 @@ class Task:
     """Tokens that are generated for each text."""
 
 
-class TextJob:
+class TextJob(Job):
     """A job over texts, or pairs of texts. Subclasses measure them, run batches, and say what results depend on."""
 
-    formats: Sequence[Format] = (VECTORS,)
     num_copies = 1
     num_new = 0
 
-    def __init__(self, texts: Any, options: JobOptions) -> None:
-        self._texts = by_position(texts)
-        self._options = options
+    def __init__(self, texts: Any, options: Mapping[str, Any]) -> None:
+        self._options = JobOptions(**options)
+        self.items = by_position(texts)
+        self.learned = self._options.learned
+        self.progress = self._options.progress
+        self.load = self._options.load
 
-    def job(self) -> Job:
-        options = self._options
-        return Job(
-            items=self._texts,
-            run=self._run,
-            plan=lambda: self._plan,
-            identity=self._identity,
-            formats=self.formats,
-            learned=options.learned,
-            progress=options.progress,
-            load=options.load,
-        )
-
-    @cached_property
-    def _plan(self) -> Plan:
+    def plan(self) -> Plan:
         lengths = self._lengths()
-        budget = self._options.budget_for(lengths, self._memory)
+        self.budget = self._options.budget_for(lengths, self._memory)
         return Plan(
             lengths={TOKENS: lengths},
-            budget=budget,
-            work=self._work(budget),
+            budget=self.budget,
+            work=self._work(),
             num_copies=self.num_copies,
             num_new=self.num_new,
         )
@@ -148,14 +136,8 @@ class TextJob:
     def _memory(self) -> MemoryModel:
         raise NotImplementedError
 
-    def _work(self, budget: Budget) -> Work:
+    def _work(self) -> Work:
         """Returns the predicted time of batches."""
-        raise NotImplementedError
-
-    def _run(self, texts: list[Any]) -> Iterable[Any]:
-        raise NotImplementedError
-
-    def _identity(self) -> dict[str, object]:
         raise NotImplementedError
 
 
@@ -163,7 +145,7 @@ class TokenizedJob(TextJob):
     """Runs texts through a model with a tokenizer."""
 
     def __init__(
-        self, model: Any, tokenizer: Any, texts: Any, task: Task, options: JobOptions
+        self, model: Any, tokenizer: Any, texts: Any, task: Task, options: Mapping[str, Any]
     ) -> None:
         super().__init__(texts, options)
         self.formats = task.formats
@@ -173,14 +155,15 @@ class TokenizedJob(TextJob):
         self._tokenizer = tokenizer
         self._task = task
         self._device = next(model.parameters()).device
-        self._max_length = limit_of(options.max_length)
-        self._is_cut_to_model = options.max_length is None and task.is_cut_to_model
+        max_length = self._options.max_length
+        self._max_length = limit_of(max_length)
+        self._is_cut_to_model = max_length is None and task.is_cut_to_model
         if self._is_cut_to_model:
             self._max_length = most_tokens(model, tokenizer)
 
     def _lengths(self) -> NDArray[np.int32]:
         lengths: NDArray[np.int32] = measure_lengths(
-            self._texts,
+            self.items,
             self._tokenizer,
             max_length=self._max_length,
             progress=self._options.progress,
@@ -193,10 +176,10 @@ class TokenizedJob(TextJob):
             return self._task.memory()
         return MemoryRegressor.of_model(self._model, self._task.mode, max_new_tokens=self.num_new)
 
-    def _work(self, budget: Budget) -> Work:
+    def _work(self) -> Work:
         work = Work.of_known(self._model, device=self._device)
         # Each new token takes a step. Its fixed time counts once for all copies of a text (beams, for example).
-        num_steps = max(self.num_new, 1) if budget.new_tokens == 0 else 1
+        num_steps = max(self.num_new, 1) if self.budget.new_tokens == 0 else 1
         return replace(work, per_step=work.per_step * num_steps / self.num_copies)
 
     def _check_lengths(self, lengths: NDArray[np.int32]) -> None:
@@ -222,30 +205,27 @@ class TokenizedJob(TextJob):
                 self._max_length,
             )
 
-    def _run(self, texts: list[Any]) -> Any:
-        budget = self._plan.budget
+    def run(self, items: list[Any]) -> Any:
         encoded = tokenized(
-            self._tokenizer, texts, self._max_length, **self._task.tokenizer_options
+            self._tokenizer, items, self._max_length, **self._task.tokenizer_options
         )
         batch = pad_texts(
             self._tokenizer,
-            fields_of(encoded, texts),
-            multiple=budget.pad_to_multiple_of,
+            fields_of(encoded, items),
+            multiple=self.budget.pad_to_multiple_of,
             padding_side=self._task.padding_side,
         )
-        if budget.ladder is not None:
+        if self.budget.ladder is not None:
             pad = {"input_ids": self._tokenizer.pad_token_id}
-            batch = FillingCollator(None, budget.ladder, pad).fill(batch, len(texts))
+            batch = FillingCollator(None, self.budget.ladder, pad).fill(batch, len(items))
         on_device = {name: value.to(self._device) for name, value in batch.items()}
         with evaluating(self._model), torch.inference_mode():
             results = self._task.run(on_device, encoded)
-        return results[: len(texts)]  # rows after them fill the batch up to its shape
+        return results[: len(items)]  # rows after them fill the batch up to its shape
 
-    def _identity(self) -> dict[str, object]:
+    def identity(self) -> dict[str, object]:
         settings = {**self._task.settings, "max_length": self._max_length}
-        of_texts = identity_of_texts(
-            self._tokenizer, self._texts, settings, check_identity(self._options.identity)
-        )
+        of_texts = identity_of_texts(self._tokenizer, self.items, settings, self._options.identity)
         return identity_of_model(self._model) | of_texts
 
 
@@ -298,6 +278,14 @@ def learned_positions(model: torch.nn.Module) -> int | None:
             num_unused = module.padding_idx + 1
         return module.num_embeddings - num_unused
     return None
+
+
+def output_of(model: torch.nn.Module, batch: Batch, name: str, way_out: str) -> torch.Tensor:
+    """Returns one field of a model's output. ConfigError, with the way out: it has none."""
+    values = getattr(model(**batch), name, None)
+    if values is None:
+        raise ConfigError(f"the output of {type(model).__name__} has no `{name}`; {way_out}")
+    return values
 
 
 def check_tokens(values: torch.Tensor, mask: torch.Tensor) -> None:

@@ -80,11 +80,7 @@ def measure_lengths(
         data = by_position(data, "data")
 
     if length_of is not None:
-        if is_hf_dataset(data) and column is not None:
-            _check_column(data, column)
-            data = data.select_columns([column])
-        chunks = _Chunks(data, partial(_apply, length_of, column), SAMPLES_PER_CALL)
-        lengths = by_stream(chunks.measured(num_proc, progress), range(len(data)))
+        lengths = _apply_to_rows(data, length_of, column, num_proc, progress)
     elif tokenizer is not None and is_hf_dataset(data):
         lengths = _map_texts(data, tokenizer, column, max_length, num_proc)
     elif tokenizer is not None:
@@ -134,18 +130,25 @@ class _Chunks:
         values: list[Any] = []
         disable = None if progress else True  # None hides the bar where output is not a terminal
         with tqdm(total=len(self.data), desc="measuring lengths", disable=disable) as bar:
-            try:
-                for chunk in loader:
-                    values += chunk
-                    bar.update(len(chunk))
-            except Exception as error:
-                if not loader.num_workers:
-                    raise
-                # Its traceback would keep the workers until it is freed. Its message has that of the worker.
-                failure = error.with_traceback(None)
-            else:
-                return values
-        raise failure
+            for chunk in loader:
+                values += chunk
+                bar.update(len(chunk))
+        return values
+
+
+def _apply_to_rows(
+    data: Any,
+    length_of: Callable[[Any], Any],
+    column: str | None,
+    num_proc: int | None,
+    progress: bool,
+) -> Any:
+    """Returns what ``length_of`` returns for each sample, as an array, or as a dict of arrays by stream."""
+    if is_hf_dataset(data) and column is not None:
+        _check_column(data, column)
+        data = data.select_columns([column])
+    chunks = _Chunks(data, partial(_apply, length_of, column), SAMPLES_PER_CALL)
+    return by_stream(chunks.measured(num_proc, progress), range(len(data)))
 
 
 @sendable(lambda: "length_of failed")
@@ -189,18 +192,18 @@ def is_chat(item: object) -> bool:
 
 
 def _count_chats(
-    tokenizer: Tokenizer, max_length: int | None, chats: Sequence[Sequence[Mapping[str, Any]]]
+    tokenizer: Any, max_length: int | None, chats: Sequence[Sequence[Mapping[str, Any]]]
 ) -> list[int]:
     """Counts the tokens of chats as the tokenizer's template writes them."""
-    template = getattr(tokenizer, "apply_chat_template", None)
-    if template is None or not getattr(tokenizer, "chat_template", None):
+    if not getattr(tokenizer, "chat_template", None):
         raise ConfigError(
             "the samples are chats, and `tokenizer` has no chat template; set tokenizer.chat_template, "
             "or give texts"
         )
     texts = []
     for chat in chats:
-        texts.append(template([_message(message) for message in chat], tokenize=False))
+        messages = list(map(_message, chat))
+        texts.append(tokenizer.apply_chat_template(messages, tokenize=False))
     # A template writes the special tokens itself.
     tokens = tokenized(tokenizer, texts, max_length, add_special_tokens=False)
     return list(map(len, tokens["input_ids"]))
@@ -229,12 +232,10 @@ def tokenized(
     if max_length is not None:
         options.update(truncation=True, max_length=max_length)
     num_pairs = sum(map(is_pair, texts))
-    if num_pairs == 0:
-        return tokenizer(list(texts), **options)
-    if num_pairs < len(texts):
+    if 0 < num_pairs < len(texts):
         raise ConfigError(f"{num_pairs} of {len(texts)} texts are pairs; give texts or pairs only")
-    firsts, seconds = zip(*texts, strict=True)
-    return tokenizer(list(firsts), list(seconds), **options)
+    columns = zip(*texts, strict=True) if num_pairs else [texts]
+    return tokenizer(*map(list, columns), **options)
 
 
 def _map_texts(
