@@ -86,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, (purpose, groups) in COMMANDS.items():
         command = commands.add_parser(name, help=purpose, description=f"{purpose.capitalize()}.")
         command.set_defaults(picture=None, html=None, mode="train")
+        command.set_defaults(kinds=None, output=None, processes=1)
         for add_options in groups:
             add_options(command)
     return parser
@@ -163,7 +164,6 @@ def _add_plan(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("--max-tokens", metavar="T", type=tokens, required=True, help=MOST_TOKENS)
     add("--shuffle", action="store_true", help="form new batches in every epoch")
-    add("--window", metavar="N", type=int, help="samples that are planned together")
     add(
         "--samples-per-update",
         metavar="N",
@@ -241,13 +241,6 @@ def _add_workload(command: argparse.ArgumentParser) -> None:
         type=int,
         help="shard parameters, gradients and optimizer state over R ranks",
     )
-    add(
-        "--headroom",
-        metavar="H",
-        type=float,
-        default=0.9,
-        help="share of the memory to use (default: 0.9)",
-    )
 
 
 def _add_fit(command: argparse.ArgumentParser) -> None:
@@ -290,10 +283,8 @@ def _add_demo(command: argparse.ArgumentParser) -> None:
     add("--tokenizer", metavar="NAME", help="transformers tokenizer")
     add("--model", metavar="NAME", help="name or folder of the model to train")
     add("--device", metavar="NAME", help=DEVICE)
-    add("--budget", metavar="T", type=tokens, help="most tokens of a batch, with padding")
     add("--max-length", metavar="T", type=tokens, help=TRUNCATED)
     add("--samples", metavar="N", type=int, help="most texts to train on")
-    add("--seconds", metavar="S", type=float, help="stop training after this many seconds")
 
 
 FILES = "npy, npz, txt, csv, tsv, jsonl, json, parquet, fasta, a folder of datasets, or a pattern"

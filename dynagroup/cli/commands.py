@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +22,7 @@ from dynagroup.errors import BudgetError, ConfigError
 from dynagroup.files import measure_files, name_of_samples, read_column
 from dynagroup.lengths import as_streams, limit_of
 from dynagroup.memory import ProfiledMemory, Workload, measure
+from dynagroup.memory.phases import Layout
 from dynagroup.memory.trace.audio import convolutions, stride_of
 from dynagroup.memory.trace.model import as_config, as_random_model
 from dynagroup.plan.compare import GROUPING, Comparison, most_units
@@ -67,6 +67,12 @@ def run(args: argparse.Namespace) -> None:
 
 def lengths(args: argparse.Namespace) -> Result:
     """Measures lengths on all cores and writes them to a file."""
+    counts = _counts(args, _measured_lengths(args, progress=True))
+    text = f"{_counts_text(counts)}\nwritten: {args.output}"
+    return Result(figures=counts, text=text)
+
+
+def _measured_lengths(args: argparse.Namespace, *, progress: bool) -> Streams:
     measured = measure_files(
         args.data,
         _tokenizer(args),
@@ -74,12 +80,12 @@ def lengths(args: argparse.Namespace) -> Result:
         args.max_length,
         num_proc=args.processes,
         output=args.output,
+        kinds=args.kinds,
         sample_by=args.sample_by,
         length_of=_length_of(args),
+        progress=progress,
     )
-    counts = _counts(args, as_streams(measured))
-    text = f"{_counts_text(counts)}\nwritten: {args.output}"
-    return Result(figures=counts, text=text)
+    return as_streams(measured)
 
 
 def _counts(args: argparse.Namespace, lengths: Streams) -> dict[str, dict[str, int | str]]:
@@ -138,18 +144,7 @@ def _tokenizer(args: argparse.Namespace) -> Any:
 
 def lengths_of(args: argparse.Namespace) -> tuple[Streams, list[Any] | None]:
     """Returns the lengths by stream (read from a file, counted from token ids, or measured with a tokenizer), and kinds."""
-    measured = measure_files(
-        args.data,
-        _tokenizer(args),
-        args.column,
-        args.max_length,
-        num_proc=1,
-        progress=False,
-        kinds=args.kinds,
-        sample_by=args.sample_by,
-        length_of=_length_of(args),
-    )
-    streams = as_streams(measured)
+    streams = _measured_lengths(args, progress=False)
     if len(streams) > 1:  # printed to stderr if stdout must be JSON
         print(
             f"streams: {', '.join(streams)} (their tokens in a batch are added; choose others with --column A[,B])",
@@ -171,7 +166,6 @@ def plan(args: argparse.Namespace) -> Result:
         budget,
         kinds=kinds,
         shuffle=args.shuffle,
-        window=args.window,
         samples_per_update=args.samples_per_update,
         work=_work(args),
         rank=0,
@@ -267,7 +261,7 @@ def doctor(args: argparse.Namespace) -> Result:
     if comparison.world_size > 1:
         ranks = f"{comparison.world_size} ranks wait {today.waiting:.0%} of their time for the slowest of a step"
     if memory.num_fit == 0:
-        advice = Advice(text=_what_would_fit(args, lengths, memory.budget))
+        advice = Advice(text=_samples_that_fit(args, lengths, memory.budget))
     else:
         advice = _advice(comparison, memory)
     findings = {
@@ -333,7 +327,7 @@ def _memory(args: argparse.Namespace, lengths: Streams) -> Memory:
     longest = {name: max(int(values.max()), 1) for name, values in lengths.items()}
     what = " and ".join(f"{units:,} {name}" for name, units in longest.items())
     try:
-        budget = _budget(args, layout="padded")
+        budget = _budget(args, "padded")
     except BudgetError as error:  # not even the weights fit
         return Memory(text=str(error), num_fit=0)
     num_fit = int(budget.most_samples(longest)[0])
@@ -342,7 +336,7 @@ def _memory(args: argparse.Namespace, lengths: Streams) -> Memory:
         return Memory(text=text, num_fit=0, budget=budget)
     ours = budget
     if args.layout == "packed":
-        ours = _budget(args)
+        ours = _budget(args, "packed")
     safe_tokens = ours.max_tokens(max(longest.values()))
     verdict = f"do not fit {args.gpu_memory}: {num_fit} do"
     if num_fit >= args.batch_size:
@@ -354,38 +348,20 @@ def _memory(args: argparse.Namespace, lengths: Streams) -> Memory:
     return Memory(text=text, num_fit=num_fit, safe_tokens=safe_tokens, budget=budget)
 
 
-def _what_would_fit(
-    args: argparse.Namespace, lengths: Streams, as_it_is: MemoryBudget | None
+def _samples_that_fit(
+    args: argparse.Namespace, lengths: Streams, budget: MemoryBudget | None
 ) -> str:
-    """Returns which samples would fit as they are, and if the model took less memory."""
-    ways: dict[str, dict[str, Any]] = {
-        "--dtype bfloat16": {"dtype": "bfloat16"},
-        "--gradient-checkpointing": {"gradient_checkpointing": True},
-        "--lora": {"lora": True},
-        "all three": {"dtype": "bfloat16", "gradient_checkpointing": True, "lora": True},
-    }
-    parts = [f"as it is: {_samples_that_fit(as_it_is, lengths)}"]
-    for name, options in ways.items():
-        budget = None
-        with suppress(BudgetError):  # not even the weights fit
-            budget = _budget(args, **options)
-        parts.append(f"{name}: {_samples_that_fit(budget, lengths)}")
+    """Returns how many samples fit although the longest do not, and what makes more of them fit."""
+    share = "none"
+    if budget is not None:
+        longest = {name: np.maximum(values, 1) for name, values in lengths.items()}
+        fits = budget.fits(BatchShape.of(1, longest))
+        tokens = lengths[primary(lengths)][fits].max(initial=0)
+        share = f"{fits.mean():.1%}, up to {tokens:,} {primary(lengths)}"
     return (
-        f"nothing: not one of the longest samples fits {args.gpu_memory}. Samples that fit alone: "
-        f"{'; '.join(parts)}. Or cut them: --max-length"
+        f"nothing: not one of the longest samples fits {args.gpu_memory}. Samples that fit alone: {share}. Try --dtype "
+        "bfloat16, --gradient-checkpointing or --lora, or cut the samples: --max-length"
     )
-
-
-def _samples_that_fit(budget: MemoryBudget | None, lengths: Streams) -> str:
-    """Returns the share of the samples that fit alone, and the longest of them, as text."""
-    if budget is None:
-        return "none"
-    longest = {name: np.maximum(values, 1) for name, values in lengths.items()}
-    fits = budget.fits(BatchShape.of(1, longest))
-    if not fits.any():
-        return "none"
-    tokens = lengths[primary(lengths)][fits]
-    return f"{fits.mean():.1%}, up to {int(tokens.max()):,} {primary(lengths)}"
 
 
 def _largest_batch(comparison: Comparison) -> str:
@@ -401,7 +377,6 @@ def _largest_batch(comparison: Comparison) -> str:
 
 USUAL = {
     "mode": "train",
-    "headroom": 0.9,
     "pad_to_multiple_of": 1,
     "layout": "padded",
     "dtype": None,
@@ -427,9 +402,9 @@ def _workload(args: argparse.Namespace) -> dict[str, Any]:
     return workload
 
 
-def _budget(args: argparse.Namespace, **changes: Any) -> MemoryBudget:
-    """Returns the budget of the model and memory that the arguments name, with some settings changed."""
-    workload = {**_workload(args), **changes}
+def _budget(args: argparse.Namespace, layout: Layout) -> MemoryBudget:
+    """Returns the budget of the model and memory that the arguments name."""
+    workload = {**_workload(args), "layout": layout}
     return MemoryBudget.from_model(args.model, args.gpu_memory, **workload)
 
 
@@ -442,7 +417,7 @@ def fit(args: argparse.Namespace) -> Result:
     if args.measure:
         budget, code = _measured(args)
     else:
-        budget = _budget(args)
+        budget = _budget(args, args.layout)
         arguments = [repr(args.model), repr(args.gpu_memory)]
         arguments += [f"{name}={value!r}" for name, value in _workload(args).items()]
         code = f"MemoryBudget.from_model({', '.join(arguments)})"
@@ -551,8 +526,8 @@ def _measured(args: argparse.Namespace) -> tuple[MemoryBudget, str]:
             shapes += [(2, length * stride), (8, length * stride)]
     model = as_random_model(config, workload, device.device)
     profile = ProfiledMemory.fit(measure(model, workload, shapes))
-    budget = MemoryBudget.from_bytes(limit, model=profile, headroom=args.headroom)
-    code = f"MemoryBudget.from_bytes({limit}, model=ProfiledMemory.fit(rows), headroom={args.headroom})"
+    budget = MemoryBudget.from_bytes(limit, model=profile)
+    code = f"MemoryBudget.from_bytes({limit}, model=ProfiledMemory.fit(rows))"
     return budget, code
 
 
