@@ -46,8 +46,6 @@ class BackwardResult:
 class Call:
     """One call of :class:`OomSafeBackward`: a whole batch, and how it is run."""
 
-    number: int
-    """Of the call in its update, from 1."""
     batch: Any
     indices: Sequence[int]
     compute_loss: ComputeLoss
@@ -132,7 +130,6 @@ class Update:
     before: list[torch.Tensor | None] = field(init=False)
     done: list[Part] = field(default_factory=list)
     waiting: list[Part] = field(default_factory=list)
-    num_calls: int = 0
     failed_cost: float = math.inf
     verdict: Verdict | None = None
 
@@ -252,9 +249,7 @@ class OomSafeBackward:
         if update is None:
             update = Update([p for p in self._model.parameters() if p.requires_grad])
             self._update = update
-        update.num_calls += 1
         call = Call(
-            number=update.num_calls,
             batch=batch,
             indices=indices,
             compute_loss=compute_loss,
