@@ -234,7 +234,8 @@ class LightningSteps(Callback):
                 return
 
         def loss_of(step: Step[Batch]) -> Any:
-            alone = LightningStep.of(step.map(strategy.batch_to_device))
+            on_device = step.map(strategy.batch_to_device)
+            alone = LightningStep.of(on_device)._replace(indices=[])
             with strategy.precision_plugin.train_step_context():
                 output = module.training_step(alone, 0)
             return output["loss"] if isinstance(output, Mapping) else output
