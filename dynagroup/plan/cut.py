@@ -9,9 +9,9 @@ from dynagroup.budget.base import Budget
 from dynagroup.errors import BudgetError
 from dynagroup.plan.batches import Batches, shapes_of
 from dynagroup.plan.multistream import costs_to_balance
-from dynagroup.plan.packed import EQUAL, limits_of, pack, share_equally
+from dynagroup.plan.packed import limits_of, pack, share_equally
 from dynagroup.plan.padded import in_order
-from dynagroup.plan.rows import cut_into_steps, levelled
+from dynagroup.plan.rows import EQUAL, cut_into_steps, levelled
 from dynagroup.plan.rules import CutRules
 from dynagroup.shapes import IntArray, Streams, primary, units_of
 
@@ -39,9 +39,8 @@ def cut(
     offsets = cut_into_steps(window, num_ranks, rules.work.per_step)
     work = window.work_of_cut(offsets)
     runs = Batches(np.arange(num_samples), offsets)
-    if (
-        several is not None
-    ):  # of batches with nearly equal work, those with similar other costs share a step
+    if several is not None:
+        # of batches with nearly equal work, those with similar other costs share a step
         others = np.add.reduceat(several.sum(axis=0)[order], offsets[:-1])
         rounded = np.round(np.log(np.maximum(work, 1.0)) / EQUAL)
         return runs.take(np.lexsort([-others, -rounded])).map(order)

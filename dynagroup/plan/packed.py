@@ -16,10 +16,8 @@ from dynagroup.plan.rules import CutRules
 from dynagroup.shapes import BatchShape, IntArray, Streams, primary
 
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-EQUAL = 0.05
-"""Batches whose work differs by at most about this share count as equal."""
-WORTH = 1.02
-"""Equal work may take so many times as long."""
+FULL = 0.99
+"""Batches that are fuller on average can hardly be of equal work."""
 NUM_LENGTHS = 97
 """A budget is asked about so many lengths, with each number of samples in ``COUNTS``."""
 
@@ -43,7 +41,7 @@ def pack(
         return Batches.concatenate([])
     if costs is None:
         costs = rules.work_of_samples(lengths)
-    parts = Packing(lengths, rules, costs, num_ranks).batches()
+    parts = PackedWindow(lengths, rules, costs, num_ranks).batches()
     members = [np.sort(np.asarray(part, np.int64)) for part in parts]
     members.sort(key=lambda part: -float(costs[part].sum()))
     return Batches.of(members)
@@ -118,19 +116,19 @@ class Limits:
         bin.slots -= 1
         bin.size += self.sizes[item]
         bin.room = self._most - bin.size if bin.slots else -1
-        for number, (units, _) in enumerate(self._sums):
-            bin.sums[number] += units[item]
+        for place, (units, _) in enumerate(self._sums):
+            bin.sums[place] += units[item]
         if self._largest_sum is not None and bin.slots:
             bin.longest = max(bin.longest, self._lengths[item])
             largest = self._largest_sum(len(bin.members) + 1, bin.longest)
             bin.room = min(bin.room, largest - bin.size)
 
-    def fewest_bins(self, items: Sequence[int]) -> int:
+    def fewest_bins(self, items: Sequence[int]) -> float:
         """Returns a lower bound on the number of batches: sums over all items, divided by the limits of a batch."""
-        bound = -(-len(items) // self._slots)
+        bound = len(items) / self._slots
         for units, limit in ((self.sizes, self._most), *self._sums):
             total = sum(units[item] for item in items)
-            bound = max(bound, math.ceil(total / max(limit, 1)))
+            bound = max(bound, total / max(limit, 1))
         return bound
 
 
@@ -140,27 +138,26 @@ def least_loaded(
     order: Iterable[int], costs: Sequence[float], bins: list[Bin], limits: Limits
 ) -> bool:
     """Puts each item, in this order, into the batch with the least load that has room; returns False if none has."""
-    open_bins = [(bin.load, number) for number, bin in enumerate(bins)]
+    open_bins = [(bin.load, place) for place, bin in enumerate(bins)]
     heapq.heapify(open_bins)
     waiting: list[tuple[float, int]] = []
     sizes = limits.sizes
     for item in order:
         while waiting and -waiting[0][0] >= sizes[item]:
-            number = heapq.heappop(waiting)[1]
-            heapq.heappush(open_bins, (bins[number].load, number))
+            _, place = heapq.heappop(waiting)
+            heapq.heappush(open_bins, (bins[place].load, place))
         refused: list[tuple[float, int]] = []
         while open_bins and not limits.admits(bins[open_bins[0][1]], item):
-            entry = heapq.heappop(open_bins)
-            number = entry[1]
-            if bins[number].room < sizes[item]:
-                heapq.heappush(waiting, (-bins[number].room, number))
+            load, place = heapq.heappop(open_bins)
+            if bins[place].room < sizes[item]:
+                heapq.heappush(waiting, (-bins[place].room, place))
             else:
-                refused.append(entry)
+                refused.append((load, place))
         if not open_bins:
             return False
-        number = open_bins[0][1]
-        limits.add(bins[number], item, costs[item])
-        heapq.heapreplace(open_bins, (bins[number].load, number))
+        _, place = open_bins[0]
+        limits.add(bins[place], item, costs[item])
+        heapq.heapreplace(open_bins, (bins[place].load, place))
         for entry in refused:
             heapq.heappush(open_bins, entry)
     return True
@@ -173,29 +170,29 @@ def best_fit(
     bins: list[Bin] = []
     by_room: list[tuple[float, int]] = []
     for item in order:
-        place = bisect_left(by_room, (limits.sizes[item], -1))
-        while place < len(by_room) and not limits.admits(bins[by_room[place][1]], item):
-            place += 1
-        if place == len(by_room):
+        first = bisect_left(by_room, (limits.sizes[item], -1))
+        while first < len(by_room) and not limits.admits(bins[by_room[first][1]], item):
+            first += 1
+        if first == len(by_room):
             bins.append(new_bin())
             by_room.append((0, len(bins) - 1))
-        number = by_room.pop(place)[1]
-        limits.add(bins[number], item, costs[item])
-        insort(by_room, (bins[number].room, number))
+        _, place = by_room.pop(first)
+        limits.add(bins[place], item, costs[item])
+        insort(by_room, (bins[place].room, place))
     return bins
 
 
 def fill_empty(parts: list[list[int]]) -> None:
     """Gives each empty part an item of the part with the most items, as long as that has two or more."""
-    fullest = [(-len(part), number) for number, part in enumerate(parts) if part]
+    fullest = [(-len(part), place) for place, part in enumerate(parts) if part]
     heapq.heapify(fullest)
     empty = [part for part in parts if not part]
     for part in empty:
         if not fullest or fullest[0][0] == -1:
             return
-        size, number = fullest[0]
-        part.append(parts[number].pop())
-        heapq.heapreplace(fullest, (size + 1, number))
+        size, place = fullest[0]
+        part.append(parts[place].pop())
+        heapq.heapreplace(fullest, (size + 1, place))
 
 
 def limits_of(lengths: Streams, budget: Budget) -> Limits:
@@ -226,7 +223,8 @@ def limits_of(lengths: Streams, budget: Budget) -> Limits:
     for name in padded_streams(budget, lengths):
         longest[name] = int(lengths[name].max())
     largest_sum = _largest_sums(budget, tokens, first, longest)
-    return Limits(tokens, UNLIMITED, slots, sums, largest_sum, tokens)
+    most = largest_sum(1, int(tokens.min()))
+    return Limits(tokens, most, slots, sums, largest_sum, tokens)
 
 
 def _largest_sums(
@@ -261,8 +259,8 @@ def _largest_sums(
     return lambda count, length: grid[bisect_left(lengths, length)][bisect_left(counts, count)]
 
 
-class Packing:
-    """Packs one window into batches for steps with a batch on each rank."""
+class PackedWindow:
+    """A window of samples, to be divided into packed batches for steps with a batch on each rank."""
 
     def __init__(
         self, lengths: Streams, rules: CutRules, costs: NDArray[np.float64], num_ranks: int
@@ -271,7 +269,6 @@ class Packing:
         # Asked before the limits are read: it reports streams that `lengths` lacks.
         fits_alone = rules.budget.fits(BatchShape(np.ones(len(costs), np.int64), wide, wide))
         self._limits = limits_of(lengths, rules.budget)
-        self._per_step = rules.work.per_step
         self._costs = costs.tolist()
         self._dearest_first = np.sort(costs)[::-1]
         self._num_ranks = num_ranks
@@ -280,62 +277,34 @@ class Packing:
         self._oversize: list[int] = order[~fits_alone[order]].tolist()
 
     def batches(self) -> list[list[int]]:
-        """Returns batches for the fewest steps, none of them empty; or for one step more, if that takes less time, or makes
-        the work of ranks equal in at most 2 % more time."""
-        fewest = self._fewest()
-        if self._num_ranks == 1 or len(fewest) % self._num_ranks:
-            return fewest
-        time, is_equal = self._judged(fewest)
-        if is_equal:
-            return fewest
-        parts = self._balanced(len(fewest) // self._num_ranks + 1)
+        """Returns batches of equal work for the fewest steps that samples may need, none of them empty; or else about as few
+        as best fit gives."""
+        num_bins = self._limits.fewest_bins(self._order)
+        if self._num_ranks > 1:
+            num_bins /= FULL
+        parts = self._balanced(self._num_steps(num_bins))
         if parts is None:
-            return fewest
-        more = self._alone() + parts
-        if len(more) <= len(fewest) or len(more) % self._num_ranks:
-            return fewest
-        time_of_more, is_equal = self._judged(more)
-        longest_time = WORTH * time if is_equal else time
-        return more if time_of_more <= longest_time else fewest
+            parts = self._by_best_fit()
+        return [[sample] for sample in self._oversize] + parts
 
-    def _fewest(self) -> list[list[int]]:
-        """Returns about as few batches as best fit; equal parts, unless they do not fit in as many steps."""
-        parts = self._balanced(self._num_steps(self._limits.fewest_bins(self._order)))
-        if parts is not None:
-            return self._alone() + parts
+    def _by_best_fit(self) -> list[list[int]]:
+        """Returns equal parts for as many steps as best fit needs, or for one more; if they do not fit, those of best fit."""
         bins = best_fit(self._order, self._costs, self._limits.bin, self._limits)
-        if self._num_ranks == 1:
-            return self._alone() + [bin.members for bin in bins]
-        num_steps = self._num_steps(len(bins))
-        parts = self._balanced(num_steps)
-        if parts is not None:
-            return self._alone() + parts
         parts = [bin.members for bin in bins]
+        if self._num_ranks == 1:
+            return parts
+        num_steps = self._num_steps(len(bins))
+        for num_tried in (num_steps, num_steps + 1):
+            equal_parts = self._balanced(num_tried)
+            if equal_parts is not None:
+                return equal_parts
         num_parts = min(num_steps * self._num_ranks - len(self._oversize), len(self._order))
-        while len(parts) < num_parts:
-            parts.append([])
+        parts += [[] for _ in range(num_parts - len(parts))]
         fill_empty(parts)
-        return self._alone() + parts
+        return parts
 
-    def _alone(self) -> list[list[int]]:
-        return [[sample] for sample in self._oversize]
-
-    def _judged(self, parts: list[list[int]]) -> tuple[float, bool]:
-        """Returns the predicted time of steps of these batches, and whether the work of ranks is equal in every step.
-
-        A step whose most expensive sample is more work than its mean counts as equal.
-        """
-        work = np.asarray([sum(self._costs[sample] for sample in part) for part in parts])
-        dearest_sample = np.asarray([max(self._costs[sample] for sample in part) for part in parts])
-        by_step = np.argsort(-work, kind="stable").reshape(-1, self._num_ranks)
-        mean = work[by_step].mean(axis=1)
-        is_equal = np.ptp(work[by_step], axis=1) <= EQUAL * mean
-        is_equal |= dearest_sample[by_step].max(axis=1) > mean
-        time = self._per_step * len(by_step) + work[by_step[:, 0]].sum()
-        return float(time), bool(is_equal.all())
-
-    def _num_steps(self, num_bins: int) -> int:
-        return -(-(num_bins + len(self._oversize)) // self._num_ranks)
+    def _num_steps(self, num_bins: float) -> int:
+        return math.ceil((num_bins + len(self._oversize)) / self._num_ranks)
 
     def _balanced(self, num_steps: int) -> list[list[int]] | None:
         """Divides the samples over steps, in which oversize samples take a batch each; None: they do not fit."""

@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynagroup.plan.batches import Batches, offsets_of
-from dynagroup.plan.packed import EQUAL
 from dynagroup.plan.padded import FEWEST, TINY, OrderedWindow, split_dearest
 from dynagroup.shapes import IntArray
 
@@ -21,6 +20,8 @@ TABLE = 1 << 17
 BISECTIONS = 10
 TRIED = 64
 """Limits of work that are tried at once, over all steps of a window: a call of numpy takes longer than a few of them."""
+EQUAL = 0.05
+"""Batches whose work differs by at most about this share count as equal."""
 CLOSE = 1 - 1 / 256
 """Limits of work that differ by a smaller factor count as equal."""
 
@@ -77,10 +78,10 @@ def steps_of_least_time(window: OrderedWindow, num_ranks: int, per_step: float) 
         start = int(ends[start, choice[start]])
     first = np.asarray(firsts)
     steps = Steps(window, first, np.append(first[1:], num_samples), num_ranks)
-    number = choice[first]
-    low = np.where(number > 0, limits[number - 1], 0.0)  # within it, these steps would end earlier
+    chosen = choice[first]
+    low = np.where(chosen > 0, limits[chosen - 1], 0.0)  # within it, these steps would end earlier
     low = np.maximum(low, steps.least())
-    sizes = divide(steps, low, limits[number], max(TRIED // len(first), 1))
+    sizes = divide(steps, low, limits[chosen], max(TRIED // len(first), 1))
     return np.unique(np.append(0, np.cumsum(sizes)))
 
 
@@ -88,7 +89,7 @@ def _limits(window: OrderedWindow, num_ranks: int, per_step: float) -> NDArray[n
     """Returns limits of a batch's work to try: from far below a step's fixed cost up to what a single step needs."""
     if len(window.limits):
         return window.limits
-    fewest, highest_number = LIMITS
+    fewest, most = LIMITS
     mean = float(window.work.sum()) / num_ranks
     dearest = float(window.work_of(np.arange(len(window)), window.largest).max())
     dearest_sample = float(sum(work.max() for work in window.streams or (window.work,)))
@@ -96,7 +97,7 @@ def _limits(window: OrderedWindow, num_ranks: int, per_step: float) -> NDArray[n
     low = max(min(per_step / 8, mean), float(window.work.min()), high / 1e6)
     if not TINY < low < high:
         return np.asarray([high])
-    num_limits = max(min(TABLE // len(window), highest_number), fewest)
+    num_limits = max(min(TABLE // len(window), most), fewest)
     return low * (high / low) ** (np.arange(num_limits) / (num_limits - 1))
 
 
@@ -216,7 +217,7 @@ def divide(
     high = steps.dearest(best)
     num_steps = len(high)
     several = steps.repeated(num_tried)
-    numbers = np.arange(num_steps)
+    every_step = np.arange(num_steps)
     shares = np.arange(1, num_tried + 1)[:, None] / (num_tried + 1)
     tried = low + shares * (high - low)
     tried[0] = low * (1 + 1 / 64)  # often nearly equal parts are possible
@@ -226,10 +227,10 @@ def divide(
         suffices = suffices.reshape(tried.shape)
         first = np.where(suffices.any(axis=0), suffices.argmax(axis=0), num_tried)
         limits = np.concatenate([low[None], tried, high[None]])
-        low = limits[first, numbers]
-        high = limits[first + 1, numbers]
+        low = limits[first, every_step]
+        high = limits[first + 1, every_step]
         is_lower = first < num_tried
-        best[is_lower] = sizes[(first * num_steps + numbers)[is_lower]]
+        best[is_lower] = sizes[(first * num_steps + every_step)[is_lower]]
         if (low >= high * CLOSE).all():
             break
         tried = low + shares * (high - low)
@@ -265,15 +266,15 @@ def levelled(window: OrderedWindow, batches: Batches, num_ranks: int) -> Batches
     of_better = np.repeat(is_better, num_samples)
     order[slots[of_better]] = places[of_better]
     new_sizes = batches.sizes.copy()
-    numbers = uneven[is_better, None] * num_ranks + np.arange(num_ranks)
-    new_sizes[numbers] = sizes[is_better]
+    in_better = uneven[is_better, None] * num_ranks + np.arange(num_ranks)
+    new_sizes[in_better] = sizes[is_better]
     return _dearest_first_in_steps(window, Batches(order, offsets_of(new_sizes)), num_ranks)
 
 
 def _uneven_steps(
     window: OrderedWindow, batches: Batches, num_ranks: int
 ) -> tuple[IntArray, NDArray[np.float64]]:
-    """Returns the numbers of steps whose batches differ in work, and the work of their most expensive batches. A batch of
+    """Returns which steps have batches that differ in work, and the work of their most expensive batches. A batch of
     one sample cannot be divided."""
     num_steps = len(batches) // num_ranks  # without a last step that lacks batches
     num_batches = num_steps * num_ranks
@@ -319,5 +320,5 @@ def complete(
         copies = Batches(np.resize(smallest, num_missing), np.arange(num_missing + 1))
         batches = Batches.concatenate([batches, copies])
     num_steps = len(batches) // num_ranks
-    numbers = np.arange(num_steps * num_ranks)
-    return batches.take(numbers), (numbers >= num_batches).reshape(num_steps, num_ranks)
+    taken = np.arange(num_steps * num_ranks)
+    return batches.take(taken), (taken >= num_batches).reshape(num_steps, num_ranks)
