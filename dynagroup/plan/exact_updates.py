@@ -1,6 +1,7 @@
 """Cuts many updates of one size at once, which is faster than cutting each one as a window."""
 
 from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
 
 import numpy as np
 
@@ -15,21 +16,24 @@ from dynagroup.plan.rules import CutRules
 from dynagroup.plan.update_cuts import MOST_PLACES, UpdateCuts, cut_updates
 from dynagroup.shapes import IntArray, Streams, round_up
 
+Way: TypeAlias = Literal["at once", "in turn"]
 FEW_STEPS = 4  # samples of an exact update for each rank, up to which updates are cut at once
 
 
-def can_cut_at_once(inputs: PlanInputs, size: int, world_size: int) -> bool:
-    """Whether updates of this size can be cut by operations on many of them."""
+def way_to_cut(inputs: PlanInputs, size: int, world_size: int) -> Way | None:
+    """Returns how many updates of this size are cut: by operations on all of them, or one after another. None: each window
+    is planned by itself, because it is no update, or samples have kinds."""
     if not inputs.has_updates or inputs.has_kinds:
-        return False
+        return None
     if len(inputs.lengths) > 1 or is_packed(inputs.budget, inputs.lengths):
-        return False
+        return "in turn"
     if inputs.config.round_batch is not None or inputs.budget.ladder is not None:
-        return False
-    if inputs.config.grouping is not None:
-        return True
+        return "in turn"
     # Samples of a step differ more in exact updates: this cut is as good as the other only in few steps.
-    return size <= MOST_PLACES and (world_size == 1 or size <= FEW_STEPS * world_size)
+    has_few_steps = world_size == 1 or size <= FEW_STEPS * world_size
+    if inputs.config.grouping is not None or (size <= MOST_PLACES and has_few_steps):
+        return "at once"
+    return "in turn"
 
 
 @dataclass(frozen=True)
@@ -52,21 +56,18 @@ class UpdateBlock:
     def of(cls, inputs: PlanInputs, indices: IntArray, world_size: int) -> "UpdateBlock | None":
         """Cuts these updates; None: the first one must be cut by itself. ``indices``: (updates, samples)."""
         lengths = {name: values[indices.ravel()] for name, values in inputs.lengths.items()}
-        if can_cut_at_once(inputs, indices.shape[1], world_size):
+        if way_to_cut(inputs, indices.shape[1], world_size) == "at once":
             cuts = _cut_at_once(inputs, lengths, indices.shape, world_size)
         else:
             cuts = _cut_in_turn(inputs, lengths, indices.shape, world_size)
         if cuts is None or not cuts.num_steps[0]:
             return None
         is_cut = np.repeat(cuts.num_steps > 0, indices.shape[1])
-        number = np.cumsum(is_cut) - 1
-        prove(
-            cuts.batches.map(number),
-            int(is_cut.sum()),
-            {name: values[is_cut] for name, values in lengths.items()},
-            inputs.budget,
-            inputs.unfit(indices.ravel()[is_cut]),
-        )
+        place_of_position = np.cumsum(is_cut) - 1
+        batches = cuts.batches.map(place_of_position)
+        lengths = {name: values[is_cut] for name, values in lengths.items()}
+        unfit = inputs.unfit(indices.ravel()[is_cut])
+        prove(batches, len(unfit), lengths, inputs.budget, unfit)
         return cls(inputs, indices, cuts.batches, cuts.num_steps, world_size)
 
     @property
@@ -87,12 +88,9 @@ class UpdateBlock:
         sizes = batches.sizes.reshape(-1, ranks)
         update_ends = np.zeros(len(sizes), np.bool_)
         update_ends[np.cumsum(num_steps) - 1] = True
-        end = replace(
-            start,
-            steps=start.steps + len(sizes),
-            windows_done=start.windows_done + len(num_steps),
-            segments=(),
-        )
+        num_taken = start.steps + len(sizes)
+        num_windows = start.windows_done + len(num_steps)
+        end = replace(start, steps=num_taken, windows_done=num_windows, segments=())
         return BatchPlan.of(
             self.inputs,
             batches,
@@ -136,12 +134,12 @@ def _cut_in_turn(
         orders = orders_of(lengths, inputs.budget, size)
     parts = []
     num_steps = np.zeros(num_updates, np.int64)
-    for number, order in enumerate(orders):
-        positions = np.arange(number * size, (number + 1) * size)
+    for update, order in enumerate(orders):
+        positions = np.arange(update * size, (update + 1) * size)
         of_update = {name: values[positions] for name, values in lengths.items()}
         batches = cut(of_update, rules, world_size, order)
         if len(batches) % world_size:
             break
         parts.append(batches.map(positions))
-        num_steps[number] = len(batches) // world_size
+        num_steps[update] = len(batches) // world_size
     return UpdateCuts(Batches.concatenate(parts), num_steps)

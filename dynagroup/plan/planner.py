@@ -25,7 +25,7 @@ from dynagroup.lengths import Kinds, as_streams
 from dynagroup.plan.batches import Batches
 from dynagroup.plan.cursor import Cursor
 from dynagroup.plan.epoch import NONE, EpochOrder, EpochWindows, Windows, windows_of_kinds
-from dynagroup.plan.exact_updates import UpdateBlock, can_cut_at_once
+from dynagroup.plan.exact_updates import UpdateBlock, way_to_cut
 from dynagroup.plan.inputs import PlanConfig, PlanInputs
 from dynagroup.plan.plan import BatchPlan
 from dynagroup.plan.strata import StratifiedOrder, number_of_strata
@@ -179,13 +179,10 @@ class Planner(PlanInputs):
         least = size
         if config.shuffle and config.window is None:
             least = -(-size // LEAST_SHARE)
+        rng = np.random.default_rng((config.seed, epoch)) if config.shuffle else None
+        tokens = self.tokens_of(slice(None)) if config.hardest_first else None
         windows = windows_of_kinds(
-            order,
-            self.kinds.codes,
-            size,
-            least=least,
-            rng=np.random.default_rng((config.seed, epoch)) if config.shuffle else None,
-            tokens=self.tokens_of(slice(None)) if config.hardest_first else None,
+            order, self.kinds.codes, size, least=least, rng=rng, tokens=tokens
         )
         if config.one_kind == "batch":  # a step may have several kinds, so any sample may fill it
             last = np.full_like(windows.last, len(windows.spans) - 1)
@@ -220,7 +217,7 @@ class Planner(PlanInputs):
         while cursor.windows_done < len(epoch.spans):
             planned = None
             start, stop = epoch.spans[cursor.windows_done]
-            if self.has_updates and not cursor.segments:
+            if not cursor.segments:
                 block = cut_block(self, epoch.order, start, size, world_size)
                 if block is not None:
                     planned = block.plan(0, block.num_leading, cursor)
@@ -251,18 +248,26 @@ class Planner(PlanInputs):
         self, parts: list[BatchPlan], cursor: Cursor, world_size: int, order: Drawn = None
     ) -> BatchPlan:
         """Returns one plan of several windows; the first begins at ``cursor``. ``order``: of the user's sampler."""
-        left_out = self.left_out if order is None else order[np.isin(order, self.left_out)]
-        no_scale = np.zeros((0, world_size))
-        no_ends = np.zeros(0, np.bool_)
+        loss_scale = [np.zeros((0, world_size))]
+        update_ends = [np.zeros(0, np.bool_)]
+        repeated = [NONE]
+        dropped = [self.left_out if order is None else order[np.isin(order, self.left_out)]]
+        end = cursor
+        for part in parts:
+            loss_scale.append(part.loss_scale)
+            update_ends.append(part.update_ends)
+            repeated.append(part.repeated)
+            dropped.append(part.dropped)
+            end = part.end
         return BatchPlan.of(
             self,
             Batches.concatenate([part.batches for part in parts]),
-            loss_scale=np.concatenate([no_scale, *(part.loss_scale for part in parts)]),
-            update_ends=np.concatenate([no_ends, *(part.update_ends for part in parts)]),
-            repeated=np.concatenate([NONE, *(part.repeated for part in parts)]),
-            dropped=np.concatenate([left_out, *(part.dropped for part in parts)]),
+            loss_scale=np.concatenate(loss_scale),
+            update_ends=np.concatenate(update_ends),
+            repeated=np.concatenate(repeated),
+            dropped=np.concatenate(dropped),
             start=cursor,
-            end=parts[-1].end if parts else cursor,
+            end=end,
             windows=np.asarray([part.num_steps for part in parts], np.int64),
         )
 
@@ -272,9 +277,10 @@ def cut_block(
 ) -> UpdateBlock | None:
     """Returns whole updates that are cut at once, from position ``start`` of the order on, of at most ``most`` samples;
     None: the first one must be cut by itself."""
-    if not inputs.has_updates or inputs.has_kinds:
+    way = way_to_cut(inputs, size, world_size)
+    if way is None:
         return None
-    if not can_cut_at_once(inputs, size, world_size):
+    if way == "in turn":
         most = min(most, SMALL_BLOCK)
     num_updates = min(max(most // size, 1), (len(order) - start) // size)
     if not num_updates:
@@ -294,7 +300,8 @@ class UpdatePlans:
         self._order = order
         self._world_size = world_size
         self._block: UpdateBlock | None = None
-        self._block_start = self._block_stop = 0  # positions in the order
+        self._block_start = 0  # positions in the order
+        self._block_stop = 0
         self._size = 0
         self._num_first = num_updates
         self._num_updates = 0  # updates in the block, or that would be in it
@@ -306,8 +313,8 @@ class UpdatePlans:
             if size != self._size or not self._block_start <= start < self._block_stop:
                 self._cut(start, size)
             if self._block is not None:
-                number = (start - self._block_start) // size
-                return self._block.plan(number, number + 1, cursor)
+                update = (start - self._block_start) // size
+                return self._block.plan(update, update + 1, cursor)
         return plan_update(self._planner, self._order[start:stop], cursor, self._world_size)
 
     def _cut(self, start: int, size: int) -> None:

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from dynagroup.plan.batches import Batches, tokens_of
 from dynagroup.plan.cursor import Cursor
 from dynagroup.plan.cut import cut_kinds, prove
-from dynagroup.plan.exact_updates import UpdateBlock, can_cut_at_once
+from dynagroup.plan.exact_updates import UpdateBlock, way_to_cut
 from dynagroup.plan.inputs import PlanInputs
 from dynagroup.plan.plan import BatchPlan
 from dynagroup.plan.rows import complete
@@ -71,7 +71,7 @@ class Window:
         config = inputs.config
         positions = np.flatnonzero(is_left)
         indices = self.indices[positions]
-        if can_cut_at_once(inputs, len(indices), num_ranks):
+        if way_to_cut(inputs, len(indices), num_ranks) == "at once":
             block = UpdateBlock.of(inputs, indices[None], num_ranks)
             if block is not None:
                 batches = block.batches.map(positions)
@@ -135,11 +135,12 @@ class Window:
             update_ends = np.ones(num_steps, np.bool_)
         batches = rows.batches.map(self.indices)
         only_fills = np.repeat(rows.fills.ravel(), batches.sizes)
+        loss_scale = counts * num_ranks / np.maximum(num_weighed, 1)
         end = self.cursor.after_rows(num_steps, num_ranks, inputs.limit)
         return BatchPlan.of(
             inputs,
             batches,
-            loss_scale=counts * num_ranks / np.maximum(num_weighed, 1),
+            loss_scale=loss_scale,
             update_ends=update_ends,
             repeated=batches.order[only_fills],
             dropped=unused[is_gone],
