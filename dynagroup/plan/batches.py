@@ -60,8 +60,8 @@ class Batches(Sequence[IntArray]):
 
     def __getitem__(self, index: Any) -> Any:
         """Returns the positions in one batch: int64 (n,)."""
-        number = range(len(self))[index]
-        return self.order[self.offsets[number] : self.offsets[number + 1]]
+        batch = range(len(self))[index]
+        return self.order[self.offsets[batch] : self.offsets[batch + 1]]
 
     def __iter__(self) -> Iterator[IntArray]:
         for start, stop in pairwise(self.offsets.tolist()):
@@ -252,10 +252,10 @@ def longest_of(
     longest = 0
     most_tokens = -1
     bounds = tokens_of(maxima, budget)
-    for number in np.argsort(-bounds, kind="stable").tolist():
-        if bounds[number] <= most_tokens:
+    for block in np.argsort(-bounds, kind="stable").tolist():
+        if bounds[block] <= most_tokens:
             break
-        start = number * CHUNK
+        start = block * CHUNK
         tokens = tokens_of(block_of(lengths, start), budget)
         first, last = left_out.searchsorted([start, start + CHUNK])
         if first < last:

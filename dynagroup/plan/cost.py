@@ -326,8 +326,8 @@ class _Measured:
         first = primary(streams)
         streams.sort(key=lambda name: name != first)
         table = np.zeros((len(steps), 2 + len(streams)))
-        for number, (seconds, num_samples, units) in enumerate(steps):
-            table[number] = [seconds, num_samples, *(units.get(name, 0) for name in streams)]
+        for row, (seconds, num_samples, units) in zip(table, steps, strict=True):
+            row[:] = [seconds, num_samples, *(units.get(name, 0) for name in streams)]
         num_coefficients = 1 + 2 * len(streams)
         num_shapes = len(np.unique(table[:, 1:], axis=0))
         is_positive = (table[:, :3] > 0).all() and (table >= 0).all() and np.isfinite(table).all()

@@ -50,12 +50,12 @@ class Cursor:
         """Returns the point ``rows`` steps later in the current window."""
         if not rows:
             return self
-        *before, (size, done, by) = self.segments or ((ranks, 0, limit),)
-        if (size, by) != (ranks, limit):
-            before, done = self.segments, 0
-        return replace(
-            self, steps=self.steps + rows, segments=(*before, (ranks, done + rows, limit))
-        )
+        *before, (last_ranks, done, last_limit) = self.segments or ((ranks, 0, limit),)
+        if (last_ranks, last_limit) != (ranks, limit):
+            before = self.segments
+            done = 0
+        segments = (*before, (ranks, done + rows, limit))
+        return replace(self, steps=self.steps + rows, segments=segments)
 
     def after_window(self, carried: Sequence[int] = ()) -> "Cursor":
         """Returns the point after the current window, whose steps :meth:`after_rows` has counted."""

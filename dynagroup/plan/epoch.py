@@ -41,15 +41,18 @@ class EpochOrder:
     def __init__(
         self, count: int, *, seed: int, epoch: int, shuffle: bool = True, left_out: IntArray = NONE
     ) -> None:
-        seed, epoch = check_int("seed", seed, least=0), check_int("epoch", epoch, least=0)
-        self.num_samples, self._shuffle, self._left_out = count, shuffle, left_out
-        self._kept_before = left_out - np.arange(
-            len(left_out)
-        )  # number of kept samples before each one left out
+        seed = check_int("seed", seed, least=0)
+        epoch = check_int("epoch", epoch, least=0)
+        self.num_samples = count
+        self._shuffle = shuffle
+        self._left_out = left_out
+        # how many kept samples are before each one left out
+        self._kept_before = left_out - np.arange(len(left_out))
         self._width = max(math.isqrt(max(count - 1, 0)) + 1, 1)
         self._height = max(-(-count // self._width), 1)
         self._keys = np.random.SeedSequence((seed, epoch)).generate_state(ROUNDS, np.uint32)
-        self._block, self._block_at = NONE, 0
+        self._block = NONE
+        self._block_at = 0
 
     def __len__(self) -> int:
         return self.num_samples
@@ -61,23 +64,22 @@ class EpochOrder:
             return self.index_at(np.arange(start, stop, dtype=np.int64))
         if not self._block_at <= start <= stop <= self._block_at + len(self._block):
             reach = np.arange(start, min(start + BLOCK, self.num_samples), dtype=np.int64)
-            self._block_at, self._block = start, self.index_at(reach)
+            self._block = self.index_at(reach)
+            self._block_at = start
         return self._block[start - self._block_at : stop - self._block_at]
 
     def index_at(self, positions: IntArray) -> IntArray:
         kept = self._walk(positions, range(ROUNDS), sign=1) if self._shuffle else positions
-        return (
-            kept + self._kept_before.searchsorted(kept, side="right")
-            if len(self._left_out)
-            else kept
-        )
+        if not len(self._left_out):
+            return kept
+        return kept + self._kept_before.searchsorted(kept, side="right")
 
     def position_of(self, index: int) -> int:
         """Returns the position of a sample in the order, the inverse of :meth:`index_at`."""
         kept = np.asarray([index - self._left_out.searchsorted(index)], np.int64)
-        return int(
-            (self._walk(kept, range(ROUNDS - 1, -1, -1), sign=-1) if self._shuffle else kept)[0]
-        )
+        if self._shuffle:
+            kept = self._walk(kept, range(ROUNDS - 1, -1, -1), sign=-1)
+        return int(kept[0])
 
     def _walk(self, values: IntArray, rounds: range, sign: int) -> IntArray:
         values = self._mix(values, rounds, sign)
@@ -88,16 +90,13 @@ class EpochOrder:
         return values
 
     def _mix(self, values: IntArray, rounds: range, sign: int) -> IntArray:
-        column, line = values % self._width, values // self._width
-        for number in rounds:
-            if number % 2:
-                line = _turn(
-                    line, sign * _hash(column, self._keys[number], self._height), self._height
-                )
+        line, column = np.divmod(values, self._width)
+        for key_place in rounds:
+            key = self._keys[key_place]
+            if key_place % 2:
+                line = _turn(line, sign * _hash(column, key, self._height), self._height)
             else:
-                column = _turn(
-                    column, sign * _hash(line, self._keys[number], self._width), self._width
-                )
+                column = _turn(column, sign * _hash(line, key, self._width), self._width)
         return line * self._width + column
 
 
@@ -122,7 +121,7 @@ class Windows:
 
     The window with the longest sample is used first, so that an out-of-memory error comes at once. It also gets the
     samples that are left over, so that the size of all other windows is a multiple of the number of ranks. ``first`` is
-    its number; None: windows are used in order, and the last may be smaller.
+    its place in the order; None: windows are used in order, and the last may be smaller.
 
     >>> list(Windows(7, 2, first=1)), list(Windows(7, 2))
     ([(2, 5), (0, 2), (5, 7)], [(0, 2), (2, 4), (4, 6), (6, 7)])
@@ -132,23 +131,23 @@ class Windows:
         self._count = count
         self._size = size
         if first is None:
-            self._number = -(-count // size)
-            self._first = min(0, self._number - 1)
+            self._num_windows = -(-count // size)
+            self._first = min(0, self._num_windows - 1)
             self._rest = 0
         else:
-            self._number = max(count // size, min(count, 1))
-            self._first = min(first, self._number - 1)
-            self._rest = count - self._number * size  # samples that are left over
+            self._num_windows = max(count // size, min(count, 1))
+            self._first = min(first, self._num_windows - 1)
+            self._rest = count - self._num_windows * size  # samples that are left over
 
     def __len__(self) -> int:
-        return self._number
+        return self._num_windows
 
-    def __getitem__(self, number: int) -> tuple[int, int]:
-        if not 0 <= number < self._number:
-            raise IndexError(number)
-        place = number  # of the window in the epoch's order
-        if number <= self._first:
-            place = (number - 1) % (self._first + 1)
+    def __getitem__(self, window: int) -> tuple[int, int]:
+        if not 0 <= window < self._num_windows:
+            raise IndexError(window)
+        place = window  # of the window in the epoch's order
+        if window <= self._first:
+            place = (window - 1) % (self._first + 1)
         start = place * self._size
         stop = start + self._size
         if place > self._first:
@@ -165,7 +164,7 @@ class EpochWindows:
     Args:
         order: dataset indices; an array, or an order that is computed when a slice is read.
         spans: where each window starts and stops in ``order``.
-        last: by kind, the number of the last window that has samples of the kind: int64 (kinds,).
+        last: by kind, the last window that has samples of the kind: int64 (kinds,).
     """
 
     order: Any
@@ -206,17 +205,17 @@ def windows_of_kinds(
     first_of_kind = np.cumsum(counts) - counts
     place_in_kind = np.arange(len(kind)) - first_of_kind[kind]
     part = np.minimum(place_in_kind // part_sizes[kind], num_parts[kind] - 1)
-    window = (part + shift[kind]) * (num_windows / num_parts[kind])
-    window = np.minimum(window.astype(np.int64), num_windows - 1)
-    by_window = by_kind[np.argsort(window, kind="stable")]
+    window_of = (part + shift[kind]) * (num_windows / num_parts[kind])
+    window_of = np.minimum(window_of.astype(np.int64), num_windows - 1)
+    by_window = by_kind[np.argsort(window_of, kind="stable")]
     in_windows = order[by_window]
-    stops = np.cumsum(np.bincount(window, minlength=num_windows))
+    stops = np.cumsum(np.bincount(window_of, minlength=num_windows))
     spans = list(pairwise([0, *stops.tolist()]))
     if tokens is not None and len(order):
         hardest = int(np.argmax(tokens[in_windows]))
-        number = int(np.searchsorted(stops, hardest, side="right"))
-        spans.insert(0, spans.pop(number))
+        window = int(np.searchsorted(stops, hardest, side="right"))
+        spans.insert(0, spans.pop(window))
     last = np.zeros(int(kinds.max(initial=0)) + 1, np.int64)
-    for number, (start, stop) in enumerate(spans):
-        last[kinds[in_windows[start:stop]]] = number
+    for window, (start, stop) in enumerate(spans):
+        last[kinds[in_windows[start:stop]]] = window
     return EpochWindows(in_windows, spans, last)

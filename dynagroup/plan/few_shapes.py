@@ -29,21 +29,6 @@ CUT_AGAIN = 4.0  # factor of the time of a batch that is larger than all shapes,
 NOT_HELD = 1e30  # time of a sample that is longer than all shapes
 
 
-@dataclass(frozen=True, kw_only=True)
-class WindowSettings:
-    """The windows of samples that a plan cuts, for which shapes are chosen.
-
-    Args:
-        size: int, samples planned together; None: about a hundred batches.
-        grouping: int, windows that are sorted together, then dealt into stratified windows again.
-        strata: int, chunks of such a window; None: chosen by the lengths.
-    """
-
-    size: int | None
-    grouping: int
-    strata: int | None
-
-
 class ShapeLadder(Wrapper):
     """A budget of a few batch shapes (samples, tokens), chosen to make a dataset's batches take the least predicted time.
     A batch fits if one of the shapes is large enough. Loaders pad it to the cheapest such shape; added rows weigh 0.
@@ -97,8 +82,7 @@ class ShapeLadder(Wrapper):
         num_reserved = _num_reserved(num_shapes, len(fitting), len(padded))
         shapes = np.zeros((0, 2), np.int64)
         if len(fitting):
-            windows = WindowSettings(size=window, grouping=grouping, strata=strata)
-            drawn = self._drawn(fitting, windows)
+            drawn = self._drawn(fitting, window, grouping, strata)
             shapes = self._chosen(fitting, drawn, num_shapes - num_reserved, work)
             shapes = shapes[np.argsort(self._time(shapes, work), kind="stable")]
         if num_reserved:
@@ -112,22 +96,23 @@ class ShapeLadder(Wrapper):
     def ladder(self) -> "ShapeLadder":
         return self
 
-    def _drawn(self, tokens: IntArray, windows: WindowSettings) -> Iterator[IntArray]:
-        """Yields the padded lengths of random windows, which are cut to find good shapes."""
+    def _drawn(
+        self, tokens: IntArray, size: int | None, grouping: int, strata: int | None
+    ) -> Iterator[IntArray]:
+        """Yields the padded lengths of random windows of ``size`` samples, which are cut to find good shapes."""
         num = len(tokens)
         some = tokens[:: max(num // MOST_SAMPLES, 1)]
-        size = windows.size
         if size is None:
             share_of_a_batch = 1.0 / self._most_samples(some)
             size = int(BATCHES_OF_A_WINDOW / share_of_a_batch.mean())
         size = min(size, num)
-        pool = size * windows.grouping
+        pool = size * grouping
         num_pools = max(min(MOST_SAMPLES // pool, MOST_WINDOWS), 1)
-        strata = number_of_strata(windows.strata, some, size, windows.grouping)
+        num_strata = number_of_strata(strata, some, size, grouping)
         rng = np.random.default_rng(0)
         for places in rng.integers(0, num, (num_pools, pool)):
             longest_first = places[np.argsort(-tokens[places], kind="stable")]
-            for window in dealt(longest_first, windows.grouping, strata, rng):
+            for window in dealt(longest_first, grouping, num_strata, rng):
                 yield tokens[window]
 
     # Greedy facility location (Cornuejols, Fisher and Nemhauser 1977), improved by exchange. Drawn windows are cut as
@@ -325,8 +310,8 @@ class PackedTotals(Wrapper):
         fitting = tokens[self.base.fits(BatchShape.of(1, {self.stream: tokens}))]
         num_reserved = _num_reserved(num_shapes, len(fitting), len(tokens))
         self._most = self._largest_total(fitting)
-        numbers = np.arange(1, num_shapes - num_reserved + 1)
-        totals = -(-self._most * numbers // (num_shapes - num_reserved or 1))
+        num_free = num_shapes - num_reserved
+        totals = -(-self._most * np.arange(1, num_free + 1) // max(num_free, 1))
         if num_reserved:
             totals = np.append(totals, self.longest)
         self._totals = np.unique(round_up(totals, self.pad_to_multiple_of))

@@ -193,10 +193,9 @@ def shard_micro_batches(
     by_step = np.argsort(-work_of_batch, kind="stable").reshape(-1, num_ranks)
     shards: list[list[list[int]]] = [[] for _ in range(num_ranks)]
     load = np.zeros(num_ranks)
-    for (
-        numbers
-    ) in by_step.tolist():  # the most expensive batch goes to the rank with the least work
-        for rank, number in zip(np.argsort(load, kind="stable"), numbers, strict=True):
-            shards[rank].append(kept[batches[number]].tolist())
-            load[rank] += work_of_batch[number]
+    for of_step in by_step.tolist():
+        # the most expensive batch goes to the rank with the least work
+        for rank, batch in zip(np.argsort(load, kind="stable"), of_step, strict=True):
+            shards[rank].append(kept[batches[batch]].tolist())
+            load[rank] += work_of_batch[batch]
     return shards

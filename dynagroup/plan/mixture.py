@@ -159,8 +159,8 @@ class Mixture:
         parts = []
         num_known = sum(when < epoch for when, *_ in self._changes)
         # What comes before a change was rounded without knowing of it, so each part between changes is rounded alone.
-        for number, (start, stop) in enumerate(pairwise(starts)):
-            exact = self._exact(epoch, self._changes[: num_known + number])[start:]
+        for num_more, (start, stop) in enumerate(pairwise(starts)):
+            exact = self._exact(epoch, self._changes[: num_known + num_more])[start:]
             rounded = rounded_shares(exact, behind)[: stop - start] if len(exact) else exact[:0]
             behind += (exact[: stop - start] - rounded).sum(axis=0)
             parts.append(rounded.astype(np.int64))
@@ -193,7 +193,7 @@ class Mixture:
         return shares
 
     def sources_of(self, num_samples: int) -> IntArray:
-        """Returns the number of each dataset sample's source; that of samples without one is the number of sources."""
+        """Returns the source of each dataset sample as its place in `sources`; behind the last one: it has none."""
         codes = np.full(num_samples, len(self._sources), np.int64)
         for code, indices in enumerate(self._sources.values()):
             if (codes[indices] != len(self._sources)).any():
@@ -206,7 +206,7 @@ class Mixture:
 
     def of_epoch(self, epoch: int) -> IntArray:
         """Returns the dataset indices of an epoch, in order: int64 (num_samples,)."""
-        counts = [self.counts(number) for number in range(epoch + 1)]
+        counts = [self.counts(earlier) for earlier in range(epoch + 1)]
         parts = [NONE]
         for place, name in enumerate(self._sources):
             stop = sum(of_epoch[name] for of_epoch in counts)
@@ -228,7 +228,7 @@ class Mixture:
         size = len(indices)
         first_pass = start // size
         passes = [NONE]
-        for number in range(first_pass, -(-stop // size)):
-            passes.append(epoch_order(size, seed=self._seed + place, epoch=number))
+        for of_source in range(first_pass, -(-stop // size)):
+            passes.append(epoch_order(size, seed=self._seed + place, epoch=of_source))
         skipped = first_pass * size
         return indices[np.concatenate(passes)[start - skipped : stop - skipped]]

@@ -6,6 +6,7 @@ of offsets, int64 (B + 1,): batch i has the samples from offsets[i] to offsets[i
 import heapq
 from bisect import bisect_right
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -346,8 +347,9 @@ def split_dearest(window: OrderedWindow, offsets: IntArray, num_batches: int) ->
     """
     num_missing = num_batches - (len(offsets) - 1)
     heap = []
-    for number, work in enumerate(window.work_of_cut(offsets).tolist()):
-        heap.append((-work, int(offsets[number]), int(offsets[number + 1])))
+    work_of_batches = window.work_of_cut(offsets).tolist()
+    for work, run in zip(work_of_batches, pairwise(offsets.tolist()), strict=True):
+        heap.append((-work, *run))
     heapq.heapify(heap)
     borders: list[int] = []
     while len(borders) < num_missing and heap:

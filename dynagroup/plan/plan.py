@@ -149,8 +149,7 @@ class BatchPlan:
         to the next one."""
         steps = self.start.steps + np.cumsum(self.windows)
         ends = []
-        for number, taken in enumerate(steps[:-1].tolist()):
-            windows_done = self.start.windows_done + number + 1
+        for windows_done, taken in enumerate(steps[:-1].tolist(), self.start.windows_done + 1):
             end = replace(
                 self.start, steps=taken, windows_done=windows_done, segments=(), carried=()
             )
@@ -317,8 +316,9 @@ class BatchPlan:
         shapes = shapes_of(drawn, self.lengths)
         widths = np.sum([shapes.longest[stream] for stream in streams], axis=0)
         padding = self.statistics["padding"]
+        title = f"{name}: {padding:.0%} padding, {self.num_steps:,} steps"
         return Panel(
-            title=f"{name}: {padding:.0%} padding, {self.num_steps:,} steps",
+            title=title,
             batches=[tokens[batch] for batch in drawn],
             widths=widths.tolist(),
             packed=is_packed(self.budget, self.lengths),

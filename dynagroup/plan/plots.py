@@ -92,11 +92,11 @@ def draw_padding(
     axes.set(xlabel="samples, batch after batch", ylabel="tokens")
     if widths is None:
         widths = [int(batch.max(initial=0)) for batch in batches]
-    numbers = shown_batches([len(batch) for batch in batches], SAMPLES_SHOWN)
-    if not numbers:
+    shown = shown_batches([len(batch) for batch in batches], SAMPLES_SHOWN)
+    if not shown:
         return axes
-    real = np.concatenate([np.sort(batches[number])[::-1] for number in numbers])
-    padded = np.concatenate([np.full(len(batches[number]), widths[number]) for number in numbers])
+    real = np.concatenate([np.sort(batches[batch])[::-1] for batch in shown])
+    padded = np.concatenate([np.full(len(batches[batch]), widths[batch]) for batch in shown])
     edges = np.arange(len(real) + 1)
     if not packed:
         axes.stairs(
@@ -118,7 +118,7 @@ def draw_padding(
 
 
 def shown_batches(sizes: Sequence[int], num_samples: int) -> list[int]:
-    """Returns the numbers of evenly spaced batches with about ``num_samples`` samples; of all batches if they have fewer."""
+    """Returns which evenly spaced batches have about ``num_samples`` samples; of all batches if they have fewer."""
     filled = np.flatnonzero(sizes)
     if not len(filled):
         return []

@@ -287,9 +287,9 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
             run.borders += planned.window_ends
             for row in planned.table.tolist():
                 run.steps += 1
-                numbers = row if rank is None else [row[rank]]
-                for number in numbers:
-                    yield planned.batches[number].tolist()
+                batches = row if rank is None else [row[rank]]
+                for batch in batches:
+                    yield planned.batches[batch].tolist()
         self._end(run)
 
     def _warn_of_repeats(self, planned: BatchPlan) -> None:

@@ -49,8 +49,8 @@ class _Source:
 
     def __init__(self, due: FloatArray) -> None:
         self._due = due.tolist()
-        numbers = np.arange(1, max(int(due[-1]), 0) + 2)
-        self._deadlines = due.searchsorted(numbers - TOLERANCE).tolist()
+        counts = np.arange(1, max(int(due[-1]), 0) + 2)
+        self._deadlines = due.searchsorted(counts - TOLERANCE).tolist()
         self._num_given = 0
         self._times = self._times_of_next()
 
@@ -66,12 +66,12 @@ class _Source:
     def _times_of_next(self) -> list[tuple[int, bool]]:
         """Returns the deadlines of the next samples, as long as each may come in the deadline of the one before."""
         times = []
-        for number in range(self._num_given, self._num_given + LOOKAHEAD):
-            if number >= len(self._deadlines) or self._deadlines[number] == len(self._due):
+        for sample in range(self._num_given, self._num_given + LOOKAHEAD):
+            if sample >= len(self._deadlines) or self._deadlines[sample] == len(self._due):
                 times.append((len(self._due), True))
                 break
-            deadline = self._deadlines[number]
-            is_last = self._due[deadline] <= number + 1 + TOLERANCE
+            deadline = self._deadlines[sample]
+            is_last = self._due[deadline] <= sample + 1 + TOLERANCE
             times.append((deadline, is_last))
             if is_last:
                 break

@@ -29,7 +29,7 @@ def strata_of(num_samples: int, num_strata: int) -> list[slice]:
     >>> strata_of(10, 4)
     [slice(0, 2, None), slice(2, 5, None), slice(5, 7, None), slice(7, 10, None)]
     """
-    borders = [num_samples * number // num_strata for number in range(num_strata + 1)]
+    borders = [num_samples * stratum // num_strata for stratum in range(num_strata + 1)]
     return [slice(start, stop) for start, stop in pairwise(borders)]
 
 
@@ -100,11 +100,11 @@ def dealt(
     by_length: IntArray, num_updates: int, num_strata: int, rng: np.random.Generator
 ) -> IntArray:
     """Deals samples, given longest first, to stratified updates in random order: (updates, samples)."""
-    number = rng.permutation(num_updates)
+    rank_of_update = rng.permutation(num_updates)
     updates = []
     for places in strata_of(len(by_length) // num_updates, num_strata):
         is_first = places.start == 0
-        chunk = number if is_first else num_updates - 1 - number
+        chunk = rank_of_update if is_first else num_updates - 1 - rank_of_update
         updates.append(_chunks(by_length, places, num_updates)[chunk])
     return np.concatenate(updates, axis=1)
 
@@ -139,8 +139,8 @@ def stratified_places(update_of: IntArray, num_strata: int, rng: np.random.Gener
     first = np.cumsum(num_places) - num_places
     place_in_update = np.arange(len(update_of)) - first[update_of]
     stratum = place_in_update * num_strata // num_places[update_of]
-    number = rng.permutation(len(num_places))[update_of]
-    chunk = np.where(stratum == 0, number, len(num_places) - 1 - number)
+    rank_of_update = rng.permutation(len(num_places))[update_of]
+    chunk = np.where(stratum == 0, rank_of_update, len(num_places) - 1 - rank_of_update)
     return np.lexsort((chunk, stratum))
 
 
@@ -187,7 +187,7 @@ class StratifiedOrder:
         self.span = size * pool
         """Samples of a pool."""
         self._dealt = NONE
-        self._number = -1
+        self._pool = -1  # that is dealt
 
     def __len__(self) -> int:
         return len(self._order)
@@ -195,17 +195,17 @@ class StratifiedOrder:
     def __getitem__(self, where: slice) -> IntArray:
         start, stop, _ = where.indices(len(self))
         first = start // self.span
-        pools = [self._pool(number) for number in range(first, -(-stop // self.span))]
+        pools = [self._pool_at(pool) for pool in range(first, -(-stop // self.span))]
         joined = np.concatenate([NONE, *pools])
         return joined[start - first * self.span : stop - first * self.span]
 
-    def _pool(self, number: int) -> IntArray:
+    def _pool_at(self, pool: int) -> IntArray:
         """Returns the dataset indices of a pool, update after update."""
-        if number != self._number:
-            drawn = self._order[number * self.span : (number + 1) * self.span]
-            rng = np.random.default_rng((*self._seeds, number))
+        if pool != self._pool:
+            drawn = self._order[pool * self.span : (pool + 1) * self.span]
+            rng = np.random.default_rng((*self._seeds, pool))
             self._dealt = self._deal(np.asarray(drawn), rng)
-            self._number = number
+            self._pool = pool
         return self._dealt
 
     def _deal(self, drawn: IntArray, rng: np.random.Generator) -> IntArray:

@@ -86,13 +86,13 @@ def _largest_sizes(longest: IntArray, budget: Budget) -> IntArray | None:
         occurs = np.zeros(greatest + 1, np.bool_)
         occurs[longest] = True
         lengths = np.flatnonzero(occurs)
-        number = (np.cumsum(occurs) - 1)[longest]
+        place_in_lengths = (np.cumsum(occurs) - 1)[longest]
     else:
-        lengths, number = np.unique(longest, return_inverse=True)
+        lengths, place_in_lengths = np.unique(longest, return_inverse=True)
     largest = budget.largest(lengths)
     if largest is None:
         return None
-    return np.maximum(largest, 1)[number].reshape(longest.shape)
+    return np.maximum(largest, 1)[place_in_lengths].reshape(longest.shape)
 
 
 # Shortest path through the places where steps may begin, by dynamic programming: the least time to a place is that to
