@@ -155,41 +155,50 @@ def unplanned(batch: object, shape: BatchShape, budget: Budget) -> Difference | 
     """Compares a collated batch with its planned shape (K = 1). None: there is no visible difference."""
     packed = is_packed(budget, shape.longest)
     names = padded_streams(budget, shape.longest)
-    run = budget.as_run(shape)
     num_samples = int(shape.num_samples[0])
-    num_rows = int(run.num_samples[0])
     for stream in names:
         collated = collated_shape(batch, stream, names)
         if collated is None or not (packed or len(collated) == 2):
             continue
-        num_tokens = math.prod(collated)
-        longest = int(shape.longest[stream][0])
         total = int(shape.total[stream][0])
-        if packed:
-            planned = str(total)
-            least = total
-            rounded = round_up(shape.total[stream], budget.pad_to_multiple_of)
-            most = int(np.maximum(rounded, run.total[stream])[0])
-        else:
-            planned = f"{num_samples} x {longest}"
-            least = num_rows * longest if collated[0] == num_rows else total
-            most = num_rows * int(run.longest[stream][0])
+        num_rows = int(budget.as_run(shape).num_samples[0])
         has_all_rows = packed or has_rows_of_all(batch, collated, num_rows, total)
+        num_tokens = math.prod(collated)
+        least, most = _planned_tokens(collated, stream, shape, budget)
         if has_all_rows and least <= num_tokens <= most:
             continue
-        fits = num_tokens <= most
-        if not fits:
-            longest = longest if packed else -(-num_tokens // num_samples)
-            true = BatchShape.of(
-                num_samples,
-                {**shape.longest, stream: longest},
-                {**shape.total, stream: num_tokens},
-            )
-            fits = bool(budget.fits(true)[0])
         size = " x ".join(map(str, collated))
+        planned = str(total) if packed else f"{num_samples} x {shape.longest[stream][0]}"
         text = f"{num_samples} samples were collated to {size} {stream}, but planned as {planned}"
+        fits = num_tokens <= most or _fits_with(num_tokens, stream, shape, budget)
         return Difference(text, fits)
     return None
+
+
+def _planned_tokens(
+    collated: Sequence[int], stream: str, shape: BatchShape, budget: Budget
+) -> tuple[int, int]:
+    """Returns the fewest and the most tokens of a stream that a batch of the planned shape has."""
+    run = budget.as_run(shape)
+    total = int(shape.total[stream][0])
+    if is_packed(budget, shape.longest):
+        rounded = round_up(shape.total[stream], budget.pad_to_multiple_of)
+        return total, int(np.maximum(rounded, run.total[stream])[0])
+    num_rows = int(run.num_samples[0])
+    most = num_rows * int(run.longest[stream][0])
+    if collated[0] != num_rows:
+        return total, most
+    return num_rows * int(shape.longest[stream][0]), most
+
+
+def _fits_with(num_tokens: int, stream: str, shape: BatchShape, budget: Budget) -> bool:
+    """Returns whether a batch of the planned shape, but with so many tokens of a stream, fits."""
+    num_samples = int(shape.num_samples[0])
+    longest = dict(shape.longest)
+    if not is_packed(budget, longest):
+        longest[stream] = np.array([-(-num_tokens // num_samples)])
+    total = {**shape.total, stream: np.array([num_tokens])}
+    return bool(budget.fits(BatchShape(shape.num_samples, longest, total))[0])
 
 
 COUNTERS = ("batch_sizes", "memory_percent")  # fields of LoaderStats
@@ -308,14 +317,12 @@ class LoaderStats:
         largest = world.all_max([max(counter, default=0) for counter in counters])
         for counter, most in zip(counters, largest, strict=True):
             counts += [counter[key] for key in range(most + 1)]
-        sums = world.all_sum(counts)
+        sums = iter(world.all_sum(counts))
         merged = LoaderStats()
-        for name, total in zip(names, sums, strict=False):
+        for name in names:
+            total = next(sums)
             setattr(merged, name, total if name == "wait_s" else int(total))
-        totals = iter(sums[len(names) :])
         for name, most in zip(COUNTERS, largest, strict=True):
-            merged_counter = getattr(merged, name)
-            for key, total in zip(range(most + 1), totals, strict=False):
-                if total:
-                    merged_counter[key] = int(total)
+            totals = {key: int(next(sums)) for key in range(most + 1)}
+            setattr(merged, name, +Counter(totals))  # without zeros
         return merged
