@@ -27,7 +27,7 @@ from dynagroup.plan.cursor import Cursor
 from dynagroup.plan.inputs import PlanConfig
 from dynagroup.plan.plan import BatchPlan
 from dynagroup.plan.planner import Planner, UpdatePlans
-from dynagroup.update.shared_plans import MOST_SAMPLES, columns_of, exchange_columns, unpacked
+from dynagroup.update.shared_plans import MOST_SAMPLES, columns_in, columns_of, exchange_columns
 
 SAMPLES = (10_000, 100_000, 1_000_000, 10_000_000)
 RANKS = (1, 8, 64, 512, 1024)
@@ -131,11 +131,11 @@ def shared_s(plan: Callable[[], list[BatchPlan]], ranks: int, num_parts: int) ->
     plans = plan()
     of_first_rank = []
     for one in plans:
-        packed = [column.packed((0, 0, 0)) for column in columns_of(one, range(ranks))]
+        packed = [column.as_vector((0, 0, 0)) for column in columns_of(one, range(ranks))]
         of_first_rank.append(packed[0])
     planning_s = time.process_time() - start
     start = time.process_time()
-    assert len(list(unpacked(np.concatenate(of_first_rank)))) == len(plans)
+    assert len(list(columns_in(np.concatenate(of_first_rank)))) == len(plans)
     unpacking_s = time.process_time() - start
     return (planning_s / min(ranks, num_parts) + unpacking_s) / len(plans)
 
@@ -235,7 +235,7 @@ def exchange(_machine: Machine, ranks: int = 8, repeats: int = 5) -> dict[str, A
 
 
 def _exchanged(size: int, repeats: int) -> list[float]:
-    """Returns the times of rank 0: its columns are packed, exchanged and unpacked; gloo's threads count."""
+    """Returns the times of rank 0: its columns are joined, exchanged and read; gloo's threads count."""
     world = current_world()
     num_each = MOST_SAMPLES // (world.size * size)
     config = PlanConfig(samples_per_update=size, shuffle=True)

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-# dtype, shape, number of its block, first byte
+# dtype, shape, which block, first byte
 Location: TypeAlias = tuple[torch.dtype, torch.Size, int, int]
 
 ALIGN = 64  # bytes: a cache line, and a multiple of every element size
@@ -23,7 +23,7 @@ def _is_plain(value: Any) -> bool:
     return not (value.is_quantized or value.is_complex())
 
 
-class _Packer(pickle.Pickler):
+class _Pickler(pickle.Pickler):
     """Pickles numbers in place of plain CPU tensors, which it collects."""
 
     def __init__(self, file: io.BytesIO) -> None:
@@ -40,7 +40,7 @@ class _Packer(pickle.Pickler):
         return self._numbers[id(obj)]
 
 
-class _Unpacker(pickle.Unpickler):
+class _Unpickler(pickle.Unpickler):
     def __init__(self, payload: bytes, tensors: list[torch.Tensor]) -> None:
         super().__init__(io.BytesIO(payload))
         self._tensors = tensors
@@ -49,21 +49,21 @@ class _Unpacker(pickle.Unpickler):
         return self._tensors[pid]
 
 
-def pack_tensors(value: Any) -> tuple[bytes, list[Location], list[torch.Tensor]]:
+def to_blocks(value: Any) -> tuple[bytes, list[Location], list[torch.Tensor]]:
     """Returns (pickle of ``value`` with numbers for plain CPU tensors, location of each tensor, blocks of uint8)."""
     file = io.BytesIO()
-    packer = _Packer(file)
-    packer.dump(value)
+    pickler = _Pickler(file)
+    pickler.dump(value)
     locations: list[Location] = []
     block_sizes = [0]
-    for tensor in packer.tensors:
+    for tensor in pickler.tensors:
         size = -(-tensor.numel() * tensor.element_size() // ALIGN) * ALIGN
         if block_sizes[-1] and block_sizes[-1] + size > BLOCK_BYTES:
             block_sizes.append(0)
         locations.append((tensor.dtype, tensor.shape, len(block_sizes) - 1, block_sizes[-1]))
         block_sizes[-1] += size
     blocks = [torch.empty(size, dtype=torch.uint8) for size in block_sizes]
-    for tensor, location in zip(packer.tensors, locations, strict=True):
+    for tensor, location in zip(pickler.tensors, locations, strict=True):
         _view(blocks, location).copy_(tensor)
     return file.getvalue(), locations, blocks
 
@@ -71,23 +71,23 @@ def pack_tensors(value: Any) -> tuple[bytes, list[Location], list[torch.Tensor]]
 def reduced(make: Any, fields: tuple[Any, ...]) -> tuple[Any, ...]:
     """Returns what ``make(*fields).__reduce__`` must return to be sent in blocks; if that fails, in torch's usual way."""
     try:
-        packed = pack_tensors(fields)
+        sent = to_blocks(fields)
     except Exception:
         return make, fields
-    return unpack_tensors, (make, *packed)
+    return from_blocks, (make, *sent)
 
 
-def unpack_tensors(
+def from_blocks(
     make: Any, payload: bytes, locations: list[Location], blocks: list[torch.Tensor]
 ) -> Any:
-    """Returns what ``make`` makes of the packed fields; their tensors are views of the blocks."""
+    """Returns what ``make`` makes of the fields; their tensors are views of the blocks."""
     tensors = [_view(blocks, location) for location in locations]
-    return make(*_Unpacker(payload, tensors).load())
+    return make(*_Unpickler(payload, tensors).load())
 
 
 def _view(blocks: list[torch.Tensor], location: Location) -> torch.Tensor:
-    dtype, shape, number, start = location
+    dtype, shape, block, start = location
     size = shape.numel() * dtype.itemsize
     if not size:
         return torch.empty(shape, dtype=dtype)
-    return blocks[number][start : start + size].view(dtype).view(shape)
+    return blocks[block][start : start + size].view(dtype).view(shape)

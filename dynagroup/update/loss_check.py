@@ -468,15 +468,14 @@ def pieces_of_loader(loader: StepLoader[Any], *, skip: int = 0) -> Pieces | None
     order = np.argsort(tokens, kind="stable")
     sorted_lengths = {name: values[order] for name, values in lengths.items()}
     candidates = order[:2]
-    for num_together in (
-        2,
-        NUM_TOGETHER,
-    ):  # the budget may be too large, so short samples are better
+    for num_together in (2, NUM_TOGETHER):
+        # the budget may be too large, so short samples are better
         shapes = BatchShape.of(np.full(len(order), num_together), sorted_lengths)
         fitting = order[budget.fits(shapes)]
-        if len(fitting) > 1 and (
-            num_together == 2 or tokens[fitting[-1]] >= 2 * tokens[fitting[0]]
-        ):
+        if len(fitting) < 2:
+            continue
+        has_long_and_short = tokens[fitting[-1]] >= 2 * tokens[fitting[0]]
+        if num_together == 2 or has_long_and_short:
             candidates = fitting
     places = np.unique(np.linspace(0, len(candidates) - 1, NUM_READ + skip).astype(np.int64))
 
@@ -605,9 +604,8 @@ def _different(batches: Mapping[int, object]) -> list[int]:
     """Returns which of these batches of one sample show most about a loss: those with fewest and with most labels, and one
     of each class. Fewer than two batches have labels: none."""
     num_labels = {index: _num_labels(batch) for index, batch in batches.items()}
-    least = (
-        2 if max(num_labels.values(), default=0) > 1 else 1
-    )  # the label of a first token may not count
+    # the label of a first token may not count
+    least = 2 if max(num_labels.values(), default=0) > 1 else 1
     labelled = [index for index, count in num_labels.items() if count >= least]
     if len(labelled) < 2:
         return []

@@ -305,10 +305,10 @@ class PlannedDataLoader(StepLoader[B]):
         for loaded in self._feed.open(updates, self._epoch, world):
             plan.share(world, loaded.update.after)
             self._compare_shapes(loaded)
-            for number in range(len(loaded.batches)):
-                step = self._step(loaded, number, send)
-                self._count(loaded.update, number)
-                self._place = loaded.update.behind(number, loaded.sums[number + 1])
+            for place in range(len(loaded.batches)):
+                step = self._step(loaded, place, send)
+                self._count(loaded.update, place)
+                self._place = loaded.update.behind(place, loaded.sums[place + 1])
                 yield step
 
     def _begin_epoch(self, plan: Updates, world: World) -> None:
@@ -320,30 +320,32 @@ class PlannedDataLoader(StepLoader[B]):
         self._stand(plan.start_of(self._epoch, self._place))
 
     def _step(
-        self, loaded: "_LoadedUpdate", number: int, send: Callable[[B], Any] | None
+        self, loaded: "_LoadedUpdate", place: int, send: Callable[[B], Any] | None
     ) -> Step[Any]:
-        planned = loaded.update.steps[number]
-        batch = loaded.batches[number]
-        weight = Share(loaded.weights[number], loaded.sums[-1])
+        planned = loaded.update.steps[place]
+        batch = loaded.batches[place]
+        weight = Share(loaded.weights[place], loaded.sums[-1])
         num_samples = 0 if planned.idle else len(planned.indices)
+        if send is not None:
+            batch = send(batch)
         return Step(
-            batch=batch if send is None else send(batch),
+            batch=batch,
             indices=planned.indices,
             samples=Share(num_samples, loaded.update.num_samples),
             weight=weight,
             loss_scale=loss_scale(weight, self.world.size),
-            ends_update=number == len(loaded.batches) - 1,
+            ends_update=place == len(loaded.batches) - 1,
             idle=planned.idle,
             kind=planned.kind,
             filled=self.budget.ladder is not None,
         )
 
-    def _count(self, update: PlannedUpdate, number: int) -> None:
-        step = update.steps[number]
+    def _count(self, update: PlannedUpdate, place: int) -> None:
+        step = update.steps[place]
         real_tokens, padded_tokens = step.tokens
         self.stats.count_step(len(step.indices), real_tokens, padded_tokens, idle=step.idle)
         self.stats.count_memory(step.memory)
-        if number == len(update.steps) - 1:
+        if place == len(update.steps) - 1:
             self.stats.count_update(update.num_samples)
         if len(step.indices) == 1 and not step.idle:
             self.stats.oversize += int(self._plan.planner.unfit(step.indices)[0])
@@ -432,7 +434,7 @@ class _LoadedUpdate:
     update: PlannedUpdate
     batches: list[Any]
     weights: list[float]
-    sums: list[float]  # number k: the weight of the update's first k steps on all ranks
+    sums: list[float]  # at place k: the weight of the update's first k steps on all ranks
 
 
 # When an update's batches are loaded and weighed, one sum over ranks gives every rank the total weight of each step. So

@@ -21,9 +21,8 @@ from dynagroup.shapes import IntArray
 Part: TypeAlias = tuple[int, int, int]
 """A window, or an update: its number, and where it starts and stops in the epoch's order."""
 HEADER = 6  # numbers before the arrays of a column: its part, steps, samples carried, samples
-MOST_SAMPLES = (
-    1 << 16
-)  # of all ranks, in parts that are planned together; more if each rank plans only one
+MOST_SAMPLES = 1 << 16
+"""Samples of all ranks, in parts that are planned together; more if each rank plans only one."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +50,13 @@ class Column:
         after = start.after_rows(self.num_steps, world_size, limit)
         return after.after_window(self.carried.tolist())
 
-    def packed(self, part: Part) -> IntArray:
+    def as_vector(self, part: Part) -> IntArray:
         """Returns this column as one vector."""
         num_carried = len(self.carried)
         num_samples = len(self.batches.order)
-        header = [*part, self.num_steps, num_carried, num_samples]
+        header = np.array([*part, self.num_steps, num_carried, num_samples], np.int64)
         arrays = [
-            np.asarray(header, np.int64),
+            header,
             self.row_samples,
             self.is_idle.astype(np.int64),
             self.batches.sizes,
@@ -76,24 +75,25 @@ def columns_of(plan: BatchPlan, ranks: Sequence[int]) -> list[Column]:
     by_rank = plan.batches.take(plan.table[:, ranks].T.ravel())
     carried = np.asarray(plan.end.carried, np.int64)
     columns = []
-    for number, rank in enumerate(ranks):
-        first = number * num_steps
+    for place, rank in enumerate(ranks):
+        first = place * num_steps
         offsets = by_rank.offsets[first : first + num_steps + 1]
         batches = Batches(by_rank.order[offsets[0] : offsets[-1]], offsets - offsets[0])
         columns.append(Column(batches, is_idle[:, rank], row_samples, carried))
     return columns
 
 
-def unpacked(vector: IntArray) -> Iterator[tuple[Part, Column]]:
-    """Yields the columns of a vector of packed columns."""
+def columns_in(vector: IntArray) -> Iterator[tuple[Part, Column]]:
+    """Yields the columns that were joined to a vector."""
     while len(vector):
-        number, start, stop, num_steps, num_carried, num_samples = vector[:HEADER].tolist()
+        window, start, stop, num_steps, num_carried, num_samples = vector[:HEADER].tolist()
         sizes_of_arrays = [num_steps, num_steps, num_steps, num_carried, num_samples]
         borders = HEADER + np.cumsum(sizes_of_arrays)
         arrays = np.split(vector[HEADER : borders[-1]], borders[:-1] - HEADER)
         row_samples, is_idle, sizes, carried, order = arrays
         batches = Batches(order, offsets_of(sizes))
-        yield (number, start, stop), Column(batches, is_idle.astype(np.bool_), row_samples, carried)
+        column = Column(batches, is_idle.astype(np.bool_), row_samples, carried)
+        yield (window, start, stop), column
         vector = vector[borders[-1] :]
 
 
@@ -108,7 +108,7 @@ def exchange_columns(
     of_rank: list[list[IntArray]] = [[] for _ in ranks]
     for part, plan in zip(parts, plans, strict=True):
         for rank, column in enumerate(columns_of(plan, ranks)):
-            of_rank[rank].append(column.packed(part))
+            of_rank[rank].append(column.as_vector(part))
     messages = []
     for vectors in of_rank:
         body = np.concatenate([np.zeros(0, np.int64), *vectors])
@@ -121,7 +121,7 @@ def exchange_columns(
                 f"the batches that rank {rank} planned for rank {world.rank} of {world.size} arrived "
                 "damaged: their checksum differs; check the network between the ranks' machines"
             )
-        columns.update(unpacked(body))
+        columns.update(columns_in(body))
     return columns
 
 
@@ -148,19 +148,19 @@ class SharedColumns:
     def refill(
         self,
         world: World,
-        number: int,
+        window: int,
         ahead: Iterator[Part],
         plans_of: Callable[[list[Part]], list[BatchPlan]],
     ) -> None:
         """Plans more parts, if few of those that are planned are left. All ranks must call it.
 
         Args:
-            number: of the part that is used next.
+            window: number of the part that is used next.
             ahead: this part and all later ones of the epoch.
         """
-        if number < self._due:
+        if window < self._due:
             return
-        first = max(self._stop - number, 0)
+        first = max(self._stop - window, 0)
         new = list(islice(ahead, first, first + self._num_each * world.size))
         if len(new) < 2:  # nothing to share
             self._due = math.inf
@@ -168,7 +168,7 @@ class SharedColumns:
         num_each = -(-len(new) // world.size)
         mine = new[world.rank * num_each :][:num_each]
         plans = on_all_ranks(world, lambda: plans_of(mine), "plan its part of the epoch")
-        kept = {part: column for part, column in self._columns.items() if part[0] >= number}
+        kept = {part: column for part, column in self._columns.items() if part[0] >= window}
         self._columns = {**kept, **exchange_columns(world, mine, plans)}
         self._rank = world.rank
         self._stop = new[-1][0] + 1

@@ -55,14 +55,14 @@ class PlannedUpdate:
         """Samples of the whole update over all ranks."""
         return self._samples_of(len(self.steps))
 
-    def behind(self, number: int, weight: float) -> Cursor:
-        """Returns the point after step ``number``. ``weight``: that of the update's steps so far, with this one."""
-        num_taken = number + 1
+    def behind(self, step: int, weight: float) -> Cursor:
+        """Returns the point after this step of the update. ``weight``: that of the update's steps so far, with this one."""
+        num_taken = step + 1
         if num_taken == len(self.steps):
             return self.after
         before = self.before
         return replace(
-            self.steps[number].cursor,
+            self.steps[step].cursor,
             update=before.update,
             samples_used=before.samples_used,
             samples_seen=before.samples_seen,
@@ -92,11 +92,12 @@ def steps_of(
         after = end
         if row + 1 < num_rows:
             after = start.after_rows(row + 1, world_size, planner.limit)
+        memory = None if shares is None else float(shares[row])
         yield PlannedStep(
             indices=indices,
             idle=bool(column.is_idle[row]),
             tokens=(real[row], padded[row]),
-            memory=None if shares is None else float(shares[row]),
+            memory=memory,
             row_samples=row_samples[row],
             kind=planner.kinds.labels[code],
             cursor=after,
@@ -251,12 +252,12 @@ class PreservedUpdates(UpdateSizes, _Updates):
             position = -(-position // group) * group
         self.mixture.change(cursor.epoch, position, shares)
         self.restore_shares(self.mixture.changes)
-        number = cursor.update - self.start(cursor.epoch).update
+        first_changed = cursor.update - self.start(cursor.epoch).update
         for _, stop, _ in self.spans(cursor):
             if stop > position:
                 break
-            number += 1
-        return number
+            first_changed += 1
+        return first_changed
 
     def _size_of_first(self, epoch: int) -> int:
         """Returns the size of an epoch's first update."""
@@ -381,8 +382,8 @@ class FreeUpdates(_Updates):
         cursor = self.planner.in_windows(cursor, self._world_size)
         epoch = self._windows_of(cursor)
         while cursor.windows_done < len(epoch.spans):
-            number = cursor.windows_done
-            column = self._shared.of(rank, cursor, (number, *epoch.spans[number]))
+            window = cursor.windows_done
+            column = self._shared.of(rank, cursor, (window, *epoch.spans[window]))
             if column is None:
                 plan = self.planner.plan_window(epoch, cursor, self._world_size)
                 [column] = columns_of(plan, [rank])
@@ -402,15 +403,15 @@ class FreeUpdates(_Updates):
 
     def _ahead(self, place: Cursor) -> Iterator[Part]:
         windows = self._windows_of(place)
-        for number in range(place.windows_done, len(windows.spans)):
-            yield number, *windows.spans[number]
+        for window in range(place.windows_done, len(windows.spans)):
+            yield window, *windows.spans[window]
 
     def _plans_of(self, parts: list[Part], place: Cursor) -> list[BatchPlan]:
         place = self.planner.in_windows(place, self._world_size)
         windows = self._windows_of(place)
         plans = []
-        for number, _, _ in parts:
-            cursor = Cursor(place.epoch, window_size=place.window_size, windows_done=number)
+        for window, _, _ in parts:
+            cursor = Cursor(place.epoch, window_size=place.window_size, windows_done=window)
             plans.append(self.planner.plan_window(windows, cursor, self._world_size))
         return plans
 

@@ -17,7 +17,7 @@ from dynagroup import (
 )
 from dynagroup.online.collator import measure_sample
 from dynagroup.testing import assert_conserves
-from dynagroup.update.blocks import pack_tensors, unpack_tensors
+from dynagroup.update.blocks import from_blocks, to_blocks
 from tests.online.helpers import collate, collate_packed
 
 PAIRS = np.random.default_rng(0).lognormal(3, 0.8, (300, 2)).clip(1, 200).astype(int).tolist()
@@ -325,7 +325,7 @@ def test_tensors_of_any_type_survive_packing(dtype: torch.dtype) -> None:
     transposed = torch.arange(16).reshape(4, 4).T
     shapes = [torch.ones(3, 2), torch.zeros(0, 4), torch.tensor(1), transposed]
     tensors = [tensor.to(dtype) for tensor in shapes]
-    unpacked = unpack_tensors(dict, *pack_tensors([{"x": tensors, "same": tensors[0]}]))
+    unpacked = from_blocks(dict, *to_blocks([{"x": tensors, "same": tensors[0]}]))
     for tensor, original in zip(unpacked["x"], tensors, strict=True):
         assert tensor.dtype == dtype
         assert torch.equal(tensor, original)

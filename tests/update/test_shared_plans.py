@@ -9,7 +9,7 @@ from dynagroup import AlignmentError, PlannedDataLoader, TokenBudget
 from dynagroup.plan.inputs import PlanConfig
 from dynagroup.plan.planner import Planner
 from dynagroup.testing import ThreadWorld, run_ranks
-from dynagroup.update.shared_plans import columns_of, exchange_columns, unpacked
+from dynagroup.update.shared_plans import columns_in, columns_of, exchange_columns
 
 LENGTHS = np.random.default_rng(0).integers(1, 60, 1500).astype(np.int32)
 PACKED = TokenBudget(400, layout="packed")
@@ -136,8 +136,8 @@ def planner() -> Planner:
 def test_a_column_passes_through_a_vector(planner: Planner) -> None:
     plan = next(planner.steps_from(planner.start_of(0, 2), 2))
     columns = columns_of(plan, [1, 0])
-    packed = [column.packed((number, 8, 72)) for number, column in enumerate(columns)]
-    (first_part, first), (second_part, second) = unpacked(np.concatenate(packed))
+    vectors = [column.as_vector((number, 8, 72)) for number, column in enumerate(columns)]
+    (first_part, first), (second_part, second) = columns_in(np.concatenate(vectors))
     assert first_part == (0, 8, 72)
     assert second_part == (1, 8, 72)
     for column, rank in ((first, 1), (second, 0)):
