@@ -100,13 +100,13 @@ def _training(family: Family, name: str, rng: np.random.Generator) -> dict[str, 
 
 
 def build(
-    family: Family, sizes: Sizes, setting: Mapping[str, Any], workload: Workload | None
+    family: Family, sizes: Sizes, setting: Mapping[str, Any], workload: Workload
 ) -> torch.nn.Module:
     """The meta model of these sizes, with LoRA where the setting says so."""
     config = family.build(sizes)
     if family.kind == "vision":
         return _vision_language(config, workload)
-    model = as_meta_model(config, workload)
+    model = as_meta_model(config, dtype=workload.dtype, attention=workload.attention)
     if not setting["lora"]:
         return model
     import peft
@@ -116,9 +116,10 @@ def build(
         return peft.get_peft_model(model, lora)
 
 
-def _vision_language(config: Any, workload: Workload | None) -> torch.nn.Module:
-    text = as_meta_model(config.text_config, workload)
-    vision = as_meta_model(config.vision_config, workload)
+def _vision_language(config: Any, workload: Workload) -> torch.nn.Module:
+    dtype = workload.dtype
+    text = as_meta_model(config.text_config, dtype=dtype, attention=workload.attention)
+    vision = as_meta_model(config.vision_config, dtype=dtype, attention=workload.attention)
     with torch.device("meta"):
         model: Any = VisionLanguage(config, text, getattr(vision, "vision_model", vision))
     model.gradient_checkpointing_enable = text.gradient_checkpointing_enable
@@ -135,7 +136,7 @@ def simulate_workload(family: Family, sizes: Sizes, setting: Mapping[str, Any]) 
     workload = Workload.from_model(model, mode, trace=False, **known)
     return {
         "workload": workload.to_json(),
-        "static_bytes": static_bytes(prepare(model, workload), workload),
+        "static_bytes": static_bytes(model, workload),
         "two_streams": family.kind in ("seq2seq", "speech") and mode != "generate",
         "phases": trace_phases(model, workload).rows,
     }

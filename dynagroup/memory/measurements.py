@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -44,8 +44,6 @@ class Measurement:
         return None if self.batch_bytes is None else self.static_bytes + self.batch_bytes
 
 
-# Columns of a file, besides the lengths.
-_FIELDS = ("num_samples", "static_bytes", "batch_bytes", "oom", "reserved_bytes")
 _PREFIX = "longest_"  # of the columns with lengths
 _METADATA = "dynagroup."  # begins the names of a file's metadata
 
@@ -102,19 +100,13 @@ class Measurements:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        columns: dict[str, Any] = {"num_samples": [row.num_samples for row in self.rows]}
-        for name in sorted(set().union(*(row.longest for row in self.rows))):
-            columns[_PREFIX + name] = [row.longest.get(name) for row in self.rows]
-        for name in ("static_bytes", "batch_bytes", "peak_bytes", "reserved_bytes"):
-            sizes = [getattr(row, name) for row in self.rows]
-            columns[name] = pa.array(sizes, type=pa.int64())
-        columns["oom"] = [row.oom for row in self.rows]
         metadata = {
             f"{_METADATA}workload": self.workload.to_json(),
             f"{_METADATA}source": self.source,
             f"{_METADATA}about": json.dumps(dict(self.about)),
         }
-        pq.write_table(pa.table(columns).replace_schema_metadata(metadata), path)
+        table = pa.Table.from_pylist([_columns_of(row) for row in self.rows])
+        pq.write_table(table.replace_schema_metadata(metadata), path)
 
     @classmethod
     def from_parquet(cls, path: str | Path) -> Measurements:
@@ -141,13 +133,27 @@ class Measurements:
             )
 
 
+def _columns_of(row: Measurement) -> dict[str, Any]:
+    columns = asdict(row)
+    columns["peak_bytes"] = row.peak_bytes
+    for name, length in columns.pop("longest").items():
+        columns[_PREFIX + name] = length
+    return columns
+
+
 def _row_of(columns: Mapping[str, Any]) -> Measurement:
     longest = {}
     for name, value in columns.items():
         if name.startswith(_PREFIX) and value is not None:
             longest[name.removeprefix(_PREFIX)] = value
-    fields = {name: columns[name] for name in _FIELDS}
-    return Measurement(longest=longest, **fields)
+    return Measurement(
+        num_samples=columns["num_samples"],
+        longest=longest,
+        static_bytes=columns["static_bytes"],
+        batch_bytes=columns["batch_bytes"],
+        oom=columns["oom"],
+        reserved_bytes=columns["reserved_bytes"],
+    )
 
 
 def simulate(
@@ -175,27 +181,18 @@ def simulate(
     >>> [row.batch_bytes // 1000 for row in simulate(config, None, [(2, 64), (4, 64)])]
     [4067, 8132]
     """
-    import torch
 
-    from dynagroup.memory.trace.model import as_config, as_meta_model
-    from dynagroup.memory.trace.program import (
-        as_gathered,
-        own_settings,
-        prepare,
-        static_bytes,
-        trace,
-    )
+    from dynagroup.memory.trace.model import as_meta_model
+    from dynagroup.memory.trace.program import own_settings, prepare, static_bytes, trace
 
     checked_shapes = _checked_shapes(shapes)
-    source = model_or_config
-    if not isinstance(source, torch.nn.Module):
-        source = as_config(source)
-    workload = _completed(workload, source)
+    workload = workload or Workload()
     rows = []
     with own_settings():
-        model = prepare(as_meta_model(source, workload), workload)
+        model = as_meta_model(model_or_config, dtype=workload.dtype, attention=workload.attention)
+        workload = workload.completed(model)
         static = static_bytes(model, workload)
-        model = as_gathered(model, workload)
+        model = prepare(model, workload)
         with explained(
             f"the model cannot run without data in mode {workload.mode!r}, so simulate() cannot be used",
             ConfigError,
@@ -218,17 +215,6 @@ def _checked_shapes(shapes: Iterable[Shape]) -> list[tuple[int, dict[str, int]]]
     return checked
 
 
-def _completed(workload: Workload | None, model_or_config: Any) -> Workload:
-    """Returns the workload with the model's values in its unknown fields; None: training."""
-    if workload is None:
-        return Workload.from_model(model_or_config, trace=False)
-    mode = workload.mode or "train"
-    of_model = Workload.from_model(model_or_config, mode, trace=False, dtype=workload.dtype)
-    known = workload.known()
-    known["mode"] = mode
-    return of_model.replace(**known)
-
-
 def measure(
     model: torch.nn.Module,
     workload: Workload | None,
@@ -243,13 +229,18 @@ def measure(
     calculation. Each shape runs twice, and the second run is recorded. A shape that runs out of memory has no
     ``batch_bytes``. ``device``: an object that reads an allocator's counters; None: CUDA's. ConfigError: no CUDA device."""
     from dynagroup.device import CudaDevice
+    from dynagroup.memory.trace.program import static_bytes
 
     checked_shapes = _checked_shapes(shapes)
-    workload = _completed(workload, model)
+    workload = (workload or Workload()).completed(model)
     counters = device or CudaDevice()
     model = model.to(counters.device)
     model.train(workload.mode == "train")
-    added_bytes = _make_trainable(model, workload) if workload.mode == "train" else 0
+    added_bytes = 0
+    if workload.mode == "train":
+        _make_trainable(model, workload)
+        alone = workload.replace(optimizer_bytes=0.0, sharding=None)
+        added_bytes = static_bytes(model, workload) - static_bytes(model, alone)
     counters.reset()
     resident_bytes = counters.allocated()
     rows = []
@@ -257,12 +248,13 @@ def measure(
         run = partial(_run, model, workload, num_samples, longest, inputs, counters.device)
         peaks = _peaks(run, counters)
         allocated, reserved = peaks or (None, None)
+        batch_bytes = None if allocated is None else max(0, allocated - resident_bytes)
         rows.append(
             Measurement(
                 num_samples=num_samples,
                 longest=longest,
                 static_bytes=resident_bytes + added_bytes,
-                batch_bytes=None if allocated is None else max(0, allocated - resident_bytes),
+                batch_bytes=batch_bytes,
                 oom=peaks is None,
                 reserved_bytes=reserved,
             )
@@ -271,26 +263,17 @@ def measure(
     return Measurements(tuple(rows), workload, "measured", about)
 
 
-def _make_trainable(model: torch.nn.Module, workload: Workload) -> int:
-    """Gives the model gradients and checkpointing; returns the bytes that optimizer and DDP would add."""
+def _make_trainable(model: torch.nn.Module, workload: Workload) -> None:
+    """Gives the model gradients, as earlier micro-batches leave them, and checkpointing."""
     import torch
 
     from dynagroup.memory.trace.model import checkpoint_layers
 
     if workload.gradient_checkpointing:
         checkpoint_layers(model)
-    optimizer_bytes = 8.0 if workload.optimizer_bytes is None else workload.optimizer_bytes
-    state_bytes = 0.0
-    bucket_bytes = 0
     for p in model.parameters():
-        if not p.requires_grad:
-            continue
-        if p.grad is None:
+        if p.requires_grad and p.grad is None:
             p.grad = torch.zeros_like(p)
-        state_bytes += optimizer_bytes * p.numel()
-        if workload.sharding == "ddp":
-            bucket_bytes += p.numel() * p.element_size()
-    return int(state_bytes) + bucket_bytes
 
 
 def _peaks(run: Callable[[], None], counters: Device) -> tuple[int, int] | None:
@@ -324,7 +307,7 @@ def _run(
     """Runs a batch of this shape: generation, or a forward pass, for training also a backward pass."""
     import torch
 
-    from dynagroup.memory.trace.model import make_inputs
+    from dynagroup.memory.trace.model import DTYPES, make_inputs
 
     is_training = workload.mode == "train"
     if inputs is None:
@@ -334,7 +317,7 @@ def _run(
             batch = inputs(model, num_samples, longest)
     if "attention_mask" in batch and num_samples > 1:
         batch["attention_mask"][0, 0] = 0  # one padding token, because real batches are padded
-    lower = getattr(torch, workload.autocast) if workload.autocast else None
+    lower = None if workload.autocast is None else DTYPES[workload.autocast]
     with (
         torch.autocast(device.type, dtype=lower, enabled=lower is not None),
         torch.set_grad_enabled(is_training),

@@ -105,33 +105,37 @@ class TracedMemory:
         ConfigError: the model cannot be traced.
         """
         from dynagroup.memory.trace.audio import convolutions, length_in_words, stride_of
-        from dynagroup.memory.trace.model import as_meta_model, num_positions, trained_dtype
-        from dynagroup.memory.trace.program import prepare, static_bytes
+        from dynagroup.memory.trace.model import (
+            as_meta_model,
+            positions_of,
+            text_config,
+            trained_dtype,
+        )
+        from dynagroup.memory.trace.program import static_bytes
 
+        asked = Workload(mode=mode, **known)
         model = as_meta_model(
-            model_or_config,
-            dtype=Workload(dtype=known.get("dtype")).dtype,
-            attention=known.get("attention"),
-            lora=lora,
+            model_or_config, dtype=asked.dtype, attention=asked.attention, lora=lora
         )
         optimizer_name = None
         if isinstance(optimizer, str):
             optimizer_name = optimizer
-        elif optimizer is None and "optimizer_bytes" not in known:
+        elif optimizer is None and asked.optimizer_bytes is None:
             optimizer_name = "AdamW"
         if optimizer is not None:
-            known["optimizer_bytes"] = optimizer_bytes(optimizer, trained_dtype(model))
-        workload = Workload.from_model(model, mode, trace=False, **known).traced(model, inputs)
-        static = static_bytes(prepare(as_meta_model(model, workload), workload), workload)
+            state_bytes = optimizer_bytes(optimizer, trained_dtype(model))
+            asked = asked.replace(optimizer_bytes=state_bytes)
+        workload = asked.completed(model).traced(model, inputs)
         name = model_or_config
         if not isinstance(name, str):
             name = type(model_or_config).__name__
-        run = assumed(workload, optimizer_name)
+        run = f"traced ({assumed(workload, optimizer_name)})"
+        units = length_in_words(model)
         memory = cls(
-            static_bytes=static,
+            static_bytes=static_bytes(model, workload),
             workload=workload,
-            description=f"{name} of {workload.num_parameters:,} parameters, traced ({run}){length_in_words(model)}",
-            longest=num_positions(model),
+            description=f"{name} of {workload.num_parameters:,} parameters, {run}{units}",
+            longest=positions_of(text_config(model.config)),
             stride=stride_of(convolutions(model.config)),
         )
         return memory if measured is None else memory.corrected(measured)
@@ -144,12 +148,12 @@ class TracedMemory:
             raise ConfigError(
                 "`measured` must be Measurements with at least one row that did not run out of memory"
             )
+        ours = self.workload.known()
+        theirs = measured.workload.known()
         for name in _SAME:
-            theirs = getattr(measured.workload, name)
-            ours = getattr(self.workload, name)
-            if theirs is not None and ours is not None and theirs != ours:
+            if name in ours and name in theirs and ours[name] != theirs[name]:
                 raise ConfigError(
-                    f"`measured` has {name}={theirs!r}, but the traced model {name}={ours!r}; "
+                    f"`measured` has {name}={theirs[name]!r}, but the traced model {name}={ours[name]!r}; "
                     "measure the workload that you will run"
                 )
         factor, constant = line_above(self._traced_bytes(measured.shapes()), measured.batch_bytes())

@@ -4,42 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, get_args
 
 from dynagroup.errors import ConfigError
 from dynagroup.memory.phases import Attention, Dtype, Layout, MakeInputs, Mode, Phases, Sharding
 from dynagroup.validation import check_flag, check_int, explained, warn_user
 
-_COUNTS = frozenset(
-    (
-        "num_layers",
-        "num_encoder_layers",
-        "hidden_size",
-        "num_heads",
-        "num_kv_heads",
-        "head_size",
-        "intermediate_size",
-        "experts_per_token",
-        "vocabulary_size",
-        "fixed_tokens",
-        "num_parameters",
-        "num_ranks",
-        "max_new_tokens",
-    )
-)
-_FLAGS = frozenset(
-    (
-        "gated_mlp",
-        "dropout",
-        "lm_head",
-        "encoder_decoder",
-        "causal",
-        "score_bias",
-        "gradient_checkpointing",
-        "keeps_outputs",
-    )
-)
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "mode": get_args(Mode),
     "attention": get_args(Attention),
@@ -159,15 +130,19 @@ class Workload:
         >>> workload.num_layers, workload.num_parameters, workload.dropout
         (12, 124439808, True)
         """
-        from dynagroup.memory.trace.model import describe
+        from torch.nn import Module
 
-        checked = cls(mode=mode, **known).known()  # refuses wrong values before a model is built
-        del checked["mode"]
-        workload = cls(**describe(model_or_config, mode, checked))
+        from dynagroup.memory.trace.model import as_meta_model
+
+        asked = cls(mode=mode, **known)  # refuses wrong values before a model is built
+        model = model_or_config
+        if not isinstance(model, Module):
+            model = as_meta_model(model, dtype=asked.dtype, attention=asked.attention)
+        workload = asked.completed(model)
         if not trace:
             return workload
         try:
-            return workload.traced(model_or_config, inputs)
+            return workload.traced(model, inputs)
         except ConfigError as error:
             warn_user(
                 "the memory of this model is only estimated from its sizes, because "
@@ -175,7 +150,13 @@ class Workload:
             )
             return workload
 
-    def traced(self, model_or_config: Any, inputs: MakeInputs | None = None) -> Workload:
+    def completed(self, model: Any) -> Workload:
+        """Returns this workload with a model's values in its unknown fields; an unknown mode is that of training."""
+        from dynagroup.memory.trace.model import describe
+
+        return Workload(**describe(model, self.mode or "train") | self.known())
+
+    def traced(self, model: Any, inputs: MakeInputs | None = None) -> Workload:
         """Returns this workload with traced memory. ConfigError: the model can neither be traced nor simulated."""
         from dynagroup.memory.trace.polynomials import trace_phases
 
@@ -188,15 +169,15 @@ class Workload:
                 raise ConfigError(
                     "the model reads images, whose memory cannot be computed from the text"
                 )
-            return self.replace(phases=trace_phases(model_or_config, self, inputs=inputs))
+            return self.replace(phases=trace_phases(model, self, inputs=inputs))
 
     def replace(self, **changes: Any) -> Workload:
         """Returns this workload with some fields changed; a trace is dropped if any value really changes."""
         changed = replace(self, **{"phases": None, **changes})
-        for name in changes:
-            if getattr(changed, name) != getattr(self, name):
-                return changed
-        return self
+        before = self.known()
+        after = changed.known()
+        is_changed = any(after.get(name) != before.get(name) for name in changes)
+        return changed if is_changed else self
 
     def to_json(self) -> str:
         values = {name: value for name, value in asdict(self).items() if value is not None}
@@ -207,14 +188,18 @@ class Workload:
         return cls(**json.loads(text))
 
 
+_KINDS = {field.name: field.type for field in fields(Workload)}
+
+
 def _checked(name: str, value: Any) -> Any:
     """Returns the value of a field, checked and converted."""
-    if name in _COUNTS:
+    kind = _KINDS[name]
+    if kind == "int | None":
         return check_int(name, value, least=0)
-    if name in _FLAGS:
+    if kind == "bool | None":
         return check_flag(name, value)
     if name == "phases" and isinstance(value, Mapping):  # from JSON
-        return Phases(**value)
+        return Phases.from_json(value)
     if name not in _CHOICES:
         return value
     if name in ("dtype", "autocast"):  # also torch.bfloat16, "bf16" and so on

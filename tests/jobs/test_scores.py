@@ -177,7 +177,7 @@ def scorer() -> Scorer:
 
 def test_the_memory_that_a_budget_predicts_is_that_of_the_run(scorer: Scorer) -> None:
     workload = scorer.memory().traced.workload
-    on_meta = prepare(as_meta_model(scorer, workload), workload)
+    on_meta = prepare(as_meta_model(scorer), workload)
     for num_samples, tokens in ((8, 193), (16, 481), (200, 481)):
         run = trace(on_meta, workload, num_samples, {"tokens": tokens}, inputs=all_tokens)
         [predicted] = workload.phases.bytes(BatchShape.of(num_samples, tokens))

@@ -5,6 +5,7 @@ positions, over which the model attends: wav2vec2 leaves one of 320 samples."""
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,18 @@ class Convolution(NamedTuple):
     num_written: int
 
 
-def reads_sound(model: Any) -> bool:
+def setting_of(config: object, *names: str) -> Any:
+    """Returns the first of these settings that a config has; None: it has none of them."""
+    for name in names:
+        value = None
+        with suppress(Exception):  # configs of transformers raise for values that vary over layers
+            value = getattr(config, name, None)
+        if value is not None:
+            return value
+    return None
+
+
+def reads_sound(model: object) -> bool:
     return getattr(model, "main_input_name", None) in (WAVEFORM, FEATURES)
 
 
@@ -41,12 +53,12 @@ def length_in_words(model: Any) -> str:
 
 def convolutions(config: Any) -> list[Convolution]:
     """Returns the convolutions in front of a model of sound, as its config states them; without any, an empty list."""
-    num_layers = getattr(config, "num_conv_layers", 0)
-    if isinstance(getattr(config, "conv_stride", None), (list, tuple)):
+    if isinstance(setting_of(config, "conv_stride"), (list, tuple)):
         num_read = [1, *config.conv_dim[:-1]]
         layers = zip(config.conv_kernel, config.conv_stride, num_read, config.conv_dim, strict=True)
         return [Convolution(kernel, stride, 0, *channels) for kernel, stride, *channels in layers]
-    if num_layers == 0:
+    num_layers = setting_of(config, "num_conv_layers")
+    if not num_layers:
         return []
     # Speech2Text: gated, so the next layer reads half of what a layer writes
     num_inner = num_layers - 1
@@ -85,9 +97,10 @@ def positions_of_input(layers: Sequence[Convolution], length: int) -> int:
     return max(length, 1)
 
 
-def is_of_fixed_length(config: Any) -> bool:
+def is_of_fixed_length(config: object) -> bool:
     """Returns whether every sample is padded to one number of frames, as Whisper's are to 30 seconds."""
-    return hasattr(config, "max_source_positions") and hasattr(config, "num_mel_bins")
+    num_positions = setting_of(config, "max_source_positions")
+    return num_positions is not None and setting_of(config, "num_mel_bins") is not None
 
 
 def sound_inputs(model: Any, num_samples: int, length: int) -> dict[str, torch.Tensor]:
@@ -99,7 +112,7 @@ def sound_inputs(model: Any, num_samples: int, length: int) -> dict[str, torch.T
     if model.main_input_name == WAVEFORM:
         values = torch.zeros(num_samples, length, dtype=dtype)
         return {WAVEFORM: values, "attention_mask": mask}
-    [width, *_] = [getattr(config, name) for name in WIDTHS if hasattr(config, name)]
+    width = setting_of(config, *WIDTHS)
     if is_of_fixed_length(config):
         num_frames = 2 * config.max_source_positions
         return {FEATURES: torch.zeros(num_samples, width, num_frames, dtype=dtype)}

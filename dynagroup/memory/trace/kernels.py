@@ -122,7 +122,7 @@ class CudaKernels(TorchFunctionMode):
             return values.flatten().clone()  # all of them, as nothing is known of the mask
         return None if len(args) > 1 or kwargs else self._answer(func, values)
 
-    def _answer(self, func: Any, values: torch.Tensor) -> Any:
+    def _answer(self, func: object, values: torch.Tensor) -> torch.Tensor | bool | None:
         """Returns the answer of a function that reads the values of one tensor; None: no such function."""
         if func is torch.Tensor.__bool__:
             return not self.padded
@@ -249,7 +249,7 @@ class _Ctc(torch.autograd.Function):
         return log_probs.new_empty(num_samples)
 
     @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
+    def backward(ctx: Any, *_: object) -> tuple[torch.Tensor, None]:
         log_probs, prefixes = ctx.saved_tensors
         suffixes = torch.empty_like(prefixes)
         gradient = torch.empty_like(log_probs)
@@ -257,7 +257,9 @@ class _Ctc(torch.autograd.Function):
         return gradient, None
 
 
-def ctc_loss(log_probs: torch.Tensor, targets: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+def ctc_loss(
+    log_probs: torch.Tensor, targets: torch.Tensor, *_: object, **__: object
+) -> torch.Tensor:
     """Runs CTC as CUDA would, for labels that are as many for each sample."""
     num_labels = targets.numel() // log_probs.shape[1]
     return _Ctc.apply(log_probs, 2 * num_labels + 1).sum()
@@ -274,18 +276,18 @@ def rounded_up(num_bytes: int) -> int:
     return -(-num_bytes // BLOCK) * BLOCK
 
 
-def _beside_attention(_: Any, query: torch.Tensor, *others: Any) -> int:
+def _beside_attention(_: object, query: torch.Tensor, *others: object) -> int:
     """The kernels sum the query's gradient in float32, and store one float32 per row (``dq_accum``, ``softmax_d`` in
     FlashAttention 2; ``delta`` and ``workspace`` in the memory-efficient kernel)."""
     return 4 * query.numel() + 4 * query.numel() // query.shape[-1]
 
 
-def _beside_softmax_backward(gradient: torch.Tensor, *others: Any) -> int:
+def _beside_softmax_backward(gradient: torch.Tensor, *others: object) -> int:
     """Its result, and the gradient times the softmax (aten/native/cuda/SoftMax.cu)."""
     return 2 * gradient.numel() * gradient.element_size()
 
 
-def _beside_safe_softmax(scores: torch.Tensor, *others: Any) -> int:
+def _beside_safe_softmax(scores: torch.Tensor, *others: object) -> int:
     """Its result, and a byte for each -inf."""
     return scores.numel() * (scores.element_size() + 1)
 
@@ -325,7 +327,7 @@ class _Layout(NamedTuple):
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
 
 
-def _described(value: Any) -> Any:
+def _described(value: object) -> object:
     """Returns the argument of an operator as something that can be hashed: a tensor as its layout."""
     if isinstance(value, torch.Tensor):
         return _Layout(value.shape, value.stride(), value.dtype)

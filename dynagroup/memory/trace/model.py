@@ -4,17 +4,17 @@ import copy
 import inspect
 import warnings
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 import torch
 
 from dynagroup.errors import ConfigError
-from dynagroup.memory.phases import ELEMENT_BYTES, Attention, Run, needed
+from dynagroup.memory.phases import Attention, Run, needed
 from dynagroup.memory.trace.audio import (
     convolutions,
     positions_of_input,
     reads_sound,
+    setting_of,
     sound_inputs,
 )
 from dynagroup.shapes import TARGET, primary
@@ -25,6 +25,11 @@ PREDICTED = {
     "num_beams": 1,
     "num_return_sequences": 1,
     "cache_implementation": "dynamic",
+}
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
 }
 ALIKE_LAYERS = 3  # a list of fewer layers is not treated as a stack
 
@@ -49,33 +54,32 @@ def as_config(value: Any) -> Any:
 
 def as_meta_model(
     source: Any,
-    run: Run | None = None,
     *,
     dtype: str | None = None,
     attention: Attention | None = None,
     lora: Any = None,
 ) -> Any:
-    """Copies a model to the meta device, or builds one there from a config; no weights are allocated or read. ``run``
-    (a workload) sets dtype and attention. Without it: ``dtype``, ``attention`` (None: the source's), ``lora``."""
-    if run is not None:
-        attention = run.attention
-    requested = attention or getattr(source, "_attn_implementation", None)
-    implementation = "eager" if requested == "eager" else "sdpa"
+    """Copies a model to the meta device, or builds one there from a config; no weights are allocated or read. ``dtype`` and
+    ``attention``: None means the source's. ``lora``: as of :meth:`TracedMemory.of`."""
     if isinstance(source, torch.nn.Module):
         model = _copied(source)
-        if dtype is not None:
-            model = model.to(getattr(torch, dtype))
+        if dtype is not None and _dtype_of(model) != DTYPES[dtype]:
+            model = model.to(DTYPES[dtype])
     else:
-        model = _from_config(source, run.dtype if run else dtype, implementation)
+        model = _from_config(source, dtype, attention)
     if attention is not None and hasattr(model, "set_attn_implementation"):
         with explained(
             f"`attention` must be 'eager', because {type(model).__name__} has only 'eager' attention, "
             f"but is {attention!r}"
         ):
-            model.set_attn_implementation(implementation)
+            model.set_attn_implementation(_implementation(attention))
     if lora is None or lora is False:
         return model
     return _with_adapters(model, lora)
+
+
+def _implementation(attention: str | None) -> str:
+    return "eager" if attention == "eager" else "sdpa"
 
 
 def _copied(source: torch.nn.Module) -> Any:
@@ -108,44 +112,39 @@ def base_model(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def text_config(model: Any) -> Any:
-    """Returns the config of the model's decoder, or of its only stack; None: the model has no config."""
-    config: Any = getattr(model, "config", None)
+def has_two_stacks(config: object) -> bool:
+    return bool(getattr(config, "is_encoder_decoder", False))
+
+
+def text_config(config: Any) -> Any:
+    """Returns the config of a model's decoder, or of its only stack."""
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 
-def num_positions(model: Any) -> int | None:
-    """Returns the tokens of the longest sample that the model accepts; None: unknown."""
-    return positions_of(text_config(model))
-
-
-def positions_of(config: Any, name: str = "max_position_embeddings") -> int | None:
+def positions_of(config: object, name: str = "max_position_embeddings") -> int | None:
     """Returns how many positions a config states; None: none, or -1 for any number (XLNet)."""
-    num_positions = getattr(config, name, None)
+    num_positions = setting_of(config, name)
     return num_positions if num_positions and num_positions > 0 else None
 
 
 def as_random_model(config: Any, run: Run, device: torch.device) -> torch.nn.Module:
     """Builds a model from a config on the device, with random weights, and with dtype and attention of ``run``."""
-    implementation = "eager" if run.attention == "eager" else "sdpa"
-    return _from_config(config, run.dtype, implementation, device)
+    return _from_config(config, run.dtype, _implementation(run.attention), device)
 
 
 def _from_config(
-    config: Any, dtype: str | None, implementation: str, device: torch.device | str = "meta"
+    config: Any, dtype: str | None, attention: str | None, device: torch.device | str = "meta"
 ) -> Any:
     config = copy.deepcopy(as_config(config))
-    if dtype is None:
-        dtype = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+    dtype = dtype or config.dtype or "float32"
+    implementation = _implementation(attention or config._attn_implementation)
     auto_class = _auto_class(config)
     error: Exception | None = None
     # Some models have only eager attention.
     for name in dict.fromkeys((implementation, "eager")):
         try:
             with torch.device(device):
-                model = auto_class.from_config(
-                    config, dtype=getattr(torch, dtype), attn_implementation=name
-                )
+                model = auto_class.from_config(config, dtype=dtype, attn_implementation=name)
             # Parameters made by torch.FloatTensor (XLNet) are on the CPU all the same.
             return model.to(device)
         except Exception as caught:  # the model's own code may raise anything
@@ -156,11 +155,11 @@ def _from_config(
     ) from error
 
 
-def is_encoder(config: Any) -> bool:
+def is_encoder(config: object) -> bool:
     """Returns whether a config is of an encoder such as BERT or wav2vec2: every token attends to all others, nothing is
     decoded."""
     hf = _transformers()
-    decodes = getattr(config, "is_decoder", False) or getattr(config, "is_encoder_decoder", False)
+    decodes = setting_of(config, "is_decoder") or has_two_stacks(config)
     encodes = (
         type(config) in hf.MODEL_FOR_MASKED_LM_MAPPING or type(config) in hf.MODEL_FOR_CTC_MAPPING
     )
@@ -176,7 +175,7 @@ def _auto_class(config: Any) -> Any:
             hf.AutoModelForImageTextToText,
             hf.AutoModelForCausalLM,
         ]
-    elif getattr(config, "is_encoder_decoder", False):
+    elif has_two_stacks(config):
         classes = [
             hf.AutoModelForSpeechSeq2Seq,
             hf.AutoModelForSeq2SeqLM,
@@ -193,24 +192,33 @@ def _auto_class(config: Any) -> Any:
     )
 
 
+def modules_that_checkpoint(model: torch.nn.Module) -> list[Any]:
+    """Returns the modules that are run again in the backward pass, so that they keep only their input."""
+    return [
+        module for module in model.modules() if getattr(module, "gradient_checkpointing", False)
+    ]
+
+
+def checkpoint_settings(module: object) -> Mapping[str, Any]:
+    """Returns the arguments of ``torch.utils.checkpoint`` with which a module is run again."""
+    function = getattr(module, "_gradient_checkpointing_func", None)
+    return getattr(function, "keywords", {})
+
+
 def checkpoint_layers(model: Any) -> None:
     """Turns on gradient checkpointing, as it is on already (of every second layer, for example, or reentrant), else of all."""
-    checkpointed = set()
-    settings = None
-    for module in model.modules():
-        if getattr(module, "gradient_checkpointing", False):
-            checkpointed.add(module)
-            function = getattr(module, "_gradient_checkpointing_func", None)
-            settings = settings or getattr(function, "keywords", None)
+    modules = modules_that_checkpoint(model)
+    settings: Mapping[str, Any] = {}
+    for module in modules:
+        settings = settings or checkpoint_settings(module)
     enable = getattr(model, "activation_checkpointing_enable", None)
     if enable is None:
         enable = model.gradient_checkpointing_enable  # the older name
     enable(settings or {"use_reentrant": False})
-    if not checkpointed:
+    if not modules:
         return
-    for module in model.modules():
-        if hasattr(module, "gradient_checkpointing"):
-            module.gradient_checkpointing = module in checkpointed
+    for module in modules_that_checkpoint(model):
+        module.gradient_checkpointing = module in modules
 
 
 def stacks(model: torch.nn.Module) -> list[torch.nn.ModuleList]:
@@ -238,9 +246,9 @@ def make_inputs(
 
     Stream ``tokens`` is the input of the encoder or of the only stack; ``target`` is the decoder's output (None: as
     long). The labels of CTC are as long as its output, the most that it can align."""
-    config: Any = getattr(model, "config", None)
+    config: Any = model.config
     num_tokens = int(longest[primary(longest)])
-    is_encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
+    is_encoder_decoder = has_two_stacks(config)
     with torch.device(device):
         if reads_sound(model):
             inputs = sound_inputs(model, num_samples, num_tokens)
@@ -264,31 +272,29 @@ def make_inputs(
     return {name: tensor for name, tensor in inputs.items() if name in accepted}
 
 
-def describe(source: Any, mode: str, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a model's Workload in this mode; ``known`` fields override."""
-    model: Any = source
-    if not isinstance(source, torch.nn.Module):
-        model = as_meta_model(source, dtype=known.get("dtype"), attention=known.get("attention"))
+def describe(model: Any, mode: str) -> dict[str, Any]:
+    """Returns the fields of a model's Workload in this mode."""
     config = getattr(model, "config", None)
     if config is None:
         raise ConfigError(
             "the model of `model_or_config` has no transformers config; "
             "describe it yourself: Workload(mode=..., num_layers=..., ...)"
         )
+    settings = getattr(model, "generation_config", None)
     if mode == "generate":
         if is_encoder(config):
             raise ConfigError(
                 f"`mode` 'generate' needs a model that decodes, but {type(config).__name__} is of an encoder"
             )
-        _warn_of_generation(getattr(source, "generation_config", source))
-    return {"mode": mode, **architecture(config), **_run_as(model, mode), **known}
+        _warn_of_generation(settings)
+    return {"mode": mode, **architecture(config), **_run_as(model, mode, settings)}
 
 
-def _warn_of_generation(settings: Any) -> None:
-    """Warns if a generation config, or a config, has settings that need more memory than is predicted."""
+def _warn_of_generation(settings: object) -> None:
+    """Warns if a generation config has settings that need more memory than is predicted."""
     unusual = []
     for name, usual in PREDICTED.items():
-        value = getattr(settings, name, None)
+        value = setting_of(settings, name)
         if value is not None and value != usual:
             unusual.append(f"{name}={value}")
     if unusual:
@@ -298,46 +304,33 @@ def _warn_of_generation(settings: Any) -> None:
         )
 
 
-def architecture(config: Any) -> dict[str, Any]:
+def architecture(config: object) -> dict[str, Any]:
     """Returns the sizes in a config, which go by other names from one model family to the next."""
-    two_stacks = bool(getattr(config, "is_encoder_decoder", False))
-    text = config
-    if hasattr(config, "get_text_config") and not two_stacks:
-        text = config.get_text_config(decoder=True)
+    two_stacks = has_two_stacks(config)
+    text = config if two_stacks else text_config(config)
     decoder = DECODER_SIZES if two_stacks else {}
-    hidden = _first(text, *SIZES["hidden_size"])
-    num_heads = _first(text, *decoder.get("num_heads", ()), *SIZES["num_heads"])
-    names = (*decoder.get("intermediate_size", ()), *SIZES["intermediate_size"])
-    intermediate = _first(text, "moe_intermediate_size") or _first(text, *names)
-    head_size = _first(text, "head_dim", "d_kv")
+    sizes: dict[str, Any] = {}
+    for name, names in SIZES.items():
+        sizes[name] = _size(text, *decoder.get(name, ()), *names)
+    hidden = sizes["hidden_size"]
+    num_heads = sizes["num_heads"]
+    if hidden and num_heads:
+        sizes["head_size"] = sizes["head_size"] or hidden // num_heads
     if hidden:
-        intermediate = intermediate or 4 * hidden
-        head_size = head_size or (hidden // num_heads if num_heads else None)
-    num_kv_heads = _first(text, "num_key_value_heads") or num_heads
-    if getattr(text, "multi_query", False):
-        num_kv_heads = 1
-    num_encoder_layers = 0
-    if two_stacks:
-        num_encoder_layers = _first(text, "encoder_layers", "num_layers", "num_hidden_layers")
-    is_gated = getattr(text, "is_gated_act", getattr(text, "model_type", "") not in _PLAIN_MLP)
-    is_bloom = getattr(config, "model_type", "") == "bloom"
-    return {
-        "num_layers": _first(text, *decoder.get("num_layers", ()), *SIZES["num_layers"]),
-        "num_encoder_layers": num_encoder_layers,
-        "hidden_size": hidden,
-        "num_heads": num_heads,
-        "num_kv_heads": num_kv_heads,
-        "head_size": head_size,
-        "intermediate_size": intermediate,
-        "experts_per_token": _first(text, *SIZES["experts_per_token"]) or 1,
-        "gated_mlp": bool(is_gated),
-        "dropout": _has_dropout(text),
-        "vocabulary_size": _first(text, "vocab_size") or 0,
-        "fixed_tokens": _fixed_tokens(config),
-        "score_bias": is_bloom or hasattr(config, "relative_attention_num_buckets"),
-        "encoder_decoder": two_stacks,
-        "causal": not two_stacks and not is_encoder(config),
-    }
+        sizes["intermediate_size"] = sizes["intermediate_size"] or 4 * hidden
+    sizes["num_kv_heads"] = sizes["num_kv_heads"] or num_heads
+    if setting_of(text, "multi_query"):
+        sizes["num_kv_heads"] = 1
+    sizes["num_encoder_layers"] = _size(text, *ENCODER_LAYERS) if two_stacks else 0
+    sizes["experts_per_token"] = sizes["experts_per_token"] or 1
+    sizes["vocabulary_size"] = sizes["vocabulary_size"] or 0
+    sizes["fixed_tokens"] = _fixed_tokens(config)
+    sizes["gated_mlp"] = _is_gated(text)
+    sizes["dropout"] = _has_dropout(text)
+    sizes["score_bias"] = _has_score_bias(config)
+    sizes["encoder_decoder"] = two_stacks
+    sizes["causal"] = not two_stacks and not is_encoder(config)
+    return sizes
 
 
 # Names of a size in configs, by field of a workload.
@@ -345,15 +338,25 @@ SIZES: Mapping[str, tuple[str, ...]] = {
     "num_layers": ("num_hidden_layers", "num_layers", "n_layer"),
     "hidden_size": ("hidden_size", "d_model", "n_embd"),
     "num_heads": ("num_attention_heads", "num_heads", "n_head"),
-    "intermediate_size": ("intermediate_size", "ffn_dim", "d_ff", "n_inner"),
+    "num_kv_heads": ("num_key_value_heads",),
+    "head_size": ("head_dim", "d_kv"),
+    "intermediate_size": (
+        "moe_intermediate_size",
+        "intermediate_size",
+        "ffn_dim",
+        "d_ff",
+        "n_inner",
+    ),
     "experts_per_token": ("num_experts_per_tok", "num_experts_per_token", "top_k_experts"),
+    "vocabulary_size": ("vocab_size",),
 }
 # The same in encoder-decoders.
 DECODER_SIZES: Mapping[str, tuple[str, ...]] = {
     "num_layers": ("decoder_layers", "num_decoder_layers"),
     "num_heads": ("decoder_attention_heads",),
-    "intermediate_size": ("decoder_ffn_dim",),
+    "intermediate_size": ("moe_intermediate_size", "decoder_ffn_dim"),
 }
+ENCODER_LAYERS = ("encoder_layers", "num_layers", "num_hidden_layers")
 _PLAIN_MLP = {
     "gpt2",
     "opt",
@@ -388,8 +391,10 @@ _DROPOUTS = (
 )
 
 
-def _run_as(model: Any, mode: str) -> dict[str, Any]:
-    """Returns the workload fields for how a model is run, read from its parameters and settings."""
+def _run_as(model: Any, mode: str, settings: object) -> dict[str, Any]:
+    """Returns the workload fields for how a model is run, read from its parameters and its generation config."""
+    head = getattr(model, "get_output_embeddings", None)
+    dtype = str(_dtype_of(model)).removeprefix("torch.")
     num_parameters = 0
     num_trained = 0
     trained_bytes = 0
@@ -401,9 +406,9 @@ def _run_as(model: Any, mode: str) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "num_parameters": num_parameters,
         "trainable_share": 0.0,
-        "lm_head": getattr(model, "get_output_embeddings", lambda: None)() is not None,
-        "dtype": _dtype_of(model),
-        "gradient_checkpointing": _is_checkpointed(model),
+        "lm_head": head is not None and head() is not None,
+        "dtype": dtype if dtype in DTYPES else "float32",
+        "gradient_checkpointing": bool(modules_that_checkpoint(model)),
         "attention": _attention_of(model.config),
         "optimizer_bytes": 0.0,
         "max_new_tokens": 0,
@@ -413,57 +418,61 @@ def _run_as(model: Any, mode: str) -> dict[str, Any]:
         # AdamW has two values for each parameter; with LoRA only adapters are trained.
         fields["optimizer_bytes"] = 2.0 * trained_bytes / max(num_trained, 1)
     if mode == "generate":
-        settings = getattr(model, "generation_config", None)
         # generate()'s own default is 20.
-        fields["max_new_tokens"] = int(getattr(settings, "max_new_tokens", None) or 20)
+        fields["max_new_tokens"] = setting_of(settings, "max_new_tokens") or 20
     return fields
 
 
-def _dtype_of(model: torch.nn.Module) -> str:
+def _dtype_of(model: torch.nn.Module) -> torch.dtype:
     """Returns the dtype in which a model computes; quantised parameters are integers."""
     for p in model.parameters():
         if p.is_floating_point():
-            name = str(p.dtype).removeprefix("torch.")
-            return name if name in ELEMENT_BYTES else "float32"
-    return "float32"
+            return p.dtype
+    return torch.float32
 
 
-def _is_checkpointed(model: torch.nn.Module) -> bool:
-    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-
-
-def _attention_of(config: Any) -> str:
+def _attention_of(config: object) -> str:
     """Returns the attention in use, which may differ from the one that was requested."""
-    implementation = getattr(config, "_attn_implementation", None) or ""
+    implementation = setting_of(config, "_attn_implementation") or ""
     for part, attention in _ATTENTION.items():
         if part in implementation:
             return attention
     return "sdpa"
 
 
-def _first(config: Any, *names: str) -> Any:
-    """Returns the first of these values that the config has; None: it has none. Of a list, its first value."""
+def _size(config: object, *names: str) -> Any:
+    """Returns the first of these sizes that is not 0; of a list, the size of the first layer. None: there is none."""
     for name in names:
-        value = None
-        with suppress(Exception):  # configs of transformers raise for values that vary over layers
-            value = getattr(config, name, None)
-        if value is not None:
+        value = setting_of(config, name)
+        if value:
             return value[0] if isinstance(value, (list, tuple)) else value
     return None
 
 
-def _has_dropout(config: Any) -> bool:
-    rates = [getattr(config, name, None) for name in _DROPOUTS]
+def _is_gated(config: object) -> bool:
+    is_gated = setting_of(config, "is_gated_act")
+    if is_gated is None:
+        return setting_of(config, "model_type") not in _PLAIN_MLP
+    return bool(is_gated)
+
+
+def _has_dropout(config: object) -> bool:
+    rates = [setting_of(config, name) for name in _DROPOUTS]
     return any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
+def _has_score_bias(config: object) -> bool:
+    has_buckets = setting_of(config, "relative_attention_num_buckets") is not None
+    return has_buckets or setting_of(config, "model_type") == "bloom"
+
+
 def _fixed_tokens(config: Any) -> int:
-    if getattr(config, "model_type", "") == "whisper":
+    if setting_of(config, "model_type") == "whisper":
         return int(config.max_source_positions)
-    vision: Any = getattr(config, "vision_config", None)
-    if hasattr(vision, "image_size") and hasattr(vision, "patch_size"):
-        return int((vision.image_size // vision.patch_size) ** 2)
-    return 0
+    vision = setting_of(config, "vision_config")
+    image_size = _size(vision, "image_size")
+    patch_size = _size(vision, "patch_size")
+    return int((image_size // patch_size) ** 2) if image_size and patch_size else 0
 
 
 def _with_adapters(model: Any, lora: Any) -> Any:

@@ -26,11 +26,12 @@ from dynagroup.memory.trace.kernels import LiveBytes
 from dynagroup.memory.trace.model import (
     ALIKE_LAYERS,
     as_meta_model,
+    modules_that_checkpoint,
     positions_of,
     stacks,
     text_config,
 )
-from dynagroup.memory.trace.program import as_gathered, own_settings, prepare, trace
+from dynagroup.memory.trace.program import own_settings, prepare, trace
 from dynagroup.shapes import TARGET, TOKENS
 
 
@@ -78,14 +79,12 @@ MAX_SAMPLES = 16384
 NUM_DRAWN = 6000  # random shapes by which it is decided which polynomials are kept
 
 
-def trace_phases(
-    model_or_config: Any, workload: Run, *, inputs: MakeInputs | None = None
-) -> Phases:
+def trace_phases(model: Any, workload: Run, *, inputs: MakeInputs | None = None) -> Phases:
     """Returns how a model's memory depends on the batch shape: polynomials from about eight traces of a few layers.
 
     Sliding-window attention gives two sets: for samples within the window, and for longer ones. ValueError: the model's
     operations depend on the shape, or its memory is no polynomial of it."""
-    padded = _Traced(model_or_config, workload, inputs)
+    padded = _Traced(model, workload, inputs)
     with own_settings():
         phases = _phases(padded)
         # Lengths of waveforms say nothing of the masks, which are as long as what the convolutions leave.
@@ -122,21 +121,22 @@ class _Traced:
             names = MONOMIALS
         return [MONOMIALS.index(name) for name in names]
 
-    @cached_property
+    @property
     def config(self) -> Any:
-        return text_config(as_meta_model(self.source, self.workload))
+        return text_config(self.source.config)
 
     @cached_property
     def convolutions(self) -> list[Convolution]:
         """Convolutions in front of the model. Traced lengths are the shortest ones that leave so many positions."""
-        return convolutions(as_meta_model(self.source, self.workload).config)
+        return convolutions(self.source.config)
 
     def model(self, depths: Sequence[int] = ()) -> torch.nn.Module:
         """Returns the model, ready to trace, with all layers, or at most ``depths`` layers in each stack."""
-        model = as_meta_model(self.source, self.workload)
+        workload = self.workload
+        model = as_meta_model(self.source, dtype=workload.dtype, attention=workload.attention)
         for stack, depth in zip(stacks(model), depths, strict=False):
             del stack[depth:]
-        return as_gathered(prepare(model, self.workload), self.workload)
+        return prepare(model, workload)
 
     def run(self, model: torch.nn.Module, probe: Probe, watch: Any = None) -> LiveBytes:
         longest = {TOKENS: probe.tokens}
@@ -191,7 +191,7 @@ def _depth(stack: torch.nn.ModuleList, windows: Sequence[int | None]) -> int:
 
 def _layer_kind(layer: torch.nn.Module, window: int | None) -> list[Any]:
     """Returns what decides a layer's memory: two layers are alike if these lists are equal."""
-    kind: list[Any] = [window, getattr(layer, "gradient_checkpointing", None)]
+    kind: list[Any] = [window, len(modules_that_checkpoint(layer))]
     for parameter in layer.parameters():
         kind.append((parameter.shape, parameter.dtype, parameter.requires_grad))
     for module in layer.modules():
@@ -279,9 +279,10 @@ def _cast_bytes(layer: torch.nn.Module) -> int:
     """Returns the bytes that autocast needs for a lower copy of the layer's matrices."""
     num_bytes = 0
     for module in layer.modules():
-        if getattr(getattr(module, "weight", None), "ndim", 0) != 2:
+        parameters = dict(module.named_parameters(recurse=False))
+        if "weight" not in parameters or parameters["weight"].ndim != 2:
             continue
-        for p in module.parameters(recurse=False):
+        for p in parameters.values():
             if p.dtype == torch.float32 and p.requires_grad:
                 num_bytes += 2 * p.numel()
     return num_bytes

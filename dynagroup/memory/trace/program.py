@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -12,12 +13,15 @@ from torch.utils.checkpoint import checkpoint
 from dynagroup.errors import ConfigError
 from dynagroup.memory.phases import ELEMENT_BYTES, MakeInputs, Run
 from dynagroup.memory.trace.audio import reads_sound
-from dynagroup.memory.trace.kernels import BLOCK, CudaKernels, LiveBytes
+from dynagroup.memory.trace.kernels import CudaKernels, LiveBytes, rounded_up
 from dynagroup.memory.trace.model import (
+    DTYPES,
     base_model,
     checkpoint_layers,
+    checkpoint_settings,
     is_encoder,
     make_inputs,
+    modules_that_checkpoint,
     stacks,
 )
 from dynagroup.shapes import TARGET, TOKENS, primary
@@ -42,35 +46,30 @@ def own_settings() -> Iterator[None]:
 
 
 def prepare(model: Any, workload: Run) -> torch.nn.Module:
-    """Prepares the model on the meta device for the workload: its mode, and gradients of earlier micro-batches."""
+    """Prepares the model on the meta device for the workload: its mode and dtype, and gradients of earlier micro-batches."""
     is_training = workload.mode == "train"
     model.train(is_training)
-    if not is_training:
-        return model
-    _without_chance(model)
-    if hasattr(getattr(model, "config", None), "use_cache"):
+    if is_training:
+        _without_chance(model)
         model.config.use_cache = False
-    if workload.gradient_checkpointing:
-        checkpoint_layers(model)
-        _trace_checkpoints(model, workload)
-    else:
-        for module in model.modules():
-            if hasattr(module, "gradient_checkpointing"):
+        if workload.gradient_checkpointing:
+            checkpoint_layers(model)
+            _trace_checkpoints(model, workload)
+        else:
+            for module in modules_that_checkpoint(model):
                 module.gradient_checkpointing = False
-    for p in model.parameters():
-        if p.requires_grad:
-            p.grad = torch.empty_like(p)
+    if workload.autocast is not None and _shares_parameters(workload):
+        model = model.to(DTYPES[workload.autocast])  # ranks gather parameters in lower precision
+    for p in _trained(model, workload):
+        p.grad = torch.empty_like(p)
     return model
 
 
-def _without_chance(model: torch.nn.Module) -> None:
+def _without_chance(model: Any) -> None:
     """Makes a model of speech run all its layers (no LayerDrop), on all its frames (no SpecAugment): which of them it
     leaves out depends on random values, and the most memory is needed if it leaves none out."""
-    config: Any = getattr(model, "config", None)
-    if hasattr(config, "mask_time_prob"):
-        config.apply_spec_augment = False
-    owners: list[Any] = [config, *model.modules()]
-    for owner in owners:
+    model.config.apply_spec_augment = False
+    for owner in (model.config, *model.modules()):
         if hasattr(owner, "layerdrop"):
             owner.layerdrop = 0.0
 
@@ -78,37 +77,26 @@ def _without_chance(model: torch.nn.Module) -> None:
 def _trace_checkpoints(model: Any, workload: Run) -> None:
     """Makes layers that are run again in the backward pass run with CUDA's kernels there, too: the autograd engine calls
     them outside of all function modes."""
-    for module in model.modules():
-        function = getattr(module, "_gradient_checkpointing_func", None)
-        if function is None:
-            continue
-        settings = {"use_reentrant": True, **getattr(function, "keywords", {})}
-        module._gradient_checkpointing_func = _checkpointing(_autocast(workload), settings)
+    for module in modules_that_checkpoint(model):
+        settings = {"use_reentrant": True, **checkpoint_settings(module)}
+        run_twice = partial(checkpoint, **settings)
+        module._gradient_checkpointing_func = _checkpointing(run_twice, _autocast(workload))
 
 
-def _checkpointing(autocast: torch.dtype | None, settings: Mapping[str, Any]) -> Callable[..., Any]:
-    def checkpointed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _checkpointing(
+    run_twice: Callable[..., Any], autocast: torch.dtype | None
+) -> Callable[..., Any]:
+    def checkpointed(layer: Callable[..., Any], *inputs: Any) -> Any:
         num_calls = count()
 
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(*inputs: Any) -> Any:
             is_first = next(num_calls) == 0
             with nullcontext() if is_first else CudaKernels(autocast):
-                return function(*args, **kwargs)
+                return layer(*inputs)
 
-        return checkpoint(run, *args, **settings, **kwargs)
+        return run_twice(run, *inputs)
 
     return checkpointed
-
-
-def as_gathered(model: torch.nn.Module, workload: Run) -> torch.nn.Module:
-    """Changes a prepared model to the dtype in which it runs: ranks gather sharded parameters in lower precision."""
-    if workload.autocast is None or not _shares_parameters(workload):
-        return model
-    model = model.to(getattr(torch, workload.autocast))
-    for p in model.parameters():
-        if p.grad is not None:
-            p.grad = torch.empty_like(p)
-    return model
 
 
 def _shares_parameters(workload: Run) -> bool:
@@ -119,7 +107,7 @@ def _autocast(workload: Run) -> torch.dtype | None:
     """Returns the dtype of autocast; None without autocast, or if sharded parameters are gathered in that dtype."""
     if workload.autocast is None or _shares_parameters(workload):
         return None
-    return getattr(torch, workload.autocast)
+    return DTYPES[workload.autocast]
 
 
 def static_bytes(model: torch.nn.Module, workload: Run) -> int:
@@ -142,7 +130,7 @@ def static_bytes(model: torch.nn.Module, workload: Run) -> int:
 def kept_bytes(model: torch.nn.Module, workload: Run) -> int:
     """Returns the bytes of this rank's part of the parameters and, for training, of gradients and optimizer state."""
     trained = _trained(model, workload)
-    state_bytes = sum(_block(p.numel() * workload.optimizer_bytes) for p in trained)
+    state_bytes = sum(rounded_up(int(p.numel() * workload.optimizer_bytes)) for p in trained)
     # Higher ZeRO stages shard more of them, in this order.
     sizes = [state_bytes, _blocks(trained), _blocks(model.parameters())]
     num_sharded = _STAGES[workload.sharding]
@@ -181,11 +169,7 @@ def _trained(model: torch.nn.Module, workload: Run) -> list[torch.nn.Parameter]:
 
 def _blocks(tensors: Iterable[torch.Tensor]) -> int:
     distinct = {id(tensor): tensor for tensor in tensors}
-    return sum(_block(tensor.numel() * tensor.element_size()) for tensor in distinct.values())
-
-
-def _block(size: float) -> int:
-    return -(-int(size) // BLOCK) * BLOCK
+    return sum(rounded_up(tensor.nbytes) for tensor in distinct.values())
 
 
 def trace(
@@ -201,12 +185,9 @@ def trace(
     """Runs one batch on the meta device; returns the bytes alive during the run, without static memory.
 
     ``smooth``: see :class:`LiveBytes`. ``watch``: makes a context in which the batch runs."""
-    static: list[torch.Tensor] = [*model.buffers()]
-    for p in model.parameters():
-        static.append(p)
-        if p.grad is not None:
-            static.append(p.grad)
-    tracer = LiveBytes(static, smooth)
+    apart = [*model.buffers(), *model.parameters()]
+    apart += [p.grad for p in model.parameters() if p.grad is not None]
+    tracer = LiveBytes(apart, smooth)
     kernels = CudaKernels(_autocast(workload), padded=workload.attention != "flash")
     watching = nullcontext() if watch is None else watch(tracer)
     with torch.device("meta"), watching, kernels, tracer:
@@ -217,20 +198,22 @@ def trace(
                 batch["attention_mask"] = masks[0]
         else:
             batch = inputs(model, num_samples, longest)
-        if workload.mode == "train":
-            _train(model, batch, workload, kernels, tracer)
-        elif workload.mode == "generate":
+        if workload.mode == "generate":
             _generate(model, batch, workload.max_new_tokens or 1, tracer)
         else:
-            with torch.no_grad():
-                _outputs = model(**batch)
+            _run(model, batch, workload, kernels, tracer)
     return tracer
 
 
-def _train(
+def _run(
     model: Any, batch: dict[str, Any], workload: Run, kernels: CudaKernels, tracer: LiveBytes
 ) -> None:
-    outputs = model(**batch)
+    """Runs a forward pass, for training also a backward pass."""
+    is_training = workload.mode == "train"
+    with torch.set_grad_enabled(is_training):
+        outputs = model(**batch)
+    if not is_training:
+        return
     loss = outputs["loss"]
     if workload.keeps_outputs is False:
         del outputs
@@ -312,16 +295,13 @@ def _generate(
     if "position_ids" in accepted and "input_ids" in batch:
         # As generate() does; rotary embeddings have as many rows.
         batch.setdefault("position_ids", torch.zeros_like(batch["input_ids"]))
-    outputs = model(**batch, **settings)
-    encoded = getattr(outputs, "encoder_last_hidden_state", None)
-    scores = _last_scores(outputs)  # generate() keeps such a copy until the next one
-    del outputs
+    scores, encoded = _decoded(model, batch | settings)
     words = scores.argmax(-1, keepdim=True)
     num_cached = int(cache.get_seq_length()) + new_tokens - 1
     tracer.mark("prefilled")
     _stretch(own_cache, num_cached)
     tracer.mark("stretched")
-    last: dict[str, Any] = {}
+    last = dict(settings)
     if two_stacks:
         last["encoder_outputs"] = (encoded,)
         last["decoder_input_ids"] = words
@@ -333,12 +313,16 @@ def _generate(
         last["attention_mask"] = batch["attention_mask"]
         if not two_stacks:
             last["attention_mask"] = torch.ones(len(words), num_cached + 1, dtype=torch.long)
-    outputs = model(**last, **settings)
-    scores = _last_scores(outputs)  # beside the one before; sampling makes more copies
+    # Beside the scores before, which are still alive; sampling makes more copies.
+    _last_scores, _ = _decoded(model, last)
 
 
-def _last_scores(outputs: Any) -> torch.Tensor:
-    return outputs.logits[:, -1, :].to(copy=True, dtype=torch.float32)
+def _decoded(model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, Any]:
+    """Returns the last position's scores in float32, of which generate() keeps a copy until the next ones, and what the
+    encoder wrote."""
+    outputs = model(**inputs)
+    scores = outputs.logits[:, -1, :].to(copy=True, dtype=torch.float32)
+    return scores, getattr(outputs, "encoder_last_hidden_state", None)
 
 
 def _stretch(cache: Any, num_tokens: int) -> None:
