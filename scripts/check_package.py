@@ -55,8 +55,11 @@ def core() -> None:
 
 def memory() -> None:
     from dynagroup.memory import MemoryRegressor
+    from dynagroup.shapes import BatchShape
 
-    assert 0.5 < MemoryRegressor.pretrained().relative_of((4, 512), (8, 512)) < 1
+    regressor = MemoryRegressor.pretrained()
+    [share] = regressor.relative(BatchShape.of(4, 512), BatchShape.of(8, 512))
+    assert 0.5 < share < 1
 
 
 def hf() -> None:

@@ -6,7 +6,7 @@ polynomial in the batch shape with coefficients of 0 or more, so memory never fa
 simulations."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ NOTHING = np.zeros(len(MONOMIALS))
 QUADRATIC = [MONOMIALS.index(name) for name in ("L2", "nL2", "T2", "nT2", "LT", "nLT")]
 
 # Values assumed for fields of a workload that are None. Sizes have no such value and must be given.
-USUAL: Mapping[str, Any] = {
+USUAL: dict[str, Any] = {
     "num_encoder_layers": 0,
     "experts_per_token": 1,
     "gated_mlp": True,
@@ -61,6 +61,13 @@ class Form:
         return terms[:, 0] / total, terms[:, QUADRATIC].sum(axis=1) / total
 
 
+def traced_form(workload: Workload) -> Form | None:
+    """Returns the formula of a traced workload; None: it was not traced."""
+    if workload.phases is None:
+        return None
+    return Form(workload.phases, packed=workload.layout == "packed")
+
+
 def closed_form(workload: Workload, constants: Mapping[str, float]) -> Form:
     """Returns the formula of a model of which the mode and all sizes are known."""
     formula = _Formula(workload, constants)
@@ -78,7 +85,7 @@ def closed_form(workload: Workload, constants: Mapping[str, float]) -> Form:
 class _Stack:
     """An encoder, a decoder, or the only stack of layers; polynomials of how much a layer of it reads."""
 
-    num_layers: float
+    num_layers: int
     tokens: FloatArray
     pairs: FloatArray
     """Pairs of tokens between which attention has scores."""
@@ -90,8 +97,7 @@ class _Formula:
     """The phases of a workload, each a polynomial in bytes: float64 (12,)."""
 
     def __init__(self, workload: Workload, constants: Mapping[str, float]) -> None:
-        usual = {name: value for name, value in USUAL.items() if getattr(workload, name) is None}
-        w: Any = replace(workload, **usual)  # its sizes are known
+        w: Any = Workload(**USUAL | workload.known())  # its sizes are known
         self.workload = w
         self.constants = constants
         self.element = ELEMENT_BYTES[w.autocast or w.dtype]
@@ -109,27 +115,22 @@ class _Formula:
         if w.encoder_decoder:
             self._set_two_stacks()
             return
-        fixed = float(w.fixed_tokens)
-        self.decoder = _Stack(
-            num_layers=float(w.num_layers),
-            tokens=NL + fixed * N,
-            pairs=NL2 + 2 * fixed * NL + fixed**2 * N,
-        )
+        fixed = w.fixed_tokens
+        pairs = NL2 + 2 * fixed * NL + fixed**2 * N
+        self.decoder = _Stack(w.num_layers, tokens=NL + fixed * N, pairs=pairs)
         self.prompt = self.decoder
 
     def _set_two_stacks(self) -> None:
         w = self.workload
-        read = NL
-        read_pairs = NL2
+        tokens = NL
+        pairs = NL2
         cross_pairs = NLT
         if w.fixed_tokens:  # speech: the encoder always reads the same number of frames
-            fixed = float(w.fixed_tokens)
-            read = fixed * N
-            read_pairs = fixed**2 * N
-            cross_pairs = fixed * NT
-        num_encoder_layers = float(w.num_encoder_layers or w.num_layers)
-        self.encoder = _Stack(num_encoder_layers, read, read_pairs)
-        self.decoder = _Stack(float(w.num_layers), NT, NT2, cross_pairs)
+            tokens = w.fixed_tokens * N
+            pairs = w.fixed_tokens**2 * N
+            cross_pairs = w.fixed_tokens * NT
+        self.encoder = _Stack(w.num_encoder_layers or w.num_layers, tokens, pairs)
+        self.decoder = _Stack(w.num_layers, NT, NT2, cross_pairs)
         self.prompt = self.encoder
 
     def training(self) -> list[FloatArray]:
@@ -189,9 +190,9 @@ class _Formula:
         hidden = self.element * w.hidden_size
         per_layer = c["cache"] * 2 * self.kv * self.element
         filled = self.decoder.num_layers * per_layer * prompt
-        layer_cache = per_layer * (prompt + float(w.max_new_tokens) * N)
+        layer_cache = per_layer * (prompt + w.max_new_tokens * N)
         if self.encoder:
-            layer_cache = layer_cache + hidden * prompt / max(self.decoder.num_layers, 1.0)
+            layer_cache = layer_cache + hidden * prompt / max(self.decoder.num_layers, 1)
         cache = (self.decoder.num_layers + c["cache_layer"]) * layer_cache
         last_logits = c["last_logits"] * 4.0 * w.vocabulary_size * N
         step = self.element * self.ffn * 2.0 * N
@@ -254,8 +255,9 @@ class _Formula:
         wide += c["run_query"] * self.query
         if w.experts_per_token > 1:
             wide += c["run_expert"] * w.experts_per_token * w.hidden_size
-        pairs = stack.pairs if w.attention == "eager" else self._shared(stack.pairs)
+        pairs = self._shared(stack.pairs)
         if w.attention == "eager":
+            pairs = stack.pairs
             copies = c["score_pass_wide"] if self.wide_scores else c["score_pass"]
             during = copies * w.num_heads + c["mask_pass"]
             after = w.num_heads + c["mask_pass"]

@@ -39,15 +39,11 @@ def needed(module: str, purpose: str, extra: str = "memory") -> Any:
 
 def monomials(num_samples: NDArray[Any], tokens: NDArray[Any], target: NDArray[Any]) -> FloatArray:
     """Returns the monomials of each shape: float64 (K, 12)."""
-    n = np.asarray(num_samples, dtype=np.float64)
+    n = np.asarray(num_samples, dtype=np.float64)[:, None]
     length = np.asarray(tokens, dtype=np.float64)
     t = np.asarray(target, dtype=np.float64)
-    per_batch = [np.ones_like(n), length, length**2, t, t**2, length * t]
-    columns = []
-    for values in per_batch:
-        columns.append(values)
-        columns.append(n * values)
-    return np.stack(columns, axis=1)
+    per_batch = np.stack([np.ones_like(length), length, length**2, t, t**2, length * t], axis=1)
+    return np.stack([per_batch, n * per_batch], axis=2).reshape(len(length), len(MONOMIALS))
 
 
 def columns(shape: BatchShape, packed: bool = False) -> FloatArray:
@@ -78,8 +74,15 @@ class Phases:
         object.__setattr__(self, "after", _checked_rows(self.after))
         if not self.rows:
             raise ConfigError("`phases` needs a phase; make phases with Workload.from_model")
-        if isinstance(self.aligned, Mapping):  # from JSON
-            object.__setattr__(self, "aligned", Phases(**self.aligned))
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "Phases":
+        """Returns phases from their fields as JSON keeps them."""
+        aligned = values.get("aligned")
+        if aligned is not None:
+            aligned = cls.from_json(aligned)
+        after = values.get("after", ())
+        return cls(values["rows"], until=values.get("until"), after=after, aligned=aligned)
 
     @classmethod
     def of(cls, monomials: Sequence[int], sizes: FloatArray) -> "Phases":

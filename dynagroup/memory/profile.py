@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from dynagroup.errors import ConfigError
 from dynagroup.memory.measurements import Measurements
 from dynagroup.memory.phases import MONOMIALS, FloatArray, Phases, columns, needed
-from dynagroup.shapes import TOKENS, BatchShape, primary
+from dynagroup.shapes import BatchShape, primary
 from dynagroup.validation import warn_user
 
 # Columns of the monomials that a profile has factors for.
@@ -49,23 +49,20 @@ class ProfiledMemory:
         (1000, [262144.0])
         """
         rows = measurements.complete
-        reach: dict[str, int] = {}
-        for row in rows:
-            for name, length in row.longest.items():
-                reach[name] = max(length, reach.get(name, 0))
-        num_streams = min(max(len(reach), 1), 2)
+        shapes = measurements.shapes()
+        num_streams = min(len(shapes.longest), 2)
         if len(rows) < MIN_ROWS[num_streams]:
             raise ConfigError(
                 f"ProfiledMemory.fit needs at least {MIN_ROWS[num_streams]} rows that did not run out of "
                 f"memory, but got {len(rows)}; measure more shapes"
             )
-        factors = ONE_STREAM if num_streams == 1 else TWO_STREAMS
-        known = columns(measurements.shapes())[:, factors]
+        used = ONE_STREAM if num_streams == 1 else TWO_STREAMS
+        known = columns(shapes)[:, used]
         sizes = np.maximum(measurements.batch_bytes(), 1.0)
         phases, error = max_affine(known, sizes)
         static_bytes = max(row.static_bytes for row in rows)
-        by_name = dict(sorted(reach.items(), key=lambda item: (item[0] != TOKENS, item[0])))
-        return cls(int(static_bytes), Phases.of(factors, phases), error, by_name)
+        reach = {name: int(lengths.max()) for name, lengths in shapes.longest.items()}
+        return cls(int(static_bytes), Phases.of(used, phases), error, reach)
 
     def __str__(self) -> str:
         reach = " and ".join(f"{length:,} {name}" for name, length in self.reach.items())
@@ -138,17 +135,17 @@ def _alternate(
 ) -> FloatArray:
     """Returns the phases at which fitting and giving rows to their largest phase stop changing."""
     nnls = needed("scipy.optimize", "fitting a profile").nnls
-    largest = known.max(axis=0)
-    scale = np.where(largest == 0, 1.0, largest)
-    # Divided by size, so that small batches matter as much as large ones.
-    scaled = known / scale / sizes[:, None]
+    # NNLS solves for factors of numbers from 0 to 1: of monomials as shares of their largest value.
+    largest = np.maximum(known.max(axis=0), 1.0)
+    # Each row is divided by its size, so that small batches matter as much as large ones.
+    shares = known / largest / sizes[:, None]
     phases = np.zeros((num_phases, known.shape[1]))
     for _ in range(NUM_ROUNDS):
         for phase in range(num_phases):
             rows = owners == phase
             if rows.any():
-                factors, _ = nnls(scaled[rows], np.ones(rows.sum()))
-                phases[phase] = factors / scale
+                factors_of_shares, _ = nnls(shares[rows], np.ones(rows.sum()))
+                phases[phase] = factors_of_shares / largest
         largest_phases = (known @ phases.T).argmax(axis=1)
         if (largest_phases == owners).all():
             break

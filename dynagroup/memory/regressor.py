@@ -15,11 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynagroup.errors import ConfigError, StateError
-from dynagroup.memory.formula import Form, closed_form
-from dynagroup.memory.measurements import Measurements, Shape
+from dynagroup.memory.formula import Form, closed_form, traced_form
+from dynagroup.memory.measurements import Measurements
 from dynagroup.memory.phases import (
     ELEMENT_BYTES,
     MONOMIALS,
+    Dtype,
     FloatArray,
     MakeInputs,
     Mode,
@@ -81,6 +82,31 @@ OF_WORKLOAD = (
     "checkpointing",
     "new_tokens",
 )
+# The field of a workload of which a feature is the logarithm, or the value, or the two of which it is the ratio.
+LOGARITHMS = {
+    "layers": "num_layers",
+    "encoder_layers": "num_encoder_layers",
+    "hidden": "hidden_size",
+    "heads": "num_heads",
+    "experts": "experts_per_token",
+    "fixed_tokens": "fixed_tokens",
+    "parameters": "num_parameters",
+    "new_tokens": "max_new_tokens",
+}
+VALUES = {
+    "gated": "gated_mlp",
+    "dropout": "dropout",
+    "lm_head": "lm_head",
+    "causal": "causal",
+    "score_bias": "score_bias",
+    "trainable_share": "trainable_share",
+    "checkpointing": "gradient_checkpointing",
+}
+RATIOS = {
+    "kv_share": ("num_kv_heads", "num_heads"),
+    "ffn_share": ("intermediate_size", "hidden_size"),
+    "vocabulary_share": ("vocabulary_size", "hidden_size"),
+}
 FEATURES = (*CANDIDATE, *BASELINE, *OF_WORKLOAD)
 MONOTONE = tuple(1 if name in CANDIDATE else 0 for name in FEATURES)
 
@@ -130,46 +156,26 @@ def _log_sizes(shape: BatchShape) -> list[FloatArray]:
 
 def _workload_values(w: Workload) -> dict[str, float]:
     """Returns the workload's features by name; NaN means unknown."""
-    values: dict[str, float | None] = {
-        "layers": _log(w.num_layers),
-        "encoder_layers": _log(w.num_encoder_layers),
-        "hidden": _log(w.hidden_size),
-        "heads": _log(w.num_heads),
-        "kv_share": _share(w.num_kv_heads, w.num_heads),
-        "ffn_share": _share(w.intermediate_size, w.hidden_size),
-        "vocabulary_share": _share(w.vocabulary_size, w.hidden_size),
-        "gated": w.gated_mlp,
-        "experts": _log(w.experts_per_token),
-        "dropout": w.dropout,
-        "lm_head": w.lm_head,
-        "causal": w.causal,
-        "score_bias": w.score_bias,
-        "fixed_tokens": _log(w.fixed_tokens),
-        "parameters": _log(w.num_parameters),
-        "trainable_share": w.trainable_share,
-        "checkpointing": w.gradient_checkpointing,
-        "new_tokens": _log(w.max_new_tokens),
-    }
+    known = w.known()
+    values: dict[str, float] = dict.fromkeys(OF_WORKLOAD, math.nan)
+    for name, field_name in LOGARITHMS.items():
+        if field_name in known:
+            values[name] = math.log1p(known[field_name])
+    for name, field_name in VALUES.items():
+        if field_name in known:
+            values[name] = float(known[field_name])
+    for name, (part, whole) in RATIOS.items():
+        if part in known and known.get(whole):
+            values[name] = known[part] / known[whole]
     if w.mode is not None:
-        values["generates"] = w.mode == "generate"
-        values["trains"] = w.mode == "train"
+        values["generates"] = float(w.mode == "generate")
+        values["trains"] = float(w.mode == "train")
     if w.dtype is not None:
         values["parameter_bytes"] = ELEMENT_BYTES[w.dtype]
-        values["autocast"] = w.autocast is not None
+        values["autocast"] = float(w.autocast is not None)
     if w.attention is not None:
-        values["eager"] = w.attention == "eager"
-    known = {name: float(value) for name, value in values.items() if value is not None}
-    return {name: known.get(name, math.nan) for name in OF_WORKLOAD}
-
-
-def _log(value: float | None) -> float | None:
-    return None if value is None else math.log1p(value)
-
-
-def _share(part: float | None, whole: float | None) -> float | None:
-    if part is None or not whole:
-        return None
-    return part / whole
+        values["eager"] = float(w.attention == "eager")
+    return values
 
 
 @dataclass(frozen=True)
@@ -206,7 +212,9 @@ class MemoryRegressor:
         *,
         program: Any = None,
         inputs: MakeInputs | None = None,
-        **known: Any,
+        autocast: Dtype | None = None,
+        gradient_checkpointing: bool | None = None,
+        max_new_tokens: int | None = None,
     ) -> "MemoryRegressor":
         """Returns the pretrained regressor for a torch model. Each model is traced once, which takes seconds; without a
         config, only the mode is known.
@@ -214,15 +222,21 @@ class MemoryRegressor:
         Args:
             program: a module that runs the model, and is traced in its place, with these ``inputs`` (see
                 :meth:`Workload.from_model`). None: the model itself.
-            known: values of :class:`Workload` fields.
+            autocast, gradient_checkpointing, max_new_tokens: as of :class:`Workload`; None: the model's.
         """
         regressors = _traced_models.setdefault(model, {})
-        key = (mode, type(program), inputs, *sorted(known.items()))
+        key = (mode, autocast, gradient_checkpointing, max_new_tokens, type(program), inputs)
         if key not in regressors:
             workload = Workload(mode=mode)
             if getattr(model, "config", None) is not None:
-                traced = model if program is None else program
-                workload = Workload.from_model(traced, mode, inputs=inputs, **known)
+                workload = Workload.from_model(
+                    model if program is None else program,
+                    mode,
+                    inputs=inputs,
+                    autocast=autocast,
+                    gradient_checkpointing=gradient_checkpointing,
+                    max_new_tokens=max_new_tokens,
+                )
             regressors[key] = cls.pretrained(workload)
         return regressors[key]
 
@@ -255,30 +269,30 @@ class MemoryRegressor:
         return cls(trees, card, workload)
 
     @classmethod
-    def fit(cls, measurements: Measurements | Sequence[Measurements]) -> "MemoryRegressor":
-        """Fits a regressor to simulated or measured rows of your own workload, or of several.
+    def fit(cls, measurements: Measurements) -> "MemoryRegressor":
+        """Fits a regressor to simulated or measured rows of your own workload.
 
-        At least 8 rows of each workload must not have run out of memory. If the workload was traced, trees only raise
-        the trace (:meth:`MemoryBudget.from_model` with ``measured=rows`` is safer); else they correct a fitted formula."""
-        tables = [measurements] if isinstance(measurements, Measurements) else list(measurements)
-        num_rows = min((len(table.complete) for table in tables), default=0)
+        At least 8 rows must not have run out of memory. If the workload was traced, trees only raise the trace
+        (:meth:`MemoryBudget.from_model` with ``measured=rows`` is safer); else they correct a fitted formula."""
+        num_rows = len(measurements.complete)
         if num_rows < MIN_ROWS:
             raise ConfigError(
-                f"fit needs at least {MIN_ROWS} rows of each workload that did not run out of memory, "
+                f"fit needs at least {MIN_ROWS} rows that did not run out of memory, "
                 f"but got {num_rows}; measure more shapes"
             )
-        forms = [_form_of(table) for table in tables]
-        parts = [pairs_of(table, form) for table, form in zip(tables, forms, strict=True)]
+        workload = measurements.workload
+        traced = traced_form(workload)
+        form = traced or Form(ProfiledMemory.fit(measurements).phases)
+        parts = [pairs_of(measurements, form)]
         # Trees are small, because there are only hundreds of rows.
         small = TreeSettings(rounds=120, max_depth=3, min_weight=1.0, regularisation=1.0)
         booster = train_booster(parts, small)
-        workload = tables[0].workload
         card = describe(parts, constants={})
         card["workload"] = json.loads(workload.to_json())
-        card["shapes"] = sum(len(table.complete) for table in tables)
+        card["shapes"] = num_rows
         card["rows_are"] = "pairs of shapes: the memory of one over that of the other"
-        if workload.phases is None:
-            card["form"] = forms[0].phases.rows
+        if traced is None:
+            card["form"] = form.phases.rows
         else:
             card["corrects"] = "trace"
             card["lift"] = [0.0, MAX_LIFT]
@@ -320,20 +334,13 @@ class MemoryRegressor:
         names: list[str] = list(ESSENTIAL)
         if self.workload.mode == "generate":
             names.append("max_new_tokens")
-        return all(getattr(self.workload, name) is not None for name in names)
+        known = self.workload.known()
+        return all(name in known for name in names)
 
     @property
     def fingerprint(self) -> str:
         values = [self.card.get("hashes"), self.card["data_hash"], self.workload.to_json()]
         return "regressor-" + hashlib.sha256(json.dumps(values).encode()).hexdigest()[:12]
-
-    def relative_of(self, batch: Shape, hardest: Shape) -> float:
-        """Returns the predicted memory of one batch over that of another; each is (samples, tokens of the longest).
-
-        >>> 0.5 < MemoryRegressor.pretrained().relative_of((4, 512), (8, 512)) < 1
-        True
-        """
-        return float(self.relative(BatchShape.of(*batch), BatchShape.of(*hardest))[0])
 
     def relative(self, shape: BatchShape, baseline: BatchShape, /) -> FloatArray:
         if self._traced is not None:
@@ -356,18 +363,15 @@ class MemoryRegressor:
     @property
     def _traced(self) -> Form | None:
         """The trace, if it predicts alone."""
-        if self.workload.phases is None or "form" in self.card or "corrects" in self.card:
-            return None
-        return Form(self.workload.phases, self.workload.layout == "packed")
+        is_corrected = "form" in self.card or "corrects" in self.card
+        return None if is_corrected else traced_form(self.workload)
 
     @cached_property
     def _form(self) -> Form:
         """What the trees correct."""
         if "form" in self.card:
             return Form(Phases(self.card["form"]))
-        if self.workload.phases is not None:
-            return Form(self.workload.phases, self.workload.layout == "packed")
-        return closed_form(self.workload, self.card["constants"])
+        return traced_form(self.workload) or closed_form(self.workload, self.card["constants"])
 
     @cached_property
     def _similar_models(self) -> "list[SimilarModels]":
@@ -465,7 +469,8 @@ def similar(workload: Workload, members: Sequence[Member], two_streams: bool) ->
         and bool(member["workload"]["fixed_tokens"]) == has_fixed
     ]
     candidates = _agreeing(workload, candidates or list(members))
-    sizes = {name: getattr(workload, name) for name in NEAR if getattr(workload, name)}
+    known = workload.known()
+    sizes = {name: known[name] for name in NEAR if known.get(name)}
     if not sizes or len(candidates) <= MIN_SIMILAR:
         return candidates
     candidates.sort(key=lambda member: _distance(sizes, member["workload"]))
@@ -473,11 +478,11 @@ def similar(workload: Workload, members: Sequence[Member], two_streams: bool) ->
 
 
 def _agreeing(workload: Workload, candidates: list[Member]) -> list[Member]:
+    known = workload.known()
     for name in LIKE:
-        value = getattr(workload, name)
-        if value is None:
+        if name not in known:
             continue
-        agreeing = [member for member in candidates if member["workload"][name] == value]
+        agreeing = [member for member in candidates if member["workload"][name] == known[name]]
         fewest = 1 if name == "mode" else MIN_SIMILAR
         if len(agreeing) >= fewest:
             candidates = agreeing
@@ -505,14 +510,6 @@ class TreeSettings:
     """The share of rows that must be below the prediction, if it is to be an upper bound."""
 
 
-def _form_of(table: Measurements) -> Form:
-    """Returns the workload's trace, or a formula that is fitted to the rows."""
-    workload = table.workload
-    if workload.phases is None:
-        return Form(ProfiledMemory.fit(table).phases)
-    return Form(workload.phases, packed=workload.layout == "packed")
-
-
 def pairs_of(measurements: Measurements, form: Form) -> Features:
     """Returns the trees' input for all pairs of rows that did not run out of memory; one row of a pair is the baseline."""
     shapes = measurements.shapes()
@@ -535,10 +532,12 @@ def train_booster(parts: Sequence[Features], settings: TreeSettings) -> Any:
     """Trains XGBoost's trees that correct the log ratio of the formula; predictions never fall as candidates grow."""
     xgboost = needed("xgboost", "fitting a regressor")
     target = np.concatenate([part.log_ratio for part in parts if part.log_ratio is not None])
+    values = np.concatenate([part.values for part in parts])
+    margin = np.concatenate([part.margin for part in parts])
     data = xgboost.QuantileDMatrix(
-        np.concatenate([part.values for part in parts]).astype(np.float32),
+        values.astype(np.float32),
         label=target,
-        base_margin=np.concatenate([part.margin for part in parts]),
+        base_margin=margin,
         # Ratios near 1 decide whether a batch fits.
         weight=np.exp(-0.5 * (target / 0.5) ** 2) + 0.05,
         max_bin=128,
