@@ -205,21 +205,24 @@ class MemoryBudget(Budget):
 
     @property
     def layout(self) -> Layout:
-        workload = getattr(self.model, "workload", None)
-        return getattr(self.model, "layout", None) or getattr(workload, "layout", None) or "padded"
+        return self._workload.layout or "padded"
 
     @property
     def new_tokens(self) -> int:
-        workload = getattr(self.model, "workload", None)
-        if workload is None or workload.mode != "generate":
+        if self._workload.mode != "generate":
             return 0
-        return workload.max_new_tokens or 0
+        return self._workload.max_new_tokens or 0
+
+    @property
+    def _workload(self) -> Workload:
+        """What the memory model knows of the model and how it runs."""
+        return getattr(self.model, "workload", None) or Workload()
 
     def bind(self, lengths: Streams, /) -> "MemoryBudget":
         known = _under_names_of(lengths, self._longest)
         if all(name in known for name in lengths):
             return self
-        measured = {name: max(int(values.max(initial=1)), 1) for name, values in lengths.items()}
+        measured = {name: int(values.max(initial=1)) for name, values in lengths.items()}
         bound = self._copy()
         bound._longest = {**measured, **known}
         return bound
@@ -247,11 +250,11 @@ class MemoryBudget(Budget):
 
     def cost(self, shape: BatchShape, /) -> FloatArray:
         """Returns the predicted memory that depends on the batch, as a share of the limit: float64 (K,)."""
-        padded = self._padded(shape)
+        padded = self.as_run(shape)
         return self.model.relative(padded, self._hardest(padded))
 
     def fits(self, shape: BatchShape, /) -> BoolArray:
-        padded = self._padded(shape)
+        padded = self.as_run(shape)
         hardest = self._hardest(padded)
         is_smaller = padded.num_samples <= hardest.num_samples
         for name, longest in padded.longest.items():
@@ -418,12 +421,6 @@ class MemoryBudget(Budget):
     def __hash__(self) -> int:
         return hash(self.fingerprint)
 
-    def _padded(self, shape: BatchShape) -> BatchShape:
-        if self._multiple == 1:
-            return shape
-        longest = {name: round_up(values, self._multiple) for name, values in shape.longest.items()}
-        return BatchShape(shape.num_samples, longest, shape.total)
-
     def _hardest(self, padded: BatchShape) -> BatchShape:
         """Returns the hardest batch, in the streams of ``padded``."""
         known = _under_names_of(padded.longest, self._longest)
@@ -465,8 +462,11 @@ class _DeviceBudget(MemoryBudget):
                 f"`model` must predict bytes (as ProfiledMemory does), but is {model!r}"
             )
         self._set(model, headroom, pad_to_multiple_of)
-        lengths = [length * getattr(model, "stride", 1) for length in LENGTHS]
-        longest = min(getattr(model, "longest", None) or lengths[-1], lengths[-1])
+        lengths = LENGTHS
+        longest = LENGTHS[-1]
+        if isinstance(model, TracedMemory):
+            lengths = [length * model.stride for length in LENGTHS]
+            longest = min(model.longest or lengths[-1], lengths[-1])
         self._table_lengths = [length for length in lengths if length < longest] + [longest]
         if model.static_bytes >= headroom * self._limit_bytes:
             raise BudgetError(
@@ -481,18 +481,21 @@ class _DeviceBudget(MemoryBudget):
         return self.model.static_bytes / self._limit_bytes + self.cost(shape)
 
     def cost(self, shape: BatchShape, /) -> FloatArray:
-        return self.model.batch_bytes(self._padded(shape)) / self._limit_bytes
+        return self._batch_bytes(shape) / self._limit_bytes
 
     def fits(self, shape: BatchShape, /) -> BoolArray:
-        needed = self.model.static_bytes + self.model.batch_bytes(self._padded(shape))
+        needed = self.model.static_bytes + self._batch_bytes(shape)
         return needed <= self.headroom * self._limit_bytes
+
+    def _batch_bytes(self, shape: BatchShape) -> FloatArray:
+        return self.model.batch_bytes(self.as_run(shape))
 
     def bytes_of(self, num_samples: int, longest: int | Mapping[str, int]) -> int:
         shape = BatchShape.of(check_int("num_samples", num_samples), longest)
-        return int(self.model.static_bytes + self.model.batch_bytes(self._padded(shape))[0])
+        return int(self.model.static_bytes + self._batch_bytes(shape)[0])
 
     def _needed_in_words(self, shape: BatchShape) -> str:
-        of_batch = float(self.model.batch_bytes(self._padded(shape))[0])
+        of_batch = float(self._batch_bytes(shape)[0])
         static = self.model.static_bytes
         return (
             f"{in_words(static + of_batch)} ({in_words(static)} of them for the model) of "
