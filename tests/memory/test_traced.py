@@ -161,7 +161,8 @@ def assert_as_simulated(
 def test_what_was_traced_is_what_the_whole_model_takes(name: str) -> None:
     case = CASES[name]
     adapters = case.known.get("lora")
-    model = as_meta_model(case.config, case.memory.workload, lora=adapters)
+    run = case.memory.workload
+    model = as_meta_model(case.config, dtype=run.dtype, attention=run.attention, lora=adapters)
     assert_as_simulated(case.memory, model, case.shapes, most=case.most)
 
 
@@ -517,7 +518,9 @@ def test_the_answer_is_the_largest_batch_that_the_whole_model_fits(name):
     case = ON_DEVICE[name]
     workload = case.budget.model.workload
     adapters = case.settings.get("lora")
-    model = as_meta_model(case.config, workload, lora=adapters)
+    model = as_meta_model(
+        case.config, dtype=workload.dtype, attention=workload.attention, lora=adapters
+    )
     for length, count in zip(case.lengths, case.counts, strict=True):
         more = int(count * 1.05) + 1
         shapes = [(max(count, 1), length), (more, length)]
