@@ -17,6 +17,13 @@ QUIET = (
     "transformers.tokenization_utils_base",
 )
 
+FILES = "npy, npz, txt, csv, tsv, jsonl, json, parquet, fasta, a folder of datasets, or a pattern"
+TRUNCATED = "truncate longer samples to this many tokens"
+JSON = "print the results as JSON"
+DEVICE = "device of the training, cpu, cuda, ...; default: cuda if available"
+MOST_TOKENS = "most tokens of a batch with padding, e.g. 16k"
+MEMORY = "device memory, e.g. 80GB or 24GiB"
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status. A user's mistake is printed in one line, and gives status 2."""
@@ -287,12 +294,6 @@ def _add_demo(command: argparse.ArgumentParser) -> None:
     add("--samples", metavar="N", type=int, help="most texts to train on")
 
 
-FILES = "npy, npz, txt, csv, tsv, jsonl, json, parquet, fasta, a folder of datasets, or a pattern"
-TRUNCATED = "truncate longer samples to this many tokens"
-JSON = "print the results as JSON"
-DEVICE = "device of the training, cpu, cuda, ...; default: cuda if available"
-MOST_TOKENS = "most tokens of a batch with padding, e.g. 16k"
-MEMORY = "device memory, e.g. 80GB or 24GiB"
 _DATA = (_add_samples, _add_batches, _add_layout)
 COMMANDS = {  # command -> what it does, and the functions that add its options
     "lengths": (
