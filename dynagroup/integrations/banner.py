@@ -1,7 +1,8 @@
 """What a Trainer says before it trains: the layout of batches, and what fixed batches would have cost beside this run."""
 
 from dynagroup.budget.base import Budget, is_packed
-from dynagroup.integrations.hf_data import Batch, ReadTrainer, work_of
+from dynagroup.integrations.config import HostTrainer
+from dynagroup.integrations.hf_data import Batch, work_of
 from dynagroup.plan.compare import GROUPING, Way, compare
 from dynagroup.shapes import Streams
 from dynagroup.update.loader import StepLoader
@@ -9,7 +10,7 @@ from dynagroup.update.loader import StepLoader
 NUM_COMPARED = 4096  # most samples of which the banner compares ways to form batches
 
 
-def banner(trainer: ReadTrainer, loader: StepLoader[Batch]) -> list[str]:
+def banner(trainer: HostTrainer, loader: StepLoader[Batch]) -> list[str]:
     """Returns which layout batches have and why, and padding and steps of fixed batches, of this run, and, if its updates
     are exact, of stratified ones. Costs are missing if updates are not of the arguments' size, or not padded."""
     lines = [] if trainer.layout_line is None else [trainer.layout_line]
@@ -24,7 +25,7 @@ def banner(trainer: ReadTrainer, loader: StepLoader[Batch]) -> list[str]:
     return lines + _costs(trainer, loader.budget, lengths)
 
 
-def _costs(trainer: ReadTrainer, budget: Budget, lengths: Streams) -> list[str]:
+def _costs(trainer: HostTrainer, budget: Budget, lengths: Streams) -> list[str]:
     examples = {}
     for name, values in lengths.items():
         examples[name] = values[:: max(1, len(values) // NUM_COMPARED)]

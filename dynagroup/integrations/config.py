@@ -148,18 +148,31 @@ class DynagroupConfig:
                 )
 
 
-class CheckedTrainer(Protocol):
-    """What :func:`refuse_unsupported` reads of a Trainer."""
+class HostTrainer(Protocol):
+    """What dynagroup reads of a Trainer."""
 
+    dynagroup: DynagroupConfig
     args: Any
     accelerator: Any
+    model: Any
+    processing_class: Any
+    data_collator: Any
+    train_dataset: Any
+    is_fsdp_enabled: bool
+    is_deepspeed_enabled: bool
+    accumulation: int
+    layout_line: str | None
 
+    @property
+    def has_own_loss(self) -> bool: ...
+    @property
+    def data_world(self) -> World: ...
     def get_tp_size(self) -> int: ...
     def get_cp_size(self) -> int: ...
     def get_sp_size(self) -> int: ...
 
 
-def refuse_unsupported(trainer: CheckedTrainer, config: DynagroupConfig) -> None:
+def refuse_unsupported(trainer: HostTrainer, config: DynagroupConfig) -> None:
     """Raises ConfigError for settings that would lose samples, and says what to do instead."""
     args = trainer.args
     shards = trainer.accelerator.dataloader_config

@@ -125,11 +125,20 @@ class DynagroupTrainerMixin(Evaluator):
             self.accumulation = accumulation
 
     # A search for hyperparameters, or the user, may change the arguments until training begins.
-    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+    def _inner_training_loop(
+        self,
+        batch_size: int | None = None,
+        args: Any = None,
+        resume_from_checkpoint: Any = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
         self.accumulation = int(self.args.gradient_accumulation_steps)
         self.args.gradient_accumulation_steps = 1  # one item of the loader is one update
         try:
-            return super()._inner_training_loop(*args, **kwargs)
+            return super()._inner_training_loop(
+                batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval
+            )
         finally:
             self.args.gradient_accumulation_steps = self.accumulation
             self.accumulation = 1
@@ -170,6 +179,9 @@ class DynagroupTrainerMixin(Evaluator):
         world = config.world
         if world is None:
             world = current_world() if args.world_size > 1 else SingleProcess()
+        num_samples: Any = None
+        if not is_free:
+            num_samples = config.samples_per_update or self.samples_per_update
         settings: dict[str, Any] = dict(
             collate_fn=host.collate_fn,
             num_workers=host.num_workers,
@@ -179,6 +191,8 @@ class DynagroupTrainerMixin(Evaluator):
             worker_init_fn=host.worker_init_fn,
             timeout=host.timeout,
             pin_memory=host.pin_memory and torch.cuda.is_available(),
+        )
+        settings.update(
             kinds=kinds,
             one_kind=config.one_kind,
             shapes=config.shapes,
@@ -188,16 +202,13 @@ class DynagroupTrainerMixin(Evaluator):
             world=world,
             seed=args.seed if args.data_seed is None else args.data_seed,
             accumulation=args.gradient_accumulation_steps if is_free else 1,
-            samples_per_update=None if is_free else self._samples_of_updates(),
+            samples_per_update=num_samples,
             drop_last=args.dataloader_drop_last and not is_free,
             grouping=config.grouping,
         )
         settings.update(config.plan)
         settings["work"] = hf_data.work_of(self)
         return settings
-
-    def _samples_of_updates(self) -> Any:
-        return self.dynagroup.samples_per_update or self.samples_per_update
 
     def _online_loader(self, host: Loader, dataset: Dataset, order: Order) -> StepLoader[Batch]:
         config = self.dynagroup

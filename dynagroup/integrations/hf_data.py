@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from dynagroup.budget.tokens import TokenBudget
 from dynagroup.distributed import World
 from dynagroup.errors import ConfigError, StateError
-from dynagroup.integrations.config import DynagroupConfig
+from dynagroup.integrations.config import DynagroupConfig, HostTrainer
 from dynagroup.lengths import as_streams
 from dynagroup.memory import MemoryRegressor
 from dynagroup.memory.phases import Mode
@@ -35,19 +35,6 @@ TRL's DPO each answer comes after the prompt."""
 Dataset: TypeAlias = Any  # the user's
 Labels: TypeAlias = Any  # of samples: a column's name, or one of each
 Batch: TypeAlias = Any  # what the user's collate function makes
-
-
-class ReadTrainer(Protocol):
-    """What is read of a Trainer."""
-
-    dynagroup: DynagroupConfig
-    args: Any
-    model: Any
-    processing_class: Any
-    data_collator: Any
-    train_dataset: Any
-    accumulation: int
-    layout_line: str | None
 
 
 class UpdateItems:
@@ -88,7 +75,7 @@ def innermost(loader: Any) -> Any:
     return loader
 
 
-def work_of(trainer: ReadTrainer) -> Work:
+def work_of(trainer: HostTrainer) -> Work:
     """Returns the predicted time of this Trainer's steps: ``plan["work"]``, else from its model's config and device."""
     work = trainer.dynagroup.plan.get("work")
     if isinstance(work, Work):
@@ -96,7 +83,7 @@ def work_of(trainer: ReadTrainer) -> Work:
     return Work.of_known(trainer.model, device=trainer.args.device)
 
 
-def memory_of(trainer: ReadTrainer, mode: Mode) -> MemoryRegressor:
+def memory_of(trainer: HostTrainer, mode: Mode) -> MemoryRegressor:
     """Returns a memory model for this Trainer's model, as the Trainer runs it."""
     args = trainer.args
     autocast = None
@@ -157,7 +144,7 @@ class _Columns:
     has_target: bool  # whether the model decodes labels, whose lengths count as well
 
 
-def _columns(trainer: ReadTrainer, dataset: Dataset) -> _Columns:
+def _columns(trainer: HostTrainer, dataset: Dataset) -> _Columns:
     names = set(dataset.column_names) if is_hf_dataset(dataset) else set()
     read = getattr(trainer.processing_class, "model_input_names", None) or IDS
     candidates = [name for name in (read[0], *IDS) if name in names]
@@ -170,7 +157,7 @@ def _columns(trainer: ReadTrainer, dataset: Dataset) -> _Columns:
     )
 
 
-def sample_lengths(trainer: ReadTrainer, dataset: Dataset, *, name: str) -> dict[str, IntArray]:
+def sample_lengths(trainer: HostTrainer, dataset: Dataset, *, name: str) -> dict[str, IntArray]:
     """Returns the tokens of each sample; for encoder-decoder models also of its labels, as the stream ``target``. They
     come from the length column, else from columns that the collator pads, else each row is counted."""
     columns = _columns(trainer, dataset)
@@ -195,7 +182,7 @@ def sample_lengths(trainer: ReadTrainer, dataset: Dataset, *, name: str) -> dict
 
 
 def _pair_lengths(
-    trainer: ReadTrainer, dataset: Dataset, pair: tuple[str, str], columns: _Columns
+    trainer: HostTrainer, dataset: Dataset, pair: tuple[str, str], columns: _Columns
 ) -> IntArray:
     """Returns the tokens of both answers of each sample, padded to the longer one, with the prompt before each."""
     chosen = measure_lengths(dataset, column=pair[0]).astype(np.int64)
@@ -209,7 +196,7 @@ def _pair_lengths(
     return 2 * longest
 
 
-def _real_lengths(trainer: ReadTrainer, dataset: Dataset, column: str) -> IntArray:
+def _real_lengths(trainer: HostTrainer, dataset: Dataset, column: str) -> IntArray:
     """Returns the lengths of rows without the padding that their attention masks show; or with it, if the collator keeps
     that of the row with the fewest tokens."""
     real = measure_lengths(dataset, column=column)  # tells of rows that are padded in advance
@@ -223,7 +210,7 @@ def _real_lengths(trainer: ReadTrainer, dataset: Dataset, column: str) -> IntArr
 
 
 def _row_by_row(
-    trainer: ReadTrainer, dataset: Dataset, columns: _Columns, name: str
+    trainer: HostTrainer, dataset: Dataset, columns: _Columns, name: str
 ) -> dict[str, IntArray]:
     def lengths_of(row: Any) -> dict[str, int]:
         if isinstance(row, (list, np.ndarray, torch.Tensor)):
@@ -259,7 +246,7 @@ def sample_kinds(dataset: Dataset, kinds: Labels, *, name: str = "train_dataset"
         return [row[kinds] for row in dataset]
 
 
-def with_budget(trainer: ReadTrainer, config: DynagroupConfig) -> DynagroupConfig:
+def with_budget(trainer: HostTrainer, config: DynagroupConfig) -> DynagroupConfig:
     """Returns the config with the budget that "auto" stands for, and with the lengths that decide it."""
     if config.budget != "auto":
         return config

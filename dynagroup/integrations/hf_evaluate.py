@@ -3,7 +3,7 @@ dataset order, and a loss that does not depend on the batches."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -134,14 +134,15 @@ class EvaluationRows:
             yield from row.samples.T.tolist()
 
 
+@dataclass
 class _Pass:
     """One evaluation of a dataset, over all its batches."""
 
-    def __init__(self, rows: EvaluationRows, accelerator: Accelerator) -> None:
-        self.rows = rows
-        self.accelerator = accelerator
-        self.num_begun = 0  # rows
-        self.losses: list[tuple[float, float]] = []  # of this rank's batches: mean loss, weight
+    rows: EvaluationRows
+    accelerator: Accelerator
+    num_begun: int = 0  # rows
+    # of this rank's batches: mean loss, weight
+    losses: list[tuple[float, float]] = field(default_factory=list)
 
     @property
     def row(self) -> Row:
@@ -335,7 +336,10 @@ class Evaluator(TrainerSteps):
             self.compute_metrics = compute
             args.average_tokens_across_devices = average
         metrics: Any = output.metrics
-        self._replace_loss(metrics, f"{metric_key_prefix}_loss", run)
+        loss_name = f"{metric_key_prefix}_loss"
+        loss = run.mean_loss() if loss_name in metrics else None
+        if loss is not None:  # that of all labels, and not the mean of batches' losses
+            metrics[loss_name] = loss
         if rows.packed and output.predictions is not None:
             warn_user(
                 "predictions of packed batches are one row a batch, in the order of the plan; for one row a "
@@ -344,13 +348,6 @@ class Evaluator(TrainerSteps):
         return output._replace(
             predictions=run.in_order(output.predictions), label_ids=run.in_order(output.label_ids)
         )
-
-    def _replace_loss(self, metrics: dict[str, float], name: str, run: _Pass) -> None:
-        """Replaces the mean of batches' losses by that of all labels."""
-        if name in metrics:
-            loss = run.mean_loss()
-            if loss is not None:
-                metrics[name] = loss
 
     def _get_num_items_in_batch(self, batch_samples: list[Batch], device: torch.device) -> Items:
         self._items: Items = super()._get_num_items_in_batch(batch_samples, device)

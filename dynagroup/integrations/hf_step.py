@@ -174,12 +174,14 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
     @property
     def _weigh(self) -> Any:
         """The weight of a batch by which the loader weighs losses; where it cannot be known yet, samples."""
-        weigh = self.dynagroup.weigh
-        return "samples" if isinstance(weigh, Mapping) or weigh == "auto" else weigh
+        weigh = self._chosen_weigh
+        return "samples" if weigh is None or isinstance(weigh, Mapping) else weigh
 
     @property
-    def _is_weigh_said(self) -> bool:
-        return isinstance(self.dynagroup.weigh, Mapping) or self.dynagroup.weigh != "auto"
+    def _chosen_weigh(self) -> Chosen:
+        """The user's ``weigh``; None: the split test finds it."""
+        weigh: Any = self.dynagroup.weigh
+        return None if weigh == "auto" else weigh
 
     @property
     def has_own_loss(self) -> bool:
@@ -279,8 +281,8 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
 
     def _unknown_rule(self, items: Items) -> Rule:
         """Returns how losses are weighed as long as no sample has shown it."""
-        if self._is_weigh_said:
-            return self.dynagroup.weigh
+        if self._chosen_weigh is not None:
+            return self._chosen_weigh
         return "samples" if items is None else "sum"
 
     def _find_rule(self, model: Model, update: list[Step[Batch]]) -> Rule:
@@ -295,12 +297,6 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
             largest = max(update, key=lambda step: len(step.indices))
             return self._tested(model, pieces_of_batch(largest.batch, len(largest.indices)))
         return self._tested(model, pieces_of_loader(loader, skip=self._num_tests - 1))
-
-    @property
-    def _chosen_weigh(self) -> Chosen:
-        """The user's ``weigh``; None: the split test finds it."""
-        weigh: Any = self.dynagroup.weigh
-        return weigh if self._is_weigh_said else None
 
     def _tested(self, model: Model, pieces: Pieces | None) -> Rule:
         """Runs the split test on the Trainer's own loss."""
@@ -340,7 +336,7 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
         def items_loss(step: Step[Batch]) -> Any:
             return self._plain_loss(model, step.batch, items)
 
-        means = ("weigh",) if self._is_weigh_said else MEANS
+        means = MEANS if self._chosen_weigh is None else ("weigh",)
         return {"sum": items_loss, **dict.fromkeys(means, mean_loss)}
 
     def _plain_loss(self, model: Model, batch: Batch, items: Items) -> Any:

@@ -2,15 +2,12 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
 
 import numpy as np
-from accelerate import Accelerator
 
 from dynagroup.budget.tokens import TokenBudget
-from dynagroup.distributed import World
 from dynagroup.errors import ConfigError
-from dynagroup.integrations.config import DynagroupConfig
+from dynagroup.integrations.config import HostTrainer
 from dynagroup.integrations.packing import (
     Collate,
     SampleBySample,
@@ -21,22 +18,6 @@ from dynagroup.integrations.probe import Model, rounding_of, run
 from dynagroup.integrations.varlen import attention_of
 from dynagroup.shapes import Streams
 from dynagroup.validation import explained
-
-
-class HostTrainer(Protocol):
-    """What is read of a Trainer."""
-
-    dynagroup: DynagroupConfig
-    model: Any
-    accelerator: Accelerator
-    is_fsdp_enabled: bool
-    is_deepspeed_enabled: bool
-    layout_line: str | None
-
-    @property
-    def has_own_loss(self) -> bool: ...
-    @property
-    def data_world(self) -> World: ...
 
 
 def packed_instead(

@@ -7,12 +7,14 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 from dynagroup.errors import ConfigError
+from dynagroup.integrations.config import HostTrainer
 from dynagroup.integrations.probe import (
     Model,
     answer,
@@ -117,12 +119,12 @@ def _joined(name: str, values: Sequence[np.ndarray], sizes: IntArray) -> np.ndar
     return np.concatenate([row for row in values if len(row)] or values)
 
 
+@dataclass(frozen=True)
 class SampleBySample:
     """Packs what a collate function makes of each sample alone, without the padding that its attention mask shows."""
 
-    def __init__(self, collate_fn: Collate, pack: Collate) -> None:
-        self.collate_fn = collate_fn
-        self.pack = pack
+    collate_fn: Collate
+    pack: Collate
 
     def __call__(self, samples: Sequence[object]) -> dict[str, Any]:
         rows = []
@@ -191,17 +193,7 @@ def check_packing(model: Model, collate_fn: Collate) -> None:
         )
 
 
-class PackedTrainer(Protocol):
-    """What :func:`check_packed_training` reads of a Trainer."""
-
-    is_fsdp_enabled: bool
-    is_deepspeed_enabled: bool
-    accelerator: Any
-    model: Any
-    data_collator: Any
-
-
-def check_packed_training(trainer: PackedTrainer) -> None:
+def check_packed_training(trainer: HostTrainer) -> None:
     """Runs :func:`check_packing` on what a Trainer will train; warns if a model or collator cannot be tested."""
     reason = "the model is sharded, or not on its device yet"
     if not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):

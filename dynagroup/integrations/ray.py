@@ -28,7 +28,6 @@ class Predictor:
         task: "embed": new column ``embedding``, float32 (num_rows, features). "classify": ``logits``, float32
             (num_rows, classes). "generate": ``generated_text``, one text per row.
         column: name of the column of texts, or of token ids.
-        output_column: another name for the new column.
         options: arguments of ``embed_dataset``, ``classify_dataset`` or ``generate_dataset``, such as ``budget``, ``pooling``.
 
     Raises ConfigError if a block is no dict of arrays, or has no ``column``; BudgetError if a row does not fit alone.
@@ -45,14 +44,12 @@ class Predictor:
         task: Literal["embed", "classify", "generate"] = "embed",
         *,
         column: str = "text",
-        output_column: str | None = None,
         **options: Any,
     ) -> None:
         check_choice("task", task, tuple(TASKS))
-        self._run, new_column = TASKS[task]
+        self._run, self._new_column = TASKS[task]
         self.model, self.tokenizer = load()
         self.column = column
-        self.output_column = output_column or new_column
         options.setdefault("learned", LearningBudget())
         options.update(progress=False, world=SingleProcess())
         self._options = options
@@ -69,7 +66,7 @@ class Predictor:
             tokenizer = _Ids(rows, tokenizer)
             rows = [str(number) for number in range(len(rows))]
         results = self._run(self.model, tokenizer, rows, **self._options)
-        return {**batch, self.output_column: results}
+        return {**batch, self._new_column: results}
 
 
 class _Ids:

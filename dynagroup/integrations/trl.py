@@ -88,13 +88,13 @@ def _num_values(figures: Mapping[str, Mapping[str, list[float]]]) -> dict[tuple[
     return sizes
 
 
+@dataclass(kw_only=True)
 class _Gather:
     """Stands for ``accelerator.gather``: ranks may give different numbers of values."""
 
-    def __init__(self, *, idle: bool, alone: bool) -> None:
-        self.idle = idle
-        self.alone = alone
-        self.num_samples = 0  # of all ranks, if TRL gathers one number a sample
+    idle: bool
+    alone: bool
+    num_samples: int = 0  # of all ranks, if TRL gathers one number a sample
 
     def __call__(self, tensor: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         own = [] if self.idle else tensor.flatten().tolist()

@@ -1,8 +1,8 @@
 """Attention for packed batches in plain torch: a sample attends only to itself, and memory is linear in tokens. On CUDA
 in half precision, torch 2.12 or later runs it as one call of ``torch.nn.attention.varlen``; else each sample is a call."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import math
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -11,7 +11,6 @@ from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     DataCollatorWithFlattening,
-    PretrainedConfig,
     PreTrainedModel,
 )
 
@@ -61,28 +60,23 @@ def use_varlen_attention(model: M) -> M:
     ):
         samples = samples_for(model)
         alone = answers_alone(model, [torch.tensor([ids]) for ids in samples])
-        with _restored_on_error(model.config.get_text_config()):
+        settings = vars(model.config.get_text_config())
+        before = dict(settings)
+        difference = math.inf
+        try:
             _set_attention(model)
             difference = _difference(model, samples, alone)
+        finally:
             if difference:
-                raise ConfigError(
-                    f"{name} cannot use packed attention: its results are unequal by {difference:.1%} to those of "
-                    "its own attention (the model may add to the scores, or limit attention otherwise than by a "
-                    f"window); {INSTEAD}"
-                )
+                settings.clear()
+                settings.update(before)
+        if difference:
+            raise ConfigError(
+                f"{name} cannot use packed attention: its results are unequal by {difference:.1%} to those of "
+                "its own attention (the model may add to the scores, or limit attention otherwise than by a "
+                f"window); {INSTEAD}"
+            )
     return model
-
-
-@contextmanager
-def _restored_on_error(config: PretrainedConfig) -> Iterator[None]:
-    settings = vars(config)
-    before = dict(settings)
-    try:
-        yield
-    except BaseException:
-        settings.clear()
-        settings.update(before)
-        raise
 
 
 def _set_attention(model: Model) -> None:

@@ -235,9 +235,16 @@ class AnswerTokenizer:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
 
-    def __call__(self, prompts: list[str], answers: list[str], **options: Any) -> Any:
+    def __call__(
+        self,
+        prompts: list[str],
+        answers: list[str],
+        *,
+        truncation: bool = False,
+        max_length: int | None = None,
+    ) -> Any:
         whole = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
-        encoded = self._tokenizer(whole, **options)
+        encoded = self._tokenizer(whole, truncation=truncation, max_length=max_length)
         of_prompts = self._tokenizer(prompts)["input_ids"]
         encoded["num_prompt_tokens"] = list(map(_num_equal, of_prompts, encoded["input_ids"]))
         return encoded

@@ -51,7 +51,7 @@ def load(task: str = "embed", held: float = float("inf")) -> tuple[Any, Any]:
 @pytest.mark.parametrize("column", ["text", "ids"])
 @pytest.mark.parametrize("task", RUN)
 def test_a_block_gets_a_column_in_its_own_order(task: str, column: str) -> None:
-    how = {"column": column, "output_column": "found", "batch_size": 9, **OPTIONS[task]}
+    how = {"column": column, "batch_size": 9, **OPTIONS[task]}
     predict = Predictor(lambda: load(task, HELD), task, **how)
     wanted = RUN[task](*load(task), TEXTS, progress=False, **OPTIONS[task])
     ids = np.empty(len(TEXTS), object)
@@ -63,13 +63,13 @@ def test_a_block_gets_a_column_in_its_own_order(task: str, column: str) -> None:
             "n": np.arange(len(TEXTS))[rows],
         }
         made = predict(block)
-        assert [*made] == ["text", "ids", "n", "found"]
+        assert [*made] == ["text", "ids", "n", COLUMNS[task]]
         assert all(made[name] is block[name] for name in block)
-        assert len(made["found"]) == len(block["n"])
+        assert len(made[COLUMNS[task]]) == len(block["n"])
         if task == "generate":
-            assert [*made["found"]] == [*wanted[rows]]
+            assert [*made[COLUMNS[task]]] == [*wanted[rows]]
         elif len(block["n"]):
-            np.testing.assert_allclose(made["found"], wanted[rows], rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(made[COLUMNS[task]], wanted[rows], rtol=1e-4, atol=1e-5)
     assert predict.model.allocator.failures
     with pytest.raises(
         ConfigError, match=f"a block must be a dict of arrays with '{column}'.* but is .'other'"
