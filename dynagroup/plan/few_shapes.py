@@ -112,7 +112,7 @@ class ShapeLadder(Wrapper):
         rng = np.random.default_rng(0)
         for places in rng.integers(0, num, (num_pools, pool)):
             longest_first = places[np.argsort(-tokens[places], kind="stable")]
-            for window in dealt(longest_first, grouping, num_strata, rng):
+            for window in dealt(longest_first, num_strata, rng.permutation(grouping)):
                 yield tokens[window]
 
     # Greedy facility location (Cornuejols, Fisher and Nemhauser 1977), improved by exchange. Drawn windows are cut as

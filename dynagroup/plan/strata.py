@@ -9,7 +9,6 @@ all have about one length, and training loses quality. ``docs/benchmarks.md`` ha
 were rejected."""
 
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -23,14 +22,34 @@ STRATA = 4
 """The fewest that lost nothing where the label of a sample goes with its length."""
 
 
-def strata_of(num_samples: int, num_strata: int) -> list[slice]:
-    """Returns which places of an update, sorted from the longest sample, each stratum fills: equally many, or one more.
+def places_by_length(update_of: IntArray, num_strata: int, rank_of_update: IntArray) -> IntArray:
+    """Returns in which order the places of updates get samples, longest first. An update's places are divided into strata,
+    of equally many places or one more.
 
-    >>> strata_of(10, 4)
-    [slice(0, 2, None), slice(2, 5, None), slice(5, 7, None), slice(7, 10, None)]
+    Args:
+        update_of: (places,), the update of each place, rising.
+        rank_of_update: (updates,), which chunk of the first stratum each update gets; of the others, it gets the chunk as
+            far from the end.
+
+    >>> places_by_length(np.array([0, 0, 0, 1, 1, 1]), 2, np.array([1, 0])).tolist()
+    [3, 0, 1, 2, 4, 5]
     """
-    borders = [num_samples * stratum // num_strata for stratum in range(num_strata + 1)]
-    return [slice(start, stop) for start, stop in pairwise(borders)]
+    num_places = np.bincount(update_of)
+    first = np.cumsum(num_places) - num_places
+    num_up_to = np.arange(1, len(update_of) + 1) - first[update_of]
+    stratum = (num_up_to * num_strata - 1) // num_places[update_of]
+    rank = rank_of_update[update_of]
+    chunk = np.where(stratum == 0, rank, len(num_places) - 1 - rank)
+    return np.argsort(stratum * len(num_places) + chunk, kind="stable")
+
+
+def dealt(by_length: NDArray[Any], num_strata: int, rank_of_update: IntArray) -> NDArray[Any]:
+    """Deals samples, given longest first, to stratified updates of one size: (updates, samples)."""
+    num_updates = len(rank_of_update)
+    update_of = np.repeat(np.arange(num_updates), len(by_length) // num_updates)
+    updates = np.empty_like(by_length)
+    updates[places_by_length(update_of, num_strata, rank_of_update)] = by_length
+    return updates.reshape(num_updates, -1)
 
 
 def spread_of_strata(tokens: NDArray[Any], num_updates: int, num_strata: int) -> float:
@@ -39,17 +58,8 @@ def spread_of_strata(tokens: NDArray[Any], num_updates: int, num_strata: int) ->
     Args:
         tokens: (N,), tokens of a pool's samples, longest first; N is a multiple of ``num_updates``.
     """
-    first, *others = strata_of(len(tokens) // num_updates, num_strata)
-    of_updates = _chunks(tokens, first, num_updates).sum(axis=1, dtype=np.float64)
-    for places in others:
-        of_updates += _chunks(tokens, places, num_updates)[::-1].sum(axis=1, dtype=np.float64)
-    return float(of_updates.var())
-
-
-def _chunks(ranked: NDArray[Any], places: slice, num_updates: int) -> NDArray[Any]:
-    """Returns a stratum of a pool that is sorted by length, one row for each update."""
-    stratum = ranked[num_updates * places.start : num_updates * places.stop]
-    return stratum.reshape(num_updates, -1)
+    updates = dealt(tokens, num_strata, np.arange(num_updates))
+    return float(updates.sum(axis=1, dtype=np.float64).var())
 
 
 def spread_at_random(tokens: NDArray[Any], num_updates: int) -> float:
@@ -96,19 +106,6 @@ def number_of_strata(strata: int | None, tokens: NDArray[Any], size: int, pool: 
     return fewest_strata(falling[places], pool)
 
 
-def dealt(
-    by_length: IntArray, num_updates: int, num_strata: int, rng: np.random.Generator
-) -> IntArray:
-    """Deals samples, given longest first, to stratified updates in random order: (updates, samples)."""
-    rank_of_update = rng.permutation(num_updates)
-    updates = []
-    for places in strata_of(len(by_length) // num_updates, num_strata):
-        is_first = places.start == 0
-        chunk = rank_of_update if is_first else num_updates - 1 - rank_of_update
-        updates.append(_chunks(by_length, places, num_updates)[chunk])
-    return np.concatenate(updates, axis=1)
-
-
 def deal_pool(
     by_length: IntArray, size: int, num_strata: int, rng: np.random.Generator
 ) -> IntArray:
@@ -124,24 +121,8 @@ def deal_pool(
         return left_over
     if rest:
         by_length = np.delete(by_length, spaced.astype(np.int64))
-    updates = dealt(by_length, num_updates, num_strata, rng)
+    updates = dealt(by_length, num_strata, rng.permutation(num_updates))
     return np.append(updates.ravel(), left_over)
-
-
-def stratified_places(update_of: IntArray, num_strata: int, rng: np.random.Generator) -> IntArray:
-    """Returns in which order places of updates get samples, longest first, as in :func:`dealt`, but for updates that have
-    different numbers of places.
-
-    Args:
-        update_of: (places,), the update of each place, rising.
-    """
-    num_places = np.bincount(update_of)
-    first = np.cumsum(num_places) - num_places
-    place_in_update = np.arange(len(update_of)) - first[update_of]
-    stratum = place_in_update * num_strata // num_places[update_of]
-    rank_of_update = rng.permutation(len(num_places))[update_of]
-    chunk = np.where(stratum == 0, rank_of_update, len(num_places) - 1 - rank_of_update)
-    return np.lexsort((chunk, stratum))
 
 
 class StratifiedOrder:
@@ -227,7 +208,8 @@ class StratifiedOrder:
             samples = rng.permutation(drawn[places])
             by_length = samples[longest_first({TOKENS: self._tokens_of(samples)})]
             num_strata = max(round(self._strata * len(places) / len(drawn)), 2)
-            order = stratified_places(update_of[places], num_strata, rng)
+            rank_of_update = rng.permutation(update_of[places[-1]] + 1)
+            order = places_by_length(update_of[places], num_strata, rank_of_update)
             dealt_pool[places[order]] = by_length
         by_length = longest_first({TOKENS: self._tokens_of(dealt_pool)})
         return dealt_pool[by_length[np.argsort(update_of[by_length], kind="stable")]]

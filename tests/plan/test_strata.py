@@ -16,7 +16,6 @@ from dynagroup.plan.strata import (
     fewest_strata,
     spread_at_random,
     spread_of_strata,
-    strata_of,
 )
 from dynagroup.plan.update_cuts import cut_updates
 from tests.plan.helpers import joined
@@ -72,8 +71,11 @@ def test_pools_keep_their_samples_and_updates_get_a_chunk_of_each_stratum(
             continue
         updates = here[: num_updates * size].reshape(num_updates, size)
         ranked = -np.sort(-lengths[updates.ravel()])
-        for places in strata_of(size, min(strata, size)):
-            stratum = ranked[num_updates * places.start : num_updates * places.stop]
+        num_strata = min(strata, size)
+        borders = [size * stratum // num_strata for stratum in range(num_strata + 1)]
+        for first, stop in pairwise(borders):
+            places = slice(first, stop)
+            stratum = ranked[num_updates * first : num_updates * stop]
             chunks = [tuple(row) for row in lengths[updates[:, places]].tolist()]
             wanted = stratum.reshape(num_updates, -1).tolist()
             assert sorted(chunks) == sorted(tuple(chunk) for chunk in wanted)
