@@ -67,22 +67,15 @@ def _as_int32(values: ArrayLike, name: str) -> NDArray[np.int32]:
     is_whole = array.dtype.kind in "iu"
     if is_whole and 0 <= array.min(initial=0) and array.max(initial=0) <= LONGEST:
         return array.astype(np.int32, copy=False)  # without temporary arrays for a billion lengths
-    legal = _are_lengths(array)
-    if not legal.all():
-        index = int(np.argmin(legal))
-        [value] = array[index : index + 1].tolist()
+    numbers: Any = array.tolist()
+    for index, value in enumerate(numbers):
+        if _is_length(value):
+            continue
         raise ConfigError(
             f"lengths[{name!r}][{index}] must be a whole number from 0 to {LONGEST}, but is {value!r}; "
             "for fractions, multiply all lengths by 100 and round up, and the budget's limit alike"
         )
     return array.astype(np.int32, copy=False)
-
-
-def _are_lengths(array: NDArray[Any]) -> NDArray[np.bool_]:
-    if array.dtype.kind in "iuf":
-        numbers = array.astype(np.float64)  # float16 and float32 would round up the limit itself
-        return (numbers >= 0) & (numbers <= LONGEST) & (np.floor(array) == array)
-    return np.fromiter(map(_is_length, array), np.bool_, len(array))
 
 
 def _is_length(value: Any) -> bool:
