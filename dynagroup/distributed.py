@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.pool import ThreadPool
 from operator import index
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -29,6 +30,7 @@ R = TypeVar("R")
 _log = logging.getLogger(__name__)
 
 
+@runtime_checkable
 class World(Protocol):
     """The ranks that run one job together. All ranks must call each method, the first two with vectors of equal length.
     Maxima are computed in int64; sums in float64, exact for integers up to 2**53. All ranks get identical results.
@@ -154,6 +156,18 @@ class DistributedWorld:
                 received, sent, sizes_to_come, sizes, group=self._group
             )
         return received.numpy()
+
+
+def differing(world: World, facts: Mapping[str, object]) -> list[str]:
+    """Returns the names of facts of which ranks have different values. All ranks must call it."""
+    marks = [zlib.crc32(repr(fact).encode()) for fact in facts.values()]
+    highest = world.all_max([*marks, *(-mark for mark in marks)])
+    pairs = zip(highest[: len(marks)], highest[len(marks) :], strict=True)
+    return [
+        name
+        for name, (most, negative_least) in zip(facts, pairs, strict=True)
+        if most != -negative_least
+    ]
 
 
 def on_all_ranks(world: World, act: Callable[[], R], what: str) -> R:

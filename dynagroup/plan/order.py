@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sized
 
 import numpy as np
 
-from dynagroup.distributed import current_world
+from dynagroup.distributed import current_world, differing
 from dynagroup.errors import AlignmentError, ConfigError
 from dynagroup.plan.epoch import NONE
 from dynagroup.plan.mixture import Mixture
@@ -20,14 +20,12 @@ class OrderSource:
     has the same order when an epoch is read again. Raises ConfigError if the sampler can be read only once, or yields a
     value that is no index."""
 
-    NAME = "order"
-
     def __init__(self, source: Iterable[int], num_samples: int) -> None:
         is_iterable = isinstance(source, Iterable) and not isinstance(source, Iterator)
         is_scalar = getattr(source, "ndim", 1) == 0
         if not is_iterable or is_scalar:
             raise ConfigError(
-                f"`{self.NAME}` must be a list or a sampler, which can be read anew in every epoch, "
+                "`order` must be a list or a sampler, which can be read anew in every epoch, "
                 f"but is {source!r}"
             )
         self._source = source
@@ -117,16 +115,16 @@ class OrderSource:
         return indices
 
     def _checked(self, indices: list[int]) -> IntArray:
-        with explained(f"`{self.NAME}` must yield integer indices"):
+        with explained("`order` must yield integer indices"):
             array = np.asarray(indices)
         if array.ndim != 1 or (len(array) and array.dtype.kind not in "iu"):
             raise ConfigError(
-                f"`{self.NAME}` must yield integer indices, but yields {array.dtype} {array.shape[1:]}"
+                f"`order` must yield integer indices, but yields {array.dtype} {array.shape[1:]}"
             )
         outside = np.flatnonzero((array < 0) | (array >= self._num_samples))
         if len(outside):
             raise ConfigError(
-                f"`{self.NAME}` yields index {array[outside[0]]}, but there are only "
+                f"`order` yields index {array[outside[0]]}, but there are only "
                 f"{self._num_samples} samples"
             )
         return array.astype(np.int64)
@@ -134,9 +132,7 @@ class OrderSource:
 
 def check_alike(order: OrderSource, epoch: int) -> None:
     """Raises AlignmentError if ranks have different orders. All ranks must call it, once per epoch."""
-    crc = order.checksum(epoch)
-    highest, lowest = current_world().all_max([crc, -crc])
-    if highest != -lowest:
+    if differing(current_world(), {"order": order.checksum(epoch)}):
         raise AlignmentError(
             f"`order` yields different indices on different ranks in epoch {epoch}, so samples would be "
             "lost and repeated; seed it the same on all ranks, e.g. "

@@ -38,7 +38,6 @@ from dynagroup.validation import (
 )
 
 State: TypeAlias = Mapping[str, Any]  # for JSON
-WORLD_ATTRIBUTES = ("rank", "size", "all_max", "all_sum", "exchange")
 
 
 class StepLoader(ABC, Generic[B]):
@@ -60,7 +59,7 @@ class StepLoader(ABC, Generic[B]):
     def __init__(self, dataset: Any, *, world: World | None, identity: object = None) -> None:
         self.dataset = dataset
         self._users_identity = check_identity(identity)
-        if world is not None and not all(hasattr(world, name) for name in WORLD_ATTRIBUTES):
+        if world is not None and not isinstance(world, World):
             raise ConfigError(
                 f"`world` must be a World, such as DistributedWorld(group), or None, but is {world!r}"
             )

@@ -609,10 +609,8 @@ def _different(batches: Mapping[int, object]) -> list[int]:
     labelled = [index for index, count in num_labels.items() if count >= least]
     if len(labelled) < 2:
         return []
-    sizes = num_labels
-    if least == 1:  # samples differ by their tokens only
-        sizes = {index: _num_elements(batch) for index, batch in batches.items()}
-    labelled.sort(key=sizes.__getitem__)
+    # with equally many labels, samples differ by their tokens only
+    labelled.sort(key=lambda index: (num_labels[index], _num_elements(batches[index])))
     chosen = [labelled[0], labelled[-1]]
     for index in _one_of_each_class(batches, labelled):
         if index not in chosen and len(chosen) < NUM_TOGETHER:

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from dynagroup.budget.base import Budget
-from dynagroup.distributed import World
+from dynagroup.distributed import World, differing
 from dynagroup.errors import AlignmentError, ConfigError, StateError
 from dynagroup.fingerprint import described
 from dynagroup.plan.batches import Batches, RoundBatch, shapes_of
@@ -271,9 +271,7 @@ class PlannedDataLoader(StepLoader[B]):
     def _set_shares(self, shares: dict[str, float]) -> int:
         """Sets the shares of a mixture after the updates that workers were asked for; all ranks must call it."""
         assert isinstance(self._plan, PreservedUpdates)
-        mark = zlib.crc32(repr(shares).encode())
-        highest, lowest = self.world.all_max([mark, -mark])
-        if highest != -lowest:
+        if differing(self.world, {"shares": shares}):
             raise AlignmentError(
                 f"ranks set different shares of a Mixture, this one {shares}; give all ranks the same, "
                 "e.g. by a metric that was reduced over ranks"

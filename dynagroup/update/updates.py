@@ -1,7 +1,6 @@
 """Plans the samples and batches of updates: of a given number of samples, or of a given number of steps."""
 
 import math
-import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ import numpy as np
 
 from dynagroup.budget.base import padded_tokens, real_tokens
 from dynagroup.budget.memory import predicted_memory
-from dynagroup.distributed import PARTS, World, without_parts
+from dynagroup.distributed import PARTS, World, differing, without_parts
 from dynagroup.errors import AlignmentError
 from dynagroup.fingerprint import described, ends_of
 from dynagroup.plan.batches import shapes_of
@@ -470,16 +469,9 @@ def compare_ranks(
         PARTS: ends_of(dataset),
         **plan.facts(place),
     }
-    marks = [zlib.crc32(repr(fact).encode()) for fact in facts.values()]
-    found = world.all_max([*marks, *[-mark for mark in marks]])
-    largest = found[: len(marks)]
-    negative_smallest = found[len(marks) :]
-    differing = []
-    for name, most, negative_least in zip(facts, largest, negative_smallest, strict=True):
-        if most != -negative_least:
-            differing.append(name)
-    if without_parts(differing):
+    names = differing(world, facts)
+    if without_parts(names):
         raise AlignmentError(
-            f"ranks have different {', '.join(differing)} at the start of epoch {place.epoch}; give "
+            f"ranks have different {', '.join(names)} at the start of epoch {place.epoch}; give "
             "all ranks the same data, seeds, schedules and saved states"
         )
