@@ -53,12 +53,12 @@ class PlanConfig:
 
     def __post_init__(self) -> None:
         self._set("shuffle", check_flag("shuffle", self.shuffle))
-        self._set("window", _int_or_none("window", self.window))
-        self._set("samples_per_update", _int_or_none("samples_per_update", self.samples_per_update))
-        self._set("grouping", _int_or_none("grouping", self.grouping))
-        self._set("strata", _int_or_none("strata", self.strata))
-        self._set("seed", check_int("seed", self.seed, least=0))
-        self._set("hardest_first", check_int("hardest_first", self.hardest_first, least=0))
+        for name in ("window", "samples_per_update", "grouping", "strata"):
+            value = getattr(self, name)
+            if value is not None:
+                self._set(name, check_int(name, value, where=" (or None)"))
+        for name in ("seed", "hardest_first"):
+            self._set(name, check_int(name, getattr(self, name), least=0))
         self._set("work", check_work(self.work))
         check_choice("oversize", self.oversize, get_args(Oversize))
         check_choice("uneven", self.uneven, get_args(Uneven))
@@ -87,10 +87,6 @@ class PlanConfig:
         values["round_batch"] = described(self.round_batch)
         values["work"] = described(self.work)
         return values
-
-
-def _int_or_none(name: str, value: int | None) -> int | None:
-    return None if value is None else check_int(name, value, where=" (or None)")
 
 
 class PlanInputs:

@@ -154,12 +154,6 @@ class Steps:
     ends: IntArray
     num_ranks: int
 
-    def repeated(self, times: int) -> "Steps":
-        """Returns all steps so many times, one list after another."""
-        if times == 1:
-            return self
-        return replace(self, firsts=np.tile(self.firsts, times), ends=np.tile(self.ends, times))
-
     def greedy(self, limits: NDArray[np.float64]) -> tuple[IntArray, NDArray[np.bool_]]:
         """Returns the sizes of batches that are each as large as each step's limit of work allows.
 
@@ -216,7 +210,9 @@ def divide(
     best, _ = steps.greedy(high)
     high = steps.dearest(best)
     num_steps = len(high)
-    several = steps.repeated(num_tried)
+    firsts = np.tile(steps.firsts, num_tried)
+    ends = np.tile(steps.ends, num_tried)
+    several = replace(steps, firsts=firsts, ends=ends)
     every_step = np.arange(num_steps)
     shares = np.arange(1, num_tried + 1)[:, None] / (num_tried + 1)
     tried = low + shares * (high - low)
