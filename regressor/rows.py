@@ -119,7 +119,6 @@ def _measurement_of(row: Mapping[str, Any]) -> Measurement:
         longest=longest,
         static_bytes=row["static_bytes"],
         batch_bytes=row["batch_bytes"],
-        oom=row["oom"],
         reserved_bytes=row["reserved_bytes"],
     )
 

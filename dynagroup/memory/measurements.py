@@ -29,15 +29,18 @@ Shape: TypeAlias = "tuple[int, int | Mapping[str, int]]"
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """The peak memory of one batch, in bytes. If it ran out of memory, ``batch_bytes`` is None and ``oom`` is True."""
+    """The peak memory of one batch, in bytes; ``batch_bytes`` is None if it ran out of memory."""
 
     num_samples: int
     longest: Mapping[str, int]
     static_bytes: int
     batch_bytes: int | None
-    oom: bool = False
     reserved_bytes: int | None = None
     """Most bytes that the allocator had reserved on the device; None unless measured."""
+
+    @property
+    def oom(self) -> bool:
+        return self.batch_bytes is None
 
     @property
     def peak_bytes(self) -> int | None:
@@ -67,11 +70,9 @@ class Measurements:
             sizes = [row.num_samples - 1, row.static_bytes, *row.longest.values()]
             if row.batch_bytes is not None:
                 sizes.append(row.batch_bytes)
-            is_valid = all(0 <= size < float("inf") for size in sizes)
-            if not is_valid or row.oom != (row.batch_bytes is None):
+            if not all(0 <= size < float("inf") for size in sizes):
                 raise ConfigError(
-                    f"row {number}: sizes must be finite and at least 0, and `batch_bytes` None "
-                    f"exactly if `oom` is True, but the row is {row}"
+                    f"row {number}: sizes must be finite and at least 0 (`num_samples`: 1), but the row is {row}"
                 )
 
     def __iter__(self) -> Iterator[Measurement]:
@@ -151,7 +152,6 @@ def _row_of(columns: Mapping[str, Any]) -> Measurement:
         longest=longest,
         static_bytes=columns["static_bytes"],
         batch_bytes=columns["batch_bytes"],
-        oom=columns["oom"],
         reserved_bytes=columns["reserved_bytes"],
     )
 
@@ -210,8 +210,8 @@ def _checked_shapes(shapes: Iterable[Shape]) -> list[tuple[int, dict[str, int]]]
     checked = []
     for num_samples, longest in shapes:
         streams = longest if isinstance(longest, Mapping) else {TOKENS: longest}
-        units = {name: check_int(name, int(value)) for name, value in streams.items()}
-        checked.append((check_int("num_samples", int(num_samples)), units))
+        units = {name: check_int(name, value) for name, value in streams.items()}
+        checked.append((check_int("num_samples", num_samples), units))
     return checked
 
 
@@ -255,7 +255,6 @@ def measure(
                 longest=longest,
                 static_bytes=resident_bytes + added_bytes,
                 batch_bytes=batch_bytes,
-                oom=peaks is None,
                 reserved_bytes=reserved,
             )
         )

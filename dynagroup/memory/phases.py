@@ -8,7 +8,6 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from dynagroup.errors import ConfigError
 from dynagroup.shapes import BatchShape, primary, target_tokens
 from dynagroup.validation import explained
 
@@ -69,27 +68,23 @@ class Phases:
     aligned: "Phases | None" = None
     """Phases for lengths that are multiples of 16, for which masks are not padded; None: these same phases."""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "rows", _checked_rows(self.rows))
-        object.__setattr__(self, "after", _checked_rows(self.after))
-        if not self.rows:
-            raise ConfigError("`phases` needs a phase; make phases with Workload.from_model")
-
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Phases":
         """Returns phases from their fields as JSON keeps them."""
-        aligned = values.get("aligned")
-        if aligned is not None:
-            aligned = cls.from_json(aligned)
-        after = values.get("after", ())
-        return cls(values["rows"], until=values.get("until"), after=after, aligned=aligned)
+        aligned = values["aligned"]
+        return cls(
+            rows=_as_tuples(values["rows"]),
+            until=values["until"],
+            after=_as_tuples(values["after"]),
+            aligned=None if aligned is None else cls.from_json(aligned),
+        )
 
     @classmethod
     def of(cls, monomials: Sequence[int], sizes: FloatArray) -> "Phases":
         """Makes phases from their bytes for some monomials, float64 (P, columns); other monomials get 0."""
         rows = np.zeros((len(sizes), len(MONOMIALS)))
         rows[:, monomials] = sizes
-        return cls(tuple(map(tuple, rows.tolist())))
+        return cls(_as_tuples(rows.tolist()))
 
     def bytes(self, shape: BatchShape, packed: bool = False) -> FloatArray:
         """Returns the bytes of each batch, at least 1: float64 (K,). They never fall where a length passes ``until``."""
@@ -113,15 +108,8 @@ class Phases:
         return np.where(is_aligned, self.aligned.bytes(baseline, packed), padded)
 
 
-def _checked_rows(rows: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
-    checked = tuple(tuple(map(float, row)) for row in rows)
-    for row in checked:
-        if len(row) != len(MONOMIALS) or min(row) < 0 or not sum(row) < np.inf:
-            raise ConfigError(
-                f"`phases` must have rows of {len(MONOMIALS)} numbers of at least 0; "
-                "make them with Workload.from_model"
-            )
-    return checked
+def _as_tuples(rows: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
+    return tuple(map(tuple, rows))
 
 
 def _largest(rows: Sequence[Sequence[float]], values: FloatArray) -> FloatArray:

@@ -39,7 +39,7 @@ from tests.memory.helpers import bytes_of, phase
 
 SMALL = models.llama(vocab=500, width=64, heads=4, num_key_value_heads=2)
 TRAIN = Workload(mode="train", dtype="float32", optimizer_bytes=8.0)
-FULL = Measurement(9, {"tokens": 4}, 0, None, oom=True)
+FULL = Measurement(9, {"tokens": 4}, 0, None)
 SHARDS = 12
 LEAST = 0.97
 LIMIT_S = 400  # of a core for one architecture; most take three, BailingHybrid three hundred
@@ -713,14 +713,10 @@ def test_a_profile_says_once_when_it_guesses():
     bytes_of(profile, 1, 4096)  # a warning would be an error
 
 
-@pytest.mark.parametrize(
-    ("size", "oom"),
-    [(float("nan"), False), (-1, False), (float("inf"), False), (5, True)],
-)
-def test_absurd_measurements_name_their_row(size, oom):
-    row = Measurement(1, {"tokens": 4}, 0, size, oom)
-    message = "row 0: sizes must be finite and at least 0, and `batch_bytes` None"
-    with pytest.raises(ConfigError, match=message):
+@pytest.mark.parametrize("size", [float("nan"), -1, float("inf")])
+def test_absurd_measurements_name_their_row(size):
+    row = Measurement(1, {"tokens": 4}, 0, size)
+    with pytest.raises(ConfigError, match="row 0: sizes must be finite and at least 0"):
         Measurements((row,), Workload())
 
 
