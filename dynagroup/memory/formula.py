@@ -16,11 +16,15 @@ from dynagroup.memory.workload import Workload
 from dynagroup.shapes import BatchShape
 
 # Polynomials of one monomial: N is one byte per sample, NL one byte per padded token, and so on.
-N, NL, NL2, NT, T2, NT2, NLT = (
-    np.eye(len(MONOMIALS))[MONOMIALS.index(name)]
-    for name in ("n", "nL", "nL2", "nT", "T2", "nT2", "nLT")
-)
-ONE = np.eye(len(MONOMIALS))[0]
+UNIT = dict(zip(MONOMIALS, np.eye(len(MONOMIALS)), strict=True))
+ONE = UNIT["1"]
+N = UNIT["n"]
+NL = UNIT["nL"]
+NL2 = UNIT["nL2"]
+NT = UNIT["nT"]
+T2 = UNIT["T2"]
+NT2 = UNIT["nT2"]
+NLT = UNIT["nLT"]
 NOTHING = np.zeros(len(MONOMIALS))
 QUADRATIC = [MONOMIALS.index(name) for name in ("L2", "nL2", "T2", "nT2", "LT", "nLT")]
 
@@ -153,12 +157,11 @@ class _Formula:
             first_tokens = first_tokens + self.encoder.tokens
         first_hidden = self.element * w.hidden_size * first_tokens
         kept = stored + stored_below
-        phases = [
-            cast + kept + copies * logits,
-            cast + table + kept + c["logits_grad"] * output,
-            cast + c["table_grad"] * table + first_hidden + output,
-            cast + table + kept + self._backward(self.decoder) + output,
-        ]
+        forward_ends = cast + kept + copies * logits
+        of_logits = cast + table + kept + c["logits_grad"] * output
+        of_embeddings = cast + c["table_grad"] * table + first_hidden + output
+        of_layer = cast + table + kept + self._backward(self.decoder) + output
+        phases = [forward_ends, of_logits, of_embeddings, of_layer]
         if self.encoder:
             phases.append(cast + table + stored_below + self._backward(self.encoder) + output)
         return phases
@@ -199,11 +202,10 @@ class _Formula:
         mask = NOTHING
         if w.attention == "eager":  # fused kernels need no mask for one new token
             mask = self._scores(N + prompt, c["score_pass"], c["mask_pass"])
-        return [
-            *self._running(self.prompt, NOTHING if self.encoder else filled),
-            hidden * prompt + filled + last_logits,
-            step + mask + cache + last_logits,
-        ]
+        running = self._running(self.prompt, NOTHING if self.encoder else filled)
+        prefilled = hidden * prompt + filled + last_logits
+        decoding = step + mask + cache + last_logits
+        return [*running, prefilled, decoding]
 
     def _layer_keeps(self, stack: _Stack) -> FloatArray:
         """Returns the bytes that one layer keeps for its backward pass."""
@@ -269,10 +271,9 @@ class _Formula:
         else:
             during = 0.0
             after = 0.0
-        return [
-            beside + self.element * (narrow * stack.tokens + during * pairs),
-            beside + self.element * (wide * stack.tokens + after * pairs),
-        ]
+        attending = beside + self.element * (narrow * stack.tokens + during * pairs)
+        others = beside + self.element * (wide * stack.tokens + after * pairs)
+        return [attending, others]
 
     def _scores(self, pairs: FloatArray, per_score: float, per_mask: float) -> FloatArray:
         """Returns the bytes of one layer's attention scores and masks for so many pairs of tokens."""

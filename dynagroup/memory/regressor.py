@@ -289,8 +289,6 @@ class MemoryRegressor:
         booster = train_booster(parts, small)
         card = describe(parts, constants={})
         card["workload"] = json.loads(workload.to_json())
-        card["shapes"] = num_rows
-        card["rows_are"] = "pairs of shapes: the memory of one over that of the other"
         if traced is None:
             card["form"] = form.phases.rows
         else:
@@ -573,12 +571,13 @@ def describe(parts: Sequence[Features], constants: Mapping[str, float]) -> dict[
         lowest = np.nan_to_num(np.nanmin(values, axis=0), nan=-1e30)
         highest = np.nan_to_num(np.nanmax(values, axis=0), nan=1e30)
     rounded = np.nan_to_num(values, nan=-1.0).round(6)
+    data = np.ascontiguousarray(rounded).tobytes()
     return {
         "features": list(FEATURES),
         "ranges": {"lowest": _rounded(lowest), "highest": _rounded(highest)},
         "constants": dict(constants),
         "rows": len(values),
-        "data_hash": hashlib.sha256(np.ascontiguousarray(rounded).tobytes()).hexdigest(),
+        "data_hash": hashlib.sha256(data).hexdigest(),
         "versions": {"xgboost": xgboost.__version__, "numpy": np.__version__},
     }
 
