@@ -37,13 +37,9 @@ COMMANDS: dict[str, dict[str, tuple[str, str, str]]] = {
     },
     "shapes": {
         "few": ("shapes", "few", "shapes"),
-        "strata": ("shapes", "strata", "shapes_strata"),
         "compiled": ("shapes", "compiled", "compiled"),
     },
-    "kinds": {
-        "rows": ("kinds", "rows", "kinds"),
-        "planning": ("kinds", "planning", "kinds_planning"),
-    },
+    "kinds": {"rows": ("kinds", "rows", "kinds")},
     "check": {
         "architectures": ("check", "architectures", "check"),
         "logits": ("memory", "logits", "logits"),

@@ -12,13 +12,11 @@ import torch._inductor.config
 from benchmarks.data import FILES, Numbered, collate, lengths_of
 from benchmarks.machine import Machine, build, paired
 from benchmarks.methods import planned
-from dynagroup import Budget, PlannedDataLoader, ShapeLadder, TokenBudget, Work
+from dynagroup import PlannedDataLoader, ShapeLadder, TokenBudget, Work
 
 COUNTS = (4, 8, 16, 32)
 UPDATE = 64
 WORK = Work()
-STRATIFIED = 32
-"""Samples of a stratified update."""
 
 
 def few(_machine: Machine) -> dict[str, Any]:
@@ -67,46 +65,6 @@ def time_and_padding(
         "time": round(time_taken / free_time, 3),
         "padding": round(1 - real / padded, 3),
     }
-
-
-def strata(_machine: Machine) -> dict[str, Any]:
-    """Stratified updates of 32 in few shapes: predicted time over that of free shapes. The ladder is chosen for such
-    updates; fixed borders give each of as many strata one shape, as long as its longest sample."""
-    rows: dict[str, Any] = {}
-    for name in FILES:
-        tokens = lengths_of(name, 8_000)
-        num_updates = len(tokens) / STRATIFIED
-        budget = TokenBudget(4 * int(tokens.max()))
-        free_time = stratified_time(tokens, budget)
-        rows[name] = {}
-        for number in (4, 8, 16):
-            ladder = ShapeLadder(tokens, budget, number, window=STRATIFIED, grouping=50, work=WORK)
-            ladder_time = stratified_time(tokens, ladder)
-            borders_time = fixed_borders(tokens, budget.max_tokens, number, STRATIFIED)
-            rows[name][f"shapes_{number}"] = {
-                "ladder": ladder_time / free_time,
-                "fixed borders": borders_time * num_updates / free_time,
-            }
-    return rows
-
-
-def stratified_time(tokens: np.ndarray, budget: Budget) -> float:
-    plan = planned(tokens, budget, samples_per_update=STRATIFIED, grouping=50)
-    return plan.predicted_time
-
-
-def fixed_borders(tokens: np.ndarray, cap: int, number: int, size: int) -> float:
-    """Predicted time of an update of which each of so many strata has one shape."""
-    longest_first = np.sort(tokens)[::-1]
-    time_taken = 0.0
-    for stratum in range(number):
-        longest = int(longest_first[len(tokens) * stratum // number])
-        samples = size * (stratum + 1) // number - size * stratum // number
-        of_batch = max(1, min(samples, cap // longest))
-        num_steps = -(-samples // of_batch)
-        of_sample = float(WORK.of_lengths(longest))
-        time_taken += num_steps * (WORK.per_step + of_batch * of_sample)
-    return time_taken
 
 
 def windows_of(plan: Any, tokens: np.ndarray, mode: str) -> list[np.ndarray]:
