@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 LENGTHS = Path(__file__).parent / "lengths"
 FILES = tuple(sorted(path.stem for path in LENGTHS.glob("*.npz")))
@@ -21,8 +22,9 @@ CV_ONE = "synth_sharegpt4o"
 
 def lengths_of(name: str, most: int | None = None, column: str = "tokens") -> np.ndarray:
     """At most so many lengths of a file, drawn with a seed."""
-    found = np.random.default_rng(0).permutation(np.load(LENGTHS / f"{name}.npz")[column])
-    return np.maximum(found[:most], 1).astype(np.int32)
+    lengths = np.load(LENGTHS / f"{name}.npz")[column]
+    drawn = np.random.default_rng(0).permutation(lengths)[:most]
+    return np.maximum(drawn, 1).astype(np.int32)
 
 
 def pairs_of(name: str, most: int) -> dict[str, np.ndarray] | None:
@@ -57,9 +59,15 @@ class Numbered(torch.utils.data.Dataset):
     """
 
     def __init__(
-        self, lengths: Sequence[int], *, broken: int | None = None, deadly: int | None = None
+        self,
+        lengths: Sequence[int] | np.ndarray,
+        *,
+        broken: int | None = None,
+        deadly: int | None = None,
     ) -> None:
-        self.lengths, self.broken, self.deadly = list(map(int, lengths)), broken, deadly
+        self.lengths = [int(length) for length in lengths]
+        self.broken = broken
+        self.deadly = deadly
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -69,7 +77,8 @@ class Numbered(torch.utils.data.Dataset):
             raise KeyError(f"record {index} is broken")
         if index == self.deadly and torch.utils.data.get_worker_info() is not None:
             os.kill(os.getpid(), signal.SIGKILL)
-        return sample_of(torch.full((self.lengths[index],), index, dtype=torch.int64))
+        ids = torch.full((self.lengths[index],), index, dtype=torch.int64)
+        return sample_of(ids)
 
 
 def sample_of(ids: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -79,16 +88,13 @@ def sample_of(ids: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def collate(samples: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Padded on the right; labels by -100. What is no tensor is left out: online-dynamic-batching adds counts to samples."""
-    pad = torch.nn.utils.rnn.pad_sequence
-    return {
-        name: pad(
-            [sample[name] for sample in samples],
-            batch_first=True,
-            padding_value=-100 if name == "labels" else 0,
-        )
-        for name, value in samples[0].items()
-        if isinstance(value, torch.Tensor)
-    }
+    batch = {}
+    for name, value in samples[0].items():
+        if isinstance(value, torch.Tensor):
+            rows = [sample[name] for sample in samples]
+            padding = -100 if name == "labels" else 0
+            batch[name] = pad_sequence(rows, batch_first=True, padding_value=padding)
+    return batch
 
 
 def numbers_of(batch: Mapping[str, torch.Tensor]) -> list[int]:
@@ -102,8 +108,10 @@ def word_tokenizer(words: int) -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    names = ["[PAD]", "[UNK]", "[EOS]", *(f"w{i}" for i in range(words))]
-    raw = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="[UNK]"))
+    vocabulary = {"[PAD]": 0, "[UNK]": 1, "[EOS]": 2}
+    for word in range(words):
+        vocabulary[f"w{word}"] = word + 3
+    raw = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     raw.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(
         tokenizer_object=raw, pad_token="[PAD]", eos_token="[EOS]", unk_token="[UNK]"

@@ -119,7 +119,7 @@ def same_batches(machine: Machine, samples: int = 4_000, repeats: int = 5) -> di
             num_workers=num_workers,
             collate_fn=collate,
         )
-        batches = [step.indices for step in ours()]
+        batches = [list(step.indices) for step in ours()]
         plain = partial(
             DataLoader, data, batch_sampler=batches, num_workers=num_workers, collate_fn=collate
         )

@@ -14,13 +14,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
 
 from benchmarks.record import spread
 from dynagroup.device import is_out_of_memory
+
+Name = TypeVar("Name")
 
 
 @dataclass
@@ -78,10 +81,10 @@ class Machine:
         return False
 
     def in_turns(
-        self, ways: Mapping[str, Callable[[], Any]], repeats: int
-    ) -> dict[str, list[float]]:
+        self, ways: Mapping[Name, Callable[[], Any]], repeats: int
+    ) -> dict[Name, list[float]]:
         """Seconds of each way, round after round: what the machine does beside it meets them all."""
-        taken: dict[str, list[float]] = {name: [] for name in ways}
+        taken: dict[Name, list[float]] = {name: [] for name in ways}
         for _ in range(repeats):
             for name, way in ways.items():
                 taken[name].append(self.seconds(way))
@@ -148,7 +151,7 @@ def paired(over: Sequence[float], under: Sequence[float]) -> dict[str, Any]:
 def on_ranks(number: int, function: Callable[..., Any], *arguments: Any) -> Any:
     """What ``function(*arguments)`` returns on rank 0 of so many processes of one gloo group, a thread each."""
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_on_rank, (number, folder, function, arguments), nprocs=number)
+        spawn(_on_rank, (number, folder, function, arguments), nprocs=number)
         return torch.load(Path(folder) / "found.pt", weights_only=False)
 
 

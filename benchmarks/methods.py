@@ -284,7 +284,7 @@ def trl_packs(lengths: np.ndarray, cap: int, strategy: str) -> list[tuple[np.nda
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     column = pa.ListArray.from_arrays(pa.array(offsets), tokens)
     dataset = Dataset(pa.table({"input_ids": column}))
-    packs = pack_dataset(dataset, seq_length=cap, strategy=strategy).with_format("numpy")
+    packs: Any = pack_dataset(dataset, seq_length=cap, strategy=strategy).with_format("numpy")
     return [np.unique(pack["input_ids"], return_counts=True) for pack in packs]
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.multiprocessing.spawn import spawn
 
 from benchmarks.data import lognormal
 from benchmarks.loader import BUDGET, light_loader
@@ -310,7 +311,7 @@ def scale(
             for name in ("tokens", "target"):
                 _write_lengths(f"{folder}/{name}.npy", count)
             for way in SCALES:
-                torch.multiprocessing.spawn(_scaled, (folder, way))
+                spawn(_scaled, (folder, way))
                 found.setdefault(way, {})[f"{count:.0e}"] = torch.load(f"{folder}/found.pt")
                 yield found
 

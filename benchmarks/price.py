@@ -1,6 +1,8 @@
 """Seconds of a training step over (samples, length): what the price of a step and the crossover of attention are."""
 
+import math
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ MODELS = ("135M", "0.5B", "1.5B")
 LENGTHS = (32, 128, 512, 2048, 8192)
 SAMPLES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 MOST_TOKENS = 32768
+DRY = ((1, 8), (2, 8), (4, 8), (1, 32), (2, 32))
 ON_CPU = (
     (1, 16),
     (1, 64),
@@ -31,9 +34,11 @@ ON_CPU = (
 def measured_work(machine: Machine) -> Work:
     """What the recipe says: time a dozen shapes of the small model, fit."""
     model = build("small", machine)
-    return Work.fit(
-        [(n, longest, row_of(model, n, longest, machine)["seconds"]) for n, longest in ON_CPU]
-    )
+    shapes = []
+    for num_samples, longest in ON_CPU:
+        row = row_of(model, num_samples, longest, machine)
+        shapes.append((num_samples, longest, row["seconds"]))
+    return Work.fit(shapes)
 
 
 def run(machine: Machine) -> Iterator[dict[str, Any]]:
@@ -41,8 +46,10 @@ def run(machine: Machine) -> Iterator[dict[str, Any]]:
     figures: dict[str, Any] = {}
     machine.warm_up()
     for number, name in enumerate(MODELS):
-        figures[name], left = {"rows": []}, machine.left_s()
-        for row in _rows(name, machine, left - (left - 10) / (len(MODELS) - number)):
+        figures[name] = {"rows": []}
+        left = machine.left_s()
+        seconds_of_model = (left - 10) / (len(MODELS) - number)
+        for row in _rows(name, machine, end=left - seconds_of_model):
             figures[name]["rows"].append(row)
             yield figures
         machine.free()
@@ -52,15 +59,13 @@ def run(machine: Machine) -> Iterator[dict[str, Any]]:
 def _rows(name: str, machine: Machine, end: float) -> Iterator[dict[str, Any]]:
     """Shapes of few tokens first: what does not fit, or comes too late, is the largest."""
     model = build(name, machine)
-    shapes = [(n, length) for length in LENGTHS for n in SAMPLES if n * length <= MOST_TOKENS]
-    if machine.dry:
-        shapes = [(1, 8), (2, 8), (4, 8), (1, 32), (2, 32)]
-    for n, length in sorted(shapes, key=lambda shape: (shape[0] * shape[1], shape)):
-        if not machine.has(end):
+    shapes = DRY if machine.dry else product(SAMPLES, LENGTHS)
+    for num_samples, length in sorted(shapes, key=lambda shape: (math.prod(shape), shape)):
+        if num_samples * length > MOST_TOKENS or not machine.has(end):
             return
-        row = row_of(model, n, length, machine)
+        row = row_of(model, num_samples, length, machine)
         machine.free()
-        yield {"num_samples": n, "longest": length, **row}
+        yield {"num_samples": num_samples, "longest": length, **row}
 
 
 def row_of(model: Any, n: int, length: int, machine: Machine, repeats: int = 5) -> dict[str, Any]:
@@ -78,23 +83,28 @@ def row_of(model: Any, n: int, length: int, machine: Machine, repeats: int = 5) 
 
 def fit_of(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Price and crossover of measured steps, and how far off the fit is: median and largest relative error."""
-    shapes = [(row["num_samples"], row["longest"], row["seconds"]) for row in rows]
-    work = Work.fit(shapes)
-    predicted = np.array(
-        [work.per_step + n * float(work.of_lengths(longest)) for n, longest, _ in shapes]
-    )
-    seconds = np.array([s for _, _, s in shapes])
-    errors = np.abs(predicted / seconds * np.median(seconds / predicted) - 1)
-    found = {"per_step": work.per_step, "crossover": work.crossover}
-    return {**found, "median_error": float(np.median(errors)), "largest_error": float(errors.max())}
+    num_samples = np.array([row["num_samples"] for row in rows])
+    longest = np.array([row["longest"] for row in rows])
+    seconds = np.array([row["seconds"] for row in rows])
+    shapes = zip(num_samples.tolist(), longest.tolist(), seconds.tolist(), strict=True)
+    work = Work.fit(list(shapes))
+    predicted = work.per_step + num_samples * work.of_lengths(longest)
+    unit_s = np.median(seconds / predicted)
+    errors = np.abs(predicted / seconds * unit_s - 1)
+    return {
+        "per_step": work.per_step,
+        "crossover": work.crossover,
+        "median_error": float(np.median(errors)),
+        "largest_error": float(errors.max()),
+    }
 
 
 def shown(figures: dict[str, Any]) -> list[str]:
-    timed = {
-        name: [row for row in found.get("rows", []) if "seconds" in row]
-        for name, found in figures.items()
-    }
-    rows = [{"key": name, **fit_of(rows)} for name, rows in timed.items() if len(rows) >= 3]
+    rows = []
+    for name, found in figures.items():
+        timed = [row for row in found.get("rows", []) if "seconds" in row]
+        if len(timed) >= 3:
+            rows.append({"key": name, **fit_of(timed)})
     head = (
         "| model | price of a step (linear tokens) | crossover (tokens) | median error | largest |"
     )
