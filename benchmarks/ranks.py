@@ -3,7 +3,8 @@
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from itertools import chain, pairwise
+from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -23,61 +24,113 @@ from dynagroup.plan.cut import cut
 from dynagroup.plan.rules import CutRules
 
 Row = dict[str, torch.Tensor]
-DEPTH, LOW_WATER = 2, 32  # windows fetched ahead; batches below which a rank loads more
+DEPTH = 2
+"""Windows fetched ahead."""
+LOW_WATER = 32
+"""Batches below which a rank loads more."""
 
 
 def batches_of(lengths: np.ndarray) -> int:
     return len(cut({"tokens": lengths}, CutRules(BUDGET)))
 
 
-def epoch_of(lengths: np.ndarray, ranks: int, window: int) -> tuple[int, int, int, int]:
-    """The loader's decisions on counts of batches alone: steps, batches of all ranks, exchanges and the bytes of a rank's."""
-    queued, pending = [0] * ranks, [list[tuple[int, int]]() for _ in range(ranks)]
-    start = made = taken = steps = exchanges = sent = 0
-    while True:
-        if start < len(lengths):
-            waiting = (sum(last - first for first, last in windows) for windows in pending)
-            per_batch = taken / max(made, 1)
-            loads = [round(q * per_batch) + w for q, w in zip(queued, waiting, strict=True)]
-            target = (DEPTH + 1) * window + round(LOW_WATER * per_batch)
-            grants, start = hand_out(loads, start, len(lengths), window=window, target=target)
-            pending = [[*windows, *grant] for windows, grant in zip(pending, grants, strict=True)]
-        for rank, windows in enumerate(pending):
-            while windows and queued[rank] < LOW_WATER:
-                first, last = windows.pop(0)
-                count = batches_of(lengths[first:last])
-                queued[rank] += count
-                made, taken = made + count, taken + last - first
-        closed = start >= len(lengths)
-        offers = [
-            offer([q], bool(windows) or not closed)
-            for q, windows in zip(queued, pending, strict=True)
-        ]
-        [agreed], last, _ = agree([max(column) for column in zip(*offers, strict=True)])
-        steps, exchanges = steps + agreed, exchanges + 1
-        sent += 8 * (WIDTH + 2 * agreed + 2 + (0 if closed else ranks))
-        queued = [max(0, q - agreed) for q in queued]
-        if last:
-            return steps, made, exchanges, sent
+class Epoch:
+    """The loader's decisions on counts of batches alone."""
+
+    def __init__(self, lengths: np.ndarray, ranks: int, window: int) -> None:
+        self.lengths = lengths
+        self.window = window
+        self.num_queued = [0] * ranks
+        self.pending: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+        """Windows that each rank has not loaded: (start, stop)."""
+        self.num_granted = 0
+        self.num_loaded = 0
+        self.batches = 0
+        self.steps = 0
+        self.exchanges = 0
+        self.bytes_a_rank = 0
+        is_last = False
+        while not is_last:
+            self._grant()
+            self._load()
+            is_last = self._agree()
+
+    @property
+    def _is_granted(self) -> bool:
+        return self.num_granted >= len(self.lengths)
+
+    def _grant(self) -> None:
+        """Deals windows to ranks that have little."""
+        if self._is_granted:
+            return
+        per_batch = self.num_loaded / max(self.batches, 1)
+        loads = []
+        for number, windows in zip(self.num_queued, self.pending, strict=True):
+            num_waiting = sum(stop - start for start, stop in windows)
+            loads.append(round(number * per_batch) + num_waiting)
+        grants, self.num_granted = hand_out(
+            loads,
+            self.num_granted,
+            len(self.lengths),
+            window=self.window,
+            target=(DEPTH + 1) * self.window + round(LOW_WATER * per_batch),
+        )
+        for windows, grant in zip(self.pending, grants, strict=True):
+            windows += grant
+
+    def _load(self) -> None:
+        for rank, windows in enumerate(self.pending):
+            while windows and self.num_queued[rank] < LOW_WATER:
+                start, stop = windows.pop(0)
+                num_batches = batches_of(self.lengths[start:stop])
+                self.num_queued[rank] += num_batches
+                self.batches += num_batches
+                self.num_loaded += stop - start
+
+    def _agree(self) -> bool:
+        """Ranks agree how many steps they run; returns whether these are the last."""
+        offers = []
+        for number, windows in zip(self.num_queued, self.pending, strict=True):
+            has_more = bool(windows) or not self._is_granted
+            offers.append(offer([number], has_more))
+        largest = [max(column) for column in zip(*offers, strict=True)]
+        [num_steps], is_last, _ = agree(largest)
+        self.steps += num_steps
+        self.exchanges += 1
+        self.bytes_a_rank += 8 * (WIDTH + 2 * num_steps + 2)
+        if not self._is_granted:
+            self.bytes_a_rank += 8 * len(self.num_queued)
+        self.num_queued = [max(0, number - num_steps) for number in self.num_queued]
+        return is_last
 
 
 def simulated(ranks: int, samples: int = 16_000, window: int = 1024) -> dict[str, Any]:
     """One epoch of lengths of CV 1.0, and what shards fixed beforehand would take."""
     lengths = np.random.default_rng(ranks).choice(lengths_of(CV_ONE), ranks * samples)
-    steps, batches, exchanges, sent = epoch_of(lengths, ranks, window)
-    shards, edges = lengths.reshape(ranks, samples)[:512], [*range(0, samples, window), samples]
-    counts = np.array([[batches_of(shard[a:b]) for a, b in pairwise(edges)] for shard in shards])
+    epoch = Epoch(lengths, ranks, window)
+    counts = _batches_of_windows(lengths.reshape(ranks, samples)[:512], window)
     mean = counts.sum(axis=1).mean()
+    most_of_a_shard = counts.sum(axis=1).max()
+    most_of_each_window = counts.max(axis=0).sum()
     return {
         "ranks": ranks,
         "samples_a_rank": samples,
-        "steps": steps,
-        "above_all_batches_over_ranks": steps * ranks / batches - 1,
-        "above_with_fixed_shards": float(counts.sum(axis=1).max() / mean - 1),
-        "above_with_alignment_of_every_window": float(counts.max(axis=0).sum() / mean - 1),
-        "exchanges": exchanges,
-        "bytes_a_rank_a_step": sent / steps,
+        "steps": epoch.steps,
+        "above_all_batches_over_ranks": epoch.steps * ranks / epoch.batches - 1,
+        "above_with_fixed_shards": float(most_of_a_shard / mean - 1),
+        "above_with_alignment_of_every_window": float(most_of_each_window / mean - 1),
+        "exchanges": epoch.exchanges,
+        "bytes_a_rank_a_step": epoch.bytes_a_rank / epoch.steps,
     }
+
+
+def _batches_of_windows(shards: np.ndarray, window: int) -> np.ndarray:
+    """Number of batches: (shards, windows)."""
+    starts = range(0, shards.shape[1], window)
+    counts = []
+    for shard in shards:
+        counts.append([batches_of(shard[start : start + window]) for start in starts])
+    return np.array(counts)
 
 
 def windows(_machine: Machine, ranks: Sequence[int] = (8, 64, 512, 1024)) -> dict[str, Any]:
@@ -90,68 +143,98 @@ def train(_machine: Machine, repeats: int = 2) -> dict[str, Any]:
     return on_ranks(4, _on_ranks, texts_of(3000), repeats)
 
 
+KINDS = ("fixed", "sorted", "free", "update")
+
+
 def _on_ranks(texts: list[np.ndarray], repeats: int) -> dict[str, Any]:
-    data = [sample_of(torch.from_numpy(ids[:SHORT])) for ids in texts]
-    found: dict[str, list[dict[str, Any]]] = {"fixed": [], "sorted": [], "free": [], "update": []}
-    for _ in range(repeats):
-        for kind, runs in found.items():
-            one = _trained(kind, data[HELD_OUT : HELD_OUT + 2048])
-            loss = loss_on(one.pop("model"), [ids[:SHORT] for ids in texts[:HELD_OUT]])
-            runs.append({**one, "held_out_loss": loss})
-    rates = {kind: [one["samples_per_s"] for one in runs] for kind, runs in found.items()}
-    over = {
-        kind: sorted(a / b for a, b in zip(own, rates["fixed"], strict=True))
-        for kind, own in rates.items()
-    }
-    return {
-        kind: {**runs[0], "samples_per_s": sorted(rates[kind]), "speed_over_fixed": over[kind]}
-        for kind, runs in found.items()
-    }
+    short = [ids[:SHORT] for ids in texts]
+    held_out = short[:HELD_OUT]
+    data = [sample_of(torch.from_numpy(ids)) for ids in short[HELD_OUT : HELD_OUT + 2048]]
+    figures: dict[str, dict[str, Any]] = {}
+    rates: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    for _, kind in product(range(repeats), KINDS):
+        of_training, model = _trained(kind, data)
+        rates[kind].append(of_training["samples_per_s"])
+        loss = loss_on(model, held_out)
+        figures.setdefault(kind, {**of_training, "held_out_loss": loss})
+    for kind in KINDS:
+        over_fixed = [a / b for a, b in zip(rates[kind], rates["fixed"], strict=True)]
+        figures[kind]["samples_per_s"] = sorted(rates[kind])
+        figures[kind]["speed_over_fixed"] = sorted(over_fixed)
+    return figures
 
 
-def _trained(kind: str, data: list[Row], epochs: int = 2) -> dict[str, Any]:
-    model, budget = DistributedDataParallel(build("small")), TokenBudget(FIXED * SHORT)
-    of_updates = {"samples_per_update": 4 * FIXED * dist.get_world_size()}
-    options: dict[str, Any] = of_updates if kind == "update" else {"window": 128}
-    loader = OnlineDataLoader(data, budget, collate_fn=collate, shuffle=True, **options)
-    ours = (
-        (step.batch, step.loss_scale, step.ends_update) for _ in range(epochs) for step in loader
-    )
-    plain = chain(*(_fixed(data, epoch, ordered=kind == "sorted") for epoch in range(epochs)))
-    steps: Any = plain if kind in ("fixed", "sorted") else ours
-    optimizer, number, updates = torch.optim.AdamW(model.parameters(), lr=1e-3), 0, 0
+EPOCHS = 2
+Step = tuple[Any, float, bool]
+"""A batch, the factor of its loss, and whether it ends an update."""
+
+
+def _trained(kind: str, data: list[Row]) -> tuple[dict[str, Any], Any]:
+    """Figures of a training, and the model."""
+    model = DistributedDataParallel(build("small"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    num_steps = 0
+    num_updates = 0
+    steps = _steps(data, kind)
     dist.barrier()
     start = time.perf_counter()
-    for batch, scale, ends in steps:
-        number += 1
-        with nullcontext() if ends else model.no_sync():
-            (model(**batch, use_cache=False).loss * scale).backward()
-        if ends:
+    for batch, scale, ends_update in steps:
+        num_steps += 1
+        with nullcontext() if ends_update else model.no_sync():
+            loss = model(**batch, use_cache=False).loss
+            (loss * scale).backward()
+        if ends_update:
             optimizer.step()
             optimizer.zero_grad()
-            updates += 1
+            num_updates += 1
     dist.barrier()
-    samples = epochs * len(data)
-    rate = samples / (time.perf_counter() - start)
-    return {
-        "samples": samples,
-        "samples_per_s": rate,
-        "updates": updates,
-        "steps": number,
-        "model": model.module,
+    seconds = time.perf_counter() - start
+    num_samples = EPOCHS * len(data)
+    figures = {
+        "samples": num_samples,
+        "samples_per_s": num_samples / seconds,
+        "updates": num_updates,
+        "steps": num_steps,
     }
+    return figures, model.module
 
 
-def _fixed(data: list[Row], epoch: int, *, ordered: bool) -> Iterator[tuple[Row, float, bool]]:
+def _steps(data: list[Row], kind: str) -> Iterator[Step]:
+    if kind in ("fixed", "sorted"):
+        return _fixed(data, ordered=kind == "sorted")
+    new_loader = partial(
+        OnlineDataLoader, data, TokenBudget(FIXED * SHORT), collate_fn=collate, shuffle=True
+    )
+    if kind == "free":
+        return _steps_of(new_loader(window=128))
+    return _steps_of(new_loader(samples_per_update=4 * FIXED * dist.get_world_size()))
+
+
+def _steps_of(loader: OnlineDataLoader) -> Iterator[Step]:
+    for _ in range(EPOCHS):
+        for step in loader:
+            yield step.batch, step.loss_scale, step.ends_update
+
+
+def _fixed(data: list[Row], *, ordered: bool) -> Iterator[Step]:
     """Batches of eight samples a rank, four an update, a rank's share of it ``ordered`` by length or as it comes; weighed
     exactly, too, by an exchange an update."""
     sampler: DistributedSampler[Any] = DistributedSampler(data, seed=0)  # type: ignore[arg-type]
-    sampler.set_epoch(epoch)
-    for share in in_fixed(list(sampler), 4 * FIXED):
-        share = sorted(share, key=lambda i: len(data[i]["input_ids"])) if ordered else share
-        update = [collate([data[i] for i in batch]) for batch in in_fixed(share, FIXED)]
-        weights = [int((batch["labels"][:, 1:] != -100).sum()) for batch in update]
-        total = torch.tensor([sum(weights)])
-        dist.all_reduce(total)
-        for number, (batch, weight) in enumerate(zip(update, weights, strict=True), start=1):
-            yield batch, weight / int(total) * dist.get_world_size(), number == len(update)
+    for epoch in range(EPOCHS):
+        sampler.set_epoch(epoch)
+        for share in in_fixed(list(sampler), 4 * FIXED):
+            if ordered:
+                share.sort(key=lambda sample: len(data[sample]["input_ids"]))
+            yield from _weighed_update(data, share)
+
+
+def _weighed_update(data: list[Row], share: list[int]) -> Iterator[Step]:
+    batches = []
+    for samples in in_fixed(share, FIXED):
+        batches.append(collate([data[sample] for sample in samples]))
+    weights = [int((batch["labels"][:, 1:] != -100).sum()) for batch in batches]
+    total = torch.tensor([sum(weights)])
+    dist.all_reduce(total)
+    world_size = dist.get_world_size()
+    for number, (batch, weight) in enumerate(zip(batches, weights, strict=True), start=1):
+        yield batch, weight / int(total) * world_size, number == len(batches)
