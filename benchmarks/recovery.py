@@ -7,6 +7,7 @@ device is lowered until the batch fails.
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -31,7 +32,9 @@ from dynagroup import (
 from dynagroup.shapes import BatchShape
 from dynagroup.testing import Allocator
 
-NUM_TEXTS, NEW_TOKENS, PLANNED_TOKENS = 2000, 32, 800
+NUM_TEXTS = 2000
+NEW_TOKENS = 32
+PLANNED_TOKENS = 800
 WORDS = 500
 
 
@@ -56,36 +59,48 @@ def texts_to_write() -> tuple[list[str], list[int], float]:
 
 def asked_of_a_model(budget: Budget) -> dict[str, int]:
     """What a run that was planned so asks of a model that only counts, whatever else the machine does."""
-    model, (texts, _, limit) = build("small").eval(), texts_to_write()
-    allocator, count = Allocator(limit), {"forward_passes": 0, "tokens": 0}
+    texts, _, limit = texts_to_write()
+    allocator = Allocator(limit)
+    asked = {"forward_passes": 0, "tokens": 0}
 
     def generate(**batch: Any) -> torch.Tensor:
         rows, columns = batch["input_ids"].shape
         for step in range(NEW_TOKENS):
             allocator.claim(rows * (columns + step))
-            count["forward_passes"] += 1
-            count["tokens"] += rows if step else rows * columns
+            asked["forward_passes"] += 1
+            asked["tokens"] += rows if step else rows * columns
         return torch.nn.functional.pad(batch["input_ids"], (0, NEW_TOKENS), value=5)
 
+    model = build("small").eval()
     model.generate = generate
-    options: dict[str, Any] = {
-        "max_new_tokens": NEW_TOKENS,
-        "progress": False,
-        "learned": LearningBudget(),
-    }
-    generate_dataset(model, word_tokenizer(WORDS), texts, budget=budget, **options)
-    return {**count, "failures": len(allocator.failures)}
+    generate_dataset(
+        model,
+        word_tokenizer(WORDS),
+        texts,
+        budget=budget,
+        max_new_tokens=NEW_TOKENS,
+        progress=False,
+        learned=LearningBudget(),
+    )
+    return {**asked, "failures": len(allocator.failures)}
 
 
 def work(_machine: Machine) -> dict[str, Any]:
     """Texts of which 5 % of the planned batches do not fit, against a run that was planned with the limit."""
     _, sizes, limit = texts_to_write()
     budget = TokenBudget(PLANNED_TOKENS)
-    learned, knew = map(asked_of_a_model, (budget, budget & Known(limit)))
-    ratio = {key: learned[key] / knew[key] for key in ("forward_passes", "tokens")}
-    found = {"learned": learned, "knew": knew, "ratio": ratio}
-    about = {"texts": NUM_TEXTS, "new_tokens": NEW_TOKENS, "planned_batches": len(sizes)}
-    return {**about, "batches_that_do_not_fit": float((np.array(sizes) > limit).mean()), **found}
+    learned = asked_of_a_model(budget)
+    knew = asked_of_a_model(budget & Known(limit))
+    does_not_fit = np.array(sizes) > limit
+    return {
+        "texts": NUM_TEXTS,
+        "new_tokens": NEW_TOKENS,
+        "planned_batches": len(sizes),
+        "batches_that_do_not_fit": float(does_not_fit.mean()),
+        "learned": learned,
+        "knew": knew,
+        "ratio": {key: learned[key] / knew[key] for key in ("forward_passes", "tokens")},
+    }
 
 
 def update(_machine: Machine, repeats: int = 36) -> dict[str, Any]:
@@ -93,18 +108,20 @@ def update(_machine: Machine, repeats: int = 36) -> dict[str, Any]:
     two gloo ranks beside DDP; of one batch, where DDP's exchange overlaps with all of the backward pass, and of four."""
     figures = {}
     for ranks in (1, 2):
-        for batches, (plain, ours) in on_ranks(ranks, _updates, repeats).items():
-            one = {"seconds": spread(ours), "ratio": paired(ours, plain)}
-            figures[f"{batches} x 512 tokens, {ranks} process(es)"] = one
-    return {"parameters": sum(p.numel() for p in build("5M").parameters()), "updates": figures}
+        for batches, times in on_ranks(ranks, _updates, repeats).items():
+            figures[f"{batches} x 512 tokens, {ranks} process(es)"] = {
+                "seconds": spread(times["safe"]),
+                "ratio": paired(times["safe"], times["plain"]),
+            }
+    num_parameters = sum(parameter.numel() for parameter in build("5M").parameters())
+    return {"parameters": num_parameters, "updates": figures}
 
 
-def _updates(repeats: int) -> dict[int, list[list[float]]]:
+def _updates(repeats: int) -> dict[int, dict[str, list[float]]]:
     """Seconds of updates of one batch and of four, the plain way and ours."""
     alone = dist.get_world_size() == 1
-    plain, guarded = (
-        build("5M") if alone else DistributedDataParallel(build("5M")) for _ in range(2)
-    )
+    plain = _wrapped(alone)
+    guarded = _wrapped(alone)
     safe = OomSafeBackward(guarded, weigh="samples")
     ids = torch.randint(3, 2048, (8, 64))
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
@@ -116,18 +133,25 @@ def _updates(repeats: int) -> dict[int, list[list[float]]]:
     def safely(ends_update: bool) -> None:
         safe(lambda part: guarded(**part).loss, batch, ends_update=ends_update)
 
-    taken: dict[int, list[list[float]]] = {1: [[], []], 4: [[], []]}
-    for _, (batches, seconds), (place, way) in product(
-        range(repeats), taken.items(), enumerate((plainly, safely))
-    ):
+    ways = {"plain": plainly, "safe": safely}
+    times: dict[int, dict[str, list[float]]] = {}
+    for number in (1, 4):
+        times[number] = {name: [] for name in ways}
+    for turn, number, name in product(range(repeats), times, ways):
         plain.zero_grad()
         guarded.zero_grad()
         dist.barrier()
         start = time.perf_counter()
-        for k in range(batches):
-            way(k == batches - 1)
-        seconds[place].append(time.perf_counter() - start)
-    return {batches: [values[2:] for values in ways] for batches, ways in taken.items()}
+        for place in range(number):
+            ways[name](place == number - 1)
+        seconds = time.perf_counter() - start
+        if turn >= 2:  # the first ones fill caches
+            times[number][name].append(seconds)
+    return times
+
+
+def _wrapped(alone: bool) -> Any:
+    return build("5M") if alone else DistributedDataParallel(build("5M"))
 
 
 # On a GPU: recovery, equality of results, and what is left in memory
@@ -137,7 +161,8 @@ class Limited:
     """A model, and a limit on memory: the device's for this process, or dry a stand-in that counts tokens in one layer."""
 
     def __init__(self, machine: Machine) -> None:
-        self.machine, self.allocator = machine, Allocator(float("inf"))
+        self.machine = machine
+        self.allocator = Allocator(float("inf"))
         self.model = build("oom", machine).float()
         if not machine.is_gpu:
             self.allocator.in_forward(self.model.model.layers[1])
@@ -151,37 +176,44 @@ class Limited:
         """What it returns; and a limit that leaves six tenths of the memory that it took."""
         self.machine.free()
         before = self.machine.held_bytes()
-        return run(), before + 0.6 * (self.machine.peak_bytes() - before)
+        result = run()
+        taken = self.machine.peak_bytes() - before
+        return result, before + 0.6 * taken
 
     def batch(
         self, seed: int, num_samples: int, longest: int, *, left: bool = False
     ) -> dict[str, torch.Tensor]:
-        num_samples, longest = (8, 16) if self.machine.dry else (num_samples, longest)
+        if self.machine.dry:
+            num_samples = 8
+            longest = 16
         lengths = np.random.default_rng(seed).integers(longest // 4, longest + 1, num_samples)
         lengths[0] = longest
         columns = np.arange(longest)[None]
-        mask = columns >= longest - lengths[:, None] if left else columns < lengths[:, None]
-        ids = (
-            np.random.default_rng(seed).integers(3, self.model.config.vocab_size, mask.shape) * mask
-        )
-        made = {
-            "input_ids": torch.from_numpy(ids),
-            "attention_mask": torch.from_numpy(mask.astype(np.int64)),
+        mask = columns < lengths[:, None]
+        if left:
+            mask = mask[:, ::-1].copy()
+        vocabulary = self.model.config.vocab_size
+        ids = np.random.default_rng(seed).integers(3, vocabulary, mask.shape) * mask
+        return {
+            "input_ids": torch.from_numpy(ids).to(self.machine.device),
+            "attention_mask": torch.from_numpy(mask.astype(np.int64)).to(self.machine.device),
         }
-        return {name: value.to(self.machine.device) for name, value in made.items()}
 
 
 def _generation(machine: Machine) -> dict[str, Any]:
-    limited, learned = Limited(machine), LearningBudget()
-    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+    limited = Limited(machine)
+    learned = LearningBudget()
     batch = limited.batch(0, 64, 1024, left=True)
-    whole, enough = limited.unlimited(lambda: limited.model.generate(**batch, **options))
-    limited.limit(enough)
-    got = generate_with_oom_retry(limited.model, batch, learned=learned, **options)
-    equal = float((got.output == whole).float().mean())
+    generate = partial(limited.model.generate, **batch, max_new_tokens=8, do_sample=False)
+    whole, limit_bytes = limited.unlimited(generate)
+    limited.limit(limit_bytes)
+    generated = generate_with_oom_retry(
+        limited.model, batch, learned=learned, max_new_tokens=8, do_sample=False
+    )
+    is_equal = generated.output == whole
     return {
-        "num_splits": got.num_splits,
-        "tokens_equal": equal,
+        "num_splits": generated.num_splits,
+        "tokens_equal": float(is_equal.float().mean()),
         "out_of_memory_errors": learned.report.num_ooms,
     }
 
@@ -189,19 +221,20 @@ def _generation(machine: Machine) -> dict[str, Any]:
 @torch.no_grad()
 def _forward(machine: Machine) -> dict[str, Any]:
     limited = Limited(machine)
-    batch, forward = (
-        limited.batch(1, 64, 1024),
-        lambda part: limited.model(**part).logits[:, 0].float().cpu(),
-    )
-    whole, enough = limited.unlimited(lambda: forward(batch))
-    limited.limit(enough)
-    held = machine.held_bytes()
+    batch = limited.batch(1, 64, 1024)
+
+    def forward(part: dict[str, torch.Tensor]) -> torch.Tensor:
+        return limited.model(**part).logits[:, 0].float().cpu()
+
+    whole, limit_bytes = limited.unlimited(lambda: forward(batch))
+    limited.limit(limit_bytes)
+    before = machine.held_bytes()
     parts = list(run_with_oom_retry(forward, batch))
-    difference = float((torch.cat(parts) - whole).abs().max())
+    difference = torch.cat(parts) - whole
     return {
         "num_parts": len(parts),
-        "largest_difference": difference,
-        "bytes_left_over": machine.held_bytes() - held,
+        "largest_difference": float(difference.abs().max()),
+        "bytes_left_over": machine.held_bytes() - before,
     }
 
 
@@ -209,10 +242,8 @@ def _training(machine: Machine) -> dict[str, Any]:
     machine.free()
     whole, _ = _trained(machine, None)
     parts, num_ooms = _trained(machine, 0.75 * machine.peak_bytes())
-    return {
-        "out_of_memory_errors": num_ooms,
-        "largest_difference": float((parts - whole).abs().max()),
-    }
+    difference = (parts - whole).abs().max()
+    return {"out_of_memory_errors": num_ooms, "largest_difference": float(difference)}
 
 
 def _trained(machine: Machine, limit_bytes: float | None) -> tuple[torch.Tensor, int]:
@@ -224,7 +255,8 @@ def _trained(machine: Machine, limit_bytes: float | None) -> tuple[torch.Tensor,
         limited.limit(limit_bytes)
     for step in range(4 if machine.dry else 20):
         batch = limited.batch(step, 16, 1024)
-        batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+        is_padding = batch["attention_mask"] == 0
+        batch["labels"] = batch["input_ids"].masked_fill(is_padding, -100)
         ends = step % 2 == 1
         backward(lambda part: limited.model(**part).loss, batch, loss_scale=0.5, ends_update=ends)
         if ends:
@@ -237,21 +269,16 @@ def _trained(machine: Machine, limit_bytes: float | None) -> tuple[torch.Tensor,
 def run(machine: Machine) -> Iterator[dict[str, Any]]:
     """Generation, forward and training under a limit that makes them fail: one that made nothing fail does not count."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    found: dict[str, Any] = {}
-    for check in (_generation, _forward, _training):
-        found[check.__name__[1:]] = check(machine)
+    figures: dict[str, Any] = {}
+    checks = {"generation": _generation, "forward": _forward, "training": _training}
+    for name, check in checks.items():
+        figures[name] = check(machine)
         machine.free()
-        yield found
-    whole, parts, trained = found.values()
-    assert min(whole["num_splits"], parts["num_parts"] - 1, trained["out_of_memory_errors"]) > 0, (
-        found
-    )
-    assert (
-        min(
-            whole["tokens_equal"] - 0.99,
-            1e-3 - parts["largest_difference"],
-            -parts["bytes_left_over"],
-        )
-        >= 0
-    ), found
-    assert trained["largest_difference"] < 1e-4, found
+        yield figures
+    assert figures["generation"]["num_splits"] > 0, figures
+    assert figures["generation"]["tokens_equal"] >= 0.99, figures
+    assert figures["forward"]["num_parts"] > 1, figures
+    assert figures["forward"]["largest_difference"] <= 1e-3, figures
+    assert figures["forward"]["bytes_left_over"] <= 0, figures
+    assert figures["training"]["out_of_memory_errors"] > 0, figures
+    assert figures["training"]["largest_difference"] < 1e-4, figures
