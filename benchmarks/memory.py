@@ -19,7 +19,8 @@ from regressor.measure_gpu import DRY, MODELS, DryDevice, Plan, rows_of
 def measured(machine: Machine) -> Iterator[dict[str, Any]]:
     """Simulated peaks held against the device's: nine models, training, generation or a forward pass; figures after each."""
     figures: dict[str, Any] = {"rows": [], "left_out": [], "failed": {}}
-    plan, device = (DRY, DryDevice()) if machine.dry else (Plan(), CudaDevice())
+    plan = DRY if machine.dry else Plan()
+    device = DryDevice() if machine.dry else CudaDevice()
     for name in MODELS[:1] if machine.dry else MODELS:
         if not machine.has(60):
             figures["left_out"].append(name)
@@ -59,20 +60,22 @@ SIZES = {
     "intermediate_size": 4096,
     "num_hidden_layers": 8,
     "num_key_value_heads": 4,
+    "use_cache": False,
 }
-PACKED: dict[str, tuple[str, dict[str, int], tuple[str, ...]]] = {
-    "gemma2": (
-        "Gemma2Config",
-        {"num_attention_heads": 8, "head_dim": 128, "sliding_window": 1024},
-        ("eager",),
-    ),
-    "gemma3": (
-        "Gemma3TextConfig",
-        {"num_attention_heads": 4, "head_dim": 256, "sliding_window": 512},
-        ("sdpa", "eager"),
-    ),
-    "llama": ("LlamaConfig", {"num_attention_heads": 16}, ("sdpa", "eager")),
-}
+DRY_SIZES = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2}
+SHAPES = ((4, 512), (8, 512), (16, 512))
+"""Samples, and tokens of each."""
+GEMMA2 = {"num_attention_heads": 8, "head_dim": 128, "sliding_window": 1024}
+GEMMA3 = {"num_attention_heads": 4, "head_dim": 256, "sliding_window": 512}
+LLAMA = {"num_attention_heads": 16}
+PACKED: tuple[tuple[str, str, dict[str, int], str], ...] = (
+    ("gemma2", "Gemma2Config", GEMMA2, "eager"),
+    ("gemma3", "Gemma3TextConfig", GEMMA3, "sdpa"),
+    ("gemma3", "Gemma3TextConfig", GEMMA3, "eager"),
+    ("llama", "LlamaConfig", LLAMA, "sdpa"),
+    ("llama", "LlamaConfig", LLAMA, "eager"),
+)
+"""Name, class of the config, sizes, attention."""
 
 
 def packed(machine: Machine) -> Iterator[dict[str, Any]]:
@@ -80,52 +83,43 @@ def packed(machine: Machine) -> Iterator[dict[str, Any]]:
     import transformers as hf
 
     figures: dict[str, Any] = {"rows": []}
-    shapes, device = (
-        ([(2, 16)], DryDevice()) if machine.dry else ([(4, 512), (8, 512), (16, 512)], CudaDevice())
-    )
-    small = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2} if machine.dry else {}
-    for name, attention in (
-        (name, attention) for name, (*_, ways) in PACKED.items() for attention in ways
-    ):
-        kind, heads, _ = PACKED[name]
-        config = getattr(hf, kind)(**{**SIZES, **heads, **small, "use_cache": False})
-        how: dict[str, Any] = {
-            "dtype": "bfloat16",
-            "attention": attention,
-            "layout": "packed",
-            "trace": False,
-        }
-        workload = Workload.from_model(config, "train", **how)
-        real = measure(
-            as_random_model(config, workload, device.device),
-            workload,
-            shapes,
-            inputs=end_to_end,
-            device=device,
+    device = DryDevice() if machine.dry else CudaDevice()
+    shapes = [(2, 16)] if machine.dry else list(SHAPES)
+    for name, kind, sizes, attention in PACKED:
+        sizes_of_model = SIZES | sizes
+        if machine.dry:
+            sizes_of_model |= DRY_SIZES
+        config = getattr(hf, kind)(**sizes_of_model)
+        workload = Workload.from_model(
+            config, "train", dtype="bfloat16", attention=attention, layout="packed", trace=False
         )
-        for found, expected in zip(real.rows, simulate(config, workload, shapes).rows, strict=True):
-            row = {
-                "model": name,
-                "mode": f"packed, {attention}",
-                "attention": attention,
-                "oom": found.oom,
-            }
-            row |= {
-                "num_samples": found.num_samples,
-                "longest": found.longest,
-                "batch_bytes": found.batch_bytes,
-            }
-            figures["rows"].append({**row, "simulated_batch_bytes": expected.batch_bytes})
+        model = as_random_model(config, workload, device.device)
+        real = measure(model, workload, shapes, inputs=end_to_end, device=device)
+        simulated = simulate(config, workload, shapes)
+        del model
+        for row, expected in zip(real.rows, simulated.rows, strict=True):
+            figures["rows"].append(
+                {
+                    "model": name,
+                    "mode": f"packed, {attention}",
+                    "attention": attention,
+                    "oom": row.oom,
+                    "num_samples": row.num_samples,
+                    "longest": row.longest,
+                    "batch_bytes": row.batch_bytes,
+                    "simulated_batch_bytes": expected.batch_bytes,
+                }
+            )
         machine.free()
         yield figures
 
 
 def end_to_end(model: Any, number: int, longest: Any) -> dict[str, Any]:
-    ids = torch.randint(
-        3, model.config.vocab_size, (1, number * longest["tokens"]), device=model.device
-    )
-    places = torch.arange(longest["tokens"], device=model.device).repeat(number)[None]
-    return {"input_ids": ids, "position_ids": places, "labels": ids}
+    length = longest["tokens"]
+    vocabulary = model.config.vocab_size
+    ids = torch.randint(3, vocabulary, (1, number * length), device=model.device)
+    places = torch.arange(length, device=model.device).repeat(number)
+    return {"input_ids": ids, "position_ids": places[None], "labels": ids}
 
 
 CASES = (
@@ -160,27 +154,39 @@ def fits(machine: Machine) -> Iterator[dict[str, Any]]:
 
 
 def _largest(machine: Machine, size: str, longest: int, limit: int) -> dict[str, Any]:
-    dtype, config = "float32" if machine.dry else "bfloat16", config_of(size, dry=machine.dry)
+    config = config_of(size, dry=machine.dry)
+    dtype = "float32" if machine.dry else "bfloat16"
     budget = MemoryBudget.from_model(config, memory=limit, mode="train", dtype=dtype, headroom=1.0)
-    predicted = true = int(np.asarray(budget.largest(np.asarray([longest])))[0])
+    predicted = int(np.asarray(budget.largest(np.asarray([longest])))[0])
+    true = predicted
     if not machine.dry:
-        machine.limit(limit)
-        model = build(size, machine)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
-        _fits(
-            machine, model, optimizer, 1, min(longest, 128)
-        )  # gradients and optimizer state are there from now on
-        fits = partial(_fits, machine, model, optimizer, longest=longest)
-        true = _last_true(fits, max(predicted, 1), lambda: machine.has(15))
+        true = _largest_that_fits(machine, size, longest, limit, guess=max(predicted, 1))
     return {"predicted": predicted, "true": true, "share": predicted / max(true, 1)}
+
+
+def _largest_that_fits(machine: Machine, size: str, longest: int, limit: int, guess: int) -> int:
+    machine.limit(limit)
+    model = build(size, machine)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
+    fits = partial(_fits, machine, model, optimizer)
+    fits(1, min(longest, 128))  # gradients and optimizer state are there from now on
+    return _last_true(partial(fits, longest=longest), guess, lambda: machine.has(15))
 
 
 def _last_true(holds: Callable[[int], bool], guess: int, goes_on: Callable[[], bool]) -> int:
     """Growing by a tenth, then halving the gap: about ten steps."""
-    low, high, number = 0, 0, guess
+    low = 0
+    high = 0  # nothing has failed yet
+    number = guess
     while high - low != 1 and goes_on():
-        low, high = (number, high) if holds(number) else (low, number)
-        number = (low + high) // 2 if high else max(low + 1, round(low * 1.1))
+        if holds(number):
+            low = number
+        else:
+            high = number
+        if high:
+            number = (low + high) // 2
+        else:
+            number = max(low + 1, round(low * 1.1))
     return low
 
 
@@ -198,7 +204,8 @@ def _fits(machine: Machine, model: Any, optimizer: Any, number: int, longest: in
         optimizer.step()
         torch.cuda.synchronize()
 
-    if not (fits := machine.fits(step)):
+    fits = machine.fits(step)
+    if not fits:
         optimizer.zero_grad(set_to_none=True)
     return fits
 
@@ -212,17 +219,16 @@ def tabled(figures: dict[str, Any]) -> list[str]:
     """Peaks by case, or largest batches."""
     if "limit_bytes" in figures:
         head = "| model | tokens | predicted | true | share |"
-        return table(
-            figures["rows"], head, "{model} | {longest} | {predicted} | {true} | {share:.0%}"
-        )
+        template = "{model} | {longest} | {predicted} | {true} | {share:.0%}"
+        return table(figures["rows"], head, template)
     cases: dict[str, list[float]] = {}
     for row in figures["rows"]:
         if not row["oom"]:
             error = row["simulated_batch_bytes"] / row["batch_bytes"] - 1
             cases.setdefault(f"{row['model']}, {row['mode']}", []).append(error)
-    rows = [
-        {"case": case, "shapes": len(e), "least": min(e), "most": max(e)}
-        for case, e in cases.items()
-    ]
+    rows = []
+    for case, errors in cases.items():
+        row = {"case": case, "shapes": len(errors), "least": min(errors), "most": max(errors)}
+        rows.append(row)
     head = "| simulated over measured, without static memory | shapes | least | most |"
     return table(rows, head, "{case} | {shapes} | {least:+.2%} | {most:+.2%}")
