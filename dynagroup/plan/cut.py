@@ -10,20 +10,23 @@ from dynagroup.errors import BudgetError
 from dynagroup.plan.batches import Batches, shapes_of
 from dynagroup.plan.multistream import costs_to_balance
 from dynagroup.plan.packed import limits_of, pack, share_equally
-from dynagroup.plan.padded import in_order
+from dynagroup.plan.padded import OrderedWindow, in_order
 from dynagroup.plan.rows import EQUAL, cut_into_steps, levelled
 from dynagroup.plan.rules import CutRules
 from dynagroup.shapes import IntArray, Streams, primary, units_of
 
 
 def cut(
-    lengths: Streams, rules: CutRules, num_ranks: int = 1, order: IntArray | None = None
+    lengths: Streams,
+    rules: CutRules,
+    num_ranks: int = 1,
+    window: tuple[IntArray, OrderedWindow] | None = None,
 ) -> Batches:
     """Cuts a window into batches that fit, for steps with one batch per rank, with the least predicted time.
 
     A padded window is sorted, so that neighbours are similar, and cut into runs of neighbours; a packed window is
     filled. The number of batches is a multiple of ``num_ranks`` if any has more than one sample. A sample that does not
-    fit even alone is a batch of its own. ``order``: of a padded window, if :func:`orders_of` has sorted it already.
+    fit even alone is a batch of its own. ``window``: of :func:`windows_in_order`, if it is padded and sorted already.
 
     Returns positions in the window, step after step: the most expensive step first, one with too few batches last, the
     most expensive batch of a step first. ConfigError, BudgetError: ``round_batch`` or ``budget`` is wrong.
@@ -35,9 +38,9 @@ def cut(
     several = costs_to_balance(lengths, rules) if num_ranks > 1 else None
     if rules.packs(lengths):
         return _cut_packed(lengths, rules, num_ranks, several)
-    order, window = in_order(lengths, rules, order)
-    offsets = cut_into_steps(window, num_ranks, rules.work.per_step)
-    work = window.work_of_cut(offsets)
+    order, ordered = in_order(lengths, rules) if window is None else window
+    offsets = cut_into_steps(ordered, num_ranks, rules.work.per_step)
+    work = ordered.work_of_cut(offsets)
     runs = Batches(np.arange(num_samples), offsets)
     if several is not None:
         # of batches with nearly equal work, those with similar other costs share a step
@@ -45,8 +48,8 @@ def cut(
         rounded = np.round(np.log(np.maximum(work, 1.0)) / EQUAL)
         return runs.take(np.lexsort([-others, -rounded])).map(order)
     runs = runs.take(np.argsort(-work, kind="stable"))
-    if num_ranks > 1 and not window.streams and not len(window.limits):
-        runs = levelled(window, runs, num_ranks)
+    if num_ranks > 1 and not ordered.streams and not len(ordered.limits):
+        runs = levelled(ordered, runs, num_ranks)
     return runs.map(order)
 
 

@@ -10,7 +10,7 @@ from dynagroup.plan.batches import Batches
 from dynagroup.plan.cursor import Cursor
 from dynagroup.plan.cut import cut, prove
 from dynagroup.plan.inputs import PlanInputs
-from dynagroup.plan.padded import orders_of
+from dynagroup.plan.padded import windows_in_order
 from dynagroup.plan.plan import BatchPlan
 from dynagroup.plan.rules import CutRules
 from dynagroup.plan.update_cuts import MOST_PLACES, UpdateCuts, cut_updates
@@ -129,15 +129,15 @@ def _cut_in_turn(
     at once. ``shape``: updates, samples of an update."""
     num_updates, size = shape
     rules = CutRules(inputs.budget, inputs.config.work, inputs.config.round_batch)
-    orders = [None] * num_updates
+    windows = [None] * num_updates
     if not rules.packs(lengths):
-        orders = orders_of(lengths, inputs.budget, size)
+        windows = windows_in_order(lengths, rules, size)
     parts = []
     num_steps = np.zeros(num_updates, np.int64)
-    for update, order in enumerate(orders):
+    for update, window in enumerate(windows):
         positions = np.arange(update * size, (update + 1) * size)
         of_update = {name: values[positions] for name, values in lengths.items()}
-        batches = cut(of_update, rules, world_size, order)
+        batches = cut(of_update, rules, world_size, window)
         if len(batches) % world_size:
             break
         parts.append(batches.map(positions))

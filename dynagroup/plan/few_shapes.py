@@ -245,7 +245,7 @@ class ShapeLadder(Wrapper):
         return ShapeWindow(work, reach[:, -1], reach=reach, limits=costs)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ShapeWindow(OrderedWindow):
     """A sorted window whose batches are padded to shapes: each has the work of the cheapest shape that is large enough.
     ``limits``: the work of each shape, ascending."""

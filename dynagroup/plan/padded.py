@@ -6,6 +6,7 @@ of offsets, int64 (B + 1,): batch i has the samples from offsets[i] to offsets[i
 import heapq
 from bisect import bisect_right
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -32,7 +33,7 @@ TINY = 1e-9
 """Replaces the work of an empty sample, to avoid a division by 0."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class OrderedWindow:
     """A sorted window of samples, to be cut into runs (consecutive samples that form a batch).
 
@@ -52,19 +53,19 @@ class OrderedWindow:
     allowed: IntArray | None = None
     streams: tuple[NDArray[np.float64], ...] = ()
     limits: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
-    maxima: tuple[RunMaxima, ...] = field(init=False)
-    table: NDArray[np.float64] | None = field(init=False)  # work by first position and size - 1
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def _work_table(self) -> NDArray[np.float64] | None:
+        """With several streams, the work of all runs by first position and size - 1; None: they are too many."""
         reach = int(self.largest.max(initial=1))
-        maxima: tuple[RunMaxima, ...] = ()
-        table = None
-        if self.streams and len(self) * reach <= FEW_RUNS:
-            table = _work_of_runs(self.streams, reach)
-        elif self.streams:
-            maxima = tuple(RunMaxima(work, reach) for work in self.streams)
-        object.__setattr__(self, "maxima", maxima)
-        object.__setattr__(self, "table", table)
+        if not self.streams or len(self) * reach > FEW_RUNS:
+            return None
+        return _work_of_runs(self.streams, reach)
+
+    @cached_property
+    def _maxima(self) -> tuple[RunMaxima, ...]:
+        reach = int(self.largest.max(initial=1))
+        return tuple(RunMaxima(work, reach) for work in self.streams)
 
     def __len__(self) -> int:
         return len(self.work)
@@ -76,16 +77,18 @@ class OrderedWindow:
 
     def work_of(self, starts: IntArray | int, sizes: IntArray | int) -> NDArray[np.float64]:
         """Returns the predicted time of runs, given by their first positions and their sizes."""
-        if self.table is not None:
-            return self.table[starts, sizes - 1]
-        if not self.maxima:
+        if not self.streams:
             return sizes * self.work[starts]
-        longest = [maxima.of(starts, sizes) for maxima in self.maxima]
+        if self._work_table is not None:
+            return self._work_table[starts, sizes - 1]
+        longest = [maxima.of(starts, sizes) for maxima in self._maxima]
         return sizes * np.sum(longest, axis=0)
 
     def work_of_cut(self, offsets: IntArray) -> NDArray[np.float64]:
         """Returns the predicted time of each batch of a cut."""
-        return self.work_of(offsets[:-1], np.diff(offsets))
+        starts = offsets[:-1]
+        longest = [np.maximum.reduceat(work, starts) for work in self.streams or (self.work,)]
+        return np.diff(offsets) * np.sum(longest, axis=0)
 
     def rounded(self, sizes: IntArray) -> IntArray:
         """Rounds batch sizes down to allowed sizes."""
@@ -102,8 +105,8 @@ class OrderedWindow:
         if not self.streams:
             sizes = np.minimum(limits / np.maximum(self.work[starts], TINY), largest)
             return self.rounded(np.maximum(sizes.astype(np.int64), 1))
-        if self.table is not None and starts.shape == limits.shape:
-            num_within = (self.table[starts] <= limits[:, None]).sum(axis=1)
+        if self._work_table is not None and starts.shape == limits.shape:
+            num_within = (self._work_table[starts] <= limits[:, None]).sum(axis=1)
             return self.rounded(np.minimum(np.maximum(num_within, 1), largest))
         starts, limits, largest = np.broadcast_arrays(starts, limits, largest)
         flat_starts = starts.ravel()
@@ -162,77 +165,88 @@ def orders_of(lengths: Streams, budget: Budget, size: int) -> IntArray:
     return np.stack(orders)
 
 
-def in_order(
-    lengths: Streams, rules: CutRules, order: IntArray | None = None
-) -> tuple[IntArray, OrderedWindow]:
-    """Sorts a padded window (not empty) for cutting; returns the order as positions, and the sorted window.
+def in_order(lengths: Streams, rules: CutRules) -> tuple[IntArray, OrderedWindow]:
+    """Sorts a padded window (not empty) for cutting; returns the order as positions, and the sorted window."""
+    [window] = windows_in_order(lengths, rules, len(lengths[primary(lengths)]))
+    return window
 
-    ``order``: of :func:`orders_of`, if it is known.
-    """
+
+def windows_in_order(
+    lengths: Streams, rules: CutRules, size: int
+) -> list[tuple[IntArray, OrderedWindow]]:
+    """Sorts padded windows of ``size`` samples each, given one after another, as :func:`in_order` sorts one."""
     budget = rules.budget
     names = padded_streams(budget, lengths)
-    if order is None:
-        num_samples = len(lengths[primary(lengths)])
-        order = orders_of(lengths, budget, num_samples).ravel()
-    ordered = {name: values[order] for name, values in lengths.items()}
+    orders = orders_of(lengths, budget, size)
+    places = (orders + size * np.arange(len(orders))[:, None]).ravel()
+    ordered = {name: values[places] for name, values in lengths.items()}
     streams = []
     for name in names:
         padded = round_up(ordered[name].astype(np.int64), budget.pad_to_multiple_of)
         streams.append(rules.work.price(name).of(padded))
     work = np.sum(streams, axis=0)
-    largest = largest_sizes(ordered, budget)
-    if budget.ladder is not None:
-        return order, budget.ladder.window(ordered, work, largest)
-    allowed = None
-    if rules.round_batch is not None:
-        allowed = allowed_sizes(int(largest.max()), rules.round_batch)
     if len(names) == 1:
         streams = []
-    return order, OrderedWindow(work, largest, allowed, tuple(streams))
+    largest = largest_sizes(ordered, budget, size)
+    windows = []
+    for number, order in enumerate(orders):
+        inside = slice(number * size, (number + 1) * size)
+        if budget.ladder is not None:
+            of_window = {name: values[inside] for name, values in ordered.items()}
+            window = budget.ladder.window(of_window, work[inside], largest[inside])
+            windows.append((order, window))
+            continue
+        allowed = None
+        if rules.round_batch is not None:
+            allowed = allowed_sizes(int(largest[inside].max()), rules.round_batch)
+        work_of_streams = tuple(of_stream[inside] for of_stream in streams)
+        window = OrderedWindow(work[inside], largest[inside], allowed, work_of_streams)
+        windows.append((order, window))
+    return windows
 
 
-def largest_sizes(ordered: Streams, budget: Budget) -> IntArray:
-    """Returns the largest size of a batch from each position of a sorted window: int64 (N,), at least 1.
+def largest_sizes(ordered: Streams, budget: Budget, size: int) -> IntArray:
+    """Returns the largest size of a batch from each position of sorted windows: int64 (N,), at least 1.
 
     Samples with a single length must be sorted, longest first. Later batches end at least as late: position + size
-    never falls.
+    never falls in a window. ``size``: samples of a window.
     """
     tokens = ordered[primary(ordered)]
-    num_left = np.arange(len(tokens), 0, -1)
+    num_left = size - np.arange(len(tokens)) % size
     largest = None
     if len(ordered) == 1:
         firsts = np.concatenate([[0], np.flatnonzero(np.diff(tokens)) + 1])
         largest = budget.largest(tokens[firsts].astype(np.int64))
         if largest is not None:
-            if (np.diff(largest) < 0).any():
+            is_shorter = firsts[1:] % size > 0  # else a window begins
+            if (np.diff(largest)[is_shorter] < 0).any():
                 raise BudgetError(
                     "`budget.largest` must allow at least as many shorter samples; "
                     "try assert_budget_law"
                 )
             largest = np.repeat(largest, np.diff(np.append(firsts, len(tokens))))
     if largest is None:
-        largest = _largest_by_search(ordered, budget)
+        largest = _largest_by_search(ordered, budget, num_left)
     return np.minimum(np.maximum(largest, 1), num_left)
 
 
-def _largest_by_search(ordered: Streams, budget: Budget) -> IntArray:
+def _largest_by_search(ordered: Streams, budget: Budget, num_left: IntArray) -> IntArray:
     """Returns the largest size of a batch from each position, for budgets that look at more than the longest sample.
 
     Bisects for all positions at once, up to a size that is doubled for the positions where it is too small.
     """
-    num_samples = len(ordered[primary(ordered)])
     sums = {name: offsets_of(values) for name, values in ordered.items()}
-    largest = np.zeros(num_samples, np.int64)
-    starts = np.arange(num_samples)
+    largest = np.zeros(len(num_left), np.int64)
+    starts = np.arange(len(num_left))
     reach = 64
     while len(starts):
-        highest = np.minimum(reach - 1, num_samples - starts)
+        highest = np.minimum(reach - 1, num_left[starts])
         maxima = {name: RunMaxima(values, reach - 1) for name, values in ordered.items()}
         runs = _Runs(starts, highest, maxima, sums)
         largest[starts] = largest_within(
             lambda sizes, runs=runs: budget.fits(runs.shapes(sizes)), len(starts), highest
         )
-        has_more = (largest[starts] == reach - 1) & (starts + reach - 1 < num_samples)
+        has_more = (largest[starts] == reach - 1) & (num_left[starts] > reach - 1)
         starts = starts[has_more]
         reach *= 2
     return largest
