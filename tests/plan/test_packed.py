@@ -89,17 +89,16 @@ def pack_of(pairs: list[tuple[int, int]], budget: Budget, num_ranks: int) -> Pac
 
 LIMITS = st.integers(5, 80)
 SQUARES = st.integers(10, 200)
-PADDED_TO = st.builds(
-    packed_tokens,
-    LIMITS,
-    max_samples=st.none() | st.integers(1, 5),
-    pad_to_multiple_of=st.integers(1, 9),
-)
+COUNTS = st.none() | st.integers(1, 5)
+MULTIPLES = st.integers(1, 9)
+PADDED_TO = st.builds(packed_tokens, LIMITS, max_samples=COUNTS, pad_to_multiple_of=MULTIPLES)
 CAPPED = st.builds(tokens_and_patches, LIMITS, st.integers(3, 30))
 SQUARED = st.builds(Quadratic, SQUARES)
 BOTH = st.builds(tokens_and_squares, LIMITS, SQUARES)
-PAIRS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 9)), max_size=40)
-PACKS = st.builds(pack_of, PAIRS, st.one_of(PADDED_TO, CAPPED, SQUARED, BOTH), st.integers(1, 5))
+BUDGETS = st.one_of(PADDED_TO, CAPPED, SQUARED, BOTH)
+PAIR = st.tuples(st.integers(0, 60), st.integers(0, 9))
+PAIRS = st.lists(PAIR, max_size=40)
+PACKS = st.builds(pack_of, PAIRS, BUDGETS, st.integers(1, 5))
 
 
 @settings(max_examples=60, deadline=None)
@@ -137,26 +136,35 @@ def test_the_same_window_is_packed_the_same(drawn: Pack) -> None:
 
 
 TEN = packed_tokens(10)
-LITERAL: Any = [
-    ([4, 6, 3, 7, 2, 8], TEN, 1, [[4, 5], [2, 3], [0, 1]]),
-    ([12, 1, 5, 5], TEN, 1, [[0], [1, 2], [3]]),
-    ([5, 5, 1, 1], packed_tokens(12), 2, [[0, 2], [1, 3]]),
-    ([50, 3, 4, 60], TEN, 3, [[3], [0], [1, 2]]),  # two fit nowhere
-    ([4, 4, 2, 2, 4], packed_tokens(10, pad_to_multiple_of=4), 1, [[0, 4], [1, 2, 3]]),
-]
+TEN_TO_4 = packed_tokens(10, pad_to_multiple_of=4)
+TWELVE = packed_tokens(12)
 
 
-@pytest.mark.parametrize(("tokens", "budget", "num_ranks", "batches"), LITERAL)
+@pytest.mark.parametrize(
+    ("tokens", "budget", "num_ranks", "batches"),
+    [
+        ([4, 6, 3, 7, 2, 8], TEN, 1, [[4, 5], [2, 3], [0, 1]]),
+        ([12, 1, 5, 5], TEN, 1, [[0], [1, 2], [3]]),
+        ([5, 5, 1, 1], TWELVE, 2, [[0, 2], [1, 3]]),
+        ([50, 3, 4, 60], TEN, 3, [[3], [0], [1, 2]]),  # two fit nowhere
+        ([4, 4, 2, 2, 4], TEN_TO_4, 1, [[0, 4], [1, 2, 3]]),
+    ],
+)
 def test_literal_packs(tokens: Any, budget: Any, num_ranks: int, batches: Any) -> None:
     assert as_lists(pack(streams(tokens), budget, num_ranks)) == batches
 
 
-def test_the_sum_of_all_streams_is_padded_once_for_the_whole_batch() -> None:
-    budget = packed_tokens(10, pad_to_multiple_of=4)
-    assert budget.fits(BatchShape.of(2, 6, 9)).tolist() == [False]
+def test_the_sum_of_a_batch_is_padded() -> None:
+    assert TEN_TO_4.fits(BatchShape.of(2, 6, 9)).tolist() == [False]
+
+
+@pytest.mark.parametrize(("last", "num_batches"), [(33, 1), (34, 2)])
+def test_the_sum_of_all_streams_is_padded_once_for_the_whole_batch(
+    last: int, num_batches: int
+) -> None:
     budget = packed_tokens(160, pad_to_multiple_of=8)
-    assert len(pack(streams([50, 47], target=[30, 33]), budget)) == 1
-    assert len(pack(streams([50, 47], target=[30, 34]), budget)) == 2
+    lengths = streams([50, 47], target=[30, last])
+    assert len(pack(lengths, budget)) == num_batches
 
 
 def packed_plan(name: str, num_ranks: int, samples_per_update: int | None) -> BatchPlan:
@@ -248,8 +256,8 @@ def test_parts_keep_a_limit_unless_that_needs_more_than_half_the_room(
             costs, num_parts, sizes=sizes, limit=limit, equal_size=equal_size
         )
     except BudgetError:
-        may_fail = sizes.max() > limit or sizes.sum() > limit * num_parts / 2
-        assert equal_size or may_fail
+        half_the_room = limit * num_parts / 2
+        assert equal_size or sizes.max() > limit or sizes.sum() > half_the_room
         return
     assert len(parts) == num_parts
     assert sorted(joined(parts)) == list(range(len(costs)))
@@ -262,8 +270,8 @@ def test_parts_keep_a_limit_unless_that_needs_more_than_half_the_room(
 def test_parts_are_found_that_fill_their_limits_to_the_last() -> None:
     """First fit: 10 + 2 + 2 and 3 + 5 + 3 + 3; neither by cost nor by size do they fit."""
     sizes = [10, 2, 2, 3, 5, 3, 3]
-    parts = balanced_partitions(sizes, 2, limit=14)
-    assert [sum(sizes[item] for item in part) for part in parts] == [14, 14]
+    for part in balanced_partitions(sizes, 2, limit=14):
+        assert sum(sizes[item] for item in part) == 14
 
 
 def test_no_part_is_empty_where_best_fit_leaves_one_over() -> None:
