@@ -175,22 +175,19 @@ def gradients() -> list[float]:
     return [difference_of(), difference_of(accumulation=3), difference_of(samples_per_update=16)]
 
 
+FREE_ONLINE: dict[str, Any] = {
+    "exact_loss": True,
+    "config": {"mode": "online", "lengths": None, "updates": "free"},
+    "gradient_accumulation_steps": 1,
+    "lr_scheduler_type": "constant",
+    "logging_steps": 1,
+    "save_strategy": "steps",
+    "save_steps": 1,
+}
+
+
 def free_online(folder: str, last: int, resume: str | None = None) -> Any:
-    free = {"mode": "online", "lengths": None, "updates": "free"}
-    run = trainer(
-        "causal",
-        folder,
-        fits=True,
-        exact_loss=True,
-        count=30,
-        max_steps=last,
-        save_strategy="steps",
-        save_steps=1,
-        logging_steps=1,
-        lr_scheduler_type="constant",
-        gradient_accumulation_steps=1,
-        config=free,
-    )
+    run = trainer("causal", folder, fits=True, count=30, max_steps=last, **FREE_ONLINE)
     run.train(resume_from_checkpoint=resume)
     return run
 
@@ -239,14 +236,14 @@ def trainers(folder: str) -> dict[str, Any]:
         "logging_steps": 2,
         "max_grad_norm": 0.3,
     }
-    return {
-        "evaluated": predictions(folder),
-        "same": train_both("causal", f"{folder}/same", changes),
-        "packed": [training.packed(kind, "sdpa") for kind in ("planned", "online")],
-        "resumed": resumed_at_an_epochs_end(folder),
-        "losses": [loss_of(OfSums, folder), loss_of(DynagroupTrainer, folder)],
-        "shares": test_hf_mixture.shares_of_a_run(f"{folder}/shares"),
-    }
+    results: dict[str, Any] = {}
+    results["evaluated"] = predictions(folder)
+    results["same"] = train_both("causal", f"{folder}/same", changes)
+    results["packed"] = [training.packed(kind, "sdpa") for kind in ("planned", "online")]
+    results["resumed"] = resumed_at_an_epochs_end(folder)
+    results["losses"] = [loss_of(OfSums, folder), loss_of(DynagroupTrainer, folder)]
+    results["shares"] = test_hf_mixture.shares_of_a_run(f"{folder}/shares")
+    return results
 
 
 def trained(ranks: Any, name: str) -> list[Any]:
@@ -370,23 +367,24 @@ def idle_runs(folder: Any) -> dict[str, tuple[torch.Tensor, int]]:
     return {kind: with_idle_steps(kind, folder, mode) for kind, mode in IDLE.items()}
 
 
+LONGER = {**COMMON, "max_steps": 8}
+
+
 def causal_of(folder: str, *configs: dict[str, Any]) -> list[Any]:
-    longer = {**COMMON, "max_steps": 8}
-    return [train("causal", folder, True, {**longer, "config": config}) for config in configs]
+    return [train("causal", folder, True, {**LONGER, "config": config}) for config in configs]
 
 
 def agreeing(folder: Any) -> dict[str, list[torch.Tensor]]:
     """Parameters that are to be the same: of fixed batches and of batches that fit; of two ways to a schedule."""
-    longer = {**COMMON, "max_steps": 8}
-    fixed = train("causal", f"{folder}/d", False, {**longer, "config": {}})
+    by_samples = {**LONGER, "exact_loss": False}
     schedule = {"samples_per_update": toys.doubling(7, 2, 5)}
-    pairs = {
-        "seq2seq": train_both("seq2seq", f"{folder}/b", longer),
-        "classifier": train_both("classifier", f"{folder}/c", {**longer, "exact_loss": False}),
-        "online": [fixed, *causal_of(f"{folder}/d", ONLINE)],
-        "kinds": causal_of(f"{folder}/f", {}, KINDS),
-        "scheduled": causal_of(f"{folder}/e", schedule, {**ONLINE, **schedule}),
-    }
+    pairs: dict[str, Any] = {}
+    pairs["seq2seq"] = train_both("seq2seq", f"{folder}/b", LONGER)
+    pairs["classifier"] = train_both("classifier", f"{folder}/c", by_samples)
+    fixed = train("causal", f"{folder}/d", False, {**LONGER, "config": {}})
+    pairs["online"] = [fixed, *causal_of(f"{folder}/d", ONLINE)]
+    pairs["kinds"] = causal_of(f"{folder}/f", {}, KINDS)
+    pairs["scheduled"] = causal_of(f"{folder}/e", schedule, {**ONLINE, **schedule})
     results = {}
     for name, ((one, _), (other, _)) in pairs.items():
         results[name] = [one, other]

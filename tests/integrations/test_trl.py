@@ -11,14 +11,14 @@ import torch
 trl = pytest.importorskip("trl")
 from datasets import Dataset  # noqa: E402
 from peft import LoraConfig  # noqa: E402
-from transformers import GPT2ForSequenceClassification  # noqa: E402
+from transformers import GPT2ForSequenceClassification, LlamaForCausalLM  # noqa: E402
 
 from dynagroup import ConfigError, MemoryBudget, TokenBudget  # noqa: E402
 from dynagroup.integrations.hf import DynagroupConfig, attach, dynagroup_trainer  # noqa: E402
 from dynagroup.integrations.hf_data import sample_lengths  # noqa: E402
 from tests.integrations import toys  # noqa: E402
 from tests.integrations.toys import parameters  # noqa: E402
-from tests.models import gpt2, small_llama  # noqa: E402
+from tests.models import gpt2, llama  # noqa: E402
 from tests.torchrun import on_ranks  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -244,12 +244,14 @@ def test_memory_of_a_model_whose_forward_trl_replaced_is_that_of_its_own(lora, t
     peft_config = None
     if lora is not None:
         peft_config = LoraConfig(r=lora, target_modules="all-linear")
-    model = small_llama()
+    # Eager attention needs half the traces.
+    model = LlamaForCausalLM(llama(layers=1, attn_implementation="eager"))
     plain = MemoryBudget.from_model(model, "1GB", lora=peft_config).figures()
+    texts = Dataset.from_dict({"text": TEXTS})
     trainer = trl.SFTTrainer(
         model,
         settings_of(trl.SFTConfig, tmp_path),
-        train_dataset=Dataset.from_dict({"text": TEXTS}),
+        train_dataset=texts,
         processing_class=toys.tokenizer(),
         peft_config=peft_config,
     )
