@@ -436,41 +436,37 @@ def fit(args: argparse.Namespace) -> Result:
 # Settings that limit the tokens of a packed micro-batch, for training or forward passes (log-probabilities), in 2026 (TRL 1.16).
 # T: most tokens of a micro-batch; L: longest sample; N: samples of L tokens in T tokens, for frameworks that count samples.
 SETTINGS = {
-    (
-        "verl",
-        "train",
-    ): "actor_rollout_ref.model.use_remove_padding=True actor_rollout_ref.actor.use_dynamic_bsz=True "
-    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu={T}",
-    ("verl", "forward"): "actor_rollout_ref.ref.log_prob_use_dynamic_bsz=True "
-    "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu={T} actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True "
-    "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu={T}",
-    ("trl", "train"): "SFTConfig(packing=True, max_length={L}, per_device_train_batch_size={N})",
-    (
-        "llamafactory",
-        "train",
-    ): "flash_attn=fa2 neat_packing=true cutoff_len={L} per_device_train_batch_size={N}",
-    (
-        "nemo",
-        "train",
-    ): "policy.sequence_packing.enabled=true policy.sequence_packing.train_mb_tokens={T}",
-    (
-        "nemo",
-        "forward",
-    ): "policy.sequence_packing.enabled=true policy.sequence_packing.logprob_mb_tokens={T}",
-    (
-        "megatron",
-        "train",
-    ): "--micro-batch-size 1 --sequence-packing-scheduler dp_balanced --max-seqlen-per-dp-cp-rank {T}",
+    "verl": {
+        "train": "actor_rollout_ref.model.use_remove_padding=True actor_rollout_ref.actor.use_dynamic_bsz=True "
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu={T}",
+        "forward": "actor_rollout_ref.ref.log_prob_use_dynamic_bsz=True "
+        "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu={T} "
+        "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True "
+        "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu={T}",
+    },
+    "trl": {
+        "train": "SFTConfig(packing=True, max_length={L}, per_device_train_batch_size={N})",
+    },
+    "llamafactory": {
+        "train": "flash_attn=fa2 neat_packing=true cutoff_len={L} per_device_train_batch_size={N}",
+    },
+    "nemo": {
+        "train": "policy.sequence_packing.enabled=true policy.sequence_packing.train_mb_tokens={T}",
+        "forward": "policy.sequence_packing.enabled=true policy.sequence_packing.logprob_mb_tokens={T}",
+    },
+    "megatron": {
+        "train": "--micro-batch-size 1 --sequence-packing-scheduler dp_balanced --max-seqlen-per-dp-cp-rank {T}",
+    },
 }
 
 
 def setting_for(args: argparse.Namespace, max_tokens: int, num_positions: int) -> str:
     """Returns the framework's setting that limits packed batches to ``max_tokens``."""
-    framework = args.framework
-    if (framework, args.mode) not in SETTINGS:
-        modes = " or ".join(mode for name, mode in SETTINGS if name == framework)
+    settings = SETTINGS[args.framework]
+    if args.mode not in settings:
+        modes = " or ".join(settings)
         raise ConfigError(
-            f"`--for {framework}` needs `--mode {modes}`, but `--mode` is {args.mode}"
+            f"`--for {args.framework}` needs `--mode {modes}`, but `--mode` is {args.mode}"
         )
     longest = limit_of(args.max_length) or min(max_tokens, num_positions)
     if longest <= 0:
@@ -481,7 +477,7 @@ def setting_for(args: argparse.Namespace, max_tokens: int, num_positions: int) -
         raise BudgetError(
             f"`--max-length` is {longest}, but a packed batch may have only {max_tokens:,} tokens; {WAY_OUT}"
         )
-    return SETTINGS[framework, args.mode].format(T=max_tokens, L=longest, N=max_tokens // longest)
+    return settings[args.mode].format(T=max_tokens, L=longest, N=max_tokens // longest)
 
 
 def _curve(figures: Mapping[str, Any], about: str) -> Figure:
