@@ -128,8 +128,8 @@ def _padded_tokens(
     places = np.arange(len(rising))
     falling = rising[-1] - rising
     before = np.maximum.accumulate(ordered + rising, axis=2) - rising
-    from_last = (ordered + falling)[..., ::-1]
-    after = np.maximum.accumulate(from_last, axis=2)[..., ::-1] - falling
+    from_last = np.maximum.accumulate((ordered + falling)[..., ::-1], axis=2)
+    after = from_last[..., ::-1] - falling
     padded = (places + 1 - first) * before.sum(axis=0)
     longest_after = after[..., 1:].sum(axis=0)
     padded[:, :-1] += (last - places)[:-1] * longest_after

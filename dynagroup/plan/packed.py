@@ -277,8 +277,8 @@ class PackedWindow:
         self._oversize: list[int] = order[~fits_alone[order]].tolist()
 
     def batches(self) -> list[list[int]]:
-        """Returns batches of equal work for the fewest steps that samples may need, none of them empty; or else about as few
-        as best fit gives."""
+        """Returns batches of equal work, none of them empty: for as few steps as full batches would need; if they do not fit,
+        for about as few as best fit needs."""
         num_bins = self._limits.fewest_bins(self._order)
         if self._num_ranks > 1:
             num_bins /= FULL
