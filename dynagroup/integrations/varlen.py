@@ -1,5 +1,5 @@
 """Attention for packed batches in plain torch: a sample attends only to itself, and memory is linear in tokens. On CUDA
-in half precision, torch 2.12 or later runs it as one call of ``torch.nn.attention.varlen``; else each sample is a call."""
+in half precision, torch 2.11 or later runs it as one call of ``torch.nn.attention.varlen``; else each sample is a call."""
 
 import math
 from collections.abc import Callable
@@ -26,7 +26,8 @@ from dynagroup.validation import explained
 
 NAME = "dynagroup_varlen"
 _VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
-HAS_KERNEL = _VERSION >= (2, 12)  # before, it has no groups of heads
+HAS_KERNEL = _VERSION >= (2, 11)
+HAS_GROUPS = _VERSION >= (2, 12)  # before, key and value heads are repeated
 NO_MATTER = frozenset(
     "position_ids position_embeddings cache_position seq_idx cu_seq_lens_k max_length_k num_items_in_batch use_cache "
     "output_hidden_states output_router_logits return_dict logits_to_keep".split()
@@ -215,19 +216,15 @@ def kernel(
     num_before = window - 1 if window else -1
     num_after = 0 if causal else num_before
     borders = borders.to(device=query.device, dtype=torch.int32)
+    options: dict[str, Any] = {"window_size": (num_before, num_after), "scale": scale}
+    groups = query.shape[1] // key.shape[1]
+    if HAS_GROUPS:
+        options["enable_gqa"] = groups > 1
+    else:
+        key = key.repeat_interleave(groups, dim=1)
+        value = value.repeat_interleave(groups, dim=1)
     attn: Any = varlen_attn
-    return attn(
-        query,
-        key,
-        value,
-        borders,
-        borders,
-        longest,
-        longest,
-        window_size=(num_before, num_after),
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+    return attn(query, key, value, borders, borders, longest, longest, **options)
 
 
 def one_by_one(
