@@ -65,7 +65,7 @@ CASES = [
 ]
 
 
-def together(ranks: int, *jobs: Callable[[int, int], Any]) -> dict[Any, list[Any]]:
+def together(ranks: int, *jobs: Callable[[int, int], Any]) -> dict[Any, tuple[Any, ...]]:
     """What every ``job(rank, size)`` returned on each of so many gloo ranks, which are started once."""
     answers = on_ranks(ranks, run_jobs, ranks, jobs)
     return dict(zip(jobs, zip(*answers, strict=True), strict=True))
@@ -178,7 +178,7 @@ def gradients_from_before(rank: int, size: int) -> list[list[float]]:
 
 
 @pytest.fixture(scope="module")
-def two_ranks() -> dict[Any, list[Any]]:
+def two_ranks() -> dict[Any, tuple[Any, ...]]:
     """One start of two processes for all that is asked of them; the last job leaves them apart."""
     return together(
         2,
@@ -191,7 +191,9 @@ def two_ranks() -> dict[Any, list[Any]]:
     )
 
 
-def test_parameters_are_those_of_a_run_that_never_failed(two_ranks: dict[Any, list[Any]]) -> None:
+def test_parameters_are_those_of_a_run_that_never_failed(
+    two_ranks: dict[Any, tuple[Any, ...]],
+) -> None:
     untroubled = loop.train_plainly(2)
     for answers in zip(*two_ranks[several_places], strict=True):
         num_failures = [count for _, count, _ in answers]
