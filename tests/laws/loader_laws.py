@@ -34,11 +34,15 @@ def assert_resumes_exactly(
     resume_world_size: int | None = None,
     steps: Iterable[int] | None = None,
     indices_of: Callable[[Any], Iterable[int]] = list,
+    make_anew: Callable[[World], Any] | None = None,
 ) -> None:
     """Asserts that a stopped epoch, resumed from its saved state, gives exactly the batches that remained.
 
-    A resume on another number of ranks must give exactly the samples that remained, together.
+    A resume on another number of ranks must give exactly the samples that remained, together. ``make_anew``: makes the
+    loader that takes a state, where ``make`` gives one that has run before.
     """
+    if make_anew is None:
+        make_anew = make
     size_after = world_size if resume_world_size is None else resume_world_size
     is_same_size = size_after == world_size
 
@@ -59,7 +63,7 @@ def assert_resumes_exactly(
         return as_json(loader.state_dict())
 
     def resumed(world: World, states: list[Any]) -> list[list[int]]:
-        loader = make(world)
+        loader = make_anew(world)
         loader.load_state_dict(states[world.rank] if is_same_size else states)
         return batches_of(loader)
 

@@ -166,14 +166,22 @@ def test_a_run_goes_on_from_every_step(
     if not entry.moves:
         pytest.skip("a stream is read on")
 
+    def make_anew(world: Any) -> Any:
+        return entry.make(world, layout, **entry.base)
+
     def make(world: Any) -> Any:
-        loader = entry.make(world, layout, **entry.base)
+        loader = make_anew(world)
         for _ in range(epoch):
             assert list(loader)
         return loader
 
-    indices_of = facts_of if ranks == resumed else used_by
-    assert_resumes_exactly(make, world_size=ranks, resume_world_size=resumed, indices_of=indices_of)
+    assert_resumes_exactly(
+        make,
+        world_size=ranks,
+        resume_world_size=resumed,
+        indices_of=facts_of if ranks == resumed else used_by,
+        make_anew=make_anew,
+    )
 
 
 @pytest.mark.parametrize(("ranks", "resumed"), [(1, 3), (3, 2)])
