@@ -1,4 +1,4 @@
-"""Real gloo ranks, each a process that torchrun's agent starts: a script that prints, or a function that returns."""
+"""Real gloo ranks, each a process that ``torchrun`` starts: a script that prints, or a function that returns."""
 
 import os
 import subprocess
@@ -13,37 +13,18 @@ import torch
 HANG_S = 1200.0
 """Only what hangs takes so long, on the slowest of machines."""
 ROOT = Path(__file__).parent.parent
-RANKS = ROOT / "tests" / "ranks"
 
 
 def on_ranks(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """What ``function(*args)``, of a module that can be imported, returns on each of ``ranks`` processes."""
     with tempfile.TemporaryDirectory() as folder:
         torch.save((function, args), f"{folder}/job.pt")
-        done = run_python(str(RANKS / "forked.py"), folder, str(ranks))
-        assert done.returncode == 0, (
-            f"{function.__name__} on {ranks} ranks failed:\n{done.stdout[-3000:]}\n{done.stderr[-20000:]}"
-        )
+        started(folder, ranks=ranks)
         return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(ranks)]
 
 
 def started(script: str | Path, *args: str, ranks: int) -> str:
     """What ``ranks`` processes of the script print to stdout, one after the other; asserts that all end well."""
-    # Each rank prints to a file: lines of ranks that share a pipe may mix.
-    with tempfile.TemporaryDirectory() as logs:
-        launch = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        options = ["--redirects", "1", "--log-dir", logs]
-        rank = str(RANKS / "__main__.py")
-        done = run_python("-m", *launch, *options, rank, str(script), *args)
-        files = sorted(Path(logs).glob("**/stdout.log"))
-        printed = "\n".join(file.read_text() for file in files)
-    assert done.returncode == 0, (
-        f"{script} on {ranks} ranks failed:\n{printed[-3000:]}\n{done.stderr[-20000:]}"
-    )
-    return printed
-
-
-def run_python(*args: str) -> "subprocess.CompletedProcess[str]":
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -52,11 +33,22 @@ def run_python(*args: str) -> "subprocess.CompletedProcess[str]":
         "ACCELERATE_USE_CPU": "true",
         "PYTHONPATH": str(ROOT),
     }
-    return subprocess.run(
-        [sys.executable, *args],
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        env=environment,
-        cwd=ROOT,
+    rank = str(ROOT / "tests" / "ranks" / "__main__.py")
+    # Each rank prints to a file: lines of ranks that share a pipe may mix.
+    with tempfile.TemporaryDirectory() as logs:
+        launch = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        options = ["--redirects", "1", "--log-dir", logs]
+        done = subprocess.run(
+            [sys.executable, "-m", *launch, *options, rank, str(script), *args],
+            capture_output=True,
+            text=True,
+            timeout=HANG_S,
+            env=environment,
+            cwd=ROOT,
+        )
+        files = sorted(Path(logs).glob("**/stdout.log"))
+        printed = "\n".join(file.read_text() for file in files)
+    assert done.returncode == 0, (
+        f"{script} on {ranks} ranks failed:\n{printed[-3000:]}\n{done.stderr[-20000:]}"
     )
+    return printed
