@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
@@ -509,9 +508,10 @@ def _field(holder: Any, name: str) -> Any:
 def _copied(samples: list[Sample], *, deep: bool) -> list[Sample]:
     """Returns copies of samples that are collated twice, as ``collate_fn`` may change them; or these if they cannot be
     copied. ``deep=False`` copies only their fields, which costs little."""
-    with suppress(Exception):
-        return copy.deepcopy(samples) if deep else list(map(copy.copy, samples))
-    return samples
+    try:
+        return copy.deepcopy(samples) if deep else [copy.copy(sample) for sample in samples]
+    except Exception:
+        return samples
 
 
 def _whole_numbers(values: list[Any], indices: Sequence[int]) -> NDArray[np.int32]:
