@@ -80,9 +80,9 @@ def _as_int32(values: ArrayLike, name: str) -> NDArray[np.int32]:
 
 def _is_length(value: Any) -> bool:
     number = value.item() if isinstance(value, np.generic) else value
-    if isinstance(number, bool) or not isinstance(number, (int, float)):
+    if isinstance(number, bool) or not isinstance(number, (int, float, np.longdouble)):
         return False
-    return 0 <= number <= LONGEST and number == int(number)
+    return bool(0 <= number <= LONGEST and number == int(number))
 
 
 @dataclass(frozen=True, eq=False)

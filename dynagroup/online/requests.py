@@ -118,8 +118,6 @@ class Order(NamedTuple):
 class BatchSource(OrderSource):
     """The order of a user's batch sampler: all indices, and the size of each batch."""
 
-    NAME = "batch_sampler"
-
     def _read(self, epoch: int) -> list[int]:
         set_epoch(self._source, epoch)
         source: Any = self._source
@@ -229,7 +227,7 @@ class EpochOrders:
 
 def _source_of(batch_sampler: Any, sampler: Any, num_samples: int) -> OrderSource | None:
     if batch_sampler is not None:
-        return BatchSource(batch_sampler, num_samples)
+        return BatchSource(batch_sampler, num_samples, "batch_sampler")
     return None if sampler is None else OrderSource(sampler, num_samples)
 
 

@@ -18,17 +18,18 @@ class OrderSource:
 
     A sampler with ``set_epoch`` is given the epoch; others are just read, so only a list, or a sampler that begins anew,
     has the same order when an epoch is read again. Raises ConfigError if the sampler can be read only once, or yields a
-    value that is no index."""
+    value that is no index. ``argument``: the user's name of the source, in messages."""
 
-    def __init__(self, source: Iterable[int], num_samples: int) -> None:
+    def __init__(self, source: Iterable[int], num_samples: int, argument: str = "sampler") -> None:
         is_iterable = isinstance(source, Iterable) and not isinstance(source, Iterator)
         is_scalar = getattr(source, "ndim", 1) == 0
         if not is_iterable or is_scalar:
             raise ConfigError(
-                "`order` must be a list or a sampler, which can be read anew in every epoch, "
+                f"`{argument}` must be a list or a sampler, which can be read anew in every epoch, "
                 f"but is {source!r}"
             )
         self._source = source
+        self.argument = argument
         self._num_samples = num_samples
         self._epoch = -1
         self._indices = NONE
@@ -110,21 +111,22 @@ class OrderSource:
         if not indices and len(self._indices):
             name = type(self._source).__name__
             raise ConfigError(
-                f"`order` ({name}) yields nothing after its first epoch; its __iter__ must begin anew"
+                f"`{self.argument}` ({name}) yields nothing after its first epoch; its __iter__ must "
+                "begin anew"
             )
         return indices
 
     def _checked(self, indices: list[int]) -> IntArray:
-        with explained("`order` must yield integer indices"):
+        with explained(f"`{self.argument}` must yield integer indices"):
             array = np.asarray(indices)
         if array.ndim != 1 or (len(array) and array.dtype.kind not in "iu"):
             raise ConfigError(
-                f"`order` must yield integer indices, but yields {array.dtype} {array.shape[1:]}"
+                f"`{self.argument}` must yield integer indices, but yields {array.dtype} {array.shape[1:]}"
             )
         outside = np.flatnonzero((array < 0) | (array >= self._num_samples))
         if len(outside):
             raise ConfigError(
-                f"`order` yields index {array[outside[0]]}, but there are only "
+                f"`{self.argument}` yields index {array[outside[0]]}, but there are only "
                 f"{self._num_samples} samples"
             )
         return array.astype(np.int64)
@@ -134,7 +136,7 @@ def check_alike(order: OrderSource, epoch: int) -> None:
     """Raises AlignmentError if ranks have different orders. All ranks must call it, once per epoch."""
     if differing(current_world(), {"order": order.checksum(epoch)}):
         raise AlignmentError(
-            f"`order` yields different indices on different ranks in epoch {epoch}, so samples would be "
-            "lost and repeated; seed it the same on all ranks, e.g. "
+            f"`{order.argument}` yields different indices on different ranks in epoch {epoch}, so "
+            "samples would be lost and repeated; seed it the same on all ranks, e.g. "
             "RandomSampler(data, generator=torch.Generator().manual_seed(0))"
         )

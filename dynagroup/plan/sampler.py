@@ -152,7 +152,7 @@ class LengthAwareBatchSampler(Sampler[list[int]]):
         self._identity_given = check_identity(identity)
         self._order = None
         if order is not None:
-            self._order = OrderSource(order, self._planner.num_samples)
+            self._order = OrderSource(order, self._planner.num_samples, "order")
             if samples_per_update is not None:
                 self._order.check_update(samples_per_update)
             self._planner.take_sources(self._order)

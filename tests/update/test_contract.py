@@ -82,7 +82,7 @@ WRONG = [
     ({"kinds": np.array(3)}, r"`kinds` must be one label per sample, but is array\(3\)"),
     (
         {"sampler": np.array(3), "samples_per_update": 4},
-        r"`order` must be a list or a sampler, .* but is array\(3\)",
+        r"`sampler` must be a list or a sampler, .* but is array\(3\)",
     ),
     (
         {"sampler": np.zeros((37, 2), int), "samples_per_update": 4},
