@@ -80,7 +80,7 @@ def _as_int32(values: ArrayLike, name: str) -> NDArray[np.int32]:
 
 def _is_length(value: Any) -> bool:
     number = value.item() if isinstance(value, np.generic) else value
-    if isinstance(number, bool) or not isinstance(number, (int, float, np.longdouble)):
+    if isinstance(number, bool) or not isinstance(number, (int, float, np.floating)):
         return False
     return bool(0 <= number <= LONGEST and number == int(number))
 
