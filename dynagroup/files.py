@@ -218,8 +218,9 @@ def _load_files(paths: Sequence[Path], sample_by: SampleBy) -> Table:
         raise ConfigError(
             f"`sample_by` is for txt files, but {names[0]!r} is another; leave it out"
         )
-    if ".zst" in {path.suffix for path in paths} and find_spec("zstandard") is None:
-        raise ConfigError(f"{names[0]!r} needs a package: pip install zstandard")
+    compressed = [str(path) for path in paths if path.suffix == ".zst"]
+    if compressed and find_spec("zstandard") is None:
+        raise ConfigError(f"{compressed[0]!r} needs a package: pip install zstandard")
     if not any(path.stat().st_size for path in paths):
         raise _without_samples(", ".join(names))
     with _reading(", ".join(names)):
@@ -251,6 +252,11 @@ def _load_folder(path: Path, sample_by: SampleBy) -> Table:
 def _rows(builder: Any, names: str) -> Table:
     """Returns the split ``train`` of what `datasets` reads. ConfigError: it has no rows."""
     builder.download_and_prepare()
+    splits = list(builder.info.splits)
+    if "train" not in splits:
+        raise ConfigError(
+            f"{names!r} has the splits {splits}, but only 'train' is read; name the files themselves"
+        )
     if builder.info.splits["train"].num_examples == 0:
         raise _without_samples(names)
     return builder.as_dataset(split="train")

@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, (purpose, groups) in COMMANDS.items():
         command = commands.add_parser(name, help=purpose, description=f"{purpose.capitalize()}.")
         command.set_defaults(picture=None, html=None, mode="train")
-        command.set_defaults(kinds=None, output=None, processes=1)
+        command.set_defaults(kinds=None, output=None, processes=None)
         for add_options in groups:
             add_options(command)
     return parser

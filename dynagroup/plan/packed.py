@@ -17,7 +17,7 @@ from dynagroup.shapes import BatchShape, IntArray, Streams, primary
 
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 FULL = 0.99
-"""Batches that are fuller on average can hardly be of equal work."""
+"""Batches that are fuller on average are of equal work only if their samples happen to allow it."""
 NUM_LENGTHS = 97
 """A budget is asked about so many lengths, with each number of samples in ``COUNTS``."""
 
@@ -278,14 +278,18 @@ class PackedWindow:
 
     def batches(self) -> list[list[int]]:
         """Returns batches of equal work, none of them empty: for as few steps as full batches would need; if they do not fit,
-        for about as few as best fit needs."""
-        num_bins = self._limits.fewest_bins(self._order)
-        if self._num_ranks > 1:
-            num_bins /= FULL
-        parts = self._balanced(self._num_steps(num_bins))
+        as few as best fit needs, or one more."""
+        fewest = self._limits.fewest_bins(self._order)
+        parts = self._balanced(self._num_steps(fewest))
+        if self._num_ranks > 1 and parts is not None and not self._are_even(parts):
+            parts = self._balanced(self._num_steps(fewest / FULL))
         if parts is None:
             parts = self._by_best_fit()
         return [[sample] for sample in self._oversize] + parts
+
+    def _are_even(self, parts: list[list[int]]) -> bool:
+        loads = [sum(self._costs[sample] for sample in part) for part in parts]
+        return min(loads, default=0.0) >= FULL * max(loads, default=0.0)
 
     def _by_best_fit(self) -> list[list[int]]:
         """Returns equal parts for as many steps as best fit needs, or for one more; if they do not fit, those of best fit."""

@@ -63,7 +63,7 @@ def as_meta_model(
     ``attention``: None means the source's. ``lora``: as of :meth:`TracedMemory.of`."""
     if isinstance(source, torch.nn.Module):
         model = _copied(source)
-        if dtype is not None and _dtype_of(model) != DTYPES[dtype]:
+        if dtype is not None and _described_dtype(model) != DTYPES[dtype]:
             model = model.to(DTYPES[dtype])
     else:
         model = _from_config(source, dtype, attention)
@@ -394,7 +394,6 @@ _DROPOUTS = (
 def _run_as(model: Any, mode: str, settings: object) -> dict[str, Any]:
     """Returns the workload fields for how a model is run, read from its parameters and its generation config."""
     head = getattr(model, "get_output_embeddings", None)
-    dtype = str(_dtype_of(model)).removeprefix("torch.")
     num_parameters = 0
     num_trained = 0
     trained_bytes = 0
@@ -407,7 +406,7 @@ def _run_as(model: Any, mode: str, settings: object) -> dict[str, Any]:
         "num_parameters": num_parameters,
         "trainable_share": 0.0,
         "lm_head": head is not None and head() is not None,
-        "dtype": dtype if dtype in DTYPES else "float32",
+        "dtype": str(_described_dtype(model)).removeprefix("torch."),
         "gradient_checkpointing": bool(modules_that_checkpoint(model)),
         "attention": _attention_of(model.config),
         "optimizer_bytes": 0.0,
@@ -429,6 +428,12 @@ def _dtype_of(model: torch.nn.Module) -> torch.dtype:
         if p.is_floating_point():
             return p.dtype
     return torch.float32
+
+
+def _described_dtype(model: torch.nn.Module) -> torch.dtype:
+    """Returns the dtype that a workload names: float32 for dtypes without a name, such as float64."""
+    dtype = _dtype_of(model)
+    return dtype if dtype in DTYPES.values() else torch.float32
 
 
 def _attention_of(config: object) -> str:
