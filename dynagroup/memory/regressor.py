@@ -344,7 +344,8 @@ class MemoryRegressor:
         if self._traced is not None:
             return self._traced.ratio(shape, baseline)
         if not self.sharp:
-            models = self._similar_models[len(shape.longest) > 1]
+            with_one_stream, with_two_streams = self._similar_models
+            models = with_two_streams if len(shape.longest) > 1 else with_one_stream
             ratios = models.batch_bytes(shape) / models.batch_bytes(baseline)
             return np.quantile(ratios, self.card["quantile"], axis=1, method="higher")
         inputs = features(shape, baseline, self.workload, self._form)

@@ -267,10 +267,10 @@ class RefinementCollator:
         kept = set(largest_first[: measured.request.keep].tolist())
         indices = [measured.indices_of(members) for members in batches]
         collated: list[Any] = []
-        for members, of in zip(batches, indices, strict=True):
-            samples = _copied(measured.samples_of(members), deep=len(collated) in kept)
-            batch = called("collate_fn", self.collate_fn or default_collate, samples, of=of)
-            collated.append(batch)
+        collate_fn = self.collate_fn or default_collate
+        for number, members in enumerate(batches):
+            samples = _copied(measured.samples_of(members), deep=number in kept)
+            collated.append(called("collate_fn", collate_fn, samples, of=indices[number]))
         true = self._true_lengths(collated, batches, indices, measured.lengths)
         corrected = replace(measured, lengths=true)
         shapes = shapes_of(batches, true)

@@ -262,9 +262,6 @@ class ShapeWindow(OrderedWindow):
         num_allowed = self.limits.searchsorted(limits, side="right")
         return np.maximum(reach[starts, num_allowed], 1)
 
-    def work_of_cut(self, offsets: IntArray) -> FloatArray:
-        return self.work_of(offsets[:-1], np.diff(offsets))
-
     # Dynamic programming from the last position to the first. Each batch is as large as its shape allows, because a
     # later start of the next batch never costs more. O(positions * shapes).
     def least_time(self, per_step: float) -> IntArray:

@@ -279,10 +279,12 @@ class PackedWindow:
     def batches(self) -> list[list[int]]:
         """Returns batches of equal work, none of them empty: for as few steps as full batches would need; if they do not fit,
         as few as best fit needs, or one more."""
-        fewest = self._limits.fewest_bins(self._order)
-        parts = self._balanced(self._num_steps(fewest))
-        if self._num_ranks > 1 and parts is not None and not self._are_even(parts):
-            parts = self._balanced(self._num_steps(fewest / FULL))
+        num_bins = self._limits.fewest_bins(self._order)
+        fewest_steps = self._num_steps(num_bins)
+        num_steps = self._num_steps(num_bins / FULL) if self._num_ranks > 1 else fewest_steps
+        parts = self._balanced(fewest_steps)
+        if fewest_steps < num_steps and parts is not None and not self._are_even(parts):
+            parts = self._balanced(num_steps)
         if parts is None:
             parts = self._by_best_fit()
         return [[sample] for sample in self._oversize] + parts

@@ -38,7 +38,7 @@ class OrderedWindow:
     """A sorted window of samples, to be cut into runs (consecutive samples that form a batch).
 
     A longer run never has less work. With one padded stream, ``work`` falls, and the first sample of a run is the
-    longest.
+    longest. A subclass that prices runs otherwise overrides ``work_of``, ``sizes_within`` and ``least_time``.
 
     Args:
         work: float64 (N,), predicted time of each sample alone.
@@ -87,8 +87,12 @@ class OrderedWindow:
     def work_of_cut(self, offsets: IntArray) -> NDArray[np.float64]:
         """Returns the predicted time of each batch of a cut."""
         starts = offsets[:-1]
-        longest = [np.maximum.reduceat(work, starts) for work in self.streams or (self.work,)]
-        return np.diff(offsets) * np.sum(longest, axis=0)
+        sizes = np.diff(offsets)
+        if not self.streams:
+            return self.work_of(starts, sizes)
+        # without a table of all runs
+        longest = [np.maximum.reduceat(work, starts) for work in self.streams]
+        return sizes * np.sum(longest, axis=0)
 
     def rounded(self, sizes: IntArray) -> IntArray:
         """Rounds batch sizes down to allowed sizes."""
