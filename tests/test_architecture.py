@@ -16,7 +16,16 @@ PACKAGE = Path(dynagroup.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # The rooms in reading order: a module imports only from its own room and those before it. See docs/architecture.md.
-GROUND = ["errors", "shapes", "fingerprint", "validation", "distributed", "state", "device"]
+GROUND = [
+    "errors",
+    "shapes",
+    "fingerprint",
+    "validation",
+    "distributed",
+    "state",
+    "device",
+    "attention",
+]
 BEFORE_FRAMEWORKS = "lengths memory budget plan update online oom text jobs"
 AFTER_FRAMEWORKS = "files testing demo cli __main__"
 ROOMS = [*GROUND, *BEFORE_FRAMEWORKS.split(), "integrations", *AFTER_FRAMEWORKS.split()]

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn, Protocol
 
+from dynagroup.attention import AttentionBackends, check_attention_backends
 from dynagroup.budget.tokens import as_budget
 from dynagroup.distributed import World
 from dynagroup.errors import ConfigError
@@ -52,6 +53,9 @@ class DynagroupConfig:
             without a mask, and tests on the model show the same outputs and losses; the log says which and why. A loss
             of your own, retries, ``shapes`` and mode="online" keep padded batches, and so does evaluation. "padded":
             the budget's layout is kept.
+        attention_backends: which kernels ``scaled_dot_product_attention`` may use. "auto": all but cuDNN's, which on an
+            H100, H200 or B200 takes half a second for each new shape; with ``shapes``, all. None: torch chooses. A list of
+            ``torch.nn.attention.SDPBackend``: these.
         identity: a text, or another value for JSON, that a saved state must have in common with the run that loads it.
         plan: dict of further settings of the loader, e.g. ``{"oversize": "error"}`` (refuse samples that do not fit
             even alone) or ``{"work": Work(...)}`` (predicted time of a batch).
@@ -82,6 +86,7 @@ class DynagroupConfig:
     preflight: bool = False
     splitter: Splitter[Any] | None = None
     layout: Literal["auto", "padded"] = "auto"
+    attention_backends: AttentionBackends = "auto"
     identity: object = None
     plan: Mapping[str, Any] = field(default_factory=dict)
     world: World | None = None
@@ -94,6 +99,7 @@ class DynagroupConfig:
         check_choice("layout", self.layout, ("auto", "padded"))
         check_choice("out_of_memory", self.out_of_memory, ("retry", None))
         check_flag("preflight", self.preflight)
+        check_attention_backends(self.attention_backends)
         check_identity(self.identity)
         check_int("min_samples", self.min_samples)
         if isinstance(self.weigh, Mapping):

@@ -384,6 +384,13 @@ class Evaluator(TrainerSteps):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> Any:
+        with self.attention_kernels():
+            return self._predicted(model, inputs, prediction_loss_only, ignore_keys)
+
+    def _predicted(
+        self, model: Model, inputs: Batch, prediction_loss_only: bool, ignore_keys: Any
+    ) -> Any:
+        """Returns the loss, the outputs and the labels of a batch; notes its weight in the evaluation's loss."""
         run = self._evaluation
         if run is None:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)

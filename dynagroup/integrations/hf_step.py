@@ -23,6 +23,7 @@ from transformers import (
 )
 from transformers.trainer_utils import has_length
 
+from dynagroup.attention import attention_kernels
 from dynagroup.distributed import World, current_world
 from dynagroup.errors import ConfigError
 from dynagroup.integrations.banner import banner
@@ -221,6 +222,19 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
     ) -> torch.Tensor:
         if not isinstance(inputs, list):
             return super().training_step(model, inputs, num_items_in_batch)
+        with self.attention_kernels():
+            return self._run_update(model, inputs, num_items_in_batch)
+
+    def attention_kernels(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context for a batch, forward and backward: the kernels that its attention may use."""
+        config = self.dynagroup
+        has_few_shapes = config.shapes is not None or config.budget.ladder is not None
+        return attention_kernels(config.attention_backends, varies=not has_few_shapes)
+
+    def _run_update(
+        self, model: Model, inputs: list[Step[Batch]], num_items_in_batch: Items
+    ) -> torch.Tensor:
+        """Runs the batches of an update. Returns their weighed loss."""
         if self._rule is None:
             self._rule = self._find_rule(model, inputs)
             self._tell_of_sums(num_items_in_batch)
@@ -508,7 +522,8 @@ class DynagroupCallback(TrainerCallback):
         if trainer.dynagroup.preflight:
             model: Model = trainer.model_wrapped
             model.train()
-            preflight(model, trainer.update_loader, self._loss_of)
+            with trainer.attention_kernels():
+                preflight(model, trainer.update_loader, self._loss_of)
 
     def _loss_of(self, model: Model, batch: Batch) -> torch.Tensor:
         trainer = self.trainer

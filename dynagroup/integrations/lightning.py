@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 
+from dynagroup.attention import AttentionBackends, attention_kernels, check_attention_backends
 from dynagroup.distributed import rank_and_size
 from dynagroup.errors import ConfigError, StateError
 from dynagroup.online.datasets import is_stream
@@ -67,11 +69,17 @@ class LightningSteps(Callback):
     (:meth:`LoaderStats.figures`). With automatic optimization, return ``update_loss(self, step, loss)`` from
     ``training_step``.
 
+    ``attention_backends``: which kernels attention may use in a training step, as in :class:`DynagroupConfig`.
+
     Raises ConfigError if the object is not a callback of the Trainer, or the Trainer accumulates or limits batches;
     StateError if Lightning read batches before it restored a checkpoint."""
 
-    def __init__(self, loader: StepLoader[Batch]) -> None:
+    def __init__(
+        self, loader: StepLoader[Batch], *, attention_backends: AttentionBackends = "auto"
+    ) -> None:
         self.loader = loader
+        self._attention_backends: AttentionBackends = check_attention_backends(attention_backends)
+        self._kernels = ExitStack()  # of the running batch
         self.dataset = loader.dataset
         self.sampler = SimpleNamespace(set_epoch=self._set_epoch)
         self.begun_epoch: int | None = None  # that has begun, until its first update is used
@@ -209,6 +217,10 @@ class LightningSteps(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: LightningStep, batch_idx: int
     ) -> None:
+        has_few_shapes = self.loader.budget.ladder is not None
+        self._kernels.enter_context(
+            attention_kernels(self._attention_backends, varies=not has_few_shapes)
+        )
         if not pl_module.automatic_optimization:
             return
         if not self._is_tested:
@@ -263,6 +275,7 @@ class LightningSteps(Callback):
         batch: LightningStep,
         batch_idx: int,
     ) -> None:
+        self._kernels.close()
         self._begins_update = batch.ends_update
         if batch.ends_update:
             used = self._ahead.popleft()
@@ -292,6 +305,7 @@ class LightningSteps(Callback):
             self.begun_epoch = None
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._kernels.close()
         trainer.accumulate_grad_batches = 1
         self._listens = False
 

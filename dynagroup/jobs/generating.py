@@ -40,9 +40,11 @@ def generate_dataset(
         world: ranks that share the work. None: all of ``torch.distributed``.
         options: ``batch_size`` (default 16: this many of the longest texts fit the device) or ``budget``;
             ``max_length`` (tokens to which texts are truncated, without new ones, unlike in ``generate``); ``progress``
-            (default True: a bar on a terminal); ``learned`` (a :class:`~dynagroup.LearningBudget`); ``identity`` (a text
-            or another value for JSON, compared with that of earlier results in ``output``); ``load`` (False: results
-            stay in ``output``, and None is returned); what ``generate`` takes for all samples.
+            (default True: a bar on a terminal); ``learned`` (a :class:`~dynagroup.LearningBudget`);
+            ``attention_backends`` (kernels that attention may use, as in
+            :class:`~dynagroup.integrations.hf.DynagroupConfig`); ``identity`` (a text or another value for JSON,
+            compared with that of earlier results in ``output``); ``load`` (False: results stay in ``output``, and None
+            is returned); what ``generate`` takes for all samples.
 
     Raises ConfigError if arguments contradict each other, or a text has more tokens than the model has positions;
     StateError if ``output`` or its journal is damaged or was made with other arguments; BudgetError if a text does not

@@ -52,14 +52,15 @@ class SentenceJob(TextJob):
         self.formats = RAGGED if per_token else (VECTORS,)
 
     def run(self, items: list[str]) -> list[np.ndarray]:
-        results = self._model.encode(
-            items,
-            batch_size=len(items),
-            normalize_embeddings=self._normalize,
-            show_progress_bar=False,
-            convert_to_numpy=False,
-            output_value=self._output,
-        )
+        with self.attention_kernels():
+            results = self._model.encode(
+                items,
+                batch_size=len(items),
+                normalize_embeddings=self._normalize,
+                show_progress_bar=False,
+                convert_to_numpy=False,
+                output_value=self._output,
+            )
         return [result.float().cpu().numpy() for result in results]
 
     def _memory(self) -> MemoryModel:

@@ -3,7 +3,7 @@
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from dynagroup.attention import AttentionBackends, attention_kernels, check_attention_backends
 from dynagroup.budget.base import Budget
 from dynagroup.budget.learning import LearningBudget
 from dynagroup.budget.memory import MemoryBudget
@@ -52,12 +53,14 @@ class JobOptions:
     progress: bool = True
     learned: LearningBudget | None = None
     shapes: int | None = None
+    attention_backends: AttentionBackends = "auto"
     identity: Any = None
     """As it comes back from JSON."""
     load: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "identity", check_identity(self.identity))
+        check_attention_backends(self.attention_backends)
         if self.batch_size is not None and self.budget is not None:
             raise ConfigError(
                 f"`batch_size` ({self.batch_size!r}) and `budget` both limit a batch; pass only one of them"
@@ -128,6 +131,11 @@ class TextJob(Job):
             num_copies=self.num_copies,
             num_new=self.num_new,
         )
+
+    def attention_kernels(self) -> AbstractContextManager[None]:
+        """Returns a context for a batch: the kernels that its attention may use."""
+        varies = self.budget.ladder is None
+        return attention_kernels(self._options.attention_backends, varies=varies)
 
     def _lengths(self) -> NDArray[np.int32]:
         """Returns the tokens of each text. Raises the user's errors."""
@@ -219,7 +227,7 @@ class TokenizedJob(TextJob):
             pad = {"input_ids": self._tokenizer.pad_token_id}
             batch = FillingCollator(None, self.budget.ladder, pad).fill(batch, len(items))
         on_device = {name: value.to(self._device) for name, value in batch.items()}
-        with evaluating(self._model), torch.inference_mode():
+        with evaluating(self._model), torch.inference_mode(), self.attention_kernels():
             results = self._task.run(on_device, encoded)
         return results[: len(items)]  # rows after them fill the batch up to its shape
 

@@ -7,6 +7,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from dynagroup.attention import AttentionBackends, attention_kernels, check_attention_backends
 from dynagroup.budget.learning import LearningBudget
 from dynagroup.errors import ConfigError
 from dynagroup.oom.retry import Retry
@@ -40,6 +41,7 @@ def generate_with_oom_retry(
     pad_token_id: int | None = None,
     learned: LearningBudget | None = None,
     indices: Sequence[int] = (),
+    attention_backends: AttentionBackends = "auto",
     **generate_kwargs: Any,
 ) -> Generated:
     """Returns ``model.generate(**batch, **generate_kwargs)``; runs the batch in parts if it does not fit in memory.
@@ -53,6 +55,9 @@ def generate_with_oom_retry(
         pad_token_id: int, fills the end of finished samples. None: the model's, else its first end-of-sequence token.
         learned: the :class:`LearningBudget` that learns from failures. None: one per model, kept as long as the model.
         indices: dataset indices of the samples, to name them in messages.
+        attention_backends: which kernels ``scaled_dot_product_attention`` may use. "auto": all but cuDNN's, which on an
+            H100, H200 or B200 takes half a second for each new shape. None: torch chooses. A list of
+            ``torch.nn.attention.SDPBackend``: these.
 
     Raises BudgetError if a part that cannot be split does not fit (the message names its samples); ConfigError if an
     option does not work in parts: streamer, ``synced_gpus``, ``return_dict_in_generate``, a cache.
@@ -67,6 +72,7 @@ def generate_with_oom_retry(
         if is_data(value):
             data[name] = options.pop(name)
     check_options(model, {**data, **options})
+    check_attention_backends(attention_backends)
     retry = Retry(
         # Parts keep the batch's width, because some options of `generate` depend on padding, or count from the left.
         splitter=BatchSplitter(trim=False),
@@ -74,7 +80,8 @@ def generate_with_oom_retry(
         min_samples=min_samples,
         shape=partial(_final_shape, model, options),
     )
-    parts = retry.run(lambda part: model.generate(**part, **options), data, indices)
+    with attention_kernels(attention_backends, varies=True):
+        parts = retry.run(lambda part: model.generate(**part, **options), data, indices)
     return Generated(_joined(parts, model, options), len(parts) - 1)
 
 

@@ -1,0 +1,61 @@
+"""Which of torch's attention kernels run batches of varying shape.
+
+On H100, H200 and B200 recent versions of torch prefer cuDNN's kernel, which builds a plan for every new shape of a
+batch. ``docs/benchmarks.md`` has the measured time of a plan, about half a second."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import torch
+from torch.nn.attention import sdpa_kernel
+
+from dynagroup.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.nn.attention import SDPBackend
+
+AttentionBackends: TypeAlias = "Literal['auto'] | Sequence[SDPBackend] | None"
+
+
+def check_attention_backends(backends: AttentionBackends) -> AttentionBackends:
+    """Returns the argument. Raises ConfigError if it is no valid ``attention_backends``."""
+    if backends is None or backends == "auto":
+        return backends
+    kinds = torch.nn.attention.SDPBackend
+    is_list = isinstance(backends, (list, tuple)) and len(backends) > 0
+    if not is_list or not all(isinstance(backend, kinds) for backend in backends):
+        raise ConfigError(
+            '`attention_backends` must be "auto", None (torch chooses), or a list of '
+            f"torch.nn.attention.SDPBackend, but is {backends!r}"
+        )
+    return backends
+
+
+@contextmanager
+def attention_kernels(backends: AttentionBackends, *, varies: bool) -> Iterator[None]:
+    """Context manager for a step: which kernels ``scaled_dot_product_attention`` may use. Entering it takes a microsecond.
+
+    Args:
+        backends: "auto": all but cuDNN's while shapes vary. None: torch chooses. A list of
+            ``torch.nn.attention.SDPBackend``: only these.
+        varies: whether batches have many shapes.
+
+    >>> with attention_kernels("auto", varies=True):
+    ...     torch.backends.cuda.cudnn_sdp_enabled()
+    False
+    """
+    if backends is None:
+        yield
+    elif backends != "auto":
+        with sdpa_kernel(list(backends)):
+            yield
+    elif not varies:
+        yield
+    else:
+        was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        try:
+            yield
+        finally:
+            torch.backends.cuda.enable_cudnn_sdp(was_enabled)
