@@ -68,17 +68,19 @@ COMMANDS: dict[str, dict[str, tuple[str, str, str]]] = {
         "rivals": ("infer", "generate", "generate_rivals"),
     },
     "embed": {"texts": ("infer", "embed", "embed")},
-    "gpu": {
-        "work": ("price", "run", "gpu_work"),
+    "gpu": {  # the most valuable first
+        "launching": ("launching", "run", "gpu_launching"),
+        "train_small": ("device_train", "small_updates", "gpu_train_small"),
+        "train": ("device_train", "medium", "gpu_train"),
         "steps": ("steps", "run", "gpu_steps"),
+        "train_large": ("device_train", "large", "gpu_train_large"),
+        "generate": ("infer", "generate", "gpu_generate"),
+        "embed": ("infer", "embed", "gpu_embed"),
         "memory": ("memory", "measured", "gpu_memory"),
         "packed": ("memory", "packed", "gpu_packed"),
         "fits": ("memory", "fits", "gpu_fits"),
-        "train": ("train", "rivals", "gpu_train"),
-        "train_large": ("train", "large", "gpu_train_large"),
+        "work": ("price", "run", "gpu_work"),
         "oom": ("recovery", "run", "gpu_oom"),
-        "generate": ("infer", "generate", "gpu_generate"),
-        "embed": ("infer", "embed", "gpu_embed"),
     },
 }
 """Command -> part -> (module, function, name of its result). A function takes a machine, and returns or yields its figures."""

@@ -187,10 +187,18 @@ SIZES: dict[str, tuple[int, int, int, int, int, int]] = {
 }
 
 
+LORA = " LoRA"
+"""Behind a size: adapters are trained, and not the model's weights."""
+
+
+def base_size(name: str) -> str:
+    return name.removesuffix(LORA)
+
+
 def config_of(name: str, *, dry: bool = False) -> Any:
     from transformers import Qwen2Config
 
-    hidden, layers, heads, kv_heads, inner, vocabulary = SIZES["dry" if dry else name]
+    hidden, layers, heads, kv_heads, inner, vocabulary = SIZES["dry" if dry else base_size(name)]
     return Qwen2Config(
         vocab_size=vocabulary,
         hidden_size=hidden,
@@ -219,4 +227,11 @@ def build(name: str, machine: Machine | None = None, *, packed: bool = False, se
         model = AutoModelForCausalLM.from_config(
             config, dtype=machine.dtype, attn_implementation="sdpa"
         )
-    return use_varlen_attention(model) if packed else model
+    if packed:
+        use_varlen_attention(model)
+    if name.endswith(LORA):
+        import peft
+
+        adapters = peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
+        model = peft.get_peft_model(model, adapters)
+    return model

@@ -18,6 +18,7 @@ import torch
 
 from benchmarks.data import Numbered, collate, numbers_of
 from dynagroup import Budget, LengthAwareBatchSampler, ShapeLadder, TokenBudget, Work
+from dynagroup.plan.few_shapes import PackedTotals
 
 Update = list[list[int]]
 Setting = dict[str, Any]
@@ -88,14 +89,22 @@ class Job:
     seed: int = 0
     work: Work = field(default_factory=Work)
     """What the model's steps take, measured beforehand where a benchmark does so."""
+    num_shapes: int = 8
+    """Of methods with few shapes."""
     updates_so_far: dict[Any, list[Update]] = field(default_factory=dict, repr=False)
     """Of each method, epoch and setting: some take long, and are asked again."""
 
     @cached_property
     def ladder(self) -> ShapeLadder:
-        """Eight shapes (samples, tokens) that fit."""
+        """Few shapes (samples, tokens) that fit."""
         budget = TokenBudget(self.tokens)
-        return ShapeLadder(self.lengths, budget, num_shapes=8, window=self.per_update)
+        return ShapeLadder(self.lengths, budget, num_shapes=self.num_shapes, window=self.per_update)
+
+    @cached_property
+    def totals(self) -> PackedTotals:
+        """Few totals of tokens that fit, of packed batches."""
+        budget = TokenBudget(self.tokens, layout="packed")
+        return PackedTotals(self.lengths, budget, num_shapes=self.num_shapes)
 
     @property
     def fixed(self) -> int:
@@ -119,7 +128,7 @@ class Method:
     Args:
         settings: what may be tried, the largest batches first; each is named arguments of ``batches``.
         same_updates: every update holds the ``per_update`` samples that fixed batches would.
-        few_shapes: batches are filled to the shapes of the job's ladder, so that a compiled model meets few of them.
+        few_shapes: batches are filled to the job's few shapes (packed: totals), so that a compiled model meets few of them.
         capped: batches must hold at most the tokens they were given; dynabatch's are capped by its own prediction instead.
         needs: packages beyond transformers.
     """
@@ -242,13 +251,19 @@ def _batch_rebalance(job: Job, epoch: int, count: int = 0) -> Iterator[Update]:
     return iter(in_fixed(batches, count))
 
 
-def _ours(
-    layout: Any = "padded", *, grouping: int | None = None, knows_work: bool = True
+def ours(
+    layout: Any = "padded",
+    *,
+    grouping: int | None = None,
+    knows_work: bool = True,
+    few_shapes: bool = False,
 ) -> Callable[[Job, int], Iterator[Update]]:
     """With the work that was measured, or without a word of it."""
 
     def updates(job: Job, epoch: int) -> Iterator[Update]:
-        budget = job.ladder if layout == "ladder" else TokenBudget(job.tokens, layout=layout)
+        budget: Any = TokenBudget(job.tokens, layout=layout)
+        if few_shapes:
+            budget = job.ladder if layout == "padded" else job.totals
         plan = planned(
             job.lengths,
             budget,
@@ -415,11 +430,11 @@ METHODS: dict[str, Method] = {
     "lhotse DynamicBucketingSampler": Method(
         _lhotse, _each("num_buckets", 10, 30), flat=True, same_updates=False, needs=("lhotse",)
     ),
-    "dynagroup": Method(_ours()),
-    "dynagroup, nothing said of work": Method(_ours(knows_work=False)),
-    "dynagroup, packed": Method(_ours("packed"), packed=True),
-    "dynagroup, 8 lengths": Method(_ours("ladder"), few_shapes=True),
-    "dynagroup, grouping 10": Method(_ours(grouping=10), same_updates=False),
-    "dynagroup, grouping 50": Method(_ours(grouping=50), same_updates=False),
+    "dynagroup": Method(ours()),
+    "dynagroup, nothing said of work": Method(ours(knows_work=False)),
+    "dynagroup, packed": Method(ours("packed"), packed=True),
+    "dynagroup, 8 lengths": Method(ours(few_shapes=True), few_shapes=True),
+    "dynagroup, grouping 10": Method(ours(grouping=10), same_updates=False),
+    "dynagroup, grouping 50": Method(ours(grouping=50), same_updates=False),
     "dynagroup, free updates": Method(_free, flat=True, same_updates=False),
 }

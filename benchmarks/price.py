@@ -1,7 +1,7 @@
 """Seconds of a training step over (samples, length): what the price of a step and the crossover of attention are."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import product
 from typing import Any
 
@@ -33,12 +33,19 @@ ON_CPU = (
 
 def measured_work(machine: Machine) -> Work:
     """What the recipe says: time a dozen shapes of the small model, fit."""
-    model = build("small", machine)
-    shapes = []
-    for num_samples, longest in ON_CPU:
-        row = row_of(model, num_samples, longest, machine)
-        shapes.append((num_samples, longest, row["seconds"]))
-    return Work.fit(shapes)
+    return work_of_steps(build("small", machine), machine, ON_CPU)
+
+
+def work_of_steps(
+    model: Any, machine: Machine, shapes: Iterable[tuple[int, int]], repeats: int = 5
+) -> Work:
+    """Work that is fitted to the times of steps of these shapes; those that do not fit the device are left out."""
+    timed = []
+    for num_samples, longest in shapes:
+        row = row_of(model, num_samples, longest, machine, repeats)
+        if "seconds" in row:
+            timed.append((num_samples, longest, row["seconds"]))
+    return Work.fit(timed)
 
 
 def run(machine: Machine) -> Iterator[dict[str, Any]]:

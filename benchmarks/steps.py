@@ -11,8 +11,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.device_train import Case, job_of, run_of
 from benchmarks.machine import Machine, build
-from benchmarks.train import Run, job_of, run_of
+from benchmarks.price import DRY, work_of_steps
+from benchmarks.train import Run
+from dynagroup import Work
 
 SHAPES = (
     (2, 32),
@@ -25,14 +28,32 @@ SHAPES = (
     (4, 2048),
     (4, 4096),
 )
-CASE = "0.5B, CV 1.0"
+CASE = Case("0.5B", "CV 1.0")
 SLICE_S = 4.0
 """Seconds of a way's turn."""
-PRICES = (730, 2048, 6000)
+PRICES = (6000,)
+AS_MEASURED = "dynagroup, work as measured"
+"""Its price and its crossover are fitted to steps that were timed here. The prices above have the crossover of ``Work.of``."""
+MEASURED = (
+    (1, 128),
+    (1, 1024),
+    (1, 4096),
+    (4, 128),
+    (4, 1024),
+    (4, 4096),
+    (16, 64),
+    (16, 256),
+    (16, 1024),
+    (64, 64),
+    (64, 128),
+    (64, 256),
+)
+"""Samples and tokens of the steps to which ``Work`` is fitted."""
 NUM_NEW = 12
 """Shapes that come once."""
 RIVALS = ("fixed", "sorted inside the update", "transformers group_by_length")
-WITH_CUDNN = ("fixed", "sorted inside the update", "dynagroup, per_step 2048")
+BY_CONFIG = "dynagroup, Work.of"
+WITH_CUDNN = ("fixed", "sorted inside the update", BY_CONFIG)
 
 
 @contextmanager
@@ -65,7 +86,10 @@ def run(machine: Machine) -> Iterator[dict[str, Any]]:
             figures["new_shapes"].append({"cudnn": on, **_new_shapes(machine, step, 301 + 8 * on)})
         optimizer.zero_grad(set_to_none=True)
         yield figures
-    runs = _runs(machine)
+    work = work_of_steps(model, machine, DRY if machine.dry else MEASURED, repeats=2)
+    figures["measured_work"] = {"per_step": work.per_step, "crossover": min(work.crossover, 1e9)}
+    optimizer.zero_grad(set_to_none=True)
+    runs = _runs(machine, work)
     turns = [(False, way) for way in runs]
     turns += [(True, way) for way in runs if way in WITH_CUDNN]
     for _, (on, way) in product(range(1 if machine.dry else 3), turns):
@@ -104,14 +128,16 @@ def _new_shapes(machine: Machine, step: Step, shortest: int) -> dict[str, Any]:
     return {"new_s": new_s, "again_s": again_s}
 
 
-def _runs(machine: Machine) -> dict[str, Run]:
-    """Way -> its training."""
-    job = job_of(machine, CASE, 1.0)
-    runs = {name: run_of(name, job, machine, CASE) for name in RIVALS}
+def _runs(machine: Machine, work: Work) -> dict[str, Run]:
+    """Way -> its training; ``work``: as measured."""
+    job = job_of(machine, CASE)
+    works = {BY_CONFIG: job.work, AS_MEASURED: work}
     for price in PRICES:
-        work = replace(job.work, per_step=price)
-        priced = replace(job, work=work, updates_so_far={})
-        runs[f"dynagroup, per_step {price}"] = run_of("dynagroup", priced, machine, CASE)
+        works[f"dynagroup, per_step {price}"] = replace(job.work, per_step=price)
+    runs = {name: run_of(name, job, machine, CASE) for name in RIVALS}
+    for name, of_way in works.items():
+        priced = replace(job, work=of_way, updates_so_far={})
+        runs[name] = run_of("dynagroup", priced, machine, CASE)
     return runs
 
 

@@ -1,25 +1,25 @@
-"""Training end to end: the same model, samples and memory, every way to form batches in turn, on the CPU or on a GPU.
+"""Training end to end: the same model, samples and memory, every way to form batches in turn.
 
 All methods start from the same weights and hold at most the same tokens in a batch. On the CPU a small model learns real text,
-and held-out loss is taken after equal samples. On a GPU models of real sizes run on random tokens, each method's model made anew
-at each turn. Forming batches is not timed: see ``plan speed``.
+and held-out loss is taken after equal samples; on a GPU see :mod:`benchmarks.device_train`. Forming batches is not timed: see
+``plan speed``.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from itertools import chain, count, product, repeat
+from itertools import chain, count, product
 from typing import Any
 
 import numpy as np
 import torch
 
 from benchmarks.data import collate, lengths_of, lognormal, sample_of
-from benchmarks.machine import SIZES, Machine, build, config_of, noted, paired
+from benchmarks.machine import SIZES, Machine, build, paired
 from benchmarks.methods import METHODS, Job, Setting, Update, in_fixed
 from benchmarks.price import measured_work
 from benchmarks.record import spread
-from dynagroup import MemoryBudget, Work
+from dynagroup import Work
 from dynagroup.update.filling import FillingCollator
 
 PER_UPDATE = 64
@@ -33,12 +33,6 @@ HELD_OUT = 128
 UPDATES = 20
 TUNED = 4
 """Updates by which a method's fastest setting is found."""
-LONGEST = 4096
-"""Most tokens of a sample on a GPU."""
-HEADROOM = 0.8
-"""Share of a GPU that a batch may be predicted to take."""
-SLICE_S = 3.0
-"""Seconds of a method's turn on a GPU; turns go round until the time is used."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +78,8 @@ class Run:
     size: str
     ids: Callable[[int, int], np.ndarray]
     setting: Setting | None = None
+    method: Any = None
+    """None: the one of this name."""
     timed: list[Timed] = field(default_factory=list)
     """Each update but a model's first, which fills caches."""
     counts: Counts = field(default_factory=Counts)
@@ -93,7 +89,8 @@ class Run:
     optimizer: Any = None
 
     def __post_init__(self) -> None:
-        self.method = METHODS[self.name]
+        if self.method is None:
+            self.method = METHODS[self.name]
         if self.setting is None:
             self.setting = self.method.tried(self.job)[0]
         epochs = (self.method.updates(self.job, epoch, self.setting) for epoch in count())
@@ -118,8 +115,9 @@ class Run:
     def _begin(self) -> None:
         self.model = build(self.size, self.machine, packed=self.method.packed, seed=self.job.seed)
         self.machine.free()
+        trained = [one for one in self.model.parameters() if one.requires_grad]
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(),
+            trained,
             lr=1e-6 if self.machine.is_gpu else 1e-3,
             fused=self.machine.is_gpu,
         )
@@ -150,7 +148,7 @@ class Run:
     def inputs(self, batch: list[int]) -> dict[str, Any]:
         rows = [self.ids(sample, int(self.job.lengths[sample])) for sample in batch]
         if self.method.packed:
-            inputs = flattened(rows)
+            inputs = flattened(rows, self.job.totals if self.method.few_shapes else None)
         else:
             inputs = padded(rows, self.job.ladder if self.method.few_shapes else None)
         for name, value in inputs.items():
@@ -180,10 +178,10 @@ def padded(rows: list[np.ndarray], ladder: Any = None) -> dict[str, Any]:
     return FillingCollator(collate, ladder)(samples)
 
 
-def flattened(rows: list[np.ndarray]) -> dict[str, Any]:
-    """One packed row, as transformers makes it."""
-    flatten = _flattening()
-    return flatten([{"input_ids": row.tolist()} for row in rows])
+def flattened(rows: list[np.ndarray], totals: Any = None) -> dict[str, Any]:
+    """One packed row, as transformers makes it, or filled to one of few totals of tokens."""
+    samples = [{"input_ids": row.tolist()} for row in rows]
+    return FillingCollator(_flattening(), totals)(samples)
 
 
 @cache
@@ -263,10 +261,7 @@ SETS = (
 
 
 def rivals(machine: Machine) -> Iterator[dict[str, Any]]:
-    """Every method: on the CPU over real and drawn lengths scaled to a mean of 40 tokens, on a GPU the 0.5B model."""
-    if machine.is_gpu or machine.dry:
-        yield from _cases(machine, ("0.5B, CV 1.0", "0.5B, azure_llm_conv_2023"))
-        return
+    """Every method, over real and drawn lengths scaled to a mean of 40 tokens."""
     figures: dict[str, Any] = {}
     work = measured_work(machine)
     held_out = [ids[:SHORT] for ids in texts_of()[:HELD_OUT]]
@@ -275,7 +270,7 @@ def rivals(machine: Machine) -> Iterator[dict[str, Any]]:
         methods = {}
         for way, run in compared(machine, job).items():
             methods[way] = {**run.figures(), "held_out_loss": loss_on(run.model, held_out)}
-        figures[name] = {**_about(job), "updates": UPDATES, "methods": methods}
+        figures[name] = {**about_job(job), "updates": UPDATES, "methods": methods}
         yield figures
 
 
@@ -319,7 +314,7 @@ def small(machine: Machine) -> Iterator[dict[str, Any]]:
         job = small_job(name, size, work)
         runs = compared(machine, job, names=SMALL, updates=SMALL_SAMPLES // size)
         methods = {way: run.figures() for way, run in runs.items()}
-        figures[f"{name}, updates of {size}"] = {**_about(job), "methods": methods}
+        figures[f"{name}, updates of {size}"] = {**about_job(job), "methods": methods}
         yield figures
 
 
@@ -341,7 +336,7 @@ def packed(machine: Machine) -> Iterator[dict[str, Any]]:
             seconds[way] = [timed.seconds for timed in run.timed]
             batches[way] = run.counts.batches / run.counts.updates
         figures["sets"][name] = {
-            **_about(job),
+            **about_job(job),
             "speed": paired(seconds["TRL padding-free"], seconds["dynagroup, packed"]),
             "batches_per_update": batches,
         }
@@ -366,11 +361,6 @@ def us_a_token(machine: Machine, length: int = 32, repeats: int = 9) -> dict[str
     return figures
 
 
-def large(machine: Machine) -> Iterator[dict[str, Any]]:
-    """The 1.5B model; and lengths of program files."""
-    return _cases(machine, ("1.5B, CV 1.0", "1.5B, CV 1.3", "0.5B, python_files"))
-
-
 @torch.no_grad()
 def loss_on(model: Any, rows: Sequence[np.ndarray]) -> float:
     """Mean over all predicted tokens."""
@@ -383,122 +373,7 @@ def loss_on(model: Any, rows: Sequence[np.ndarray]) -> float:
     return loss
 
 
-# On a GPU: a case is a model's size and the lengths of its samples
-
-
-def _cases(machine: Machine, cases: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Figures so far after every turn, so that a part that is cut off keeps what it has."""
-    figures: dict[str, Any] = {}
-    machine.warm_up()
-    for number, case in enumerate(cases[:1] if machine.dry else cases):
-        left = machine.left_s()
-        seconds_of_case = (left - 20) / (len(cases) - number)
-        failed: dict[str, Any] = {}
-        figures[case] = {"failed": {"": "no time"}}
-        with noted(failed, ""):
-            for so_far in _rounds(machine, case, end=left - seconds_of_case):
-                figures[case] = so_far
-                yield figures
-        if failed:
-            figures[case]["failed"] = failed
-        machine.free()
-        yield figures
-
-
-@cache
-def tokens_that_fit(size: str, num_bytes: int) -> int:
-    """Tokens of a batch, as traced: no device has been asked yet."""
-    config = config_of(size)
-    budget = MemoryBudget.from_model(config, num_bytes, dtype="bfloat16", headroom=HEADROOM)
-    return budget.max_tokens(LONGEST)
-
-
-def job_of(machine: Machine, case: str, share: float) -> Job:
-    """The case's lengths, and so much of what was traced to fit."""
-    size, kind = case.split(", ")
-    work = Work.of(config_of(size, dry=machine.dry))
-    if machine.dry:
-        tokens = int(share * 64)
-        return Job(lengths_of_case(kind, 200, 32), 16, max(tokens // 32, 1) * 32, work=work)
-    tokens = int(share * tokens_that_fit(size, machine.total_bytes))
-    longest = min(LONGEST, max(tokens // 512, 1) * 512)
-    fixed = max(tokens // longest, 1)
-    return Job(lengths_of_case(kind, 5_000, longest), PER_UPDATE, fixed * longest, work=work)
-
-
-def lengths_of_case(kind: str, count: int, longest: int) -> np.ndarray:
-    """Drawn lengths ("CV 1.0"), or those of a file."""
-    if not kind.startswith("CV"):
-        return lengths_of(kind, count).clip(4, longest)
-    cv = float(kind[3:])
-    lengths = lognormal(count, mean=longest / 8, cv=cv, shortest=4, longest=longest)
-    lengths[:8] = longest  # whatever is drawn, a fixed batch must hold the longest
-    return lengths
-
-
-def run_of(name: str, job: Job, machine: Machine, case: str) -> Run:
-    """A method's training of a model of the case's size on random ids."""
-    size = case.split(", ")[0]
-    vocabulary = SIZES["dry" if machine.dry else size][-1]
-    text = np.random.default_rng(0).integers(3, vocabulary, 1 << 20)
-
-    def ids(sample: int, length: int) -> np.ndarray:
-        start = (7919 * sample) % (len(text) - length)
-        return text[start : start + length]
-
-    return Run(name, job, machine, size, ids)
-
-
-def job_that_fits(machine: Machine, case: str) -> Job:
-    """Tries the hardest batch twice, and takes less where the device has less than was traced."""
-    for share in (1.0, 0.75, 0.5):
-        job = job_of(machine, case, share)
-        longest_first = np.argsort(-job.lengths, kind="stable")
-        hardest = longest_first[: job.fixed].tolist()
-        trial = run_of("fixed", job, machine, case)
-        trial.updates = repeat([hardest, hardest])
-        fits = machine.fits(trial.turn)
-        del trial  # and its model
-        machine.free()
-        if fits:
-            return job
-    raise RuntimeError(f"not even half of what was traced fits: {job.tokens} tokens")
-
-
-def _rounds(machine: Machine, case: str, end: float) -> Iterator[dict[str, Any]]:
-    """Every method has a turn a round; none is begun that could outlast the case, which ends when so many seconds are left."""
-    left = machine.left_s()
-    job = job_that_fits(machine, case)
-    longest = max(5 * SLICE_S, left - machine.left_s())
-    available = [name for name, method in METHODS.items() if method.available]
-    runs = {name: run_of(name, job, machine, case) for name in available}
-    failed: dict[str, str] = {}
-    number = 0
-    while runs:
-        number += 1
-        for name in list(runs):
-            if not machine.has(30 + longest):
-                return
-            longest = max(longest, _turn_of(machine, runs, name, failed))
-            methods = {way: run.figures() for way, run in runs.items() if run.timed}
-            yield {**_about(job), "rounds": number, "methods": methods, "failed": dict(failed)}
-        is_last = machine.left_s() - len(runs) * longest <= end
-        if machine.dry or is_last:
-            return
-
-
-def _turn_of(machine: Machine, runs: dict[str, Run], name: str, failed: dict[str, str]) -> float:
-    """Seconds of a method's turn; one that fails has no more turns."""
-    left = machine.left_s()
-    with noted(failed, name):
-        runs[name].turn(seconds=0.0 if machine.dry else SLICE_S)
-    if name in failed:
-        del runs[name]
-    machine.free()  # outside the block: the error's traceback kept the method's model alive
-    return left - machine.left_s()
-
-
-def _about(job: Job) -> dict[str, Any]:
+def about_job(job: Job) -> dict[str, Any]:
     return {
         "tokens_a_batch": job.tokens,
         "longest": int(job.lengths.max()),

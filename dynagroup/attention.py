@@ -3,9 +3,10 @@
 On H100, H200 and B200 recent versions of torch prefer cuDNN's kernel, which builds a plan for every new shape of a
 batch. ``docs/benchmarks.md`` has the measured time of a plan, about half a second."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal, TypeAlias
+import threading
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch.nn.attention import sdpa_kernel
@@ -32,9 +33,34 @@ def check_attention_backends(backends: AttentionBackends) -> AttentionBackends:
     return backends
 
 
-@contextmanager
-def attention_kernels(backends: AttentionBackends, *, varies: bool) -> Iterator[None]:
-    """Context manager for a step: which kernels ``scaled_dot_product_attention`` may use. Entering it takes a microsecond.
+class _WithoutCudnn:
+    """Context manager in which cuDNN's kernel is off. The switch is of the whole process, and threads may be in several steps
+    at once: so the first one turns it off, and the last one back."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_inside = 0
+        self._was_enabled = True
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._num_inside == 0:
+                self._was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
+                torch.backends.cuda.enable_cudnn_sdp(False)
+            self._num_inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._num_inside -= 1
+            if self._num_inside == 0:
+                torch.backends.cuda.enable_cudnn_sdp(self._was_enabled)
+
+
+_without_cudnn = _WithoutCudnn()
+
+
+def attention_kernels(backends: AttentionBackends, *, varies: bool) -> AbstractContextManager[Any]:
+    """Returns a context for a step: which kernels ``scaled_dot_product_attention`` may use. Entering it takes a microsecond.
 
     Args:
         backends: "auto": all but cuDNN's while shapes vary. None: torch chooses. A list of
@@ -45,17 +71,8 @@ def attention_kernels(backends: AttentionBackends, *, varies: bool) -> Iterator[
     ...     torch.backends.cuda.cudnn_sdp_enabled()
     False
     """
+    if backends == "auto":
+        return _without_cudnn if varies else nullcontext()
     if backends is None:
-        yield
-    elif backends != "auto":
-        with sdpa_kernel(list(backends)):
-            yield
-    elif not varies:
-        yield
-    else:
-        was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
-        torch.backends.cuda.enable_cudnn_sdp(False)
-        try:
-            yield
-        finally:
-            torch.backends.cuda.enable_cudnn_sdp(was_enabled)
+        return nullcontext()
+    return sdpa_kernel(list(backends))

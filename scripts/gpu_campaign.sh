@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Measurements that need a GPU, in parts that each end within minutes and may run in any order, and again.
 # usage: bash scripts/gpu_campaign.sh [PART...] [--out FOLDER] [--minutes M] [--dry]
-#   parts: work steps memory packed fits train train_large oom generate embed; all of them without a name
+#   parts: launching train_small train train_large steps work memory packed fits oom generate embed; without a name, all
 #   --dry: tiny models on the CPU, to try the scripts; needs an --out of its own, since its figures mean nothing
-# One machine for half an hour, commands of at most ten minutes: `train`; then `work fits oom --minutes 3`; then
-#   `train_large --minutes 6` and `memory --minutes 3`. Every row is saved as it comes; a part that is stopped keeps what it has.
+# One machine for a quarter of an hour, commands of at most ten minutes, the most valuable first:
+#   launching --minutes 4.5; train_small --minutes 4; then steps train --minutes 2.5. Every row is saved as it comes; a part that
+#   is stopped keeps what it has. Wheels of trl, pyarrow, datasets, xgboost-cpu and dynabatch add these rivals.
 # Needs torch with CUDA and transformers 5.17 or later; no network, xgboost or datasets. PYTHON names another interpreter.
 set -euo pipefail
 cd "$(dirname "$0")/.."

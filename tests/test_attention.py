@@ -43,9 +43,11 @@ def kernels_of(model: torch.nn.Module) -> list[dict[str, bool]]:
 
 @pytest.fixture(autouse=True)
 def restored() -> Iterator[None]:
-    before = kernels()
+    was_enabled = FLAGS.cudnn_sdp_enabled()
+    FLAGS.enable_cudnn_sdp(True)
     yield
-    assert kernels() == before
+    assert kernels() == ALL
+    FLAGS.enable_cudnn_sdp(was_enabled)
 
 
 CHOICES = [
@@ -176,6 +178,18 @@ def test_a_kernel_that_was_off_before_stays_off():
         assert kernels() == FREE
     finally:
         FLAGS.enable_cudnn_sdp(True)
+
+
+def test_steps_in_threads_may_overlap():
+    """The first step to begin ends before the second."""
+    first = attention_kernels("auto", varies=True)
+    second = attention_kernels("auto", varies=True)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert kernels() == FREE
+    second.__exit__(None, None, None)
+    assert kernels() == ALL
 
 
 @pytest.mark.parametrize("wrong", ["cudnn", [], ["math"], SDPBackend.MATH, 3])

@@ -10,14 +10,18 @@ from itertools import chain, islice
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from benchmarks import ablation
+from benchmarks import ablation, launching
 from benchmarks.__main__ import COMMANDS, collected, main
 from benchmarks.data import lognormal
 from benchmarks.faults import loaders, memory
 from benchmarks.faults.__main__ import FAULTS, draws, run_case
 from benchmarks.faults.case import Case
 from benchmarks.faults.oracle import Seen, judged, over_budget, value_of
+from benchmarks.machine import Machine
 from benchmarks.methods import METHODS, Job
 from benchmarks.ranks import simulated
 from dynagroup.jobs.storage import Output
@@ -96,6 +100,37 @@ def test_every_method_keeps_to_its_memory_and_uses_no_sample_twice(name):
     used = Counter(chain.from_iterable(samples))
     assert set(used.values()) == {1}
     assert len(used) >= 384
+
+
+def test_every_way_of_launching_has_the_same_gradients_and_graphs_never_wait(monkeypatch):
+    """On the CPU, where a graph's shapes are run in the same inputs, and waiting for the device is an error."""
+    ways = {name: way for name, way in launching.WAYS.items() if not way.launch.compiles}
+    monkeypatch.setattr(launching, "WAYS", ways)
+    *_, figures = launching.run(Machine("cpu", dry=True))
+    assert figures["failed"] == {}
+    assert [*figures["methods"]] == [*ways]
+    gradients = [found["first_gradient"] for found in figures["methods"].values()]
+    assert gradients == pytest.approx([gradients[0]] * len(ways), rel=1e-4)
+    with_graphs = [found for name, found in figures["methods"].items() if "graph" in name]
+    assert [found["eager_batches"] for found in with_graphs] == [0] * len(with_graphs)
+    assert with_graphs[0]["captured_shapes"] <= 8
+
+
+def test_what_waits_for_the_device_is_found_on_the_cpu():
+    with launching.NoSynchronisation(), pytest.raises(RuntimeError, match="waits for the device"):
+        torch.ones(2).sum().item()
+
+
+@given(st.integers(1, 40), st.integers(1, 40))
+def test_filling_to_powers_of_two_adds_no_label(rows, width):
+    ids = torch.ones(rows, width, dtype=torch.int64)
+    filled = launching.filled_to_powers({"input_ids": ids, "labels": ids})
+    new_rows, new_width = filled["input_ids"].shape
+    assert new_rows.bit_count() == new_width.bit_count() == 1
+    assert rows <= new_rows < 2 * rows
+    assert width <= new_width < 2 * width
+    assert int((filled["labels"] != -100).sum()) == rows * width
+    assert torch.equal(filled["input_ids"][:rows, :width], ids)
 
 
 def step(samples, *, scale=1.0, ends=True):

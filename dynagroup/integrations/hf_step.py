@@ -225,7 +225,7 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
         with self.attention_kernels():
             return self._run_update(model, inputs, num_items_in_batch)
 
-    def attention_kernels(self) -> contextlib.AbstractContextManager[None]:
+    def attention_kernels(self) -> contextlib.AbstractContextManager[Any]:
         """Returns a context for a batch, forward and backward: the kernels that its attention may use."""
         config = self.dynagroup
         has_few_shapes = config.shapes is not None or config.budget.ladder is not None

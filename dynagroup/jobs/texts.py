@@ -132,7 +132,7 @@ class TextJob(Job):
             num_new=self.num_new,
         )
 
-    def attention_kernels(self) -> AbstractContextManager[None]:
+    def attention_kernels(self) -> AbstractContextManager[Any]:
         """Returns a context for a batch: the kernels that its attention may use."""
         varies = self.budget.ladder is None
         return attention_kernels(self._options.attention_backends, varies=varies)
