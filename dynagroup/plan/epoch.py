@@ -5,13 +5,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dynagroup.shapes import IntArray
 from dynagroup.validation import check_int
+
+Cells: TypeAlias = NDArray[np.uint32]
+"""Lines or columns of a grid: of at most 2**62 cells, so the sum of two has 32 bits."""
 
 ROUNDS = 8
 NONE = np.zeros(0, np.int64)
@@ -69,7 +72,7 @@ class EpochOrder:
         return self._block[start - self._block_at : stop - self._block_at]
 
     def index_at(self, positions: IntArray) -> IntArray:
-        kept = self._walk(positions, range(ROUNDS), sign=1) if self._shuffle else positions
+        kept = self._walk(positions, range(ROUNDS)) if self._shuffle else positions
         if not len(self._left_out):
             return kept
         return kept + self._kept_before.searchsorted(kept, side="right")
@@ -78,42 +81,46 @@ class EpochOrder:
         """Returns the position of a sample in the order, the inverse of :meth:`index_at`."""
         kept = np.asarray([index - self._left_out.searchsorted(index)], np.int64)
         if self._shuffle:
-            kept = self._walk(kept, range(ROUNDS - 1, -1, -1), sign=-1)
+            kept = self._walk(kept, range(ROUNDS - 1, -1, -1), is_inverse=True)
         return int(kept[0])
 
-    def _walk(self, values: IntArray, rounds: range, sign: int) -> IntArray:
-        values = self._mix(values, rounds, sign)
+    def _walk(self, values: IntArray, rounds: range, *, is_inverse: bool = False) -> IntArray:
+        values = self._mix(values, rounds, is_inverse=is_inverse)
         outside = np.flatnonzero(values >= self.num_samples)
         while len(outside):
-            values[outside] = self._mix(values[outside], rounds, sign)
+            values[outside] = self._mix(values[outside], rounds, is_inverse=is_inverse)
             outside = outside[values[outside] >= self.num_samples]
         return values
 
-    def _mix(self, values: IntArray, rounds: range, sign: int) -> IntArray:
-        line, column = np.divmod(values, self._width)
+    def _mix(self, values: IntArray, rounds: range, *, is_inverse: bool = False) -> IntArray:
+        lines = values // self._width
+        line = lines.astype(np.uint32)
+        column = (values - lines * self._width).astype(np.uint32)
         for key_place in rounds:
             key = self._keys[key_place]
             if key_place % 2:
-                line = _turn(line, sign * _hash(column, key, self._height), self._height)
+                by = _hash(column, key, self._height)
+                line = _turn(line, self._height - by if is_inverse else by, self._height)
             else:
-                column = _turn(column, sign * _hash(line, key, self._width), self._width)
-        return line * self._width + column
+                by = _hash(line, key, self._width)
+                column = _turn(column, self._width - by if is_inverse else by, self._width)
+        return line.astype(np.int64) * self._width + column
 
 
-def _turn(values: IntArray, by: IntArray, size: int) -> IntArray:
-    values = values + by
-    values -= size * (values >= size)
-    values += size * (values < 0)
-    return values
+def _turn(values: Cells, by: Cells, size: int) -> Cells:
+    """Returns ``values + by`` modulo ``size``; ``by`` is at most ``size``."""
+    turned = values + by
+    # Without a sign, what would be below 0 is a large number.
+    return np.minimum(turned, turned - size)
 
 
-def _hash(values: IntArray, key: np.uint32, size: int) -> IntArray:
-    mixed: NDArray[np.uint32] = values.astype(np.uint32) ^ key
+def _hash(values: Cells, key: np.uint32, size: int) -> Cells:
+    mixed = values ^ key
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         mixed ^= mixed >> np.uint32(shift)
         mixed *= np.uint32(factor)
     mixed ^= mixed >> np.uint32(16)
-    return ((mixed.astype(np.uint64) * np.uint64(size)) >> np.uint64(32)).astype(np.int64)
+    return ((mixed.astype(np.uint64) * np.uint64(size)) >> np.uint64(32)).astype(np.uint32)
 
 
 class Windows:

@@ -44,12 +44,18 @@ def places_by_length(update_of: IntArray, num_strata: int, rank_of_update: IntAr
 
 
 def dealt(by_length: NDArray[Any], num_strata: int, rank_of_update: IntArray) -> NDArray[Any]:
-    """Deals samples, given longest first, to stratified updates of one size: (updates, samples)."""
+    """Deals samples, given longest first, to stratified updates of one size: (updates, samples). An update's places are
+    divided as by :func:`places_by_length`."""
     num_updates = len(rank_of_update)
-    update_of = np.repeat(np.arange(num_updates), len(by_length) // num_updates)
-    updates = np.empty_like(by_length)
-    updates[places_by_length(update_of, num_strata, rank_of_update)] = by_length
-    return updates.reshape(num_updates, -1)
+    size = len(by_length) // num_updates
+    place = np.arange(size)
+    stratum = ((place + 1) * num_strata - 1) // size
+    chunk_sizes = np.bincount(stratum)
+    first_place = (np.cumsum(chunk_sizes) - chunk_sizes)[stratum]
+    rank = rank_of_update[:, None]
+    chunk = np.where(stratum == 0, rank, num_updates - 1 - rank)
+    start_of_chunk = num_updates * first_place + chunk * chunk_sizes[stratum]
+    return by_length[start_of_chunk + place - first_place]
 
 
 def spread_of_strata(tokens: NDArray[Any], num_updates: int, num_strata: int) -> float:

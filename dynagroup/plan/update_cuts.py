@@ -12,15 +12,15 @@ from numpy.typing import NDArray
 from dynagroup.budget.base import Budget
 from dynagroup.plan.batches import Batches, offsets_of
 from dynagroup.plan.padded import OrderedWindow
-from dynagroup.plan.rows import Steps, after_batches, divide
+from dynagroup.plan.rows import Steps, divide
 from dynagroup.shapes import IntArray
 
 MOST_PLACES = 64
 """Places of an update where a step may begin; half as many on several ranks."""
 FEWEST_PLACES = 8
 """If a step may not begin everywhere: at least so many places must be within the reach of the first step."""
-WAYS = np.array([[0.5, 0.0], [0.25, 0.25]])
-"""Two estimates of what whole samples cost a step: a share of the shortest, and of the longest less the shortest one."""
+WAYS = np.array([[0.5, 0.0], [0.0, 0.25]])
+"""Two estimates of what whole samples cost a step: a share of the shortest one, or of the longest one."""
 TABLE = 1 << 16
 """Lengths up to this are looked up in a table."""
 
@@ -56,27 +56,29 @@ def cut_updates(
     largest = _largest_sizes(tokens, budget)
     if largest is None:
         return None
-    # Each update stands in the arrays once for each way to estimate the time of a step; the better cut is used.
     ways = WAYS if num_ranks > 1 else WAYS[:1]
-    work = np.repeat(work, len(ways), axis=0)
-    largest = np.repeat(largest, len(ways), axis=0)
-    begins = _cheapest_steps(work, largest, num_ranks, per_step, np.tile(ways, (num_updates, 1)))
-    num_steps = begins.sum(axis=1)
-    firsts = np.flatnonzero(begins)
-    if not len(firsts):
-        return UpdateCuts(Batches.concatenate([]), np.zeros(num_updates, np.int64))
-    row_of_step = firsts // size
-    ends = np.minimum(np.append(firsts[1:], work.size), size * (row_of_step + 1))
-    steps = Steps(OrderedWindow(work.ravel(), largest.ravel()), firsts, ends, num_ranks)
+    begins = _cheapest_steps(work, largest, num_ranks, per_step, ways)
+    num_steps = begins.sum(axis=2)
+    update, way, begin = np.unravel_index(np.flatnonzero(begins), begins.shape)
+    if not len(begin):
+        return UpdateCuts(Batches.concatenate([]), num_steps[:, 0])
+    end = np.append(begin[1:], 0)
+    end[end == 0] = size  # the next step begins another cut
+    # Both ways have many steps in common, and each of these is divided once.
+    codes = (update * size + begin) * (size + 1) + end - begin
+    codes, code_of_step = np.unique(codes, return_inverse=True)
+    firsts, num_samples = np.divmod(codes, size + 1)
+    window = OrderedWindow(work.ravel(), largest.ravel())
+    steps = Steps(window, firsts, firsts + num_samples, num_ranks)
     sizes = divide(steps, steps.least(), np.full(len(firsts), np.inf))
-    times = np.bincount(row_of_step, per_step + steps.dearest(sizes), minlength=len(work))
-    times[num_steps == 0] = np.inf
-    rows = np.arange(len(work)).reshape(num_updates, len(ways))
-    best = rows[np.arange(num_updates), times[rows].argmin(axis=1)]
-    num_steps = num_steps[best]
+    times = np.where(num_steps > 0, 0.0, np.inf)
+    np.add.at(times, (update, way), (per_step + steps.dearest(sizes))[code_of_step])
+    best = times.argmin(axis=1)
+    num_steps = num_steps[np.arange(num_updates), best]
+    is_used = way == best[update]
+    sizes = sizes[code_of_step[is_used]]
     positions = np.arange(num_updates * size).reshape(num_updates, size)[num_steps > 0]
-    is_used = np.isin(row_of_step, best)
-    return UpdateCuts(Batches(positions.ravel(), offsets_of(sizes[is_used].ravel())), num_steps)
+    return UpdateCuts(Batches(positions.ravel(), offsets_of(sizes.ravel())), num_steps)
 
 
 def _largest_sizes(longest: IntArray, budget: Budget) -> IntArray | None:
@@ -97,7 +99,7 @@ def _largest_sizes(longest: IntArray, budget: Budget) -> IntArray | None:
 
 # Shortest path through the places where steps may begin, by dynamic programming: the least time to a place is that to
 # an earlier place, and of one step between them. For all updates at once; O(places**2) operations on arrays with an
-# entry for each update.
+# entry for each update and way.
 def _cheapest_steps(
     work: NDArray[np.float64],
     largest: IntArray,
@@ -105,22 +107,23 @@ def _cheapest_steps(
     per_step: float,
     ways: NDArray[np.float64],
 ) -> NDArray[np.bool_]:
-    """Returns at which samples the steps of least total time begin: bool (updates, samples).
+    """Returns at which samples the steps of least total time begin: bool (updates, ways, samples).
 
     No step begins in an update that cannot be cut so, or whose batches are so small that more places are needed. On
     one rank, and with all places, the cut is exact; else a step's time is estimated.
     """
     num_updates, size = work.shape
     stride = -(-size // (MOST_PLACES if num_ranks == 1 else MOST_PLACES // 2))
-    places = np.append(np.arange(0, size - stride + 1, stride), size)
+    places = np.arange(0, size - stride + 1, stride)
+    is_far = (places >= num_ranks) & (size - places >= num_ranks)  # each rank needs a sample
+    places = np.concatenate([[0], places[is_far], [size]])
     num_places = len(places) - 1
-    reach = _reach(largest, num_ranks)[:, places[:-1]].T.copy()
+    reach = _reach(largest, places[:-1], num_ranks)
     furthest = (reach - places[:-1, None]).max()
     time_of_steps = StepTimes(work, places, num_ranks, ways)
-    updates = np.arange(num_updates)
-    least = np.full((num_places + 1, num_updates), np.inf)
+    least = np.full((num_places + 1, len(ways), num_updates), np.inf)
     least[0] = 0.0
-    came_from = np.zeros((num_places + 1, num_updates), np.int64)
+    came_from = np.zeros(least.shape, np.int64)
     for stop in range(1, num_places + 1):
         end = int(places[stop])
         first = min(int(np.searchsorted(places, end - furthest)), stop - 1)
@@ -128,22 +131,25 @@ def _cheapest_steps(
         if first >= last:
             continue
         starts = slice(first, last)
-        time = time_of_steps(starts, end)
+        time = time_of_steps(starts, stop)
         time += least[starts]
-        time[reach[starts] < end] = np.inf
-        best = time.argmin(axis=0)
-        came_from[stop] = first + best
-        least[stop] = per_step + time[best, updates]
+        np.copyto(time, np.inf, where=(reach[starts] < end)[:, None])
+        came_from[stop] = first + time.argmin(axis=0)
+        least[stop] = per_step + time.min(axis=0)
 
     is_cut = np.isfinite(least[-1])
     if stride > num_ranks:
         is_cut &= reach[0] >= FEWEST_PLACES * stride
-    begins = np.zeros((num_updates, size), np.bool_)
-    place = np.where(is_cut, num_places, 0)
-    while place.any():
-        running = place > 0
-        place = came_from[place, updates]
-        begins[updates[running], places[place[running]]] = True
+    begins = np.zeros((num_updates, len(ways), size), np.bool_)
+    way, update = np.nonzero(is_cut)
+    place = np.full(len(way), num_places)
+    while len(place):
+        place = came_from[place, way, update]
+        begins[update, way, places[place]] = True
+        is_running = place > 0
+        place = place[is_running]
+        way = way[is_running]
+        update = update[is_running]
     return begins
 
 
@@ -152,8 +158,8 @@ class StepTimes:
 
     Args:
         work: float64 (updates, samples), predicted time of each sample alone, falling.
-        places: int64, positions where steps may begin.
-        ways: float64 (updates, 2), of ``WAYS``.
+        places: int64, positions where steps may begin, and the end.
+        ways: float64 (ways, 2), of ``WAYS``.
     """
 
     def __init__(
@@ -167,41 +173,45 @@ class StepTimes:
         self._work = work.T.copy()
         self._places = places
         self._longest = self._work[places[:-1]]
-        self._sums = np.zeros((size + 1, num_updates))
-        np.cumsum(self._work, axis=0, out=self._sums[1:])
+        sums = np.zeros((num_updates, size + 1))
+        np.cumsum(work, axis=1, out=sums[:, 1:])
+        self._sums = sums[:, places].T.copy()
         self._num_ranks = num_ranks
-        self._of_shortest, self._of_difference = ways.T
+        self._ways = ways
 
-    def __call__(self, starts: slice, end: int) -> NDArray[np.float64]:
-        """Returns the work of the most expensive batch of steps from these places to ``end``: (starts, updates).
+    def __call__(self, starts: slice, stop: int) -> NDArray[np.float64]:
+        """Returns the work of the most expensive batch of steps from these places to that one: (starts, ways, updates).
 
         Exact for one rank. Else it is estimated as the largest of three bounds: the longest sample alone; as many of
         the shortest samples as some rank must take; and an equal part of all samples, with their padding. A run of n
         samples pads about (n - 1) / 2 times the difference of its ends. What remains is that a rank takes whole
-        samples: this costs a share of the shortest sample, and of the difference between the longest and the shortest.
+        samples: this costs a share of the shortest sample, or of the longest one.
         """
-        first = self._places[starts]
-        num_samples = end - first
+        end = self._places[stop]
+        num_samples = end - self._places[starts]
         longest = self._longest[starts]
         if self._num_ranks == 1:
-            return num_samples[:, None] * longest
+            return (num_samples[:, None] * longest)[:, None]
         shortest = self._work[end - 1]
-        shares_rank = (num_samples > self._num_ranks)[:, None]
-        padding = 0.5 * (num_samples / self._num_ranks - 1) / self._num_ranks
-        time = (self._sums[end] - self._sums[first]) / self._num_ranks
-        time += (padding[:, None] + shares_rank * self._of_difference) * (longest - shortest)
-        time += shares_rank * (self._of_shortest * shortest)
-        np.maximum(time, longest, out=time)
         fewest = -(-num_samples // self._num_ranks)
-        return np.maximum(time, fewest[:, None] * self._work[end - fewest], out=time)
+        bound = np.maximum(longest, fewest[:, None] * self._work[end - fewest])
+        padding = 0.5 * (num_samples / self._num_ranks - 1) / self._num_ranks
+        part = (self._sums[stop] - self._sums[starts]) / self._num_ranks
+        part += padding[:, None] * (longest - shortest)
+        share = self._ways * (num_samples > self._num_ranks)[:, None, None]
+        times = part[:, None] + share[:, :, :1] * shortest
+        times += share[:, :, 1:] * longest[:, None]
+        return np.maximum(times, bound[:, None], out=times)
 
 
-def _reach(largest: IntArray, num_ranks: int) -> IntArray:
-    """Returns where the longest step ends that begins at each sample, by the budget alone: int64 (updates, samples)."""
+def _reach(largest: IntArray, places: IntArray, num_ranks: int) -> IntArray:
+    """Returns where the longest step ends that begins at each place, by the budget alone: int64 (places, updates)."""
     num_updates, size = largest.shape
     ends = np.full((num_updates, size + 1), size)
     ends[:, :-1] = np.minimum(np.arange(size) + largest, size)
-    first_cells = np.arange(num_updates)[:, None] * (size + 1)
-    next_cell = (first_cells + ends).ravel()
-    last_cell, _ = after_batches(next_cell, np.zeros(len(next_cell)), num_ranks)
-    return (last_cell.reshape(ends.shape) - first_cells)[:, :-1]
+    first_cells = np.arange(num_updates) * (size + 1)
+    ends += first_cells[:, None]
+    cells = first_cells + places[:, None]
+    for _ in range(num_ranks):
+        cells = ends.take(cells)
+    return cells - first_cells

@@ -36,6 +36,7 @@ from dynagroup.plan.epoch import EpochOrder, Windows, epoch_order
 from dynagroup.plan.mixture import Mixture
 from dynagroup.plan.order import OrderSource
 from dynagroup.testing import assert_conserves, run_ranks
+from dynagroup.validation import LARGEST
 from tests import strategies
 from tests.plan.helpers import joined
 
@@ -524,6 +525,16 @@ def test_is_a_permutation_that_can_be_read_anywhere(
     if num_samples:
         for place in (0, num_samples // 2):
             assert order.position_of(int(whole[place])) == place
+
+
+@pytest.mark.parametrize("num_samples", [2**32 + 1, LARGEST])
+def test_an_order_of_very_many_samples_is_a_permutation_too(num_samples: int) -> None:
+    order = EpochOrder(num_samples, seed=0, epoch=0)
+    places = np.random.default_rng(0).integers(0, num_samples, 50)
+    indices = order.index_at(places)
+    assert indices.min() >= 0
+    assert indices.max() < num_samples
+    assert [order.position_of(index) for index in indices.tolist()] == places.tolist()
 
 
 @pytest.mark.parametrize("epoch", [0, 1])

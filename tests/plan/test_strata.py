@@ -13,7 +13,9 @@ from dynagroup.plan import planner
 from dynagroup.plan.epoch import EpochOrder, epoch_order
 from dynagroup.plan.strata import (
     StratifiedOrder,
+    dealt,
     fewest_strata,
+    places_by_length,
     spread_at_random,
     spread_of_strata,
 )
@@ -82,6 +84,20 @@ def test_pools_keep_their_samples_and_updates_get_a_chunk_of_each_stratum(
     bounds = st.tuples(st.integers(0, count), st.integers(0, count))
     start, stop = sorted(data.draw(bounds))
     assert order[start:stop].tolist() == whole[start:stop].tolist()
+
+
+@given(
+    num_updates=st.integers(1, 6),
+    size=st.integers(1, 12),
+    num_strata=st.integers(1, 14),
+    seed=st.integers(0, 3),
+)
+def test_updates_of_one_size_are_dealt_as_those_of_several(num_updates, size, num_strata, seed):
+    rank_of_update = np.random.default_rng(seed).permutation(num_updates)
+    update_of = np.repeat(np.arange(num_updates), size)
+    places = places_by_length(update_of, num_strata, rank_of_update)
+    updates = dealt(np.arange(num_updates * size), num_strata, rank_of_update)
+    assert updates.ravel()[places].tolist() == list(range(num_updates * size))
 
 
 def test_an_update_gets_long_middle_and_short_samples():
