@@ -5,7 +5,8 @@
 #   --dry: tiny models on the CPU, to try the scripts; needs an --out of its own, since its figures mean nothing
 # One machine for half an hour, commands of at most ten minutes: `train`; then `work fits oom --minutes 3`; then
 #   `train_large --minutes 6` and `memory --minutes 3`. Every row is saved as it comes; a part that is stopped keeps what it has.
-# Needs torch with CUDA and transformers 5.17 or later; no network, xgboost or datasets. PYTHON names another interpreter.
+# Needs torch with CUDA and transformers 5.17 or later; no network, xgboost or datasets. `embed` needs sentence-transformers 6 with
+#   scikit-learn and scipy, too; dynabatch is measured where it runs. PYTHON names another interpreter.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
