@@ -174,8 +174,10 @@ def _embedded(
     machine.free()
     tried = _tried(machine, model, texts[: len(texts) // 4], (2, 4) if machine.dry else ON_GPU)
     size = min(tried, key=tried.__getitem__)
-    case |= _about(lengths)
-    case |= {"dtype": str(model.dtype), "tried": tried, "limit_bytes": machine.total_bytes}
+    case.update(_about(lengths))
+    case["dtype"] = str(model.dtype)
+    case["tried"] = tried
+    case["limit_bytes"] = machine.total_bytes
     vectors: dict[str, np.ndarray] = {}
 
     def embedded(name: str, embed: Callable[[list[str]], np.ndarray]) -> None:
@@ -285,7 +287,9 @@ def _judge(
         errors[name] = float(np.abs(found[: len(exact)] - exact).max())
     first = next(iter(vectors))
     difference = float(np.abs(vectors[method] - vectors[first]).max())
-    case["methods"][method] |= {"largest_error": errors[method], "largest_difference": difference}
+    row = case["methods"][method]
+    row["largest_error"] = errors[method]
+    row["largest_difference"] = difference
     allowed = max(1e-5, 4 * errors[first])
     if difference > allowed or errors[method] > allowed:
         case["failed"][method] = f"vectors differ by {difference:.1e}, {allowed:.1e} are allowed"
@@ -315,7 +319,7 @@ def _generate_on_device(machine: Machine) -> Iterator[dict[str, Any]]:
     model = build("0.5B", machine).eval()
     limit_bytes = min(LIMIT_BYTES, int(0.9 * machine.total_bytes))
     figures: dict[str, Any] = _about(lengths)
-    figures |= {"new_tokens": new_tokens, "limit_bytes": limit_bytes, "methods": {}, "failed": {}}
+    figures.update(new_tokens=new_tokens, limit_bytes=limit_bytes, methods={}, failed={})
     ways = _ways_of_batches(machine, model, lengths, new_tokens, fixed, figures["failed"])
     ways |= _ways_of_jobs(model, lengths, new_tokens, fixed, limit_bytes)
     seen = Seen()
