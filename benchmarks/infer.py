@@ -190,12 +190,12 @@ def _embedded(
     seen = Seen()
     seen.watch(model.transformers_model)
     slowest_s = 2 * 4 * tried[size]  # a quarter was tried; twice as long, since it is a guess
-    passes = _compared(
+    passes = compared(
         machine, ways, seen, case, lengths, repeats=3, slowest_s=slowest_s, end_s=end_s
     )
     for method in passes:
         if method is not None:
-            _judge(case, method, vectors, exact)
+            judge(case, method, vectors, exact)
         yield method
 
 
@@ -277,7 +277,7 @@ def _ways_to_embed(
     }
 
 
-def _judge(
+def judge(
     case: dict[str, Any], method: str, vectors: dict[str, np.ndarray], exact: np.ndarray
 ) -> None:
     """Largest errors of the first texts' vectors against float32, and differences from the first method's. Two roundings of
@@ -306,7 +306,7 @@ def generate(machine: Machine, count: int = 500) -> Iterator[dict[str, Any]]:
     ways = _ways_of_batches(machine, model, lengths, NEW_TOKENS, 16, figures["failed"])
     seen = Seen()
     seen.watch(model)
-    for _ in _compared(machine, ways, seen, figures, lengths, repeats=3):
+    for _ in compared(machine, ways, seen, figures, lengths, repeats=3):
         yield figures
 
 
@@ -324,7 +324,7 @@ def _generate_on_device(machine: Machine) -> Iterator[dict[str, Any]]:
     ways |= _ways_of_jobs(model, lengths, new_tokens, fixed, limit_bytes)
     seen = Seen()
     seen.watch(model)
-    for _ in _compared(machine, ways, seen, figures, lengths, repeats=2, slowest_s=30.0):
+    for _ in compared(machine, ways, seen, figures, lengths, repeats=2, slowest_s=30.0):
         yield figures
     yield figures
 
@@ -447,7 +447,7 @@ def _about(lengths: np.ndarray) -> dict[str, Any]:
     }
 
 
-def _compared(
+def compared(
     machine: Machine,
     ways: dict[str, Way],
     seen: Seen,

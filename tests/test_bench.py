@@ -101,7 +101,7 @@ def test_embedding_on_a_device_runs_dry(tmp_path):
 def sleepy(machine, **ways):
     """Figures of ways that run no model, beside a figure for each pass."""
     lengths = np.array([3, 5])
-    figures = {**infer._about(lengths), "methods": {}, "failed": {}}
+    figures = {"texts": 2, "tokens": 8, "methods": {}, "failed": {}}
     seen = infer.Seen()
 
     def pass_of(way):
@@ -109,7 +109,7 @@ def sleepy(machine, **ways):
         way()
 
     methods = {name: infer.Way(int, partial(pass_of, way)) for name, way in ways.items()}
-    passes = list(infer._compared(machine, methods, seen, figures, lengths, repeats=2))
+    passes = list(infer.compared(machine, methods, seen, figures, lengths, repeats=2))
     return passes, figures
 
 
@@ -132,7 +132,7 @@ def test_vectors_of_other_texts_are_no_rounding():
     vectors = {"rival": exact + 1e-3, "ours": exact - 1e-3, "swapped": exact[::-1]}
     case = {"methods": {name: {} for name in vectors}, "failed": {}}
     for name in vectors:
-        infer._judge(case, name, vectors, exact[:2])
+        infer.judge(case, name, vectors, exact[:2])
     assert [*case["failed"]] == ["swapped"]
 
 

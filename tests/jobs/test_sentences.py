@@ -113,16 +113,17 @@ class Copies(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("per_token", [False, True])
-def test_results_of_a_batch_are_copied_together(per_token: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("output", ["sentence_embedding", "token_embeddings"])
+def test_results_of_a_batch_are_copied_together(output: Any, tmp_path: Path) -> None:
     model = built(tmp_path).to(torch.bfloat16)
+    per_token = output == "token_embeddings"
     job = SentenceJob(model, TEXTS, {}, normalize=False, per_token=per_token)
     num_copies = []
     for num_texts in (2, len(TEXTS)):
         with Copies() as copies:
             results = job.run(TEXTS[:num_texts])
         num_copies.append(copies.num_copies)
-        wanted = model.encode(TEXTS[:num_texts], output_value=job._output, convert_to_numpy=False)
+        wanted = model.encode(TEXTS[:num_texts], output_value=output, convert_to_numpy=False)
         for result, states in zip(results, wanted, strict=True):
             assert result.dtype == np.float32
             np.testing.assert_array_equal(result, states.float().numpy())
@@ -142,8 +143,8 @@ def test_texts_of_similar_length_are_measured_together(tmp_path: Path) -> None:
         return features
 
     model.preprocess = seen
-    lengths = SentenceJob(model, texts, {}, normalize=False, per_token=False)._lengths()
-    assert lengths.tolist() == wanted
+    job = SentenceJob(model, texts, SMALL, normalize=False, per_token=False)
+    assert job.plan().lengths["tokens"].tolist() == wanted
     assert sum(padded) < 1.5 * sum(wanted)  # one chunk has both lengths
 
 
@@ -157,8 +158,9 @@ def test_texts_that_lie_end_to_end_are_counted_in_tokens(tmp_path: Path) -> None
         return flatten([{"input_ids": row} for row in rows])
 
     model.preprocess = preprocess
-    job = SentenceJob(model, TEXTS, {}, normalize=False, per_token=False)
-    assert job._lengths().tolist() == measure_lengths(TEXTS, model.tokenizer).tolist()
+    job = SentenceJob(model, TEXTS, SMALL, normalize=False, per_token=False)
+    wanted = measure_lengths(TEXTS, model.tokenizer).tolist()
+    assert job.plan().lengths["tokens"].tolist() == wanted
 
 
 def test_memory_ranks_and_files_change_nothing(tmp_path: Path) -> None:
