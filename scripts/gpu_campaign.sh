@@ -6,7 +6,8 @@
 # One machine for a quarter of an hour, commands of at most ten minutes, the most valuable first:
 #   launching --minutes 4.5; train_small --minutes 4; then steps train --minutes 2.5. Every row is saved as it comes; a part that
 #   is stopped keeps what it has. Wheels of trl, pyarrow, datasets, xgboost-cpu and dynabatch add these rivals.
-# Needs torch with CUDA and transformers 5.17 or later; no network, xgboost or datasets. PYTHON names another interpreter.
+# Needs torch with CUDA and transformers 5.17 or later; no network, xgboost or datasets. `embed` needs sentence-transformers 6 with
+#   scikit-learn and scipy, too; dynabatch is measured where it runs. PYTHON names another interpreter.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}

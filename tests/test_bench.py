@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from functools import partial
 from importlib import import_module
 from itertools import chain, islice
 
@@ -14,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import ablation, launching
+from benchmarks import ablation, infer, launching
 from benchmarks.__main__ import COMMANDS, collected, main
 from benchmarks.data import lognormal
 from benchmarks.faults import loaders, memory
@@ -51,6 +52,8 @@ def test_every_part_is_there_and_writes_a_result_of_its_own_and_others_are_refus
         assert re.search("no_such|--out|--device", capsys.readouterr().err)
 
 
+ABSENT = ("dynabatch", "sentence-transformers")
+"""What may fail where it is not installed."""
 BARE = """# a machine that has torch and transformers alone, and no network
 import socket, sys
 absent = "xgboost scipy datasets pyarrow trl accelerate matplotlib pandas PIL lightning odb dynabatch lhotse"
@@ -78,8 +81,62 @@ def test_the_gpu_campaign_runs_dry_and_says_so(tmp_path):
     for part in parts:
         figures = json.loads((tmp_path / f"gpu_{part}.json").read_text())["figures"]
         cases = [case for case in figures.values() if isinstance(case, dict)]
-        failures = [case["failed"] for case in [figures, *cases] if case.get("failed")]
-        assert [failure for failure in failures if "dynabatch" not in failure] == []
+        failed = list(chain.from_iterable(case.get("failed", {}) for case in [figures, *cases]))
+        assert [name for name in failed if not name.startswith(ABSENT)] == []
+
+
+def test_embedding_on_a_device_runs_dry(tmp_path):
+    pytest.importorskip("sentence_transformers")
+    python("-m", "benchmarks", "gpu", "embed", "--dry", "--out", str(tmp_path))
+    figures = json.loads((tmp_path / "gpu_embed.json").read_text())["figures"]
+    assert [*figures] == [*infer.ENCODERS]
+    summary = collected(tmp_path)
+    for case in figures.values():
+        assert case["failed"] == {}
+        assert len(case["methods"]) == 6
+        for name, row in case["methods"].items():
+            assert f"| {name} |" in summary
+            assert row["run_again"] == 0
+            assert row["largest_difference"] <= 1e-5
+            assert row["speed"]["repeats"] == 3
+
+
+def sleepy(machine, **ways):
+    """Figures of ways that run no model, beside a figure for each pass."""
+    lengths = np.array([3, 5])
+    figures = {"texts": 2, "tokens": 8, "methods": {}, "failed": {}}
+    seen = infer.Seen()
+
+    def pass_of(way):
+        seen.shapes.append((2, 5))
+        way()
+
+    methods = {name: infer.Way(int, partial(pass_of, way)) for name, way in ways.items()}
+    passes = list(infer.compared(machine, methods, seen, figures, lengths, repeats=2))
+    return passes, figures
+
+
+def test_a_method_that_fails_costs_the_others_nothing_and_time_is_asked_before_each():
+    def broken():
+        raise MemoryError("too large")
+
+    passes, figures = sleepy(Machine(dry=True), first=int, broken=broken, last=int)
+    assert passes == ["first", None, "last", "first", "last"]
+    assert figures["failed"] == {"broken": "MemoryError: too large"}
+    row = figures["methods"]["last"]
+    assert (row["batches"], row["padding"], row["speed"]["repeats"]) == (1, pytest.approx(0.2), 2)
+    passes, figures = sleepy(Machine(minutes=0.0), first=int, last=int)
+    assert passes == []
+    assert figures["failed"] == {"first": "no time", "last": "no time"}
+
+
+def test_vectors_of_other_texts_are_no_rounding():
+    exact = np.random.default_rng(0).normal(size=(8, 4))
+    vectors = {"rival": exact + 1e-3, "ours": exact - 1e-3, "swapped": exact[::-1]}
+    case = {"methods": {name: {} for name in vectors}, "failed": {}}
+    for name in vectors:
+        infer.judge(case, name, vectors, exact[:2])
+    assert [*case["failed"]] == ["swapped"]
 
 
 @pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.available])

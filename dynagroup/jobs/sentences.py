@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from dynagroup.errors import ConfigError
@@ -14,6 +15,7 @@ from dynagroup.jobs.texts import TextJob
 from dynagroup.memory import MemoryRegressor
 from dynagroup.memory.protocols import MemoryModel, PaddedTokens
 from dynagroup.plan.cost import Work
+from dynagroup.validation import fetch
 
 _CHUNK = 256  # texts that are tokenized together to measure them
 
@@ -48,6 +50,7 @@ class SentenceJob(TextJob):
         self._prompt = model.prompts.get(model.default_prompt_name) or ""
         self._encoder = getattr(model, "transformers_model", None)  # None: it is of another kind
         self._normalize = normalize
+        self._is_per_token = per_token
         self._output = "token_embeddings" if per_token else "sentence_embedding"
         self.formats = RAGGED if per_token else (VECTORS,)
 
@@ -61,7 +64,12 @@ class SentenceJob(TextJob):
                 convert_to_numpy=False,
                 output_value=self._output,
             )
-        return [result.float().cpu().numpy() for result in results]
+        # One copy from the device: a copy for each text would wait for the device each time.
+        if not self._is_per_token:
+            return list(torch.stack(results).float().cpu().numpy())
+        ends = np.cumsum([len(states) for states in results])
+        on_cpu = torch.cat(results).float().cpu().numpy()
+        return [states.copy() for states in np.split(on_cpu, ends[:-1])]
 
     def _memory(self) -> MemoryModel:
         if self._encoder is None:
@@ -76,16 +84,21 @@ class SentenceJob(TextJob):
         for index, text in enumerate(self.items):
             if not isinstance(text, str):
                 raise ConfigError(f"text {index} must be a string, but is {text!r:.200}")
-        lengths: list[int] = []
-        for start in range(0, len(self.items), _CHUNK):
-            texts = [self._prompt + text for text in self.items[start : start + _CHUNK]]
-            lengths.extend(self._lengths_of(texts))
-        return np.array(lengths, np.int32)
+        # The model pads what it tokenizes together, so texts of similar length are measured together.
+        order = np.argsort([len(text) for text in self.items], kind="stable")
+        lengths = np.zeros(len(self.items), np.int32)
+        for start in range(0, len(order), _CHUNK):
+            chunk = order[start : start + _CHUNK]
+            texts = [self._prompt + text for text in fetch(self.items, chunk.tolist())]
+            lengths[chunk] = self._lengths_of(texts)
+        return lengths
 
     def _lengths_of(self, texts: list[str]) -> list[int]:
         features = self._model.preprocess(texts)
         if "attention_mask" in features:
             return features["attention_mask"].sum(dim=1).tolist()
+        if "cu_seq_lens_q" in features:  # flash attention: texts end to end
+            return np.diff(features["cu_seq_lens_q"]).tolist()
         if "offsets" in features:  # static embeddings: texts end to end
             ends = [*features["offsets"].tolist(), len(features["input_ids"])]
             return np.diff(ends).tolist()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dynagroup import (
     ConfigError,
@@ -17,7 +18,9 @@ from dynagroup import (
     classify_dataset,
     embed_dataset,
     iter_embed,
+    measure_lengths,
 )
+from dynagroup.jobs.sentences import SentenceJob
 from dynagroup.testing import run_ranks
 from tests import models
 from tests.models import TEXTS, Allocator, save_encoder, small_tokenizer
@@ -98,6 +101,66 @@ def test_vectors_are_those_of_its_own_encode(name: str, tmp_path: Path) -> None:
     normal = embed_dataset(model, None, TEXTS, normalize=True, output=output, **SMALL)
     wanted = model.encode(TEXTS, normalize_embeddings=True)
     np.testing.assert_allclose(normal, wanted, rtol=0, atol=1e-6)
+
+
+class Copies(TorchDispatchMode):
+    """Counts changes of dtype and device, each of which waits for a GPU."""
+
+    num_copies = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_copies += func.overloadpacket in (torch.ops.aten.to, torch.ops.aten._to_copy)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("output", ["sentence_embedding", "token_embeddings"])
+def test_results_of_a_batch_are_copied_together(output: Any, tmp_path: Path) -> None:
+    model = built(tmp_path).to(torch.bfloat16)
+    per_token = output == "token_embeddings"
+    job = SentenceJob(model, TEXTS, {}, normalize=False, per_token=per_token)
+    num_copies = []
+    for num_texts in (2, len(TEXTS)):
+        with Copies() as copies:
+            results = job.run(TEXTS[:num_texts])
+        num_copies.append(copies.num_copies)
+        wanted = model.encode(TEXTS[:num_texts], output_value=output, convert_to_numpy=False)
+        for result, states in zip(results, wanted, strict=True):
+            assert result.dtype == np.float32
+            np.testing.assert_array_equal(result, states.float().numpy())
+    assert num_copies[0] == num_copies[1]
+
+
+def test_texts_of_similar_length_are_measured_together(tmp_path: Path) -> None:
+    model = built(tmp_path)
+    wanted = [2, 60] * 300
+    texts = [" ".join(["w1"] * num_words) for num_words in wanted]
+    padded = []
+    preprocess = model.preprocess
+
+    def seen(texts: list[str]) -> Any:
+        features = preprocess(texts)
+        padded.append(features["input_ids"].numel())
+        return features
+
+    model.preprocess = seen
+    job = SentenceJob(model, texts, SMALL, normalize=False, per_token=False)
+    assert job.plan().lengths["tokens"].tolist() == wanted
+    assert sum(padded) < 1.5 * sum(wanted)  # one chunk has both lengths
+
+
+def test_texts_that_lie_end_to_end_are_counted_in_tokens(tmp_path: Path) -> None:
+    """As with flash attention, for which no text is padded."""
+    model = built(tmp_path)
+    flatten = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+
+    def preprocess(texts: list[str]) -> Any:
+        rows = model.tokenizer(texts, return_attention_mask=False)["input_ids"]
+        return flatten([{"input_ids": row} for row in rows])
+
+    model.preprocess = preprocess
+    job = SentenceJob(model, TEXTS, SMALL, normalize=False, per_token=False)
+    wanted = measure_lengths(TEXTS, model.tokenizer).tolist()
+    assert job.plan().lengths["tokens"].tolist() == wanted
 
 
 def test_memory_ranks_and_files_change_nothing(tmp_path: Path) -> None:
