@@ -56,11 +56,14 @@ class UpdateBlock:
     def of(cls, inputs: PlanInputs, indices: IntArray, world_size: int) -> "UpdateBlock | None":
         """Cuts these updates; None: the first one must be cut by itself. ``indices``: (updates, samples)."""
         lengths = {name: values[indices.ravel()] for name, values in inputs.lengths.items()}
+        cuts = None
         if way_to_cut(inputs, indices.shape[1], world_size) == "at once":
             cuts = _cut_at_once(inputs, lengths, indices.shape, world_size)
-        else:
+        if cuts is None:
             cuts = _cut_in_turn(inputs, lengths, indices.shape, world_size)
-        if cuts is None or not cuts.num_steps[0]:
+        elif not cuts.num_steps.all():
+            cuts = _with_uncut_in_turn(cuts, inputs, lengths, indices.shape, world_size)
+        if not cuts.num_steps[0]:
             return None
         is_cut = np.repeat(cuts.num_steps > 0, indices.shape[1])
         place_of_position = np.cumsum(is_cut) - 1
@@ -143,3 +146,28 @@ def _cut_in_turn(
         parts.append(batches.map(positions))
         num_steps[update] = len(batches) // world_size
     return UpdateCuts(Batches.concatenate(parts), num_steps)
+
+
+def _with_uncut_in_turn(
+    cuts: UpdateCuts,
+    inputs: PlanInputs,
+    lengths: Streams,
+    shape: tuple[int, int],
+    world_size: int,
+) -> UpdateCuts:
+    """Returns these cuts, with the updates that could not be cut at once cut one after another."""
+    num_updates, size = shape
+    uncut = np.flatnonzero(cuts.num_steps == 0)
+    positions = np.arange(num_updates * size).reshape(shape)[uncut].ravel()
+    of_uncut = {name: values[positions] for name, values in lengths.items()}
+    in_turn = _cut_in_turn(inputs, of_uncut, (len(uncut), size), world_size)
+    num_steps = cuts.num_steps.copy()
+    num_steps[uncut] = in_turn.num_steps
+    batches = Batches.concatenate([cuts.batches, in_turn.batches.map(positions)])
+    update_of_batch = np.concatenate(
+        [
+            np.repeat(np.arange(num_updates), cuts.num_steps * world_size),
+            np.repeat(uncut, in_turn.num_steps * world_size),
+        ]
+    )
+    return UpdateCuts(batches.take(np.argsort(update_of_batch, kind="stable")), num_steps)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dynagroup import LengthAwareBatchSampler, PlannedDataLoader, TokenBudget, Work
 from dynagroup.errors import ConfigError
-from dynagroup.plan import planner
+from dynagroup.plan import exact_updates, planner
 from dynagroup.plan.epoch import EpochOrder, epoch_order
 from dynagroup.plan.strata import (
     StratifiedOrder,
@@ -254,6 +254,24 @@ def test_on_one_rank_the_cut_has_the_least_predicted_time(rows, per_step, max_to
             batch = next(batches)
             found += per_step + len(batch) * int(tokens.ravel()[batch].max())
         assert found == pytest.approx(least_time(update, per_step, max_tokens))
+
+
+def test_each_update_is_tried_once_also_if_its_batches_are_too_small_for_that(monkeypatch):
+    """Of 256 samples, steps begin at every fourth one only: too few places for batches of eight."""
+    tried = []
+
+    def counting(tokens, *settings):
+        tried.append(len(tokens))
+        return cut_updates(tokens, *settings)
+
+    monkeypatch.setattr(exact_updates, "cut_updates", counting)
+    plan = plan_of(LENGTHS, 8 * int(LENGTHS.max()), samples_per_update=256, grouping=3)
+    num_updates = -(-len(LENGTHS) // 256)
+    assert len(updates_of(plan)) == num_updates
+    assert sum(tried) == num_updates
+    monkeypatch.setattr(exact_updates, "way_to_cut", lambda *_: "in turn")
+    one_by_one = plan_of(LENGTHS, 8 * int(LENGTHS.max()), samples_per_update=256, grouping=3)
+    assert plan.rows == one_by_one.rows
 
 
 def least_time(update, per_step, max_tokens):
