@@ -44,6 +44,7 @@ SHARDS = 12
 LEAST = 0.97
 LIMIT_S = 400  # of a core for one architecture; most take three, BailingHybrid three hundred
 SHAPES = [(8, 200), (3, 555), (30, 100)]
+LONGEST = 555
 KINDS = sorted(
     {
         *hf.MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -525,10 +526,13 @@ def smaller(kind: Any) -> Iterator[Any]:
 
 
 def shares(config: Any, mode: str) -> list[float] | None:
-    """Prediction over simulation of each shape; None where it is refused."""
+    """Prediction over simulation of each shape that has no more tokens than the model has positions; None where it is
+    refused."""
+    positions = getattr(config, "max_position_embeddings", None) or LONGEST
+    shapes = [shape for shape in SHAPES if shape[1] <= positions]
     try:
         memory = TracedMemory.of(config, mode, dtype="bfloat16")
-        rows = simulate(config, memory.workload, SHAPES)
+        rows = simulate(config, memory.workload, shapes)
     except ConfigError:
         return None
     result = []
