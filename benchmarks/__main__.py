@@ -73,6 +73,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str, str]]] = {
         "steps": ("steps", "run", "gpu_steps"),
         "memory": ("memory", "measured", "gpu_memory"),
         "packed": ("memory", "packed", "gpu_packed"),
+        "memory_kinds": ("memory_kinds", "measured", "gpu_memory_kinds"),
         "fits": ("memory", "fits", "gpu_fits"),
         "train": ("train", "rivals", "gpu_train"),
         "train_large": ("train", "large", "gpu_train_large"),

@@ -18,6 +18,7 @@ from benchmarks.faults import loaders, memory
 from benchmarks.faults.__main__ import FAULTS, draws, run_case
 from benchmarks.faults.case import Case
 from benchmarks.faults.oracle import Seen, judged, over_budget, value_of
+from benchmarks.memory_kinds import KINDS, alive_at_peak
 from benchmarks.methods import METHODS, Job
 from benchmarks.ranks import simulated
 from dynagroup.jobs.storage import Output
@@ -76,6 +77,47 @@ def test_the_gpu_campaign_runs_dry_and_says_so(tmp_path):
         cases = [case for case in figures.values() if isinstance(case, dict)]
         failures = [case["failed"] for case in [figures, *cases] if case.get("failed")]
         assert [failure for failure in failures if "dynabatch" not in failure] == []
+
+
+@pytest.mark.slow
+def test_every_kind_of_model_is_measured_dry(tmp_path):
+    """With all packages, unlike the campaign above."""
+    python("-m", "benchmarks", "gpu", "memory_kinds", "--dry", "--out", str(tmp_path))
+    figures = json.loads((tmp_path / "gpu_memory_kinds.json").read_text())["figures"]
+    assert figures["failed"] == {}
+    assert figures["left_out"] == []
+    assert {row["model"] for row in figures["rows"]} == {*KINDS, "qwen2", "scoring"}
+    workloads = {row["model"]: json.loads(row["workload"]) for row in figures["rows"]}
+    assert {workload["dtype"] for workload in workloads.values()} == {"bfloat16"}
+    assert workloads["scoring"]["mode"] == "forward"
+    assert workloads["reentrant"]["gradient_checkpointing"]
+    assert workloads["lora"]["trainable_share"] < 1
+    assert (workloads["varlen"]["layout"], workloads["varlen"]["attention"]) == ("packed", "flash")
+
+
+def event(action, addr, size, *lines):
+    """Of an allocator; the innermost line of the program first."""
+    frames = [{"filename": name, "line": line, "name": "forward"} for name, line in lines]
+    return {"action": action, "addr": addr, "size": size, "frames": frames}
+
+
+def test_what_is_alive_at_the_peak_is_told_by_line_and_size():
+    in_torch = ("torch/nn/functional.py", 1)
+    in_model = ("transformers/models/gpt2/modeling_gpt2.py", 7)
+    events = [
+        event("free_requested", 9, 500),  # of before
+        event("alloc", 1, 100, in_torch, in_model),
+        event("alloc", 2, 100, in_torch, in_model),
+        event("alloc", 3, 60, in_torch),
+        event("free_requested", 1, 100),
+        event("free_completed", 1, 100),
+        event("alloc", 1, 400),
+        event("free_requested", 1, 400),
+        event("alloc", 4, 300),
+    ]
+    shown = [(group["line"], group["all"]) for group in alive_at_peak(events, most=2)]
+    of_model = "modeling_gpt2.py:7 forward"
+    assert shown == [("backward pass", 400), (of_model, 100), ("others", 60)]
 
 
 @pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.available])
