@@ -76,115 +76,138 @@ class Kind:
     """A package without which the kind is left out."""
 
 
-SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-SMALL_GROUPED = {**SMALL, "num_key_value_heads": 1, "head_dim": 16}
-KINDS = {
-    "modernbert": Kind(
-        config="ModernBertConfig",
-        dry_sizes={**SMALL, "intermediate_size": 32, "pad_token_id": 0},
-        head="AutoModelForMaskedLM",
-        shapes=((8, 512), (16, 1024)),
-    ),
-    "gemma3": Kind(
-        config="Gemma3TextConfig",
-        sizes={
-            "vocab_size": 262144,
-            "hidden_size": 1152,
-            "intermediate_size": 6912,
-            "num_hidden_layers": 26,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 1,
-            "head_dim": 256,
-            "sliding_window": 512,
-        },
-        dry_sizes={**SMALL_GROUPED, "intermediate_size": 32, "sliding_window": 8},
-        shapes=((2, 512), (4, 1024)),
-    ),
-    "qwen3_moe": Kind(
-        config="Qwen3MoeConfig",
-        sizes={
-            "vocab_size": 151936,
-            "hidden_size": 2048,
-            "num_hidden_layers": 12,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-            "moe_intermediate_size": 768,
-            "num_experts": 32,
-            "num_experts_per_tok": 8,
-        },
-        dry_sizes={
-            **SMALL_GROUPED,
-            "moe_intermediate_size": 16,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-        },
-        shapes=((2, 512), (4, 1024)),
-    ),
-    "vit": Kind(
-        config="ViTConfig",
-        sizes={
-            "hidden_size": 1024,
-            "intermediate_size": 4096,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 16,
-            "num_labels": 1000,
-        },
-        dry_sizes={**SMALL, "intermediate_size": 32, "image_size": 32},
-        head="AutoModelForImageClassification",
-        shapes=((16, 197), (128, 197)),
-        inputs=pixels,
-    ),
-    "whisper": Kind(
-        config="WhisperConfig",
-        sizes={
-            "d_model": 768,
-            **dict.fromkeys(("encoder_layers", "decoder_layers"), 12),
-            **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 12),
-            **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 3072),
-        },
-        dry_sizes={
-            "vocab_size": 64,
-            "d_model": 32,
-            "max_source_positions": 20,
-            **dict.fromkeys(("pad_token_id", "bos_token_id", "decoder_start_token_id"), 0),
-            **dict.fromkeys(("encoder_layers", "decoder_layers"), 2),
-            **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2),
-            **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 32),
-        },
-        head="AutoModelForSpeechSeq2Seq",
-        shapes=((4, 64), (16, 448)),
-    ),
-    "lora": Kind(shapes=((4, 512), (12, 512)), prepared=adapted, needs="peft"),
-    "reentrant": Kind(shapes=((4, 512), (8, 1024)), prepared=checkpointed),
-    "varlen": Kind(shapes=((4, 512), (8, 1024)), prepared=use_varlen_attention, layout="packed"),
-    "mamba2": Kind(
-        config="Mamba2Config",
-        sizes={
-            "vocab_size": 50288,
-            "hidden_size": 1024,
-            "num_hidden_layers": 48,
-            "state_size": 128,
-            "num_heads": 32,
-            "head_dim": 64,
-            "n_groups": 1,
-        },
-        dry_sizes={
-            "vocab_size": 64,
-            "hidden_size": 32,
-            "num_hidden_layers": 2,
-            "state_size": 8,
-            "num_heads": 4,
-            "head_dim": 16,
-            "chunk_size": 8,
-        },
-        shapes=((1, 256), (2, 512)),
-    ),
+GEMMA3 = {
+    "vocab_size": 262144,
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "sliding_window": 512,
 }
+"""Of Gemma 3 1B."""
+QWEN3_MOE = {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "moe_intermediate_size": 768,
+    "num_experts": 32,
+    "num_experts_per_tok": 8,
+}
+"""Of Qwen3 30B-A3B, with a quarter of the layers and of the experts."""
+VIT = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_labels": 1000,
+}
+"""Of ViT Large."""
+WHISPER = {
+    "d_model": 768,
+    "encoder_layers": 12,
+    "decoder_layers": 12,
+    "encoder_attention_heads": 12,
+    "decoder_attention_heads": 12,
+    "encoder_ffn_dim": 3072,
+    "decoder_ffn_dim": 3072,
+}
+"""Of Whisper Small."""
+MAMBA2 = {
+    "vocab_size": 50288,
+    "hidden_size": 1024,
+    "num_hidden_layers": 48,
+    "state_size": 128,
+    "num_heads": 32,
+    "head_dim": 64,
+    "n_groups": 1,
+}
+"""Of Mamba 2 370M."""
+DRY = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+DRY_BERT = {**DRY, "intermediate_size": 32, "pad_token_id": 0}
+DRY_GEMMA3 = {
+    **DRY,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "intermediate_size": 32,
+    "sliding_window": 8,
+}
+DRY_MOE = {
+    **DRY,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "moe_intermediate_size": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+DRY_VIT = {**DRY, "intermediate_size": 32, "image_size": 32}
+DRY_WHISPER = {
+    "vocab_size": 64,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
+    "max_source_positions": 20,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "decoder_start_token_id": 1,
+}
+DRY_MAMBA2 = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "state_size": 8,
+    "num_heads": 4,
+    "head_dim": 16,
+    "chunk_size": 8,
+}
+BERT_HEAD = "AutoModelForMaskedLM"
+VIT_HEAD = "AutoModelForImageClassification"
+WHISPER_HEAD = "AutoModelForSpeechSeq2Seq"
+KINDS: dict[str, Kind] = {}
+"""By name; a run's batches reach 4 to 30 GB."""
+KINDS["modernbert"] = Kind(
+    config="ModernBertConfig", dry_sizes=DRY_BERT, head=BERT_HEAD, shapes=((8, 512), (16, 1024))
+)
+KINDS["gemma3"] = Kind(
+    config="Gemma3TextConfig", sizes=GEMMA3, dry_sizes=DRY_GEMMA3, shapes=((2, 512), (4, 1024))
+)
+KINDS["qwen3_moe"] = Kind(
+    config="Qwen3MoeConfig", sizes=QWEN3_MOE, dry_sizes=DRY_MOE, shapes=((2, 512), (4, 1024))
+)
+KINDS["vit"] = Kind(
+    config="ViTConfig",
+    sizes=VIT,
+    dry_sizes=DRY_VIT,
+    head=VIT_HEAD,
+    shapes=((16, 197), (128, 197)),
+    inputs=pixels,
+)
+KINDS["whisper"] = Kind(
+    config="WhisperConfig",
+    sizes=WHISPER,
+    dry_sizes=DRY_WHISPER,
+    head=WHISPER_HEAD,
+    shapes=((4, 64), (16, 448)),
+)
+KINDS["lora"] = Kind(shapes=((4, 512), (12, 512)), prepared=adapted, needs="peft")
+KINDS["reentrant"] = Kind(shapes=((4, 512), (8, 1024)), prepared=checkpointed)
+KINDS["varlen"] = Kind(shapes=((4, 512), (8, 1024)), prepared=use_varlen_attention, layout="packed")
+KINDS["mamba2"] = Kind(
+    config="Mamba2Config", sizes=MAMBA2, dry_sizes=DRY_MAMBA2, shapes=((1, 256), (2, 512))
+)
 DRY_SHAPES: Shapes = ((1, 16), (2, 24))
 SCORED: Shapes = ((16, 512), (32, 2048))
-LOOPS: Shapes = ((8, 512), (35, 512), (4, 4096))
-"""Batches of a loop that keeps its outputs, and of one that frees them: two are as large as 64 GiB allow."""
+LOOPS: Shapes = ((8, 512), (36, 512), (148, 128), (2, 8192))
+"""Batches of a loop that keeps its outputs, and of one that frees them. All but the first are the largest that the part `fits`
+found under 64 GiB."""
 
 
 def measured(machine: Machine) -> Iterator[dict[str, Any]]:
