@@ -762,6 +762,22 @@ def test_a_profile_says_once_when_it_guesses():
     bytes_of(profile, 1, 4096)  # a warning would be an error
 
 
+def of_all_tokens(n, length):
+    tokens = n * length
+    return 1e6 + 900 * tokens + 2 * tokens**2
+
+
+def test_a_profile_of_packed_batches_counts_their_tokens():
+    """Masks between packed samples grow with the square of all tokens."""
+    profile = ProfiledMemory.fit(Measurements(rows(of_all_tokens), Workload(layout="packed")))
+    shape = BatchShape.of(32, 100, [1600])
+    assert profile.batch_bytes(shape) == pytest.approx([of_all_tokens(1, 1600)], rel=0.01)
+    budget = MemoryBudget.from_bytes(10**9, model=profile, headroom=1.0)
+    assert budget.layout == "packed"
+    most = budget.max_tokens(512)
+    assert of_all_tokens(1, most) <= 10**9 < of_all_tokens(1, 1.01 * most)
+
+
 @pytest.mark.parametrize("size", [float("nan"), -1, float("inf")])
 def test_absurd_measurements_name_their_row(size):
     row = Measurement(1, {"tokens": 4}, 0, size)
