@@ -322,11 +322,17 @@ def _of_loops(machine: Machine, device: Device) -> list[Row]:
     model = model_of(Kind(shapes=shapes), dry=machine.dry, device=device.device)
     rows: list[Row] = []
     for loop, keeps_outputs in (("kept", True), ("freed", False)):
-        workload = Workload.from_model(model, "train", trace=False, keeps_outputs=keeps_outputs)
+        workload = Workload.from_model(
+            model,
+            "train",
+            trace=False,
+            keeps_outputs=keeps_outputs,
+            optimizer_bytes=0.0,  # no step is taken, so the device has none reserved
+        )
         of_loop = _rows("qwen2", model, workload, shapes, device)
-        with recorded(device) as events:
+        with noted(of_loop[0], "not recorded"), recorded(device) as events:
             measure(model, workload, shapes[:1], device=device)
-        of_loop[0]["alive"] = alive_at_peak(events)
+            of_loop[0]["alive"] = alive_at_peak(events())
         for row in of_loop:
             row["mode"] = f"train, outputs {loop}"
             row["outputs"] = loop
@@ -335,19 +341,22 @@ def _of_loops(machine: Machine, device: Device) -> list[Row]:
 
 
 @contextmanager
-def recorded(device: Device) -> Iterator[list[dict[str, Any]]]:
-    """What a CUDA device's allocator does meanwhile, as ``torch.cuda.memory`` records it; of another device nothing."""
-    events: list[dict[str, Any]] = []
+def recorded(device: Device) -> Iterator[Callable[[], list[dict[str, Any]]]]:
+    """A function that returns what a CUDA device's allocator has done since, as ``torch.cuda.memory`` records it; of another
+    device nothing."""
     if not isinstance(device, CudaDevice):
-        yield events
+        yield list
         return
     torch.cuda.memory._record_memory_history(stacks="python", max_entries=200_000)
     try:
-        yield events
-        snapshot: Any = torch.cuda.memory._snapshot()
-        events += snapshot["device_traces"][device.device.index]
+        yield partial(_events_of, device)
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def _events_of(device: CudaDevice) -> list[dict[str, Any]]:
+    snapshot: Any = torch.cuda.memory._snapshot()
+    return snapshot["device_traces"][device.device.index]
 
 
 def alive_at_peak(events: Sequence[Mapping[str, Any]], most: int = 30) -> list[dict[str, Any]]:
@@ -361,13 +370,13 @@ def alive_at_peak(events: Sequence[Mapping[str, Any]], most: int = 30) -> list[d
             sizes.pop(event["addr"], None)
     groups = []
     for (line, size), number in Counter(sizes.values()).items():
-        groups.append({"line": line, "bytes": size, "number": number, "all": number * size})
-    groups.sort(key=lambda group: -group["all"])
+        groups.append({"line": line, "size": size, "number": number, "total": number * size})
+    groups.sort(key=lambda group: -group["total"])
     others = groups[most:]
     if others:
-        total = sum(group["all"] for group in others)
+        total = sum(group["total"] for group in others)
         number = sum(group["number"] for group in others)
-        groups[most:] = [{"line": "others", "number": number, "all": total}]
+        groups[most:] = [{"line": "others", "number": number, "total": total}]
     return groups
 
 
@@ -413,6 +422,6 @@ def shown(figures: dict[str, Any]) -> list[str]:
     for row in loops:
         if row.get("alive"):
             head = f"| alive at the peak, outputs {row['outputs']} | bytes | number | in all |"
-            template = "{line} | {bytes:,} | {number} | {all / 1e9:.3f} GB"
+            template = "{line} | {size:,} | {number} | {total / 1e9:.3f} GB"
             lines += ["", *table(row["alive"], head, template)]
     return lines

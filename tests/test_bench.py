@@ -18,7 +18,7 @@ from benchmarks.faults import loaders, memory
 from benchmarks.faults.__main__ import FAULTS, draws, run_case
 from benchmarks.faults.case import Case
 from benchmarks.faults.oracle import Seen, judged, over_budget, value_of
-from benchmarks.memory_kinds import KINDS, alive_at_peak
+from benchmarks.memory_kinds import KINDS, alive_at_peak, shown
 from benchmarks.methods import METHODS, Job
 from benchmarks.ranks import simulated
 from dynagroup.jobs.storage import Output
@@ -115,9 +115,30 @@ def test_what_is_alive_at_the_peak_is_told_by_line_and_size():
         event("free_requested", 1, 400),
         event("alloc", 4, 300),
     ]
-    shown = [(group["line"], group["all"]) for group in alive_at_peak(events, most=2)]
+    alive = [(group["line"], group["total"]) for group in alive_at_peak(events, most=2)]
     of_model = "modeling_gpt2.py:7 forward"
-    assert shown == [("backward pass", 400), (of_model, 100), ("others", 60)]
+    assert alive == [("backward pass", 400), (of_model, 100), ("others", 60)]
+
+
+def test_a_loop_is_shown_with_what_its_simulation_lacks_and_what_is_alive():
+    group = {"line": "backward pass", "size": 10**9, "number": 2, "total": 2 * 10**9}
+    row = {
+        "model": "qwen2",
+        "mode": "train, outputs freed",
+        "outputs": "freed",
+        "oom": False,
+        "num_samples": 4,
+        "longest_tokens": 8,
+        "static_bytes": 10**9,
+        "batch_bytes": 4 * 10**9,
+        "reserved_bytes": 6 * 10**9,
+        "simulated_batch_bytes": 3 * 10**9,
+        "alive": [group, {"line": "others", "number": 7, "total": 10**9}],
+    }
+    lines = shown({"rows": [row]})
+    assert "| freed | 4 | 8 | -1.000 GB | 1.000 GB |" in lines
+    assert "| backward pass | 1,000,000,000 | 2 | 2.000 GB |" in lines
+    assert "| others |  | 7 | 1.000 GB |" in lines
 
 
 @pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.available])
