@@ -136,7 +136,7 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--skip", nargs="*", default=[], help='with `all`: such as "plan growth" "faults"'
     )
-    given = parser.parse_args(arguments)
+    given = parser.parse_intermixed_args(arguments)
     if given.dry:
         given.device = "cpu"
     _check_names(parser, given)

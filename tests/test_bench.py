@@ -48,6 +48,13 @@ def test_every_part_is_there_and_writes_a_result_of_its_own_and_others_are_refus
         assert re.search("no_such|--out|--device", capsys.readouterr().err)
 
 
+def test_parts_may_stand_behind_options(capsys):
+    """As ``scripts/gpu_campaign.sh`` puts them."""
+    with pytest.raises(SystemExit):
+        main("gpu --device cuda no_such_part".split())
+    assert "gpu has no part 'no_such_part'" in capsys.readouterr().err
+
+
 BARE = """# a machine that has torch and transformers alone, and no network
 import socket, sys
 absent = "xgboost scipy datasets pyarrow trl accelerate matplotlib pandas PIL lightning odb dynabatch lhotse"
