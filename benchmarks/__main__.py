@@ -78,6 +78,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str, str]]] = {
         "embed": ("infer", "embed", "gpu_embed"),
         "memory": ("memory", "measured", "gpu_memory"),
         "packed": ("memory", "packed", "gpu_packed"),
+        "memory_kinds": ("memory_kinds", "measured", "gpu_memory_kinds"),
         "fits": ("memory", "fits", "gpu_fits"),
         "work": ("price", "run", "gpu_work"),
         "oom": ("recovery", "run", "gpu_oom"),
@@ -137,7 +138,7 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--skip", nargs="*", default=[], help='with `all`: such as "plan growth" "faults"'
     )
-    given = parser.parse_args(arguments)
+    given = parser.parse_intermixed_args(arguments)
     if given.dry:
         given.device = "cpu"
     _check_names(parser, given)

@@ -94,7 +94,7 @@ def packed(machine: Machine) -> Iterator[dict[str, Any]]:
             config, "train", dtype="bfloat16", attention=attention, layout="packed", trace=False
         )
         model = as_random_model(config, workload, device.device)
-        real = measure(model, workload, shapes, inputs=end_to_end, device=device)
+        real = measure(model, workload, shapes, device=device)
         simulated = simulate(config, workload, shapes)
         del model
         for row, expected in zip(real.rows, simulated.rows, strict=True):
@@ -112,14 +112,6 @@ def packed(machine: Machine) -> Iterator[dict[str, Any]]:
             )
         machine.free()
         yield figures
-
-
-def end_to_end(model: Any, number: int, longest: Any) -> dict[str, Any]:
-    length = longest["tokens"]
-    vocabulary = model.config.vocab_size
-    ids = torch.randint(3, vocabulary, (1, number * length), device=model.device)
-    places = torch.arange(length, device=model.device).repeat(number)
-    return {"input_ids": ids, "position_ids": places[None], "labels": ids}
 
 
 CASES = (

@@ -38,7 +38,7 @@ from dynagroup.memory.trace.model import as_random_model
 from dynagroup.plan.plan import format_table
 from regressor.families import FAMILIES, Sizes
 
-__all__ = ["Plan", "main", "rows_of", "save"]
+__all__ = ["Plan", "main", "row_of", "rows_of", "save"]
 
 OUTPUT = Path(__file__).parent / "data" / "measured.parquet"
 # 0.1B to 8B parameters.
@@ -122,11 +122,11 @@ def rows_of(name: str, plan: Plan, device: Device) -> list[Row]:
         del model  # the next one takes its place on the device
         simulated = simulate(config, workload, shapes)
         for real, fake in zip(measured.rows, simulated.rows, strict=True):
-            rows.append(_row(name, measured.workload, real, fake))
+            rows.append(row_of(name, measured.workload, real, fake))
     return rows
 
 
-def _row(name: str, workload: Workload, real: Measurement, fake: Measurement) -> Row:
+def row_of(name: str, workload: Workload, real: Measurement, fake: Measurement) -> Row:
     assert fake.peak_bytes is not None
     row: Row = {"model": name, "mode": workload.mode, "num_samples": real.num_samples}
     for stream, length in real.longest.items():

@@ -23,6 +23,7 @@ from benchmarks.faults.__main__ import FAULTS, draws, run_case
 from benchmarks.faults.case import Case
 from benchmarks.faults.oracle import Seen, judged, over_budget, value_of
 from benchmarks.machine import Machine
+from benchmarks.memory_kinds import KINDS, alive_at_peak, shown
 from benchmarks.methods import METHODS, Job
 from benchmarks.ranks import simulated
 from dynagroup.jobs.storage import Output
@@ -52,7 +53,14 @@ def test_every_part_is_there_and_writes_a_result_of_its_own_and_others_are_refus
         assert re.search("no_such|--out|--device", capsys.readouterr().err)
 
 
-ABSENT = ("dynabatch", "sentence-transformers")
+def test_parts_may_stand_behind_options(capsys):
+    """As ``scripts/gpu_campaign.sh`` puts them."""
+    with pytest.raises(SystemExit):
+        main("gpu --device cuda no_such_part".split())
+    assert "gpu has no part 'no_such_part'" in capsys.readouterr().err
+
+
+ABSENT = ("dynabatch", "sentence-transformers", "dynagroup, work as measured")
 """What may fail where it is not installed."""
 BARE = """# a machine that has torch and transformers alone, and no network
 import socket, sys
@@ -137,6 +145,68 @@ def test_vectors_of_other_texts_are_no_rounding():
     for name in vectors:
         infer.judge(case, name, vectors, exact[:2])
     assert [*case["failed"]] == ["swapped"]
+
+
+@pytest.mark.slow
+def test_every_kind_of_model_is_measured_dry(tmp_path):
+    """With all packages, unlike the campaign above."""
+    python("-m", "benchmarks", "gpu", "memory_kinds", "--dry", "--out", str(tmp_path))
+    figures = json.loads((tmp_path / "gpu_memory_kinds.json").read_text())["figures"]
+    assert figures["failed"] == {}
+    assert figures["left_out"] == []
+    assert {row["model"] for row in figures["rows"]} == {*KINDS, "qwen2", "scoring"}
+    workloads = {row["model"]: json.loads(row["workload"]) for row in figures["rows"]}
+    assert {workload["dtype"] for workload in workloads.values()} == {"bfloat16"}
+    assert workloads["scoring"]["mode"] == "forward"
+    assert workloads["reentrant"]["gradient_checkpointing"]
+    assert workloads["lora"]["trainable_share"] < 1
+    assert (workloads["varlen"]["layout"], workloads["varlen"]["attention"]) == ("packed", "flash")
+
+
+def event(action, addr, size, *lines):
+    """Of an allocator; the innermost line of the program first."""
+    frames = [{"filename": name, "line": line, "name": "forward"} for name, line in lines]
+    return {"action": action, "addr": addr, "size": size, "frames": frames}
+
+
+def test_what_is_alive_at_the_peak_is_told_by_line_and_size():
+    in_torch = ("torch/nn/functional.py", 1)
+    in_model = ("transformers/models/gpt2/modeling_gpt2.py", 7)
+    events = [
+        event("free_requested", 9, 500),  # of before
+        event("alloc", 1, 100, in_torch, in_model),
+        event("alloc", 2, 100, in_torch, in_model),
+        event("alloc", 3, 60, in_torch),
+        event("free_requested", 1, 100),
+        event("free_completed", 1, 100),
+        event("alloc", 1, 400),
+        event("free_requested", 1, 400),
+        event("alloc", 4, 300),
+    ]
+    alive = [(group["line"], group["total"]) for group in alive_at_peak(events, most=2)]
+    of_model = "modeling_gpt2.py:7 forward"
+    assert alive == [("backward pass", 400), (of_model, 100), ("others", 60)]
+
+
+def test_a_loop_is_shown_with_what_its_simulation_lacks_and_what_is_alive():
+    group = {"line": "backward pass", "size": 10**9, "number": 2, "total": 2 * 10**9}
+    row = {
+        "model": "qwen2",
+        "mode": "train, outputs freed",
+        "outputs": "freed",
+        "oom": False,
+        "num_samples": 4,
+        "longest_tokens": 8,
+        "static_bytes": 10**9,
+        "batch_bytes": 4 * 10**9,
+        "reserved_bytes": 6 * 10**9,
+        "simulated_batch_bytes": 3 * 10**9,
+        "alive": [group, {"line": "others", "number": 7, "total": 10**9}],
+    }
+    lines = shown({"rows": [row]})
+    assert "| freed | 4 | 8 | -1.000 GB | 1.000 GB |" in lines
+    assert "| backward pass | 1,000,000,000 | 2 | 2.000 GB |" in lines
+    assert "| others |  | 7 | 1.000 GB |" in lines
 
 
 @pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.available])

@@ -226,8 +226,10 @@ def measure(
     """Returns the peak memory of each shape, measured on a real device (:func:`simulate` predicts the same numbers).
 
     The model is moved to the device. Training is measured with gradients present, and the optimizer state is added by
-    calculation. Each shape runs twice, and the second run is recorded. A shape that runs out of memory has no
-    ``batch_bytes``. ``device``: an object that reads an allocator's counters; None: CUDA's. ConfigError: no CUDA device."""
+    calculation. Outputs are kept during the backward pass, unless the workload says ``keeps_outputs=False``; samples of a
+    packed workload lie end to end. Each shape runs twice, and the second run is recorded. A shape that runs out of memory
+    has no ``batch_bytes``. ``device``: an object that reads an allocator's counters; None: CUDA's. ConfigError: no CUDA
+    device."""
     from dynagroup.device import CudaDevice
     from dynagroup.memory.trace.program import static_bytes
 
@@ -306,14 +308,23 @@ def _run(
     """Runs a batch of this shape: generation, or a forward pass, for training also a backward pass."""
     import torch
 
-    from dynagroup.memory.trace.model import DTYPES, make_inputs
+    from dynagroup.memory.trace.model import DTYPES, make_inputs, packed_inputs
 
     is_training = workload.mode == "train"
-    if inputs is None:
-        batch = make_inputs(model, num_samples, longest, is_training, str(device))
-    else:
+    if inputs is not None:
         with device:
             batch = inputs(model, num_samples, longest)
+    elif workload.layout == "packed":
+        batch = packed_inputs(
+            model,
+            num_samples,
+            longest,
+            with_labels=is_training,
+            with_borders=workload.attention == "flash",
+            device=str(device),
+        )
+    else:
+        batch = make_inputs(model, num_samples, longest, is_training, str(device))
     if "attention_mask" in batch and num_samples > 1:
         batch["attention_mask"][0, 0] = 0  # one padding token, because real batches are padded
     lower = None if workload.autocast is None else DTYPES[workload.autocast]
@@ -329,5 +340,9 @@ def _run(
             )
             return
         outputs = model(**batch)
-    if is_training:
-        outputs["loss"].backward()
+    if not is_training:
+        return
+    loss = outputs["loss"]
+    if workload.keeps_outputs is False:
+        del outputs
+    loss.backward()

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from dynagroup.errors import ConfigError
 from dynagroup.memory.measurements import Measurements
 from dynagroup.memory.phases import MONOMIALS, FloatArray, Phases, columns, needed
+from dynagroup.memory.workload import Workload
 from dynagroup.shapes import BatchShape, primary
 from dynagroup.validation import warn_user
 
@@ -28,8 +29,9 @@ EXACT = 1e-3  # a relative error that no further phase need reduce
 class ProfiledMemory:
     """Predicts the bytes of any batch with a formula that :meth:`fit` has fitted to measured or simulated batches.
 
-    The formula is the largest of a few phases, each a sum of ``(1, n, n*L, n*L^2)`` with factors of 0 or more. A
-    warning is given once if a sample is more than twice as long as the longest one in the fit."""
+    The formula is the largest of a few phases, each a sum of ``(1, n, n*L, n*L^2)`` with factors of 0 or more. A packed
+    batch counts as one sample with all its tokens. In the padded layout, a warning is given once if a sample is more than
+    twice as long as the longest one in the fit."""
 
     static_bytes: int
     phases: Phases
@@ -37,6 +39,8 @@ class ProfiledMemory:
     """Largest relative error of the formula on the rows that it was fitted to."""
     reach: Mapping[str, int]
     """Length of the longest fitted sample, by stream."""
+    workload: Workload = field(default=Workload(), repr=False)
+    """Its layout alone."""
 
     @classmethod
     def fit(cls, measurements: Measurements) -> "ProfiledMemory":
@@ -57,12 +61,14 @@ class ProfiledMemory:
                 f"memory, but got {len(rows)}; measure more shapes"
             )
         used = ONE_STREAM if num_streams == 1 else TWO_STREAMS
-        known = columns(shapes)[:, used]
+        workload = Workload(layout=measurements.workload.layout)
+        is_packed = workload.layout == "packed"
+        known = columns(shapes, is_packed)[:, used]
         sizes = np.maximum(measurements.batch_bytes(), 1.0)
         phases, error = max_affine(known, sizes)
         static_bytes = max(row.static_bytes for row in rows)
         reach = {name: int(lengths.max()) for name, lengths in shapes.longest.items()}
-        return cls(int(static_bytes), Phases.of(used, phases), error, reach)
+        return cls(int(static_bytes), Phases.of(used, phases), error, reach, workload)
 
     def __str__(self) -> str:
         reach = " and ".join(f"{length:,} {name}" for name, length in self.reach.items())
@@ -70,18 +76,22 @@ class ProfiledMemory:
 
     @property
     def fingerprint(self) -> str:
-        text = repr((self.static_bytes, sorted(self.reach), self.phases))
+        text = repr((self.static_bytes, sorted(self.reach), self.phases, self.workload.layout))
         return "profile-" + hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    @property
+    def _is_packed(self) -> bool:
+        return self.workload.layout == "packed"
 
     def batch_bytes(self, shape: BatchShape, /) -> FloatArray:
         self._warn_beyond_reach(shape)
-        return self.phases.bytes(shape)
+        return self.phases.bytes(shape, self._is_packed)
 
     def relative(self, shape: BatchShape, baseline: BatchShape, /) -> FloatArray:
         return self.batch_bytes(shape) / self.batch_bytes(baseline)
 
     def _warn_beyond_reach(self, shape: BatchShape) -> None:
-        if "_warned" in self.__dict__:
+        if self._is_packed or "_warned" in self.__dict__:
             return
         for name, reach in self.reach.items():
             stream = primary(shape.longest) if name == primary(self.reach) else name

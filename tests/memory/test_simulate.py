@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -396,6 +397,54 @@ def test_running_out_of_memory_is_a_row_without_a_size():
     assert rows.rows[0].static_bytes == 1000 + 512  # AdamW's 8 bytes take a block
 
 
+class NotesItsRun(Scaled):
+    """The arguments of its forward passes, and whether the logits of a pass are alive during its backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: list[dict[str, Any]] = []
+        self.have_logits: list[bool] = []
+
+    def forward(self, **batch: Any) -> dict[str, torch.Tensor]:
+        self.batches.append(batch)
+        logits = self.scale * torch.ones(4)
+        logits_or_none = weakref.ref(logits)
+        loss = logits.sum()
+        loss.register_hook(lambda _: self.have_logits.append(logits_or_none() is not None))
+        return {"loss": loss, "logits": logits}
+
+
+@pytest.mark.parametrize(("keeps", "are_kept"), [(None, True), (True, True), (False, False)])
+def test_outputs_are_measured_as_the_workload_keeps_them(keeps, are_kept):
+    model = NotesItsRun()
+    workload = TRAIN.replace(keeps_outputs=keeps)
+    measure(model, workload, [(2, 8)], device=Counters(1500))
+    assert model.have_logits == [are_kept, are_kept]
+
+
+PACKED = TRAIN.replace(layout="packed")
+
+
+def batch_of_three_samples(workload: Workload) -> dict[str, Any]:
+    """With which a model is measured; each sample has four tokens."""
+    model = NotesItsRun()
+    measure(model, workload, [(3, 4)], device=Counters(1500))
+    return model.batches[-1]
+
+
+def test_samples_of_a_packed_workload_are_measured_end_to_end():
+    batch = batch_of_three_samples(PACKED.replace(attention="sdpa"))
+    assert batch.keys() == {"input_ids", "labels", "position_ids"}
+    assert batch["input_ids"].shape == batch["labels"].shape == (1, 12)
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 3] * 3]
+
+
+def test_attention_without_masks_is_told_where_samples_begin():
+    batch = batch_of_three_samples(PACKED.replace(attention="flash"))
+    assert batch["cu_seq_lens_q"].tolist() == batch["cu_seq_lens_k"].tolist() == [0, 4, 8, 12]
+    assert batch["max_length_q"] == batch["max_length_k"] == 4
+
+
 class Counters:
     """An allocator's counters that were written down before, on the CPU."""
 
@@ -715,6 +764,22 @@ def test_a_profile_says_once_when_it_guesses():
     with pytest.warns(UserWarning, match="up to 1024 tokens, but a batch has one of 4096"):
         bytes_of(profile, 1, 4096)
     bytes_of(profile, 1, 4096)  # a warning would be an error
+
+
+def of_all_tokens(n, length):
+    tokens = n * length
+    return 1e6 + 900 * tokens + 2 * tokens**2
+
+
+def test_a_profile_of_packed_batches_counts_their_tokens():
+    """Masks between packed samples grow with the square of all tokens."""
+    profile = ProfiledMemory.fit(Measurements(rows(of_all_tokens), Workload(layout="packed")))
+    shape = BatchShape.of(32, 100, [1600])
+    assert profile.batch_bytes(shape) == pytest.approx([of_all_tokens(1, 1600)], rel=0.01)
+    budget = MemoryBudget.from_bytes(10**9, model=profile, headroom=1.0)
+    assert budget.layout == "packed"
+    most = budget.max_tokens(512)
+    assert of_all_tokens(1, most) <= 10**9 < of_all_tokens(1, 1.01 * most)
 
 
 @pytest.mark.parametrize("size", [float("nan"), -1, float("inf")])

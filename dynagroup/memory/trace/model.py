@@ -266,10 +266,40 @@ def make_inputs(
             words = words.clone()  # the decoder reads a second tensor: the labels, shifted by one
         if is_encoder_decoder:
             inputs["decoder_input_ids"] = words
+    return _accepted_by(model, inputs)
+
+
+def packed_inputs(
+    model: torch.nn.Module,
+    num_samples: int,
+    longest: Mapping[str, int],
+    *,
+    with_labels: bool,
+    with_borders: bool,
+    device: str,
+) -> dict[str, Any]:
+    """Returns arguments of a forward pass over samples of one length that lie end to end in one row: ids, and the place of
+    each token in its sample. ``with_borders``: also where samples begin, as attention without masks needs it."""
+    length = int(longest[primary(longest)])
+    with torch.device(device):
+        ids = torch.zeros(1, num_samples * length, dtype=torch.long)
+        places = torch.arange(length).repeat(num_samples).unsqueeze(0)
+        inputs: dict[str, Any] = {"input_ids": ids, "position_ids": places}
+        if with_labels:
+            inputs["labels"] = ids
+        if with_borders:
+            borders = length * torch.arange(num_samples + 1, dtype=torch.int32)
+            inputs.update(cu_seq_lens_q=borders, cu_seq_lens_k=borders)
+            inputs.update(max_length_q=length, max_length_k=length)
+    return _accepted_by(model, inputs)
+
+
+def _accepted_by(model: torch.nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Returns those of the inputs that the model's forward pass accepts."""
     accepted = inspect.signature(model.forward).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()):
         return inputs
-    return {name: tensor for name, tensor in inputs.items() if name in accepted}
+    return {name: value for name, value in inputs.items() if name in accepted}
 
 
 def describe(model: Any, mode: str) -> dict[str, Any]:
