@@ -82,8 +82,8 @@ def compared(machine: Machine, cases: Sequence[Case]) -> Iterator[dict[str, Any]
         left = machine.left_s()
         seconds_of_case = (left - 20) / (len(cases) - number)
         failed: dict[str, Any] = {}
-        figures[str(case)] = {"failed": {"": "no time"}}
-        with noted(failed, ""):
+        figures[str(case)] = {"failed": {str(case): "no time"}}
+        with noted(failed, str(case)):
             for so_far in _rounds(machine, case, end=left - seconds_of_case):
                 figures[str(case)] = so_far
                 yield figures

@@ -60,7 +60,7 @@ def test_parts_may_stand_behind_options(capsys):
     assert "gpu has no part 'no_such_part'" in capsys.readouterr().err
 
 
-ABSENT = ("dynabatch", "sentence-transformers", "dynagroup, work as measured")
+ABSENT = ("dynabatch", "sentence-transformers", "dynagroup, work as measured", "1.5B LoRA")
 """What may fail where it is not installed."""
 BARE = """# a machine that has torch and transformers alone, and no network
 import socket, sys
