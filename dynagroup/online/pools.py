@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from dynagroup.online.messages import Pool
 from dynagroup.plan.batches import longest_first
 from dynagroup.plan.epoch import NONE
-from dynagroup.plan.strata import deal_pool, number_of_strata
+from dynagroup.plan.strata import deal_pool, scaled_strata, strata_of
 from dynagroup.shapes import TOKENS, IntArray
 
 
@@ -33,9 +33,9 @@ def deal_updates(pool: Pool, tokens: NDArray[Any]) -> list[IntArray]:
     drawn = own_rng.permutation(len(tokens))  # samples of one length are dealt at random
     by_length = drawn[longest_first({TOKENS: tokens[drawn]})]
     rng = np.random.default_rng(pool.seeds)
-    num_strata = number_of_strata(pool.strata, tokens, pool.update_size, num_full)
-    if num_strata > size:
+    strata = strata_of(pool.strata, tokens, pool.update_size, num_full)
+    if len(strata) > size:
         rng = own_rng
-        num_strata = number_of_strata(pool.strata, tokens, size, num_full)
-    dealt = deal_pool(by_length, size, num_strata, rng)
+        strata = strata_of(pool.strata, tokens, size, num_full)
+    dealt = deal_pool(by_length, scaled_strata(strata, size), rng)
     return np.split(dealt, np.cumsum(pool.share_sizes)[:-1])

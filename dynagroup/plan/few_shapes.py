@@ -16,7 +16,7 @@ from dynagroup.plan.batches import Batches, shapes_of
 from dynagroup.plan.cost import Work, check_work
 from dynagroup.plan.padded import OrderedWindow, in_order
 from dynagroup.plan.rules import CutRules
-from dynagroup.plan.strata import dealt, number_of_strata
+from dynagroup.plan.strata import dealt, strata_of
 from dynagroup.shapes import BatchShape, IntArray, Streams, largest_within, round_up
 from dynagroup.validation import check_int
 
@@ -108,11 +108,11 @@ class ShapeLadder(Wrapper):
         size = min(size, num)
         pool = size * grouping
         num_pools = max(min(MOST_SAMPLES // pool, MOST_WINDOWS), 1)
-        num_strata = number_of_strata(strata, some, size, grouping)
+        strata_of_window = strata_of(strata, some, size, grouping)
         rng = np.random.default_rng(0)
         for places in rng.integers(0, num, (num_pools, pool)):
             longest_first = places[np.argsort(-tokens[places], kind="stable")]
-            for window in dealt(longest_first, num_strata, rng.permutation(grouping)):
+            for window in dealt(longest_first, strata_of_window, rng.permutation(grouping)):
                 yield tokens[window]
 
     # Greedy facility location (Cornuejols, Fisher and Nemhauser 1977), improved by exchange. Drawn windows are cut as

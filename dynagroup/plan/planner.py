@@ -28,7 +28,7 @@ from dynagroup.plan.epoch import NONE, EpochOrder, EpochWindows, Windows, window
 from dynagroup.plan.exact_updates import UpdateBlock, way_to_cut
 from dynagroup.plan.inputs import PlanConfig, PlanInputs
 from dynagroup.plan.plan import BatchPlan
-from dynagroup.plan.strata import StratifiedOrder, number_of_strata
+from dynagroup.plan.strata import StratifiedOrder, strata_of
 from dynagroup.plan.window import Window, plan_update
 from dynagroup.shapes import IntArray, primary
 
@@ -40,7 +40,7 @@ BATCHES_PER_WINDOW = 100
 STEPS_PER_WINDOW = 25
 BLOCK = 1 << 16  # samples of updates that are cut at once
 SMALL_BLOCK = 1 << 12  # of updates that are cut in turn, so that the first batch comes soon
-SPREAD = 1 << 14  # lengths from which the number of strata is decided
+SPREAD = 1 << 14  # lengths from which strata are decided
 # A rare kind's windows have at least 1/8 of the usual size, so that its batches vary as well.
 LEAST_SHARE = 8
 
@@ -129,21 +129,20 @@ class Planner(PlanInputs):
         return StratifiedOrder(
             order,
             self.tokens_of,
-            size=size,
             pool=config.grouping,
-            strata=self._num_strata(size, config.grouping),
+            strata=self._strata(size, config.grouping),
             seed=config.seed,
             epoch=epoch,
             source_of=self.source_of,
         )
 
-    def _num_strata(self, size: int, pool: int) -> int:
+    def _strata(self, size: int, pool: int) -> list[int]:
         """Returns the strata of an update of ``size`` samples, judged by lengths spread over the data set."""
         if not self.num_samples:
-            return 1
+            return [size]
         every = max(1, self.num_samples // SPREAD)
         tokens = self.tokens_of(slice(None, None, every))
-        return number_of_strata(self.config.strata, tokens, size, pool)
+        return strata_of(self.config.strata, tokens, size, pool)
 
     def windows(self, cursor: Cursor, drawn: Drawn = None) -> EpochWindows:
         """Returns the windows of the cursor's epoch."""

@@ -8,7 +8,7 @@ but each of its chunks needs hardly any padding. With a single stratum an update
 all have about one length, and training loses quality. ``docs/benchmarks.md`` has the measurements, also of designs that
 were rejected."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,9 @@ from dynagroup.shapes import TOKENS, IntArray
 
 STRATA = 4
 """The fewest that lost nothing where the label of a sample goes with its length."""
+MOST_SAMPLES = 32
+"""In a stratum of a large update: with more, batches of several strata need more padding (of 16, 32 and 64, on eight files of
+lengths)."""
 
 
 def places_by_length(update_of: IntArray, num_strata: int, rank_of_update: IntArray) -> IntArray:
@@ -43,28 +46,42 @@ def places_by_length(update_of: IntArray, num_strata: int, rank_of_update: IntAr
     return np.argsort(stratum * len(num_places) + chunk, kind="stable")
 
 
-def dealt(by_length: NDArray[Any], num_strata: int, rank_of_update: IntArray) -> NDArray[Any]:
-    """Deals samples, given longest first, to stratified updates of one size: (updates, samples). An update's places are
-    divided as by :func:`places_by_length`."""
+def equal_strata(size: int, num_strata: int) -> list[int]:
+    """Returns the samples of each stratum of an update of ``size`` samples: equally many, or one more.
+
+    >>> equal_strata(10, 4)
+    [2, 3, 2, 3]
+    """
+    places = np.arange(1, size + 1)
+    stratum = (places * min(num_strata, size) - 1) // size
+    return np.bincount(stratum).tolist()
+
+
+def dealt(by_length: NDArray[Any], strata: Sequence[int], rank_of_update: IntArray) -> NDArray[Any]:
+    """Deals samples, given longest first, to stratified updates of one size: (updates, samples).
+
+    Args:
+        strata: samples of each stratum of an update, the longest first.
+        rank_of_update: (updates,), as in :func:`places_by_length`.
+    """
     num_updates = len(rank_of_update)
-    size = len(by_length) // num_updates
-    place = np.arange(size)
-    stratum = ((place + 1) * num_strata - 1) // size
-    chunk_sizes = np.bincount(stratum)
+    chunk_sizes = np.asarray(strata)
+    stratum = np.repeat(np.arange(len(chunk_sizes)), chunk_sizes)
     first_place = (np.cumsum(chunk_sizes) - chunk_sizes)[stratum]
     rank = rank_of_update[:, None]
     chunk = np.where(stratum == 0, rank, num_updates - 1 - rank)
     start_of_chunk = num_updates * first_place + chunk * chunk_sizes[stratum]
-    return by_length[start_of_chunk + place - first_place]
+    return by_length[start_of_chunk + np.arange(len(stratum)) - first_place]
 
 
-def spread_of_strata(tokens: NDArray[Any], num_updates: int, num_strata: int) -> float:
+def spread_of_strata(tokens: NDArray[Any], num_updates: int, strata: Sequence[int]) -> float:
     """Returns the variance of the tokens of an update that is dealt from these samples.
 
     Args:
         tokens: (N,), tokens of a pool's samples, longest first; N is a multiple of ``num_updates``.
+        strata: samples of each stratum of an update, the longest first.
     """
-    updates = dealt(tokens, num_strata, np.arange(num_updates))
+    updates = dealt(tokens, strata, np.arange(num_updates))
     return float(updates.sum(axis=1, dtype=np.float64).var())
 
 
@@ -79,24 +96,45 @@ def spread_at_random(tokens: NDArray[Any], num_updates: int) -> float:
     return size * float(tokens.var()) * (num_samples - size) / max(num_samples - 1, 1)
 
 
-def fewest_strata(tokens: NDArray[Any], num_updates: int) -> int:
-    """Returns the fewest strata with which the tokens of an update vary no more than those of random updates.
+def balanced_strata(tokens: NDArray[Any], num_updates: int) -> list[int]:
+    """Returns the fewest strata with which the tokens of an update vary no more than those of random updates: the samples
+    of each, the longest first.
 
-    Tried are 4, 8, 16, ... strata, at most one a sample. Updates of fewer than 8 samples begin with half as many as samples.
+    Begins with equal strata of at most 32 samples: at least four, or half as many as samples in updates of fewer than 8.
+    The stratum whose chunks vary most is halved, and again. Mostly that is the first one, with the longest samples; the
+    others need few batches.
 
     Args:
         tokens: (N,), tokens of a pool's samples, or of samples like them, longest first; N is a multiple of ``num_updates``.
+
+    >>> balanced_strata(np.exp(np.linspace(9, 3, 320)), num_updates=10)
+    [4, 4, 8, 8, 8]
     """
     size = len(tokens) // num_updates
-    num_strata = min(STRATA, max(size // 2, 1))
+    fewest = min(STRATA, max(size // 2, 1))
+    strata = equal_strata(size, max(fewest, size // MOST_SAMPLES))
     at_random = spread_at_random(tokens, num_updates)
-    while num_strata < size and spread_of_strata(tokens, num_updates, num_strata) > at_random:
-        num_strata = min(2 * num_strata, size)
-    return num_strata
+    while max(strata) > 1 and spread_of_strata(tokens, num_updates, strata) > at_random:
+        widest = _widest(tokens, num_updates, strata)
+        half = strata[widest] // 2
+        strata[widest : widest + 1] = [half, strata[widest] - half]
+    return strata
 
 
-def number_of_strata(strata: int | None, tokens: NDArray[Any], size: int, pool: int) -> int:
-    """Returns ``strata``, or for None the fewest that an update of ``size`` samples needs; at most one a sample.
+def _widest(tokens: NDArray[Any], num_updates: int, strata: Sequence[int]) -> int:
+    """Returns which stratum of several samples has the chunks whose tokens vary most."""
+    borders = num_updates * np.cumsum(strata)
+    spreads = []
+    for chunk_size, samples in zip(strata, np.split(tokens, borders[:-1]), strict=True):
+        chunks = samples.reshape(num_updates, chunk_size)
+        spread = float(chunks.sum(axis=1, dtype=np.float64).var())
+        spreads.append(spread if chunk_size > 1 else -1.0)
+    return int(np.argmax(spreads))
+
+
+def strata_of(strata: int | None, tokens: NDArray[Any], size: int, pool: int) -> list[int]:
+    """Returns the samples of each stratum of an update of ``size`` samples, the longest first: ``strata`` equal ones, or for
+    None those that the tokens need (:func:`balanced_strata`).
 
     A typical pool stands for all pools: the samples at evenly spaced quantiles of the lengths.
 
@@ -105,21 +143,32 @@ def number_of_strata(strata: int | None, tokens: NDArray[Any], size: int, pool: 
         pool: int, updates that are dealt together.
     """
     if strata is not None:
-        return min(strata, size)
+        return equal_strata(size, strata)
     falling = np.sort(tokens)[::-1]
     quantiles = (np.arange(pool * size) + 0.5) / (pool * size)
     places = (quantiles * len(tokens)).astype(np.int64)
-    return fewest_strata(falling[places], pool)
+    return balanced_strata(falling[places], pool)
 
 
-def deal_pool(
-    by_length: IntArray, size: int, num_strata: int, rng: np.random.Generator
-) -> IntArray:
-    """Deals a pool's samples, given longest first, to updates of ``size``: (samples,), update after update.
+def scaled_strata(strata: Sequence[int], size: int) -> list[int]:
+    """Returns the strata of a part of an update with ``size`` of its samples, in proportion.
+
+    >>> scaled_strata([8, 8, 16], size=4)
+    [1, 1, 2]
+    """
+    total = sum(strata)
+    stratum_of_place = np.repeat(np.arange(len(strata)), strata)
+    places = (np.arange(1, size + 1) * total - 1) // size
+    num_samples = np.bincount(stratum_of_place[places])
+    return num_samples[num_samples > 0].tolist()
+
+
+def deal_pool(by_length: IntArray, strata: Sequence[int], rng: np.random.Generator) -> IntArray:
+    """Deals a pool's samples, given longest first, to updates of these strata: (samples,), update after update.
 
     Samples that are too few for a whole update form a smaller last one. They are evenly spaced over the pool.
     """
-    num_updates, rest = divmod(len(by_length), size)
+    num_updates, rest = divmod(len(by_length), sum(strata))
     # Systematic sampling: every sample is in the smaller last update with the same probability.
     spaced = (np.arange(rest) + rng.random()) * (len(by_length) / max(rest, 1))
     left_over = by_length[spaced.astype(np.int64)]
@@ -127,12 +176,12 @@ def deal_pool(
         return left_over
     if rest:
         by_length = np.delete(by_length, spaced.astype(np.int64))
-    updates = dealt(by_length, num_strata, rng.permutation(num_updates))
+    updates = dealt(by_length, strata, rng.permutation(num_updates))
     return np.append(updates.ravel(), left_over)
 
 
 class StratifiedOrder:
-    """An order in which consecutive samples form stratified updates of ``size``, dealt from pools of ``pool`` updates.
+    """An order in which consecutive samples form stratified updates of one size, dealt from pools of ``pool`` updates.
 
     Each update is sorted from its longest to its shortest sample. An epoch's smaller last update stays last; it gets
     samples evenly spaced over its pool. Each sample is in each update of its pool with the same probability. Reading a
@@ -141,14 +190,13 @@ class StratifiedOrder:
     Args:
         order: the epoch's dataset indices, to be read by slices.
         tokens_of: function from dataset indices to the tokens of these samples.
-        size: int, samples of an update.
         pool: int, updates that are dealt together.
-        strata: int, strata of an update, at most one a sample; see :func:`fewest_strata`.
+        strata: samples of each stratum of an update, the longest first; see :func:`strata_of`.
         seed, epoch: int; the order depends on these and the arguments above alone.
         source_of: source of each dataset index, int (N,): each update keeps its number of samples of each source.
 
     >>> lengths = np.array([5, 1, 4, 2, 9, 3, 8, 7])
-    >>> order = StratifiedOrder(np.arange(8), lengths.take, size=4, pool=2, strata=2, seed=0)
+    >>> order = StratifiedOrder(np.arange(8), lengths.take, pool=2, strata=[2, 2], seed=0)
     >>> lengths[order[:]].tolist()
     [7, 5, 4, 3, 9, 8, 2, 1]
     """
@@ -158,9 +206,8 @@ class StratifiedOrder:
         order: Any,
         tokens_of: Callable[[IntArray], NDArray[Any]],
         *,
-        size: int,
         pool: int,
-        strata: int,
+        strata: Sequence[int],
         seed: int = 0,
         epoch: int = 0,
         source_of: IntArray | None = None,
@@ -168,10 +215,10 @@ class StratifiedOrder:
         self._order = order
         self._source_of = source_of
         self._tokens_of = tokens_of
-        self._strata = min(strata, size)
+        self._strata = strata
         self._seeds = (seed, epoch)
-        self.size = size
-        self.span = size * pool
+        self.size = sum(strata)
+        self.span = self.size * pool
         """Samples of a pool."""
         self._dealt = NONE
         self._pool = -1  # that is dealt
@@ -200,7 +247,7 @@ class StratifiedOrder:
             return self._deal_sources(drawn, self._source_of[drawn], rng)
         drawn = rng.permutation(drawn)  # samples of one length are dealt at random
         by_length = longest_first({TOKENS: self._tokens_of(drawn)})
-        return drawn[deal_pool(by_length, self.size, self._strata, rng)]
+        return drawn[deal_pool(by_length, self._strata, rng)]
 
     def _deal_sources(
         self, drawn: IntArray, sources: IntArray, rng: np.random.Generator
@@ -213,7 +260,7 @@ class StratifiedOrder:
             places = np.flatnonzero(sources == source)
             samples = rng.permutation(drawn[places])
             by_length = samples[longest_first({TOKENS: self._tokens_of(samples)})]
-            num_strata = max(round(self._strata * len(places) / len(drawn)), 2)
+            num_strata = max(round(len(self._strata) * len(places) / len(drawn)), 2)
             rank_of_update = rng.permutation(update_of[places[-1]] + 1)
             order = places_by_length(update_of[places], num_strata, rank_of_update)
             dealt_pool[places[order]] = by_length

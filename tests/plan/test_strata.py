@@ -13,9 +13,11 @@ from dynagroup.plan import exact_updates, planner
 from dynagroup.plan.epoch import EpochOrder, epoch_order
 from dynagroup.plan.strata import (
     StratifiedOrder,
+    balanced_strata,
     dealt,
-    fewest_strata,
+    equal_strata,
     places_by_length,
+    scaled_strata,
     spread_at_random,
     spread_of_strata,
 )
@@ -61,7 +63,7 @@ def test_pools_keep_their_samples_and_updates_get_a_chunk_of_each_stratum(
     drawn = epoch_order(count, seed=seed, epoch=1)
     epoch = EpochOrder(count, seed=seed, epoch=1)
     order = StratifiedOrder(
-        epoch, lengths.take, size=size, pool=pool, strata=strata, seed=seed, epoch=1
+        epoch, lengths.take, pool=pool, strata=equal_strata(size, strata), seed=seed, epoch=1
     )
     whole = order[:]
     span = size * pool
@@ -89,20 +91,22 @@ def test_pools_keep_their_samples_and_updates_get_a_chunk_of_each_stratum(
 @given(
     num_updates=st.integers(1, 6),
     size=st.integers(1, 12),
-    num_strata=st.integers(1, 14),
+    most_strata=st.integers(1, 14),
     seed=st.integers(0, 3),
 )
-def test_updates_of_one_size_are_dealt_as_those_of_several(num_updates, size, num_strata, seed):
+def test_updates_of_one_size_are_dealt_as_those_of_several(num_updates, size, most_strata, seed):
+    num_strata = min(most_strata, size)
     rank_of_update = np.random.default_rng(seed).permutation(num_updates)
     update_of = np.repeat(np.arange(num_updates), size)
     places = places_by_length(update_of, num_strata, rank_of_update)
-    updates = dealt(np.arange(num_updates * size), num_strata, rank_of_update)
+    strata = equal_strata(size, num_strata)
+    updates = dealt(np.arange(num_updates * size), strata, rank_of_update)
     assert updates.ravel()[places].tolist() == list(range(num_updates * size))
 
 
 def test_an_update_gets_long_middle_and_short_samples():
     lengths = np.array([10, 11, 20, 21, 30, 31, 40, 41], np.int32)
-    order = StratifiedOrder(np.arange(8), lengths.take, size=4, pool=2, strata=2, seed=0)
+    order = StratifiedOrder(np.arange(8), lengths.take, pool=2, strata=[2, 2], seed=0)
     dealt = [lengths[order[start : start + 4]].tolist() for start in (0, 4)]
     assert sorted(dealt) == [[31, 30, 21, 20], [41, 40, 11, 10]]
 
@@ -115,7 +119,7 @@ def test_each_sample_is_in_each_update_of_its_pool_equally_often():
     counts = np.zeros((18, 4))
     for epoch in range(epochs):
         order = StratifiedOrder(
-            np.arange(18), lengths.take, size=size, pool=4, strata=2, seed=7, epoch=epoch
+            np.arange(18), lengths.take, pool=4, strata=[2, 3], seed=7, epoch=epoch
         )
         update_of = np.arange(18) // size
         counts[order[:], update_of] += 1
@@ -130,20 +134,33 @@ def test_the_tokens_of_an_update_vary_no_more_than_those_of_random_updates(size,
     sigma = np.sqrt(np.log(1 + cv**2))
     drawn = np.random.default_rng(1).lognormal(5, sigma, 50 * size)
     ranked = -np.sort(-drawn.astype(np.int64))
-    num_strata = fewest_strata(ranked, 50)
-    assert min(4, size // 2) <= num_strata <= size
-    assert spread_of_strata(ranked, 50, num_strata) <= spread_at_random(ranked, 50)
-    order = StratifiedOrder(
-        np.arange(len(ranked)), ranked.take, size=size, pool=50, strata=num_strata
-    )
+    strata = balanced_strata(ranked, 50)
+    assert sum(strata) == size
+    assert max(strata) <= -(-size // min(4, max(size // 2, 1)))
+    assert spread_of_strata(ranked, 50, strata) <= spread_at_random(ranked, 50)
+    order = StratifiedOrder(np.arange(len(ranked)), ranked.take, pool=50, strata=strata)
     sums = ranked[order[:]].reshape(50, size).sum(axis=1)
-    assert sums.var() == pytest.approx(spread_of_strata(ranked, 50, num_strata))
+    assert sums.var() == pytest.approx(spread_of_strata(ranked, 50, strata))
+
+
+def test_only_strata_that_vary_much_are_finer():
+    """The longest quarter of lengths with a long tail."""
+    drawn = np.random.default_rng(1).lognormal(5, 0.8, 50 * 64)
+    ranked = -np.sort(-drawn.astype(np.int64))
+    assert balanced_strata(ranked, 50) == [8, 8, 16, 16, 16]
+
+
+@given(strata=st.lists(st.integers(1, 9), min_size=1, max_size=6), share=st.integers(1, 4))
+def test_a_part_of_an_update_has_its_strata_in_proportion(strata, share):
+    times_share = [share * size for size in strata]
+    assert scaled_strata(times_share, sum(strata)) == strata
+    assert sum(scaled_strata(strata, share)) == share
 
 
 def test_one_stratum_varies_more_than_random_updates():
     ranked = -np.sort(-LENGTHS[:400].astype(np.int64))
-    assert spread_of_strata(ranked, 50, 1) > 3 * spread_at_random(ranked, 50)
-    assert spread_of_strata(np.array([9, 9, 7, 7]), 2, 1) == 4.0
+    assert spread_of_strata(ranked, 50, [8]) > 3 * spread_at_random(ranked, 50)
+    assert spread_of_strata(np.array([9, 9, 7, 7]), 2, [2]) == 4.0
     assert spread_at_random(np.array([9, 9, 7, 7]), 2) == pytest.approx(2 * 1.0 * 2 / 3)
 
 
