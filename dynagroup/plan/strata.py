@@ -4,9 +4,10 @@ The samples of a pool of updates are sorted by length and cut into *strata*, fro
 stratum is cut into *chunks* of consecutive samples, and every update gets one chunk of each stratum. An update that gets
 long samples of the first stratum gets short ones of the others (antithetic stratified sampling), so updates have about
 equally many tokens. Updates come in random order. So an update has short, middle and long samples like a random one,
-but each of its chunks needs hardly any padding. With a single stratum an update is one run of neighbours: its samples
-all have about one length, and training loses quality. ``docs/benchmarks.md`` has the measurements, also of designs that
-were rejected."""
+but each of its chunks needs hardly any padding. Strata have equally many samples; where lengths vary much they are finer,
+so that an update has about as many tokens as any other. With a single stratum an update is one run of neighbours: its
+samples all have about one length, and training loses quality. ``docs/benchmarks.md`` has the measurements, also of
+designs that were rejected."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
