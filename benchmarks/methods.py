@@ -98,7 +98,13 @@ class Job:
     def ladder(self) -> ShapeLadder:
         """Few shapes (samples, tokens) that fit."""
         budget = TokenBudget(self.tokens)
-        return ShapeLadder(self.lengths, budget, num_shapes=self.num_shapes, window=self.per_update)
+        return ShapeLadder(
+            self.lengths,
+            budget,
+            num_shapes=self.num_shapes,
+            window=self.per_update,
+            work=self.work,
+        )
 
     @cached_property
     def totals(self) -> PackedTotals:

@@ -45,8 +45,14 @@ class _WithoutCudnn:
     def __enter__(self) -> None:
         with self._lock:
             if self._num_inside == 0:
-                self._was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
-                torch.backends.cuda.enable_cudnn_sdp(False)
+                flags = torch.backends.cuda
+                self._was_enabled = flags.cudnn_sdp_enabled()
+                has_another = (
+                    flags.flash_sdp_enabled()
+                    or flags.mem_efficient_sdp_enabled()
+                    or flags.math_sdp_enabled()
+                )
+                flags.enable_cudnn_sdp(self._was_enabled and not has_another)
             self._num_inside += 1
 
     def __exit__(self, *error: object) -> None:

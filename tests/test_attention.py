@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dynagroup import ConfigError, TokenBudget, generate_with_oom_retry
 from dynagroup.attention import attention_kernels
@@ -178,6 +178,11 @@ def test_a_kernel_that_was_off_before_stays_off():
         assert kernels() == FREE
     finally:
         FLAGS.enable_cudnn_sdp(True)
+
+
+def test_the_only_kernel_that_a_user_allows_stays_on():
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), attention_kernels("auto", varies=True):
+        assert kernels() == {"cuDNN": True, "flash": False}
 
 
 def test_steps_in_threads_may_overlap():

@@ -282,7 +282,9 @@ class MemoryRegressor:
             )
         workload = measurements.workload
         traced = traced_form(workload)
-        form = traced or Form(ProfiledMemory.fit(measurements).phases)
+        form = traced or Form(
+            ProfiledMemory.fit(measurements).phases, packed=workload.layout == "packed"
+        )
         parts = [pairs_of(measurements, form)]
         # Trees are small, because there are only hundreds of rows.
         small = TreeSettings(rounds=120, max_depth=3, min_weight=1.0, regularisation=1.0)
@@ -369,7 +371,7 @@ class MemoryRegressor:
     def _form(self) -> Form:
         """What the trees correct."""
         if "form" in self.card:
-            return Form(Phases(self.card["form"]))
+            return Form(Phases(self.card["form"]), packed=self.workload.layout == "packed")
         return traced_form(self.workload) or closed_form(self.workload, self.card["constants"])
 
     @cached_property

@@ -213,13 +213,17 @@ class Planner(PlanInputs):
         size = self.window_size(world_size)  # raises if an update has too few samples for the ranks
         cursor = self.in_windows(cursor, world_size)
         epoch = self.windows(cursor, order)
+        most = BLOCK
         while cursor.windows_done < len(epoch.spans):
             planned = None
             start, stop = epoch.spans[cursor.windows_done]
             if not cursor.segments:
-                block = cut_block(self, epoch.order, start, size, world_size)
+                block = cut_block(self, epoch.order, start, size, world_size, most)
                 if block is not None:
                     planned = block.plan(0, block.num_leading, cursor)
+                # What is cut behind an update that must be cut by itself is cut again.
+                is_whole = block is not None and block.num_leading == len(block.num_steps)
+                most = min(2 * most, BLOCK) if is_whole else size * _num_cut(block)
             if planned is None:
                 planned = self.plan_window(epoch, cursor, world_size)
             yield planned
@@ -288,6 +292,11 @@ def cut_block(
     return UpdateBlock.of(inputs, indices, world_size)
 
 
+def _num_cut(block: UpdateBlock | None) -> int:
+    """Returns how many updates can be planned before others are cut."""
+    return 1 if block is None else block.num_leading
+
+
 class UpdatePlans:
     """Plans the updates of an order one by one; while they keep their size, it cuts more and more of them in advance,
     at first ``num_updates``."""
@@ -321,6 +330,8 @@ class UpdatePlans:
         self._size = size
         most = min(self._num_updates * size, BLOCK)
         self._block = cut_block(self._planner, self._order, start, size, self._world_size, most)
-        num_cut = 1 if self._block is None else self._block.num_leading
+        num_cut = _num_cut(self._block)
+        if self._block is None or num_cut < len(self._block.num_steps):
+            self._num_updates = num_cut  # what is cut behind the next update is cut again
         self._block_start = start
         self._block_stop = start + num_cut * size

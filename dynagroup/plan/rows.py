@@ -217,17 +217,20 @@ def divide(
     shares = np.arange(1, num_tried + 1)[:, None] / (num_tried + 1)
     tried = low + shares * (high - low)
     tried[0] = low * (1 + 1 / 64)  # often nearly equal parts are possible
+    is_open = np.ones(num_steps, np.bool_)
     for _ in range(BISECTIONS):
         tried = np.sort(tried, axis=0)
         sizes, suffices = several.greedy(tried.ravel())
         suffices = suffices.reshape(tried.shape)
         first = np.where(suffices.any(axis=0), suffices.argmax(axis=0), num_tried)
         limits = np.concatenate([low[None], tried, high[None]])
-        low = limits[first, every_step]
-        high = limits[first + 1, every_step]
-        is_lower = first < num_tried
+        low = np.where(is_open, limits[first, every_step], low)
+        high = np.where(is_open, limits[first + 1, every_step], high)
+        is_lower = is_open & (first < num_tried)
         best[is_lower] = sizes[(first * num_steps + every_step)[is_lower]]
-        if (low >= high * CLOSE).all():
+        # Each step ends by itself: its division must not depend on which steps are divided at once.
+        is_open &= low < high * CLOSE
+        if not is_open.any():
             break
         tried = low + shares * (high - low)
     return best
