@@ -68,6 +68,8 @@ _without_cudnn = _WithoutCudnn()
 def attention_kernels(backends: AttentionBackends, *, varies: bool) -> AbstractContextManager[Any]:
     """Returns a context for a step: which kernels ``scaled_dot_product_attention`` may use. Entering it takes a microsecond.
 
+    The switches are those of the whole process. Steps in several threads may overlap with "auto", but not with lists.
+
     Args:
         backends: "auto": all but cuDNN's while shapes vary. None: torch chooses. A list of
             ``torch.nn.attention.SDPBackend``: only these.

@@ -7,7 +7,7 @@ from typing import Any
 from dynagroup.errors import StateError
 from dynagroup.fingerprint import hashed
 
-VERSION = 6
+VERSION = 7
 ENVELOPE = {"kind", "version", "identity", "seal"}  # fields that every state has
 
 

@@ -384,7 +384,8 @@ class Evaluator(TrainerSteps):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> Any:
-        with self.attention_kernels():
+        varies = self._evaluation is None or self._evaluation.rows.budget.ladder is None
+        with self.attention_kernels(varies=varies):
             return self._predicted(model, inputs, prediction_loss_only, ignore_keys)
 
     def _predicted(

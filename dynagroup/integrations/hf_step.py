@@ -222,14 +222,13 @@ class TrainerSteps(Trainer if TYPE_CHECKING else object):
     ) -> torch.Tensor:
         if not isinstance(inputs, list):
             return super().training_step(model, inputs, num_items_in_batch)
-        with self.attention_kernels():
+        varies = self.update_loader.budget.ladder is None
+        with self.attention_kernels(varies=varies):
             return self._run_update(model, inputs, num_items_in_batch)
 
-    def attention_kernels(self) -> contextlib.AbstractContextManager[Any]:
+    def attention_kernels(self, *, varies: bool) -> contextlib.AbstractContextManager[Any]:
         """Returns a context for a batch, forward and backward: the kernels that its attention may use."""
-        config = self.dynagroup
-        has_few_shapes = config.shapes is not None or config.budget.ladder is not None
-        return attention_kernels(config.attention_backends, varies=not has_few_shapes)
+        return attention_kernels(self.dynagroup.attention_backends, varies=varies)
 
     def _run_update(
         self, model: Model, inputs: list[Step[Batch]], num_items_in_batch: Items
@@ -522,7 +521,8 @@ class DynagroupCallback(TrainerCallback):
         if trainer.dynagroup.preflight:
             model: Model = trainer.model_wrapped
             model.train()
-            with trainer.attention_kernels():
+            varies = trainer.update_loader.budget.ladder is None
+            with trainer.attention_kernels(varies=varies):
                 preflight(model, trainer.update_loader, self._loss_of)
 
     def _loss_of(self, model: Model, batch: Batch) -> torch.Tensor:
