@@ -28,7 +28,7 @@ from dynagroup import (
 )
 from dynagroup.fingerprint import described, tokenizer_text
 from dynagroup.online.messages import number_of
-from dynagroup.state import agreed, listed, opened, sealed
+from dynagroup.state import VERSION, agreed, listed, opened, sealed
 from tests.models import small_tokenizer
 from tests.torchrun import ROOT
 
@@ -221,7 +221,7 @@ DAMAGED = [
     ({3: 1}, BAD_CHECKSUM),
     ({"identity": 3}, BAD_CHECKSUM),
 ]
-DAMAGED.append(({"version": 1}, "has version 1, but dynagroup reads 6"))
+DAMAGED.append(({"version": 1}, f"has version 1, but dynagroup reads {VERSION}"))
 DAMAGED.append(({"kind": "Other"}, "of Loader, but got one of 'Other'"))
 
 
