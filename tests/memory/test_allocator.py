@@ -72,8 +72,14 @@ def assert_as_allocated(
     assert [row.batch_bytes for row in simulated] == pytest.approx(sizes, rel=0.01)
 
 
+FAST = {"lora", "reentrant"}
+EVERY_KIND = [
+    name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in KINDS
+]
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # names that peft and older versions use
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", EVERY_KIND)
 def test_peaks_of_every_kind_are_those_of_the_allocator(name, device):
     kind = KINDS[name]
     model = model_of(kind, dry=True, device=CPU).float()
