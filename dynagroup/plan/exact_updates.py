@@ -43,7 +43,7 @@ class UpdateBlock:
     Args:
         indices: int64 (updates, samples), the updates' dataset indices.
         batches: positions in all of ``indices``, update after update, step after step.
-        num_steps: int64 (updates,), steps of each update. 0: it must be cut by itself, and has no batches here.
+        num_steps: int64 (updates,), steps of each update. 0: it must be planned by itself, and has no batches here.
     """
 
     inputs: PlanInputs
@@ -53,8 +53,8 @@ class UpdateBlock:
     world_size: int
 
     @classmethod
-    def of(cls, inputs: PlanInputs, indices: IntArray, world_size: int) -> "UpdateBlock | None":
-        """Cuts these updates; None: the first one must be cut by itself. ``indices``: (updates, samples)."""
+    def of(cls, inputs: PlanInputs, indices: IntArray, world_size: int) -> "UpdateBlock":
+        """Cuts these updates. ``indices``: (updates, samples)."""
         lengths = {name: values[indices.ravel()] for name, values in inputs.lengths.items()}
         cuts = None
         if way_to_cut(inputs, indices.shape[1], world_size) == "at once":
@@ -63,8 +63,6 @@ class UpdateBlock:
             cuts = _cut_in_turn(inputs, lengths, indices.shape, world_size)
         elif not cuts.num_steps.all():
             cuts = _with_uncut_in_turn(cuts, inputs, lengths, indices.shape, world_size)
-        if not cuts.num_steps[0]:
-            return None
         is_cut = np.repeat(cuts.num_steps > 0, indices.shape[1])
         place_of_position = np.cumsum(is_cut) - 1
         batches = cuts.batches.map(place_of_position)
@@ -73,11 +71,10 @@ class UpdateBlock:
         prove(batches, len(unfit), lengths, inputs.budget, unfit)
         return cls(inputs, indices, cuts.batches, cuts.num_steps, world_size)
 
-    @property
-    def num_leading(self) -> int:
-        """Number of updates up to the first that must be cut by itself."""
-        uncut = np.flatnonzero(self.num_steps == 0)
-        return int(uncut[0]) if len(uncut) else len(self.num_steps)
+    def num_cut_from(self, first: int) -> int:
+        """Returns how many updates from this one on are cut; 0: it must be planned by itself."""
+        uncut = np.flatnonzero(self.num_steps[first:] == 0)
+        return int(uncut[0]) if len(uncut) else len(self.num_steps) - first
 
     def plan(self, first: int, stop: int, start: Cursor) -> BatchPlan:
         """Returns the plan of the updates from ``first`` to ``stop``. ``start``: the point in the epoch before them."""
@@ -128,8 +125,8 @@ def _cut_at_once(
 def _cut_in_turn(
     inputs: PlanInputs, lengths: Streams, shape: tuple[int, int], world_size: int
 ) -> UpdateCuts:
-    """Cuts one update after another, up to the first whose last step is not full; samples of several streams are sorted
-    at once. ``shape``: updates, samples of an update."""
+    """Cuts one update after another, but those whose last step is not full; samples of several streams are sorted at once.
+    ``shape``: updates, samples of an update."""
     num_updates, size = shape
     rules = CutRules(inputs.budget, inputs.config.work, inputs.config.round_batch)
     windows = [None] * num_updates
@@ -142,7 +139,7 @@ def _cut_in_turn(
         of_update = {name: values[positions] for name, values in lengths.items()}
         batches = cut(of_update, rules, world_size, window)
         if len(batches) % world_size:
-            break
+            continue
         parts.append(batches.map(positions))
         num_steps[update] = len(batches) // world_size
     return UpdateCuts(Batches.concatenate(parts), num_steps)

@@ -134,6 +134,7 @@ class Planner(PlanInputs):
             seed=config.seed,
             epoch=epoch,
             source_of=self.source_of,
+            num_strata=config.strata,
         )
 
     def _strata(self, size: int, pool: int) -> list[int]:
@@ -213,19 +214,22 @@ class Planner(PlanInputs):
         size = self.window_size(world_size)  # raises if an update has too few samples for the ranks
         cursor = self.in_windows(cursor, world_size)
         epoch = self.windows(cursor, order)
-        most = BLOCK
+        block = None
+        first = 0  # of the block's updates that remain
         while cursor.windows_done < len(epoch.spans):
-            planned = None
-            start, stop = epoch.spans[cursor.windows_done]
+            num_cut = 0
             if not cursor.segments:
-                block = cut_block(self, epoch.order, start, size, world_size, most)
+                if block is None or first == len(block.num_steps):
+                    start, _ = epoch.spans[cursor.windows_done]
+                    block = cut_block(self, epoch.order, start, size, world_size)
+                    first = 0
                 if block is not None:
-                    planned = block.plan(0, block.num_leading, cursor)
-                # What is cut behind an update that must be cut by itself is cut again.
-                is_whole = block is not None and block.num_leading == len(block.num_steps)
-                most = min(2 * most, BLOCK) if is_whole else size * _num_cut(block)
-            if planned is None:
+                    num_cut = block.num_cut_from(first)
+            if block is not None and num_cut:
+                planned = block.plan(first, first + num_cut, cursor)
+            else:
                 planned = self.plan_window(epoch, cursor, world_size)
+            first += max(num_cut, 1)
             yield planned
             cursor = planned.end
 
@@ -278,8 +282,8 @@ class Planner(PlanInputs):
 def cut_block(
     inputs: PlanInputs, order: Order, start: int, size: int, world_size: int, most: int = BLOCK
 ) -> UpdateBlock | None:
-    """Returns whole updates that are cut at once, from position ``start`` of the order on, of at most ``most`` samples;
-    None: the first one must be cut by itself."""
+    """Returns whole updates that are cut together, from position ``start`` of the order on, of at most ``most`` samples; None:
+    each window is planned by itself, or fewer samples than an update remain."""
     way = way_to_cut(inputs, size, world_size)
     if way is None:
         return None
@@ -290,11 +294,6 @@ def cut_block(
         return None
     indices = order[start : start + num_updates * size].reshape(num_updates, size)
     return UpdateBlock.of(inputs, indices, world_size)
-
-
-def _num_cut(block: UpdateBlock | None) -> int:
-    """Returns how many updates can be planned before others are cut."""
-    return 1 if block is None else block.num_leading
 
 
 class UpdatePlans:
@@ -322,7 +321,8 @@ class UpdatePlans:
                 self._cut(start, size)
             if self._block is not None:
                 update = (start - self._block_start) // size
-                return self._block.plan(update, update + 1, cursor)
+                if self._block.num_steps[update]:
+                    return self._block.plan(update, update + 1, cursor)
         return plan_update(self._planner, self._order[start:stop], cursor, self._world_size)
 
     def _cut(self, start: int, size: int) -> None:
@@ -330,8 +330,6 @@ class UpdatePlans:
         self._size = size
         most = min(self._num_updates * size, BLOCK)
         self._block = cut_block(self._planner, self._order, start, size, self._world_size, most)
-        num_cut = _num_cut(self._block)
-        if self._block is None or num_cut < len(self._block.num_steps):
-            self._num_updates = num_cut  # what is cut behind the next update is cut again
+        num_planned = 1 if self._block is None else len(self._block.num_steps)
         self._block_start = start
-        self._block_stop = start + num_cut * size
+        self._block_stop = start + num_planned * size

@@ -26,25 +26,34 @@ MOST_SAMPLES = 32
 lengths)."""
 
 
-def places_by_length(update_of: IntArray, num_strata: int, rank_of_update: IntArray) -> IntArray:
-    """Returns in which order the places of updates get samples, longest first. An update's places are divided into strata,
-    of equally many places or one more.
+def places_by_length(
+    update_of: IntArray, strata: Sequence[int], rank_of_update: IntArray
+) -> IntArray:
+    """Returns in which order the places of updates get samples, longest first.
 
     Args:
         update_of: (places,), the update of each place, rising.
+        strata: samples of each stratum of a usual update, the longest first. An update with more or fewer places has them
+            in proportion.
         rank_of_update: (updates,), which chunk of the first stratum each update gets; of the others, it gets the chunk as
             far from the end.
 
-    >>> places_by_length(np.array([0, 0, 0, 1, 1, 1]), 2, np.array([1, 0])).tolist()
+    >>> places_by_length(np.array([0, 0, 0, 1, 1, 1]), [1, 2], np.array([1, 0])).tolist()
     [3, 0, 1, 2, 4, 5]
     """
     num_places = np.bincount(update_of)
     first = np.cumsum(num_places) - num_places
-    num_up_to = np.arange(1, len(update_of) + 1) - first[update_of]
-    stratum = (num_up_to * num_strata - 1) // num_places[update_of]
+    place = np.arange(len(update_of)) - first[update_of]
+    stratum = _stratum_of_places(strata, place, num_places[update_of])
     rank = rank_of_update[update_of]
     chunk = np.where(stratum == 0, rank, len(num_places) - 1 - rank)
     return np.argsort(stratum * len(num_places) + chunk, kind="stable")
+
+
+def _stratum_of_places(strata: Sequence[int], place: IntArray, num_places: Any) -> IntArray:
+    """Returns the stratum of these places in updates of so many places each, in proportion."""
+    stratum = np.repeat(np.arange(len(strata)), strata)
+    return stratum[place * len(stratum) // num_places]
 
 
 def equal_strata(size: int, num_strata: int) -> list[int]:
@@ -157,10 +166,8 @@ def scaled_strata(strata: Sequence[int], size: int) -> list[int]:
     >>> scaled_strata([8, 8, 16], size=4)
     [1, 1, 2]
     """
-    total = sum(strata)
-    stratum_of_place = np.repeat(np.arange(len(strata)), strata)
-    places = (np.arange(1, size + 1) * total - 1) // size
-    num_samples = np.bincount(stratum_of_place[places])
+    stratum = _stratum_of_places(strata, np.arange(size), size)
+    num_samples = np.bincount(stratum)
     return num_samples[num_samples > 0].tolist()
 
 
@@ -193,8 +200,10 @@ class StratifiedOrder:
         tokens_of: function from dataset indices to the tokens of these samples.
         pool: int, updates that are dealt together.
         strata: samples of each stratum of an update, the longest first; see :func:`strata_of`.
-        seed, epoch: int; the order depends on these and the arguments above alone.
-        source_of: source of each dataset index, int (N,): each update keeps its number of samples of each source.
+        seed, epoch: int; the order depends on these and the other arguments alone.
+        source_of: source of each dataset index, int (N,): each update keeps its number of samples of each source, and each
+            source has strata of its own.
+        num_strata: int, strata of an update of several sources; None: as many as the tokens of each source need.
 
     >>> lengths = np.array([5, 1, 4, 2, 9, 3, 8, 7])
     >>> order = StratifiedOrder(np.arange(8), lengths.take, pool=2, strata=[2, 2], seed=0)
@@ -212,9 +221,11 @@ class StratifiedOrder:
         seed: int = 0,
         epoch: int = 0,
         source_of: IntArray | None = None,
+        num_strata: int | None = None,
     ) -> None:
         self._order = order
         self._source_of = source_of
+        self._num_strata = num_strata
         self._tokens_of = tokens_of
         self._strata = strata
         self._seeds = (seed, epoch)
@@ -253,17 +264,22 @@ class StratifiedOrder:
     def _deal_sources(
         self, drawn: IntArray, sources: IntArray, rng: np.random.Generator
     ) -> IntArray:
-        """Deals each source's samples by itself, to as many places as the source has in each update. A source has strata in
-        proportion to its share, at least two, so that a source's long and short samples balance."""
+        """Deals each source's samples by itself, to as many places as the source has in each update. Of a given number of
+        strata, a source has its share, at least two, so that its long and short samples balance."""
         update_of = np.arange(len(drawn)) // self.size
         dealt_pool = np.empty_like(drawn)
         for source in np.unique(sources):
             places = np.flatnonzero(sources == source)
             samples = rng.permutation(drawn[places])
-            by_length = samples[longest_first({TOKENS: self._tokens_of(samples)})]
-            num_strata = max(round(len(self._strata) * len(places) / len(drawn)), 2)
-            rank_of_update = rng.permutation(update_of[places[-1]] + 1)
-            order = places_by_length(update_of[places], num_strata, rank_of_update)
+            tokens = self._tokens_of(samples)
+            by_length = samples[longest_first({TOKENS: tokens})]
+            num_updates = int(update_of[places[-1]]) + 1
+            num_strata = self._num_strata
+            if num_strata is not None:
+                num_strata = max(round(num_strata * len(places) / len(drawn)), 2)
+            usual_size = max(len(places) // num_updates, 1)
+            strata = strata_of(num_strata, tokens, usual_size, num_updates)
+            order = places_by_length(update_of[places], strata, rng.permutation(num_updates))
             dealt_pool[places[order]] = by_length
         by_length = longest_first({TOKENS: self._tokens_of(dealt_pool)})
         return dealt_pool[by_length[np.argsort(update_of[by_length], kind="stable")]]

@@ -73,7 +73,7 @@ class Window:
         indices = self.indices[positions]
         if way_to_cut(inputs, len(indices), num_ranks) == "at once":
             block = UpdateBlock.of(inputs, indices[None], num_ranks)
-            if block is not None:
+            if block.num_cut_from(0):
                 batches = block.batches.map(positions)
                 num_steps = len(batches) // num_ranks
                 return Rows(batches, np.zeros((num_steps, num_ranks), np.bool_))

@@ -98,8 +98,8 @@ def test_updates_of_one_size_are_dealt_as_those_of_several(num_updates, size, mo
     num_strata = min(most_strata, size)
     rank_of_update = np.random.default_rng(seed).permutation(num_updates)
     update_of = np.repeat(np.arange(num_updates), size)
-    places = places_by_length(update_of, num_strata, rank_of_update)
     strata = equal_strata(size, num_strata)
+    places = places_by_length(update_of, strata, rank_of_update)
     updates = dealt(np.arange(num_updates * size), strata, rank_of_update)
     assert updates.ravel()[places].tolist() == list(range(num_updates * size))
 
@@ -141,6 +141,23 @@ def test_the_tokens_of_an_update_vary_no_more_than_those_of_random_updates(size,
     order = StratifiedOrder(np.arange(len(ranked)), ranked.take, pool=50, strata=strata)
     sums = ranked[order[:]].reshape(50, size).sum(axis=1)
     assert sums.var() == pytest.approx(spread_of_strata(ranked, 50, strata))
+
+
+@pytest.mark.parametrize("counts", [(16, 16), (23, 9), (8, 8, 8, 8), (29, 2, 1)])
+def test_so_do_those_of_updates_of_several_sources(counts):
+    """Each source has strata of its own, so its part varies no more than a random part of it, and so does the sum."""
+    size = sum(counts)
+    source_of = np.tile(np.repeat(np.arange(len(counts)), counts), 50)
+    lengths = np.random.default_rng(4).lognormal(5 + source_of % 2, 1.0).astype(np.int64) + 1
+    at_random = 0.0
+    for source in range(len(counts)):
+        at_random += spread_at_random(lengths[source_of == source], 50)
+    order = StratifiedOrder(
+        np.arange(50 * size), lengths.take, pool=50, strata=[size], source_of=source_of
+    )
+    updates = order[:].reshape(50, size)
+    assert lengths[updates].sum(axis=1).var() <= at_random
+    assert [np.bincount(source_of[update]).tolist() for update in updates] == [list(counts)] * 50
 
 
 def test_only_strata_that_vary_much_are_finer():
