@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.device_train import Case, job_of, run_of, turn_of
 from benchmarks.machine import Machine
-from benchmarks.methods import METHODS, Method, in_fixed, longest_first, ours
+from benchmarks.methods import METHODS, Job, Method, in_fixed, longest_first, ours
 from benchmarks.train import Run, about_job
 
 CASE = Case("0.5B", "CV 1.0")
@@ -314,10 +314,8 @@ WAYS = {
 """The most valuable first; compiled ways have one turn, since each compiles anew."""
 
 
-def run(machine: Machine) -> Iterator[dict[str, Any]]:
-    """Yields the figures so far, after each turn."""
-    machine.warm_up()
-    job = job_of(machine, CASE, SHARE)
+def runs_of(machine: Machine, job: Job) -> dict[str, Run]:
+    """Way -> its training; all share the job's samples and the limit of a batch."""
     runs: dict[str, Run] = {}
     for name, way in WAYS.items():
         work = job.work
@@ -337,6 +335,14 @@ def run(machine: Machine) -> Iterator[dict[str, Any]]:
             launch=way.launch,
             fills_to_powers=way.fills_to_powers,
         )
+    return runs
+
+
+def run(machine: Machine) -> Iterator[dict[str, Any]]:
+    """Yields the figures so far, after each turn."""
+    machine.warm_up()
+    job = job_of(machine, CASE, SHARE)
+    runs = runs_of(machine, job)
     failed: dict[str, str] = {}
     slowest = 15.0
     for number in range(1 if machine.dry else 3):

@@ -51,8 +51,11 @@ class SentenceJob(TextJob):
         self._encoder = getattr(model, "transformers_model", None)  # None: it is of another kind
         self._normalize = normalize
         self._is_per_token = per_token
-        self._output = "token_embeddings" if per_token else "sentence_embedding"
         self.formats = RAGGED if per_token else (VECTORS,)
+
+    @property
+    def _output(self) -> str:
+        return "token_embeddings" if self._is_per_token else "sentence_embedding"
 
     def run(self, items: list[str]) -> list[np.ndarray]:
         with self.attention_kernels():
