@@ -161,9 +161,10 @@ def test_jobs_run_with_them(job, options, expected):
 
 
 def test_sentence_transformers_run_with_them(tmp_path):
-    sentence_transformers = pytest.importorskip("sentence_transformers")
-    models.save_encoder(tmp_path)
-    model = sentence_transformers.SentenceTransformer(str(tmp_path), device="cpu")
+    pytest.importorskip("sentence_transformers")
+    from tests.jobs.test_sentences import built
+
+    model = built(tmp_path)
     seen = kernels_of(model)
     embed_dataset(model, None, TEXTS, budget=TokenBudget(40), progress=False)
     assert seen

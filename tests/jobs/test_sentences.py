@@ -118,6 +118,7 @@ def test_results_of_a_batch_are_copied_together(output: Any, tmp_path: Path) -> 
     model = built(tmp_path).to(torch.bfloat16)
     per_token = output == "token_embeddings"
     job = SentenceJob(model, TEXTS, {}, normalize=False, per_token=per_token)
+    job.plan()
     num_copies = []
     for num_texts in (2, len(TEXTS)):
         with Copies() as copies:
